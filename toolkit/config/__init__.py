@@ -1,0 +1,1 @@
+"""What a user may write, typed; and how it is composed. No torch, no engine."""

@@ -1,0 +1,71 @@
+"""The one seam to an engine. It is shaped like a step because pipeline engines forbid separate forward, backward, step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from toolkit.checkpoint.shard import Reader, Shard
+
+# Tensors of one micro-batch by name; in the text task ``input_ids`` and ``labels``, both int64 [micro_batch, sequence];
+# ``labels`` are already shifted, -100 where masked.
+MicroBatch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What the loop decides for one optimizer step."""
+
+    step: int  # from 0
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Global over all ranks, equal on all ranks."""
+
+    loss: float  # sum of token losses of the global batch / its unmasked tokens
+    grad_norm: float  # before clipping
+    tokens: int  # unmasked
+    skipped: bool = False  # the fp16 loss scaler met an overflow: samples are consumed, weights are unchanged
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Sums over all ranks, so that several calls can be added up."""
+
+    loss_sum: float
+    tokens: int
+
+
+class Engine(Protocol):
+    device: torch.device
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
+        """One optimizer step over this rank's micro-batches of the global batch (all ranks call it together).
+
+        Dropout is reseeded from (seed, step, coordinates), so a resumed step repeats itself in the same layout.
+        """
+
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        """Losses without gradients; leaves random state and gradients as they were."""
+
+    def shards(self) -> list[Shard]:
+        """Weights, master weights and optimizer tensors that this rank holds: views for saving and loading in place."""
+
+    def scalars(self) -> dict[str, object]:
+        """The engine's own state that is not a tensor of parameter shape: optimizer step, loss scaler. Plain JSON types."""
+
+    def load(self, reader: Reader) -> None:
+        """Take over weights, and the optimizer's state if the reader has it; then engine and weights are consistent.
+
+        Raises:
+            CheckpointError: the reader lacks a weight, or has another optimizer's state.
+        """
+
+    def close(self) -> None:
+        """Free what the engine holds. The process group belongs to who made it."""

@@ -1,0 +1,76 @@
+"""What a model family says about itself. Canonical names equal the ``state_dict`` names of the pinned transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from toolkit.config.schema import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A model configuration with every size settled. Fields are those of ``ModelConfig``; sizes in elements."""
+
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
+    router_aux_loss_coef: float = 0.0
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter as it lies in memory. ``layer`` is the block it belongs to, None outside blocks."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay applies to matrices only: never to one-dimensional tensors."""
+        return len(self.shape) > 1
+
+
+class Family(Protocol):
+    """The one seam through which the rest of the toolkit knows an architecture."""
+
+    name: str
+    namespace: str  # of canonical names, recorded in manifests: "llama/1"
+
+    def settle(self, model: ModelConfig) -> ModelShape:
+        """Fill what may be left out; raise PlanError naming every size that is missing or impossible."""
+
+    def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
+        """Every stored parameter, in ``state_dict`` order; a tied alias is left out."""
+
+    def tied(self, shape: ModelShape) -> Mapping[str, str]:
+        """Alias -> the canonical name that stores it."""
+
+    def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
+        """FLOPs of the forward pass per token; the docstring states formula, source and convention."""
+
+    def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
+        """The keys of the family's ``config.json`` (with ``model_type`` and ``architectures``)."""
+
+    def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
+        """The inverse; raise InputError for a variant that this family does not cover."""

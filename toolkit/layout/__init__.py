@@ -1,0 +1,1 @@
+"""Where each rank stands on the axes of parallelism. Pure; no torch."""

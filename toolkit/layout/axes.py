@@ -1,0 +1,84 @@
+"""Rank arithmetic, stated once.
+
+Worked example: 8 ranks, ``Axes(data=2, pipeline=2, context=1, tensor=2)``. Tensor is the innermost axis (its ranks are
+neighbours and talk most), then context, then data, and pipeline is outermost:
+
+    rank      0  1  2  3  4  5  6  7
+    tensor    0  1  0  1  0  1  0  1
+    data      0  0  1  1  0  0  1  1
+    pipeline  0  0  0  0  1  1  1  1
+
+This is the order ``tp-cp-ep-dp-pp`` of Megatron-core's ``parallel_state``, and DeepSpeed's AutoTP and pipeline
+topologies agree with it. Expert parallelism does not add ranks: it regroups data (and context) ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Axis(StrEnum):
+    TENSOR = "tensor"
+    CONTEXT = "context"
+    DATA = "data"
+    PIPELINE = "pipeline"
+
+
+# Innermost first: neighbouring ranks differ in the first of these.
+ORDER: tuple[Axis, ...] = (Axis.TENSOR, Axis.CONTEXT, Axis.DATA, Axis.PIPELINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """One rank's place: ``0 <= tensor < axes.tensor`` and so on."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """Sizes of the axes of parallelism. ``size`` is the number of ranks; ``expert`` divides ``data * context``."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline", "context", "expert"):
+            assert getattr(self, name) >= 1, f"axis {name} has size {getattr(self, name)}"
+
+    @property
+    def size(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.context
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of ``rank``, ``0 <= rank < size``."""
+        assert 0 <= rank < self.size, f"rank {rank} of {self.size}"
+        place: dict[str, int] = {}
+        for axis in ORDER:
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return Coordinates(**place)
+
+    def rank(self, at: Coordinates) -> int:
+        """The inverse of :meth:`coordinates`."""
+        rank = 0
+        for axis in reversed(ORDER):
+            rank = rank * getattr(self, axis) + getattr(at, axis)
+        return rank
+
+    def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
+        """The ranks that talk along ``axis``: every group of ranks that differ in that coordinate only."""
+        stride = 1
+        for inner in ORDER[: ORDER.index(axis)]:
+            stride *= getattr(self, inner)
+        length = getattr(self, axis)
+        for first in range(self.size):
+            if (first // stride) % length == 0:
+                yield tuple(first + step * stride for step in range(length))

@@ -1,0 +1,1 @@
+"""Modules of each family, and their initial weights."""

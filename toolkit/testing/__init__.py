@@ -1,0 +1,1 @@
+"""What tests and users' tests share: ranks spawned once, tiny models, parity runs."""
