@@ -134,8 +134,7 @@ class ModelConfig:
     """Probability, in [0, 1), for embeddings, attention and residuals where the family has them."""
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
-                 " max_position_embeddings num_local_experts num_experts_per_tok").split()
+        sizes = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "num_local_experts", "num_experts_per_tok"]
         _at_least("model", 1, **{name: getattr(self, name) for name in sizes})
         _check(0 <= self.dropout < 1, "model.dropout", self.dropout, "a probability lies in [0, 1)", "write model.dropout=0.1")
 
@@ -210,7 +209,8 @@ class DataConfig:
     """Seed of the sample order; apart from train.seed, so that two runs can differ in weights and share their order."""
 
     def __post_init__(self) -> None:
-        _check(self.name in ("stdlib", "prepared"), "data.name", self.name, "data is stdlib or prepared", "write data=stdlib or data=prepared data.path=FOLDER")
+        remedy = "write data=stdlib, or data=prepared data.path=FOLDER"
+        _check(self.name in ("stdlib", "prepared"), "data.name", self.name, "data is stdlib or prepared", remedy)
         _at_least("data", 257, vocab_size=self.vocab_size)
 
 
@@ -241,7 +241,8 @@ class TrainConfig:
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
 
     def __post_init__(self) -> None:
-        _at_least("train", 1, steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch, sequence_length=self.sequence_length)
+        _at_least("train", 1, steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch)
+        _at_least("train", 1, sequence_length=self.sequence_length)
         _at_least("train", 0, seed=self.seed)
 
 

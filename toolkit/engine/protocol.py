@@ -7,12 +7,23 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from toolkit.checkpoint.shard import Reader, Shard
 
 # Tensors of one micro-batch by name; in the text task ``input_ids`` and ``labels``, both int64 [micro_batch, sequence];
 # ``labels`` are already shifted, -100 where masked.
 MicroBatch = Mapping[str, torch.Tensor]
+
+
+class Objective(Protocol):
+    """What a model is trained for: the seam that keeps text, images and other samples out of the engines."""
+
+    def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
+        """Sum of the losses of the micro-batch's units (tokens, in text): a differentiable fp32 scalar."""
+
+    def units(self, batch: MicroBatch) -> int:
+        """How many unmasked units the micro-batch has; summed over the global batch they divide the loss."""
 
 
 @dataclass(frozen=True, slots=True)

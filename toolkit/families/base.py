@@ -51,6 +51,17 @@ class ParameterSpec:
         return len(self.shape) > 1
 
 
+@dataclass(frozen=True, slots=True)
+class HubTensor:
+    """One tensor of a published checkpoint: the box ``offset, extent`` of a canonical tensor, reshaped to ``shape``."""
+
+    name: str
+    shape: tuple[int, ...]
+    canonical: str
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
 class Family(Protocol):
     """The one seam through which the rest of the toolkit knows an architecture."""
 
@@ -65,6 +76,9 @@ class Family(Protocol):
 
     def tied(self, shape: ModelShape) -> Mapping[str, str]:
         """Alias -> the canonical name that stores it."""
+
+    def hub(self, shape: ModelShape) -> tuple[HubTensor, ...]:
+        """How the hub stores the family: one entry a tensor. Mixtral is per expert there and fused in memory."""
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
         """FLOPs of the forward pass per token; the docstring states formula, source and convention."""
