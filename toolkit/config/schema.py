@@ -134,8 +134,11 @@ class ModelConfig:
     """Probability, in [0, 1), for embeddings, attention and residuals where the family has them."""
 
     def __post_init__(self) -> None:
-        sizes = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "num_local_experts", "num_experts_per_tok"]
-        _at_least("model", 1, **{name: getattr(self, name) for name in sizes})
+        _at_least("model", 1, hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, head_dim=self.head_dim)
+        _at_least("model", 1, num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads)
+        _at_least("model", 1, num_key_value_heads=self.num_key_value_heads, vocab_size=self.vocab_size)
+        _at_least("model", 1, max_position_embeddings=self.max_position_embeddings)
+        _at_least("model", 1, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok)
         _check(0 <= self.dropout < 1, "model.dropout", self.dropout, "a probability lies in [0, 1)", "write model.dropout=0.1")
 
 
