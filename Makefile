@@ -1,0 +1,54 @@
+# Everything a person runs while developing. `make help` lists it. Each target does its own set-up.
+SHELL := /bin/bash
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The first Python of a tested version; name another with PYTHON=...
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
+# Where torch comes from; empty: the default index (on Linux its build carries CUDA).
+TORCH_INDEX ?=
+RANKS ?=
+ARGS ?=
+
+# On a machine without GPUs the DeepSpeed launcher counts NUMA nodes as devices, so two ranks are asked for.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
+LAUNCH_RANKS = $(if $(RANKS),--num_gpus $(RANKS),$(if $(filter 0,$(GPUS)),--num_gpus 2,))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-all lint format bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@echo; echo "  variables: PYTHON=python3.12  TORCH_INDEX=URL  RANKS=4  ARGS='train.steps=50 zero=stage3'"
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; name one with: make PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
+		$$(grep '^torch==' constraints.txt) numpy$$(sed -n 's/^numpy//p' constraints.txt)
+	DS_BUILD_OPS=0 $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,megatron]'
+	@touch $@
+
+setup: $(VENV)/.installed  ## make the virtual environment and install everything in it
+
+train: setup  ## train the quickstart with DeepSpeed on real text (minutes), sample from it, plot it
+	$(BIN)/deepspeed $(LAUNCH_RANKS) launch/train.py +exp=quickstart $(ARGS)
+
+test: setup  ## the quick suite (<= 8 minutes on two cores)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: setup  ## the full matrices too (<= 40 minutes on two cores)
+	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup  ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+
+bench: setup  ## overhead of the toolkit against bare scripts, written to benchmarks/results
+	$(BIN)/python benchmarks/engine_overhead.py
+
+clean:  ## remove caches and the virtual environment; runs/ and data/ stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
