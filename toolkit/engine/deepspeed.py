@@ -1,0 +1,136 @@
+"""ZeRO 0-3 through DeepSpeed, behind the same seam as ``local``.
+
+Of DeepSpeed this uses partitioning, collectives, offload and the optimizer kernels. Its launcher, data loader, schedulers,
+monitors and checkpoints stay unused: those are this toolkit's own, and the same for every engine.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.engine import deepspeed_compat as compat
+from toolkit.engine import deepspeed_load as moving
+from toolkit.engine import deepspeed_state as state
+from toolkit.engine import seeding
+from toolkit.engine.deepspeed_build import build
+from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.plan.types import Device, RunPlan
+
+
+class DeepSpeedEngine:
+    """One rank of a ZeRO run. Every method but ``shards``, ``scalars`` and ``close`` is collective."""
+
+    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int) -> None:
+        assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
+        self._plan, self._objective = plan, objective
+        self._stage = plan.config.zero.stage
+        self._rank, self._ranks = rank, plan.axes.size
+        self._coordinates = plan.axes.coordinates(rank)
+        self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        deepspeed = compat.load(plan.world.device, local_rank)
+        settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed writes into what it is given
+        module, groups = build(deepspeed, plan, settings, self.device)
+        self._ds, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=settings, dist_init_required=False)
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._accumulation = int(self._ds.gradient_accumulation_steps())
+        module.train()
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
+        self._accumulate(len(micro_batches))
+        for group in self._ds.optimizer.param_groups:
+            group["lr"] = settings.lr
+        units = int(self._sum_over_ranks(sum(self._objective.units(batch) for batch in micro_batches)))
+        # DeepSpeed averages gradients over the ranks; the loss is a sum over the global batch / its units.
+        weight = self._ranks / max(units, 1)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        seeding.reseed(self._plan.config.train.seed, settings.step, self._coordinates)
+        for number, batch in enumerate(micro_batches, 1):
+            # Told, not counted: DeepSpeed's own counter runs over all steps and is out of phase once a batch ramp has
+            # changed the accumulation.
+            self._ds.set_gradient_accumulation_boundary(number == len(micro_batches))
+            loss = self._objective.loss_sum(self._ds, batch)
+            loss_sum += loss.detach()
+            self._ds.backward(loss * weight, scale_wrt_gas=False)
+        grad_norm = self._grad_norm_of_stage0() if self._stage == 0 else None
+        loss_scale = self._loss_scale()
+        self._ds.step()
+        return StepResult(
+            loss=self._sum_over_ranks(loss_sum) / max(units, 1),
+            grad_norm=float(self._ds.get_global_grad_norm()) if grad_norm is None else grad_norm,
+            tokens=units,
+            skipped=not self._ds.was_step_applied(),
+            loss_scale=loss_scale,
+        )
+
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        # The module rather than DeepSpeed's engine: a forward of the engine counts as the start of a micro-step.
+        module = self._ds.module
+        module.eval()
+        try:
+            with torch.no_grad(), seeding.unchanged(self.device):
+                for batch in micro_batches:
+                    sums[0] += self._objective.loss_sum(module, batch)
+                    sums[1] += self._objective.units(batch)
+        finally:
+            module.train()
+            if self._stage == 3:
+                moving.release(self._ds.optimizer)
+                moving.regather(self._ds.optimizer)
+        dist.all_reduce(sums)
+        return EvalResult(loss_sum=float(sums[0]), tokens=int(sums[1]))
+
+    def shards(self) -> list[Shard]:
+        return moving.shards(self._ds.optimizer, self._partitions()) + self._frozen()
+
+    def scalars(self) -> dict[str, object]:
+        return moving.scalars(self._ds.optimizer, self._partitions())
+
+    def load(self, reader: Reader) -> None:
+        if self._stage == 3:
+            moving.release(self._ds.optimizer)
+        partitions = self._partitions()
+        moving.load(self._ds.optimizer, partitions, reader)
+        if frozen := self._frozen():
+            reader.read(frozen)
+        moving.publish(self._ds.optimizer, partitions)
+
+    def close(self) -> None:
+        module = self._ds.module
+        self._ds.destroy()
+        compat.forget_module(module)
+        compat.restore_linear()
+        del self._ds
+
+    def _partitions(self) -> list[state.Partition]:
+        return state.partitions(self._ds.optimizer, self._names, rank=self._rank, ranks=self._ranks)
+
+    def _frozen(self) -> list[Shard]:
+        return list(state.frozen(self._ds.module, self._names, rank=self._rank, ranks=self._ranks))
+
+    def _accumulate(self, micro_batches: int) -> None:
+        """Take a new accumulation, in a batch ramp."""
+        if micro_batches == self._accumulation:
+            return
+        self._accumulation = micro_batches
+        self._ds.set_train_batch_size(self._plan.batch.micro_batch * self._plan.batch.data_parallel * micro_batches)
+        if hasattr(self._ds.optimizer, "gradient_accumulation_steps"):
+            self._ds.optimizer.gradient_accumulation_steps = micro_batches  # a copy that DeepSpeed forgets
+
+    def _grad_norm_of_stage0(self) -> float:
+        """DeepSpeed reports none without ZeRO. Its gradients are reduced by now and equal on all ranks."""
+        gradients = [parameter.grad for parameter in self._ds.module.parameters() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def _loss_scale(self) -> float:
+        return float(getattr(self._ds.optimizer, "loss_scale", 1.0))
+
+    def _sum_over_ranks(self, value: torch.Tensor | float) -> float:
+        total = torch.as_tensor(value, dtype=torch.float64, device=self.device).clone()
+        dist.all_reduce(total)
+        return float(total)

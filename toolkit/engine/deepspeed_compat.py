@@ -1,0 +1,84 @@
+"""What DeepSpeed 0.19 does to a process, and its defects that are mended from outside. Each entry says why it is here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from toolkit.plan.types import Device
+
+
+def load(device: Device, local_rank: int) -> ModuleType:
+    """Import DeepSpeed for ``device`` and make it adopt the process group that exists. Returns the package."""
+    assert dist.is_initialized(), "the process group is made before the engine"
+    # Without it the accelerator is guessed from what happens to be installed: a CPU run on a GPU machine would not start.
+    os.environ.setdefault("DS_ACCELERATOR", str(device))
+    # ``zero.Init`` and the offload paths read these instead of asking the process group.
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+
+    import deepspeed
+    import deepspeed.comm
+    import deepspeed.ops
+
+    # The shared-memory collectives are compiled on first use: 50 s cold, an exception without a compiler, and a stale lock
+    # file of a killed build hangs the start for ever. Probing for them also runs a compiler, hence no ``__getattr__`` here.
+    deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    if device is Device.CPU:
+        _import_muon_without_compiling()
+    if deepspeed.comm.comm.cdb is not None and not _adopted_group_lives():
+        _forget_groups()
+    deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
+    _adopted_group.append(dist.group.WORLD)
+    return deepspeed
+
+
+_adopted_group: list[object] = []  # the process group that DeepSpeed's caches belong to
+
+
+def _adopted_group_lives() -> bool:
+    return bool(_adopted_group) and _adopted_group[-1] is dist.group.WORLD
+
+
+def _forget_groups() -> None:
+    """DeepSpeed caches its groups in module globals; after a new ``init_process_group`` they name dead ones."""
+    import deepspeed.comm
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references()
+    deepspeed.comm.comm.cdb = None
+    _adopted_group.clear()
+
+
+def _import_muon_without_compiling() -> None:
+    """ZeRO-3 imports the Muon optimizer whatever the optimizer is, and that import decorates kernels with
+    ``torch.compile``: seconds of start-up for nothing on CPU, where Muon's kernels gain nothing from it."""
+    if "deepspeed.runtime.zero.muon.original_muon" in sys.modules:
+        return
+    from deepspeed.runtime import compiler
+
+    original, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - imported for its side effect on sys.modules
+    finally:
+        compiler.compile = original
+
+
+def restore_linear() -> None:
+    """ZeRO-3 replaces ``torch.nn.functional.linear`` for the whole process and never puts it back."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
+
+    if hasattr(Patched, "linear_bk"):
+        torch.nn.functional.linear = Patched.linear_bk
+
+
+def forget_module(module: torch.nn.Module) -> None:
+    """ZeRO-3 pushes every engine's module on a global stack and never pops it, which keeps the weights alive."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [entry for entry in stack if entry is not module]
