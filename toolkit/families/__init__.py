@@ -1,1 +1,27 @@
-"""One file a model family: shapes, parameter counts, FLOPs, canonical names, invertible name maps. No torch."""
+"""One file a model family: shapes, parameter counts, FLOPs, canonical names, invertible name maps. No torch.
+
+A new family is one file with one object, and one line here.
+"""
+
+from __future__ import annotations
+
+from toolkit.errors import PlanError, Problem
+from toolkit.families.base import Family
+from toolkit.families.gpt2 import GPT2
+from toolkit.families.llama import LLAMA
+from toolkit.families.mixtral import MIXTRAL
+from toolkit.families.qwen2 import QWEN2
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, QWEN2, MIXTRAL)}
+
+
+def get(name: str) -> Family:
+    """The family called ``name``; PlanError naming those that exist."""
+    if name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise PlanError(Problem("model.family", f"model.family={name}", f"a family is one of {known}",
+                                f"write model.family={known.split(', ')[1]}, or give any torch module as model.target=my.package.Model"))
+    return FAMILIES[name]
+
+
+__all__ = ["FAMILIES", "get"]

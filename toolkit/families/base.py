@@ -53,13 +53,17 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class HubTensor:
-    """One tensor of a published checkpoint: the box ``offset, extent`` of a canonical tensor, reshaped to ``shape``."""
+    """One tensor of a published checkpoint: the box ``offset, extent`` of a canonical tensor, reshaped to ``shape``.
+
+    ``aliases`` are other names that published checkpoints have it under; writing uses ``name``.
+    """
 
     name: str
     shape: tuple[int, ...]
     canonical: str
     offset: tuple[int, ...]
     extent: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
 
 
 class Family(Protocol):

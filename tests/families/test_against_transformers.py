@@ -1,0 +1,113 @@
+"""Canonical names and shapes are the ``state_dict`` of the pinned transformers, and ``config.json`` makes the round trip.
+
+    pytest tests/families/test_against_transformers.py
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from toolkit.families import FAMILIES, get
+from toolkit.families.base import ModelShape
+from toolkit.families.published import PUBLISHED
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40, "max_position_embeddings": 24,
+         "head_dim": None, "rope_theta": 1234.0, "norm_eps": 3e-5, "initializer_range": 0.03, "dropout": 0.25}
+MODELS = {"gpt2": "gpt2", "llama": "llama-3-8b", "qwen2": "qwen2-7b", "mixtral": "mixtral-8x7b"}
+
+
+def small(family: str, tie: bool) -> ModelShape:
+    model = replace(PUBLISHED[MODELS[family]], **SMALL, tie_word_embeddings=tie)
+    if family != "gpt2":
+        model = replace(model, intermediate_size=24, num_key_value_heads=2)
+    else:
+        model = replace(model, rope_theta=None)
+    if family == "mixtral":
+        model = replace(model, num_local_experts=3, router_aux_loss_coef=0.02)
+    return get(family).settle(model)
+
+
+def built(shape: ModelShape) -> torch.nn.Module:
+    config = transformers.AutoConfig.for_model(**get(shape.family).hugging_face_config(shape))
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_names_shapes_and_aliases(family: str, tie: bool) -> None:
+    shape = small(family, tie)
+    model = built(shape)
+    assert type(model).__name__ == get(family).hugging_face_config(shape)["architectures"][0]
+    ours = {spec.name: spec.shape for spec in get(family).parameters(shape)}
+    aliases = get(family).tied(shape)
+    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert list(ours) == [name for name in theirs if name not in aliases]
+    assert ours == {name: size for name, size in theirs.items() if name not in aliases}
+    assert {name for name, _ in model.named_parameters()} == set(ours)
+    for alias, name in aliases.items():
+        assert theirs[alias] == ours[name]
+        assert model.get_parameter(alias) is model.get_parameter(name)
+    assert bool(aliases) is tie
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_config_json_makes_the_round_trip(family: str, tie: bool) -> None:
+    shape = small(family, tie)
+    ours = get(family).hugging_face_config(shape)
+    written = json.loads(json.dumps(ours))
+    theirs = transformers.AutoConfig.for_model(**ours).to_dict()
+    for config in (written, theirs):  # what we write, and what transformers writes of it
+        assert asdict(get(family).settle(get(family).from_hugging_face_config(config))) == asdict(shape)
+
+
+def test_gpt2_reads_what_old_releases_wrote() -> None:
+    """They give ``n_inner`` as null and neither tie nor initializer keys."""
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 10, "n_inner": None}
+    shape = get("gpt2").settle(get("gpt2").from_hugging_face_config(config))
+    assert (shape.intermediate_size, shape.tie_word_embeddings, shape.dropout) == (64, True, 0.1)
+
+
+def test_mixtral_is_stored_as_transformers_converts_it() -> None:
+    """Each hub tensor matches a source of transformers' own conversion, and lands in that conversion's target."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    shape = small("mixtral", False)
+    expected = {"w1.weight": "gate_up_proj", "w3.weight": "gate_up_proj", "w2.weight": "down_proj"}
+    converters = [entry for entry in get_checkpoint_conversion_mapping("mixtral") if hasattr(entry, "operations")]
+    patterns = [(pattern, target) for entry in converters for pattern in entry.source_patterns for target in entry.target_patterns]
+    for tensor in get("mixtral").hub(shape):
+        if ".experts." not in tensor.name:
+            continue
+        matching = {target for pattern, target in patterns if fnmatch.fnmatch(tensor.name, f"*{pattern}")}
+        assert len(matching) == 1, (tensor.name, patterns)
+        suffix = ".".join(tensor.name.split(".")[-2:])
+        assert tensor.canonical.endswith(expected[suffix])
+        assert tensor.canonical.endswith(matching.pop().split(".")[-1])
+
+
+def test_mixtral_folder_written_by_transformers_holds_our_hub_names(tmp_path: object) -> None:
+    """The real thing: values of a saved model, box by box."""
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    shape = small("mixtral", False)
+    config = transformers.AutoConfig.for_model(**get("mixtral").hugging_face_config(shape))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    saved = load_file(Path(str(tmp_path)) / "model.safetensors")
+    hub = get("mixtral").hub(shape)
+    assert {tensor.name for tensor in hub} == set(saved)
+    state = model.state_dict()
+    for tensor in hub:
+        box = state[tensor.canonical][tuple(slice(o, o + e) for o, e in zip(tensor.offset, tensor.extent, strict=True))]
+        assert torch.equal(box.reshape(tensor.shape), saved[tensor.name])

@@ -1,0 +1,137 @@
+"""Families by themselves: sizes, counts, FLOPs, mistakes. No torch.
+
+    pytest tests/families/test_families.py
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import InputError, PlanError
+from toolkit.families import FAMILIES, get
+from toolkit.families.base import ModelShape
+from toolkit.families.published import PUBLISHED
+
+
+def shape_of(name: str) -> ModelShape:
+    model = PUBLISHED[name]
+    assert model.family is not None
+    return get(model.family).settle(model)
+
+
+def count(shape: ModelShape) -> int:
+    return sum(spec.numel for spec in get(shape.family).parameters(shape))
+
+
+@pytest.mark.parametrize(("name", "billions", "digits"), [
+    ("gpt2", 0.1244, 4), ("llama-2-7b", 6.74, 2), ("llama-3-8b", 8.03, 2), ("qwen2-7b", 7.62, 2), ("mixtral-8x7b", 46.7, 1)])
+def test_published_models_have_their_published_sizes(name: str, billions: float, digits: int) -> None:
+    assert round(count(shape_of(name)) / 1e9, digits) == billions
+
+
+def test_gpt2_flops_are_the_formula_of_megatron_lm() -> None:
+    shape = shape_of("gpt2")
+    layers, hidden, sequence, vocab = shape.num_hidden_layers, shape.hidden_size, 1024, shape.vocab_size
+    expected = 24 * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
+    assert get("gpt2").forward_flops(shape, sequence) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b"])
+def test_flops_of_a_dense_decoder_are_two_a_weight_and_the_attention_matrix(name: str) -> None:
+    shape = shape_of(name)
+    matrices = sum(spec.numel for spec in get(shape.family).parameters(shape) if spec.decays and "embed" not in spec.name)
+    attention = 4 * 2048 * shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
+    assert get(shape.family).forward_flops(shape, 2048) == 2 * matrices + attention
+
+
+def test_a_token_pays_for_the_experts_that_it_visits() -> None:
+    shape = shape_of("mixtral-8x7b")
+    active = get("mixtral").forward_flops(shape, 1) / 2
+    assert active / 1e9 == pytest.approx(12.9 - 32000 * 4096 / 1e9, rel=0.01)  # 12.9 B active, of which the embedding is a look-up
+    more = get("mixtral").forward_flops(replace(shape, num_experts_per_tok=4), 1) / 2
+    assert more - active == 2 * 3 * shape.hidden_size * shape.intermediate_size * shape.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_hub_tensors_cover_each_parameter_exactly_once(name: str) -> None:
+    shape = replace(shape_of(name), num_hidden_layers=2)
+    family = get(shape.family)
+    specs = {spec.name: spec for spec in family.parameters(shape)}
+    boxes = defaultdict(list)
+    for tensor in family.hub(shape):
+        spec = specs[tensor.canonical]
+        inside = all(o + e <= s for o, e, s in zip(tensor.offset, tensor.extent, spec.shape, strict=True))
+        assert inside, tensor
+        assert [e for e in tensor.extent if e != 1 or len(tensor.extent) == len(tensor.shape)] == list(tensor.shape), tensor
+        boxes[tensor.canonical].append((tensor.offset, tensor.extent))
+    for spec in specs.values():
+        assert len(set(boxes[spec.name])) == len(boxes[spec.name])
+        assert sum(_volume(extent) for _, extent in boxes[spec.name]) == spec.numel
+    names = [tensor.name for tensor in family.hub(shape)]
+    assert len(set(names)) == len(names)
+
+
+def _volume(extent: tuple[int, ...]) -> int:
+    total = 1
+    for size in extent:
+        total *= size
+    return total
+
+
+def test_no_decay_is_for_one_dimensional_tensors() -> None:
+    specs = {spec.name: spec for spec in get("qwen2").parameters(shape_of("qwen2-7b"))}
+    assert specs["model.layers.0.self_attn.q_proj.weight"].decays
+    assert not specs["model.layers.0.self_attn.q_proj.bias"].decays
+    assert not specs["model.norm.weight"].decays
+    assert specs["model.layers.27.mlp.up_proj.weight"].layer == 27
+
+
+SMALL = ModelConfig(family="llama", hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=32,
+                    max_position_embeddings=8)
+
+
+@pytest.mark.parametrize(("change", "key"), [
+    ({"num_attention_heads": 3}, "model.num_attention_heads"),
+    ({"num_key_value_heads": 3}, "model.num_key_value_heads"),
+    ({"num_attention_heads": 16}, "model.head_dim"),
+    ({"family": "gpt2", "num_key_value_heads": 2}, "model.num_key_value_heads"),
+    ({"family": "gpt2", "head_dim": 8}, "model.head_dim"),
+    ({"family": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4}, "model.num_experts_per_tok"),
+])
+def test_impossible_sizes_name_their_key_and_a_remedy(change: dict[str, object], key: str) -> None:
+    model = replace(SMALL, **change)
+    with pytest.raises(PlanError) as caught:
+        get(model.family or "").settle(model)
+    assert [problem.key for problem in caught.value.problems] == [key]
+    assert caught.value.problems[0].remedy
+
+
+def test_every_missing_size_is_named_at_once() -> None:
+    with pytest.raises(PlanError) as caught:
+        get("mixtral").settle(ModelConfig(family="mixtral", hidden_size=16))
+    assert {problem.key.removeprefix("model.") for problem in caught.value.problems} == {
+        "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings", "intermediate_size", "num_local_experts",
+        "num_experts_per_tok"}
+
+
+def test_an_unknown_family_lists_the_known_ones() -> None:
+    with pytest.raises(PlanError, match="gpt2, llama, qwen2, mixtral"):
+        get("bert")
+
+
+@pytest.mark.parametrize(("family", "change"), [
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}), ("llama", {"attention_bias": True}),
+    ("llama", {"hidden_act": "gelu"}), ("qwen2", {"use_sliding_window": True}), ("mixtral", {"sliding_window": 4096}),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True})])
+def test_a_variant_that_is_not_covered_is_refused_by_name(family: str, change: dict[str, object]) -> None:
+    shape = shape_of({"gpt2": "gpt2", "llama": "llama-3-8b", "qwen2": "qwen2-7b", "mixtral": "mixtral-8x7b"}[family])
+    config = FAMILIES[family].hugging_face_config(shape)
+    FAMILIES[family].from_hugging_face_config(config)
+    with pytest.raises(InputError) as caught:
+        FAMILIES[family].from_hugging_face_config(config | change)
+    assert next(iter(change)).split("_")[0] in caught.value.problems[0].key

@@ -1,0 +1,60 @@
+"""Rank arithmetic, in worlds of up to 4,096 ranks.
+
+    pytest tests/layout/test_axes.py
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.layout.axes import Axes, Axis, Coordinates
+
+sizes = st.integers(1, 8)
+axes = st.builds(Axes, data=sizes, tensor=sizes, pipeline=sizes, context=sizes)
+
+
+def test_the_worked_example_of_the_docstring() -> None:
+    example = Axes(data=2, pipeline=2, context=1, tensor=2)
+    places = [example.coordinates(rank) for rank in range(8)]
+    assert [place.tensor for place in places] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [place.data for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [place.pipeline for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+@given(axes, st.data())
+@settings(max_examples=100, deadline=None)
+def test_rank_and_coordinates_are_inverse(axes: Axes, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, axes.size - 1))
+    place = axes.coordinates(rank)
+    assert axes.rank(place) == rank
+    assert 0 <= place.tensor < axes.tensor
+    assert 0 <= place.context < axes.context
+    assert 0 <= place.data < axes.data
+    assert 0 <= place.pipeline < axes.pipeline
+
+
+@given(axes, st.sampled_from(list(Axis)))
+@settings(max_examples=50, deadline=None)
+def test_groups_split_the_ranks_and_differ_in_one_coordinate(axes: Axes, axis: Axis) -> None:
+    groups = list(axes.groups(axis))
+    assert sorted(rank for group in groups for rank in group) == list(range(axes.size))
+    others = [other for other in Axis if other is not axis]
+    for group in groups:
+        places = [axes.coordinates(rank) for rank in group]
+        assert [getattr(place, axis) for place in places] == list(range(getattr(axes, axis)))
+        assert len({tuple(getattr(place, other) for other in others) for place in places}) == 1
+
+
+def test_tensor_ranks_are_neighbours_and_stages_lie_furthest_apart() -> None:
+    axes = Axes(data=16, tensor=8, pipeline=8)
+    assert axes.size == 1024
+    assert next(axes.groups(Axis.TENSOR)) == tuple(range(8))
+    assert next(axes.groups(Axis.PIPELINE)) == tuple(range(0, 1024, 128))
+
+
+def test_a_rank_out_of_range_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="rank 4 of 4"):
+        Axes(data=4).coordinates(4)
+    assert Axes(data=4).coordinates(3) == Coordinates(tensor=0, context=0, data=3, pipeline=0)

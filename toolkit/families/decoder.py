@@ -1,0 +1,127 @@
+"""What llama, qwen2 and mixtral share: RMS norms, rotary embeddings, grouped-query attention, a gated feed-forward.
+
+Shapes: H hidden, F feed-forward, D head_dim, A query heads, K key-value heads, V vocabulary, E experts.
+A family of this kind gives its differences: defaults, biases, its feed-forward, its ``config.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from toolkit.config.schema import ModelConfig
+from toolkit.families import settling
+from toolkit.families.base import HubTensor, ModelShape, ParameterSpec
+
+
+class Decoder:
+    """A decoder-only family with the canonical names ``model.layers.N. ...``."""
+
+    name: str
+    namespace: str
+    architecture: ClassVar[str]  # the class in transformers
+    defaults: ClassVar[Mapping[str, Any]]  # sizes that may be left out
+    required: ClassVar[tuple[str, ...]] = ("intermediate_size",)
+    qkv_bias: ClassVar[bool] = False
+    fixed: ClassVar[Mapping[str, Any]] = {}  # switches of config.json that must have this value
+
+    def settle(self, model: ModelConfig) -> ModelShape:
+        return settling.settle(model, required=self.required, **self.defaults)
+
+    def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
+        hidden = shape.hidden_size
+        found = [ParameterSpec("model.embed_tokens.weight", (shape.vocab_size, hidden))]
+        for layer in range(shape.num_hidden_layers):
+            inside = (*self.attention(shape), *self.feed_forward(shape),
+                      ("input_layernorm.weight", (hidden,)), ("post_attention_layernorm.weight", (hidden,)))
+            found += [ParameterSpec(f"model.layers.{layer}.{name}", size, layer) for name, size in inside]
+        found.append(ParameterSpec("model.norm.weight", (hidden,)))
+        if not shape.tie_word_embeddings:
+            found.append(ParameterSpec("lm_head.weight", (shape.vocab_size, hidden)))
+        return tuple(found)
+
+    def attention(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes within a block: q [A*D, H], k and v [K*D, H], o [H, A*D]."""
+        query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        for letter, width in (("q", query), ("k", key), ("v", key)):
+            yield f"self_attn.{letter}_proj.weight", (width, shape.hidden_size)
+            if self.qkv_bias:
+                yield f"self_attn.{letter}_proj.bias", (width,)
+        yield "self_attn.o_proj.weight", (shape.hidden_size, query)
+
+    def feed_forward(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes within a block: gate and up [F, H], down [H, F]."""
+        for name in ("gate", "up"):
+            yield f"mlp.{name}_proj.weight", (shape.intermediate_size, shape.hidden_size)
+        yield "mlp.down_proj.weight", (shape.hidden_size, shape.intermediate_size)
+
+    def feed_forward_weights_used(self, shape: ModelShape) -> int:
+        """Elements of a block's feed-forward that one token is multiplied with."""
+        return 3 * shape.hidden_size * shape.intermediate_size
+
+    def tied(self, shape: ModelShape) -> Mapping[str, str]:
+        return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tie_word_embeddings else {}
+
+    def hub(self, shape: ModelShape) -> tuple[HubTensor, ...]:
+        return tuple(tensor for spec in self.parameters(shape) for tensor in self.hub_tensors(spec, shape))
+
+    def hub_tensors(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
+        """How the hub stores one canonical tensor; here: as it is."""
+        yield HubTensor(spec.name, spec.shape, spec.name, (0,) * len(spec.shape), spec.shape)
+
+    def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
+        """FLOPs of the forward pass per token.
+
+        ``2 * (weights that multiply the token) + 4 * s * A * D`` a layer, and ``2 * H * V`` for the output layer: two FLOPs a
+        multiply-add; the attention matrix is counted whole although it is causal (the convention of PaLM, 2204.02311,
+        appendix B, and of Megatron-LM, 2104.04473, equation 3); norms, rotations and look-ups are left out. Forward and
+        backward take three times this: model FLOPs, which recomputation does not change.
+        """
+        attention = sum(size[0] * size[1] for _, size in self.attention(shape) if len(size) == 2)
+        matrix = 4 * sequence_length * shape.num_attention_heads * shape.head_dim
+        layer = 2 * (attention + self.feed_forward_weights_used(shape)) + matrix
+        return float(shape.num_hidden_layers * layer + 2 * shape.hidden_size * shape.vocab_size)
+
+    def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.name,
+            "vocab_size": shape.vocab_size,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": shape.num_hidden_layers,
+            "num_attention_heads": shape.num_attention_heads,
+            "num_key_value_heads": shape.num_key_value_heads,
+            "head_dim": shape.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": shape.max_position_embeddings,
+            "initializer_range": shape.initializer_range,
+            "rms_norm_eps": shape.norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+            "rope_theta": shape.rope_theta,  # transformers 4 and other readers look here
+            "tie_word_embeddings": shape.tie_word_embeddings,
+            "attention_dropout": shape.dropout,
+        }
+
+    def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
+        settling.must_equal(config, self.name, hidden_act="silu", **self.fixed)
+        return ModelConfig(
+            family=self.name,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            num_attention_heads=config["num_attention_heads"],
+            num_key_value_heads=config.get("num_key_value_heads"),
+            head_dim=config.get("head_dim"),
+            max_position_embeddings=config["max_position_embeddings"],
+            initializer_range=config.get("initializer_range", 0.02),
+            norm_eps=config.get("rms_norm_eps", self.published_norm_eps),
+            rope_theta=settling.rope_theta(config, self.name, self.published_rope_theta),
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            dropout=config.get("attention_dropout", 0.0),
+        )
+
+    # What transformers assumes where a published config.json leaves the key out.
+    published_norm_eps: ClassVar[float] = 1e-6
+    published_rope_theta: ClassVar[float] = 10000.0

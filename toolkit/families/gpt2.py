@@ -1,0 +1,113 @@
+"""GPT-2 (Radford et al., 2019): layer norms with biases, learned positions, one fused query-key-value projection.
+
+Its projections are transformers' ``Conv1D``: weights lie [in, out], the transpose of a linear layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import PlanError, Problem
+from toolkit.families import settling
+from toolkit.families.base import HubTensor, ModelShape, ParameterSpec
+
+PREFIX = "transformer."
+
+
+class GPT2Family:
+    name = "gpt2"
+    namespace = "gpt2/1"
+
+    def settle(self, model: ModelConfig) -> ModelShape:
+        inner = None if model.hidden_size is None else 4 * model.hidden_size
+        shape = settling.settle(model, rotary=False, intermediate_size=inner, tie_word_embeddings=True, norm_eps=1e-5, rope_theta=10000.0)
+        problems = []
+        if shape.num_key_value_heads != shape.num_attention_heads:
+            problems.append(Problem("model.num_key_value_heads", f"model.num_key_value_heads={shape.num_key_value_heads}",
+                                    "gpt2 has as many key-value heads as query heads",
+                                    "leave model.num_key_value_heads out, or take model.family=llama for grouped-query attention"))
+        if shape.head_dim * shape.num_attention_heads != shape.hidden_size:
+            problems.append(Problem("model.head_dim", f"model.head_dim={shape.head_dim}",
+                                    "in gpt2 a head is model.hidden_size / model.num_attention_heads wide", "leave model.head_dim out"))
+        if problems:
+            raise PlanError(*problems)
+        return shape
+
+    def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        found = [ParameterSpec(f"{PREFIX}wte.weight", (shape.vocab_size, hidden)),
+                 ParameterSpec(f"{PREFIX}wpe.weight", (shape.max_position_embeddings, hidden))]
+        block = (("ln_1", (hidden,)), ("attn.c_attn", (hidden, 3 * hidden)), ("attn.c_proj", (hidden, hidden)),
+                 ("ln_2", (hidden,)), ("mlp.c_fc", (hidden, inner)), ("mlp.c_proj", (inner, hidden)))
+        for layer in range(shape.num_hidden_layers):
+            for name, size in block:
+                found.append(ParameterSpec(f"{PREFIX}h.{layer}.{name}.weight", size, layer))
+                found.append(ParameterSpec(f"{PREFIX}h.{layer}.{name}.bias", size[-1:], layer))
+        found += [ParameterSpec(f"{PREFIX}ln_f.weight", (hidden,)), ParameterSpec(f"{PREFIX}ln_f.bias", (hidden,))]
+        if not shape.tie_word_embeddings:
+            found.append(ParameterSpec("lm_head.weight", (shape.vocab_size, hidden)))
+        return tuple(found)
+
+    def tied(self, shape: ModelShape) -> Mapping[str, str]:
+        return {"lm_head.weight": f"{PREFIX}wte.weight"} if shape.tie_word_embeddings else {}
+
+    def hub(self, shape: ModelShape) -> tuple[HubTensor, ...]:
+        """As in memory. The first releases were saved without the outer module, so their names lack its prefix."""
+        return tuple(HubTensor(spec.name, spec.shape, spec.name, (0,) * len(spec.shape), spec.shape,
+                               aliases=(spec.name.removeprefix(PREFIX),) if spec.name.startswith(PREFIX) else ())
+                     for spec in self.parameters(shape))
+
+    def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
+        """FLOPs of the forward pass per token: ``l * (8 h^2 + 4 h f + 4 s h) + 2 h V``.
+
+        With ``f = 4h`` it is a third of ``72 l h^2 (1 + s/6h + V/12lh)`` (Megatron-LM, 2104.04473, equation 3 without
+        recomputation). The attention matrix is counted whole although it is causal; biases and norms are left out.
+        """
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        layer = 8 * hidden**2 + 4 * hidden * inner + 4 * sequence_length * hidden
+        return float(shape.num_hidden_layers * layer + 2 * hidden * shape.vocab_size)
+
+    def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": self.name,
+            "vocab_size": shape.vocab_size,
+            "n_positions": shape.max_position_embeddings,
+            "n_embd": shape.hidden_size,
+            "n_layer": shape.num_hidden_layers,
+            "n_head": shape.num_attention_heads,
+            "n_inner": shape.intermediate_size,
+            "activation_function": "gelu_new",
+            "resid_pdrop": shape.dropout,
+            "embd_pdrop": shape.dropout,
+            "attn_pdrop": shape.dropout,
+            "layer_norm_epsilon": shape.norm_eps,
+            "initializer_range": shape.initializer_range,
+            "tie_word_embeddings": shape.tie_word_embeddings,
+        }
+
+    def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
+        settling.must_equal(config, self.name, activation_function="gelu_new", scale_attn_weights=True,
+                            scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False, add_cross_attention=False)
+        rates = {config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+        return ModelConfig(
+            family=self.name,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["n_embd"],
+            intermediate_size=config.get("n_inner") or 4 * config["n_embd"],
+            num_hidden_layers=config["n_layer"],
+            num_attention_heads=config["n_head"],
+            num_key_value_heads=config["n_head"],
+            head_dim=config["n_embd"] // config["n_head"],
+            max_position_embeddings=config.get("n_positions", config.get("n_ctx", 1024)),
+            initializer_range=config.get("initializer_range", 0.02),
+            norm_eps=config.get("layer_norm_epsilon", 1e-5),
+            rope_theta=10000.0,
+            tie_word_embeddings=config.get("tie_word_embeddings", True),
+            dropout=max(rates),
+        )
+
+
+GPT2 = GPT2Family()
