@@ -292,7 +292,7 @@ class RunDirectory:
             os.close(descriptor)
             who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
             remedy = f"wait for it or stop it (kill {owner['pid']})" if owner else "wait for it or stop it"
-            raise ConfigError(Problem("run.dir", f"run.dir={self.path}, where {who} is running", "one process at a time runs in a directory",
+            raise ConfigError(Problem("run.dir", f"run.dir={self.path}, where {who} is running", "one run at a time uses a directory",
                                       f"{remedy}, or give this run its own run.name or run.dir"))
         record = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
         os.ftruncate(descriptor, 0)

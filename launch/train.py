@@ -1,0 +1,98 @@
+"""Train a model. The same file starts every way:
+
+    deepspeed --num_gpus 2 launch/train.py +exp=quickstart train.steps=20 zero=stage3
+    torchrun --nproc_per_node 2 launch/train.py +exp=quickstart
+    python launch/train.py +exp=quickstart cluster.cpu_ranks=2
+    python launch/train.py --help
+
+Exit code: 0 done, 2 a mistake in configuration or input, 75 stopped by a signal after saving, else a failure. Launchers change
+it; <run.dir>/status.json has the truth.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from toolkit.cluster.ends import Ending
+from toolkit.cluster.environment import Launch, read_launch, set_defaults, set_thread_default
+from toolkit.cluster.log import log_to
+from toolkit.cluster.machine import this_machine
+from toolkit.cluster.parent import start_ranks
+from toolkit.cluster.rendezvous import Meeting
+from toolkit.cluster.start import Start, announce, begin
+from toolkit.cluster.stop import StopRequest, launchers
+from toolkit.errors import ExitCode
+from toolkit.plan.types import RunPlan
+from toolkit.rundir import RunDirectory
+
+DATA_SECONDS = 3600.0  # that ranks wait for one of them to make the data
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not {"--help", "-h"}.isdisjoint(arguments):
+        from toolkit.config.help import help_text
+
+        print(help_text())
+        return ExitCode.DONE
+    stop = StopRequest()
+    with Ending(stop) as ending:
+        launch, overrides = read_launch(os.environ, arguments)
+        ending.rank, stop.abort = launch.rank, ending.abort
+        stop.install(launchers(launch))
+        ending.code = take_part(launch, overrides, ending, stop)
+    stop.close()
+    return ending.code
+
+
+def take_part(launch: Launch, overrides: Sequence[str], ending: Ending, stop: StopRequest) -> ExitCode:
+    """What this process does in the run: start the ranks, or be one of them."""
+    machine = this_machine()
+    meeting = Meeting(launch, overrides)
+    composes = launch.rank == 0 and launch.handover is None
+    if launch.ranks > 1:
+        ending.meeting = meeting
+        set_thread_default(os.environ, launch.ranks_per_node, machine.cores)  # before the meeting imports torch
+    if composes:
+        start, plan, directory = begin(overrides, launch, machine)
+    else:
+        start = Start.read(launch.handover) if launch.handover is not None else Start.from_json(*meeting.receive("start"))
+        plan = start.plan()
+        directory = RunDirectory(plan.run_dir)
+    ending.directory, ending.attempt = directory, start.attempt
+    if launch.rank == 0:
+        log_to(directory.log_file(start.attempt))
+    if composes:
+        announce(plan, start.attempt)
+    if launch.ranks > 1 and launch.handover is None:
+        if composes:
+            meeting.publish("start", start.to_json())
+        if launch.local_rank == 0:
+            make_data_ready(plan)
+            meeting.publish(f"data/{launch.node}", {})
+        meeting.receive(*(f"data/{node}" for node in range(launch.nodes)), seconds=DATA_SECONDS)
+    elif composes:
+        make_data_ready(plan)
+    if plan.world.ranks > launch.ranks:
+        return start_ranks(sys.argv[0], start, directory, stop, ending, plan.config.cluster.grace_seconds)
+    set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)
+    stop.arm(plan.config.cluster.grace_seconds)
+    with meeting.process_group(plan.world.device, plan.config.debug.threads):
+        from toolkit.train.run import run
+
+        return run(plan, rank=launch.rank, local_rank=launch.local_rank, stop=stop, attempt=start.attempt)
+
+
+def make_data_ready(plan: RunPlan) -> None:
+    data = plan.config.data
+    if data.name == "stdlib":
+        from toolkit.data.stdlib import ensure
+        from toolkit.progress import Progress
+
+        with Progress() as progress:
+            ensure(data.path, data.vocab_size, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

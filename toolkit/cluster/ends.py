@@ -1,0 +1,82 @@
+"""How a process of a run ends: the exit code, what is printed, and the run's status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from toolkit.cluster.rendezvous import Left, Meeting
+from toolkit.errors import ExitCode, UserError
+from toolkit.rundir import RunDirectory, RunState
+
+ECHO_SECONDS = 3.0  # how long another rank with a mistake waits for rank 0 to say the same
+
+
+class Ending:
+    """Around everything that a process does. A user's mistake is printed as text, once over all ranks; anything else with its
+    traceback.
+
+    Attributes:
+        code: what to exit with.
+        rank: of this process, as soon as it is known.
+        directory, attempt: set as soon as the run has a folder; rank 0 writes its status there.
+        meeting: set where there are other ranks, which are then sent away.
+    """
+
+    def __init__(self, stop: Callable[[], str | None]) -> None:
+        self.code = ExitCode.DONE
+        self.rank = 0
+        self.meeting: Meeting | None = None
+        self.directory: RunDirectory | None = None
+        self.attempt = 0
+        self._stop = stop
+
+    def __enter__(self) -> Ending:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if error is not None and not isinstance(error, Exception):
+            return False
+        reason = self._stop()
+        if isinstance(error, Left):
+            self.code = ExitCode(error.code)
+        elif isinstance(error, UserError):
+            self.code, reason = ExitCode.USER, str(error)
+            self._answer(error)
+        elif error is not None:
+            self.code, reason = ExitCode.FAILURE, f"{type(error).__name__}: {error}"
+            self._report()
+        self.record(reason if self.code is not ExitCode.DONE else None)
+        if error is not None and not isinstance(error, Left) and self.meeting is not None:
+            self.meeting.dismiss(self.code)
+        return True
+
+    def record(self, reason: str | None) -> None:
+        """The status file, by rank 0."""
+        states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED, ExitCode.USER: RunState.REFUSED}
+        if self.directory is not None and self.rank == 0:
+            self.directory.finish(states.get(self.code, RunState.FAILED), int(self.code), reason, attempt=self.attempt)
+
+    def abort(self, reason: str, code: ExitCode) -> None:
+        """For the thread that is about to end the process."""
+        if self.rank == 0 or code is ExitCode.FAILURE:
+            os.write(2, f"{reason}\n".encode())  # not through sys.stderr, whose lock the main thread may hold
+        self.code = code
+        self.record(reason)
+
+    def _answer(self, error: UserError) -> None:
+        if self.rank != 0 and self.meeting is not None and self.meeting.dismissed(ECHO_SECONDS):
+            return
+        print(error if self.rank == 0 else f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
+
+    def _report(self) -> None:
+        text = traceback.format_exc()
+        print(text if self.rank == 0 else f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
+        if self.directory is not None and self.rank != 0:  # rank 0's stderr goes to the log by itself
+            log = self.directory.log_file(self.attempt)
+            if log.parent.is_dir():
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(f"rank {self.rank}: {text}")

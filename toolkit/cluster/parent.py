@@ -1,0 +1,133 @@
+"""``python launch/train.py`` with several ranks: this process starts them, passes signals on, and outlives none of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from toolkit.cluster.ends import Ending
+from toolkit.cluster.environment import HANDOVER
+from toolkit.cluster.start import Start
+from toolkit.cluster.stop import StopRequest
+from toolkit.errors import ExitCode
+from toolkit.plan.types import World
+from toolkit.rundir import RunDirectory
+
+POLL_SECONDS = 0.1
+PEER_SECONDS = 5.0  # after one rank failed: the others find it out by themselves, or are told to stop
+KILL_SECONDS = 10.0  # after that: they are killed
+ENDS = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.USER)  # everything else is a failure
+
+
+class Ranks:
+    """The ranks of one machine.
+
+    Args:
+        command: the script and the handed-over start; every rank runs it with the same interpreter.
+        keep: file descriptors that the ranks inherit.
+    """
+
+    def __init__(self, command: Sequence[str], world: World, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()) -> None:
+        port = str(free_port())
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(world.ranks):
+            own = {
+                **environ,
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world.ranks),
+                "LOCAL_WORLD_SIZE": str(world.ranks_per_node), "LOCAL_SIZE": str(world.ranks_per_node),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            }
+            # A session of their own: Ctrl-C reaches this process alone, which passes it on once.
+            argv = [sys.executable, "-u", *command]
+            self._processes.append(subprocess.Popen(argv, env=own, start_new_session=True, pass_fds=tuple(keep)))
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def send(self, number: int) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """At once, and collected."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def wait(self, stop: StopRequest, grace_seconds: float) -> ExitCode:
+        """Until every rank has ended; no rank outlives the others by more than the grace of a stop, or seconds after a failure."""
+        forwarded = False
+        stopping_since: float | None = None
+        failed_since: float | None = None
+        told = False
+        while any(process.poll() is None for process in self._processes):
+            now = time.monotonic()
+            codes = [process.returncode for process in self._processes if process.returncode is not None]
+            if stop() is not None and not forwarded:
+                forwarded = True
+                assert stop.signal is not None
+                self.send(stop.signal)
+            if stopping_since is None and (forwarded or ExitCode.STOPPED in codes):
+                stopping_since = now
+            if failed_since is None and any(code not in (ExitCode.DONE, ExitCode.STOPPED) for code in codes):
+                failed_since = now
+            if failed_since is not None and now - failed_since > PEER_SECONDS and not told:
+                told = True
+                self.send(signal.SIGTERM)
+            out_of_grace = stopping_since is not None and now - stopping_since > grace_seconds + KILL_SECONDS
+            if out_of_grace or (failed_since is not None and now - failed_since > PEER_SECONDS + KILL_SECONDS):
+                self.kill()
+            time.sleep(POLL_SECONDS)
+        return combined([process.returncode for process in self._processes])
+
+    def first_failure(self) -> str | None:
+        """Which rank failed and how, for the status file: one that a signal ended, if any, is the likelier cause."""
+        codes = [(process.returncode, rank) for rank, process in enumerate(self._processes)]
+        failures = [(code, rank) for code, rank in codes if code is not None and code not in ENDS]
+        if not failures:
+            return None
+        code, rank = min(failures)  # signals are negative
+        return f"rank {rank} was ended by signal {-code}" if code < 0 else f"rank {rank} ended with code {code}"
+
+
+def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRequest, ending: Ending, grace_seconds: float) -> ExitCode:
+    """Hand the start to one process a rank and see them to their end."""
+    handover = directory.attempt_folder(start.attempt).absolute() / "handover.json"
+    start.write(handover)
+    # Rank 0 keeps the directory taken should this process be killed: it will still be saving.
+    ranks = Ranks([script, f"{HANDOVER}{handover}"], start.world, keep=[directory.lock_descriptor])
+
+    def abort(reason: str, code: ExitCode) -> None:
+        ranks.kill()
+        ending.abort(reason, code)
+
+    stop.abort = abort
+    stop.arm(None)  # the ranks keep to their grace, and wait() has the last word
+    try:
+        ending.code = ranks.wait(stop, grace_seconds)
+    finally:
+        ranks.kill()
+    ending.record(ranks.first_failure() or stop())
+    return ending.code
+
+
+def combined(codes: Sequence[int]) -> ExitCode:
+    """One answer for all ranks: any failure is one; else a mistake; else a stop; else done."""
+    if any(code not in ENDS for code in codes):
+        return ExitCode.FAILURE
+    return next((code for code in (ExitCode.USER, ExitCode.STOPPED) if code in codes), ExitCode.DONE)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

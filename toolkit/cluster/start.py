@@ -1,0 +1,71 @@
+"""A start, composed once: the user's words become a frozen message, and every rank makes the same plan of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.cluster.environment import Launch, check_startable, detect_world
+from toolkit.cluster.machine import Machine
+from toolkit.plan.types import Device, RunPlan, World
+from toolkit.rundir import RunDirectory, write_atomic
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the ranks must agree on: they get it through the store (under a launcher) or as a file (from our parent)."""
+
+    yaml: str  # the whole configuration, nothing left to resolve
+    world: World
+    attempt: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def write(self, path: Path) -> None:
+        write_atomic(path, json.dumps(self.to_json()))
+
+    @staticmethod
+    def read(path: Path) -> Start:
+        return Start.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+    @staticmethod
+    def from_json(message: Mapping[str, Any]) -> Start:
+        world = World(**{**message["world"], "device": Device(message["world"]["device"])})
+        return Start(message["yaml"], world, message["attempt"])
+
+    def plan(self) -> RunPlan:
+        from toolkit.config.compose import from_yaml
+        from toolkit.plan import make_plan
+
+        return make_plan(from_yaml(self.yaml), self.world)
+
+
+def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[Start, RunPlan, RunDirectory]:
+    """Compose, plan and open the next attempt in the run directory. Imports neither torch nor an engine.
+
+    Raises:
+        UserError: whatever is wrong with the configuration; then nothing has been written.
+    """
+    from toolkit.config.compose import compose, to_yaml
+    from toolkit.plan import make_plan
+    from toolkit.plan.present import to_json
+
+    config = compose(overrides)
+    check_startable(config.cluster, launch, machine)
+    plan = make_plan(config, detect_world(config.cluster, launch, machine))
+    directory = RunDirectory(plan.run_dir)
+    attempt = directory.begin(plan.config, to_json(plan))
+    return Start(to_yaml(plan.config), plan.world, attempt), plan, directory
+
+
+def announce(plan: RunPlan, attempt: int) -> None:
+    """What a person sees first: the plan's warnings, and where the run is."""
+    for warning in plan.warnings:
+        print(f"{warning.severity}: {warning}", file=sys.stderr)
+    world = plan.world
+    print(f"run {plan.run_dir}, attempt {attempt}: {world.ranks} rank{'s' * (world.ranks > 1)} on {world.gpu or world.device}")

@@ -1,0 +1,176 @@
+"""A request to stop: a signal, or the death of the launcher. It sets a flag; the loop saves and leaves when it looks.
+
+A thread does the watching, since Python runs signal handlers only between two instructions of the main thread, which may sit in
+a collective for minutes. It also ends the process when the user insists, or when saving does not end in the time allowed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.cluster.environment import Launch, Launcher
+from toolkit.errors import ExitCode
+
+POLL_SECONDS = 0.5
+# A terminal's Ctrl-C reaches a rank once by itself and again through its launcher: that is one request.
+ECHO_SECONDS = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that cannot be mistaken for a later one with the same number."""
+
+    pid: int
+    started: str
+
+    @staticmethod
+    def of(pid: int) -> Process | None:
+        """None where it is gone, or a zombie that nobody has collected yet."""
+        fields = _stat(pid)
+        return None if fields is None or fields[0] in "ZX" else Process(pid, fields[19])
+
+    def alive(self) -> bool:
+        return Process.of(self.pid) == self
+
+
+def launchers(launch: Launch) -> list[Process]:
+    """The processes above this rank whose death means that nobody waits for it any more.
+
+    ``deepspeed`` is two of them: the runner that the user sees, and ``deepspeed.launcher.launch`` on each node. A signal
+    ends the runner alone. The shell above is not watched: nohup is a fair use.
+    """
+    if launch.launcher is Launcher.NONE:
+        return []
+    found: list[Process] = []
+    pid = os.getppid()
+    while (process := Process.of(pid)) is not None and (not found or _is_deepspeed(pid)):
+        found.append(process)
+        if not _is_deepspeed(pid):
+            break
+        pid = _parent(pid)
+    return found
+
+
+class StopRequest:
+    """Called, it gives the reason to stop, or None.
+
+    Until :meth:`arm`, there is nothing to save, and a request ends the process at once.
+
+    Attributes:
+        abort: called by the watching thread right before it ends the process, with the reason and the exit code.
+        signal: the one that made the request, if it was one.
+    """
+
+    def __init__(self) -> None:
+        self.abort: Callable[[str, ExitCode], None] = lambda reason, code: None
+        self.signal: signal.Signals | None = None
+        self._watched: Sequence[Process] = ()
+        self._grace_seconds: float | None = None
+        self._armed = False
+        self._closed = False
+        self._reason: str | None = None
+        self._requested_at = 0.0
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+
+    def __call__(self) -> str | None:
+        return self._reason
+
+    def install(self, watched: Sequence[Process] = ()) -> None:
+        """Take over SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP; the death of a ``watched`` process is a request too.
+        From the main thread."""
+        self._watched = watched
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)  # with a handler in place, the number is written to the pipe
+        os.register_at_fork(after_in_child=_forget_signals)
+        threading.Thread(target=self._watch, name="stop-request", daemon=True).start()
+
+    def arm(self, grace_seconds: float | None) -> None:
+        """From now on the caller looks and saves. ``grace_seconds`` after a request the process is ended in any case; None: never."""
+        self._grace_seconds = grace_seconds
+        self._armed = True
+
+    def close(self) -> None:
+        """End the watching. A launcher that still sends a signal, while the interpreter shuts down, must not spoil the exit code."""
+        self._closed = True
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN if self._watched else signal.SIG_DFL)
+
+    def _watch(self) -> None:
+        while not self._closed:
+            ready, _, _ = select.select([self._wake_read], [], [], POLL_SECONDS)
+            for number in os.read(self._wake_read, 64) if ready else b"":
+                self._signalled(signal.Signals(number))
+            if self._reason is None and (dead := [process.pid for process in self._watched if not process.alive()]):
+                self._request(f"the launcher (process {dead[0]}) is gone")
+            if self._reason is None or self._closed:
+                continue
+            if not self._armed:
+                self._end(f"{self._reason} before training began", ExitCode.STOPPED)
+            if self._grace_seconds is not None and self._waited() > self._grace_seconds:
+                faulthandler.dump_traceback(2)  # where the saving hangs
+                self._end(f"{self._reason}, and saving took more than cluster.grace_seconds={self._grace_seconds:g}", ExitCode.FAILURE)
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if number is signal.SIGINT and self.signal is signal.SIGINT and self._waited() > ECHO_SECONDS and not self._closed:
+            self._end("SIGINT twice: ended without saving", ExitCode.FAILURE)
+        if number in SIGNALS and self.signal is None:
+            self.signal = number
+            self._request(number.name)
+
+    def _request(self, reason: str) -> None:
+        if self._reason is None:
+            self._requested_at = time.monotonic()
+            self._reason = reason
+
+    def _waited(self) -> float:
+        return time.monotonic() - self._requested_at
+
+    def _end(self, reason: str, code: ExitCode) -> None:
+        try:
+            self.abort(reason, code)
+        finally:
+            os._exit(code)
+
+
+def _forget_signals() -> None:
+    """A forked worker shares the pipe, and would report its own end as a request to stop this process."""
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of ``/proc/PID/stat`` from the state on: state, parent, ..., start time at [19]. None: no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text[text.rindex(")") + 2 :].split()
+
+
+def _parent(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _is_deepspeed(pid: int) -> bool:
+    """Whether the process is one of DeepSpeed's launchers: ``python -m deepspeed.launcher.launch``, or ``.../bin/deepspeed``."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+    return any(word.startswith("deepspeed.launcher.") or Path(word).name in ("deepspeed", "deepspeed.pt", "ds") for word in words[:4])
