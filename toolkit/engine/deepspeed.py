@@ -38,6 +38,7 @@ class DeepSpeedEngine:
         self._ds, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=settings, dist_init_required=False)
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._accumulation = int(self._ds.gradient_accumulation_steps())
+        self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
         module.train()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
@@ -59,6 +60,7 @@ class DeepSpeedEngine:
         grad_norm = self._grad_norm_of_stage0() if self._stage == 0 else None
         loss_scale = self._loss_scale()
         self._ds.step()
+        self._settle_loss_scale()
         return StepResult(
             loss=self._sum_over_ranks(loss_sum) / max(units, 1),
             grad_norm=float(self._ds.get_global_grad_norm()) if grad_norm is None else grad_norm,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ def load(device: Device, local_rank: int) -> ModuleType:
     deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     if device is Device.CPU:
         _import_muon_without_compiling()
+    silence_memory_reports()
     if deepspeed.comm.comm.cdb is not None and not _adopted_group_lives():
         _forget_groups()
     deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
@@ -66,6 +69,39 @@ def _import_muon_without_compiling() -> None:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - imported for its side effect on sys.modules
     finally:
         compiler.compile = original
+
+
+def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:
+    """Keep the loss scale unchanged while a step uses it; the returned function, called after the step, lets it grow.
+
+    ZeRO updates the scale before it unscales and clips the gradients. In the step in which the scale doubles, gradients that
+    carry the old scale are divided by the new one: that step moves the weights by half (and ZeRO 3 reports half the norm).
+    """
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if scaler is None or not scaler.dynamic:
+        return lambda: None
+    due: list[None] = []
+
+    def update(has_overflow: bool = False) -> None:
+        if has_overflow:
+            scaler.update_scale(True)  # the step is skipped: nothing is unscaled after this
+        else:
+            due.append(None)
+
+    def settle() -> None:
+        if due:
+            due.clear()
+            scaler.update_scale(False)
+
+    optimizer._update_scale = update
+    return settle
+
+
+def silence_memory_reports() -> None:
+    """``BF16_Optimizer`` prints a dozen memory reports while it is made, whatever the log level."""
+    from deepspeed.runtime import bf16_optimizer
+
+    bf16_optimizer.see_memory_usage = lambda *_args, **_settings: None
 
 
 def restore_linear() -> None:
