@@ -1,0 +1,129 @@
+"""Fabricated ranks: one process, each rank a list of shards over the same named tensors.
+
+A layout is a function (name, tensor, ranks) -> for each rank, its (box, replica, replicas). It says nothing of values.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoint.shard import Box, Reader, Shard, TensorKey, flat_boxes
+from toolkit.checkpoint.store import CheckpointStore
+
+NAMESPACE = "test/1"
+
+
+@dataclass(frozen=True)
+class Held:
+    box: Box
+    replica: int = 0
+    replicas: int = 1
+
+
+Layout = Callable[[Sequence[int], int], list[list[Held]]]
+
+
+def flat(shape: Sequence[int], ranks: int) -> list[list[Held]]:
+    """A ZeRO partition: equal flat ranges, the last ones short or empty."""
+    numel = torch.Size(shape).numel()
+    each = -(-numel // ranks)
+    ranges = [(min(rank * each, numel), min((rank + 1) * each, numel)) for rank in range(ranks)]
+    return [[Held(box) for box in flat_boxes(shape, *part)] for part in ranges]
+
+
+def along(dim: int) -> Layout:
+    """A tensor-parallel split of unequal parts; a tensor without that dim is replicated."""
+
+    def split(shape: Sequence[int], ranks: int) -> list[list[Held]]:
+        if len(shape) <= dim:
+            return replicated(shape, ranks)
+        cuts = [shape[dim] * rank * rank // (ranks * ranks) for rank in range(ranks + 1)]
+        held = []
+        for low, high in pairwise(cuts):
+            offset, extent = [0] * len(shape), list(shape)
+            offset[dim], extent[dim] = low, high - low
+            held.append([Held(Box(tuple(offset), tuple(extent)))])
+        return held
+
+    return split
+
+
+def replicated(shape: Sequence[int], ranks: int) -> list[list[Held]]:
+    return [[Held(Box.whole(shape), rank, ranks)] for rank in range(ranks)]
+
+
+def flat_in_pairs(shape: Sequence[int], ranks: int) -> list[list[Held]]:
+    """ZeRO within halves of the ranks, replicated over the halves; an odd rank holds nothing."""
+    if ranks < 2:
+        return replicated(shape, ranks)
+    half = ranks // 2
+    parts = flat(shape, half)
+    held = [[Held(item.box, copy, 2) for item in part] for copy in range(2) for part in parts]
+    return held + [[] for _ in range(ranks - 2 * half)]
+
+
+def first_only(shape: Sequence[int], ranks: int) -> list[list[Held]]:
+    return [[Held(Box.whole(shape))], *([] for _ in range(ranks - 1))]
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "flat": flat, "rows": along(0), "columns": along(1), "replicated": replicated, "flat_in_pairs": flat_in_pairs, "first_only": first_only,
+}
+
+
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))]
+
+
+def shards_of(tensors: Mapping[TensorKey, torch.Tensor], layout: Layout, ranks: int, *, empty: bool = False) -> list[list[Shard]]:
+    """Each rank's shards: views of the tensors (column splits are not contiguous), or room to load into."""
+    held: list[list[Shard]] = [[] for _ in range(ranks)]
+    for key, tensor in tensors.items():
+        for rank, items in enumerate(layout(tensor.shape, ranks)):
+            for item in items:
+                data = torch.full(item.box.shape, 7, dtype=tensor.dtype) if empty else cut(tensor, item.box)
+                held[rank].append(Shard(key, tuple(tensor.shape), item.box, data, item.replica, item.replicas))
+    return held
+
+
+def save(directory: Path, step: int, ranks: Sequence[Sequence[Shard]], *, stores: Sequence[CheckpointStore] | None = None, attempt: int = 1,
+         scalars: Mapping[str, object] | None = None, background: bool = False) -> Path:
+    """All ranks save, each in a thread of its own, as its process would."""
+    stores = stores or [CheckpointStore(directory, keep_last=9, timeout_seconds=20) for _ in ranks]
+    errors: list[BaseException] = []
+
+    def one(rank: int) -> None:
+        try:
+            stores[rank].save(step, ranks[rank], scalars or {"step": step}, namespace=NAMESPACE, rank=rank, ranks=len(ranks),
+                              attempt=attempt, background=background).wait()
+        except BaseException as error:  # noqa: BLE001  raised in the caller's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return directory / f"step-{step:08d}"
+
+
+def whole(reader: Reader, dtype: torch.dtype | None = None) -> dict[TensorKey, torch.Tensor]:
+    """Everything that a reader has, assembled."""
+    tensors = {key: torch.empty(info.shape, dtype=dtype or getattr(torch, info.dtype)) for key, info in reader.tensors.items()}
+    reader.read([Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in tensors.items()])
+    return tensors
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every bit: NaNs too, and 0.0 is not -0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)))

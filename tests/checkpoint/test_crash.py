@@ -1,0 +1,124 @@
+"""Writers killed with -9: the newest complete checkpoint always loads and is what was saved at its step.
+
+    pytest tests/checkpoint/test_crash.py
+    CRASH_SEED=7 pytest tests/checkpoint/test_crash.py      the random moments of another seed
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import writer
+from tests.checkpoint.layouts import whole
+from toolkit.checkpoint import directory, open_reader
+from toolkit.checkpoint.commit import Phase
+from toolkit.checkpoint.verify import verify
+
+SEED = int(os.environ.get("CRASH_SEED", random.SystemRandom().randrange(10**6)))
+
+
+@dataclass
+class Run:
+    """One run's attempts, each two processes."""
+
+    folder: Path
+    context: ForkServerContext
+    attempt: int = 0
+    steps_seen: list[int] = field(default_factory=list)
+
+    def attempt_killed(self, victim: int, kill_at: tuple[Phase, int] | None, after_seconds: float = 0) -> list[int]:
+        """Start both writers and let one be killed; the launcher then ends the other. Returns in which phase each was."""
+        self.attempt += 1
+        where = [self.context.Value("i", writer.OUTSIDE, lock=False) for _ in range(writer.RANKS)]
+        ranks = []
+        for rank, phase in enumerate(where):
+            arguments = (self.folder, rank, self.attempt, phase, kill_at if rank == victim else None)
+            ranks.append(self.context.Process(target=writer.write, args=arguments))
+        before = directory.newest(self.folder)
+        for process in ranks:
+            process.start()
+        if kill_at is None:
+            self._await_newer(before)  # then both are at work
+            time.sleep(after_seconds)
+            ranks[victim].kill()
+        ranks[victim].join(30)
+        assert ranks[victim].exitcode == -9, f"rank {victim} ended with {ranks[victim].exitcode} instead of by our kill"
+        phases = [value.value for value in where]
+        for process in ranks:
+            process.kill()
+            process.join(30)
+        return phases
+
+    def _await_newer(self, before: Path | None) -> None:
+        deadline = time.monotonic() + 30
+        while directory.newest(self.folder) == before:
+            assert time.monotonic() < deadline, "no save within 30 s"
+            time.sleep(0.001)
+
+    def check(self, *, deep: bool = True) -> int | None:
+        """The newest loads and equals its step's state; steps never go back. Returns the step."""
+        newest = directory.newest(self.folder)
+        if newest is None:
+            assert not self.steps_seen, "checkpoints were there and are gone"
+            return None
+        reader = open_reader(self.folder)
+        assert reader.step is not None
+        expected = writer.state(reader.step)
+        found = whole(reader)
+        assert found.keys() == expected.keys()
+        assert all((found[key] == expected[key]).all() for key in expected)
+        for folder in directory.committed(self.folder).values():
+            assert not deep or verify(folder) == [], "whatever has a checkpoint's name is one"
+        assert not self.steps_seen or reader.step >= self.steps_seen[-1], f"step {reader.step} after {self.steps_seen[-1]}"
+        self.steps_seen.append(reader.step)
+        return reader.step
+
+
+@pytest.fixture(scope="module")
+def context() -> ForkServerContext:
+    """Processes forked from a server that has imported torch once and runs no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.checkpoint.writer"])
+    return context
+
+
+@pytest.fixture
+def run(tmp_path: Path, context: ForkServerContext) -> Run:
+    return Run(tmp_path / "checkpoints", context)
+
+
+# Entered n times: in the first save, and when others are there to be lost. A save enters PIECES 1 + pieces times.
+MOMENTS = [*((0, phase, nth) for phase in Phase for nth in (0, 3)),
+           *((1, phase, nth) for phase in (Phase.PIECES, Phase.FSYNC) for nth in (0, 3))]
+
+
+def test_killed_in_each_phase(run: Run) -> None:
+    for victim, phase, nth in MOMENTS:
+        run.check(deep=False)
+        phases = run.attempt_killed(victim, (phase, nth))
+        assert phases[victim] == 1 + list(Phase).index(phase)
+        run.check()
+    assert run.steps_seen[-1] > 10, "attempts go on from each other"
+    assert run.attempt_killed(0, (Phase.PIECES, 0))  # cleans what was left before it
+    left = [entry.name for entry in run.folder.iterdir() if entry.name.startswith(".")]
+    assert len(left) <= 1, f"stale folders stay: {left}"
+
+
+def test_killed_at_random_moments(run: Run) -> None:
+    print(f"CRASH_SEED={SEED}")
+    moments = random.Random(SEED)
+    in_a_save = 0
+    for _ in range(10):
+        phases = run.attempt_killed(moments.randrange(writer.RANKS), None, moments.uniform(0, 0.05))
+        in_a_save += any(phase != writer.OUTSIDE for phase in phases)
+        run.check()
+    assert in_a_save, f"no kill fell into a save: CRASH_SEED={SEED} proves nothing"
+    assert len(set(run.steps_seen)) == 10

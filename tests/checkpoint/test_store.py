@@ -1,0 +1,231 @@
+"""Commit, retention, background, and what happens when the disk is full.
+
+    pytest tests/checkpoint/test_store.py
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
+from toolkit.checkpoint import directory, executor, open_reader
+from toolkit.checkpoint.commit import Phase
+from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, Shard, TensorKey
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.verify import verify
+from toolkit.errors import CheckpointError
+
+KEY = TensorKey(WEIGHT, "w")
+
+
+def state(value: float, size: int = 64) -> list[Shard]:
+    data = torch.full((size,), float(value))
+    return [Shard(KEY, (size,), Box.whole((size,)), data)]
+
+
+def save_alone(store: CheckpointStore, step: int, shards: list[Shard], *, attempt: int = 1, background: bool = False) -> Path:
+    return store.save(step, shards, {"step": step}, namespace=NAMESPACE, rank=0, ranks=1, attempt=attempt, background=background).wait()
+
+
+def value(path: Path | None) -> float:
+    assert path is not None
+    return float(whole(open_reader(path))[KEY][0])
+
+
+def test_retention_keeps_the_last_the_multiples_and_the_pointed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2, keep_every=20)
+    for step in range(10, 70, 10):
+        save_alone(store, step, state(step))
+    assert sorted(directory.committed(tmp_path)) == [20, 40, 50, 60]
+    assert (tmp_path / "latest").read_text() == "step-00000060\n"
+    assert store.newest() == tmp_path / "step-00000060"
+    assert [path.name for path in store.complete()] == [f"step-{step:08d}" for step in (20, 40, 50, 60)]
+    assert not list(tmp_path.glob(".*")), "nothing temporary stays"
+
+
+def test_retention_decides_by_step_and_wholeness() -> None:
+    def removed(steps: list[int], whole: list[int] | None = None, **options: int) -> list[int]:
+        options = {"saved": max(steps), "keep_last": 1, "keep_every": 0, **options}
+        return directory.removable(steps, steps if whole is None else whole, **options)
+
+    assert removed([1, 2, 3]) == [1, 2]
+    assert removed([1, 2, 3], keep_last=5) == []
+    assert removed([1, 2, 3, 4], whole=[1, 2, 4], keep_last=2) == [1, 3]  # a damaged one does not count as one that is kept
+    assert removed([5, 10, 15, 20], keep_every=10) == [5, 15]
+    assert removed([10, 20, 30, 40], saved=20) == [10]  # someone went back to 10: what lies ahead is left alone
+
+
+def test_pointer_is_followed_and_scanning_replaces_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
+    for step in (1, 2, 3):
+        save_alone(store, step, state(step))
+    pointer = tmp_path / "checkpoints" / "latest"
+    pointer.write_text("step-00000002\n")
+    assert value(tmp_path) == value(tmp_path / "checkpoints") == 2
+    for dangling in ("step-00000009\n", "", "../step-00000001", "nonsense"):
+        pointer.write_text(dangling)
+        assert value(tmp_path) == 3
+    pointer.unlink()
+    (tmp_path / "checkpoints" / "step-00000007").mkdir()  # no manifest: never committed
+    assert value(tmp_path) == 3
+    with pytest.raises(CheckpointError, match=r"manifest.json is missing[\s\S]*resume=.*step-00000003"):
+        open_reader(tmp_path / "checkpoints" / "step-00000007")
+
+
+def test_nothing_there_is_said(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match=r"holds no checkpoint|is not there"):
+            open_reader(path)
+    assert CheckpointStore(tmp_path / "absent").newest() is None
+
+
+def test_background_equals_blocking_and_does_not_see_later_changes(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    def hold(phase: Phase) -> None:
+        if phase is Phase.PIECES:
+            assert go.wait(20)
+
+    named = {TensorKey(state, name): torch.randn(37, 19) for state in (WEIGHT, EXP_AVG) for name in "abc"}
+    named[TensorKey(WEIGHT, "half")] = torch.randn(5).bfloat16()
+    before = {key: tensor.clone() for key, tensor in named.items()}
+    [shards] = shards_of(named, LAYOUTS["columns"], 1)
+    blocking = save(tmp_path / "blocking", 4, [shards])
+    store = CheckpointStore(tmp_path / "background", on_phase=hold)
+    pending = store.save(4, shards, {"step": 4}, namespace=NAMESPACE, rank=0, ranks=1, attempt=1, background=True)
+    assert not pending.done()
+    for tensor in named.values():
+        tensor.zero_()
+    go.set()
+    path = pending.wait()
+    assert pending.done()
+    assert pending.error is None
+    assert {key: tensor.tolist() for key, tensor in whole(open_reader(path)).items()} == {key: t.tolist() for key, t in before.items()}
+    assert sorted(file.name for file in path.iterdir()) == sorted(file.name for file in blocking.iterdir())
+    for file in path.iterdir():
+        assert file.read_bytes() == (blocking / file.name).read_bytes()
+    save_alone(store, 5, shards, background=True)  # in the same memory
+    assert float(whole(open_reader(store.newest() or path))[TensorKey(WEIGHT, "a")].abs().max()) == 0
+
+
+def test_an_error_in_the_background_surfaces_once(tmp_path: Path) -> None:
+    def fail(phase: Phase) -> None:
+        raise OSError(errno.EIO, "the disk says no")
+
+    store = CheckpointStore(tmp_path, on_phase=fail)
+    options = {"namespace": NAMESPACE, "rank": 0, "ranks": 1, "attempt": 1, "background": True}
+    store.save(1, state(1), {}, **options)
+    with pytest.raises(CheckpointError, match="the disk says no"):
+        store.save(2, state(2), {}, **options)
+    store._on_phase = lambda phase: None
+    assert store.save(2, state(2), {}, **options).wait() == tmp_path / "step-00000002"
+
+
+def test_the_same_step_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save_alone(store, 5, state(1))
+    inode = path.stat().st_ino
+    assert save_alone(store, 5, state(1)) == path  # within an attempt: nothing is written again
+    assert path.stat().st_ino == inode
+    assert save_alone(CheckpointStore(tmp_path), 5, state(2), attempt=2) == path
+    assert value(path) == 1, "a complete checkpoint of the step is kept"
+    file = path / "part-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert save_alone(CheckpointStore(tmp_path), 5, state(3), attempt=3) == path
+    assert value(path) == 3, "a damaged one is replaced"
+    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["latest", "step-00000005"]
+    with pytest.raises(CheckpointError, match="namespace=test/1"):
+        CheckpointStore(tmp_path).save(5, state(4), {}, namespace="other/1", rank=0, ranks=1, attempt=4)
+
+
+def test_a_rank_without_anything_reports_too(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, [state(1), [], []])
+    assert value(path) == 1
+    assert verify(path) == []
+    assert len(list(path.iterdir())) == 2
+
+
+def test_scalars_step_and_versions_are_recorded(tmp_path: Path) -> None:
+    scalars = {"consumed_samples": 2**60 + 1, "loss_scale": 65536.0, "nested": {"list": [1, 0.1, None, "x"]}}
+    reader = open_reader(save(tmp_path, 12, [state(1)], scalars=scalars))
+    assert reader.scalars == scalars
+    assert (reader.step, reader.namespace) == (12, NAMESPACE)
+    content = json.loads((tmp_path / "step-00000012" / "manifest.json").read_text())
+    assert content["format_version"] == 1
+    assert content["software"]["torch"] == torch.__version__
+
+
+def test_a_silent_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, timeout_seconds=0.3)
+    with pytest.raises(CheckpointError, match="ranks 1, 2 did not write their parts within 0 s of saving step 1"):
+        store.save(1, state(1), {}, namespace=NAMESPACE, rank=0, ranks=3, attempt=1)
+    with pytest.raises(CheckpointError, match="rank 0 could not save step 1"):  # and the late one is told at once
+        CheckpointStore(tmp_path, timeout_seconds=20).save(1, [], {}, namespace=NAMESPACE, rank=1, ranks=3, attempt=1)
+
+
+def test_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
+    for name in (".tmp-step-00000003-attempt-001-4", ".removed-step-00000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-00000.safetensors").write_bytes(b"half")
+    save_alone(CheckpointStore(tmp_path), 3, state(3), attempt=2)
+    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["latest", "step-00000003"]
+
+
+def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {KEY: torch.arange(4096.0)}
+    stores = [CheckpointStore(tmp_path, timeout_seconds=20) for _ in range(2)]
+    ranks = shards_of(named, LAYOUTS["flat"], 2)
+    first = save(tmp_path, 1, ranks, stores=stores)
+    write = executor._write_all
+
+    def full(descriptor: int, data: memoryview) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "part-00001.safetensors" and len(data) > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(descriptor, data)
+
+    monkeypatch.setattr(executor, "_write_all", full)
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        save(tmp_path, 2, ranks, stores=stores)
+    assert str(first) in str(caught.value)
+    assert stores[0].newest() == first
+    assert not list(tmp_path.rglob(".tmp*/*.safetensors")), "the room is given back"
+    monkeypatch.undo()
+    save(tmp_path, 3, ranks, stores=stores)
+    assert open_reader(tmp_path).step == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB, where mounting is permitted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "none", folder], capture_output=True, timeout=10).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True, timeout=10)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path) -> None:
+    store = CheckpointStore(small_disk / "checkpoints", keep_last=1)
+    first = save_alone(store, 1, state(1, 100_000))
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        save_alone(store, 2, state(2, 200_000))
+    remedy = caught.value.problems[0].remedy
+    assert all(part in remedy for part in ("free 0.0008 GB", "checkpoint.keep_last=1", str(first)))
+    assert value(store.newest()) == 1
+    assert verify(first) == []
+    save_alone(store, 3, state(3, 100_000))
+    assert value(store.newest()) == 3

@@ -1,0 +1,51 @@
+"""One writing rank of the crash tests, as a process of its own. Its state is a function of the step alone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, shards_of
+from toolkit.checkpoint.commit import Phase
+from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, TensorKey
+from toolkit.checkpoint.store import CheckpointStore
+
+RANKS = 2
+OUTSIDE = 0  # of any save; phases count from 1
+
+
+def state(step: int) -> dict[TensorKey, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {TensorKey(state, name): torch.randn(211, 97, generator=generator) for state in (WEIGHT, EXP_AVG) for name in "ab"}
+
+
+def write(directory: Path, rank: int, attempt: int, where: Any, kill_at: tuple[Phase, int] | None) -> None:
+    """Save the steps after the newest checkpoint's, until killed.
+
+    Args:
+        where: shared integer, told the phase that this rank is in.
+        kill_at: die, as by ``kill -9``, when this phase is entered for the n-th time (from 0).
+    """
+    torch.set_num_threads(1)
+    entered: dict[Phase, int] = {}
+
+    def on_phase(phase: Phase) -> None:
+        where.value = 1 + list(Phase).index(phase)
+        if kill_at == (phase, entered.setdefault(phase, 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        entered[phase] += 1
+
+    store = CheckpointStore(directory, keep_last=2, timeout_seconds=30, on_phase=on_phase)
+    newest = store.newest()
+    step = int(newest.name.removeprefix("step-")) if newest else 0
+    for number in itertools.count(step + 1):
+        shards = shards_of(state(number), LAYOUTS["flat"], RANKS)[rank]
+        pending = store.save(number, shards, {"step": number}, namespace=NAMESPACE, rank=rank, ranks=RANKS, attempt=attempt,
+                             background=number % 2 == 0)
+        pending.wait()
+        where.value = OUTSIDE

@@ -1,0 +1,99 @@
+"""What a source holds, known without reading a tensor: which box of which tensor lies in which bytes of which file.
+
+Every source (our checkpoints, Hugging Face folders, later the vendors' formats) becomes a ``Catalog``; one planner and
+one executor read them all. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
+
+# Bytes that one hash covers. A reader that needs one byte reads and verifies its whole block.
+BLOCK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    code: str  # in a safetensors header
+    itemsize: int  # bytes
+    is_float: bool
+
+
+# By torch's name.
+DTYPES: Mapping[str, DType] = {
+    "float64": DType("F64", 8, True),
+    "float32": DType("F32", 4, True),
+    "bfloat16": DType("BF16", 2, True),
+    "float16": DType("F16", 2, True),
+    "float8_e4m3fn": DType("F8_E4M3", 1, True),
+    "float8_e5m2": DType("F8_E5M2", 1, True),
+    "int64": DType("I64", 8, False),
+    "int32": DType("I32", 4, False),
+    "int16": DType("I16", 2, False),
+    "int8": DType("I8", 1, False),
+    "uint8": DType("U8", 1, False),
+    "bool": DType("BOOL", 1, False),
+}
+DTYPE_OF_CODE: Mapping[str, str] = {dtype.code: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, row-major in ``file``'s bytes ``begin .. end``.
+
+    Attributes:
+        hashes: xxh3-128 in hex, one per ``BLOCK_BYTES`` from ``begin`` on; empty where the source has none.
+    """
+
+    key: TensorKey
+    dtype: str
+    global_shape: tuple[int, ...]
+    box: Box
+    file: str
+    begin: int
+    end: int
+    hashes: tuple[str, ...] = ()
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Pieces by tensor. Each element of each tensor lies in exactly one piece."""
+
+    folder: Path
+    tensors: Mapping[TensorKey, TensorInfo]
+    pieces: Mapping[TensorKey, tuple[Piece, ...]]
+    scalars: Mapping[str, object] = field(default_factory=dict)
+
+
+class Damage(Exception):
+    """A file that is missing or is not what it should be. Whoever knows the way out turns it into a CheckpointError."""
+
+    def __init__(self, file: str, seen: str, rule: str) -> None:
+        super().__init__(f"{file}: {seen} ({rule})")
+        self.file, self.seen, self.rule = file, seen, rule
+
+
+def block_count(numbytes: int) -> int:
+    return -(-numbytes // BLOCK_BYTES)
+
+
+def flat_span(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
+    """The smallest flat range of a row-major tensor of ``shape`` that holds ``box`` (which is not empty)."""
+    first = last = 0
+    for size, offset, extent in zip(shape, box.offset, box.shape, strict=True):
+        first = first * size + offset
+        last = last * size + offset + extent - 1
+    return first, last + 1
+
+
+def byte_length(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * DTYPES[dtype].itemsize

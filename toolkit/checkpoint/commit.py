@@ -1,0 +1,262 @@
+"""The protocol of one save, seen from one rank. See ``store.py`` for the order of things."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint import directory, manifest
+from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece
+from toolkit.checkpoint.executor import Files, Outgoing, check_piece, write_file
+from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.checkpoint.planner import MOST_PROBLEMS, uncovered
+from toolkit.errors import CheckpointError, Problem
+
+FAILED = "failed.json"
+WHOLE = "a checkpoint is committed when every rank has written its part, and not before"
+
+
+class Phase(StrEnum):
+    """Told to ``on_phase``: on entry, and within PIECES after each piece, within RETENTION before each removal."""
+
+    PIECES = "pieces"  # writing data
+    FSYNC = "fsync"  # data are written, not yet durable
+    RENAME = "rename"  # rank 0: all is durable, under the temporary name
+    POINTER = "pointer"  # rank 0: the folder has its name, ``latest`` is the old one
+    RETENTION = "retention"  # rank 0: ``latest`` is written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One rank's part of one save. ``number`` counts the saves of this attempt, alike on all ranks."""
+
+    directory: Path
+    step: int
+    namespace: str
+    rank: int
+    ranks: int
+    attempt: int
+    number: int
+    outgoing: Sequence[Outgoing]
+    scalars: Mapping[str, Any]
+    keep_last: int
+    keep_every: int
+    timeout_seconds: float
+    on_phase: Callable[[Phase], None]
+
+    @property
+    def temporary(self) -> Path:
+        return self.directory / f"{directory.TEMPORARY}{directory.step_name(self.step)}-{_attempt(self.attempt)}-{self.number}"
+
+    @property
+    def target(self) -> Path:
+        return self.directory / directory.step_name(self.step)
+
+    def data_file(self, rank: int) -> Path:
+        return self.temporary / f"part-{rank:05d}.safetensors"
+
+    def report(self, rank: int) -> Path:
+        return self.temporary / f"report-{rank:05d}.json"
+
+
+def _attempt(attempt: int) -> str:
+    return f"attempt-{attempt:03d}"
+
+
+def carry_out(save: Save) -> None:
+    """Write this rank's part and see the save through to its commit. Raises CheckpointError; the checkpoints before stay."""
+    try:
+        if save.rank == 0:
+            _clean(save)
+        save.temporary.mkdir(parents=True, exist_ok=True)
+        _write_part(save)
+        if save.rank == 0:
+            _commit(save, _gather(save))
+        else:
+            _await_commit(save)
+    except Exception as error:
+        reason = error.problems[0].seen if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        _give_up(save, reason, error)
+        if isinstance(error, OSError):
+            raise _no_room_or_access(save, error) from error
+        raise
+
+
+# ---- every rank
+
+
+def _write_part(save: Save) -> None:
+    save.on_phase(Phase.PIECES)
+    files: list[FileRecord] = []
+    pieces: list[Piece] = []
+    if save.outgoing:
+        record, pieces = write_file(
+            save.data_file(save.rank), save.outgoing, {"format": manifest.FORMAT, "namespace": save.namespace, "step": str(save.step)},
+            on_piece=lambda: save.on_phase(Phase.PIECES), on_sync=lambda: save.on_phase(Phase.FSYNC))
+        files = [record]
+    else:
+        save.on_phase(Phase.FSYNC)
+    report = {"rank": save.rank, "ranks": save.ranks, "files": [asdict(record) for record in files],
+              "pieces": [manifest.piece_to_json(piece) for piece in pieces]}
+    directory.write_durable(save.report(save.rank), json.dumps(report))
+
+
+def _await_commit(save: Save) -> None:
+    def committed() -> bool:
+        if (save.temporary / FAILED).is_file():
+            told = json.loads((save.temporary / FAILED).read_text(encoding="utf-8"))
+            raise _incomplete(save, f"rank {told['rank']} could not save step {save.step}: {told['reason']}")
+        return not save.temporary.is_dir()
+
+    _wait(save, committed, lambda: "rank 0 has not committed")
+    if not (save.target / manifest.NAME).is_file():
+        raise _incomplete(save, f"{save.temporary} was removed before step {save.step} was committed")
+
+
+def _give_up(save: Save, reason: str, error: Exception) -> None:
+    """Free the disk and tell the others, so that they need not wait. Best effort: the error itself is what counts."""
+    told = json.dumps({"rank": save.rank, "reason": reason})
+    try:
+        save.data_file(save.rank).unlink(missing_ok=True)
+        directory.write_durable(save.temporary / FAILED if save.rank == 0 else save.report(save.rank), told)
+    except OSError as silent:
+        error.add_note(f"the other ranks could not be told: {silent}")
+
+
+def _wait(save: Save, ready: Callable[[], bool], missing: Callable[[], str]) -> None:
+    deadline, pause = time.monotonic() + save.timeout_seconds, 0.001
+    while not ready():
+        if time.monotonic() > deadline:
+            raise _incomplete(save, f"{missing()} within {save.timeout_seconds:.0f} s of saving step {save.step}")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.1)
+
+
+# ---- rank 0
+
+
+def _clean(save: Save) -> None:
+    """Remove what dead attempts left. The folder of this attempt's save before may still tell a slow rank why it failed."""
+    if not save.directory.is_dir():
+        return
+    own = {f"-{_attempt(save.attempt)}-{number}" for number in (save.number, save.number - 1)}
+    for entry in save.directory.iterdir():
+        temporary = entry.name.startswith(directory.TEMPORARY) and not entry.name.endswith(tuple(own))
+        if temporary or entry.name.startswith(directory.REMOVED):
+            shutil.rmtree(entry)
+
+
+def _gather(save: Save) -> list[dict[str, Any]]:
+    """Everybody's report, in the order of ranks."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def all_there() -> bool:
+        for rank in range(save.ranks):
+            if rank not in found and save.report(rank).is_file():
+                found[rank] = json.loads(save.report(rank).read_text(encoding="utf-8"))
+                if "reason" in found[rank]:
+                    raise _incomplete(save, f"rank {rank} could not save step {save.step}: {found[rank]['reason']}")
+                assert found[rank]["ranks"] == save.ranks, f"rank {rank} saves with {found[rank]['ranks']} ranks, not {save.ranks}"
+        return len(found) == save.ranks
+
+    def missing() -> str:
+        absent = [rank for rank in range(save.ranks) if rank not in found]
+        listed = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        return f"rank {listed} did not write its part" if len(absent) == 1 else f"ranks {listed} did not write their parts"
+
+    _wait(save, all_there, missing)
+    return [found[rank] for rank in range(save.ranks)]
+
+
+def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
+    written = Manifest(
+        namespace=save.namespace, step=save.step, ranks=save.ranks, scalars=save.scalars, software=manifest.software_versions(),
+        files=tuple(FileRecord(**record) for report in reports for record in report["files"]),
+        pieces=tuple(manifest.piece_from_json(entry) for report in reports for entry in report["pieces"]))
+    wrong = uncovered(written.by_tensor())
+    if wrong:
+        raise _incomplete(save, f"step {save.step} does not add up: {'; '.join(wrong[:MOST_PROBLEMS])}")
+    manifest.check_files(save.temporary, written.files)
+    directory.write_durable(save.temporary / manifest.NAME, manifest.encode(written))
+    for rank in range(save.ranks):
+        save.report(rank).unlink()
+    directory.sync_folder(save.temporary)
+
+    save.on_phase(Phase.RENAME)
+    removed = save.directory / f"{directory.REMOVED}{save.temporary.name.removeprefix(directory.TEMPORARY)}"
+    if _keeps(save):
+        save.temporary.rename(removed)
+    else:
+        if save.target.exists():
+            save.target.rename(removed)
+        save.temporary.rename(save.target)
+    directory.sync_folder(save.directory)
+
+    save.on_phase(Phase.POINTER)
+    directory.write_durable(save.directory / directory.POINTER, save.target.name + "\n")
+    directory.sync_folder(save.directory)
+
+    save.on_phase(Phase.RETENTION)
+    if removed.exists():
+        shutil.rmtree(removed)
+    _retain(save)
+
+
+def _keeps(save: Save) -> bool:
+    """A checkpoint of this step is there, of the same names, and every byte of it is intact."""
+    if not save.target.exists():
+        return False
+    buffer = bytearray(BLOCK_BYTES)
+    try:
+        there = manifest.load(save.target)
+        manifest.check_files(save.target, there.files)
+        with Files(save.target) as files:
+            for piece in there.pieces:
+                deque(check_piece(files, piece, buffer), maxlen=0)
+    except Damage:
+        return False
+    if there.namespace != save.namespace:
+        raise CheckpointError(Problem(
+            str(save.target), f"{save.target} has namespace={there.namespace}", f"a run directory holds one run, here of {save.namespace}",
+            "give this run its own run.name or run.dir"))
+    return True
+
+
+def _retain(save: Save) -> None:
+    """Let old checkpoints go: out of sight by a rename, then removed, so that half a checkpoint never looks like one."""
+    there = directory.committed(save.directory)
+    whole = {step for step, folder in there.items() if directory.is_whole(folder)}
+    for step in directory.removable(there, whole, saved=save.step, keep_last=save.keep_last, keep_every=save.keep_every):
+        gone = save.directory / f"{directory.REMOVED}{there[step].name}"
+        there[step].rename(gone)
+        save.on_phase(Phase.RETENTION)
+        shutil.rmtree(gone)
+
+
+# ---- what to say
+
+
+def _incomplete(save: Save, seen: str) -> CheckpointError:
+    newest = directory.newest(save.directory)
+    remedy = f"the newest complete checkpoint is {newest}" if newest else "no checkpoint was saved before this one"
+    return CheckpointError(Problem("checkpoint", seen, WHOLE, f"mend the cause and start again: {remedy}"))
+
+
+def _no_room_or_access(save: Save, error: OSError) -> CheckpointError:
+    newest = directory.newest(save.directory)
+    then = f"then start again: the newest complete checkpoint is {newest}" if newest else "then start again"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        numbytes = sum(item.data.numel() * item.data.element_size() for item in save.outgoing)
+        remedy = f"free {numbytes / 1e9:.3g} GB for this rank there, or keep fewer: checkpoint.keep_last=1; {then}"
+    else:
+        remedy = f"make it writable; {then}"
+    seen = f"step {save.step} could not be written to {error.filename or save.temporary}: {error.strerror or error}"
+    return CheckpointError(Problem("checkpoint", seen, WHOLE, remedy))

@@ -1,0 +1,127 @@
+"""The folder of a run's checkpoints: names, the pointer to the newest, which of them are complete, which may go.
+
+    checkpoints/latest                 one line, the name of the newest: written last, atomically
+    checkpoints/step-00000123/         complete: it got this name by a rename, after its bytes were durable
+    checkpoints/.tmp-...               being written, or left by an attempt that died
+    checkpoints/.removed-...           being removed
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.catalog import Damage
+from toolkit.errors import CheckpointError, Problem
+
+POINTER = "latest"
+TEMPORARY = ".tmp-"
+REMOVED = ".removed-"
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """None for a folder that is not named as a checkpoint of a step."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def committed(directory: Path) -> dict[int, Path]:
+    """Checkpoints by step, in rising order: folders with a step's name and a manifest. Damaged ones are among them."""
+    if not directory.is_dir():
+        return {}
+    steps = {step_of(entry): entry for entry in directory.iterdir() if (entry / manifest.NAME).is_file()}
+    return {step: steps[step] for step in sorted(step for step in steps if step is not None)}
+
+
+def pointed(directory: Path) -> Path | None:
+    """What the pointer names, if it is there."""
+    path = directory / POINTER
+    if not path.is_file():
+        return None
+    folder = directory / path.read_text(encoding="utf-8", errors="replace").strip()
+    known = step_of(folder) is not None and folder.parent == directory and (folder / manifest.NAME).is_file()
+    return folder if known else None
+
+
+def newest(directory: Path) -> Path | None:
+    """The checkpoint that the pointer names; where it names none, that of the highest step. None if there is none.
+
+    A damaged one is returned as well: it is refused by name when it is opened, never passed over in silence.
+    """
+    return pointed(directory) or next(reversed(committed(directory).values()), None)
+
+
+def checkpoint_at(path: Path) -> Path | None:
+    """The checkpoint that ``path`` is, or the newest of the run directory or ``checkpoints`` folder that it is."""
+    if (path / manifest.NAME).exists() or step_of(path) is not None:
+        return path
+    return newest(path) or newest(path / "checkpoints")
+
+
+def is_whole(folder: Path) -> bool:
+    """The manifest is intact and every file has its length. Flipped bytes are found when they are read, or by ``verify``."""
+    try:
+        manifest.check_files(folder, manifest.load(folder).files)
+    except Damage:
+        return False
+    return True
+
+
+def complete(directory: Path) -> list[Path]:
+    """Checkpoints that are whole, in rising order of steps."""
+    return [folder for folder in committed(directory).values() if is_whole(folder)]
+
+
+def refusal(folder: Path, damage: Damage) -> CheckpointError:
+    """What to tell of a damaged checkpoint, with the newest whole one before it, if there is one."""
+    step = step_of(folder)
+    others = [other for other in complete(folder.parent) if other != folder] if step is not None else []
+    earlier = [other for other in others if (step_of(other) or 0) < (step or 0)]
+    if earlier:
+        remedy = f"continue from the one before: resume={earlier[-1]}"
+    elif others:
+        remedy = f"continue from another one: resume={others[-1]}"
+    else:
+        remedy = "bring the file back from a copy; no other complete checkpoint lies beside it"
+    return CheckpointError(Problem(str(folder / damage.file), damage.seen, damage.rule, remedy))
+
+
+def removable(steps: Collection[int], whole: Collection[int], *, saved: int, keep_last: int, keep_every: int) -> list[int]:
+    """Steps whose checkpoints may go after step ``saved`` was saved.
+
+    The ``keep_last`` newest whole ones up to ``saved`` stay, and every whole one at a multiple of ``keep_every``. Those
+    beyond ``saved`` stay too: they are there because someone went back to an earlier step, and are not ours to judge.
+    """
+    past = sorted(step for step in steps if step <= saved)
+    sound = [step for step in past if step in whole]
+    kept = {saved, *sound[-keep_last:], *(step for step in sound if keep_every and step % keep_every == 0)}
+    return [step for step in past if step not in kept]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durable(path: Path, text: str) -> None:
+    """``path`` holds its old content or all of ``text``, whenever the machine stops. Its folder is not yet synced."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

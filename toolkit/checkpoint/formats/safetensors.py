@@ -1,0 +1,84 @@
+"""The header of a safetensors file, written and read here so that data can be streamed and hashed on the way.
+
+A file is 8 bytes of header length (little endian), a JSON header padded with spaces, and the tensors' bytes back to back:
+https://huggingface.co/docs/safetensors/index#format. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.catalog import DTYPE_OF_CODE, DTYPES, Damage, byte_length
+
+ALIGNMENT = 64  # of the first tensor's byte, so that a mapped file has aligned tensors
+MOST_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer ones
+RULE = "a safetensors file is a header and the bytes that the header describes"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of a file: bytes ``begin .. end``, counted from the start of the file."""
+
+    name: str
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def encode(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, list[Slot]]:
+    """The header for tensors of (name, dtype, shape), and where each of them goes.
+
+    Wide dtypes come first, so that every tensor is aligned to its itemsize; otherwise the order is kept.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -DTYPES[tensor[1]].itemsize)
+    fields: dict[str, object] = {"__metadata__": dict(metadata)}
+    at, relative = 0, []
+    for name, dtype, shape in ordered:
+        end = at + byte_length(dtype, shape)
+        assert name not in fields, f"{name} twice in one file"
+        fields[name] = {"dtype": DTYPES[dtype].code, "shape": list(shape), "data_offsets": [at, end]}
+        relative.append(Slot(name, dtype, shape, at, end))
+        at = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    length = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    header = struct.pack("<Q", length - 8) + text.ljust(length - 8)
+    assert length <= MOST_HEADER_BYTES, f"a header of {length} bytes"
+    return header, [Slot(slot.name, slot.dtype, slot.shape, slot.begin + length, slot.end + length) for slot in relative]
+
+
+def decode(path: Path) -> tuple[list[Slot], dict[str, str]]:
+    """The tensors of a file and its metadata, checked against each other and the file's size. Raises Damage."""
+    if not path.is_file():
+        raise Damage(path.name, f"{path} is missing", RULE)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if 8 + length > size or length > MOST_HEADER_BYTES:
+            raise Damage(path.name, f"{path} has {size} bytes, fewer than its header asks for", RULE)
+        text = file.read(length)
+    try:
+        fields = json.loads(text)
+        metadata = fields.pop("__metadata__", {})
+        slots = [_slot(name, entry, 8 + length) for name, entry in fields.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damage(path.name, f"{path} has an unreadable header ({error})", RULE) from error
+    for slot in slots:
+        if slot.end - slot.begin != byte_length(slot.dtype, slot.shape):
+            raise Damage(path.name, f"{slot.name} in {path} has {slot.end - slot.begin} bytes for {slot.dtype} {slot.shape}", RULE)
+    needed = max((slot.end for slot in slots), default=8 + length)
+    if size != needed:
+        raise Damage(path.name, f"{path} has {size} bytes where its header says {needed}", RULE)
+    return slots, metadata
+
+
+def _slot(name: str, entry: Mapping[str, Any], base: int) -> Slot:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
+    return Slot(name, DTYPE_OF_CODE[entry["dtype"]], shape, base + int(begin), base + int(end))

@@ -1,0 +1,157 @@
+"""``manifest.json``: what a checkpoint is, where each piece lies, and the hashes to read it safely.
+
+One JSON object. ``entries`` has one object a piece; ``content_hash`` is xxh3-128 over everything else (as compact JSON
+with sorted keys), so that a changed manifest is refused as a changed tensor is. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+import toolkit
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage, Piece, block_count, byte_length
+from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
+
+NAME = "manifest.json"
+FORMAT = "toolkit-checkpoint"
+FORMAT_VERSION = 1
+RULE = "a checkpoint folder has the manifest.json that was written with it"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What is known of a file besides its pieces: enough to see that it is whole without reading its data."""
+
+    file: str
+    bytes: int
+    header_bytes: int
+    header_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Attributes:
+    namespace: of canonical names: ``llama/1``.
+    step: optimizer steps done.
+    ranks: how many wrote it; of no meaning to readers.
+    scalars: plain JSON types.
+    software: versions that wrote it.
+    """
+
+    namespace: str
+    step: int
+    ranks: int
+    scalars: Mapping[str, Any]
+    files: tuple[FileRecord, ...]
+    pieces: tuple[Piece, ...]
+    software: Mapping[str, str]
+
+    def by_tensor(self) -> dict[TensorKey, tuple[Piece, ...]]:
+        grouped: dict[TensorKey, list[Piece]] = {}
+        for piece in self.pieces:
+            grouped.setdefault(piece.key, []).append(piece)
+        return {key: tuple(pieces) for key, pieces in grouped.items()}
+
+    def catalog(self, folder: Path) -> Catalog:
+        pieces = self.by_tensor()
+        tensors = {key: TensorInfo(of_key[0].dtype, of_key[0].global_shape) for key, of_key in pieces.items()}
+        return Catalog(folder, tensors, pieces, self.scalars)
+
+
+def software_versions() -> dict[str, str]:
+    """Of what decides a checkpoint's content; packages that are not installed are left out."""
+    versions = {"python": platform.python_version(), "toolkit": toolkit.__version__}
+    for package in ("torch", "deepspeed", "megatron-core", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def piece_to_json(piece: Piece) -> dict[str, Any]:
+    return {"state": piece.key.state, "name": piece.key.name, "dtype": piece.dtype, "global_shape": list(piece.global_shape),
+            "offset": list(piece.box.offset), "shape": list(piece.box.shape), "file": piece.file, "bytes": [piece.begin, piece.end],
+            "xxh3_128": list(piece.hashes)}
+
+
+def piece_from_json(entry: Mapping[str, Any]) -> Piece:
+    """Raises KeyError, TypeError or ValueError where the entry is not one of a piece."""
+    begin, end = entry["bytes"]
+    offset, shape = tuple(entry["offset"]), tuple(entry["shape"])
+    global_shape, dtype, file = tuple(entry["global_shape"]), entry["dtype"], entry["file"]
+    hashes = tuple(entry["xxh3_128"])
+    if not len(offset) == len(shape) == len(global_shape) or dtype not in DTYPES:
+        raise ValueError(f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype {dtype}")
+    if end - begin != byte_length(dtype, shape) or len(hashes) != block_count(end - begin):
+        raise ValueError(f"{entry['state']}:{entry['name']} has {end - begin} bytes and {len(hashes)} hashes")
+    if Path(file).name != file:
+        raise ValueError(f"file {file!r} lies outside the checkpoint")
+    return Piece(TensorKey(entry["state"], entry["name"]), dtype, global_shape, Box(offset, shape), file, begin, end, hashes)
+
+
+def encode(manifest: Manifest) -> str:
+    """The text of ``manifest.json``, with a line an entry."""
+    content = {
+        "format": FORMAT, "format_version": FORMAT_VERSION, "namespace": manifest.namespace, "step": manifest.step,
+        "ranks": manifest.ranks, "block_bytes": BLOCK_BYTES, "software": dict(manifest.software), "scalars": dict(manifest.scalars),
+        "files": [asdict(record) for record in manifest.files], "entries": [piece_to_json(piece) for piece in manifest.pieces],
+    }
+    lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items()]
+    lines.append(f'"content_hash": "{_content_hash(content)}"')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _lines(value: object) -> str:
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    return "[\n " + ",\n ".join(json.dumps(item) for item in value) + "\n]"
+
+
+def _content_hash(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def load(folder: Path) -> Manifest:
+    """Raises Damage for a manifest that is missing, unreadable, foreign, of another version, or changed since it was written."""
+    path = folder / NAME
+    if not path.is_file():
+        raise Damage(NAME, f"{path} is missing", RULE)
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise Damage(NAME, f"{path} is not JSON ({error})", RULE) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise Damage(NAME, f"{path} is not a manifest of this toolkit", RULE)
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise Damage(NAME, f"{path} has format_version={version}", f"this toolkit reads format_version={FORMAT_VERSION}")
+    written = content.pop("content_hash", None)
+    if written != _content_hash(content):
+        raise Damage(NAME, f"{path} does not match its content_hash", "a manifest is as it was written")
+    try:
+        return Manifest(
+            namespace=content["namespace"], step=content["step"], ranks=content["ranks"], scalars=content["scalars"],
+            files=tuple(FileRecord(**record) for record in content["files"]),
+            pieces=tuple(piece_from_json(entry) for entry in content["entries"]), software=content["software"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damage(NAME, f"{path} has an entry that cannot be ({error})", RULE) from error
+
+
+def check_files(folder: Path, files: Sequence[FileRecord]) -> None:
+    """Every file is there with all its bytes; reads none of them. Raises Damage for the first that is not."""
+    for record in files:
+        path = folder / record.file
+        if not path.is_file():
+            raise Damage(record.file, f"{path} is missing", "every file that the manifest names is there")
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise Damage(record.file, f"{path} has {size} of {record.bytes} bytes", "every file is as long as it was written")

@@ -1,0 +1,77 @@
+"""The one Reader of everything that has a catalog: plan, then carry out, and say what is wrong in the user's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoint import directory, manifest
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage
+from toolkit.checkpoint.executor import read_pieces
+from toolkit.checkpoint.planner import ReadPlanner, shifted
+from toolkit.checkpoint.shard import Box, Reader, Shard, TensorInfo, TensorKey, flat_boxes
+from toolkit.errors import CheckpointError, Problem
+
+
+class CatalogReader:
+    """Implements ``Reader``. ``step`` is None where the source is not of a step (published weights)."""
+
+    def __init__(self, catalog: Catalog, *, namespace: str, step: int | None, refuse: Callable[[Path, Damage], CheckpointError]) -> None:
+        self.path, self.namespace, self.step = catalog.folder, namespace, step
+        self._catalog, self._refuse = catalog, refuse
+        self._planner = ReadPlanner(catalog)
+
+    @property
+    def tensors(self) -> Mapping[TensorKey, TensorInfo]:
+        return self._catalog.tensors
+
+    @property
+    def scalars(self) -> Mapping[str, object]:
+        return self._catalog.scalars
+
+    def read(self, shards: Sequence[Shard]) -> None:
+        """Fill every shard's ``data``; see ``planner.source_key`` for states that are not stored. After an error the
+        shards hold nothing of use."""
+        reads = self._planner.plan(shards)
+        try:
+            read_pieces(self.path, reads)
+        except Damage as damage:
+            raise self._refuse(self.path, damage) from damage
+
+
+def open_checkpoint(folder: Path, namespace: str | None = None) -> CatalogReader:
+    """Open one checkpoint folder of ours. Its manifest and the lengths of its files are checked now, bytes when they are read.
+
+    Args:
+        namespace: of the names that the reader's user knows; None accepts any.
+
+    Raises:
+        CheckpointError: it is damaged or of another namespace.
+    """
+    try:
+        found = manifest.load(folder)
+        manifest.check_files(folder, found.files)
+    except Damage as damage:
+        raise directory.refusal(folder, damage) from damage
+    if namespace is not None and found.namespace != namespace:
+        raise CheckpointError(Problem(
+            str(folder / manifest.NAME), f"{folder} has namespace={found.namespace}", f"this run's tensors have the names of {namespace}",
+            "describe the model that the checkpoint was made of, or name another checkpoint: resume=PATH"))
+    return CatalogReader(found.catalog(folder), namespace=found.namespace, step=found.step, refuse=directory.refusal)
+
+
+def windows(reader: Reader, key: TensorKey, global_shape: tuple[int, ...], box: Box, dtype: str,
+            window_bytes: int = 4 * BLOCK_BYTES) -> Iterator[torch.Tensor]:
+    """The elements of ``box`` in row-major order, cast to ``dtype``: flat tensors one after the other, in the same memory."""
+    step = window_bytes // DTYPES[dtype].itemsize
+    room = torch.empty(min(step, box.numel), dtype=getattr(torch, dtype))
+    for start in range(0, box.numel, step):
+        stop = min(start + step, box.numel)
+        shards, at = [], 0
+        for inner in flat_boxes(box.shape, start, stop):
+            shards.append(Shard(key, global_shape, shifted(inner, box.offset), room[at : at + inner.numel].view(inner.shape)))
+            at += inner.numel
+        reader.read(shards)
+        yield room[: stop - start]
