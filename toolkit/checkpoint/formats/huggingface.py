@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,11 @@ def open_folder(folder: Path, namespace: str | None = None) -> CatalogReader:
         InputError: a family, or a variant of one, that the toolkit does not know.
     """
     config = _read_json(folder / CONFIG)
-    family = families.get(str(config.get("model_type")))
+    family = families.FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise InputError(Problem(str(folder / CONFIG), f"model_type={config.get('model_type')} in {folder / CONFIG}",
+                                 f"a folder is of a family that the toolkit knows: {', '.join(families.FAMILIES)}",
+                                 "give the model as model.target=my.package.Model"))
     if namespace is not None and family.namespace != namespace:
         raise CheckpointError(Problem(str(folder / CONFIG), f"{folder} holds a model of {family.namespace}",
                                       f"this run's tensors have the names of {namespace}",
@@ -92,14 +96,12 @@ def _slots(folder: Path) -> Slots:
     return {slot.name: (file, slot) for file in files for slot in safetensors.decode(folder / file)[0]}
 
 
-def _pieces(folder: Path, hub: Sequence[HubTensor], sizes: Mapping[str, tuple[int, ...]],
-            slots: Slots) -> list[Piece]:
+def _pieces(folder: Path, hub: Sequence[HubTensor], sizes: Mapping[str, tuple[int, ...]], slots: Slots) -> list[Piece]:
     """Raises CheckpointError naming every tensor that is missing or of another shape."""
-    find = _finder(hub, slots)
     problems, pieces = [], []
     dtypes: dict[str, str] = {}
     for tensor in hub:
-        found = find(tensor.name)
+        found = next((slots[name] for name in (tensor.name, *tensor.aliases) if name in slots), None)
         if found is None:
             problems.append(Problem(str(folder), f"{folder} has no tensor {tensor.name}", "a folder has every tensor of its config.json",
                                     "download or export it again, or correct config.json"))
@@ -115,13 +117,6 @@ def _pieces(folder: Path, hub: Sequence[HubTensor], sizes: Mapping[str, tuple[in
     if problems:
         raise CheckpointError(*problems[:8])
     return pieces
-
-
-def _finder(hub: Sequence[HubTensor], slots: Slots) -> Callable[[str], tuple[str, Slot] | None]:
-    """Folders saved from a model without its head (``gpt2`` on the hub) lack the first part of every name."""
-    if any(tensor.name in slots for tensor in hub):
-        return slots.get
-    return lambda name: slots.get(name.partition(".")[2])
 
 
 def _refuse(folder: Path, damage: Damage) -> CheckpointError:
