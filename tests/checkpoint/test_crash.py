@@ -108,7 +108,7 @@ def test_killed_in_each_phase(run: Run) -> None:
         run.check()
     assert run.steps_seen[-1] > 10, "attempts go on from each other"
     assert run.attempt_killed(0, (Phase.PIECES, 0))  # cleans what was left before it
-    left = [entry.name for entry in run.folder.iterdir() if entry.name.startswith(".")]
+    left = [entry.name for entry in run.folder.iterdir() if entry.name.startswith((directory.TEMPORARY, directory.REMOVED))]
     assert len(left) <= 1, f"stale folders stay: {left}"
 
 

@@ -167,6 +167,35 @@ def test_scalars_step_and_versions_are_recorded(tmp_path: Path) -> None:
     assert content["software"]["torch"] == torch.__version__
 
 
+def test_all_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill cannot show what a power failure would: so the order of syncs and renames is looked at itself."""
+    events: list[str] = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def name(path: Path) -> str:
+        return "TEMPORARY" if path.name.startswith(directory.TEMPORARY) else path.name.removesuffix(".writing").lstrip(".")
+
+    def logged_fsync(descriptor: int) -> None:
+        events.append(f"sync {name(Path(f'/proc/self/fd/{descriptor}').readlink())}")
+        fsync(descriptor)
+
+    def logged_rename(self: Path, target: Path) -> Path:
+        events.append(f"name {name(target)}")
+        return rename(self, target)
+
+    def logged_replace(self: Path, target: Path) -> Path:
+        events.append(f"name {name(target)}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(Path, "rename", logged_rename)
+    monkeypatch.setattr(Path, "replace", logged_replace)
+    save_alone(CheckpointStore(tmp_path / "checkpoints"), 1, state(1))
+    assert events == [
+        "sync part-00000.safetensors", "sync report-00000.json", "name report-00000.json", "sync manifest.json", "name manifest.json",
+        "sync TEMPORARY", "name step-00000001", "sync checkpoints", "sync latest", "name latest", "sync checkpoints"]
+
+
 def test_a_silent_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, timeout_seconds=0.3)
     with pytest.raises(CheckpointError, match="ranks 1, 2 did not write their parts within 0 s of saving step 1"):

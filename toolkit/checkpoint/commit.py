@@ -144,14 +144,17 @@ def _wait(save: Save, ready: Callable[[], bool], missing: Callable[[], str]) -> 
 
 
 def _clean(save: Save) -> None:
-    """Remove what dead attempts left. The folder of this attempt's save before may still tell a slow rank why it failed."""
+    """Remove what dead attempts left, and what resisted removal before. What resists now is tried again at the next save.
+
+    The folder of this attempt's save before this one may still tell a slow rank why it failed.
+    """
     if not save.directory.is_dir():
         return
     own = {f"-{_attempt(save.attempt)}-{number}" for number in (save.number, save.number - 1)}
     for entry in save.directory.iterdir():
         temporary = entry.name.startswith(directory.TEMPORARY) and not entry.name.endswith(tuple(own))
         if temporary or entry.name.startswith(directory.REMOVED):
-            shutil.rmtree(entry)
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _gather(save: Save) -> list[dict[str, Any]]:
@@ -205,8 +208,7 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
     directory.sync_folder(save.directory)
 
     save.on_phase(Phase.RETENTION)
-    if removed.exists():
-        shutil.rmtree(removed)
+    shutil.rmtree(removed, ignore_errors=True)
     _retain(save)
 
 
@@ -231,14 +233,17 @@ def _keeps(save: Save) -> bool:
 
 
 def _retain(save: Save) -> None:
-    """Let old checkpoints go: out of sight by a rename, then removed, so that half a checkpoint never looks like one."""
+    """Let old checkpoints go: out of sight by a rename, then removed, so that half a checkpoint never looks like one.
+
+    This one is committed whatever happens here, so what cannot be removed is left to the next save's ``_clean``.
+    """
     there = directory.committed(save.directory)
     whole = {step for step, folder in there.items() if directory.is_whole(folder)}
     for step in directory.removable(there, whole, saved=save.step, keep_last=save.keep_last, keep_every=save.keep_every):
         gone = save.directory / f"{directory.REMOVED}{there[step].name}"
         there[step].rename(gone)
         save.on_phase(Phase.RETENTION)
-        shutil.rmtree(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 # ---- what to say

@@ -118,8 +118,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_durable(path: Path, text: str) -> None:
-    """``path`` holds its old content or all of ``text``, whenever the machine stops. Its folder is not yet synced."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    """``path`` holds its old content or all of ``text``, whenever the machine stops. Its folder is not yet synced.
+
+    A path has one writer, so the temporary name is always the same: what a killed one left is written over.
+    """
+    temporary = path.with_name(f".{path.name}.writing")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
