@@ -80,10 +80,16 @@ class MemoryPlan:
     activations: int | None  # None for model.target
     host: int  # what offload keeps in host memory
     nvme: int
+    buffers: int = 0  # what the engine works with besides: reduction buckets, gathered parameters
+
+    @property
+    def states(self) -> int:
+        """What must fit whatever the batch is."""
+        return self.parameters + self.gradients + self.optimizer
 
     @property
     def device_total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + (self.activations or 0)
+        return self.states + self.buffers + (self.activations or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

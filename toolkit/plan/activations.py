@@ -1,0 +1,61 @@
+"""Bytes of activations that backward needs.
+
+The count follows Korthikanti et al., 2205.05198, section 4.1 (there ``sbh (34 + 5as/h)`` a layer for GPT in 16 bits with
+dropout), tensor by tensor for the families' modules in transformers 5.23, with two differences: attention is torch's fused
+``scaled_dot_product_attention``, which keeps its inputs, its output and one number a row instead of the ``s x s`` matrices
+(the ``5as/h`` term is gone); and dropout masks are left out (``model.dropout`` is 0 by default). Norms compute in fp32.
+
+Covered: blocks, with or without checkpointing of each block; final norm; logits and the cross-entropy in fp32 with its
+gradient, where the peak usually lies for large vocabularies. Not covered: the allocator's fragmentation, cuBLAS and NCCL
+workspaces, attention on a device without a fused kernel, and experts that receive more than their even share of tokens.
+
+Letters: s tokens of a sequence, b sequences, h hidden, f feed-forward, a*d width of the queries, k*d of the keys, V vocabulary,
+e bytes an element (2 or 4). Everything is counted a token first.
+"""
+
+from __future__ import annotations
+
+from toolkit.families.base import ModelShape
+
+FP32 = 4
+
+
+def activation_bytes(shape: ModelShape, *, micro_batch: int, sequence_length: int, element: int, checkpointing: bool) -> int:
+    """Bytes on a rank that holds every layer and whole sequences, at the peak: the beginning of backward."""
+    layer = layer_bytes(shape, element)
+    boundary = element * shape.hidden_size
+    # Checkpointing keeps each block's input, and one block while it is recomputed.
+    layers = shape.num_hidden_layers * boundary + layer if checkpointing else shape.num_hidden_layers * layer
+    return micro_batch * sequence_length * (layers + head_bytes(shape, element))
+
+
+def layer_bytes(shape: ModelShape, element: int) -> int:
+    """Bytes a token of one block."""
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    # queries, keys and values after rotation, the output, and its log-sum-exp
+    attention = element * (2 * queries + 2 * keys) + FP32 * shape.num_attention_heads
+    if shape.family == "gpt2":
+        # Two layer norms keep input and output; gelu as a formula of tensors keeps five of width f.
+        return 2 * 2 * element * shape.hidden_size + attention + 5 * element * shape.intermediate_size
+    return 2 * rms_norm_bytes(shape, element) + attention + feed_forward_bytes(shape, element)
+
+
+def rms_norm_bytes(shape: ModelShape, element: int) -> int:
+    """The input in fp32, the normalised input and the scaled output, which is the next layer's input."""
+    return (FP32 + 2 * element) * shape.hidden_size
+
+
+def feed_forward_bytes(shape: ModelShape, element: int) -> int:
+    """gate, silu(gate), up and their product, f each; with experts, for each expert that a token visits, and its in- and output."""
+    dense = 4 * element * shape.intermediate_size
+    if not shape.num_local_experts:
+        return dense
+    router = FP32 * 2 * shape.num_local_experts
+    return shape.num_experts_per_tok * (dense + 2 * element * shape.hidden_size) + router
+
+
+def head_bytes(shape: ModelShape, element: int) -> int:
+    """Embedding output, final norm, logits; the cross-entropy's fp32 log-softmax and the gradient that backward makes of it."""
+    norm = 2 * element * shape.hidden_size if shape.family == "gpt2" else rms_norm_bytes(shape, element)
+    logits = element if element != FP32 else 0  # in fp32 the logits are freed once their log-softmax is there
+    return element * shape.hidden_size + norm + shape.vocab_size * (logits + 2 * FP32)

@@ -1,0 +1,101 @@
+"""Which samples each optimizer step sees: ``global_batch = micro_batch * data_parallel * accumulation``."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from toolkit.config.schema import BatchRampConfig, RunConfig, TrainConfig
+from toolkit.errors import PlanError, Problem
+from toolkit.plan.types import BatchPlan, RampStage
+
+
+def plan_batch(config: RunConfig, data_parallel: int) -> BatchPlan:
+    """Micro-batch, accumulation and ramp for ``data_parallel`` ranks.
+
+    Raises:
+        PlanError: the batch identity cannot hold, or the ramp is not one.
+    """
+    train = config.train
+    problems = _ramp_problems(train)
+    micro = train.micro_batch
+    if micro is None:
+        if train.global_batch % data_parallel:
+            problems.append(_identity(train, train.global_batch, 1, data_parallel))
+        micro = max(1, train.global_batch // data_parallel)
+    elif train.global_batch % (micro * data_parallel):
+        problems.append(_identity(train, train.global_batch, micro, data_parallel))
+    if problems:
+        raise PlanError(*problems)
+    stages = ramp_stages(train)
+    uneven = [stage.size for stage in stages[:-1] if stage.size % (micro * data_parallel)]
+    if uneven:
+        unit = micro * data_parallel
+        sizes = ", ".join(map(str, uneven[:3])) + (" ..." if len(uneven) > 3 else "")
+        remedy = f"write train.batch_ramp.start and .increment as multiples of {unit}"
+        if train.micro_batch is None:
+            remedy += " or a smaller train.micro_batch"
+        raise PlanError(Problem("train.batch_ramp", f"global batches {sizes} with micro_batch={micro} and {data_parallel} data ranks",
+                                "every batch of the ramp is divisible by micro_batch * data ranks", remedy))
+    return BatchPlan(micro_batch=micro, global_batch=train.global_batch, data_parallel=data_parallel, stages=stages)
+
+
+def ramp_stages(train: TrainConfig) -> tuple[RampStage, ...]:
+    """The batch grows by ``increment`` each time another equal part of ``samples`` is consumed.
+
+    A step that begins with ``c`` consumed samples has ``start + increment * min(n, c * n // samples)`` sequences, where ``n`` is
+    the number of increments: the rule of Megatron-LM's ``--rampup-batch-size`` in whole numbers. A step is never cut, so a size
+    whose part was already overrun is left out.
+    """
+    ramp, final = train.batch_ramp, train.global_batch
+    if ramp.start is None:
+        return (RampStage(size=final, first_step=0, first_sample=0, steps=None),)
+    assert ramp.increment, "a ramp that passed its rules is whole"
+    assert ramp.samples, "a ramp that passed its rules is whole"
+    increments = (final - ramp.start) // ramp.increment
+    stages: list[RampStage] = []
+    step = sample = 0
+    for index in range(increments):
+        size = ramp.start + index * ramp.increment
+        boundary = -(-(index + 1) * ramp.samples // increments)  # the first count of consumed samples that has a larger batch
+        steps = max(0, -(-(boundary - sample) // size))
+        if steps:
+            stages.append(RampStage(size=size, first_step=step, first_sample=sample, steps=steps))
+            step, sample = step + steps, sample + steps * size
+    stages.append(RampStage(size=final, first_step=step, first_sample=sample, steps=None))
+    assert all(a.first_step + (a.steps or 0) == b.first_step for a, b in pairwise(stages))
+    return tuple(stages)
+
+
+def _ramp_problems(train: TrainConfig) -> list[Problem]:
+    ramp, final = train.batch_ramp, train.global_batch
+    given = {name: getattr(ramp, name) for name in ("start", "increment", "samples")}
+    if all(value is None for value in given.values()):
+        return []
+    example = "write train.batch_ramp.start=8 train.batch_ramp.increment=8 train.batch_ramp.samples=10000, or none of the three"
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        return [_ramp(ramp, f"a ramp needs start, increment and samples; {', '.join(missing)} is missing", example)]
+    if any(value is not None and value < 1 for value in given.values()):
+        return [_ramp(ramp, "start, increment and samples of a ramp are at least 1", example)]
+    assert ramp.start is not None
+    assert ramp.increment is not None
+    if ramp.start >= final:
+        return [_ramp(ramp, f"a ramp starts below train.global_batch={final}", f"write train.batch_ramp.start={max(1, final // 4)}")]
+    if (final - ramp.start) % ramp.increment:
+        return [_ramp(ramp, f"the ramp reaches train.global_batch={final} in whole increments",
+                      f"write a divisor of {final - ramp.start} as train.batch_ramp.increment")]
+    return []
+
+
+def _ramp(ramp: BatchRampConfig, rule: str, remedy: str) -> Problem:
+    seen = ", ".join(f"train.batch_ramp.{name}={getattr(ramp, name)}" for name in ("start", "increment", "samples"))
+    return Problem("train.batch_ramp", seen, rule, remedy)
+
+
+def _identity(train: TrainConfig, size: int, micro: int, data_parallel: int) -> Problem:
+    unit = micro * data_parallel
+    below, above = size // unit * unit, -(-size // unit) * unit
+    sizes = f"train.global_batch={above}" if not below else f"train.global_batch={below} or train.global_batch={above}"
+    seen = f"train.global_batch={train.global_batch}, train.micro_batch={train.micro_batch}, {data_parallel} data ranks"
+    rule = "train.global_batch = train.micro_batch x data ranks x a whole number of accumulation steps"
+    return Problem("train.global_batch", seen, rule, f"write {sizes}, or change train.micro_batch or the number of ranks")

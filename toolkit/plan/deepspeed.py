@@ -1,0 +1,126 @@
+"""The plan as DeepSpeed 0.19 reads it: the exact dictionary that ``deepspeed.initialize`` gets.
+
+Three layers, each written once: tunable defaults, then the user's own ``engine.deepspeed`` keys, then what the plan derives. The
+rules refuse a user's key that the plan derives, so the last layer never overrides what somebody wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit.config.schema import OptimConfig, OptimizerKernel, OptimizerName, Place, Precision, RunConfig
+from toolkit.plan.memory import BUCKET
+from toolkit.plan.types import BatchPlan, Device, World
+
+NEVER = 2**31 - 1  # steps_per_print has no "off"; progress and metrics are this toolkit's
+SWAP_BUFFER = 100_000_000  # elements: DeepSpeed's default offload_param.buffer_size
+
+
+def settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[int]) -> dict[str, Any]:
+    """``sizes``: elements of each parameter; empty for ``model.target``."""
+    return merge(merge(_defaults(config, batch.data_parallel, sizes), config.engine.deepspeed), _derived(config, world, batch))
+
+
+def kernel(config: RunConfig, world: World) -> OptimizerKernel:
+    """Which AdamW runs.
+
+    Where states are on the CPU of a GPU machine, DeepSpeed's vectorised CPU Adam (compiled on first use) is several times
+    faster than torch's and hides in the transfer, so it is taken if there is a compiler. On GPUs torch's own fused kernel
+    needs no compilation, unlike DeepSpeed's FusedAdam (two minutes on first use). On a CPU-only machine torch.
+    """
+    if config.optim.kernel is not OptimizerKernel.auto:
+        return config.optim.kernel
+    if config.optim.name is not OptimizerName.adamw or world.device is Device.CPU:
+        return OptimizerKernel.torch
+    if config.offload.optimizer is Place.none:
+        return OptimizerKernel.fused
+    return OptimizerKernel.cpu if world.has_compiler else OptimizerKernel.torch
+
+
+def accumulates_in_fp32(config: RunConfig) -> bool:
+    """Whether the plan asks for fp32 sums of bf16 gradients: where DeepSpeed then keeps just the rank's own partition of them.
+
+    Stage 3 always does, stage 2 unless the optimizer is offloaded. Elsewhere it would hold all gradients in fp32 on the device
+    (6 N bytes under stage 1), so DeepSpeed's own way stays, a sum in bf16, and a rule warns if there is one.
+    """
+    if config.precision.name is not Precision.bf16:
+        return False
+    return config.zero.stage == 3 or (config.zero.stage == 2 and config.offload.optimizer is Place.none)
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``above`` over ``below``, key by key through nested dictionaries. Neither is changed."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = merge(old if isinstance(old, Mapping) else {}, value) if isinstance(value, Mapping) else value
+    return merged
+
+
+def _defaults(config: RunConfig, ranks: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """What a user may tune."""
+    found: dict[str, Any] = {}
+    if config.zero.stage and sizes:
+        # The buckets are allocated whole, 2 GB in fp32: a small model needs no more than itself. Even, for alignment.
+        size = min(BUCKET, sum(sizes) + sum(sizes) % 2)
+        found["zero_optimization"] = {"reduce_bucket_size": size, "allgather_bucket_size": size}
+        if config.offload.parameters is Place.nvme:
+            # DeepSpeed asserts that every partition fits into a swap buffer.
+            largest = -(-max(sizes) // ranks)
+            found["zero_optimization"]["offload_param"] = {"buffer_size": max(SWAP_BUFFER, largest)}
+    if accumulates_in_fp32(config):
+        found["data_types"] = {"grad_accum_dtype": "fp32"}
+    return found
+
+
+def _derived(config: RunConfig, world: World, batch: BatchPlan) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch.micro_batch,
+        "gradient_accumulation_steps": batch.global_batch // (batch.micro_batch * batch.data_parallel),
+        "gradient_clipping": float(config.optim.clip),  # DeepSpeed's own default is 1.0
+        "steps_per_print": NEVER,
+        "optimizer": _optimizer(config.optim, kernel(config, world)),
+        "zero_optimization": _zero(config, world),
+        "zero_allow_untested_optimizer": config.optim.name is OptimizerName.sgd,
+        "zero_force_ds_cpu_optimizer": False,  # a torch optimizer may be offloaded
+        "bf16": {"enabled": config.precision.name is Precision.bf16},
+        "fp16": {"enabled": False},
+    }
+    if config.precision.name is Precision.fp16:
+        found["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,  # dynamic
+            "initial_scale_power": config.precision.initial_scale_power,
+            "loss_scale_window": config.precision.scale_window,
+            "hysteresis": 1,  # every overflow halves the scale, as torch's GradScaler does; DeepSpeed would forgive one
+            "min_loss_scale": 1,
+        }
+    return found
+
+
+def _zero(config: RunConfig, world: World) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": config.zero.stage, "round_robin_gradients": False}
+    for key, place in (("offload_optimizer", config.offload.optimizer), ("offload_param", config.offload.parameters)):
+        if place is not Place.none:
+            zero[key] = {"device": place.value, "pin_memory": world.device is Device.CUDA}
+            if place is Place.nvme:
+                zero[key]["nvme_path"] = config.offload.nvme_path
+    if config.optim.name is OptimizerName.muon and config.zero.stage == 3:
+        zero["reduce_scatter"] = False  # DeepSpeed refuses to start Muon under stage 3 otherwise
+    return zero
+
+
+def _optimizer(optim: OptimConfig, chosen: OptimizerKernel) -> dict[str, Any]:
+    """The decay of each parameter group stands in the group; here is the default of those that have none."""
+    adam: dict[str, Any] = {"lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}
+    if optim.name is OptimizerName.sgd:
+        return {"type": "SGD", "params": {"lr": optim.lr, "momentum": optim.momentum, "weight_decay": optim.weight_decay}}
+    if optim.name is OptimizerName.muon:
+        # torch_adam: the AdamW for what is no matrix; DeepSpeed would compile its own, even on a CPU.
+        return {"type": "Muon", "params": {**adam, "momentum": optim.momentum, "torch_adam": True}}
+    if chosen is OptimizerKernel.cpu:
+        return {"type": "AdamW", "params": adam}  # DeepSpeedCPUAdam, by zero_optimization.offload_optimizer
+    if chosen is OptimizerKernel.fused:
+        return {"type": "AdamW", "params": {**adam, "torch_adam": True, "fused": True}}
+    return {"type": "AdamW", "params": {**adam, "torch_adam": True}}

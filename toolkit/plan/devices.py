@@ -1,0 +1,81 @@
+"""What is known of GPUs by name. An unknown name means no memory verdict and no utilisation, never a guess."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from toolkit.plan.types import World
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Figures of one kind of GPU, from its maker's data sheet.
+
+    Attributes:
+        memory_bytes: as the driver reports it, which is a little less than the sheet's.
+        peak_flops: 16-bit matrix units, dense: half of the "with sparsity" figure that sheets print first.
+        bandwidth: of its own memory, bytes a second.
+        has_bf16: NVIDIA has bf16 since compute capability 8.0.
+    """
+
+    memory_bytes: int
+    peak_flops: float
+    bandwidth: float
+    has_bf16: bool = True
+
+
+GPUS: dict[str, Gpu] = {
+    # NVIDIA HGX B200 data sheet (2024): 2.25 PFLOP/s dense bf16, 192 GB HBM3e of which 183,359 MiB are reported, 8 TB/s
+    "b200": Gpu(183359 * MIB, 2.25e15, 8.0e12),
+    # NVIDIA GH200 data sheet (2023), 96 GB HBM3 form: the H100's compute, 4 TB/s
+    "gh200": Gpu(97871 * MIB, 989.4e12, 4.0e12),
+    # NVIDIA H200 data sheet (2024): 989 TFLOP/s dense bf16, 141 GB, 4.8 TB/s
+    "h200": Gpu(143771 * MIB, 989.4e12, 4.8e12),
+    # NVIDIA H100 data sheet (2023): SXM5 989 TFLOP/s dense bf16, 80 GB, 3.35 TB/s; PCIe 756 and 2.0; NVL 835, 94 GB and 3.9
+    "h100": Gpu(81559 * MIB, 989.4e12, 3.35e12),
+    "h100-pcie": Gpu(81559 * MIB, 756e12, 2.0e12),
+    "h100-nvl": Gpu(95830 * MIB, 835e12, 3.9e12),
+    # NVIDIA A100 data sheet (2021): 312 TFLOP/s dense bf16; 40 GB at 1.555 TB/s, 80 GB at 2.039 TB/s (SXM)
+    "a100-40gb": Gpu(40960 * MIB, 312e12, 1.555e12),
+    "a100-80gb": Gpu(81920 * MIB, 312e12, 2.039e12),
+    # NVIDIA L40S data sheet (2023): 362 TFLOP/s dense bf16, 48 GB GDDR6 at 864 GB/s
+    "l40s": Gpu(46068 * MIB, 362e12, 0.864e12),
+    # NVIDIA L4 data sheet (2023): 121 TFLOP/s dense bf16, 24 GB at 300 GB/s
+    "l4": Gpu(23034 * MIB, 121e12, 0.3e12),
+    # NVIDIA A10 data sheet (2021): 125 TFLOP/s dense bf16, 24 GB at 600 GB/s
+    "a10": Gpu(23028 * MIB, 125e12, 0.6e12),
+    # NVIDIA V100 data sheet (2020): 125 TFLOP/s fp16 and no bf16; 900 GB/s
+    "v100-16gb": Gpu(16384 * MIB, 125e12, 0.9e12, has_bf16=False),
+    "v100-32gb": Gpu(32768 * MIB, 125e12, 0.9e12, has_bf16=False),
+    # NVIDIA T4 data sheet (2019): 65 TFLOP/s fp16 and no bf16; 16 GB at 320 GB/s
+    "t4": Gpu(15360 * MIB, 65e12, 0.32e12, has_bf16=False),
+    # AMD Instinct MI300X data sheet (2023): 1,307.4 TFLOP/s dense bf16, 192 GB HBM3 at 5.3 TB/s
+    "mi300x": Gpu(196592 * MIB, 1307.4e12, 5.3e12),
+    # AMD Instinct MI250X data sheet (2021), one of its two dies: 191.5 TFLOP/s bf16, 64 GB at 1.6 TB/s
+    "mi250x": Gpu(65520 * MIB, 191.5e12, 1.6e12),
+}
+
+
+def normalise(name: str) -> str | None:
+    """The key of ``GPUS`` for a name as people or drivers write it, None if it is unknown.
+
+    ``NVIDIA A100-SXM4-80GB`` -> ``a100-80gb``; a name whose parts all occur matches, the longest if several do.
+    """
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    fitting = [known for known in GPUS if set(known.split("-")) <= words]
+    return max(fitting, key=len, default=None)
+
+
+def find(name: str | None) -> Gpu | None:
+    """The figures for a name; None if there is no name, or an unknown one."""
+    key = normalise(name) if name else None
+    return GPUS[key] if key else None
+
+
+def memory_bytes(world: World) -> int | None:
+    """Memory of one device: as found on the machine, else from the table, else unknown."""
+    known = find(world.gpu)
+    return world.device_memory_bytes or (known.memory_bytes if known else None)

@@ -1,0 +1,95 @@
+"""``make_plan``: everything about a run is decided here, once, or refused with every reason."""
+
+from __future__ import annotations
+
+from toolkit.config.identity import identity
+from toolkit.config.schema import EngineName, RunConfig
+from toolkit.errors import PlanError, Problem, Severity
+from toolkit.families import get
+from toolkit.families.base import ModelShape
+from toolkit.layout.axes import Axes
+from toolkit.plan import deepspeed, rules
+from toolkit.plan.batch import plan_batch
+from toolkit.plan.case import Case
+from toolkit.plan.memory import plan_memory
+from toolkit.plan.types import BatchPlan, RunPlan, World
+
+
+def make_plan(config: RunConfig, world: World) -> RunPlan:
+    """The plan of ``config`` (with ``model.pretrained`` resolved: plan/pretrained.py) on ``world``. Pure.
+
+    Raises:
+        PlanError: with every problem found, errors first.
+    """
+    problems: list[Problem] = []
+    shape = _shape(config, problems)
+    parameters = get(shape.family).parameters(shape) if shape is not None else ()
+    axes = _axes(config, world, problems)
+    batch = _batch(config, axes, problems)
+    settings = None
+    memory = None
+    if batch is not None:
+        if config.engine.name is EngineName.deepspeed:
+            settings = deepspeed.settings(config, world, batch, [spec.numel for spec in parameters])
+        if shape is not None:
+            memory = plan_memory(config, shape, parameters, batch, settings)
+    problems += rules.check(Case(config=config, world=world, shape=shape, parameters=parameters, axes=axes, batch=batch, memory=memory))
+    errors = [problem for problem in problems if problem.severity is Severity.ERROR]
+    warnings = [problem for problem in problems if problem.severity is Severity.WARNING]
+    if errors:
+        raise PlanError(*errors, *warnings)
+    assert axes is not None, "without a problem there are axes"
+    assert batch is not None, "without a problem there is a batch"
+    name = identity(config)
+    return RunPlan(
+        config=config,
+        world=world,
+        axes=axes,
+        identity=name,
+        run_dir=config.run.dir or f"runs/{config.run.name}-{name}",
+        batch=batch,
+        shape=shape,
+        parameters=parameters,
+        memory=memory,
+        deepspeed=settings,
+        warnings=tuple(warnings),
+    )
+
+
+def _shape(config: RunConfig, problems: list[Problem]) -> ModelShape | None:
+    model = config.model
+    if model.target is not None:
+        return None
+    if model.family is None:
+        problems.append(Problem("model.family", "model.family is null, and so are model.target and model.pretrained",
+                                "a model is a family with its sizes, any module, or a pretrained model",
+                                "choose model=..., or write model.target=my.package.Model or model.pretrained=FOLDER"))
+        return None
+    try:
+        return get(model.family).settle(model)
+    except PlanError as error:
+        problems += error.problems
+        return None
+
+
+def _axes(config: RunConfig, world: World, problems: list[Problem]) -> Axes | None:
+    parallel = config.parallel
+    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
+    if world.ranks % model_ranks:
+        problems.append(Problem("parallel", f"{world.ranks} ranks, parallel.tensor={parallel.tensor}, "
+                                f"parallel.pipeline={parallel.pipeline}, parallel.context={parallel.context}",
+                                "the number of ranks is divisible by tensor x pipeline x context; the rest are data ranks",
+                                f"start {-(-world.ranks // model_ranks) * model_ranks} ranks, or change parallel.*"))
+        return None
+    return Axes(data=world.ranks // model_ranks, tensor=parallel.tensor, pipeline=parallel.pipeline, context=parallel.context,
+                expert=parallel.expert)
+
+
+def _batch(config: RunConfig, axes: Axes | None, problems: list[Problem]) -> BatchPlan | None:
+    if axes is None:
+        return None
+    try:
+        return plan_batch(config, axes.data)
+    except PlanError as error:
+        problems += error.problems
+        return None

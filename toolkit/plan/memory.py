@@ -1,0 +1,262 @@
+"""Bytes a rank holds, tensor by tensor, as DeepSpeed 0.19.8 and the local engine allocate them.
+
+What each figure counts, so that it can be measured:
+
+    parameters   the weights that forward uses: flat buffers with their padding; under ZeRO 3 this rank's partition, and the
+                 whole of each persistent parameter (numel <= stage3_param_persistence_threshold), which stays gathered
+    gradients    the most that gradient tensors hold at the end of any micro-batch's backward, before it reduces them
+    optimizer    master weights and the optimizer's tensors of parameter shape, after the first step
+    host, nvme   what of these three lives there, and the copies that offload keeps besides
+    buffers      reduction buckets, and the parameters that ZeRO 3 has gathered at a time: bounds, not exact
+    activations  plan/activations.py
+
+Notation: N parameters, d data ranks, e bytes an element in the run's precision (4, or 2). ZeRO 1 and 2 flatten each optimizer
+group and pad it to a multiple of 2d: P is the sum of the groups' partitions. ZeRO 3 pads each parameter to a multiple of d: P is
+the sum of the parameters' partitions. Adam has moments M = 8 bytes an element, SGD 4 with momentum and 0 without.
+
+                        parameters   gradients         optimizer      on the host
+    stage 0, fp32       4 N          4 N               M N
+    stage 0, 16 bits    2 N          2 N               (4 + M) N      (local engine only)
+    stage 1             e N          e N               (4 + M) P
+    stage 2             e N          e T, or 4 P (1)   (4 + M) P
+    stage 3             e P + pers.  e P, or 4 P (2)   (4 + M) P
+    stages 1, 2 with the optimizer on the CPU: the optimizer and e P, 4 P of gradients, and under stage 2 e T more while
+    micro-batches add up; on the device stage 1 keeps its gradients.
+    stage 3 with the optimizer on the CPU: the optimizer, 4 P and the gradients.
+
+    T: the parameters that touch the rank's partition, whole. (1) bf16 accumulates in fp32. (2) likewise.
+
+Two things surprise: in fp32, ZeRO 1 to 3 keep weights *and* a master copy of them; and accumulating in fp32 under stage 1 (a
+DeepSpeed key of the user's) makes DeepSpeed take another optimizer, BF16_Optimizer, with (2 + 4) N bytes of gradients.
+
+Sources: Rajbhandari et al., 1910.02054, section 3.1, for what the stages shard; DeepSpeed 0.19.8 for how: runtime/zero/
+stage_1_and_2.py (__init__, copy_grads_in_partition, async_accumulate_grad_in_cpu_via_gpu), runtime/zero/stage3.py
+(_create_fp32_partitions, _setup_for_real_optimizer), runtime/bf16_optimizer.py. All confirmed by measurement at 1 and 2 ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from toolkit.config.schema import EngineName, OptimConfig, OptimizerName, Place, Precision, RunConfig
+from toolkit.families.base import ModelShape, ParameterSpec
+from toolkit.plan.activations import activation_bytes
+from toolkit.plan.types import BatchPlan, MemoryPlan
+
+FP32 = 4
+BUCKET = 500_000_000  # elements: DeepSpeed's default reduce_bucket_size and allgather_bucket_size
+PREFETCH = 50_000_000  # elements: stage3_prefetch_bucket_size
+PERSISTENCE = 100_000  # elements: stage3_param_persistence_threshold
+
+
+def element_bytes(precision: Precision) -> int:
+    return FP32 if precision is Precision.fp32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One parameter group of the optimizer, in the order in which DeepSpeed flattens it."""
+
+    sizes: tuple[int, ...]  # elements of each parameter
+    state_bytes: int  # the optimizer's tensors, bytes an element
+    muon: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+    def partition(self, ranks: int) -> int:
+        """Elements of one rank's range of the flat group: padded to 2 x ranks, for 4-byte alignment of 16-bit elements."""
+        return _padded(self.numel, 2 * ranks) // ranks
+
+    def touched(self, ranks: int) -> list[int]:
+        """For each rank, the elements of the parameters that lie, whole or in part, in its range."""
+        length = self.partition(ranks)
+        change = [0] * (ranks + 1)
+        offset = 0
+        for size in self.sizes:
+            change[offset // length] += size
+            offset += size
+            change[(offset - 1) // length + 1] -= size
+        return list(accumulate(change[:-1]))
+
+
+def optimizer_groups(parameters: Iterable[ParameterSpec], optim: OptimConfig) -> tuple[Group, ...]:
+    """With and without decay; Muon splits each again into matrices and the rest, as DeepSpeed tells them apart by name."""
+    sizes: dict[tuple[bool, bool], list[int]] = {}
+    for spec in parameters:
+        muon = optim.name is OptimizerName.muon and spec.decays and not any(word in spec.name for word in ("embed", "lm_head"))
+        sizes.setdefault((spec.decays, muon), []).append(spec.numel)
+    return tuple(Group(tuple(numels), _state_bytes(optim, muon), muon) for (_, muon), numels in sizes.items())
+
+
+def _state_bytes(optim: OptimConfig, muon: bool) -> int:
+    if optim.name is OptimizerName.sgd:
+        return FP32 if optim.momentum else 0
+    return FP32 if muon else 2 * FP32
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What the formulas look at."""
+
+    parameters: Sequence[ParameterSpec]
+    groups: tuple[Group, ...]
+    ranks: int
+    element: int
+    accumulates: bool  # several micro-batches a step
+    fp32_accumulation: bool
+    precision: Precision
+    optimizer_place: Place
+    parameter_place: Place
+    settings: Mapping[str, Any]  # zero_optimization as DeepSpeed gets it
+
+    @property
+    def numel(self) -> int:
+        return sum(group.numel for group in self.groups)
+
+    @property
+    def offloaded(self) -> bool:
+        return self.optimizer_place is not Place.none
+
+
+def plan_memory(config: RunConfig, shape: ModelShape, parameters: Sequence[ParameterSpec], batch: BatchPlan,
+                settings: Mapping[str, Any] | None) -> MemoryPlan:
+    """Bytes on the fullest rank. ``settings`` is the dictionary DeepSpeed gets, None for the local engine."""
+    settings = settings or {}
+    run = _Run(
+        parameters=parameters,
+        groups=optimizer_groups(parameters, config.optim),
+        ranks=batch.data_parallel,
+        element=element_bytes(config.precision.name),
+        accumulates=max(stage.size for stage in batch.stages) > batch.micro_batch * batch.data_parallel,
+        fp32_accumulation=settings.get("data_types", {}).get("grad_accum_dtype") == "fp32",
+        precision=config.precision.name,
+        optimizer_place=config.offload.optimizer,
+        parameter_place=config.offload.parameters,
+        settings=settings.get("zero_optimization", {}),
+    )
+    stage = config.zero.stage if config.engine.name is EngineName.deepspeed else 0
+    states = STAGES[stage](run)
+    activations = activation_bytes(shape, micro_batch=batch.micro_batch, sequence_length=config.train.sequence_length,
+                                   element=run.element, checkpointing=config.train.activation_checkpointing)
+    return MemoryPlan(parameters=states.parameters, gradients=states.gradients, optimizer=states.optimizer, activations=activations,
+                      host=states.host, nvme=states.nvme, buffers=states.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    parameters: int
+    gradients: int
+    optimizer: int
+    host: int = 0
+    nvme: int = 0
+    buffers: int = 0
+
+
+def stage0(run: _Run) -> States:
+    """Plain data parallel, and the local engine: everything on every rank. In fp32 the weight is its own master."""
+    master = 0 if run.element == FP32 else FP32
+    optimizer = sum(group.numel * (group.state_bytes + master) for group in run.groups)
+    return States(run.numel * run.element, run.numel * run.element, optimizer)
+
+
+def stage1(run: _Run) -> States:
+    return _stage12(run, partitioned_gradients=False)
+
+
+def stage2(run: _Run) -> States:
+    return _stage12(run, partitioned_gradients=True)
+
+
+def _stage12(run: _Run, *, partitioned_gradients: bool) -> States:
+    partitions = [group.partition(run.ranks) for group in run.groups]
+    total = sum(partitions)
+    weights = total * run.ranks * run.element
+    optimizer = total * FP32 + sum(_moments12(group, size, run) for group, size in zip(run.groups, partitions, strict=True))
+    touched = max(map(sum, zip(*(group.touched(run.ranks) for group in run.groups), strict=True)))
+    # Buckets of gradients on their way; overlap_comm doubles them.
+    bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
+    buffers = bucket * run.element * (2 if run.settings.get("overlap_comm") else 1)
+    separate = run.fp32_accumulation and run.element != FP32
+    if not partitioned_gradients and separate and not run.offloaded and run.precision is Precision.bf16:
+        # BF16_Optimizer: gradients in bf16, zeroed and kept, and all of them again in fp32; it reduces in place.
+        return States(weights, run.numel * run.element + total * run.ranks * FP32, optimizer)
+    if run.offloaded:
+        host = optimizer + total * FP32 + total * run.element
+        if not partitioned_gradients:
+            gradients = run.numel * (FP32 if separate else run.element)
+        elif separate:
+            gradients = total * FP32
+        else:
+            gradients = 0
+            host += touched * run.element if run.accumulates else 0
+        return States(weights, gradients, 0, host=host, buffers=buffers)
+    if not partitioned_gradients:
+        gradients = run.numel * (FP32 if separate else run.element)
+    elif separate:
+        gradients = total * FP32
+    else:
+        gradients = touched * run.element
+    return States(weights, gradients, optimizer, buffers=buffers)
+
+
+def _moments12(group: Group, partition: int, run: _Run) -> int:
+    """Muon keeps the momentum of whole parameters, in its gradients' precision."""
+    if group.muon and not run.offloaded:
+        return max(group.touched(run.ranks)) * run.element
+    return partition * group.state_bytes
+
+
+def stage3(run: _Run) -> States:
+    partitions = [sum(-(-size // run.ranks) for size in group.sizes) for group in run.groups]
+    total = sum(partitions)
+    threshold = int(_either(run.settings, "param_persistence_threshold", PERSISTENCE))
+    # One rank gathers without copying.
+    persistent = 0 if run.ranks == 1 else sum(_padded(spec.numel, run.ranks) for spec in run.parameters if spec.numel <= threshold)
+    optimizer = sum(size * (FP32 + group.state_bytes) for group, size in zip(run.groups, partitions, strict=True))
+    gradients = total * (FP32 if run.fp32_accumulation else run.element)
+    weights = total * run.element
+    bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
+    buffers = (bucket + (_live(run) if run.ranks > 1 or run.parameter_place is not Place.none else 0)) * run.element
+    host = nvme = 0
+    if run.optimizer_place is Place.cpu:
+        host += optimizer + total * FP32 + gradients
+        optimizer = gradients = 0
+    elif run.optimizer_place is Place.nvme:
+        host += gradients
+        nvme += optimizer + total * FP32
+        optimizer = gradients = 0
+    if run.parameter_place is Place.cpu:
+        host, weights = host + weights, 0
+    elif run.parameter_place is Place.nvme:
+        nvme, weights = nvme + weights, 0
+    return States(weights + persistent * run.element, gradients, optimizer, host=host, nvme=nvme, buffers=buffers)
+
+
+def _live(run: _Run) -> int:
+    """Elements gathered at a time: one block (or the largest parameter outside blocks) and what is fetched ahead of it."""
+    blocks: dict[int, int] = {}
+    largest = 0
+    for spec in run.parameters:
+        if spec.layer is None:
+            largest = max(largest, spec.numel)
+        else:
+            blocks[spec.layer] = blocks.get(spec.layer, 0) + spec.numel
+    ahead = int(_either(run.settings, "prefetch_bucket_size", PREFETCH))
+    return min(run.numel, max([largest, *blocks.values()]) + ahead)
+
+
+def _either(settings: Mapping[str, Any], name: str, default: int) -> Any:
+    """DeepSpeed reads these ZeRO-3 keys with and without their prefix."""
+    return settings.get(f"stage3_{name}", settings.get(name, default))
+
+
+def _padded(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
+
+
+STAGES: dict[int, Callable[[_Run], States]] = {0: stage0, 1: stage1, 2: stage2, 3: stage3}

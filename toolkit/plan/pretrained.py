@@ -1,0 +1,79 @@
+"""``model.pretrained``: the sizes of the model stand in its ``config.json``. This is the one part of planning that reads files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import ModelConfig, RunConfig
+from toolkit.errors import InputError, PlanError, Problem
+from toolkit.families import FAMILIES
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Fill the sizes that are null from the pretrained model's configuration; without ``model.pretrained``, ``config`` itself.
+
+    What decides training rather than shape (dropout, the router's loss, initial weights) stays as the run says.
+
+    Raises:
+        InputError: there is no such model, or it is of a kind that no family covers.
+        PlanError: a size that was written differs from the model's.
+    """
+    if config.model.pretrained is None or config.model.target is not None:
+        return config
+    written = _read(config.model.pretrained)
+    kind = written.get("model_type")
+    if kind not in FAMILIES:
+        raise InputError(Problem("model.pretrained", f"model.pretrained={config.model.pretrained}, whose model_type is {kind!r}",
+                                 f"a pretrained model is of one of the families {', '.join(FAMILIES)}",
+                                 "wrap it in a module and train that: model.target=my.package.Model"))
+    found = FAMILIES[kind].from_hugging_face_config(written)
+    filled: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for field in fields(ModelConfig):
+        if field.default is not None:
+            continue
+        ours, theirs = getattr(config.model, field.name), getattr(found, field.name)
+        if ours is None:
+            filled[field.name] = theirs
+        elif theirs is not None and ours != theirs:
+            problems.append(Problem(f"model.{field.name}", f"model.{field.name}={ours}, but {config.model.pretrained} has {theirs}",
+                                    "a pretrained model keeps its own sizes",
+                                    f"leave model.{field.name} out (model=pretrained), or drop model.pretrained: random weights"))
+    if problems:
+        raise PlanError(*problems)
+    return replace(config, model=replace(config.model, **filled))
+
+
+def _read(name: str) -> dict[str, Any]:
+    folder = Path(name).expanduser()
+    path = folder / "config.json" if folder.is_dir() else _download(name)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _unreadable(name, "the folder has no config.json") from None
+    except ValueError as error:
+        raise _unreadable(name, f"its config.json is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise _unreadable(name, "its config.json is not an object")
+    return found
+
+
+def _download(name: str) -> Path:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise _unreadable(name, "there is no such folder")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise _unreadable(name, f"no such folder, and the hub answers: {str(error).splitlines()[0]}") from error
+
+
+def _unreadable(name: str, why: str) -> InputError:
+    return InputError(Problem("model.pretrained", f"model.pretrained={name}: {why}",
+                              "model.pretrained is a folder with a config.json in Hugging Face's format, or a hub id",
+                              "write model.pretrained=./folder or model.pretrained=organisation/model"))

@@ -1,0 +1,18 @@
+"""Every rule of a run, in the order in which their problems are shown. One function a rule, pure; all are always asked."""
+
+from __future__ import annotations
+
+from toolkit.errors import Problem
+from toolkit.plan import rules_engine, rules_layout, rules_machine, rules_training
+from toolkit.plan.case import Case, Rule
+
+RULES: tuple[Rule, ...] = (*rules_engine.RULES, *rules_layout.RULES, *rules_training.RULES, *rules_machine.RULES)
+
+
+def check(case: Case) -> list[Problem]:
+    """Problems of all rules; of several about the same thing seen, the first."""
+    found: dict[tuple[str, str], Problem] = {}
+    for rule in RULES:
+        for problem in rule(case):
+            found.setdefault((problem.key, problem.seen), problem)
+    return list(found.values())

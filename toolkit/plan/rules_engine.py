@@ -1,0 +1,169 @@
+"""Rules of the engines: what each can carry out, and what DeepSpeed 0.19.8 would do wrong without saying so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from toolkit.config import vendor
+from toolkit.config.schema import EngineName, OptimizerKernel, OptimizerName, Place, Precision
+from toolkit.errors import Problem
+from toolkit.plan.case import Case, Rule, refuse, warn
+from toolkit.plan.deepspeed import accumulates_in_fp32
+from toolkit.plan.types import Device
+
+
+def megatron_is_for_later(case: Case) -> Iterator[Problem]:
+    if case.config.engine.name is EngineName.megatron:
+        yield refuse(case.config, "engine.name", "engine=megatron arrives in a later release", "write engine=deepspeed")
+
+
+def local_is_one_rank(case: Case) -> Iterator[Problem]:
+    if case.config.engine.name is EngineName.local and case.world.ranks > 1:
+        yield Problem("engine.name", f"engine.name=local with {case.world.ranks} ranks", "the local engine is one process",
+                      "write engine=deepspeed, or start one rank: python launch/train.py cluster.nodes=1 cluster.cpu_ranks=1 "
+                      "(cluster.gpus_per_node=1 on GPUs)")
+
+
+def vendor_keys(case: Case) -> Iterator[Problem]:
+    yield from vendor.deepspeed_problems(case.config)
+
+
+def sixteen_bits_need_a_stage(case: Case) -> Iterator[Problem]:
+    """BF16_Optimizer and the FP16 optimizers take a step with zero gradients while they are made: Adam's step count starts at 1
+    and the weights decay once. Measured: 1.4e-2 in the loss."""
+    if case.deepspeed and case.config.zero.stage == 0 and case.config.precision.name is not Precision.fp32:
+        yield refuse(case.config, "zero.stage precision.name", "in 16 bits DeepSpeed's stage 0 takes a hidden optimizer step at the start",
+                     "write zero=stage1, which computes what stage 0 should")
+
+
+def bf16_sums(case: Case) -> Iterator[Problem]:
+    config = case.config
+    if not case.deepspeed or config.precision.name is not Precision.bf16 or accumulates_in_fp32(config) or case.batch is None:
+        return
+    steps = case.batch.global_batch // (case.batch.micro_batch * case.batch.data_parallel)
+    if steps > 1 and config.zero.stage in (1, 2) and _get(config.engine.deepspeed, "data_types.grad_accum_dtype") is None:
+        better = "write zero=stage2, which sums in fp32" if config.zero.stage == 1 and config.offload.optimizer is Place.none \
+            else "write zero=stage3, which sums in fp32"
+        yield warn(config, "zero.stage precision.name offload.optimizer",
+                   f"the gradients of {steps} micro-batches are summed in bf16, which loses small ones",
+                   f"{better}, or raise train.micro_batch")
+
+
+def kernel_fits(case: Case) -> Iterator[Problem]:
+    config, kernel = case.config, case.config.optim.kernel
+    offloaded = config.offload.optimizer is not Place.none
+    if kernel in (OptimizerKernel.auto, OptimizerKernel.torch):
+        return
+    if config.optim.name is not OptimizerName.adamw:
+        yield refuse(config, "optim.kernel optim.name", "only adamw has other kernels than torch's", "write optim.kernel=auto")
+    elif kernel is OptimizerKernel.cpu and not (case.deepspeed and offloaded):
+        yield refuse(config, "optim.kernel offload.optimizer engine.name",
+                     "DeepSpeed's CPU Adam runs where the optimizer is offloaded", "write offload=cpu_optimizer, or optim.kernel=auto")
+    elif kernel is OptimizerKernel.cpu and not case.world.has_compiler:
+        yield Problem("optim.kernel", "optim.kernel=cpu on a machine without a C++ compiler",
+                      "DeepSpeed compiles its CPU Adam on first use", "install g++, or write optim.kernel=torch")
+    elif kernel is OptimizerKernel.fused and (case.world.device is Device.CPU or offloaded):
+        yield Problem("optim.kernel", f"optim.kernel=fused on {case.world.device}, offload.optimizer={config.offload.optimizer.value}",
+                      "the fused kernel runs on a GPU that holds the optimizer's states", "write optim.kernel=auto")
+
+
+def muon_limits(case: Case) -> Iterator[Problem]:
+    """DeepSpeed gives to Muon each tensor of two or more dims whose name has neither ``embed`` nor ``lm_head``."""
+    config, optim = case.config, case.config.optim
+    if optim.name is not OptimizerName.muon:
+        return
+    if not optim.momentum:
+        yield warn(config, "optim.momentum optim.name", "Muon orthogonalises a running average of gradients; momentum 0 keeps none",
+                   "write optim.momentum=0.95")
+    if not case.deepspeed:
+        return
+    family = config.model.family
+    if family == "gpt2":
+        yield refuse(config, "optim.name model.family", "DeepSpeed's Muon tells embeddings by the word embed, and gpt2's are wte and wpe",
+                     "write optim=adamw, or model.family=llama")
+    if family == "mixtral":
+        yield refuse(config, "optim.name model.family", "DeepSpeed's Muon covers matrices, and mixtral's experts are three-dimensional",
+                     "write optim=adamw")
+    if Place.nvme in (config.offload.optimizer, config.offload.parameters):
+        yield refuse(config, "optim.name offload.optimizer", "Muon's momentum does not go to NVMe", "write offload=cpu, or optim=adamw")
+
+
+# -- Keys of the user's own that DeepSpeed accepts and that change the run silently, or not at all.
+
+Test = Callable[[Any, Case], bool]
+
+
+def _on(value: Any, case: Case) -> bool:
+    return bool(value)
+
+
+def _off(value: Any, case: Case) -> bool:
+    return value is False
+
+
+def _above_one(value: Any, case: Case) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _on_cpu(value: Any, case: Case) -> bool:
+    return bool(value) and case.world.device is Device.CPU
+
+
+# key, when it is wrong, why, what to do
+SILENT: tuple[tuple[str, Test, str, str], ...] = (
+    ("zero_optimization.round_robin_gradients", _on,
+     "round-robin partitions scramble which parameter a saved state belongs to (29 of 30, measured)", "leave it out"),
+    ("zero_optimization.compute_grad_norm", _off, "without a norm there is no clipping, and metrics have no grad_norm", "leave it out"),
+    ("zero_optimization.zenflow", _on, "ZenFlow updates weights with old gradients, so no other engine repeats the run", "leave it out"),
+    ("zero_optimization.zero_quantized_gradients", _on_cpu, "ZeRO++ quantisation runs on GPUs only", "leave it out on CPUs"),
+    ("zero_optimization.zero_quantized_weights", _on_cpu, "ZeRO++ quantisation runs on GPUs only", "leave it out on CPUs"),
+    ("zero_optimization.offload_optimizer.super_offload", _on_cpu, "SuperOffload runs on GPUs only", "leave it out on CPUs"),
+    ("tensor_parallel.autotp_size", _above_one,
+     "DeepSpeed counts tensor ranks as data ranks in its batch arithmetic, so the axis is the plan's", "write parallel.tensor instead"),
+    ("sequence_parallel_size", _above_one,
+     "Ulysses makes gradients as many times too large as there are ranks in stages 0 to 2", "write parallel.context instead"),
+    ("expert_parallel", _on, "the expert axis is the plan's", "write parallel.expert instead"),
+    ("pipeline", _on, "the pipeline is the plan's", "write parallel.pipeline instead"),
+    ("torch_autocast.enabled", _on, "autocast changes the precision behind the plan's back", "write precision=bf16 or precision=fp16"),
+    ("scheduler", _on, "the learning rate is a function of the samples consumed, which the loop sets", "write schedule.name and optim.lr"),
+    ("data_efficiency.enabled", _on, "DeepSpeed's data sampling would change the samples and their order", "write data.* keys instead"),
+    ("compile.deepcompile", _on_cpu, "DeepCompile runs on GPUs only", "leave it out on CPUs"),
+    ("gradient_predivide_factor", lambda value, case: value not in (None, 1, 1.0),
+     "gradients are already divided once, by the units of the global batch", "leave it out"),
+    ("prescale_gradients", _on, "gradients are already divided once, by the units of the global batch", "leave it out"),
+)
+
+
+def silently_wrong_keys(case: Case) -> Iterator[Problem]:
+    keys = case.config.engine.deepspeed
+    for key, wrong, why, remedy in SILENT:
+        value = _get(keys, key)
+        if value is not None and wrong(value, case):
+            shown = "..." if isinstance(value, Mapping) else value
+            yield Problem(f"engine.deepspeed.{key}", f"engine.deepspeed.{key}={shown}", why, remedy)
+    for name in ("wandb", "csv_monitor", "tensorboard", "comet"):
+        if _get(keys, f"{name}.enabled"):
+            yield Problem(f"engine.deepspeed.{name}", f"engine.deepspeed.{name}.enabled=true",
+                          "DeepSpeed's monitors never log the training loss, and only on rank 0",
+                          "leave it out: metrics.jsonl and monitor.wandb have everything")
+    ratio = _get(keys, "zero_optimization.offload_optimizer.ratio")
+    if ratio is not None and ratio < 1 and case.config.zero.stage != 3:
+        yield Problem("engine.deepspeed.zero_optimization.offload_optimizer.ratio",
+                      f"engine.deepspeed.zero_optimization.offload_optimizer.ratio={ratio}, zero.stage={case.config.zero.stage}",
+                      "partial offload needs ZeRO 3", "write zero=stage3, or leave it out")
+
+
+def _get(keys: Mapping[str, Any], path: str) -> Any:
+    value: Any = keys
+    for part in path.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value
+
+
+RULES: tuple[Rule, ...] = (
+    megatron_is_for_later, local_is_one_rank, silently_wrong_keys, vendor_keys, sixteen_bits_need_a_stage, bf16_sums, kernel_fits,
+    muon_limits,
+)

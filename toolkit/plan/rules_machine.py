@@ -1,0 +1,119 @@
+"""Rules of the machine: precision against device, offload against what is installed, bytes against memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.config.schema import Place, Precision
+from toolkit.errors import Problem, Severity
+from toolkit.plan.case import Case, Rule, refuse, warn
+from toolkit.plan.devices import GPUS, find, memory_bytes
+from toolkit.plan.types import Device
+
+NEAR = 0.92  # of the device's memory: what the allocator's fragmentation and the libraries' workspaces usually leave
+GB = 1e9
+
+
+def gpu_is_known(case: Case) -> Iterator[Problem]:
+    name = case.config.cluster.gpu
+    if name is not None and find(name) is None:
+        yield warn(case.config, "cluster.gpu", "memory and speed are known for the GPUs of toolkit/plan/devices.py only",
+                   f"write one of {', '.join(GPUS)}; without it the plan gives no memory verdict and metrics have no utilisation")
+
+
+def precision_against_device(case: Case) -> Iterator[Problem]:
+    precision, gpu = case.config.precision.name, find(case.world.gpu)
+    if precision is Precision.bf16 and gpu is not None and not gpu.has_bf16:
+        yield Problem("precision.name", f"precision.name=bf16 on {case.world.gpu}",
+                      "bf16 needs a GPU of compute capability 8.0 (Ampere) or later", "write precision=fp16, which scales the loss")
+    if precision is Precision.fp16 and case.world.device is Device.CPU:
+        yield Problem("precision.name", "precision.name=fp16 on a CPU", "CPUs compute fp16 slowly, many of them in software",
+                      "write precision=bf16, or precision=fp32 for small models", Severity.WARNING)
+    if precision is Precision.fp32 and case.world.device is Device.CUDA and case.numel > 100_000_000:
+        yield Problem("precision.name", f"precision.name=fp32 with {case.numel / GB:.1f} B parameters on a GPU",
+                      "fp32 does not use the 16-bit matrix units: several times slower, twice the bytes of weights and activations",
+                      "write precision=bf16", Severity.WARNING)
+
+
+def offload_against_stage(case: Case) -> Iterator[Problem]:
+    offload, stage = case.config.offload, case.config.zero.stage
+    if not case.deepspeed:
+        if offload.optimizer is not Place.none or offload.parameters is not Place.none:
+            yield refuse(case.config, "offload.optimizer offload.parameters engine.name", "offload is DeepSpeed's",
+                         "write offload=none, or engine=deepspeed")
+        return
+    if offload.parameters is not Place.none and stage != 3:
+        yield refuse(case.config, "offload.parameters zero.stage", "parameters are offloaded under ZeRO 3 only",
+                     "write zero=stage3, or offload=cpu_optimizer to offload the optimizer alone")
+    if offload.optimizer is Place.cpu and stage == 0:
+        yield refuse(case.config, "offload.optimizer zero.stage", "optimizer states are offloaded under ZeRO 1 to 3",
+                     "write zero=stage1 or higher, or offload=none")
+    if offload.optimizer is Place.nvme and stage != 3:
+        yield refuse(case.config, "offload.optimizer zero.stage",
+                     "NVMe offload needs ZeRO 3: under the other stages DeepSpeed keeps the states in host memory without saying so",
+                     "write zero=stage3, or offload=cpu_optimizer")
+
+
+def offload_to_nvme(case: Case) -> Iterator[Problem]:
+    offload = case.config.offload
+    if Place.nvme not in (offload.optimizer, offload.parameters):
+        if offload.nvme_path is not None:
+            yield warn(case.config, "offload.nvme_path offload.optimizer offload.parameters", "a path is used where a place is nvme",
+                       "write offload=nvme, or leave offload.nvme_path out")
+        return
+    if offload.nvme_path is None:
+        yield refuse(case.config, "offload.nvme_path offload.optimizer offload.parameters", "NVMe offload needs a folder on a local disk",
+                     "write offload.nvme_path=/local_nvme")
+    if not case.world.has_libaio:
+        yield Problem("offload.optimizer" if offload.optimizer is Place.nvme else "offload.parameters",
+                      "offload to nvme on a machine without libaio", "DeepSpeed reads and writes NVMe through libaio",
+                      "install libaio's headers (apt-get install libaio-dev), or write offload=cpu")
+    if not case.world.has_compiler:
+        yield Problem("offload.nvme_path", "offload to nvme on a machine without a C++ compiler",
+                      "DeepSpeed compiles its NVMe module on first use", "install g++, or write offload=cpu")
+
+
+def states_fit(case: Case) -> Iterator[Problem]:
+    memory, have = case.memory, memory_bytes(case.world)
+    if memory is None or have is None or case.world.device is Device.CPU:
+        return
+    name = case.world.gpu or "this GPU"
+    if memory.states > have:
+        yield Problem("zero.stage", f"{memory.states / GB:.1f} GB of parameters, gradients and optimizer states a rank; "
+                      f"{name} has {have / GB:.1f} GB", "the states of a rank fit on its device", _more_room(case))
+    elif memory.device_total > NEAR * have:
+        yield Problem("train.micro_batch", f"{memory.device_total / GB:.1f} GB a rank with activations and buffers; "
+                      f"{name} has {have / GB:.1f} GB", f"above {NEAR:.0%} of its memory a device usually runs out",
+                      "write a smaller train.micro_batch, or train.activation_checkpointing=true, or a higher zero stage", Severity.WARNING)
+
+
+def host_fits(case: Case) -> Iterator[Problem]:
+    memory, have = case.memory, case.world.host_memory_bytes
+    if memory is None or have is None:
+        return
+    ranks = min(case.world.ranks, case.world.ranks_per_node)
+    needed = memory.host * ranks
+    if case.world.device is Device.CPU:
+        needed += memory.states * ranks
+    if needed > have:
+        yield Problem("offload.optimizer" if memory.host else "cluster.cpu_ranks",
+                      f"{needed / GB:.1f} GB on a node of {ranks} ranks, which has {have / GB:.1f} GB of memory",
+                      "what is kept in host memory fits there", "take more nodes, a smaller model, or offload=nvme with zero=stage3")
+
+
+def _more_room(case: Case) -> str:
+    stage, offload = case.config.zero.stage, case.config.offload
+    options = []
+    if case.config.precision.name is Precision.fp32:
+        options.append("precision=bf16")
+    if stage < 3 and case.world.ranks > 1:
+        options.append("zero=stage3")
+    if offload.optimizer is Place.none:
+        options.append("offload=cpu_optimizer" + (" zero=stage2" if stage == 0 else ""))
+    elif offload.parameters is Place.none:
+        options.append("zero=stage3 offload=cpu")
+    options.append("more GPUs" if stage == 3 else "more GPUs with zero=stage3")
+    return f"write {', or '.join(options[:-1])}, or take {options[-1]}"
+
+
+RULES: tuple[Rule, ...] = (gpu_is_known, precision_against_device, offload_against_stage, offload_to_nvme, states_fit, host_fits)

@@ -1,0 +1,148 @@
+"""Rules of what is trained and how long: model, data, optimizer, schedule, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.config.schema import LrScaling, OptimizerName, ScheduleName, parse_cadence
+from toolkit.errors import Problem
+from toolkit.plan.case import Case, Rule, refuse, warn
+from toolkit.plan.schedule import peak
+
+
+def sequence_fits_the_model(case: Case) -> Iterator[Problem]:
+    shape, length = case.shape, case.config.train.sequence_length
+    if shape is not None and length > shape.max_position_embeddings:
+        yield refuse(case.config, "train.sequence_length model.max_position_embeddings",
+                     "a sequence has at most model.max_position_embeddings tokens",
+                     f"write train.sequence_length={shape.max_position_embeddings}, or model.max_position_embeddings={length}")
+
+
+def vocabulary_fits_the_model(case: Case) -> Iterator[Problem]:
+    data, shape = case.config.data, case.shape
+    if shape is not None and data.name == "stdlib" and data.vocab_size > shape.vocab_size:
+        yield refuse(case.config, "model.vocab_size data.vocab_size", "every token of the tokenizer has a row of the embedding",
+                     f"write model.vocab_size={data.vocab_size}, or data.vocab_size={shape.vocab_size}")
+
+
+def experts_belong_to_mixtral(case: Case) -> Iterator[Problem]:
+    model = case.config.model
+    if model.family in ("gpt2", "llama", "qwen2"):
+        for key in ("num_local_experts", "num_experts_per_tok"):
+            if getattr(model, key):
+                yield refuse(case.config, f"model.{key} model.family", f"{model.family} has no experts",
+                             f"write model.family=mixtral, or leave model.{key} out")
+        if model.router_aux_loss_coef:
+            yield refuse(case.config, "model.router_aux_loss_coef model.family", f"{model.family} has no router",
+                         "leave model.router_aux_loss_coef out")
+
+
+def router_loss_depends_on_the_layout(case: Case) -> Iterator[Problem]:
+    if case.config.model.family == "mixtral" and case.config.model.router_aux_loss_coef:
+        yield warn(case.config, "model.router_aux_loss_coef",
+                   "the router's balancing loss is computed a micro-batch at a time, so another layout gives other losses",
+                   "write model.router_aux_loss_coef=0 where layouts are compared")
+
+
+def own_model(case: Case) -> Iterator[Problem]:
+    config, model = case.config, case.config.model
+    if model.target is None:
+        if model.arguments:
+            yield Problem("model.arguments", f"model.arguments has {', '.join(model.arguments)}", "arguments belong to model.target",
+                          "write model.target=my.package.Model, or leave model.arguments out")
+        return
+    if "." not in model.target:
+        yield refuse(config, "model.target", "a model is given by its dotted path: module and class", "write model.target=my.package.Model")
+    given = [key for key in ("family", "pretrained") if getattr(model, key) is not None]
+    if given:
+        yield refuse(config, " ".join(["model.target", *(f"model.{key}" for key in given)]), "a model has one source",
+                     "write model=target model.target=my.package.Model, or leave model.target out")
+    if config.train.activation_checkpointing:
+        yield refuse(config, "train.activation_checkpointing model.target", "what to recompute inside a model of your own is for it to say",
+                     "leave train.activation_checkpointing out and call torch.utils.checkpoint in the model")
+    if config.checkpoint.export:
+        yield refuse(config, "checkpoint.export model.target", "the Hugging Face format needs a family's names",
+                     "leave checkpoint.export out: the checkpoints hold the weights as safetensors")
+    if config.monitor.prompt is not None:
+        yield warn(config, "monitor.prompt model.target", "text is continued by the families' models only", "write monitor.prompt=null")
+
+
+def momentum_is_used(case: Case) -> Iterator[Problem]:
+    optim = case.config.optim
+    if optim.name is OptimizerName.adamw and optim.momentum:
+        yield refuse(case.config, "optim.momentum optim.name", "adamw averages by optim.betas and has no momentum",
+                     f"write optim.betas=[{optim.momentum},{optim.betas[1]}], or leave optim.momentum out")
+
+
+def learning_rate_scaling(case: Case) -> Iterator[Problem]:
+    optim = case.config.optim
+    if optim.lr_scaling is not LrScaling.none and optim.lr_reference_batch is None:
+        yield refuse(case.config, "optim.lr_reference_batch optim.lr_scaling", "scaling needs the global batch at which optim.lr holds",
+                     f"write optim.lr_reference_batch={case.config.train.global_batch}, or optim.lr_scaling=none")
+    elif optim.lr_reference_batch is not None and optim.lr_reference_batch < 1:
+        yield refuse(case.config, "optim.lr_reference_batch", "a batch has at least one sequence", "write optim.lr_reference_batch=256")
+    elif optim.lr_scaling is LrScaling.none and optim.lr_reference_batch is not None:
+        yield warn(case.config, "optim.lr_reference_batch optim.lr_scaling", "the reference batch is used with lr_scaling only",
+                   "write optim.lr_scaling=linear or sqrt, or leave it out")
+
+
+def schedule_fits_the_run(case: Case) -> Iterator[Problem]:
+    config, schedule, steps = case.config, case.config.schedule, case.config.train.steps
+    if schedule.name is ScheduleName.wsd and schedule.decay is None:
+        yield refuse(config, "schedule.decay schedule.name", "wsd is stable until its last schedule.decay steps, so their number is given",
+                     f"write schedule.decay={max(1, steps // 10)}, a tenth of the run")
+        return
+    if schedule.name is ScheduleName.constant and schedule.decay is not None:
+        yield warn(config, "schedule.decay schedule.name", "a constant schedule does not decay",
+                   "write schedule.name=linear, or leave schedule.decay out")
+    ends = schedule.warmup + (0 if schedule.name is ScheduleName.constant else schedule.decay or 0)
+    if schedule.name is ScheduleName.wsd and ends > steps:
+        yield refuse(config, "schedule.decay schedule.warmup train.steps", "the phases of wsd follow each other: warmup + decay <= steps",
+                     f"write schedule.decay={max(1, steps - schedule.warmup)}, or train.steps={ends}")
+    elif ends > steps or (schedule.warmup and schedule.warmup >= steps):
+        yield warn(config, "train.steps schedule.warmup schedule.decay",
+                   "the run ends before its schedule does: it never reaches " + ("the peak" if schedule.warmup >= steps else "min_lr"),
+                   f"write train.steps={ends + 1 if ends == schedule.warmup else ends} or shorter phases")
+
+
+def rates_are_ordered(case: Case) -> Iterator[Problem]:
+    top, low = peak(case.config.optim, case.config.train.global_batch), case.config.schedule.min_lr
+    if low > top:
+        yield refuse(case.config, "schedule.min_lr optim.lr", f"the rate decays from the peak ({top:g}) down to schedule.min_lr",
+                     f"write schedule.min_lr={top / 10:g}")
+
+
+def evaluation_has_sets(case: Case) -> Iterator[Problem]:
+    evaluation = case.config.eval
+    if evaluation.every and not evaluation.sets:
+        yield refuse(case.config, "eval.sets eval.every", "an evaluation needs at least one set",
+                     "write eval.sets=[validation], or eval.every=0")
+    if len(set(evaluation.sets)) != len(evaluation.sets):
+        yield refuse(case.config, "eval.sets", "each set is evaluated once", "write each name once")
+
+
+def checkpoints_are_written(case: Case) -> Iterator[Problem]:
+    checkpoint = case.config.checkpoint
+    cadence = parse_cadence(checkpoint.every)
+    never = cadence.steps is None and cadence.seconds is None
+    if never and not checkpoint.at_end:
+        yield warn(case.config, "checkpoint.every checkpoint.at_end", "nothing of this run is saved, unless it is stopped by a signal",
+                   "write checkpoint.at_end=true")
+    if cadence.steps is not None and checkpoint.keep_every % cadence.steps:
+        yield warn(case.config, "checkpoint.keep_every checkpoint.every",
+                   "checkpoints that stay are among those that are written, so keep_every is a multiple of every",
+                   f"write checkpoint.keep_every={-(-checkpoint.keep_every // cadence.steps) * cadence.steps}")
+
+
+def one_origin(case: Case) -> Iterator[Problem]:
+    config = case.config
+    if config.run.fork is not None and config.resume not in ("auto", "never"):
+        yield refuse(config, "run.fork resume", "a run starts from one place: another run's state, or a checkpoint of its own",
+                     "leave out run.fork to resume, or resume to fork")
+
+
+RULES: tuple[Rule, ...] = (
+    own_model, sequence_fits_the_model, vocabulary_fits_the_model, experts_belong_to_mixtral, router_loss_depends_on_the_layout,
+    momentum_is_used, learning_rate_scaling, schedule_fits_the_run, rates_are_ordered, evaluation_has_sets, checkpoints_are_written,
+    one_origin,
+)
