@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     stop = StopRequest()
     with Ending(stop) as ending:
         launch, overrides = read_launch(os.environ, arguments)
-        ending.rank, stop.abort = launch.rank, ending.abort
+        ending.launch, stop.abort = launch, ending.abort
         stop.install(launchers(launch))
         ending.code = take_part(launch, overrides, ending, stop)
     stop.close()

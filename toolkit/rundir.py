@@ -220,10 +220,10 @@ class RunDirectory:
         fields = json.loads(self.status_file.read_text(encoding="utf-8"))
         return Status(**{**fields, "state": RunState(fields["state"])})
 
-    def finish(self, state: RunState, exit_code: int, reason: str | None, *, attempt: int) -> None:
-        """The last word of an attempt. Keeps the step and checkpoint recorded so far, and an end that is already recorded."""
+    def finish(self, state: RunState, exit_code: int, reason: str | None, *, attempt: int, anew: bool = False) -> None:
+        """The last word of an attempt. Keeps the step and checkpoint recorded so far, and, unless ``anew``, an end already recorded."""
         last = self.status()
-        if last is not None and last.attempt == attempt and not last.state.live:
+        if last is not None and last.attempt == attempt and not last.state.live and not anew:
             return
         step, checkpoint = (last.step, last.checkpoint) if last is not None and last.attempt == attempt else (None, None)
         self.write_status(Status(state=state, attempt=attempt, exit_code=exit_code, step=step, checkpoint=checkpoint, reason=reason))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from toolkit.cluster.environment import Launch
 from toolkit.cluster.rendezvous import Left, Meeting
 from toolkit.errors import ExitCode, UserError
 from toolkit.rundir import RunDirectory, RunState
@@ -21,14 +23,14 @@ class Ending:
 
     Attributes:
         code: what to exit with.
-        rank: of this process, as soon as it is known.
+        launch: set as soon as it is known.
         directory, attempt: set as soon as the run has a folder; rank 0 writes its status there.
         meeting: set where there are other ranks, which are then sent away.
     """
 
     def __init__(self, stop: Callable[[], str | None]) -> None:
         self.code = ExitCode.DONE
-        self.rank = 0
+        self.launch = Launch()
         self.meeting: Meeting | None = None
         self.directory: RunDirectory | None = None
         self.attempt = 0
@@ -49,34 +51,38 @@ class Ending:
         elif error is not None:
             self.code, reason = ExitCode.FAILURE, f"{type(error).__name__}: {error}"
             self._report()
+        elif self.code is ExitCode.STOPPED and reason is None:
+            reason = "another rank was asked to stop"
         self.record(reason if self.code is not ExitCode.DONE else None)
         if error is not None and not isinstance(error, Left) and self.meeting is not None:
             self.meeting.dismiss(self.code)
+        if self.code is ExitCode.USER and self.launch.restarts_left > 0 and self.launch.local_rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)  # torchrun would restart a mistake as it does a fault
         return True
 
-    def record(self, reason: str | None) -> None:
-        """The status file, by rank 0."""
+    def record(self, reason: str | None, *, anew: bool = False) -> None:
+        """The status file, by rank 0. ``anew``: even where an end is recorded."""
         states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED, ExitCode.USER: RunState.REFUSED}
-        if self.directory is not None and self.rank == 0:
-            self.directory.finish(states.get(self.code, RunState.FAILED), int(self.code), reason, attempt=self.attempt)
+        if self.directory is not None and self.launch.rank == 0:
+            self.directory.finish(states.get(self.code, RunState.FAILED), int(self.code), reason, attempt=self.attempt, anew=anew)
 
     def abort(self, reason: str, code: ExitCode) -> None:
         """For the thread that is about to end the process."""
-        if self.rank == 0 or code is ExitCode.FAILURE:
+        if self.launch.rank == 0 or code is ExitCode.FAILURE:
             os.write(2, f"{reason}\n".encode())  # not through sys.stderr, whose lock the main thread may hold
         self.code = code
         self.record(reason)
 
     def _answer(self, error: UserError) -> None:
-        if self.rank != 0 and self.meeting is not None and self.meeting.dismissed(ECHO_SECONDS):
+        if self.launch.rank != 0 and self.meeting is not None and self.meeting.dismissed(ECHO_SECONDS):
             return
-        print(error if self.rank == 0 else f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
+        print(error if self.launch.rank == 0 else f"rank {self.launch.rank}: {error}", file=sys.stderr, flush=True)
 
     def _report(self) -> None:
         text = traceback.format_exc()
-        print(text if self.rank == 0 else f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
-        if self.directory is not None and self.rank != 0:  # rank 0's stderr goes to the log by itself
+        print(text if self.launch.rank == 0 else f"rank {self.launch.rank}: {text}", file=sys.stderr, flush=True)
+        if self.directory is not None and self.launch.rank != 0:  # rank 0's stderr goes to the log by itself
             log = self.directory.log_file(self.attempt)
             if log.parent.is_dir():
                 with log.open("a", encoding="utf-8") as file:
-                    file.write(f"rank {self.rank}: {text}")
+                    file.write(f"rank {self.launch.rank}: {text}")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from toolkit.cluster.machine import Machine, kind_of, this_machine
+from toolkit.cluster.machine import Machine, this_machine
 from toolkit.config.schema import ClusterConfig
 from toolkit.errors import ConfigError, Problem
+from toolkit.plan.devices import normalise
 from toolkit.plan.types import Device, World
 
 HANDOVER = "--handover="  # our parent gives each rank the frozen start as a file
@@ -36,6 +37,7 @@ class Launch:
     port: int = 0
     agent_store: bool = False  # the launcher itself serves the store at address:port
     restart: int = 0  # how often the launcher has started these ranks again
+    restarts_left: int = 0
     handover: Path | None = None
 
     @property
@@ -88,7 +90,8 @@ def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[L
         address=_text(environ, "MASTER_ADDR"),
         port=_number(environ, "MASTER_PORT"),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restart=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        restart=(restart := int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
+        restarts_left=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restart,
         handover=handover,
     ), rest
 
@@ -106,26 +109,23 @@ def detect_world(cluster: ClusterConfig, launch: Launch, machine: Machine | None
         gpus = len(machine.gpus) if cluster.gpus_per_node is None else cluster.gpus_per_node
         per_node = gpus or cluster.cpu_ranks
         ranks = per_node * (cluster.nodes or 1)
+        here = not _differences(cluster, machine)
     else:
         _check_launched(cluster, launch, machine)
         gpus = 0 if cluster.gpus_per_node == 0 else len(machine.gpus)
         per_node, ranks = launch.ranks_per_node, launch.ranks
-    here_kind = _kind(machine)
-    if launch.launcher is Launcher.NONE and _differences(cluster, machine):
-        # A machine that is not this one: what it has besides its GPUs is its owner's to know, and starting there checks it.
-        same_gpu = cluster.gpu is None or cluster.gpu == here_kind
-        kind = cluster.gpu or here_kind
-        return World(ranks=ranks, ranks_per_node=per_node, device=Device.CUDA if gpus else Device.CPU, gpu=kind if gpus else None,
-                     device_memory_bytes=_memory(machine) if gpus and same_gpu else None, has_libaio=True, has_compiler=True)
+        here = True
+    own_gpu = here or cluster.gpu is None or normalise(cluster.gpu) == _kind(machine)
     return World(
         ranks=ranks,
         ranks_per_node=per_node,
         device=Device.CUDA if gpus else Device.CPU,
-        gpu=(cluster.gpu or here_kind) if gpus else None,
-        device_memory_bytes=_memory(machine) if gpus else None,
-        host_memory_bytes=machine.host_memory_bytes,
-        has_libaio=machine.has_libaio,
-        has_compiler=machine.has_compiler,
+        gpu=(cluster.gpu or _kind(machine)) if gpus else None,
+        device_memory_bytes=_memory(machine) if gpus and own_gpu else None,
+        # Elsewhere, what a machine has besides its GPUs is its owner's to know; starting there checks it.
+        host_memory_bytes=machine.host_memory_bytes if here else None,
+        has_libaio=machine.has_libaio or not here,
+        has_compiler=machine.has_compiler or not here,
     )
 
 
@@ -189,7 +189,7 @@ def _check_launched(cluster: ClusterConfig, launch: Launch, machine: Machine) ->
         Problem(f"cluster.{name}", f"cluster.{name}={value}, but {started}" + (f" on {kind}" if name == "gpu" else ""),
                 "under a launcher, the world is what it started", f"leave out cluster.{name}, or start {value} with the launcher's options")
         for name, value, real in written
-        if value is not None and value != real
+        if value is not None and value != real and not (name == "gpu" and normalise(str(value)) == real)
     ]
     if cluster.gpus_per_node and not machine.gpus:
         problems.append(_no_gpus(cluster.gpus_per_node))
@@ -209,10 +209,12 @@ def _differences(cluster: ClusterConfig, machine: Machine) -> list[Problem]:
                                 "start with torchrun or deepspeed on every node, or see what it would be with launch/plan.py"))
     if cluster.gpus_per_node and len(machine.gpus) < cluster.gpus_per_node:
         problems.append(_no_gpus(cluster.gpus_per_node, len(machine.gpus)))
-    here = _kind(machine) if machine.gpus and cluster.gpus_per_node != 0 else None
-    if cluster.gpu is not None and cluster.gpu != here and not (here is None and machine.gpus and cluster.gpus_per_node != 0):
-        problems.append(Problem("cluster.gpu", f"cluster.gpu={cluster.gpu}", f"this machine has {here or 'no GPU in use'}",
-                                "leave out cluster.gpu, or see what it would be with launch/plan.py"))
+    if cluster.gpu is not None:
+        on_gpus = bool(machine.gpus) and cluster.gpus_per_node != 0
+        here = _kind(machine) if on_gpus else None
+        if not on_gpus or (here is not None and normalise(cluster.gpu) != here):  # a GPU of unknown kind may be called anything
+            problems.append(Problem("cluster.gpu", f"cluster.gpu={cluster.gpu}", f"this machine has {here or 'no GPU in use'}",
+                                    "leave out cluster.gpu, or see what it would be with launch/plan.py"))
     return problems
 
 
@@ -223,9 +225,7 @@ def _no_gpus(wanted: int, here: int = 0) -> Problem:
 
 def _kind(machine: Machine) -> str | None:
     """None where there is no GPU, an unknown one, or two kinds."""
-    from toolkit.plan.devices import DEVICES
-
-    kinds = {kind_of(gpu.product, tuple(DEVICES)) for gpu in machine.gpus}
+    kinds = {normalise(gpu.product) for gpu in machine.gpus}
     return kinds.pop() if len(kinds) == 1 else None
 
 

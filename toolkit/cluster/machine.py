@@ -58,16 +58,6 @@ def visible(gpus: Sequence[Gpu], selection: str | None) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
-def kind_of(product: str, known: Sequence[str]) -> str | None:
-    """The name in ``known`` whose parts all occur in the driver's product name, the longest if several do; None: unknown.
-
-    ``a100-80gb`` is found in ``NVIDIA A100-SXM4-80GB``.
-    """
-    words = set(re.findall(r"[a-z0-9]+", product.lower()))
-    fitting = [name for name in known if set(re.findall(r"[a-z0-9]+", name.lower())) <= words]
-    return max(fitting, key=len, default=None)
-
-
 def _gpus() -> list[Gpu]:
     import pynvml
 

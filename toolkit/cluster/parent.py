@@ -35,6 +35,7 @@ class Ranks:
     def __init__(self, command: Sequence[str], world: World, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()) -> None:
         port = str(free_port())
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._first: tuple[int, int] | None = None  # rank and code of the first failure
         for rank in range(world.ranks):
             own = {
                 **environ,
@@ -45,10 +46,6 @@ class Ranks:
             # A session of their own: Ctrl-C reaches this process alone, which passes it on once.
             argv = [sys.executable, "-u", *command]
             self._processes.append(subprocess.Popen(argv, env=own, start_new_session=True, pass_fds=tuple(keep)))
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
 
     def send(self, number: int) -> None:
         for process in self._processes:
@@ -63,15 +60,21 @@ class Ranks:
         for process in self._processes:
             process.wait()
 
+    def _codes(self) -> list[int]:
+        """Exit codes of the ranks that have ended; the first failure among them is kept."""
+        ended = [(rank, process.returncode) for rank, process in enumerate(self._processes) if process.poll() is not None]
+        if self._first is None:  # of several in one look, a signal (negative) is the likelier cause
+            self._first = min((end for end in ended if end[1] not in ENDS), key=lambda end: end[1], default=None)
+        return [code for _, code in ended]
+
     def wait(self, stop: StopRequest, grace_seconds: float) -> ExitCode:
         """Until every rank has ended; no rank outlives the others by more than the grace of a stop, or seconds after a failure."""
         forwarded = False
         stopping_since: float | None = None
         failed_since: float | None = None
         told = False
-        while any(process.poll() is None for process in self._processes):
+        while len(codes := self._codes()) < len(self._processes):
             now = time.monotonic()
-            codes = [process.returncode for process in self._processes if process.returncode is not None]
             if stop() is not None and not forwarded:
                 forwarded = True
                 assert stop.signal is not None
@@ -87,23 +90,23 @@ class Ranks:
             if out_of_grace or (failed_since is not None and now - failed_since > PEER_SECONDS + KILL_SECONDS):
                 self.kill()
             time.sleep(POLL_SECONDS)
-        return combined([process.returncode for process in self._processes])
+        return combined(codes)
 
     def first_failure(self) -> str | None:
-        """Which rank failed and how, for the status file: one that a signal ended, if any, is the likelier cause."""
-        codes = [(process.returncode, rank) for rank, process in enumerate(self._processes)]
-        failures = [(code, rank) for code, rank in codes if code is not None and code not in ENDS]
-        if not failures:
+        """Which rank was ended by a signal, or by a failure without a word; None if rank 0 can say more itself."""
+        if self._first is None:
             return None
-        code, rank = min(failures)  # signals are negative
-        return f"rank {rank} was ended by signal {-code}" if code < 0 else f"rank {rank} ended with code {code}"
+        rank, code = self._first
+        if code < 0:
+            return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name})"
+        return None if rank == 0 else f"rank {rank} failed first (code {code}): see the attempt's log"
 
 
 def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRequest, ending: Ending, grace_seconds: float) -> ExitCode:
     """Hand the start to one process a rank and see them to their end."""
     handover = directory.attempt_folder(start.attempt).absolute() / "handover.json"
     start.write(handover)
-    # Rank 0 keeps the directory taken should this process be killed: it will still be saving.
+    # The ranks keep the directory taken should this process be killed: they will still be saving.
     ranks = Ranks([script, f"{HANDOVER}{handover}"], start.world, keep=[directory.lock_descriptor])
 
     def abort(reason: str, code: ExitCode) -> None:
@@ -116,7 +119,8 @@ def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRe
         ending.code = ranks.wait(stop, grace_seconds)
     finally:
         ranks.kill()
-    ending.record(ranks.first_failure() or stop())
+    failure = ranks.first_failure()
+    ending.record(failure or stop(), anew=failure is not None)  # rank 0 saw a lost connection; this process knows why
     return ending.code
 
 

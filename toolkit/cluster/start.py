@@ -54,8 +54,9 @@ def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[S
     from toolkit.config.compose import compose, to_yaml
     from toolkit.plan import make_plan
     from toolkit.plan.present import to_json
+    from toolkit.plan.pretrained import resolve
 
-    config = compose(overrides)
+    config = resolve(compose(overrides))
     check_startable(config.cluster, launch, machine)
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
     directory = RunDirectory(plan.run_dir)

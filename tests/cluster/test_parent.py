@@ -1,0 +1,120 @@
+"""The parent of ranks: what it hands over, passes on, waits for and kills. Ranks are small scripts.
+
+    pytest tests/cluster/test_parent.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from toolkit.cluster import parent
+from toolkit.cluster.parent import Ranks, combined
+from toolkit.cluster.stop import Process, StopRequest
+from toolkit.errors import ExitCode
+from toolkit.plan.types import Device, World
+
+TWO = World(ranks=2, ranks_per_node=2, device=Device.CPU)
+
+
+@pytest.mark.parametrize(
+    ("codes", "answer"),
+    [([0, 0], 0), ([75, 75], 75), ([0, 75], 75), ([2, 2], 2), ([2, -15], 1), ([0, 1], 1), ([75, -9], 1), ([75, 2], 2), ([0, 247], 1)],
+)
+def test_one_answer_for_all_ranks(codes: list[int], answer: int) -> None:
+    assert combined(codes) == answer
+
+
+def script(tmp_path: Path, text: str) -> list[str]:
+    """A rank that first leaves its pid and environment."""
+    file = tmp_path / "rank.py"
+    file.write_text(f"""
+import json, os, signal, sys, time
+rank = os.environ["RANK"]
+with open(r"{tmp_path}/" + rank + ".tmp", "w") as out:
+    json.dump({{"pid": os.getpid(), **os.environ}}, out)
+os.rename(r"{tmp_path}/" + rank + ".tmp", r"{tmp_path}/" + rank + ".json")
+{text}
+""")
+    return [str(file)]
+
+
+def ranks_there(tmp_path: Path) -> list[dict[str, str]]:
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    deadline = time.monotonic() + 20
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_each_rank_has_its_place(tmp_path: Path) -> None:
+    ranks = Ranks(script(tmp_path, ""), TWO)
+    assert ranks.wait(StopRequest(), 5) == ExitCode.DONE
+    seen = ranks_there(tmp_path)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert [[one[name] for name in names] for one in seen] == [["0", "0", "2", "2", "127.0.0.1"], ["1", "1", "2", "2", "127.0.0.1"]]
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+    assert ranks.first_failure() is None
+
+
+def test_when_a_rank_dies_the_others_are_told_then_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "PEER_SECONDS", 0.3)
+    monkeypatch.setattr(parent, "KILL_SECONDS", 0.3)
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    ranks = Ranks(script(tmp_path, deaf), TWO)
+    began = time.monotonic()
+    assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
+    assert time.monotonic() - began < 10
+    assert ranks.first_failure() == "rank 1 was ended by signal 9 (SIGKILL)"
+    assert all(Process.of(one["pid"]) is None for one in ranks_there(tmp_path))  # type: ignore[arg-type]
+
+
+def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "PEER_SECONDS", 0.1)
+    ranks = Ranks(script(tmp_path, "if rank == '1': sys.exit(3)\ntime.sleep(60)"), TWO)
+    assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
+    assert ranks.first_failure() == "rank 1 failed first (code 3): see the attempt's log"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_once(tmp_path: Path, number: signal.Signals) -> None:
+    """In a process of its own, whose group gets the signal as from a terminal."""
+    saving = """
+def heard(number, frame):
+    heard.times = getattr(heard, "times", 0) + 1
+for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, heard)
+open(rf"{tmp_path}/" + rank + ".listens", "w").close()
+while not hasattr(heard, "times"): time.sleep(0.01)
+time.sleep(0.5)
+sys.exit(75 if heard.times == 1 else 1)
+""".replace("{tmp_path}", str(tmp_path))
+    code = """
+import sys
+from toolkit.cluster.parent import *
+from toolkit.plan.types import Device, World
+stop = StopRequest(); stop.install(); stop.arm(None)
+sys.exit(Ranks(sys.argv[1:], World(ranks=2, ranks_per_node=2, device=Device.CPU)).wait(stop, 5))
+"""
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", code, *script(tmp_path, saving)], os.environ, setpgroup=0)
+    watchdog = threading.Timer(30, os.killpg, (pid, signal.SIGKILL))
+    watchdog.start()
+    while len(list(tmp_path.glob("*.listens"))) < 2:
+        time.sleep(0.02)
+    os.killpg(pid, number)
+    _, status = os.waitpid(pid, 0)
+    watchdog.cancel()
+    assert os.waitstatus_to_exitcode(status) == ExitCode.STOPPED
+
+
+def test_a_stop_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "KILL_SECONDS", 0.2)
+    ranks = Ranks(script(tmp_path, "if rank == '0': sys.exit(75)\ntime.sleep(60)"), TWO)
+    assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.FAILURE

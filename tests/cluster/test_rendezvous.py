@@ -1,0 +1,119 @@
+"""Ranks that meet: fabricated launches as threads of one process, over a real store.
+
+    pytest tests/cluster/test_rendezvous.py
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from toolkit.cluster.environment import Launch, Launcher
+from toolkit.cluster.parent import free_port
+from toolkit.cluster.rendezvous import Left, Meeting
+from toolkit.errors import ExitCode, InputError
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+class Ranks:
+    """Meetings of ``count`` ranks at one port."""
+
+    def __init__(self, count: int, port: int | None = None, overrides: tuple[str, ...] = ("a=1",), **keys: object) -> None:
+        self.port = port or free_port()
+        launches = [
+            Launch(launcher=Launcher.DEEPSPEED, rank=rank, local_rank=rank, ranks=count, ranks_per_node=count, port=self.port, **keys)  # type: ignore[arg-type]
+            for rank in range(count)
+        ]
+        self.meetings = [Meeting(launch, overrides, seconds=10) for launch in launches]
+
+    def others(self, threads: ThreadPoolExecutor, do: Callable[[Meeting], object]) -> list[Future[object]]:
+        return [threads.submit(do, meeting) for meeting in self.meetings[1:]]
+
+
+def test_what_rank_0_says_reaches_all(threads: ThreadPoolExecutor) -> None:
+    ranks = Ranks(4)
+    heard = ranks.others(threads, lambda meeting: meeting.receive("start"))
+    time.sleep(0.1)  # the others are there first
+    ranks.meetings[0].publish("start", {"yaml": "a: ü", "attempt": 3})
+    assert [future.result(10) for future in heard] == [[{"yaml": "a: ü", "attempt": 3}]] * 3
+
+
+def test_several_messages_are_waited_for(threads: ThreadPoolExecutor) -> None:
+    ranks = Ranks(2)
+    ranks.meetings[0].publish("data/0", {"n": 0})
+    heard = ranks.others(threads, lambda meeting: meeting.receive("data/0", "data/1"))[0]
+    time.sleep(0.2)
+    assert not heard.done()
+    ranks.meetings[0].publish("data/1", {"n": 1})
+    assert heard.result(10) == [{"n": 0}, {"n": 1}]
+
+
+def test_a_mistake_sends_all_away_and_rank_0_stays_until_they_have_heard(threads: ThreadPoolExecutor) -> None:
+    ranks = Ranks(3)
+    first = threads.submit(ranks.meetings[0].dismiss, ExitCode.USER)
+    early = threads.submit(ranks.meetings[1].receive, "start")
+    with pytest.raises(Left) as left:
+        early.result(10)
+    assert left.value.code == ExitCode.USER
+    time.sleep(0.2)
+    assert not first.done()  # one rank is still importing torch
+    with pytest.raises(Left):
+        ranks.meetings[2].receive("start")
+    first.result(10)
+    assert ranks.meetings[2].dismissed(0)
+
+
+def test_a_rank_that_nobody_sent_away_may_speak(threads: ThreadPoolExecutor) -> None:
+    ranks = Ranks(2)
+    ranks.meetings[0].publish("start", {})
+    assert not ranks.meetings[1].dismissed(0.1)
+
+
+def test_waiting_is_bounded() -> None:
+    ranks = Ranks(2)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.3 s for the store at 127"):
+        Meeting(ranks.meetings[1]._launch, [], seconds=0.3).receive("start")
+    ranks.meetings[0].publish("other", {})
+    with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.3 s for start"):
+        ranks.meetings[1].receive("start", seconds=0.3)
+    assert time.monotonic() - began < 5
+
+
+def test_each_restart_meets_anew(threads: ThreadPoolExecutor) -> None:
+    """Under torchelastic one store outlives the ranks; here the first attempt's server plays the agent."""
+    first = Ranks(2)
+    first.meetings[0].publish("start", {"attempt": 1})
+    second = Ranks(2, port=first.port, restart=1, agent_store=True)
+    heard = second.others(threads, lambda meeting: meeting.receive("start"))[0]
+    time.sleep(0.2)
+    assert not heard.done()
+    second.meetings[0].publish("start", {"attempt": 2})
+    assert heard.result(10) == [{"attempt": 2}]
+
+
+def test_another_launch_at_the_same_port_is_not_heard() -> None:
+    one = Ranks(2)
+    one.meetings[0].publish("start", {})
+    stranger = Ranks(2, port=one.port, overrides=("a=2",))
+    with pytest.raises(TimeoutError):
+        stranger.meetings[1].receive("start", seconds=0.3)
+
+
+def test_a_port_that_is_taken_is_the_users_to_change() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        meeting = Ranks(2, port=taken.getsockname()[1]).meetings[0]
+        with pytest.raises(InputError, match="--master_port"):
+            meeting.publish("start", {})
+        meeting.dismiss(ExitCode.USER)  # there is nobody to tell, and that is no second error

@@ -1,0 +1,138 @@
+"""Requests to stop, in real processes: signals while the main thread is blocked, launchers that die, users who insist.
+
+    pytest tests/cluster/test_stop.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from toolkit.cluster.environment import Launch, Launcher
+from toolkit.cluster.stop import Process, launchers
+
+# Prints "ready", then what it sees; `save` is how long it takes to leave after a request.
+WAITER = """
+import sys, time
+from toolkit.cluster.stop import StopRequest, Process
+arm, grace, save, watched = sys.argv[1] == "arm", float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+stop = StopRequest()
+stop.abort = lambda reason, code: print("abort", int(code), reason, flush=True)
+stop.install([Process.of(watched)] if watched else [])
+if arm:
+    stop.arm(grace if grace > 0 else None)
+print("ready", flush=True)
+while stop() is None:
+    time.sleep(0.01)
+time.sleep(save)
+print("saved", stop(), flush=True)
+stop.close()
+sys.exit(75)
+"""
+
+
+def waiter(arm: bool = True, *, grace: float = 0, save: float = 0, watched: int = 0) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-c", WAITER, "arm" if arm else "unarmed", str(grace), str(save), str(watched)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, _ = process.communicate(timeout=30)
+    return process.returncode, out.strip()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_a_reason(number: signal.Signals) -> None:
+    process = waiter()
+    process.send_signal(number)
+    assert end(process) == (75, f"saved {number.name}")
+
+
+def test_before_there_is_something_to_save_a_signal_ends_at_once() -> None:
+    process = waiter(arm=False, save=60)
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (75, "abort 75 SIGTERM before training began")
+
+
+def test_a_second_interrupt_ends_at_once_and_an_echo_does_not() -> None:
+    patient, insisting = waiter(save=2.5), waiter(save=60)
+    for process in (patient, insisting):
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    patient.send_signal(signal.SIGINT)  # what a launcher adds to the terminal's own
+    time.sleep(1.2)
+    insisting.send_signal(signal.SIGINT)
+    assert end(insisting) == (1, "abort 1 SIGINT twice: ended without saving")
+    assert end(patient) == (75, "saved SIGINT")
+
+
+def test_saving_has_its_time_and_no_more() -> None:
+    process = waiter(grace=0.5, save=60)
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (1, "abort 1 SIGTERM, and saving took more than cluster.grace_seconds=0.5")
+
+
+@pytest.mark.parametrize("collected", [True, False], ids=["collected", "zombie"])
+def test_a_dead_launcher_is_a_reason(collected: bool) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = waiter(watched=launcher.pid)
+    launcher.kill()
+    if collected:
+        launcher.wait()
+    assert end(process) == (75, f"saved the launcher (process {launcher.pid}) is gone")
+    launcher.wait()
+
+
+def test_a_forked_worker_that_is_ended_does_not_stop_the_run() -> None:
+    code = """
+import multiprocessing, time
+from toolkit.cluster.stop import StopRequest
+stop = StopRequest(); stop.install(); stop.arm(None)
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+worker.start(); time.sleep(0.2); worker.terminate(); worker.join(10)
+time.sleep(0.7)
+print(worker.exitcode, stop())
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["-15", "None"]
+
+
+def test_a_process_is_known_by_its_start_too() -> None:
+    own = Process.of(os.getpid())
+    assert own is not None
+    assert own.alive()
+    assert not Process(own.pid, "1").alive()  # the number, used again by another process
+    assert Process.of(2**22 + 1) is None
+
+
+def chain(outer: str, inner: str) -> list[int]:
+    """Which ancestors a rank watches that stands under two processes, whose command lines hold these words."""
+    rank = (
+        "from toolkit.cluster.stop import *; import os; "
+        "print(os.getppid(), *[p.pid for p in launchers(Launch(launcher=Launcher.DEEPSPEED, ranks=2))])"
+    )
+    start = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', *sys.argv[2:]]).returncode)"
+    argv = [sys.executable, "-c", start, outer, start, inner, rank]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_both_processes_of_deepspeed_are_watched() -> None:
+    parent, *watched = chain("/venv/bin/deepspeed", "deepspeed.launcher.launch")
+    assert len(watched) == 2
+    assert watched[0] == parent
+
+
+def test_a_shell_above_the_launcher_is_not_watched() -> None:
+    parent, *watched = chain("bash", "torchrun")
+    assert watched == [parent]
+    assert launchers(Launch(launcher=Launcher.NONE)) == []

@@ -1,0 +1,105 @@
+"""Real commands for the tests of launching: started in a session of their own, watched, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from toolkit.cluster.parent import free_port
+from toolkit.rundir import RunDirectory, Status
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "launch" / "train.py"
+FAKE = ROOT / "tests" / "launch" / "fake_training.py"
+BIN = Path(sys.executable).parent
+
+
+def command(launcher: str, script: Path, *overrides: str, ranks: int | None = 2) -> list[str]:
+    """As typed, with a port of its own: other runs of this machine must not matter. ``ranks`` None: the bare form."""
+    port = ["--master_port", str(free_port())]
+    match launcher:
+        case "deepspeed":
+            return [str(BIN / "deepspeed"), *port, *(["--num_gpus", str(ranks)] if ranks else []), str(script), *overrides]
+        case "torchrun":
+            return [str(BIN / "torchrun"), *port, *(["--nproc_per_node", str(ranks)] if ranks else []), str(script), *overrides]
+        case "python":
+            return [sys.executable, str(script), *overrides, *([f"cluster.cpu_ranks={ranks}"] if ranks else [])]
+    raise AssertionError(launcher)
+
+
+class Started:
+    """A command under way, for ``with``: at the end of the block nothing of it is left."""
+
+    def __init__(self, argv: Sequence[str], mark: Path, *, cwd: Path, environ: dict[str, str] | None = None) -> None:
+        self.mark = str(mark)  # a path in the command lines of all that belongs to the run
+        self._output = cwd / "output.txt"
+        clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+        self.began = time.time()
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                argv, cwd=cwd, env={**clean, "OMP_NUM_THREADS": "1", **(environ or {})}, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True)
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [*self.ours(), psutil.Process(self.process.pid)] if self.process.poll() is None else self.ours():
+            process.kill()
+        self.process.wait(timeout=10)
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def ours(self) -> list[psutil.Process]:
+        """Every live process of the run, found by its command line: orphans too."""
+        return [process for process in psutil.process_iter(["cmdline"]) if _mentions(process, self.mark) and process.pid != os.getpid()]
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        found = {}
+        for process in self.ours():
+            try:
+                environ = process.environ()
+            except psutil.Error:
+                continue
+            if "RANK" in environ:
+                found[int(environ["RANK"])] = process
+        return found
+
+    def until(self, holds: Callable[[], bool], seconds: float, what: str) -> float:
+        """Seconds until ``holds``; fails with the output after ``seconds``."""
+        began = time.monotonic()
+        while not holds():
+            assert time.monotonic() - began < seconds, f"not {what} after {seconds} s:\n{self.output}"
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def ended(self, seconds: float = 60) -> int:
+        self.until(lambda: self.process.poll() is not None, seconds, "ended")
+        return self.process.returncode
+
+    def gone(self, seconds: float = 15) -> float:
+        return self.until(lambda: not self.ours(), seconds, "without orphans")
+
+
+def status_of(run_dir: Path) -> Status | None:
+    return RunDirectory(run_dir).status()
+
+
+def hit(number: signal.Signals, process: int, *, group: bool = False) -> None:
+    (os.killpg if group else os.kill)(process, number)
+
+
+def _mentions(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and any(mark in word for word in process.info["cmdline"] or ())
+    except psutil.Error:
+        return False

@@ -1,0 +1,108 @@
+"""A signal to any process of a run: it is saved, status.json says so, and nobody is left after 15 seconds.
+
+    pytest tests/launch/test_ends.py            one case, with a training that only keeps time
+    pytest tests/launch/test_ends.py -m full    every launcher and process
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launch.processes import FAKE, Started, command, hit, status_of
+from toolkit.rundir import RunDirectory, RunState, Status
+
+INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
+ENVIRON = {"FAKE_STEP_SECONDS": "0.05", "FAKE_SAVE_SECONDS": "1"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``to`` is the process that the user started (top), its group, or a rank."""
+
+    launcher: str
+    to: str
+    number: signal.Signals
+    ranks: int | None = 2
+    exit_code: int | None = None  # of what the user started, where it is ours to say
+
+    def __str__(self) -> str:
+        return f"{self.launcher}{self.ranks or ''}-{self.to}-{self.number.name}"
+
+
+QUICK = [Case("deepspeed", "top", TERM)]
+FULL = [
+    Case("deepspeed", "top", KILL),
+    Case("deepspeed", "group", INT),
+    Case("deepspeed", "rank0", TERM, exit_code=75),
+    Case("deepspeed", "rank1", INT, exit_code=75),
+    Case("torchrun", "group", INT),
+    Case("torchrun", "group", TERM),
+    Case("torchrun", "top", TERM),
+    Case("torchrun", "top", KILL),
+    Case("torchrun", "rank1", TERM),
+    Case("python", "group", INT, exit_code=75),
+    Case("python", "top", TERM, exit_code=75),
+    Case("python", "top", KILL),
+    Case("python", "rank1", TERM, exit_code=75),
+    Case("python", "top", TERM, ranks=None, exit_code=75),
+    Case("python", "group", INT, ranks=None, exit_code=75),
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
+def test_a_signalled_run_is_saved_and_leaves_nobody(case: Case, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = command(case.launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000", ranks=case.ranks)
+    with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
+        started.until(lambda: running(run_dir), 60, "running")
+        pid = started.ranks()[int(case.to[4:])].pid if case.to.startswith("rank") else started.process.pid
+        hit(case.number, pid, group=case.to == "group")
+        code = started.ended(30)
+        started.gone(15)
+        end = status_of(run_dir)
+        assert end is not None
+        assert (end.state, end.exit_code, end.checkpoint) == (RunState.STOPPED, 75, "saved"), started.output
+        assert end.reason
+        assert case.exit_code is None or code == case.exit_code
+        assert "Traceback" not in RunDirectory(run_dir).log_file(1).read_text()
+
+
+def running(run_dir: Path) -> bool:
+    status = status_of(run_dir)
+    return status is not None and status.state is RunState.RUNNING and (status.step or 0) >= 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = command("python", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000")
+    with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
+        started.until(lambda: running(run_dir), 60, "running")
+        hit(KILL, started.ranks()[1].pid)
+        assert started.ended(30) == 1
+        started.gone(5)
+    end = status_of(run_dir)
+    assert end is not None
+    assert (end.state, end.exit_code, end.reason) == (RunState.FAILED, 1, "rank 1 was ended by signal 9 (SIGKILL)")
+
+
+@pytest.mark.timeout(120)
+def test_a_failure_is_told_with_its_traceback_and_the_next_start_is_a_new_attempt(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = command("python", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=2", ranks=None)
+    with Started(argv, run_dir, cwd=tmp_path, environ={"FAKE_FAILS": "0"}) as started:
+        assert started.ended() == 1
+        assert started.output.count("Traceback") == 1
+        assert "the fake training fails" in started.output
+    directory = RunDirectory(run_dir)
+    assert directory.status() == Status(state=RunState.FAILED, attempt=1, exit_code=1, step=0, reason="RuntimeError: the fake training fails")
+    assert "the fake training fails" in directory.log_file(1).read_text()
+    with Started(argv, run_dir, cwd=tmp_path) as started:
+        assert started.ended() == 0
+    assert directory.status() == Status(state=RunState.DONE, attempt=2, exit_code=0, step=2, checkpoint="saved")
