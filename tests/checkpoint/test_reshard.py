@@ -96,9 +96,11 @@ def test_replicas_share_the_writing(tmp_path: Path, small_blocks: None) -> None:
     named = {TensorKey(WEIGHT, f"{n}"): random_tensor((4 + n, 5), torch.float32, n) for n in range(8)}
     named |= {TensorKey(WEIGHT, f"scalar{n}"): random_tensor((), torch.float32, n) for n in range(32)}
     path = save(tmp_path, 1, shards_of(named, LAYOUTS["replicated"], 4))
-    sizes = [record["bytes"] - record["header_bytes"] for record in json.loads((path / "manifest.json").read_text())["files"]]
+    content = json.loads((path / "manifest.json").read_text())
+    sizes = [record["bytes"] - record["header_bytes"] for record in content["files"]]
     assert len(sizes) == 4
     assert max(sizes) < 1.5 * min(sizes), sizes
+    assert len(content["entries"]) == 8 * 4 + 32, "a holder's part of a matrix is whole rows: one piece"
 
 
 def test_a_read_touches_its_bytes_only(tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
