@@ -25,10 +25,7 @@ MODELS = {"gpt2": "gpt2", "llama": "llama-3-8b", "qwen2": "qwen2-7b", "mixtral":
 
 def small(family: str, tie: bool) -> ModelShape:
     model = replace(PUBLISHED[MODELS[family]], **SMALL, tie_word_embeddings=tie)
-    if family != "gpt2":
-        model = replace(model, intermediate_size=24, num_key_value_heads=2)
-    else:
-        model = replace(model, rope_theta=None)
+    model = replace(model, rope_theta=None) if family == "gpt2" else replace(model, intermediate_size=24, num_key_value_heads=2)
     if family == "mixtral":
         model = replace(model, num_local_experts=3, router_aux_loss_coef=0.02)
     return get(family).settle(model)

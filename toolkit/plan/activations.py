@@ -7,7 +7,8 @@ dropout), tensor by tensor for the families' modules in transformers 5.23, with 
 
 Covered: blocks, with or without checkpointing of each block; final norm; logits and the cross-entropy in fp32 with its
 gradient, where the peak usually lies for large vocabularies. Not covered: the allocator's fragmentation, cuBLAS and NCCL
-workspaces, attention on a device without a fused kernel, and experts that receive more than their even share of tokens.
+workspaces, attention on a device without a fused kernel, and experts that receive more than their even share of tokens. A test
+compares a layer with what autograd saves: gpt2, llama and qwen2 within 0.3%, mixtral within 2%.
 
 Letters: s tokens of a sequence, b sequences, h hidden, f feed-forward, a*d width of the queries, k*d of the keys, V vocabulary,
 e bytes an element (2 or 4). Everything is counted a token first.
@@ -35,14 +36,14 @@ def layer_bytes(shape: ModelShape, element: int) -> int:
     # queries, keys and values after rotation, the output, and its log-sum-exp
     attention = element * (2 * queries + 2 * keys) + FP32 * shape.num_attention_heads
     if shape.family == "gpt2":
-        # Two layer norms keep input and output; gelu as a formula of tensors keeps five of width f.
-        return 2 * 2 * element * shape.hidden_size + attention + 5 * element * shape.intermediate_size
+        # Two layer norms keep input, output, mean and deviation; gelu as a formula of tensors keeps five of width f.
+        return 2 * (2 * element * shape.hidden_size + 2 * FP32) + attention + 5 * element * shape.intermediate_size
     return 2 * rms_norm_bytes(shape, element) + attention + feed_forward_bytes(shape, element)
 
 
 def rms_norm_bytes(shape: ModelShape, element: int) -> int:
-    """The input in fp32, the normalised input and the scaled output, which is the next layer's input."""
-    return (FP32 + 2 * element) * shape.hidden_size
+    """The input in fp32, the normalised input, the scaled output (the next layer's input), and one number a token."""
+    return (FP32 + 2 * element) * shape.hidden_size + FP32
 
 
 def feed_forward_bytes(shape: ModelShape, element: int) -> int:

@@ -18,7 +18,7 @@ def peak(optim: OptimConfig, global_batch: int) -> float:
 
     Linear: Goyal et al., 1706.02677. Square root: Hoffer et al., 1705.08741; for Adam, Malladi et al., 2205.10287.
     """
-    if optim.lr_scaling is LrScaling.none or optim.lr_reference_batch is None:
+    if optim.lr_scaling is LrScaling.none or not optim.lr_reference_batch:
         return optim.lr
     ratio = global_batch / optim.lr_reference_batch
     return optim.lr * (ratio if optim.lr_scaling is LrScaling.linear else math.sqrt(ratio))
@@ -47,4 +47,4 @@ def rate(config: RunConfig, step: int) -> float:
     done = min(1.0, max(0.0, (step - first) / length))
     if schedule.name is ScheduleName.cosine:
         done = (1.0 - math.cos(math.pi * done)) / 2.0
-    return top + (low - top) * done
+    return top * (1.0 - done) + low * done

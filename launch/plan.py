@@ -1,0 +1,57 @@
+"""Show what would run, without starting it: layout, batches, bytes per rank, DeepSpeed's settings. No GPU, no process group.
+
+    python launch/plan.py +exp=quickstart
+    python launch/plan.py +exp=llama_8b_zero3_offload cluster.nodes=8 cluster.gpus_per_node=8 cluster.gpu=h100
+    python launch/plan.py --json +exp=gpt2_125m > plan.json
+    python launch/plan.py --help
+
+The words after the file's name are those of launch/train.py; cluster.* describes machines that need not be here. Exit code: 0 it
+can be planned, 2 a mistake, each one named with its rule and remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from toolkit.cluster.environment import detect_world, read_launch
+from toolkit.errors import ExitCode, UserError
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not {"--help", "-h"}.isdisjoint(arguments):
+        from toolkit.config.help import help_text
+
+        print(f"{__doc__}\n{help_text()}")
+        return ExitCode.DONE
+    try:
+        show([word for word in arguments if word != "--json"], as_json="--json" in arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USER
+    return ExitCode.DONE
+
+
+def show(overrides: Sequence[str], *, as_json: bool) -> None:
+    """Print the plan of ``overrides``. Raises UserError with every problem."""
+    from rich.console import Console
+
+    from toolkit.config.compose import compose
+    from toolkit.plan import make_plan
+    from toolkit.plan.present import table, to_json
+    from toolkit.plan.pretrained import resolve
+
+    config = resolve(compose(overrides))
+    launch, _ = read_launch({}, [])  # nothing was started: the world is what cluster.* says, else this machine
+    plan = make_plan(config, detect_world(config.cluster, launch))
+    if as_json:
+        print(json.dumps(to_json(plan), indent=2))
+    else:
+        # A file or a pipe has no width; a plan should not be folded at 80 there.
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        console.print(table(plan))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

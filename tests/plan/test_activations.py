@@ -1,0 +1,77 @@
+"""The activation formula against what autograd really keeps, in transformers' modules on the CPU.
+
+    pytest tests/plan/test_activations.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from toolkit.families import get
+from toolkit.families.published import PUBLISHED
+from toolkit.plan.activations import activation_bytes, layer_bytes
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+BATCH, LENGTH = 2, 64
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": LENGTH, "vocab_size": 97, "num_hidden_layers": 1}
+MODELS = {"gpt2": "gpt2", "llama": "llama-3-8b", "qwen2": "qwen2-7b", "mixtral": "mixtral-8x7b"}
+
+
+def saved_bytes(family: str, layers: int, dtype: torch.dtype) -> int:
+    """Bytes of distinct storages that autograd saves in a forward pass, without weights."""
+    model_config = replace(PUBLISHED[MODELS[family]], **(SIZES | {"num_hidden_layers": layers}))
+    if family != "gpt2":
+        model_config = replace(model_config, intermediate_size=160, num_key_value_heads=2, head_dim=None)
+    shape = get(family).settle(model_config)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**get(family).hugging_face_config(shape))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.randint(0, 97, (BATCH, LENGTH))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(input_ids=ids, use_cache=False).logits
+    assert logits.requires_grad
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_a_layer_keeps_what_the_formula_says(family: str, dtype: str) -> None:
+    """The difference of two depths is one layer, whatever the ends of the model keep."""
+    kind = getattr(torch, dtype)
+    measured = (saved_bytes(family, 3, kind) - saved_bytes(family, 1, kind)) / 2 / (BATCH * LENGTH)
+    model = replace(PUBLISHED[MODELS[family]], **SIZES)
+    if family != "gpt2":
+        model = replace(model, intermediate_size=160, num_key_value_heads=2, head_dim=None)
+    predicted = layer_bytes(get(family).settle(model), 4 if dtype == "float32" else 2)
+    assert predicted == pytest.approx(measured, rel=0.02 if family == "mixtral" else 0.003)  # where tokens go to experts is chance
+
+
+def test_checkpointing_keeps_one_block_and_the_others_inputs() -> None:
+    shape = get("llama").settle(PUBLISHED["llama-3-8b"])
+    sizes = {"micro_batch": 1, "sequence_length": 4096, "element": 2}
+    whole = activation_bytes(shape, checkpointing=False, **sizes)
+    kept = activation_bytes(shape, checkpointing=True, **sizes)
+    saved = 4096 * (31 * layer_bytes(shape, 2) - 32 * 2 * shape.hidden_size)
+    assert whole - kept == saved
+    assert kept < whole / 4
+
+
+def test_a_gpt_layer_is_korthikantis_without_masks_and_matrices() -> None:
+    """sbh(34 + 5as/h) less the matrices (5as/h) and the dropout masks (1 after attention, 1 after the feed-forward); transformers'
+    gelu keeps three more tensors of width 4h than theirs (24h bytes), and the fused attention one number a row and head, the
+    norms two numbers a token each."""
+    shape = get("gpt2").settle(PUBLISHED["gpt2"])
+    assert layer_bytes(shape, 2) == shape.hidden_size * (34 - 2 + 24) + 4 * shape.num_attention_heads + 16

@@ -1,0 +1,116 @@
+"""Whole plans: every experiment on a cluster where it fits, and worlds of up to 1,024 ranks.
+
+    pytest tests/plan/test_make.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.plan.cases import CPU, h100s, run_config
+from toolkit.config.compose import compose
+from toolkit.config.schema import EngineName, Precision, RunConfig
+from toolkit.families.published import PUBLISHED
+from toolkit.layout.axes import Axes
+from toolkit.plan import make_plan
+from toolkit.plan.devices import GPUS, find, normalise
+from toolkit.plan.present import flops_per_step, table, to_json
+from toolkit.plan.types import World
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/exp").glob("*.yaml"))
+# Where each experiment is meant to run; another file in conf/exp needs its line here.
+FITS: dict[str, World] = {
+    "quickstart": CPU, "gpt2_125m": h100s(8), "llama_1b_zero3": h100s(8), "llama_8b_zero3_offload": h100s(8), "qwen2_7b": h100s(8),
+    "mixtral_8x7b": h100s(64)}
+
+
+def test_the_experiments_of_the_issue_are_there() -> None:
+    assert set(FITS) <= set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_fits_its_cluster(name: str) -> None:
+    plan = make_plan(compose([f"+exp={name}"]), FITS.get(name, h100s(64)))
+    assert not plan.warnings, "\n".join(map(str, plan.warnings))
+    assert plan.memory is not None
+    assert plan.config.train.steps > plan.config.schedule.warmup
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64, 1024])
+def test_worlds_of_many_sizes(ranks: int) -> None:
+    config = run_config(model=PUBLISHED["llama-3-8b"], data__name="prepared", zero__stage=3, precision__name=Precision.bf16,
+                        train__global_batch=2048, train__micro_batch=1)
+    plan = make_plan(config, replace(h100s(ranks), gpu="b200"))
+    assert plan.axes == Axes(data=ranks)
+    assert plan.world.nodes == max(1, ranks // 8)
+    assert plan.deepspeed is not None
+    assert plan.deepspeed["gradient_accumulation_steps"] == 2048 // ranks
+    assert plan.tokens_per_step == 2048 * 32
+
+
+def test_the_run_directory_is_the_runs_identity() -> None:
+    plan = make_plan(run_config(), CPU)
+    assert len(plan.identity) == 8
+    assert plan.run_dir == f"runs/run-{plan.identity}"
+    assert make_plan(run_config(zero__stage=3), replace(CPU, ranks=4)).run_dir == plan.run_dir
+    assert make_plan(run_config(train__seed=7), CPU).run_dir != plan.run_dir
+    assert make_plan(run_config(run__dir="elsewhere"), CPU).run_dir == "elsewhere"
+
+
+def test_a_model_of_ones_own_has_no_sizes() -> None:
+    config = run_config(model__target="my.package.Model", model__family=None)
+    plan = make_plan(config, CPU)
+    assert (plan.shape, plan.parameters, plan.memory, flops_per_step(plan)) == (None, (), None, None)
+    assert plan.deepspeed is not None
+    assert "reduce_bucket_size" not in plan.deepspeed["zero_optimization"]
+
+
+def test_plan_json_has_stable_keys_and_plain_types() -> None:
+    for config in (run_config(zero__stage=2), run_config(model__target="my.Model", model__family=None)):
+        found = to_json(make_plan(config, CPU))
+        assert json.loads(json.dumps(found)) == found
+        assert set(found) == {
+            "format_version", "run_dir", "identity", "engine", "world", "axes", "batch", "model", "parameters", "flops_per_step",
+            "memory", "device_memory_bytes", "deepspeed", "warnings"}
+
+
+def test_flops_of_a_step() -> None:
+    plan = make_plan(run_config(model=PUBLISHED["gpt2"], train__sequence_length=1024), CPU)
+    batch, layers, hidden, vocab, sequence = 8, 12, 768, 50257, 1024
+    expected = 72 * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
+    assert flops_per_step(plan) == pytest.approx(expected, rel=1e-12)
+
+
+def shown(config: RunConfig, world: World) -> str:
+    console = Console(width=140, record=True, quiet=True)
+    console.print(table(make_plan(config, world)))
+    return console.export_text()
+
+
+def test_the_table_says_what_a_person_asks() -> None:
+    text = shown(run_config(model=PUBLISHED["gpt2"], zero__stage=2, precision__name=Precision.bf16, train__global_batch=64), h100s(8))
+    for word in ("8 x h100 on 1 node", "data 8", "124,439,808 parameters", "accumulation 4", "2,048 a step", "optimizer", "of 85.5",
+                 "reduce_bucket_size", "dense 16-bit peak"):
+        assert word in text, word
+    assert "warning" not in text
+    assert "warning: precision.name=fp16" in shown(run_config(precision__name=Precision.fp16, zero__stage=1), CPU)
+    assert "unknown" not in shown(run_config(engine__name=EngineName.local), replace(CPU, ranks=1))
+
+
+@pytest.mark.parametrize(("name", "key"), [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+    ("NVIDIA A100-PCIE-40GB", "a100-40gb"), ("NVIDIA H200", "h200"), ("AMD Instinct MI300X", "mi300x"), ("h100", "h100"),
+    ("Tesla V100-SXM2-32GB", "v100-32gb"), ("NVIDIA L40S", "l40s"), ("NVIDIA A100", None), ("GeForce RTX 9090", None), ("", None)])
+def test_names_of_gpus(name: str, key: str | None) -> None:
+    assert normalise(name) == key
+    assert find(name) is (GPUS[key] if key else None)
+
+
+def test_every_key_of_the_table_is_its_own_name() -> None:
+    assert [normalise(key) for key in GPUS] == list(GPUS)

@@ -1,0 +1,92 @@
+"""Sizes from a pretrained model's folder.
+
+    pytest tests/plan/test_pretrained.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.cases import CPU, SMALL, run_config
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import InputError, PlanError, UserError
+from toolkit.families import get
+from toolkit.plan import make_plan
+from toolkit.plan.pretrained import resolve
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    family = get("llama")
+    config = family.hugging_face_config(family.settle(replace(SMALL, rope_theta=77.0)))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_what_is_null_is_filled_and_planned(folder: Path) -> None:
+    config = resolve(run_config(model=ModelConfig(pretrained=str(folder), dropout=0.1)))
+    assert config.model.family == "llama"
+    assert config.model.rope_theta == 77.0
+    assert config.model.dropout == 0.1
+    assert config.model.pretrained == str(folder)
+    plan = make_plan(config, CPU)
+    assert plan.shape is not None
+    assert plan.shape.num_key_value_heads == 2
+    assert resolve(config) == config
+
+
+def test_written_sizes_that_differ_are_refused_together(folder: Path) -> None:
+    model = ModelConfig(pretrained=str(folder), hidden_size=64, vocab_size=512, num_hidden_layers=3)
+    with pytest.raises(PlanError) as caught:
+        resolve(run_config(model=model))
+    assert [problem.key for problem in caught.value.problems] == ["model.hidden_size", "model.num_hidden_layers"]
+
+
+@pytest.mark.parametrize(("text", "word"), [
+    (None, "no config.json"), ("{", "not JSON"), ("[]", "not an object"), ('{"model_type": "bert"}', "'bert'"), ("{}", "None")])
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, text: str | None, word: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=word) as caught:
+        resolve(run_config(model=ModelConfig(pretrained=str(tmp_path))))
+    assert caught.value.problems[0].key == "model.pretrained"
+
+
+def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub() -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        resolve(run_config(model=ModelConfig(pretrained="./not/here")))
+
+
+def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        return str(folder / "config.json")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert resolve(run_config(model=ModelConfig(pretrained="someone/model"))).model.hidden_size == 32
+    assert asked == [("someone/model", "config.json")]
+
+
+def test_no_answer_from_the_hub_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def download(name: str, file: str) -> Any:
+        raise ConnectionError("no route to host\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(UserError, match="no route to host"):
+        resolve(run_config(model=ModelConfig(pretrained="someone/model")))
+
+
+def test_without_pretrained_nothing_changes() -> None:
+    config = run_config()
+    assert resolve(config) is config

@@ -1,0 +1,187 @@
+"""Every rule answers its mistake with the value seen, the rule and a remedy; and the remedy, typed, makes the problem go away.
+
+    pytest tests/plan/test_rules.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.plan.cases import CPU, SMALL, h100s, run_config
+from toolkit.config.schema import (
+    BatchRampConfig,
+    CheckpointConfig,
+    EngineName,
+    EvalConfig,
+    LrScaling,
+    OptimizerKernel,
+    OptimizerName,
+    Place,
+    Precision,
+    ScheduleConfig,
+    ScheduleName,
+)
+from toolkit.errors import PlanError, Problem, Severity
+from toolkit.families.published import PUBLISHED
+from toolkit.plan import make_plan
+from toolkit.plan.rules_engine import SILENT
+from toolkit.plan.types import Device, World
+
+MIXTRAL = replace(SMALL, family="mixtral", num_local_experts=4, num_experts_per_tok=2)
+GPT2 = replace(SMALL, family="gpt2", intermediate_size=None, num_key_value_heads=None)
+V100 = World(ranks=8, ranks_per_node=8, device=Device.CUDA, gpu="v100-32gb")
+WSD = ScheduleName.wsd
+
+
+def problems_of(changes: Mapping[str, Any], world: World = CPU) -> list[Problem]:
+    try:
+        return list(make_plan(run_config(**changes), world).warnings)
+    except PlanError as error:
+        return list(error.problems)
+
+
+def test_the_basis_of_all_cases_has_no_problem() -> None:
+    assert problems_of({}) == []
+
+
+# changes, world, key at fault, a word of the rule or remedy
+MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
+    ({"train__global_batch": 9}, CPU, "train.global_batch", "train.global_batch=8 or train.global_batch=12"),
+    ({"train__global_batch": 9, "train__micro_batch": None}, CPU, "train.global_batch", "train.global_batch=8"),
+    ({"train__batch_ramp": BatchRampConfig(start=2)}, CPU, "train.batch_ramp", "increment, samples is missing"),
+    ({"train__batch_ramp": BatchRampConfig(start=2, increment=2, samples=9)}, CPU, "train.batch_ramp", "multiples of 4"),
+    ({"model": replace(SMALL, num_attention_heads=5)}, CPU, "model.num_attention_heads", "model.hidden_size=35"),
+    ({"model": replace(SMALL, num_key_value_heads=3)}, CPU, "model.num_key_value_heads", "1, 2, 4"),
+    ({"model": replace(SMALL, family=None)}, CPU, "model.family", "model.target"),
+    ({"model": replace(SMALL, family="bert")}, CPU, "model.family", "gpt2"),
+    ({"model__vocab_size": None}, CPU, "model.vocab_size", "needs model.vocab_size"),
+    ({"data__vocab_size": 600}, CPU, "model.vocab_size", "model.vocab_size=600"),
+    ({"train__sequence_length": 65}, CPU, "train.sequence_length", "train.sequence_length=64"),
+    ({"model__num_local_experts": 4}, CPU, "model.num_local_experts", "mixtral"),
+    ({"model__router_aux_loss_coef": 0.1}, CPU, "model.router_aux_loss_coef", "no router"),
+    ({"parallel__tensor": 3}, CPU, "parallel", "divisible by tensor x pipeline x context"),
+    ({"parallel__tensor": 8, "train__micro_batch": 1}, h100s(8), "parallel.tensor", "later release"),
+    ({"parallel__tensor": 8, "model__vocab_size": 513}, h100s(8), "parallel.tensor", "model.vocab_size is divisible"),
+    ({"parallel__tensor": 3, "model": replace(SMALL, hidden_size=48, num_attention_heads=6)}, h100s(6, 6),
+     "model.num_key_value_heads", "parallel.tensor=2"),
+    ({"parallel__tensor": 8}, h100s(16, 4), "parallel.tensor", "on one node"),
+    ({"parallel__pipeline": 4}, h100s(8), "parallel.pipeline", "model.num_hidden_layers"),
+    ({"parallel__pipeline": 2, "zero__stage": 2}, h100s(8), "zero.stage", "stages 0 and 1"),
+    ({"parallel__pipeline": 2}, h100s(8), "zero.stage", "clips by a wrong norm"),
+    ({"parallel__context": 2, "train__sequence_length": 30}, CPU, "train.sequence_length", "train.sequence_length=32"),
+    ({"parallel__expert": 2}, CPU, "parallel.expert", "model with experts"),
+    ({"parallel__expert": 3, "model": MIXTRAL}, CPU, "parallel.expert", "model.num_local_experts"),
+    ({"parallel__expert": 4, "model": MIXTRAL}, CPU, "parallel.expert", "regroups"),
+    ({"parallel__tensor": 2, "train__micro_batch": 1}, h100s(8), "parallel.tensor", "without model parallelism"),
+    ({"engine__name": EngineName.megatron}, CPU, "engine.name", "engine=deepspeed"),
+    ({"engine__name": EngineName.local}, CPU, "engine.name", "one process"),
+    ({"precision__name": Precision.bf16}, CPU, "zero.stage", "zero=stage1"),
+    ({"precision__name": Precision.fp16}, h100s(2), "zero.stage", "zero=stage1"),
+    ({"precision__name": Precision.bf16, "zero__stage": 1}, V100, "precision.name", "precision=fp16"),
+    ({"precision__name": Precision.fp16, "zero__stage": 1}, CPU, "precision.name", "slowly"),
+    ({"model": PUBLISHED["gpt2"], "zero__stage": 1}, h100s(2), "precision.name", "precision=bf16"),
+    ({"precision__name": Precision.bf16, "zero__stage": 1}, CPU, "zero.stage", "zero=stage2"),
+    ({"offload__parameters": Place.cpu, "zero__stage": 2}, CPU, "offload.parameters", "zero=stage3"),
+    ({"offload__optimizer": Place.cpu}, CPU, "offload.optimizer", "zero=stage1"),
+    ({"offload__optimizer": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 2}, CPU, "offload.optimizer", "without saying so"),
+    ({"offload__optimizer": Place.nvme, "zero__stage": 3}, CPU, "offload.nvme_path", "/local_nvme"),
+    ({"offload__optimizer": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 3}, replace(CPU, has_libaio=False),
+     "offload.optimizer", "libaio-dev"),
+    ({"offload__parameters": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 3}, replace(CPU, has_compiler=False),
+     "offload.nvme_path", "g++"),
+    ({"offload__nvme_path": "/n"}, CPU, "offload.nvme_path", "offload=nvme"),
+    ({"offload__optimizer": Place.cpu, "engine__name": EngineName.local}, replace(CPU, ranks=1), "offload.optimizer", "engine=deepspeed"),
+    ({"optim__kernel": OptimizerKernel.cpu}, CPU, "optim.kernel", "offload=cpu_optimizer"),
+    ({"optim__kernel": OptimizerKernel.cpu, "offload__optimizer": Place.cpu, "zero__stage": 2}, replace(CPU, has_compiler=False),
+     "optim.kernel", "g++"),
+    ({"optim__kernel": OptimizerKernel.fused}, CPU, "optim.kernel", "on a GPU"),
+    ({"optim__kernel": OptimizerKernel.fused, "optim__name": OptimizerName.sgd}, CPU, "optim.kernel", "only adamw"),
+    ({"optim__name": OptimizerName.muon}, CPU, "optim.momentum", "0.95"),
+    ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "model": GPT2}, CPU, "optim.name", "wte and wpe"),
+    ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "model": MIXTRAL}, CPU, "optim.name", "three-dimensional"),
+    ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "zero__stage": 3, "offload__optimizer": Place.nvme,
+      "offload__nvme_path": "/n"}, CPU, "optim.name", "NVMe"),
+    ({"optim__momentum": 0.9}, CPU, "optim.momentum", "optim.betas=[0.9,0.95]"),
+    ({"optim__lr_scaling": LrScaling.sqrt}, CPU, "optim.lr_reference_batch", "optim.lr_reference_batch=8"),
+    ({"optim__lr_scaling": LrScaling.sqrt, "optim__lr_reference_batch": 0}, CPU, "optim.lr_reference_batch", "at least one"),
+    ({"optim__lr_reference_batch": 8}, CPU, "optim.lr_reference_batch", "lr_scaling only"),
+    ({"schedule": ScheduleConfig(name=WSD)}, CPU, "schedule.decay", "schedule.decay=10"),
+    ({"schedule": ScheduleConfig(name=WSD, warmup=60, decay=60)}, CPU, "schedule.decay", "schedule.decay=40"),
+    ({"schedule__warmup": 100}, CPU, "train.steps", "never reaches the peak"),
+    ({"schedule": ScheduleConfig(name=ScheduleName.linear, warmup=10, decay=200)}, CPU, "train.steps", "train.steps=210"),
+    ({"schedule": ScheduleConfig(name=ScheduleName.constant, decay=5)}, CPU, "schedule.decay", "does not decay"),
+    ({"schedule__min_lr": 1.0}, CPU, "schedule.min_lr", "schedule.min_lr=3e-05"),
+    ({"eval": EvalConfig(every=10, sets=[])}, CPU, "eval.sets", "eval.every=0"),
+    ({"eval": EvalConfig(every=10, sets=["validation", "validation"])}, CPU, "eval.sets", "once"),
+    ({"checkpoint": CheckpointConfig(every="never", at_end=False)}, CPU, "checkpoint.every", "checkpoint.at_end=true"),
+    ({"checkpoint": CheckpointConfig(every="40", keep_every=100)}, CPU, "checkpoint.keep_every", "checkpoint.keep_every=120"),
+    ({"run__fork": "other", "resume": "mine"}, CPU, "run.fork", "one place"),
+    ({"model__target": "mine.Model"}, CPU, "model.target", "one source"),
+    ({"model__target": "Model", "model__family": None}, CPU, "model.target", "dotted path"),
+    ({"model__target": "mine.Model", "model__family": None, "train__activation_checkpointing": True}, CPU,
+     "train.activation_checkpointing", "torch.utils.checkpoint"),
+    ({"model__target": "mine.Model", "model__family": None, "checkpoint__export": True}, CPU, "checkpoint.export", "safetensors"),
+    ({"model__target": "mine.Model", "model__family": None, "monitor__prompt": "def "}, CPU, "monitor.prompt", "null"),
+    ({"model__arguments": {"width": 3}}, CPU, "model.arguments", "model.target"),
+    ({"model": replace(MIXTRAL, router_aux_loss_coef=0.01)}, CPU, "model.router_aux_loss_coef", "micro-batch"),
+    ({"cluster__gpu": "quantum"}, replace(h100s(2), gpu="quantum"), "cluster.gpu", "h100"),
+    ({"model": PUBLISHED["mixtral-8x7b"], "data__name": "prepared", "train__micro_batch": 1}, h100s(8), "zero.stage",
+     "precision=bf16, or zero=stage3"),
+    ({"model": PUBLISHED["llama-3-8b"], "data__name": "prepared", "zero__stage": 3, "precision__name": Precision.bf16,
+      "train__global_batch": 64, "train__micro_batch": 8, "train__sequence_length": 4096}, h100s(8), "train.micro_batch", "92%"),
+    ({"model": PUBLISHED["llama-3-8b"], "data__name": "prepared", "zero__stage": 2, "precision__name": Precision.bf16,
+      "offload__optimizer": Place.cpu}, replace(h100s(2), host_memory_bytes=64 * 10**9), "offload.optimizer", "more nodes"),
+    ({"model": PUBLISHED["llama-3-8b"], "data__name": "prepared"}, replace(CPU, host_memory_bytes=8 * 10**9), "cluster.cpu_ranks",
+     "has 8.0 GB"),
+]
+
+
+@pytest.mark.parametrize(("changes", "world", "key", "word"), MISTAKES, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_mistake_is_answered(changes: dict[str, Any], world: World, key: str, word: str) -> None:
+    found = problems_of(changes, world)
+    answers = [problem for problem in found if problem.key == key and word in f"{problem.rule} {problem.remedy} {problem.seen}"]
+    assert len(answers) == 1, "\n".join(map(str, found)) or "no problem at all"
+    for problem in found:
+        assert problem.seen
+        assert problem.rule
+        assert problem.remedy
+
+
+SILENT_VALUES: dict[str, Any] = {
+    "zero_optimization.compute_grad_norm": False, "tensor_parallel.autotp_size": 2, "sequence_parallel_size": 2,
+    "expert_parallel": {"enabled": True}, "pipeline": {"stages": 2}, "scheduler": {"type": "WarmupLR"}, "gradient_predivide_factor": 2.0}
+
+
+@pytest.mark.parametrize("key", [key for key, *_ in SILENT])
+def test_a_silently_wrong_key_of_the_users_own_is_refused(key: str) -> None:
+    value = SILENT_VALUES.get(key, True)
+    keys: Any = value
+    for part in reversed(key.split(".")):
+        keys = {part: keys}
+    found = [problem for problem in problems_of({"engine__deepspeed": keys, "zero__stage": 2}) if problem.key == f"engine.deepspeed.{key}"]
+    assert len(found) == 1
+    assert found[0].severity is Severity.ERROR
+
+
+def test_monitors_and_partial_offload_of_the_users_own_are_refused() -> None:
+    keys = {"wandb": {"enabled": True}, "zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}
+    found = {problem.key for problem in problems_of({"engine__deepspeed": keys, "zero__stage": 2, "offload__optimizer": Place.cpu})}
+    assert {"engine.deepspeed.wandb", "engine.deepspeed.zero_optimization.offload_optimizer.ratio"} <= found
+
+
+def test_all_problems_come_at_once_errors_first() -> None:
+    found = problems_of({"train__global_batch": 9, "train__sequence_length": 100, "schedule__warmup": 200, "optim__momentum": 0.5})
+    assert [problem.key for problem in found] == ["train.global_batch", "train.sequence_length", "optim.momentum", "train.steps"]
+    assert [problem.severity for problem in found] == [Severity.ERROR] * 3 + [Severity.WARNING]
+
+
+def test_nothing_the_user_wrote_is_rewritten() -> None:
+    config, same = run_config(train__micro_batch=None, schedule__warmup=200), run_config(train__micro_batch=None, schedule__warmup=200)
+    plan = make_plan(config, CPU)
+    assert config == same
+    assert plan.config is config
+    assert plan.warnings

@@ -1,0 +1,153 @@
+"""A plan shown: ``plan.json`` for programs, a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.schema import EngineName, ScheduleName
+from toolkit.families import get
+from toolkit.plan.devices import find, memory_bytes
+from toolkit.plan.schedule import decay_span, learning_rate
+from toolkit.plan.types import Device, RunPlan
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+FORMAT_VERSION = 1
+FORWARD_AND_BACKWARD = 3  # backward takes two forward passes' FLOPs
+
+
+def to_json(plan: RunPlan) -> dict[str, Any]:
+    """``plan.json``: plain JSON types, sizes in bytes and sequences, stable keys. What is unknown is null."""
+    memory = plan.memory
+    return {
+        "format_version": FORMAT_VERSION,
+        "run_dir": plan.run_dir,
+        "identity": plan.identity,
+        "engine": plan.config.engine.name.value,
+        "world": {**asdict(plan.world), "device": plan.world.device.value, "nodes": plan.world.nodes},
+        "axes": asdict(plan.axes),
+        "batch": {
+            "micro_batch": plan.batch.micro_batch,
+            "global_batch": plan.batch.global_batch,
+            "data_parallel": plan.batch.data_parallel,
+            "accumulation": _accumulation(plan),
+            "tokens_per_step": plan.tokens_per_step,
+            "stages": [asdict(stage) for stage in plan.batch.stages],
+        },
+        "model": None if plan.shape is None else asdict(plan.shape),
+        "parameters": None if plan.shape is None else sum(spec.numel for spec in plan.parameters),
+        "flops_per_step": flops_per_step(plan),
+        "memory": None if memory is None else {**asdict(memory), "device_total": memory.device_total},
+        "device_memory_bytes": memory_bytes(plan.world),
+        "deepspeed": plan.deepspeed,
+        "warnings": [{**asdict(problem), "severity": problem.severity.value} for problem in plan.warnings],
+    }
+
+
+def flops_per_step(plan: RunPlan) -> float | None:
+    """Model FLOPs of one optimizer step over all ranks (the convention: ``Family.forward_flops``); None for ``model.target``."""
+    if plan.shape is None:
+        return None
+    forward = get(plan.shape.family).forward_flops(plan.shape, plan.config.train.sequence_length)
+    return FORWARD_AND_BACKWARD * forward * plan.tokens_per_step
+
+
+def table(plan: RunPlan) -> RenderableType:
+    """Everything a person asks before starting, as tables of the terminal."""
+    from rich.console import Group
+    from rich.json import JSON
+    from rich.table import Table
+    from rich.text import Text
+
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    for name, value in _facts(plan):
+        facts.add_row(name, value)
+    parts: list[RenderableType] = [facts, Text()]
+    if plan.memory is not None:
+        parts += [_memory_table(plan), Text()]
+    if plan.deepspeed is not None:
+        parts += [Text("DeepSpeed gets", style="bold"), JSON.from_data(plan.deepspeed, indent=2), Text()]
+    parts += [Text(f"warning: {problem}", style="yellow") for problem in plan.warnings]
+    return Group(*parts)
+
+
+
+def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    config, world, batch, axes = plan.config, plan.world, plan.batch, plan.axes
+    kind = world.gpu or "GPUs of unknown kind" if world.device is Device.CUDA else "CPU ranks"
+    yield "run", f"{plan.run_dir}  (identity {plan.identity})"
+    yield "world", f"{world.ranks} x {kind} on {world.nodes} node{'s' * (world.nodes > 1)}"
+    engine = config.engine.name.value
+    yield "engine", f"{engine}, ZeRO stage {config.zero.stage}" if config.engine.name is EngineName.deepspeed else engine
+    yield "axes", ", ".join(f"{name} {size}" for name, size in asdict(axes).items() if size > 1) or "one rank"
+    yield "precision", config.precision.name.value
+    if plan.shape is not None:
+        shape = plan.shape
+        count = sum(spec.numel for spec in plan.parameters)
+        yield "model", (f"{shape.family}, {count:,} parameters: {shape.num_hidden_layers} layers of {shape.hidden_size}, "
+                        f"{shape.num_attention_heads}/{shape.num_key_value_heads} heads, vocabulary {shape.vocab_size:,}")
+    else:
+        yield "model", f"{config.model.target}"
+    yield "batch", (f"{batch.global_batch} sequences of {config.train.sequence_length} = micro-batch {batch.micro_batch} x "
+                    f"{batch.data_parallel} data ranks x accumulation {_accumulation(plan)}")
+    if len(batch.stages) > 1:
+        first, last = batch.stages[0], batch.stages[-1]
+        yield "batch ramp", f"from {first.size} in {len(batch.stages) - 1} stages; full from step {last.first_step:,} on"
+    last_step = batch.at(config.train.steps)
+    tokens = last_step.first_sample * config.train.sequence_length
+    yield "tokens", f"{plan.tokens_per_step:,} a step, {tokens:,} in {config.train.steps:,} steps"
+    yield "learning rate", _rates(plan)
+    flops = flops_per_step(plan)
+    gpu = find(world.gpu)
+    if flops is not None:
+        text = f"{flops:.3g} model FLOPs a step"
+        if gpu is not None and world.device is Device.CUDA:
+            text += f"; at {world.ranks} x {gpu.peak_flops / 1e12:.0f} TFLOP/s (dense 16-bit peak) no less than "
+            text += f"{flops / (gpu.peak_flops * world.ranks):.3g} s"
+        yield "compute", text
+
+
+def _rates(plan: RunPlan) -> str:
+    schedule, steps = plan.config.schedule, plan.config.train.steps
+    points = {0, min(schedule.warmup, steps - 1), steps - 1}
+    if schedule.name is not ScheduleName.constant:
+        first, length = decay_span(schedule, steps)
+        points |= {min(max(first, 0), steps - 1), min(max(first + length // 2, 0), steps - 1)}
+    shown = ", ".join(f"{learning_rate(plan, step):.3g} at step {step:,}" for step in sorted(points))
+    return f"{schedule.name.value}: {shown}"
+
+
+def _memory_table(plan: RunPlan) -> RenderableType:
+    from rich.table import Table
+
+    memory = plan.memory
+    assert memory is not None
+    have = memory_bytes(plan.world) if plan.world.device is Device.CUDA else None
+    shown = Table(title="bytes a rank (the fullest)", title_justify="left")
+    shown.add_column("on the device" if plan.world.device is Device.CUDA else "in memory")
+    shown.add_column("GB", justify="right")
+    for name in ("parameters", "gradients", "optimizer", "activations", "buffers"):
+        value = getattr(memory, name)
+        shown.add_row(name, "unknown" if value is None else _gb(value))
+    shown.add_section()
+    of = f"   of {_gb(have)} ({memory.device_total / have:.0%})" if have else ""
+    shown.add_row("total", f"{_gb(memory.device_total)}{of}", style="bold")
+    if memory.host or memory.nvme:
+        shown.add_section()
+        shown.add_row("offloaded to host memory", _gb(memory.host))
+        if memory.nvme:
+            shown.add_row("offloaded to NVMe", _gb(memory.nvme))
+    return shown
+
+
+def _gb(value: int) -> str:
+    return f"{value / 1e9:,.3f}"
+
+
+def _accumulation(plan: RunPlan) -> int:
+    return plan.batch.global_batch // (plan.batch.micro_batch * plan.batch.data_parallel)
