@@ -101,7 +101,8 @@ def test_a_failure_is_told_with_its_traceback_and_the_next_start_is_a_new_attemp
         assert started.output.count("Traceback") == 1
         assert "the fake training fails" in started.output
     directory = RunDirectory(run_dir)
-    assert directory.status() == Status(state=RunState.FAILED, attempt=1, exit_code=1, step=0, reason="RuntimeError: the fake training fails")
+    reason = "RuntimeError: the fake training fails"
+    assert directory.status() == Status(state=RunState.FAILED, attempt=1, exit_code=1, step=0, reason=reason)
     assert "the fake training fails" in directory.log_file(1).read_text()
     with Started(argv, run_dir, cwd=tmp_path) as started:
         assert started.ended() == 0

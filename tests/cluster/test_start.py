@@ -1,0 +1,27 @@
+"""The frozen start survives both of its carriers whole.
+
+    pytest tests/cluster/test_start.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from toolkit.cluster.start import Start
+from toolkit.plan.types import Device, World
+
+START = Start(
+    yaml="run:\n  name: 'ü: \"quoted\"'\n", attempt=7,
+    world=World(ranks=16, ranks_per_node=8, device=Device.CUDA, gpu="h100", device_memory_bytes=1, has_libaio=True))
+
+
+def test_through_the_store() -> None:
+    again = Start.from_json(json.loads(json.dumps(START.to_json())))
+    assert again == START
+    assert again.world.device is Device.CUDA
+
+
+def test_through_a_file(tmp_path: Path) -> None:
+    START.write(tmp_path / "handover.json")
+    assert Start.read(tmp_path / "handover.json") == START

@@ -1,0 +1,79 @@
+"""The commands of the README and of launch/train.py, as typed, with real training.
+
+    pytest tests/launch/test_as_typed.py -m full
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.processes import TRAIN, Started, command, hit, status_of
+from toolkit.rundir import RunDirectory, RunState
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+
+SMALL = ("+exp=quickstart", "train.steps=20", "zero=stage3", "model.hidden_size=128")
+FORMS = {
+    "deepspeed, 2 ranks": ("deepspeed", 2),
+    "deepspeed, bare": ("deepspeed", None),
+    "torchrun, 2 ranks": ("torchrun", 2),
+    "torchrun, bare": ("torchrun", None),
+    "python, 2 ranks": ("python", 2),
+    "python, bare": ("python", None),
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One data folder for all forms, and the losses of those that ran before."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_trains_the_same_run(form: str, shared: Path, tmp_path: Path) -> None:
+    launcher, ranks = FORMS[form]
+    run_dir = tmp_path / "run"
+    argv = command(launcher, TRAIN, *SMALL, f"run.dir={run_dir}", f"data.path={shared / 'data'}", ranks=ranks)
+    with Started(argv, run_dir, cwd=tmp_path) as started:
+        assert started.ended(300) == 0, started.output
+        started.gone(5)
+    end = status_of(run_dir)
+    assert end is not None
+    assert (end.state, end.exit_code, end.step) == (RunState.DONE, 0, 20)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    losses = shared / "losses.json"
+    if not losses.exists():
+        losses.write_text(json.dumps([row["loss"] for row in rows]))
+    assert [row["loss"] for row in rows] == pytest.approx(json.loads(losses.read_text()), abs=1e-4)
+
+
+@pytest.mark.parametrize(("launcher", "group"), [("deepspeed", False), ("torchrun", True), ("python", False)])
+def test_a_stopped_run_goes_on_where_it_was(launcher: str, group: bool, shared: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    data = f"data.path={shared / 'data'}"
+    keys = ("+exp=quickstart", "zero=stage2", "model.hidden_size=64", "checkpoint.every=never", "eval.every=0", data)
+    argv = command(launcher, TRAIN, *keys, f"run.dir={run_dir}", "train.steps=100000", ranks=2)
+    directory = RunDirectory(run_dir)
+    with Started(argv, run_dir, cwd=tmp_path) as started:
+        started.until(lambda: (directory.metrics_file.exists() and directory.metrics_file.read_text().count("\n") > 3), 200, "training")
+        hit(signal.SIGTERM, started.process.pid, group=group)
+        started.ended(60)
+        started.gone(15)
+        stopped = status_of(run_dir)
+        assert stopped is not None
+        assert (stopped.state, stopped.exit_code) == (RunState.STOPPED, 75), started.output
+        assert stopped.checkpoint
+        assert stopped.step
+    more = command(launcher, TRAIN, *keys, f"run.dir={run_dir}", f"train.steps={stopped.step + 3}", ranks=2)
+    with Started(more, run_dir, cwd=tmp_path) as started:
+        assert started.ended(200) == 0, started.output
+    end = status_of(run_dir)
+    assert end is not None
+    assert (end.state, end.attempt, end.step) == (RunState.DONE, 2, stopped.step + 3)
+    steps = [json.loads(line)["step"] for line in directory.metrics_file.read_text().splitlines()]
+    assert steps == list(range(1, stopped.step + 4))

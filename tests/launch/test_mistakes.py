@@ -1,0 +1,129 @@
+"""Mistakes are answered with the value, the rule and the remedy, at once, and leave nothing behind.
+
+    pytest tests/launch/test_mistakes.py            every mistake, most of them in forks of one process
+    pytest tests/launch/test_mistakes.py -m full    each one as a command of its own, timed
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import plan, train
+from tests.launch.mistakes import BASE, MISTAKES, Mistake
+from tests.launch.processes import ROOT, TRAIN, Started, command
+
+SECONDS = 3.0
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train.main, "plan": plan.main}
+CASES = [(script, mistake) for script in COMMANDS for mistake in MISTAKES if script == "train" or not mistake.starting_only]
+
+
+def words(mistake: Mistake) -> list[str]:
+    return [*mistake.typed] if any(word.startswith("+exp=") for word in mistake.typed) else [*BASE, *mistake.typed]
+
+
+def judge(mistake: Mistake, code: int, output: str) -> None:
+    assert code == 2, f"exit code {code}\n{output}"
+    assert "Traceback" not in output
+    assert mistake.shows in output, output
+    assert "rule:" in output, output
+    assert "remedy:" in output, output
+
+
+def in_fork(main: Callable[[list[str]], int], arguments: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and output of ``main(arguments)`` in a child of this process, which has everything imported."""
+    output = folder / "output.txt"
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            descriptor = os.open(output, os.O_CREAT | os.O_WRONLY)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            os.chdir(folder)
+            code = main(arguments)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), output.read_text()
+
+
+def test_there_are_forty() -> None:
+    assert len({str(mistake) for mistake in MISTAKES}) >= 40
+
+
+@pytest.fixture(scope="module")
+def warm() -> None:
+    """What every case needs is imported before the forks."""
+    import toolkit.config.vendor
+
+    import toolkit.config.compose
+    import toolkit.plan.present
+    import toolkit.plan.rules  # noqa: F401 - imported to be inherited
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(("script", "mistake"), CASES, ids=lambda value: str(value))
+def test_mistake(script: str, mistake: Mistake, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with capfd.disabled():
+        code, output = in_fork(COMMANDS[script], words(mistake), tmp_path)
+    judge(mistake, code, output)
+    assert [path.name for path in tmp_path.iterdir()] == ["output.txt"], "a refused run leaves no files"
+
+
+QUICK = (MISTAKES[0], MISTAKES[9])
+
+
+TIMED = [case if case[1] in QUICK else pytest.param(*case, marks=pytest.mark.full) for case in CASES]
+
+
+@pytest.mark.parametrize(("script", "mistake"), TIMED, ids=lambda value: str(value))
+def test_the_command_answers_in_time(script: str, mistake: Mistake, tmp_path: Path) -> None:
+    began = time.monotonic()
+    argv = [sys.executable, str(ROOT / "launch" / f"{script}.py"), *words(mistake)]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    seconds = time.monotonic() - began
+    judge(mistake, done.returncode, done.stdout + done.stderr)
+    assert seconds < SECONDS
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_under_a_launcher_it_is_answered_once_and_nobody_stays(launcher: str, tmp_path: Path) -> None:
+    """Within two seconds of rank 0's start, and before rank 0 has mapped torch's libraries: so no store, group or device."""
+    mark = tmp_path / "run"
+    argv = command(launcher, TRAIN, *BASE, "model.hidden_size=wide", f"run.dir={mark}")
+    with Started(argv, mark, cwd=tmp_path) as started:
+        started.until(lambda: 0 in started.ranks(), 60, "started")
+        rank = started.ranks()[0]
+        started.until(lambda: "remedy:" in started.output, 30, "answered")
+        assert time.time() - rank.create_time() < 2.0
+        code = started.ended(60)
+        started.gone(5)
+        assert started.output.count("remedy:") == 1
+        assert code == (2 if launcher == "deepspeed" else 1)  # torchrun knows no other failure
+        assert "toolkit" not in started.output.replace(str(ROOT), ""), "no traceback of ours"
+    assert not mark.exists()
+
+
+def test_the_answer_needs_no_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+from launch import train
+ending = train.main(sys.argv[1:])
+print([name for name in ("torch", "deepspeed", "transformers", "numpy", "wandb") if name in sys.modules])
+sys.exit(ending)
+"""
+    argv = [sys.executable, "-c", code, *BASE, "model.hidden_size=wide"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
