@@ -1,4 +1,4 @@
-"""Every rule answers its mistake with the value seen, the rule and a remedy; and the remedy, typed, makes the problem go away.
+"""Every rule answers its mistake with the value seen, the rule and a remedy.
 
     pytest tests/plan/test_rules.py
 """
@@ -28,6 +28,8 @@ from toolkit.config.schema import (
 from toolkit.errors import PlanError, Problem, Severity
 from toolkit.families.published import PUBLISHED
 from toolkit.plan import make_plan
+from toolkit.plan.batch import plan_batch
+from toolkit.plan.deepspeed import _derived
 from toolkit.plan.rules_engine import SILENT
 from toolkit.plan.types import Device, World
 
@@ -165,6 +167,26 @@ def test_a_silently_wrong_key_of_the_users_own_is_refused(key: str) -> None:
     found = [problem for problem in problems_of({"engine__deepspeed": keys, "zero__stage": 2}) if problem.key == f"engine.deepspeed.{key}"]
     assert len(found) == 1
     assert found[0].severity is Severity.ERROR
+
+
+def leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
+    return [leaf for key, value in tree.items()
+            for leaf in (leaves(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}"])]
+
+
+def test_a_key_that_the_plan_derives_is_refused_whatever_it_says() -> None:
+    """Else the plan would override what somebody wrote."""
+    config = run_config(zero__stage=3, offload__optimizer=Place.cpu, offload__parameters=Place.cpu, precision__name=Precision.fp16)
+    batch = plan_batch(config, 2)
+    derived = leaves(_derived(config, CPU, batch))
+    assert len(derived) > 15
+    for path in derived:
+        keys: Any = "other"
+        for part in reversed(path.split(".")):
+            keys = {part: keys}
+        problems = problems_of({"engine__deepspeed": keys})
+        parents = {f"engine.deepspeed.{'.'.join(path.split('.')[:depth])}" for depth in range(1, path.count(".") + 2)}
+        assert parents & {problem.key for problem in problems}, path
 
 
 def test_monitors_and_partial_offload_of_the_users_own_are_refused() -> None:

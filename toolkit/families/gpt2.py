@@ -27,10 +27,10 @@ class GPT2Family:
         if shape.num_key_value_heads != shape.num_attention_heads:
             problems.append(Problem("model.num_key_value_heads", f"model.num_key_value_heads={shape.num_key_value_heads}",
                                     "gpt2 has as many key-value heads as query heads",
-                                    "leave model.num_key_value_heads out, or take model.family=llama for grouped-query attention"))
+                                    "write model.num_key_value_heads=null, or model=llama for grouped-query attention"))
         if shape.head_dim * shape.num_attention_heads != shape.hidden_size:
             problems.append(Problem("model.head_dim", f"model.head_dim={shape.head_dim}",
-                                    "in gpt2 a head is model.hidden_size / model.num_attention_heads wide", "leave model.head_dim out"))
+                                    "in gpt2 a head is model.hidden_size / model.num_attention_heads wide", "write model.head_dim=null"))
         if problems:
             raise PlanError(*problems)
         return shape

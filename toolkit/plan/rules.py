@@ -10,9 +10,10 @@ RULES: tuple[Rule, ...] = (*rules_engine.RULES, *rules_layout.RULES, *rules_trai
 
 
 def check(case: Case) -> list[Problem]:
-    """Problems of all rules; of several about the same thing seen, the first."""
+    """Problems of all rules; of several about the same thing seen, or the same key of the engine's own, the first."""
     found: dict[tuple[str, str], Problem] = {}
     for rule in RULES:
         for problem in rule(case):
-            found.setdefault((problem.key, problem.seen), problem)
+            seen = "" if problem.key.startswith("engine.deepspeed.") else problem.seen
+            found.setdefault((problem.key, seen), problem)
     return list(found.values())
