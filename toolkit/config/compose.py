@@ -1,0 +1,237 @@
+"""Groups, experiments and overrides become one typed :class:`RunConfig`; and a configuration becomes text and back, exactly.
+
+Hydra composes and nothing else: no output folder, no logging, no decorator. Nothing of it, and no ``DictConfig``, leaves this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, get_type_hints
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
+
+from toolkit.config import keys, search
+from toolkit.config.overrides import Words, read, unknown_key, wrong_value
+from toolkit.config.schema import RunConfig
+from toolkit.errors import ConfigError, Problem
+
+SCHEMA = "run_schema"  # conf/config.yaml begins with it
+
+
+def compose(overrides: Sequence[str]) -> RunConfig:
+    """The configuration that ``overrides`` describe: ``["+exp=quickstart", "zero=stage3", "--config-dir=mine"]``.
+
+    Raises:
+        ConfigError: with every mistake that can be told apart, each with the value seen, the rule and the remedy.
+    """
+    return _typed(_composed(read(overrides)))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration as text; :func:`from_yaml` gives an equal one. It is valid for OmegaConf: ``${`` is escaped."""
+    return yaml.safe_dump(_as_yaml(config), sort_keys=False, allow_unicode=True, width=140)
+
+
+def from_yaml(text: str) -> RunConfig:
+    """The inverse of :func:`to_yaml`; what the text leaves out has its default.
+
+    Raises:
+        ConfigError: the text is no YAML, or has unknown keys or wrong values.
+    """
+    try:
+        written = OmegaConf.create(text)
+        if not isinstance(written, DictConfig):
+            raise ConfigError(Problem("config.yaml", text[:80], "a configuration is sections with keys", "restore the file"))
+        plain = OmegaConf.to_container(written, resolve=False)
+        assert isinstance(plain, dict)
+        unknown = list(_unknown(plain))
+        if unknown:
+            raise ConfigError(*unknown)
+        config = OmegaConf.merge(OmegaConf.structured(RunConfig), written)
+    except yaml.YAMLError as error:
+        raise _no_yaml(error) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(_answer(error)) from error
+    assert isinstance(config, DictConfig)
+    return _typed(config)
+
+
+# -- composing
+
+
+def _composed(words: Words) -> DictConfig:
+    config = _hydra(words, words.overrides)
+    if not words.changes:
+        return config
+    # What an experiment's file sets below an open key may be changed without a plus; nothing else.
+    absent = [text for text in words.changes if not _present(config, text.partition("=")[0])]
+    if absent:
+        raise ConfigError(*(_needs_plus(text) for text in absent))
+    return _hydra(words, words.overrides + words.changes)
+
+
+def _hydra(words: Words, overrides: list[str]) -> DictConfig:
+    ConfigStore.instance().store(name=SCHEMA, node=RunConfig, provider="toolkit")
+    own = [f"file://{folder}" for folder in words.search[1:]]
+    try:
+        with initialize_config_dir(str(search.ROOT), version_base="1.3"):
+            config = hydra_compose("config", [*overrides, f"hydra.searchpath={own}"] if own else overrides, return_hydra_config=True)
+    except yaml.YAMLError as error:
+        raise _no_yaml(error) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_answer(error)) from error
+    _check_given(words, config, overrides)
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def _check_given(words: Words, config: DictConfig, overrides: Sequence[str]) -> None:
+    """``KEY: ???`` in a chosen file leaves the key to the user. Merged over a default it would vanish, so the files are asked."""
+    defaults = keys.table()
+    given = {text.lstrip("+").partition("=")[0] for text in overrides}
+    problems = []
+    for group, choice in config.hydra.runtime.choices.items():
+        for path in (folder / group / f"{choice}.yaml" for folder in words.search):
+            if not path.is_file() or "???" not in (text := path.read_text(encoding="utf-8")):
+                continue
+            prefix = "" if text.startswith("# @package _global_") else group + "."
+            left = (name for name, value in keys.flatten(yaml.safe_load(text), prefix).items() if value == "???")
+            problems += [
+                _not_given(name, f"{group}={choice}") for name in left
+                if name not in given and name in defaults and OmegaConf.select(config, name) == defaults[name].default
+            ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _not_given(name: str, by: str) -> Problem:
+    return Problem(name, f"{by} without {name}", "the chosen option leaves this key to you", f"write {by} {name}=VALUE")
+
+
+def _present(config: DictConfig, name: str) -> bool:
+    parent, _, last = name.rpartition(".")
+    inner = OmegaConf.select(config, parent)
+    return isinstance(inner, DictConfig) and last in inner
+
+
+def _needs_plus(text: str) -> Problem:
+    name = text.partition("=")[0]
+    root = next(root for root in keys.OPEN if name.startswith(root + "."))
+    return Problem(name, text, f"what stands below {root} is not of the schema, so it is added with a plus", f"write +{text}")
+
+
+# -- from OmegaConf's tree to dataclasses
+
+
+def _typed(config: DictConfig) -> RunConfig:
+    written = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(written, dict)
+    problems = [*_unknown(written), *_unresolved(config, written)]
+    if problems:
+        raise ConfigError(*problems)
+    OmegaConf.resolve(config)
+    sections: dict[str, Any] = {}
+    for field in fields(RunConfig):
+        try:  # section by section, so that the mistakes of all are told
+            value = config[field.name]
+            sections[field.name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        except ConfigError as error:
+            problems += error.problems
+        except OmegaConfBaseException as error:
+            problems.append(_answer(error))
+    if problems:
+        raise ConfigError(*problems)
+    return RunConfig(**sections)
+
+
+def _unknown(written: Mapping[Any, Any], kind: type = RunConfig, prefix: str = "") -> Iterator[Problem]:
+    """Keys that the schema lacks. Hydra adds what a file or a plus brings in, whatever the types say."""
+    hints = get_type_hints(kind)
+    for name, inner in written.items():
+        hint = hints.get(str(name))
+        if hint is None:
+            yield unknown_key(f"{prefix}{name}", f"{prefix}{name}")
+        elif is_dataclass(hint) and isinstance(inner, dict):
+            assert isinstance(hint, type)
+            yield from _unknown(inner, hint, f"{prefix}{name}.")
+
+
+def _unresolved(config: DictConfig, written: Mapping[Any, Any]) -> Iterator[Problem]:
+    """Values that are missing, or that refer to a key that is not there or has a value of another type."""
+    for name, value in keys.flatten(written).items():
+        if value == "???":
+            yield Problem(name, f"{name}=???", "??? stands for a value that is not known yet", f"write {name}=VALUE")
+        elif "${" in str(value):
+            try:
+                found = OmegaConf.select(config, name)
+                if OmegaConf.is_config(found):
+                    OmegaConf.to_container(found, resolve=True)
+            except InterpolationValidationError:
+                yield wrong_value(name, f"{name}={value}")
+            except OmegaConfBaseException as error:
+                why = str(error).splitlines()[0]
+                yield Problem(name, f"{name}={value}", f"${{KEY}} stands for the value of another key, by its full name ({why})",
+                              "write ${train.steps}, or \\${ for the characters themselves")
+
+
+# -- text
+
+
+def _as_yaml(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _as_yaml(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _as_yaml(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_yaml(inner) for inner in value]
+    if isinstance(value, Enum):
+        return value.name
+    return _escaped(value) if isinstance(value, str) else value
+
+
+def _escaped(text: str) -> str:
+    """OmegaConf reads ``\\${`` as ``${`` and halves the backslashes before it."""
+    parts = text.split("${")
+    for index, part in enumerate(parts[:-1]):
+        backslashes = len(part) - len(part.rstrip("\\"))
+        parts[index] = part + "\\" * (backslashes + 1)
+    return "${".join(parts)
+
+
+# -- what remains: mistakes in files, and between words
+
+
+def _no_yaml(error: yaml.YAMLError) -> ConfigError:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{mark.name}, line {mark.line + 1}" if mark is not None else "a configuration file"
+    why = getattr(error, "problem", None) or error
+    return ConfigError(Problem(where, where, f"a configuration file is YAML ({why})", "mend that line"))
+
+
+def _answer(error: Exception) -> Problem:
+    """The problem behind an exception of Hydra or OmegaConf."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    place = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
+    name = getattr(cause, "full_key", None) or ""
+    text = str(cause or error).splitlines()[0]
+    if name == "exp" or name.startswith("exp.") or "@exp." in text:
+        return Problem(name or "exp", place + text.removeprefix(place), "an experiment's file sets keys of the whole configuration",
+                       "begin the file with the line: # @package _global_")
+    if name and name not in keys.table() and name not in keys.sections() and not keys.is_open(name):
+        return unknown_key(name, place + name)
+    if name:
+        return wrong_value(name, f"{place}{name}: {text}")
+    if text.startswith("Could not delete"):
+        return Problem(text.split("'")[1], text, "only what an experiment's file sets can be deleted", "leave it out")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return Problem("configuration", lines[0], " ".join(lines[1:]) or "the groups and files compose to one configuration",
+                   "see the groups and their options with --help")

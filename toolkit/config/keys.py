@@ -1,0 +1,96 @@
+"""The schema as a flat table: every key that can be written, by its dotted name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from toolkit.config.schema import RunConfig
+
+# Keys below these are not the schema's: the engines' own settings, and the arguments of a user's module.
+OPEN = ("engine.deepspeed", "engine.megatron", "model.arguments")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key. ``kinds`` are the types its value may have, without None; ``nullable`` says whether null may be written."""
+
+    name: str
+    kinds: tuple[Any, ...]
+    nullable: bool
+    default: Any
+
+    @property
+    def section(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return tuple(member.name for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind)
+
+
+@cache
+def table() -> Mapping[str, Key]:
+    """Every key of :class:`RunConfig`, in the order of the schema. Keys below ``OPEN`` are not in it."""
+    found: dict[str, Key] = {}
+    _collect(RunConfig, "", found)
+    return found
+
+
+@cache
+def sections() -> tuple[str, ...]:
+    """Every name that holds keys: ``train``, ``train.batch_ramp``, ..."""
+    return tuple(dict.fromkeys(key.section for key in table().values() if key.section))
+
+
+def _collect(kind: type, prefix: str, found: dict[str, Key]) -> None:
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        name, hint = prefix + field.name, hints[field.name]
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            _collect(hint, name + ".", found)
+            continue
+        alternatives = tuple(part for part in get_args(hint) if part is not type(None)) if type(None) in get_args(hint) else (hint,)
+        found[name] = Key(name, alternatives, type(None) in get_args(hint), _default(field))
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def is_open(name: str) -> bool:
+    """Whether ``name`` lies below a key that holds settings which are not the schema's."""
+    return any(name.startswith(root + ".") for root in OPEN)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """``{'train.steps': 100, ...}`` of a configuration, a section, or nested dictionaries. An empty dictionary is a value."""
+    if is_dataclass(value):
+        items = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    elif isinstance(value, Mapping) and (value or not prefix):
+        items = list(value.items())
+    else:
+        return {prefix.removesuffix("."): value}
+    found: dict[str, Any] = {}
+    for name, inner in items:
+        found |= flatten(inner, f"{prefix}{name}.")
+    return found
+
+
+def nearest(name: str) -> str | None:
+    """The key or section that somebody who wrote ``name`` most likely meant; None where nothing is near."""
+    names = [*table(), *sections()]
+    last = name.rpartition(".")[2]
+    same_leaf = [known for known in names if known.rpartition(".")[2] == last]
+    if same_leaf:
+        return difflib.get_close_matches(name, same_leaf, 1, 0.0)[0]
+    parent = name.rpartition(".")[0]
+    siblings = [known for known in names if known.rpartition(".")[0] == parent]
+    return next(iter(difflib.get_close_matches(name, siblings, 1, 0.6) or difflib.get_close_matches(name, names, 1, 0.7)), None)

@@ -1,0 +1,231 @@
+"""What a user typed, checked word by word before anything is composed, so that every mistake is told at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from toolkit.config import keys, search
+from toolkit.config.schema import RunConfig
+from toolkit.errors import ConfigError, Problem
+
+CONFIG_DIR = ("--config-dir", "-cd")
+MULTIRUN = ("-m", "--multirun")
+EXPERIMENT = "exp"
+
+
+@dataclass(slots=True)
+class Words:
+    """Checked overrides, ready for Hydra, and the folders in which it finds groups.
+
+    ``changes`` are settings below an open key that were written without a plus: right only where an experiment's file sets them.
+    """
+
+    search: tuple[Path, ...]
+    overrides: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+
+
+def read(arguments: Sequence[str]) -> Words:
+    """Check every argument.
+
+    Raises:
+        ConfigError: with a problem for each word that cannot be meant.
+    """
+    plain, own, problems = _options(arguments)
+    words = Words(search.folders(own))
+    checker = _Checker(words.search)
+    for text in plain:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            problems.append(checker.unreadable(text, error))
+            continue
+        found = list(checker.check(override))
+        problems += found
+        if found:
+            continue
+        if override.type is OverrideType.CHANGE and keys.is_open(override.key_or_group):
+            words.changes.append(text)
+        else:
+            words.overrides.append(_for_hydra(override))
+    if problems:
+        raise ConfigError(*problems)
+    return words
+
+
+def _options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Problem]]:
+    """Arguments without the options that begin with a dash; the user's own folder; problems."""
+    plain: list[str] = []
+    problems: list[Problem] = []
+    own: Path | None = None
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if not argument.startswith("-"):
+            plain.append(argument)
+        elif name in CONFIG_DIR:
+            folder = value if equals else next(rest, "")
+            if not folder:
+                problems.append(Problem(name, argument, "--config-dir is followed by a folder", "write --config-dir=FOLDER"))
+            own = Path(folder).expanduser().absolute() if folder else own
+        elif name in MULTIRUN:
+            problems.append(Problem(argument, argument, "sweeps over several values are not available yet",
+                                    "start one run a value, from a loop in the shell"))
+        else:
+            problems.append(Problem(argument, argument, "an option is --help or --config-dir=FOLDER; everything else is KEY=VALUE",
+                                    "leave it out; launch/plan.py with the same words shows what would run"))
+    return plain, own, problems
+
+
+def _for_hydra(override: Override) -> str:
+    """The override in the words that make Hydra do what was meant.
+
+    A setting below an open key may be there already, from an experiment's file: it is added or changed. Where the schema says
+    text, ``007`` and ``1e3`` are text and not the numbers 7 and 1000.
+    """
+    assert override.input_line is not None
+    text = override.input_line
+    if override.key_or_group in keys.OPEN:
+        return "++" + text.lstrip("+")
+    if override.type is OverrideType.ADD and keys.is_open(override.key_or_group):
+        return "+" + text
+    key = keys.table().get(override.key_or_group)
+    if key is not None and key.kinds == (str,) and isinstance(override.value(), int | float):
+        name, _, value = text.partition("=")
+        return f"{name}='{value.strip()}'"
+    return text
+
+
+class _Checker:
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = folders
+        self.groups = search.groups(folders)
+        self.schema = OmegaConf.structured(RunConfig)
+
+    def unreadable(self, text: str, error: HydraException) -> Problem:
+        if "=" not in text and text in search.options(self.folders, EXPERIMENT):
+            return Problem(text, text, "an experiment is added with +exp=", f"write +exp={text}")
+        name = text.partition("=")[0]
+        if "=" not in text:
+            return Problem(name, text, "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME", f"write {text}=VALUE; --help lists the keys")
+        why = str(error).splitlines()[0].strip()
+        if re.search(r"\s[\w.+~]+=", text):
+            return Problem(name, text, "each KEY=VALUE is a word of its own", f"write {text} without quotes around it")
+        return Problem(name, text, f"a value with blanks, quotes, brackets or commas is quoted ({why})",
+                       f"write '{name}=\"...\"', the outer quotes for the shell")
+
+    def check(self, override: Override) -> Iterator[Problem]:
+        name, text = override.key_or_group, override.input_line or ""
+        if not name:
+            yield Problem(text, text, "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME", "write the key before the =")
+        elif override.is_sweep_override():
+            value = text.partition("=")[2]
+            yield Problem(name, text, "sweeps over several values are not available yet",
+                          f"give one value; a list is written {name}=[{value}], and text with commas in quotes")
+        elif override.package is not None:
+            yield Problem(name, text, "a group's place cannot be changed", f"write {text.replace('@' + override.package, '')}")
+        elif name == "hydra" or name.startswith("hydra."):
+            yield Problem(name, text, "Hydra only composes here; it makes no folders and no logs",
+                          "write run.dir=FOLDER for where a run goes, or --config-dir=FOLDER for your own files")
+        elif name in self.groups:
+            yield from self._group(override)
+        elif not keys.is_open(name):
+            yield from self._key(override)
+
+    def _group(self, override: Override) -> Iterator[Problem]:
+        name, text = override.key_or_group, override.input_line or ""
+        choices = search.options(self.folders, name)
+        if override.type is OverrideType.DEL:
+            yield Problem(name, text, f"a run has one option of the group {name}", f"write {name}=OPTION, one of {', '.join(choices)}")
+            return
+        value = override.value()
+        choice = value if isinstance(value, str) else (text.partition("=")[2])
+        if choice not in choices:
+            near = search.nearest_option(choice, choices)
+            plus = "+" if name == EXPERIMENT else ""
+            yield Problem(name, text, f"the options of {name} are {', '.join(choices)}",
+                          f"write {plus}{name}={near}" if near else f"write {plus}{name}=OPTION with one of them")
+        elif name == EXPERIMENT and override.type is not OverrideType.ADD:
+            yield Problem(name, text, "an experiment is added to the configuration, so it needs a plus", f"write +exp={choice}")
+        elif name != EXPERIMENT and override.type is not OverrideType.CHANGE:
+            yield Problem(name, text, f"the group {name} has an option already, which is changed without a plus", f"write {name}={choice}")
+
+    def _key(self, override: Override) -> Iterator[Problem]:
+        name, text = override.key_or_group, override.input_line or ""
+        known = keys.table().get(name)
+        if known is None and name not in keys.sections():
+            yield unknown_key(name, text, self.groups)
+        elif override.type is OverrideType.DEL:
+            yield Problem(name, text, "a key of the schema cannot be deleted",
+                          f"write {name}=null" if known and known.nullable else f"leave it out: {name} then has its default")
+        elif override.type is OverrideType.ADD and name not in keys.OPEN:
+            yield Problem(name, text, f"{name} is a key of the schema, which is changed without a plus", f"write {text.lstrip('+')}")
+        else:
+            yield from self._value(override)
+
+    def _value(self, override: Override) -> Iterator[Problem]:
+        """Try the value on an empty configuration: the schema's types decide."""
+        name, text = override.key_or_group, override.input_line or ""
+        config: DictConfig = self.schema.copy()
+        try:
+            OmegaConf.update(config, name, override.value(), force_add=False)
+        except OmegaConfBaseException as error:
+            full_key = getattr(error, "full_key", None) or name
+            yield wrong_value(full_key if full_key in keys.table() else name, text)
+
+
+def unknown_key(name: str, seen: str, groups: Sequence[str] = ()) -> Problem:
+    """``name`` is no key: say what it may have meant."""
+    above = name.rpartition(".")[0]
+    while above and above not in keys.table() and above not in keys.sections():
+        above = above.rpartition(".")[0]
+    if above in keys.table():
+        return Problem(name, seen, f"{above} is a value, with nothing below it", f"write {above}=VALUE")
+    near = keys.nearest(name)
+    if near is None and "." not in name:
+        near = search.nearest_option(name, groups)
+    top = name.partition(".")[0]
+    where = f"{above} has no key {name[len(above) + 1:]}" if above else f"there is no section or group {top}" if "." in name \
+        else f"there is no key, section or group {name}"
+    return Problem(name, seen, where, f"did you mean {near}? --help lists all" if near else "--help lists every key and group")
+
+
+def wrong_value(name: str, seen: str) -> Problem:
+    """``seen`` gives a value that the type of ``name`` does not take."""
+    key = keys.table().get(name)
+    if key is None and keys.is_open(name):
+        return Problem(name, seen, "a setting of the engine's own is one value or {a: 1, ...}", f"write +{name}=VALUE")
+    if key is None:
+        inside = [known for known in keys.table() if known.startswith(name + ".")]
+        return Problem(name, seen, f"{name} is a section, not a value", f"set its keys one by one: {', '.join(inside[:4])}, ...")
+    null = ", or null" if key.nullable else ""
+    kind = _kind(key)
+    example = key.choices[0] if key.choices else _example(key)
+    return Problem(name, seen, f"{name} is {kind}{null}", f"write {name}={example}")
+
+
+def _kind(key: keys.Key) -> str:
+    if key.choices:
+        return f"one of {', '.join(key.choices)}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list[float]: "a list of numbers",
+             list[str]: "a list of texts"}
+    return " or ".join(names.get(kind, "a dictionary") for kind in key.kinds)
+
+
+def _example(key: keys.Key) -> str:
+    examples = {int: "8", float: "0.1", bool: "true", str: "text"}
+    if isinstance(key.default, list):
+        return "[" + ",".join(str(item) for item in key.default) + "]"
+    if key.default not in (None, {}):
+        return str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
+    return examples.get(key.kinds[0], "{}")
+
