@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.config.schema import Precision
+from toolkit.engine import deepspeed_compat as compat
 from toolkit.engine.optimizers import parameter_groups
 from toolkit.models.build import build_model
 from toolkit.plan.types import RunPlan
@@ -30,6 +31,7 @@ def build(
     groups = parameter_groups(module, plan.config.optim)
     zero3 = None
     if plan.config.zero.stage == 3:
+        compat.number_from_zero()
         zero3 = deepspeed.zero.Init(config_dict_or_path=dict(settings))
         if zero3.mem_efficient_linear:
             # torch's linear saves a view of the gathered weight for backward and so keeps it from being freed.

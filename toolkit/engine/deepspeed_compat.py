@@ -104,6 +104,16 @@ def silence_memory_reports() -> None:
     bf16_optimizer.see_memory_usage = lambda *_args, **_settings: None
 
 
+def number_from_zero() -> None:
+    """ZeRO 3 numbers modules and parameters over all engines that a process ever made, and ranks compare the numbers: ranks
+    with different pasts (tests that share them) would be told that their models differ."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0  # a mutable default argument is the counter
+    Init.param_id = 0
+
+
 def restore_linear() -> None:
     """ZeRO-3 replaces ``torch.nn.functional.linear`` for the whole process and never puts it back."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched

@@ -150,7 +150,7 @@ def _stage3(optimizer: Any, names: Mapping[torch.Tensor, str], rank: int) -> lis
             pieces += _own_range(parameter, names[parameter], rank, at)
             at += parameter.partition_numel()
         group = optimizer.param_groups[optimizer.sub_group_to_group_id[number]]
-        # fp32: the second copy is the same tensor, or with offload one that is refreshed after each step.
+        # In fp32 there is a second copy of the weights too, refreshed after each step.
         bit16 = optimizer.fp16_partitioned_groups_flat[number]
         found.append(Partition(number, group, tuple(pieces), master, _if_16_bit(bit16)))
     return found
