@@ -75,10 +75,11 @@ class Started:
         return found
 
     def until(self, holds: Callable[[], bool], seconds: float, what: str) -> float:
-        """Seconds until ``holds``; fails with the output after ``seconds``."""
+        """Seconds until ``holds``; fails with the output after ``seconds``, or when everything has ended without it."""
         began = time.monotonic()
         while not holds():
-            assert time.monotonic() - began < seconds, f"not {what} after {seconds} s:\n{self.output}"
+            over = time.monotonic() - began > seconds or (self.process.poll() is not None and not self.ours() and not holds())
+            assert not over, f"not {what} after {time.monotonic() - began:.1f} s:\n{self.output}"
             time.sleep(0.02)
         return time.monotonic() - began
 
