@@ -1,0 +1,1 @@
+"""Schemas of the engines' own settings, read from the source of the installed packages."""

@@ -1,0 +1,99 @@
+"""One key of a vendor's configuration: what it may be, and what stands below it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+COMPARE = {"ge": ("at least", lambda value, bound: value >= bound), "gt": ("more than", lambda value, bound: value > bound),
+           "le": ("at most", lambda value, bound: value <= bound), "lt": ("less than", lambda value, bound: value < bound)}
+WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "a list", "dict": "a dictionary",
+         "null": "null"}
+
+
+@dataclass
+class Node:
+    """``types`` are names of JSON types, none: anything. ``fields`` is None for a value, a mapping for a section.
+
+    Attributes:
+        choices: the only values, where they are few.
+        bounds: of numbers: ``ge``, ``gt``, ``le``, ``lt``.
+        open: a section that may have keys besides ``fields``.
+        deprecated: what the vendor reads in its place.
+        removed: the vendor's words about a key that it no longer has.
+        internal: set by the vendor itself.
+    """
+
+    types: list[str] = field(default_factory=list)
+    choices: list[Any] = field(default_factory=list)
+    bounds: dict[str, float] = field(default_factory=dict)
+    fields: dict[str, Node] | None = None
+    open: bool = False
+    deprecated: str | None = None
+    removed: str | None = None
+    internal: bool = False
+
+    def accept(self, *names: str) -> None:
+        self.types += [name for name in names if name not in self.types]
+
+    def merge(self, other: Node) -> None:
+        """Take over what ``other`` knows besides."""
+        self.accept(*other.types)
+        self.choices = self.choices or other.choices
+        self.bounds |= other.bounds
+        if other.fields is not None:
+            self.fields = {**(self.fields or {}), **other.fields}
+
+    def wrong(self, value: Any) -> str | None:
+        """The rule that a single ``value`` breaks, in words; None if it is right."""
+        if self.fields is not None:
+            return None if isinstance(value, Mapping) or (value is None and "null" in self.types) else "a section with keys"
+        if self.choices:
+            allowed = [*self.choices, *([None] if "null" in self.types else [])]
+            equal = any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed)
+            return None if equal else "one of " + ", ".join(str(choice) for choice in self.choices)
+        if self.types and not any(_is(name, value) for name in self.types):
+            return " or ".join(WORDS[name] for name in self.types)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return next((f"{words} {bound:g}" for name, bound in self.bounds.items() for words, holds in (COMPARE[name],)
+                         if not holds(value, bound)), None)
+        return None
+
+    def example(self) -> str:
+        """What could be written after the key's name: ``=true``."""
+        if self.fields:
+            return f".{next(iter(self.fields))}=VALUE"
+        examples = {"bool": "true", "int": "1", "float": "0.5", "str": "text", "list": "[a,b]", "dict": "{a: 1}", "null": "null"}
+        return f"={self.choices[0] if self.choices else examples[self.types[0]] if self.types else 'VALUE'}"
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {name: value for name in ("types", "choices", "bounds", "open", "deprecated", "removed", "internal")
+                                 if (value := getattr(self, name))}
+        if self.fields is not None:
+            plain["fields"] = {name: node.to_json() for name, node in self.fields.items()}
+        return plain
+
+    @staticmethod
+    def from_json(plain: Mapping[str, Any]) -> Node:
+        below = plain.get("fields")
+        fields = None if below is None else {name: Node.from_json(inner) for name, inner in below.items()}
+        return Node(**{**plain, "fields": fields})
+
+
+def type_name(value: object) -> str:
+    """The JSON type of a value."""
+    if value is None:
+        return "null"
+    return next(name for kind, name in ((bool, "bool"), (int, "int"), (float, "float"), (str, "str"), (list | tuple, "list"),
+                                        (Mapping, "dict")) if isinstance(value, kind))
+
+
+def _is(name: str, value: object) -> bool:
+    """A whole number may be written 5e8, and a number as a whole one; true and false are no numbers."""
+    if name == "int":
+        return type_name(value) == "int" or (isinstance(value, float) and math.isfinite(value) and value.is_integer())
+    if name == "float":
+        return type_name(value) in ("int", "float")
+    return type_name(value) == name
