@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.config import vendor
 from toolkit.config.identity import identity
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import PlanError, Problem, Severity
@@ -30,7 +31,7 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
     memory = None
     if batch is not None:
         if config.engine.name is EngineName.deepspeed:
-            settings = deepspeed.settings(config, world, batch, [spec.numel for spec in parameters])
+            settings = deepspeed.settings(vendor.usable(config), world, batch, [spec.numel for spec in parameters])
         if shape is not None:
             memory = plan_memory(config, shape, parameters, batch, settings)
     problems += rules.check(Case(config=config, world=world, shape=shape, parameters=parameters, axes=axes, batch=batch, memory=memory))

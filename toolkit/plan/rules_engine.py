@@ -89,7 +89,8 @@ def muon_limits(case: Case) -> Iterator[Problem]:
         yield refuse(config, "optim.name offload.optimizer", "Muon's momentum does not go to NVMe", "write offload=cpu, or optim=adamw")
 
 
-# -- Keys of the user's own that DeepSpeed accepts and that change the run silently, or not at all.
+# -- Keys of the user's own that DeepSpeed accepts and that change the run silently, or not at all. Those that are wrong in every run
+# are refused by config/vendor.py; these depend on the run.
 
 Test = Callable[[Any, Case], bool]
 
@@ -102,56 +103,33 @@ def _off(value: Any, case: Case) -> bool:
     return value is False
 
 
-def _above_one(value: Any, case: Case) -> bool:
-    return isinstance(value, int) and value > 1
-
-
 def _on_cpu(value: Any, case: Case) -> bool:
     return bool(value) and case.world.device is Device.CPU
 
 
+def _partial_below_stage3(value: Any, case: Case) -> bool:
+    return isinstance(value, int | float) and value < 1 and case.config.zero.stage != 3
+
+
 # key, when it is wrong, why, what to do
 SILENT: tuple[tuple[str, Test, str, str], ...] = (
-    ("zero_optimization.round_robin_gradients", _on,
-     "round-robin partitions scramble which parameter a saved state belongs to (29 of 30, measured)", "leave it out"),
     ("zero_optimization.compute_grad_norm", _off, "without a norm there is no clipping, and metrics have no grad_norm", "leave it out"),
     ("zero_optimization.zenflow", _on, "ZenFlow updates weights with old gradients, so no other engine repeats the run", "leave it out"),
     ("zero_optimization.zero_quantized_gradients", _on_cpu, "ZeRO++ quantisation runs on GPUs only", "leave it out on CPUs"),
     ("zero_optimization.zero_quantized_weights", _on_cpu, "ZeRO++ quantisation runs on GPUs only", "leave it out on CPUs"),
     ("zero_optimization.offload_optimizer.super_offload", _on_cpu, "SuperOffload runs on GPUs only", "leave it out on CPUs"),
-    ("tensor_parallel.autotp_size", _above_one,
-     "DeepSpeed counts tensor ranks as data ranks in its batch arithmetic, so the axis is the plan's", "write parallel.tensor instead"),
-    ("sequence_parallel_size", _above_one,
-     "Ulysses makes gradients as many times too large as there are ranks in stages 0 to 2", "write parallel.context instead"),
-    ("expert_parallel", _on, "the expert axis is the plan's", "write parallel.expert instead"),
-    ("pipeline", _on, "the pipeline is the plan's", "write parallel.pipeline instead"),
-    ("torch_autocast.enabled", _on, "autocast changes the precision behind the plan's back", "write precision=bf16 or precision=fp16"),
-    ("scheduler", _on, "the learning rate is a function of the samples consumed, which the loop sets", "write schedule.name and optim.lr"),
-    ("data_efficiency.enabled", _on, "DeepSpeed's data sampling would change the samples and their order", "write data.* keys instead"),
+    ("zero_optimization.offload_optimizer.ratio", _partial_below_stage3, "partial offload needs ZeRO 3",
+     "write zero=stage3, or leave it out"),
     ("compile.deepcompile", _on_cpu, "DeepCompile runs on GPUs only", "leave it out on CPUs"),
-    ("gradient_predivide_factor", lambda value, case: value not in (None, 1, 1.0),
-     "gradients are already divided once, by the units of the global batch", "leave it out"),
-    ("prescale_gradients", _on, "gradients are already divided once, by the units of the global batch", "leave it out"),
 )
 
 
 def silently_wrong_keys(case: Case) -> Iterator[Problem]:
-    keys = case.config.engine.deepspeed
     for key, wrong, why, remedy in SILENT:
-        value = _get(keys, key)
+        value = _get(case.config.engine.deepspeed, key)
         if value is not None and wrong(value, case):
             shown = "..." if isinstance(value, Mapping) else value
             yield Problem(f"engine.deepspeed.{key}", f"engine.deepspeed.{key}={shown}", why, remedy)
-    for name in ("wandb", "csv_monitor", "tensorboard", "comet"):
-        if _get(keys, f"{name}.enabled"):
-            yield Problem(f"engine.deepspeed.{name}", f"engine.deepspeed.{name}.enabled=true",
-                          "DeepSpeed's monitors never log the training loss, and only on rank 0",
-                          "leave it out: metrics.jsonl and monitor.wandb have everything")
-    ratio = _get(keys, "zero_optimization.offload_optimizer.ratio")
-    if ratio is not None and ratio < 1 and case.config.zero.stage != 3:
-        yield Problem("engine.deepspeed.zero_optimization.offload_optimizer.ratio",
-                      f"engine.deepspeed.zero_optimization.offload_optimizer.ratio={ratio}, zero.stage={case.config.zero.stage}",
-                      "partial offload needs ZeRO 3", "write zero=stage3, or leave it out")
 
 
 def _get(keys: Mapping[str, Any], path: str) -> Any:
@@ -164,6 +142,6 @@ def _get(keys: Mapping[str, Any], path: str) -> Any:
 
 
 RULES: tuple[Rule, ...] = (
-    megatron_is_for_later, local_is_one_rank, silently_wrong_keys, vendor_keys, sixteen_bits_need_a_stage, bf16_sums, kernel_fits,
+    megatron_is_for_later, local_is_one_rank, vendor_keys, silently_wrong_keys, sixteen_bits_need_a_stage, bf16_sums, kernel_fits,
     muon_limits,
 )
