@@ -1,0 +1,147 @@
+"""``manifest.json`` of a data folder: what it holds, where it came from, and what each file must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from toolkit.data.files import Digest, write_whole
+from toolkit.errors import InputError, Problem
+
+FORMAT_VERSION = 1
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One pair of files ``<name>.bin`` and ``<name>.idx``."""
+
+    name: str
+    documents: int
+    tokens: int
+    bin: Digest
+    idx: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Shards in the order in which their tokens follow one another."""
+
+    shards: tuple[Shard, ...]
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def data_hash(self) -> str:
+        """Of the tokens in their order: 32 hex digits."""
+        parts = [(shard.tokens, shard.bin.xxh3_128) for shard in self.shards]
+        return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerInfo:
+    """The tokenizer that made the tokens. Its folder lies beside the shards and opens with transformers' AutoTokenizer."""
+
+    folder: str
+    hash: str  # xxh3-128 of tokenizer.json
+    size: int  # of the vocabulary, special tokens included
+    end_of_text: int  # id of the token that ends every document
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The text that the tokens were made from."""
+
+    description: str
+    licence: str
+    files: int
+    bytes: int
+    xxh3_128: str  # of the texts, names and recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataManifest:
+    folder: Path  # where the files lie; not written
+    dtype: str  # of a token in .bin: uint16 or int32
+    origin: Origin
+    tokenizer: TokenizerInfo
+    splits: Mapping[str, Split]
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.folder / self.tokenizer.folder
+
+    def split(self, name: str) -> Split:
+        """Raises InputError naming the splits that there are."""
+        if name not in self.splits:
+            remedy = f"use one of: {', '.join(sorted(self.splits))}"
+            raise InputError(Problem("data.path", f"split {name} of {self.folder}", "the data folder holds the split", remedy))
+        return self.splits[name]
+
+
+def write_manifest(manifest: DataManifest, folder: Path) -> None:
+    """Into ``folder``, which is ``manifest.folder`` or above it."""
+    fields = {name: value for name, value in asdict(manifest).items() if name != "folder"}
+    root = manifest.folder.relative_to(folder).as_posix()
+    content = {"format_version": FORMAT_VERSION, "root": root, **fields}
+    write_whole(folder / NAME, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_manifest(path: str | Path) -> DataManifest:
+    """The manifest of the data folder ``path``.
+
+    Raises:
+        InputError: there is none, it is of another format version, or it cannot be read.
+    """
+    file = Path(path) / NAME
+    remedy = "write data=stdlib, or make a data folder with launch/prepare.py and name it with data.path=FOLDER"
+    try:
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise InputError(Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)) from error
+    except ValueError as error:
+        raise InputError(Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")) from error
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        seen, rule = f"format_version={version} in {file}", f"this toolkit reads data of format version {FORMAT_VERSION}"
+        raise InputError(Problem("data.path", seen, rule, "prepare the data again"))
+    try:
+        manifest = _manifest(content, Path(path) / content["root"])
+        if manifest.dtype not in ("uint16", "int32"):
+            raise TypeError(f"dtype {manifest.dtype}")
+        return manifest
+    except (KeyError, TypeError, AttributeError) as error:
+        seen = f"{file}: {type(error).__name__} {error}"
+        raise InputError(Problem("data.path", seen, "the manifest has every field of its format", "prepare the data again")) from error
+
+
+def _manifest(content: dict[str, Any], folder: Path) -> DataManifest:
+    splits = {name: Split(tuple(_shard(shard) for shard in split["shards"])) for name, split in content["splits"].items()}
+    origin, tokenizer = Origin(**content["origin"]), TokenizerInfo(**content["tokenizer"])
+    return DataManifest(folder=folder, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits)
+
+
+def _shard(content: dict[str, Any]) -> Shard:
+    return Shard(**{**content, "bin": Digest(**content["bin"]), "idx": Digest(**content["idx"])})
+
+
+def describe(manifest: DataManifest) -> list[str]:
+    """Lines for people: text, tokenizer, splits, place."""
+    origin, tokenizer = manifest.origin, manifest.tokenizer
+    lines = [f"text       {origin.description}: {origin.files:,} files, {origin.bytes:,} bytes, xxh3 {origin.xxh3_128} ({origin.licence})"]
+    lines.append(f"tokenizer  {tokenizer.size:,} tokens, xxh3 {tokenizer.hash}, {manifest.tokenizer_folder}")
+    for name, split in manifest.splits.items():
+        size = f"{sum(shard.bin.bytes for shard in split.shards):,} bytes of {manifest.dtype}"
+        lines.append(f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens, {size}, xxh3 {split.data_hash}")
+    return lines

@@ -1,0 +1,84 @@
+"""Items of an iterator made ahead of their use, by a thread."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class _Buffer(Generic[T]):
+    """What producer and consumer share. The thread holds this and not the `Prefetch`, so that a dropped one can end it."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._items: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._ended = False
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def fill(self, items: Iterable[T]) -> None:
+        error: BaseException | None = None
+        try:
+            for item in items:
+                if not self._put(item):
+                    return
+        except BaseException as caught:  # noqa: BLE001 - it is raised again where the items are used
+            error = caught
+        with self._changed:
+            self._error, self._ended = error, True
+            self._changed.notify_all()
+
+    def _put(self, item: T) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._items) < self._depth or self._closed)
+            if self._closed:
+                return False
+            self._items.append(item)
+            self._changed.notify_all()
+            return True
+
+    def get(self) -> T:
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._ended or self._closed)
+            if self._items:
+                item = self._items.popleft()
+                self._changed.notify_all()
+                return item
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+
+class Prefetch(Iterator[T]):
+    """At most ``depth`` items are ready ahead. An error of ``items`` is raised after the items before it.
+
+    ``close`` (or dropping the object) ends the thread; a closed one has no more items.
+    """
+
+    def __init__(self, items: Iterable[T], depth: int, name: str = "prefetch") -> None:
+        assert depth >= 1, f"depth {depth}"
+        buffer: _Buffer[T] = _Buffer(depth)
+        self._buffer = buffer
+        self._thread = threading.Thread(target=buffer.fill, args=(items,), name=name, daemon=True)
+        self._finalizer = weakref.finalize(self, buffer.close)
+        self._thread.start()
+
+    def __next__(self) -> T:
+        return self._buffer.get()
+
+    def close(self) -> None:
+        self._finalizer()
+        self._thread.join(timeout=10)  # it ends after the item it is making
