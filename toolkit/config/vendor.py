@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from toolkit.config.keys import flatten
@@ -66,6 +67,7 @@ DERIVED = {
     "bf16.enabled": _PRECISION,
     "bfloat16": _PRECISION,
     "fp16.enabled": _PRECISION,
+    "data_types.param_dtype": _PRECISION,
     "torch_autocast": ("autocast changes the precision behind the plan's back", "write precision=bf16 or precision=fp16"),
     "fp16.loss_scale": _SCALER,
     "fp16.hysteresis": _SCALER,
@@ -93,6 +95,10 @@ DERIVED = {
     "autotuning": ("DeepSpeed's autotuner restarts the run with other settings", "compare settings with launch/plan.py"),
 }
 
+# Their values are checked by DeepSpeed's functions, which the schema does not see.
+DTYPE_KEYS = ("communication_data_type", "seq_parallel_communication_data_type", "data_types.grad_accum_dtype", "data_types.buffer_dtype")
+DTYPES = ("fp32", "fp16", "bf16")
+
 # A removed key -> what does its work now; without an entry, nothing does.
 INSTEAD = {
     "elasticity": "leave it out: a checkpoint resumes with any number of ranks",
@@ -115,6 +121,15 @@ def deepspeed_problems(config: RunConfig) -> list[Problem]:
                                    "DeepSpeed's keys are checked against the installed DeepSpeed, and there is none",
                                    "install it: pip install deepspeed")]
     return [*problems, *_check(given, schema, ""), *_muon(config)]
+
+
+def usable(config: RunConfig) -> RunConfig:
+    """``config`` without the sections of DeepSpeed's keys that have problems: what remains can be planned, and its problems told too."""
+    wrong = {problem.key.removeprefix(f"{ROOT}.").split(".")[0] for problem in deepspeed_problems(config)}
+    if not wrong:
+        return config
+    kept = {part: value for part, value in config.engine.deepspeed.items() if part not in wrong}
+    return replace(config, engine=replace(config.engine, deepspeed=kept))
 
 
 def _not_selected(config: RunConfig) -> list[Problem]:
@@ -146,6 +161,8 @@ def _check(given: Mapping[Any, Any], schema: Node, above: str) -> Iterator[Probl
         elif node.deprecated is not None or node.internal:
             why = "DeepSpeed sets it itself" if node.internal else f"DeepSpeed calls it deprecated and reads {node.deprecated}"
             yield _problem(name, value, why, "leave it out" if node.internal else f"write +{ROOT}.{above}{node.deprecated}={_show(value)}")
+        elif name in DTYPE_KEYS and value not in (*DTYPES, None):
+            yield _problem(name, value, f"{name} is one of {', '.join(DTYPES)}", f"write +{ROOT}.{name}=fp32")
         elif node.fields is not None and isinstance(value, Mapping):
             yield from _check(value, node, name + ".")
         elif (rule := node.wrong(value)) is not None:
