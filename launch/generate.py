@@ -1,0 +1,59 @@
+"""Continue a text with a run's newest weights:
+
+    python launch/generate.py runs/quickstart-1a2b3c4d "def main("
+    python launch/generate.py runs/quickstart-1a2b3c4d "import os" --tokens 200 --temperature 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.errors import ExitCode, InputError, Problem, UserError
+from toolkit.rundir import RunDirectory
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument("--tokens", type=int, default=64, help="how many to add")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--weights", type=Path, help="a checkpoint or Hugging Face folder; default: the run's newest, else its export")
+    parser.add_argument("--data", type=Path, help="the folder with the tokenizer; default: the run's own data")
+    given = parser.parse_args(arguments)
+    try:
+        print(given.prompt + continuation(given))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USER
+    return ExitCode.DONE
+
+
+def continuation(given: argparse.Namespace) -> str:
+    directory = RunDirectory(given.run)
+    if not directory.plan_file.is_file():
+        raise InputError(Problem("run", f"run={given.run}", "a run directory has a plan.json", "give the folder that train.py printed"))
+    model = json.loads(directory.plan_file.read_text(encoding="utf-8"))["model"]
+    if model is None:
+        raise InputError(Problem("run", f"{given.run} trains model.target", "text is generated with the families' models",
+                                 "load its weights with toolkit.checkpoint.open_reader in a script of your own"))
+    from toolkit.checkpoint import open_reader
+    from toolkit.checkpoint.store import CheckpointStore
+    from toolkit.config.compose import from_yaml
+    from toolkit.train.generate import continue_text, load_model, load_tokenizer, shape_of
+
+    shape = shape_of(model)
+    data = given.data or from_yaml(directory.config_file.read_text(encoding="utf-8")).data.path
+    weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
+    module = load_model(shape, open_reader(weights))
+    return continue_text(module, load_tokenizer(data), given.prompt, tokens=given.tokens, temperature=given.temperature, seed=given.seed,
+                         context=shape.max_position_embeddings)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

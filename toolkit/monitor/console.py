@@ -1,0 +1,49 @@
+"""What a person sees of training: steps done of all, speed and time left, the loss, and each evaluation as a line."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+from toolkit.monitor.sink import NullSink, Row
+from toolkit.progress import Progress, quantity
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stdout, flush=True)
+
+
+class ConsoleSink(NullSink):
+    """
+    Args:
+        steps, done: of the whole run, and of earlier attempts.
+        every: steps between two updates of the display.
+    """
+
+    def __init__(self, progress: Progress, *, steps: int, done: int, every: int, say: Callable[[str], None] = say) -> None:
+        self._task = progress.task("training", total=steps, unit="steps", done=done)
+        self._steps, self._shown, self._every = steps, done, every
+        self._say = say
+
+    def log_step(self, row: Row) -> None:
+        step = row["step"]
+        if step % self._every and step != self._steps:
+            return
+        skipped = f"  skipped, loss scale {row['loss_scale']:g}" if row.get("skipped") else ""
+        note = f"loss {row['loss']:.4f}  {quantity(row['tokens_per_second'], 'tokens')}/s{skipped}"
+        self._task.advance(step - self._shown, note)
+        self._shown = step
+        if step == self._steps:
+            self._task.finish()
+
+    def log_eval(self, row: Row) -> None:
+        self._say(f"step {row['step']}: {row['set']} loss {row['loss']:.4f} (perplexity {_perplexity(row['loss'])}), "
+                  f"{row['seconds']:.1f} s")
+
+    def close(self, exit_code: int) -> None:
+        self._task.finish()
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.4g}" if loss < 100 else "beyond 1e43"

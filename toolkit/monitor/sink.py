@@ -1,0 +1,82 @@
+"""Where measurements go. One small interface; several sinks act as one, and one that breaks is told and dropped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+Row = Mapping[str, Any]  # plain JSON types; ``step`` is the number of completed optimizer steps
+
+
+class Sink(Protocol):
+    def log_step(self, row: Row) -> None:
+        """One training step."""
+
+    def log_eval(self, row: Row) -> None:
+        """One evaluation of one set."""
+
+    def log_text(self, name: str, text: str) -> None:
+        """Words of the run: a generated continuation."""
+
+    def log_image(self, name: str, path: Path) -> None:
+        """A picture, whole at ``path``."""
+
+    def close(self, exit_code: int) -> None:
+        """The run is over; ``exit_code`` as in ``toolkit.errors.ExitCode``."""
+
+
+class NullSink(Sink):
+    """Takes everything, keeps nothing: for ranks other than 0, and the base of sinks that want only some of it."""
+
+    def log_step(self, row: Row) -> None:
+        pass
+
+    def log_eval(self, row: Row) -> None:
+        pass
+
+    def log_text(self, name: str, text: str) -> None:
+        pass
+
+    def log_image(self, name: str, path: Path) -> None:
+        pass
+
+    def close(self, exit_code: int) -> None:
+        pass
+
+
+def tell(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+class CompositeSink(Sink):
+    """All of ``sinks``. Training must not end for want of a disk or a service that only watches it: a sink that raises is told
+    once and left out from then on."""
+
+    def __init__(self, sinks: Sequence[Sink], tell: Callable[[str], None] = tell) -> None:
+        self._sinks = list(sinks)
+        self._tell = tell
+
+    def log_step(self, row: Row) -> None:
+        self._each(lambda sink: sink.log_step(row))
+
+    def log_eval(self, row: Row) -> None:
+        self._each(lambda sink: sink.log_eval(row))
+
+    def log_text(self, name: str, text: str) -> None:
+        self._each(lambda sink: sink.log_text(name, text))
+
+    def log_image(self, name: str, path: Path) -> None:
+        self._each(lambda sink: sink.log_image(name, path))
+
+    def close(self, exit_code: int) -> None:
+        self._each(lambda sink: sink.close(exit_code))
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:  # noqa: BLE001  whatever a sink raises, training goes on without it
+                self._sinks.remove(sink)
+                self._tell(f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}")

@@ -1,0 +1,83 @@
+"""What follows the last step, by rank 0 alone, from the files: the exported weights, a text, and what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.directory import newest, step_of
+from toolkit.checkpoint.formats.huggingface import export
+from toolkit.data.manifest import read_manifest
+from toolkit.monitor.jsonl import read_rows
+from toolkit.monitor.sink import Sink
+from toolkit.plan.types import RunPlan
+from toolkit.rundir import RunDirectory
+
+Say = Callable[[str], None]
+TEMPERATURE = 0.7
+
+
+def finish(plan: RunPlan, directory: RunDirectory, sink: Sink, unigram: float | None, *, say: Say, tell: Say,
+           stop: Callable[[], object]) -> None:
+    """After the last step of a run.
+
+    Args:
+        unigram: the unigram model's loss on the first evaluation set, if it is known.
+        say, tell: for results, for trouble.
+        stop: whether to leave early.
+    """
+    checkpoint = newest(directory.checkpoints)
+    if plan.config.checkpoint.export:
+        assert checkpoint is not None, "a run that exports saves its last step"
+        export(open_reader(checkpoint), plan.shape, directory.export, tokenizer=read_manifest(plan.config.data.path).tokenizer_folder)
+    _tell_losses(plan, directory, unigram, say)
+    prompt = plan.config.monitor.prompt
+    if prompt is not None and not stop():
+        try:
+            text = _continuation(plan, checkpoint, prompt, stop)
+            say(f"the model continues {prompt!r}:\n\n{prompt}{text}\n")
+            sink.log_text("continuation", prompt + text)
+        except Exception as error:  # noqa: BLE001  the training is done and saved; a sample of text does not change that
+            tell(f"no text was generated: {type(error).__name__}: {error}")
+    picture = directory.plots / "loss.png"
+    if picture.exists():
+        sink.log_image("loss", picture)
+    for line in last_words(plan, directory):
+        say(line)
+
+
+def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, say: Say) -> None:
+    rows = {row["set"]: row for row in read_rows(directory.eval_file)}
+    for number, name in enumerate(plan.config.eval.sets):
+        if name not in rows:
+            continue
+        row = rows[name]
+        line = f"{name} loss after {row['step']} steps: {row['loss']:.4f} nats a token, on {row['tokens']:,} tokens"
+        if number == 0 and unigram is not None:
+            line += f"; a unigram model's on the same tokens: {unigram:.4f} ({unigram - row['loss']:+.4f} better)"
+        say(line)
+
+
+def _continuation(plan: RunPlan, checkpoint: Path | None, prompt: str, stop: Callable[[], object]) -> str:
+    from toolkit.train.generate import continue_text, load_model, load_tokenizer
+
+    if plan.shape is None:
+        raise ValueError("monitor.prompt needs a family's model, not model.target")
+    if checkpoint is None or step_of(checkpoint) != plan.config.train.steps:
+        raise ValueError("monitor.prompt needs the weights of the last step: checkpoint.at_end=true")
+    model = load_model(plan.shape, open_reader(checkpoint))
+    return continue_text(model, load_tokenizer(plan.config.data.path), prompt, temperature=TEMPERATURE, seed=plan.config.train.seed,
+                         context=plan.shape.max_position_embeddings, stop=stop)
+
+
+def last_words(plan: RunPlan, directory: RunDirectory) -> list[str]:
+    """Three lines: where everything is, and what to try next."""
+    path, steps = directory.path, plan.config.train.steps
+    there = [name for name in ("plots/loss.png", "metrics.jsonl", "checkpoints", "export") if (path / name).exists()]
+    longer = f"train longer, or in another layout: the same command with train.steps={2 * steps}, or with zero=stage3 as well"
+    if plan.shape is None:
+        use = f"use the weights: toolkit.checkpoint.open_reader('{path}')"
+    else:
+        use = f"ask the model for more: python launch/generate.py {path} \"import os\""
+    return [f"everything is in {path}: {', '.join(there)}", use, longer]

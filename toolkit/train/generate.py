@@ -1,0 +1,88 @@
+"""Continue a text with trained weights: a plain local model, one process, whatever engine and layout trained them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from toolkit import families
+from toolkit.checkpoint.shard import WEIGHT, Box, Reader, Shard, TensorKey
+from toolkit.data.manifest import read_manifest
+from toolkit.data.tokenizer import load
+from toolkit.errors import InputError, Problem
+from toolkit.families.base import ModelShape
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENS = 64
+SECONDS = 60.0
+
+
+def shape_of(model: Mapping[str, Any]) -> ModelShape:
+    """The inverse of ``plan.json``'s ``model``; what a later version added is passed over."""
+    known = {field.name for field in fields(ModelShape)}
+    return ModelShape(**{name: value for name, value in model.items() if name in known})
+
+
+def load_model(shape: ModelShape, reader: Reader, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The family's Hugging Face module, without dropout, with the reader's weights.
+
+    Raises:
+        CheckpointError: the reader lacks a weight or has another shape.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**families.get(shape.family).hugging_face_config(shape))
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    reader.read([Shard(TensorKey(WEIGHT, name), tuple(parameter.shape), Box.whole(parameter.shape), parameter.data)
+                 for name, parameter in model.named_parameters()])
+    return model.to(device or torch.device("cpu"))
+
+
+def load_tokenizer(data_folder: str | Path) -> Tokenizer:
+    """Of a data folder. Raises InputError where there is none."""
+    return load(read_manifest(data_folder).tokenizer_folder)
+
+
+@torch.no_grad()
+def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, *, tokens: int = TOKENS, temperature: float = 0.8, seed: int = 0,
+                  context: int | None = None, seconds: float = SECONDS, stop: Callable[[], object] = lambda: None) -> str:
+    """Up to ``tokens`` further tokens as text; fewer where ``seconds`` pass or ``stop`` answers.
+
+    The same seed gives the same text on the same device.
+
+    Args:
+        temperature: 0 takes the likeliest token each time.
+        context: the model's longest sequence; the prompt loses its beginning where both do not fit.
+
+    Raises:
+        InputError: the prompt has no token.
+    """
+    ids = tokenizer.encode(prompt).ids
+    if not ids:
+        raise InputError(Problem("prompt", f"prompt={prompt!r}", "a prompt has at least one token", "write some text"))
+    if context is not None:
+        tokens = min(tokens, context - 1)
+        ids = ids[-(context - tokens):]
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    deadline = time.monotonic() + seconds
+    new: list[int] = []
+    inputs, past = torch.tensor([ids], device=device), None
+    while len(new) < tokens and time.monotonic() < deadline and not stop():
+        output = model(input_ids=inputs, past_key_values=past, use_cache=True)
+        logits = output.logits[0, -1, : tokenizer.get_vocab_size()].float()  # the embedding may have more rows than the tokenizer
+        if temperature == 0:
+            inputs = logits.argmax().reshape(1, 1)
+        else:
+            inputs = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator).reshape(1, 1)
+        past = output.past_key_values
+        new.append(int(inputs))
+    return tokenizer.decode(new)

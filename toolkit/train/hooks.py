@@ -1,0 +1,166 @@
+"""What happens around training, in small objects: each listens to some of five events, in the order in which they were added.
+
+    on_start(step)        the state is loaded; ``step`` optimizer steps are done
+    on_step(done)         an optimizer step is done, on all ranks
+    on_eval(row)          one named set was evaluated
+    on_checkpoint(path)   a checkpoint is complete
+    on_end(step)          training is over: all steps are done, or a stop was agreed; everything is saved
+
+``on_step`` runs at the same steps on all ranks, so only there a hook may act together with other ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.config.schema import Precision
+from toolkit.engine.protocol import StepResult
+from toolkit.monitor.sink import Row, Sink
+from toolkit.plan.types import RunPlan
+from toolkit.rundir import RunDirectory, RunState, Status
+from toolkit.train.agree import Agreed
+
+STATUS_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """``step`` counts completed steps, so the first one is 1. ``seconds``: see ``loop.train``."""
+
+    step: int
+    lr: float
+    result: StepResult
+    seconds: float
+    agreed: Agreed
+    last: bool  # of the whole run
+
+
+class Hook:
+    """Listens to nothing; a hook overrides what it wants."""
+
+    def on_start(self, step: int) -> None:
+        pass
+
+    def on_step(self, done: StepDone) -> None:
+        pass
+
+    def on_eval(self, row: Row) -> None:
+        pass
+
+    def on_checkpoint(self, path: Path) -> None:
+        pass
+
+    def on_end(self, step: int) -> None:
+        pass
+
+
+class Hooks(Hook):
+    """All hooks as one. A hook that makes an event of its own calls this object."""
+
+    def __init__(self, *hooks: Hook) -> None:
+        self._hooks = list(hooks)
+
+    def add(self, hook: Hook) -> None:
+        self._hooks.append(hook)
+
+    def on_start(self, step: int) -> None:
+        for hook in self._hooks:
+            hook.on_start(step)
+
+    def on_step(self, done: StepDone) -> None:
+        for hook in self._hooks:
+            hook.on_step(done)
+
+    def on_eval(self, row: Row) -> None:
+        for hook in self._hooks:
+            hook.on_eval(row)
+
+    def on_checkpoint(self, path: Path) -> None:
+        for hook in self._hooks:
+            hook.on_checkpoint(path)
+
+    def on_end(self, step: int) -> None:
+        for hook in self._hooks:
+            hook.on_end(step)
+
+
+class Metrics(Hook):
+    """One row a step and one an evaluation, to the sinks."""
+
+    def __init__(self, plan: RunPlan, sink: Sink) -> None:
+        self._scaled = plan.config.precision.name is Precision.fp16
+        self._sink = sink
+
+    def on_step(self, done: StepDone) -> None:
+        result = done.result
+        row = {
+            "step": done.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": done.lr, "tokens": result.tokens,
+            "step_seconds": done.seconds, "tokens_per_second": result.tokens / done.seconds,
+        }
+        scaling = {"skipped": result.skipped, "loss_scale": result.loss_scale} if self._scaled else {}
+        self._sink.log_step({**row, **scaling})
+
+    def on_eval(self, row: Row) -> None:
+        self._sink.log_eval(row)
+
+
+class StatusFile(Hook):
+    """``status.json`` while the run is under way, at a bounded rate; how it ended is written by whoever started it. For rank 0."""
+
+    def __init__(self, directory: RunDirectory, attempt: int, newest: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory, self._attempt, self._clock = directory, attempt, clock
+        self._checkpoint = newest
+        self._step = 0
+        self._next = 0.0
+
+    def on_start(self, step: int) -> None:
+        self._write(step)
+
+    def on_step(self, done: StepDone) -> None:
+        self._step = done.step
+        if self._clock() >= self._next:
+            self._write(done.step)
+
+    def on_checkpoint(self, path: Path) -> None:
+        self._checkpoint = path
+        self._write(self._step)
+
+    def on_end(self, step: int) -> None:
+        self._write(step)
+
+    def _write(self, step: int) -> None:
+        self._step, self._next = step, self._clock() + STATUS_SECONDS
+        checkpoint = str(self._checkpoint) if self._checkpoint is not None else None
+        self._directory.write_status(Status(state=RunState.RUNNING, attempt=self._attempt, step=step, checkpoint=checkpoint))
+
+
+class Plots(Hook):
+    """Draws in a thread whenever a checkpoint is complete: training does not wait for a picture. For rank 0."""
+
+    def __init__(self, draw: Callable[[], object], tell: Callable[[str], None]) -> None:
+        self._draw, self._tell = draw, tell
+        self._thread: threading.Thread | None = None
+        self._broken = False
+
+    def on_checkpoint(self, path: Path) -> None:
+        if self._broken or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self._work, name="plots", daemon=True)
+        self._thread.start()
+
+    def on_end(self, step: int) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if not self._broken:
+            self._work()
+
+    def _work(self) -> None:
+        try:
+            self._draw()
+        except Exception as error:  # noqa: BLE001  a picture is no reason to end a training
+            self._broken = True
+            self._tell(f"no more plots: {type(error).__name__}: {error}")

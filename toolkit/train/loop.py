@@ -1,0 +1,46 @@
+"""Training, top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from toolkit.engine.protocol import Engine, StepSettings
+from toolkit.errors import ExitCode
+from toolkit.plan.schedule import learning_rate
+from toolkit.plan.types import RunPlan
+from toolkit.train.agree import Agreed
+from toolkit.train.hooks import Hook, StepDone
+from toolkit.train.state import TrainState
+from toolkit.train.task import Task
+
+
+def train(plan: RunPlan, engine: Engine, task: Task, stream: Iterable[Sequence[np.ndarray]], state: TrainState, hooks: Hook,
+          agree: Callable[[], Agreed], clock: Callable[[], float] = time.perf_counter) -> ExitCode:
+    """From ``state`` to the plan's last step, or to an agreed stop.
+
+    A step's ``seconds`` run from when it begins to wait for its samples to when its result is known and the ranks have agreed;
+    evaluation, saving and logging lie between steps. The first step has the engine's compilation and warm-up in it.
+
+    Args:
+        stream: this rank's micro-batches of the step that ``state`` is at, then of each following one.
+        agree: exchanges with the other ranks, once a step.
+    """
+    hooks.on_start(state.step)
+    steps = range(state.step, plan.config.train.steps)
+    began = clock()
+    for step, samples in zip(steps, stream, strict=False):
+        lr = learning_rate(plan, step)
+        batches = [task.collate(micro_batch, engine.device) for micro_batch in samples]
+        result = engine.train_step(batches, StepSettings(step=step, lr=lr))
+        state.step = step + 1
+        agreed = agree()
+        last = state.step == plan.config.train.steps
+        hooks.on_step(StepDone(state.step, lr, result, clock() - began, agreed, last))
+        if agreed.stop and not last:
+            break
+        began = clock()
+    hooks.on_end(state.step)
+    return ExitCode.DONE if state.step >= plan.config.train.steps else ExitCode.STOPPED

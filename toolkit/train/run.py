@@ -1,0 +1,130 @@
+"""One rank of a run, from its plan to its exit code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+from toolkit.checkpoint.directory import newest
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.config.schema import parse_cadence
+from toolkit.data.evaluation import eval_batches, evaluation_targets, unigram_loss
+from toolkit.data.index import TokenSource, open_split
+from toolkit.data.stream import Stream
+from toolkit.engine.build import build_engine
+from toolkit.engine.protocol import Engine
+from toolkit.errors import ExitCode, InputError, Problem
+from toolkit.monitor.console import say
+from toolkit.monitor.jsonl import read_rows
+from toolkit.monitor.plots import loss_curve
+from toolkit.monitor.sink import tell
+from toolkit.plan.types import RunPlan
+from toolkit.rundir import RunDirectory
+from toolkit.train import closing, place
+from toolkit.train.agree import Agreed, Exchange, exchange
+from toolkit.train.evaluation import Batches, Evaluation
+from toolkit.train.hooks import Hooks, Metrics, Plots, StatusFile
+from toolkit.train.loop import train
+from toolkit.train.saving import Checkpoints, Timer
+from toolkit.train.sinks import closed_with_code, open_sinks
+from toolkit.train.source import find_beginning
+from toolkit.train.task import Task, text_task
+
+Stop = Callable[[], str | None]
+
+
+def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int) -> ExitCode:
+    """Train on this rank.
+
+    Args:
+        stop: the reason to stop, once there is one.
+        attempt: the number that ``RunDirectory.begin`` gave this start.
+
+    Returns:
+        DONE after the last step; STOPPED where a stop was agreed, and then the state is saved. How it ended is written to
+        ``status.json`` by the caller, who knows of errors too.
+
+    Raises:
+        UserError: data, checkpoint or model are not what the run says.
+    """
+    directory = RunDirectory(plan.run_dir)
+    with ExitStack() as stack:
+        stack.enter_context(place.process_group(plan, rank, local_rank))
+        place.settle(plan)
+        ask = exchange(plan.world.ranks)
+        training = open_split(plan.config.data.path, "train")
+        sets = {name: open_split(plan.config.data.path, name) for name in plan.config.eval.sets} if plan.config.eval.every else {}
+        check_vocabulary(plan, training)
+        data_rank = plan.axes.coordinates(rank).data
+        stream = Stream(training, sequence_length=plan.config.train.sequence_length, seed=plan.config.data.shuffle_seed, batch=plan.batch,
+                        data_rank=data_rank)
+        stack.callback(stream.close)
+        beginning = find_beginning(plan, directory, stream.check_fingerprint)
+        state = beginning.state
+        if rank == 0:
+            directory.trim_after(state.step, attempt)
+            say(beginning.words)
+        sink = open_sinks(plan, directory, state.step, rank)
+        ended = stack.enter_context(closed_with_code(sink))
+
+        task = text_task(plan)
+        engine = build_engine(plan, task, rank=rank, local_rank=local_rank)
+        engine.load(beginning.reader)
+        timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
+        unigram = functools.cache(lambda: unigram_of(plan, training, sets))
+        hooks = Hooks(Metrics(plan, sink))
+        hooks.add(evaluation(plan, engine, task, sets, data_rank, hooks, ask, directory, rank))
+        hooks.add(Checkpoints(
+            plan, engine, CheckpointStore(directory.checkpoints, plan.config.checkpoint.keep_last, plan.config.checkpoint.keep_every),
+            stream.fingerprint(), timer, rank=rank, attempt=attempt, announce=hooks.on_checkpoint,
+            tell=tell if rank == 0 else lambda words: None))
+        if rank == 0:
+            hooks.add(StatusFile(directory, attempt, newest(directory.checkpoints)))
+            hooks.add(Plots(lambda: loss_curve(directory.path, unigram()), tell))
+
+        def agree() -> Agreed:
+            stopping, due = ask([stop() is not None, rank == 0 and timer.due()])
+            return Agreed(stop=bool(stopping), save=bool(due))
+
+        code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree)
+        engine.close()
+        ended(code)
+        try:
+            if rank == 0 and code is ExitCode.DONE:
+                closing.finish(plan, directory, sink, unigram(), say=say, tell=tell, stop=stop)
+            elif rank == 0:
+                say(f"stopped after step {state.step} of {plan.config.train.steps}, saved; the same command continues")
+        finally:
+            ask([0])  # the others stay until rank 0 is through: leaving tears down what it may still need
+        return code
+
+
+def check_vocabulary(plan: RunPlan, source: TokenSource) -> None:
+    if plan.shape is not None and source.vocab_size > plan.shape.vocab_size:
+        raise InputError(Problem(
+            "model.vocab_size", f"model.vocab_size={plan.shape.vocab_size}, a tokenizer of {source.vocab_size} in {plan.config.data.path}",
+            "every token of the tokenizer has a row of the embedding", f"write model.vocab_size={source.vocab_size} or more"))
+
+
+def evaluation(plan: RunPlan, engine: Engine, task: Task, sets: Mapping[str, TokenSource], data_rank: int, hooks: Hooks, ask: Exchange,
+               directory: RunDirectory, rank: int) -> Evaluation:
+    length, batches = plan.config.train.sequence_length, plan.config.eval.batches
+
+    def batches_of(source: TokenSource) -> Callable[[], Batches]:
+        return lambda: eval_batches(source, length, batches, plan.batch, data_rank)
+
+    def missing(step: int) -> bool:
+        absent = rank == 0 and all(row["step"] != step for row in read_rows(directory.eval_file))
+        return bool(ask([absent])[0])
+
+    return Evaluation(engine, task, {name: batches_of(source) for name, source in sets.items()}, every=plan.config.eval.every,
+                      steps=plan.config.train.steps, missing=missing, announce=hooks.on_eval)
+
+
+def unigram_of(plan: RunPlan, training: TokenSource, sets: Mapping[str, TokenSource]) -> float | None:
+    """The unigram model's loss on the tokens of the first evaluation set; None without one."""
+    for source in sets.values():
+        targets = evaluation_targets(source, plan.config.train.sequence_length, plan.config.eval.batches, plan.batch.global_batch)
+        return unigram_loss(training, targets)
+    return None

@@ -1,0 +1,75 @@
+"""When the state is saved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.store import CheckpointStore, PendingSave
+from toolkit.config.schema import parse_cadence
+from toolkit.engine.protocol import Engine
+from toolkit.plan.types import RunPlan
+from toolkit.train import state
+from toolkit.train.hooks import Hook, StepDone
+
+
+class Timer:
+    """Whether ``seconds`` have passed since the last save. Only rank 0's is asked: clocks differ."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._since = clock()
+
+    def due(self) -> bool:
+        return self._seconds is not None and self._clock() - self._since >= self._seconds
+
+    def restart(self) -> None:
+        self._since = self._clock()
+
+
+class Checkpoints(Hook):
+    """Saves at the cadence of ``checkpoint.every``, after the last step if asked, and always before a stop.
+
+    A save in the background that fails is told when it is seen and raised at the next save, so that all ranks end at the same
+    step; until then training goes on.
+    """
+
+    def __init__(self, plan: RunPlan, engine: Engine, store: CheckpointStore, fingerprint: Mapping[str, Any], timer: Timer, *,
+                 rank: int, attempt: int, announce: Callable[[Path], None], tell: Callable[[str], None]) -> None:
+        self._plan, self._engine, self._store, self._timer = plan, engine, store, timer
+        self._fingerprint, self._rank, self._attempt = fingerprint, rank, attempt
+        self._announce, self._tell = announce, tell
+        self._every_steps = parse_cadence(plan.config.checkpoint.every).steps
+        self._pending: PendingSave | None = None
+
+    def on_step(self, done: StepDone) -> None:
+        self._look()
+        checkpoint = self._plan.config.checkpoint
+        by_steps = self._every_steps is not None and done.step % self._every_steps == 0
+        at_end = done.last and (checkpoint.at_end or checkpoint.export)
+        if by_steps or at_end or done.agreed.save or done.agreed.stop:
+            self._save(done.step, background=checkpoint.background and not (done.last or done.agreed.stop))
+
+    def on_end(self, step: int) -> None:
+        self._store.wait()
+        self._look()
+
+    def _save(self, step: int, background: bool) -> None:
+        scalars = state.scalars(self._plan, state.TrainState(step), self._fingerprint, self._engine.scalars())
+        self._pending = self._store.save(
+            step, self._engine.shards(), scalars, namespace=state.namespace(self._plan), rank=self._rank, ranks=self._plan.world.ranks,
+            attempt=self._attempt, background=background)
+        self._timer.restart()
+        self._look()
+
+    def _look(self) -> None:
+        """Tell of a save that has ended since the last look."""
+        if self._pending is None or not self._pending.done():
+            return
+        pending, self._pending = self._pending, None
+        if pending.error is None:
+            self._announce(pending.path)
+        else:
+            self._tell(f"{pending.path} could not be saved: {type(pending.error).__name__}: {pending.error}")
