@@ -39,6 +39,12 @@ def test_seven_billion_parameters_in_fp32_with_adam() -> None:
     assert (memory.parameters / GB, memory.gradients / GB, memory.optimizer / GB) == (28, 28, 56)
 
 
+def test_the_local_engine_in_16_bits_keeps_masters_and_fp32_sums() -> None:
+    one = [ParameterSpec("weight", (1_000, 1_000))]
+    memory = memory_of(run_config(engine__name=EngineName.local, precision__name=Precision.bf16), 1, one)
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (2e6, 6e6, 12e6)
+
+
 def test_gpt3_in_fp32_has_700_gb_of_weights() -> None:
     """Brown et al., 2005.14165, table 2.1: 96 layers of 12,288."""
     model = replace(PUBLISHED["gpt2"], hidden_size=12288, num_hidden_layers=96, num_attention_heads=96, max_position_embeddings=2048)

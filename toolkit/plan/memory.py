@@ -16,7 +16,7 @@ the sum of the parameters' partitions. Adam has moments M = 8 bytes an element, 
 
                         parameters   gradients         optimizer      on the host
     stage 0, fp32       4 N          4 N               M N
-    stage 0, 16 bits    2 N          2 N               (4 + M) N      (local engine only)
+    stage 0, 16 bits    2 N          (2 + 4) N         (4 + M) N      (local engine only, which sums in fp32)
     stage 1             e N          e N               (4 + M) P
     stage 2             e N          e T, or 4 P (1)   (4 + M) P
     stage 3             e P + pers.  e P, or 4 P (2)   (4 + M) P
@@ -158,10 +158,11 @@ class States:
 
 
 def stage0(run: _Run) -> States:
-    """Plain data parallel, and the local engine: everything on every rank. In fp32 the weight is its own master."""
+    """Plain data parallel, and the local engine: everything on every rank. In fp32 the weight is its own master; in 16 bits (the
+    local engine only) a micro-batch's gradients are added to fp32 ones."""
     master = 0 if run.element == FP32 else FP32
     optimizer = sum(group.numel * (group.state_bytes + master) for group in run.groups)
-    return States(run.numel * run.element, run.numel * run.element, optimizer)
+    return States(run.numel * run.element, run.numel * (run.element + master), optimizer)
 
 
 def stage1(run: _Run) -> States:
