@@ -130,7 +130,8 @@ class Cell:
 def sample(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels [LENGTH], learnable; the number of unmasked labels differs from sample to sample."""
     generator = torch.Generator().manual_seed(7919 * number + 1)
-    first, stride, masked = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, VOCABULARY), (1, 4), (0, LENGTH - 4)))
+    bounds = ((0, VOCABULARY), (1, 4), (0, LENGTH - 4))
+    first, stride, masked = (int(torch.randint(low, high, (), generator=generator)) for low, high in bounds)
     row = (first + stride * torch.arange(LENGTH + 1)) % VOCABULARY
     labels = row[1:].clone()
     labels[:masked] = -100
@@ -190,7 +191,8 @@ Batches = Callable[[int, int, int, int], list[MicroBatch]]
 
 
 def steps(engine: Engine, cell: Cell, rank: int, first: int, last: int, batches: Batches = micro_batches) -> list[StepResult]:
-    return [engine.train_step(batches(step, rank, cell.ranks, cell.accumulation), StepSettings(step, cell.lr)) for step in range(first, last)]
+    mine = (batches(step, rank, cell.ranks, cell.accumulation) for step in range(first, last))
+    return [engine.train_step(batch, StepSettings(step, cell.lr)) for step, batch in enumerate(mine, first)]
 
 
 def make(cell: Cell, rank: int, reader: Reader | None = None, objective: Text | None = None) -> Engine:

@@ -33,7 +33,9 @@ CORE = [
     *(Cell(stage=stage, **OFF) for stage in (1, 2, 3)),
     Cell(**ALL_OFF),
     Cell(stage=3, ranks=4, accumulation=1, **SGD, **OFF),
-    *(Cell(stage=stage, family=family) for family, stage in (("gpt2", 2), ("gpt2", 3), ("qwen2", 1), ("qwen2", 3), ("mixtral", 2), ("mixtral", 3))),
+    *(Cell(stage=stage, family="gpt2") for stage in (2, 3)),
+    *(Cell(stage=stage, family="qwen2") for stage in (1, 3)),
+    *(Cell(stage=stage, family="mixtral") for stage in (0, 3)),
     *(Cell(stage=stage, checkpointing=True) for stage in (2, 3)),
 ]
 

@@ -36,7 +36,7 @@ class DeepSpeedEngine:
         settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed writes into what it is given
         module, groups = build(deepspeed, plan, settings, self.device)
         self._ds, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=settings, dist_init_required=False)
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._accumulation = int(self._ds.gradient_accumulation_steps())
         self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
         module.train()
@@ -49,11 +49,11 @@ class DeepSpeedEngine:
         # DeepSpeed averages gradients over the ranks; the loss is a sum over the global batch / its units.
         weight = self._ranks / max(units, 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        seeding.reseed(self._plan.config.train.seed, settings.step, self._coordinates)
-        for number, batch in enumerate(micro_batches, 1):
+        for number, batch in enumerate(micro_batches):
+            seeding.reseed(self._plan.config.train.seed, settings.step, self._coordinates, number)
             # Told, not counted: DeepSpeed's own counter runs over all steps and is out of phase once a batch ramp has
             # changed the accumulation.
-            self._ds.set_gradient_accumulation_boundary(number == len(micro_batches))
+            self._ds.set_gradient_accumulation_boundary(number == len(micro_batches) - 1)
             loss = self._objective.loss_sum(self._ds, batch)
             loss_sum += loss.detach()
             self._ds.backward(loss * weight, scale_wrt_gas=False)

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.config.schema import Precision
 from toolkit.engine import deepspeed_compat as compat
 from toolkit.engine.optimizers import parameter_groups
+from toolkit.engine.precision import DTYPES
 from toolkit.models.build import build_model
 from toolkit.plan.types import RunPlan
-
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 
 
 def build(
@@ -27,7 +25,7 @@ def build(
     parameter. DeepSpeed's own way, constructing under ``zero.Init``, patches every constructor of tensors meanwhile: it rounds
     buffers such as rotary frequencies to 16 bits and changes what initialisers draw.
     """
-    module = build_model(plan, torch.device("meta"))
+    module = build_model(plan, device, meta=True)
     groups = parameter_groups(module, plan.config.optim)
     zero3 = None
     if plan.config.zero.stage == 3:
@@ -36,7 +34,7 @@ def build(
         if zero3.mem_efficient_linear:
             # torch's linear saves a view of the gathered weight for backward and so keeps it from being freed.
             zero3._enable_mem_efficient_linear()
-    made: dict[nn.Parameter, nn.Parameter] = {}  # one for all places of a tied parameter
+    made: dict[nn.Parameter, Any] = {}  # one for all places of a tied parameter
     for owner, name, parameter in list(_places(module)):
         if parameter not in made:
             memory = torch.empty(parameter.shape, dtype=_dtype(parameter, plan), device=device)
@@ -45,7 +43,6 @@ def build(
                 zero3._convert_to_deepspeed_param(made[parameter])
                 made[parameter].partition()  # without the broadcast of ``zero.Init``: there is nothing in it yet
         owner._parameters[name] = made[parameter]
-    module.to(device)  # buffers
     for group in groups:
         group["params"] = [made[parameter] for parameter in group["params"]]
     return module, groups

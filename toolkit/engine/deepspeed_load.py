@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard, TensorKey
+from toolkit.checkpoint.shard import WEIGHT, Reader, Shard
 from toolkit.engine.deepspeed_state import Partition
-from toolkit.errors import CheckpointError, Problem
-
-OPTIMIZER_STEP = "optimizer_step"
-LOSS_SCALER = "loss_scaler"
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+from toolkit.engine.precision import SCALER_STATE
+from toolkit.engine.resume import LOSS_SCALER, OPTIMIZER_STEP, resumes, weight_key
 
 
 def base(optimizer: Any) -> torch.optim.Optimizer:
@@ -49,7 +46,7 @@ def scalars(optimizer: Any, partitions: Sequence[Partition]) -> dict[str, object
         found[OPTIMIZER_STEP] = steps.pop()
     scaler = getattr(optimizer, "loss_scaler", None)
     if scaler is not None and scaler.dynamic:
-        found[LOSS_SCALER] = {name: getattr(scaler, name) for name in _SCALER}
+        found[LOSS_SCALER] = {name: getattr(scaler, name) for name in SCALER_STATE}
     return found
 
 
@@ -60,24 +57,24 @@ def load(optimizer: Any, partitions: Sequence[Partition], reader: Reader) -> Non
     Raises:
         CheckpointError: the reader lacks a weight, or has another optimizer's state.
     """
-    resumes = _has_moments(partitions, reader)
-    step = reader.scalars.get(OPTIMIZER_STEP, 0) if resumes else 0
+    with_moments = resumes(reader, {name for partition in partitions for name in partition.moments})
+    step = reader.scalars.get(OPTIMIZER_STEP, 0) if with_moments else 0
     assert isinstance(step, int)
     direct: list[Shard] = []
     for partition in partitions:
         if _on_nvme(optimizer, partition):
-            _load_nvme(optimizer, partition, reader, resumes=resumes, step=step)
+            _load_nvme(optimizer, partition, reader, with_moments=with_moments, step=step)
             continue
         partition.master.zero_()  # padding too: it was never initialised
         direct += _masters(partition, reader)
-        state = _materialise(base(optimizer), partition, step=step, resumes=resumes)
-        if resumes:
+        state = _materialise(base(optimizer), partition, step=step, with_moments=with_moments)
+        if with_moments:
             for name in partition.moments:
                 direct += partition.shards(name, state[name])
     reader.read(direct)
     saved, scaler = reader.scalars.get(LOSS_SCALER), getattr(optimizer, "loss_scaler", None)
     if isinstance(saved, dict) and scaler is not None and scaler.dynamic:
-        for name in _SCALER:
+        for name in SCALER_STATE:
             setattr(scaler, name, saved[name])
 
 
@@ -109,26 +106,22 @@ def _gather_persistent(optimizer: Any) -> None:
 
 
 def _masters(partition: Partition, reader: Reader) -> list[Shard]:
-    """The master, from the source's master where it has one (its weight was rounded), else from its weight."""
-    found = []
-    for shard in partition.shards(WEIGHT, partition.master):
-        master = TensorKey(MASTER, shard.key.name)
-        key = master if master in reader.tensors else shard.key
-        found.append(Shard(key, shard.global_shape, shard.box, shard.data, shard.replica, shard.replicas))
-    return found
+    """The partition's master as targets of a read."""
+    found = partition.shards(WEIGHT, partition.master)
+    return [Shard(weight_key(reader, s.key.name), s.global_shape, s.box, s.data, s.replica, s.replicas) for s in found]
 
 
-def _materialise(inner: Any, partition: Partition, *, step: int, resumes: bool) -> dict[str, Any]:
+def _materialise(inner: Any, partition: Partition, *, step: int, with_moments: bool) -> dict[str, Any]:
     """The state that the optimizer would make in its first step, zeroed. Nothing is made where nothing is resumed."""
-    state = inner.state[partition.master] if resumes or partition.master in inner.state else {}
+    state = inner.state[partition.master] if with_moments or partition.master in inner.state else {}
     for name in partition.moments:
         if state.get(name) is not None:
             state[name].zero_()
-        elif resumes:
+        elif with_moments:
             size = sum(piece.numel for piece in partition.whole) if partition.whole else None
             like = torch.zeros_like(partition.master, requires_grad=False, dtype=torch.float32)
             state[name] = like if size is None else like.new_zeros(size)
-    if "betas" in partition.group and (resumes or "step" in state):
+    if "betas" in partition.group and (with_moments or "step" in state):
         state["step"] = _step_count(inner, partition, step)
     return state
 
@@ -144,33 +137,18 @@ def _step_count(inner: Any, partition: Partition, step: int) -> object:
     return torch.tensor(float(step), device=partition.master.device if on_device else "cpu")
 
 
-def _has_moments(partitions: Sequence[Partition], reader: Reader) -> bool:
-    saved = {key.state for key in reader.tensors} - {WEIGHT, MASTER}
-    kept = {name for partition in partitions for name in partition.moments}
-    if saved and saved != kept:
-        raise CheckpointError(
-            Problem(
-                key="optim.name",
-                seen=f"the checkpoint has optimizer state {sorted(saved)}, this run's optimizer keeps {sorted(kept) or 'none'}",
-                rule="a run resumes with the optimizer that it was saved with",
-                remedy="resume with the same optim settings, or start from the weights alone: model.pretrained=EXPORTED_FOLDER",
-            )
-        )
-    return bool(saved)
-
-
 def _on_nvme(optimizer: Any, partition: Partition) -> bool:
     swappable = getattr(optimizer, "_swappable_optimizer_subgroup", None)
     return swappable is not None and swappable(partition.number)
 
 
-def _load_nvme(optimizer: Any, partition: Partition, reader: Reader, *, resumes: bool, step: int) -> None:
+def _load_nvme(optimizer: Any, partition: Partition, reader: Reader, *, with_moments: bool, step: int) -> None:
     """As the rest, but the partition has elements only between the swap in and the swap out."""
     optimizer._optimizer_states_and_gradient_swap_in(partition.number)
     partition.master.zero_()
     targets = _masters(partition, reader)
-    state = _materialise(base(optimizer), partition, step=step, resumes=resumes)
-    if resumes:
+    state = _materialise(base(optimizer), partition, step=step, with_moments=with_moments)
+    if with_moments:
         for name in partition.moments:
             targets += partition.shards(name, state[name])
     reader.read(targets)

@@ -165,7 +165,7 @@ def _own_range(parameter: Any, name: str, rank: int, at: int) -> Iterator[Piece]
 
 
 def _stage0(optimizer: Any, names: Mapping[torch.Tensor, str], rank: int, ranks: int) -> list[Partition]:
-    found = []
+    found: list[Partition] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             piece = Piece(names[parameter], tuple(parameter.shape), 0, 0, parameter.numel(), rank, ranks)
