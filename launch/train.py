@@ -78,7 +78,7 @@ def take_part(launch: Launch, overrides: Sequence[str], ending: Ending, stop: St
         return start_ranks(sys.argv[0], start, directory, stop, ending, plan.config.cluster.grace_seconds)
     set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)
     stop.arm(plan.config.cluster.grace_seconds)
-    with meeting.process_group(plan.world.device, plan.config.debug.threads):
+    with meeting.process_group(plan.world.device):
         from toolkit.train.run import run
 
         return run(plan, rank=launch.rank, local_rank=launch.local_rank, stop=stop, attempt=start.attempt)

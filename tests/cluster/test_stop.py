@@ -72,7 +72,9 @@ def test_a_second_interrupt_ends_at_once_and_an_echo_does_not() -> None:
     time.sleep(1.2)
     insisting.send_signal(signal.SIGINT)
     assert end(insisting) == (1, "abort 1 SIGINT twice: ended without saving")
-    assert end(patient) == (75, "saved SIGINT")
+    code, said = end(patient)
+    assert code == 75
+    assert said in ("saved SIGINT", "saved SIGTERM")  # of two at once, the kernel chooses the first
 
 
 def test_saving_has_its_time_and_no_more() -> None:

@@ -102,18 +102,12 @@ class Meeting:
     # ---- the process group
 
     @contextmanager
-    def process_group(self, device: Device, threads: int | None = None) -> Iterator[None]:
+    def process_group(self, device: Device) -> Iterator[None]:
         """``torch.distributed`` over the same store: gloo, or NCCL on this rank's GPU. DeepSpeed adopts it. Torn down where the
-        body ends well; else the other ranks may be waiting in it, and the end of this process tells them.
-
-        Args:
-            threads: for tensor arithmetic, where torch was imported before this number was known.
-        """
+        body ends well; else the other ranks may be waiting in it, and the end of this process tells them."""
         import torch
         import torch.distributed as dist
 
-        if threads is not None:
-            torch.set_num_threads(threads)
         store = dist.PrefixStore("group", self._store())
         rank, ranks = self._launch.rank, self._launch.ranks
         if device is Device.CUDA:

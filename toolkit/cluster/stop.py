@@ -79,6 +79,7 @@ class StopRequest:
         self._closed = False
         self._reason: str | None = None
         self._requested_at = 0.0
+        self._interrupted_at: float | None = None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
 
@@ -124,8 +125,10 @@ class StopRequest:
                 self._end(f"{self._reason}, and saving took more than cluster.grace_seconds={self._grace_seconds:g}", ExitCode.FAILURE)
 
     def _signalled(self, number: signal.Signals) -> None:
-        if number is signal.SIGINT and self.signal is signal.SIGINT and self._waited() > ECHO_SECONDS and not self._closed:
-            self._end("SIGINT twice: ended without saving", ExitCode.FAILURE)
+        if number is signal.SIGINT and not self._closed:
+            self._interrupted_at = self._interrupted_at or time.monotonic()
+            if time.monotonic() - self._interrupted_at > ECHO_SECONDS:
+                self._end("SIGINT twice: ended without saving", ExitCode.FAILURE)
         if number in SIGNALS and self.signal is None:
             self.signal = number
             self._request(number.name)
