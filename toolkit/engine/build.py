@@ -1,0 +1,57 @@
+"""The engine of a plan, and where its first weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from toolkit.checkpoint.shard import Reader
+from toolkit.config.schema import EngineName
+from toolkit.engine.protocol import Engine, Objective
+from toolkit.errors import PlanError, Problem
+from toolkit.plan.types import RunPlan
+
+
+def build_engine(plan: RunPlan, objective: Objective, *, rank: int, local_rank: int) -> Engine:
+    """The engine with memory for weights but no weights in it: call ``engine.load(reader)`` next, with :func:`first_weights`
+    or a checkpoint. On several ranks it is collective."""
+    return ENGINES[plan.config.engine.name](plan, objective, rank, local_rank)
+
+
+def first_weights(plan: RunPlan) -> Reader:
+    """What a run starts from that does not resume: ``model.pretrained``, or random weights under ``train.seed``.
+
+    Raises:
+        InputError, CheckpointError: the pretrained weights cannot be had, or are of another family.
+    """
+    if plan.config.model.pretrained is None:
+        from toolkit.models.initial import InitialWeights
+
+        return InitialWeights(plan)
+    from toolkit.models.pretrained import open_pretrained
+
+    return open_pretrained(plan)
+
+
+# Each engine is imported when it is asked for: DeepSpeed alone takes two seconds.
+def _local(plan: RunPlan, objective: Objective, rank: int, local_rank: int) -> Engine:
+    from toolkit.engine.local import LocalEngine
+
+    return LocalEngine(plan, objective, rank=rank, local_rank=local_rank)
+
+
+def _deepspeed(plan: RunPlan, objective: Objective, rank: int, local_rank: int) -> Engine:
+    from toolkit.engine.deepspeed import DeepSpeedEngine
+
+    return DeepSpeedEngine(plan, objective, rank=rank, local_rank=local_rank)
+
+
+def _megatron(plan: RunPlan, objective: Objective, rank: int, local_rank: int) -> Engine:
+    raise PlanError(Problem("engine.name", "engine.name=megatron", "the engines that train are local and deepspeed",
+                            "write engine=deepspeed"))
+
+
+ENGINES: dict[EngineName, Callable[[RunPlan, Objective, int, int], Engine]] = {
+    EngineName.local: _local,
+    EngineName.deepspeed: _deepspeed,
+    EngineName.megatron: _megatron,
+}

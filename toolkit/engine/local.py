@@ -1,0 +1,184 @@
+"""Plain torch in one process: the oracle that every other engine is compared with. Written to be read in one sitting.
+
+One step is: the sum of the losses of all micro-batches / their units -> gradients in fp32 -> their norm -> clipping -> update of
+fp32 weights -> their rounding to the run's precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Reader, Shard, TensorKey
+from toolkit.config.schema import Precision
+from toolkit.engine import seeding
+from toolkit.engine.muon import Muon
+from toolkit.engine.optimizers import moments, torch_optimizers
+from toolkit.engine.precision import DTYPES, LossScaler
+from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.engine.resume import LOSS_SCALER, OPTIMIZER_STEP, resumes, weight_key
+from toolkit.models.build import build_model
+from toolkit.plan.types import Device, RunPlan
+
+
+class LocalEngine:
+    """``_parameters`` are what forward uses; ``_masters`` what the optimizer updates: in fp32 the same tensors."""
+
+    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int = 0, local_rank: int = 0) -> None:
+        assert plan.axes.size == 1, f"the local engine is one process, the plan has {plan.axes.size} ranks"
+        self._plan, self._objective = plan, objective
+        self._at = plan.axes.coordinates(rank)
+        self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        self._module = _cast(build_model(plan, self.device), plan)
+        self._parameters = {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        self._frozen = {name: parameter for name, parameter in self._module.named_parameters() if not parameter.requires_grad}
+        self._has_masters = plan.config.precision.name is not Precision.fp32
+        self._masters: dict[str, torch.Tensor] = dict(self._parameters)
+        if self._has_masters:
+            self._masters = {name: parameter.detach().float() for name, parameter in self._parameters.items()}
+        self._optimizers = torch_optimizers(self._masters, plan.config.optim)
+        self._scaler = LossScaler.of(plan.config.precision)
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
+        units = sum(self._objective.units(batch) for batch in micro_batches)
+        scale = self._scaler.cur_scale if self._scaler else 1.0
+        loss_sum = self._accumulate(micro_batches, settings.step, scale / max(units, 1))
+        gradients = [cast(torch.Tensor, master.grad) for master in self._masters.values()]
+        for gradient in gradients:
+            gradient.div_(scale)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        overflow = self._scaler is not None and not bool(norm.isfinite())
+        if not overflow:
+            norm = self._update(norm, settings.lr)
+        for parameter in (*self._masters.values(), *self._parameters.values()):
+            parameter.grad = None
+        if self._scaler:
+            self._scaler.update(overflow)
+        loss = float(loss_sum) / max(units, 1)
+        return StepResult(loss=loss, grad_norm=float(norm), tokens=units, skipped=overflow, loss_scale=scale)
+
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], step: int, weight: float) -> torch.Tensor:
+        """Leave ``weight`` times the gradient of the summed losses in the masters' ``grad``; the sum of the losses, fp64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for master in self._masters.values():
+            # Zero rather than None: a parameter that no micro-batch reached still decays, as it does under ZeRO.
+            master.grad = torch.zeros_like(master)
+        for number, batch in enumerate(micro_batches):
+            seeding.reseed(self._plan.config.train.seed, step, self._at, number)
+            loss = self._objective.loss_sum(self._module, batch)
+            total += loss.detach()
+            (loss * weight).backward()
+            if self._has_masters:  # a 16-bit sum over micro-batches would lose what is small
+                for name, parameter in self._parameters.items():
+                    if parameter.grad is not None:
+                        cast(torch.Tensor, self._masters[name].grad).add_(parameter.grad)
+                        parameter.grad = None
+        return total
+
+    @torch.no_grad()
+    def _update(self, norm: torch.Tensor, lr: float) -> torch.Tensor:
+        """Clip, step the optimizer, round the masters. The norm before clipping."""
+        masters = list(self._masters.values())
+        if any(isinstance(optimizer, Muon) for optimizer in self._optimizers):
+            for optimizer in self._optimizers:
+                if isinstance(optimizer, Muon):
+                    optimizer.prepare()
+            norm = torch.nn.utils.get_total_norm([cast(torch.Tensor, master.grad) for master in masters])
+        clip = self._plan.config.optim.clip
+        if clip > 0:
+            # DeepSpeed's formula; torch's clip_grad_norm_ divides by norm + 1e-6 instead.
+            factor = 1.0 / ((norm + 1e-6) / clip).clamp(min=1.0)
+            for master in masters:
+                cast(torch.Tensor, master.grad).mul_(factor)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        self._round()
+        return norm
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        if self._has_masters:
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self._masters[name])
+
+    @torch.no_grad()
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        self._module.eval()
+        try:
+            with seeding.unchanged(self.device):
+                loss_sum = sum(float(self._objective.loss_sum(self._module, batch)) for batch in micro_batches)
+        finally:
+            self._module.train()
+        return EvalResult(loss_sum=loss_sum, tokens=sum(self._objective.units(batch) for batch in micro_batches))
+
+    def shards(self) -> list[Shard]:
+        found = [_shard(WEIGHT, name, parameter) for name, parameter in (self._parameters | self._frozen).items()]
+        if self._has_masters:
+            found += [_shard(MASTER, name, master) for name, master in self._masters.items()]
+        return found + list(self._moments())
+
+    def _moments(self) -> Iterator[Shard]:
+        """What exists: optimizers make their state in their first step."""
+        names = {master: name for name, master in self._masters.items()}
+        for optimizer in self._optimizers:
+            for master, state in optimizer.state.items():
+                for kind in moments(optimizer):
+                    if state.get(kind) is not None:
+                        yield _shard(kind, names[master], state[kind])
+
+    def scalars(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        steps = {int(state["step"]) for optimizer in self._optimizers for state in optimizer.state.values() if "step" in state}
+        assert len(steps) <= 1, f"one optimizer, several step counts: {steps}"
+        if steps:
+            found[OPTIMIZER_STEP] = steps.pop()
+        if self._scaler:
+            found[LOSS_SCALER] = self._scaler.state()
+        return found
+
+    @torch.no_grad()
+    def load(self, reader: Reader) -> None:
+        continues = resumes(reader, (kind for optimizer in self._optimizers for kind in moments(optimizer)))
+        targets = [_shard(WEIGHT, name, parameter) for name, parameter in self._frozen.items()]
+        for name, master in self._masters.items():
+            targets.append(_shard(weight_key(reader, name).state, name, master))
+        step = cast(int, reader.scalars.get(OPTIMIZER_STEP, 0))
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+            if continues:
+                for group in optimizer.param_groups:
+                    for master in group["params"]:
+                        for kind in moments(optimizer):
+                            optimizer.state[master][kind] = torch.zeros_like(master, requires_grad=False)
+                        if isinstance(optimizer, torch.optim.AdamW):
+                            optimizer.state[master]["step"] = torch.tensor(float(step))
+        reader.read(targets + list(self._moments()))
+        self._round()
+        saved = reader.scalars.get(LOSS_SCALER)
+        if self._scaler and isinstance(saved, dict):
+            self._scaler.restore(saved)
+
+    def close(self) -> None:
+        self._module, self._optimizers = nn.Module(), []
+        self._parameters, self._masters, self._frozen = {}, {}, {}
+
+
+def _shard(state: str, name: str, tensor: torch.Tensor) -> Shard:
+    shape = tuple(tensor.shape)
+    return Shard(TensorKey(state, name), shape, Box.whole(shape), tensor.detach())
+
+
+def _cast(module: nn.Module, plan: RunPlan) -> nn.Module:
+    """Weights in the run's precision. A family's buffers stay: rotary frequencies lose positions in 16 bits. A model of the
+    user's own is converted whole, since its own code combines its buffers with its weights."""
+    dtype = DTYPES[plan.config.precision.name]
+    if plan.shape is None:
+        return module.to(dtype)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module

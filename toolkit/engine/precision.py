@@ -1,0 +1,67 @@
+"""Precision of weights, and the rules of fp16's dynamic loss scale. Shared by the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from toolkit.config.schema import Precision, PrecisionConfig
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+FACTOR = 2.0
+SMALLEST = 1.0
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """The loss is multiplied by ``cur_scale``, so that small gradients do not vanish in fp16.
+
+    The scale halves at every overflow, whose step is skipped, and doubles after ``window`` steps without one. Steps are
+    counted as DeepSpeed's ``DynamicLossScaler`` counts them with hysteresis 1, field by field under its names, so that a
+    checkpoint of either engine continues in the other.
+    """
+
+    cur_scale: float
+    window: int
+    cur_iter: int = 0
+    last_overflow_iter: int = -1
+    cur_hysteresis: int = 1
+
+    @staticmethod
+    def of(config: PrecisionConfig) -> LossScaler | None:
+        """None where nothing is scaled."""
+        if config.name is not Precision.fp16:
+            return None
+        return LossScaler(cur_scale=2.0**config.initial_scale_power, window=config.scale_window)
+
+    def update(self, overflow: bool) -> None:
+        """After a step.
+
+        Raises:
+            FloatingPointError: an overflow at the smallest scale: the numbers themselves have left fp16's range.
+        """
+        if overflow:
+            if self.cur_scale <= SMALLEST:
+                raise FloatingPointError(
+                    f"fp16 gradients overflow at loss scale {self.cur_scale:g}: training has diverged; "
+                    "write precision=bf16, or a smaller optim.lr"
+                )
+            self.cur_scale = max(self.cur_scale / FACTOR, SMALLEST)
+            self.last_overflow_iter = self.cur_iter
+        else:
+            calm = self.cur_iter - self.last_overflow_iter - 1
+            if calm > 0 and calm % self.window == 0:
+                self.cur_scale *= FACTOR
+        self.cur_iter += 1
+
+    def state(self) -> dict[str, float | int]:
+        return {name: getattr(self, name) for name in SCALER_STATE}
+
+    def restore(self, state: Mapping[str, float | int]) -> None:
+        for name in SCALER_STATE:
+            setattr(self, name, state[name])
+
+
+SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

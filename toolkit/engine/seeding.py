@@ -1,0 +1,30 @@
+"""Random state of training: a function of the place in the run, so that a resumed step repeats itself.
+
+Sample order and initial weights do not come from here and do not depend on the layout; dropout does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from toolkit.layout.axes import Coordinates
+
+
+def reseed(seed: int, step: int, at: Coordinates, micro_batch: int = 0) -> None:
+    """Seed torch on every device for one micro-batch of optimizer step ``step`` on the rank at ``at``.
+
+    A hash rather than a sum of the parts: neighbouring steps and ranks get streams that have nothing in common.
+    """
+    place = f"{seed}/{step}/{micro_batch}/{at.data}/{at.tensor}/{at.pipeline}/{at.context}"
+    torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big"))
+
+
+@contextmanager
+def unchanged(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside, the random state outside goes on as if it had not been."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield

@@ -1,0 +1,89 @@
+"""The module that a plan describes, under the canonical names of its family. Weights come later, through ``engine.load``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from toolkit.families import get
+from toolkit.models.target import build_target
+from toolkit.plan.types import RunPlan
+
+
+def build_model(plan: RunPlan, device: torch.device | str, *, meta: bool = False) -> nn.Module:
+    """The plan's model on ``device``, in fp32 and in training mode.
+
+    Parameters of a family are memory without content (``models/initial.py`` says what goes in); those of ``model.target`` are
+    as its constructor made them under the run's seed. Buffers are always as the constructor made them.
+
+    Args:
+        meta: parameters on the meta device, buffers still on ``device``. The same where ``device`` is meta, with buffers on
+            the CPU: a buffer has no other source than the constructor.
+
+    Raises:
+        ConfigError: ``model.target`` cannot be built.
+    """
+    device = torch.device(device)
+    meta = meta or device.type == "meta"
+    place = torch.device("cpu") if device.type == "meta" else device
+    if plan.shape is None:
+        module = build_target(plan.config.model, plan.config.train.seed)
+        if meta:
+            replace_parameters(module, lambda parameter: torch.empty_like(parameter, device="meta"))
+    else:
+        module = _build_family(plan)
+        if not meta:
+            replace_parameters(module, lambda parameter: torch.empty_like(parameter, device=place))
+    # ``Module.to`` would fail on parameters without content.
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(place)
+    return (module if meta else module.to(place)).train()
+
+
+def _build_family(plan: RunPlan) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    assert plan.shape is not None
+    settings = get(plan.shape.family).hugging_face_config(plan.shape)
+    config = AutoConfig.for_model(**{**settings, "use_cache": False, "dtype": "float32", "bos_token_id": None, "eos_token_id": None})
+    with _parameters_on_meta():
+        module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if plan.config.train.activation_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return module
+
+
+def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    """Give every parameter new memory; a tied parameter stays one in all its places."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(make(parameter).detach(), requires_grad=parameter.requires_grad)
+                part._parameters[name] = made[parameter]
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters made inside have no content, so initialising them costs nothing; buffers are real.
+
+    Under ``torch.device("meta")`` buffers such as rotary frequencies would be lost.
+    """
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        original(self, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]  # for as long as the constructor runs
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]

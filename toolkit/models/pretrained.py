@@ -1,0 +1,36 @@
+"""``model.pretrained``: weights of a folder or hub id in Hugging Face's format, as a reader under canonical names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.shard import Reader
+from toolkit.errors import InputError, Problem
+from toolkit.families import get
+from toolkit.plan.types import RunPlan
+
+
+def open_pretrained(plan: RunPlan) -> Reader:
+    """The reader of ``model.pretrained``; a hub id is downloaded to Hugging Face's cache first.
+
+    Raises:
+        InputError: it cannot be downloaded. CheckpointError: its weights are missing, damaged or of another family.
+    """
+    name = plan.config.model.pretrained
+    assert name is not None, "the plan has pretrained weights"
+    assert plan.shape is not None, "pretrained weights are of a family"
+    folder = Path(name).expanduser()
+    return open_reader(folder if folder.is_dir() else _download(name), get(plan.shape.family).namespace)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(Problem("model.pretrained", f"model.pretrained={name}: no such folder, and the hub answers: {str(error).splitlines()[0]}",
+                                 "model.pretrained is a folder in Hugging Face's format with safetensors, or a hub id",
+                                 "write model.pretrained=./folder or model.pretrained=organisation/model")) from error

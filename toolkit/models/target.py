@@ -1,0 +1,72 @@
+"""``model.target``: any torch.nn.Module, named by its dotted path and built from ``model.arguments``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import ConfigError, Problem
+
+
+def build_target(model: ModelConfig, seed: int) -> nn.Module:
+    """The module on the CPU with the weights that its constructor draws under ``seed``; random state outside is unchanged.
+
+    Raises:
+        ConfigError: there is no such class, it refuses its arguments, or it is no module that can be trained here.
+    """
+    factory = _find(model)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        try:
+            module = factory(**model.arguments)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # it comes from inside the user's code: the traceback is what helps
+            given = ", ".join(model.arguments) or "none"
+            raise _problem(model, f"it does not accept the arguments given ({given}): {error}", "model.arguments are the arguments of the class",
+                           "write +model.arguments.NAME=VALUE for each that it needs, and none that it lacks") from error
+    if not isinstance(module, nn.Module):
+        raise _problem(model, f"it gives a {type(module).__name__}", "model.target gives a torch.nn.Module",
+                       "name a class derived from torch.nn.Module, or a function that returns one")
+    _check(module, model)
+    return module
+
+
+def _find(model: ModelConfig) -> type[nn.Module]:
+    assert model.target is not None, "the plan is of model.target"
+    path, _, name = model.target.rpartition(".")
+    here = str(Path.cwd())
+    if here not in sys.path:  # a console script's sys.path lacks the working folder, where a user's own package lies
+        sys.path.append(here)
+    try:
+        found = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise  # the module is there, but something that it imports is not
+        raise _problem(model, f"there is no module {error.name}", "the part before the last dot is an importable module",
+                       f"run from the folder that holds {path.partition('.')[0]}, install the package, or set PYTHONPATH") from error
+    if not callable(getattr(found, name, None)):
+        near = ", ".join(key for key, value in vars(found).items() if isinstance(value, type) and issubclass(value, nn.Module)) or "none"
+        raise _problem(model, f"{path} has no class {name}; its modules: {near}", "the part after the last dot is a class of that module",
+                       "correct the name")
+    return getattr(found, name)
+
+
+def _check(module: nn.Module, model: ModelConfig) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise _problem(model, "it has no parameter that requires a gradient", "there is something to train",
+                       "register weights as torch.nn.Parameter")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+            raise _problem(model, f"its {name} ({type(part).__name__}) keeps running statistics",
+                           "state that training changes is a parameter: ranks would disagree on other state, and checkpoints lack it",
+                           "take LayerNorm or GroupNorm, or write track_running_stats=False")
+
+
+def _problem(model: ModelConfig, seen: str, rule: str, remedy: str) -> ConfigError:
+    return ConfigError(Problem("model.target", f"model.target={model.target}: {seen}", rule, remedy))

@@ -1,0 +1,212 @@
+"""Ranks for tests: gloo processes on this machine, forked from a server that has imported the heavy packages once.
+
+    with rank_pool(4) as pool:
+        losses = pool.run(train_a_little, plan)                # on four ranks
+        losses = pool.run(train_a_little, plan, ranks=2)       # on two of them, in a process group of their own
+    answers = run_ranks(check_something, 2, argument)          # one case, one pool
+
+A function is called as ``function(rank, ranks, *arguments)`` on every rank; it must be importable (not a lambda), and its
+arguments and results are pickled. The server lives as long as the process that asked for ranks, so a pool costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ("torch", "torch.distributed", "transformers", "transformers.models.llama.modeling_llama", "toolkit.engine.local", "deepspeed")
+# One thread a rank: tests run more ranks than there are cores. Without dynamo DeepSpeed starts in a tenth of the time.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
+GRACE_SECONDS = 1.0  # after one rank failed, for the others to tell their side
+
+
+class RanksFailed(AssertionError):
+    """The tracebacks of the ranks that raised, and the numbers of those that died or did not answer in time."""
+
+
+class RankPool:
+    """``size`` ranks that wait for work. After a failure they are ended, and the next case gets fresh ones."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._members: list[tuple[int, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None, timeout: float = 120.0) -> list[Any]:
+        """What each of the first ``ranks`` ranks (all, if None) returned, by rank.
+
+        Raises:
+            RanksFailed: a rank raised, died, or had not answered after ``timeout`` seconds.
+        """
+        ranks = self._size if ranks is None else ranks
+        assert 1 <= ranks <= self._size, f"{ranks} ranks of a pool of {self._size}"
+        while len(self._members) < ranks:
+            self._members.append(_server().start())
+        pipes = [pipe for _, pipe in self._members[:ranks]]
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            for rank, pipe in enumerate(pipes):
+                call = pickle.dumps((function, arguments))  # apart: it can be read only where sys.path finds the function
+                pipe.send_bytes(pickle.dumps((sys.path, rank, ranks, str(Path(folder) / "store"), timeout, call)))
+            return self._collect(pipes, timeout)
+
+    def close(self) -> None:
+        for pid, pipe in self._members:
+            pipe.close()
+            _server().kill(pid)
+        self._members = []
+
+    def _collect(self, pipes: list[Connection], timeout: float) -> list[Any]:
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) + len(failures) < len(pipes):
+            open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in answers and rank not in failures]
+            ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pipes.index(pipe)
+                try:
+                    raised, answer = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    raised, answer = True, "the process died"
+                (failures if raised else answers)[rank] = answer
+            if failures:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if len(answers) == len(pipes):
+            return [answers[rank] for rank in range(len(pipes))]
+        silent = [rank for rank in range(len(pipes)) if rank not in answers and rank not in failures]
+        self.close()
+        told = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
+        why = "ended with them" if failures else f"did not answer in {timeout:g} s"
+        raise RanksFailed("\n".join(told + ([f"ranks {silent} {why}"] if silent else [])))
+
+
+@contextmanager
+def rank_pool(size: int) -> Iterator[RankPool]:
+    pool = RankPool(size)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
+    """``function(rank, ranks, *arguments)`` on ``ranks`` ranks, once: what each returned. Raises as :meth:`RankPool.run`."""
+    with rank_pool(ranks) as pool:
+        return pool.run(function, *arguments, timeout=timeout)
+
+
+class _Server:
+    """Our end of the forking server. Not multiprocessing's forkserver: there is one of those a process, with whatever
+    packages its first user asked it to import."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        code = f"from toolkit.testing.dist import _serve; _serve({theirs.fileno()})"
+        environment = os.environ | ENVIRONMENT
+        self._process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._socket = ours
+
+    def start(self) -> tuple[int, Connection]:
+        """A new rank: its process id and the pipe to it."""
+        ours, theirs = socket.socketpair()
+        socket.send_fds(self._socket, [b"start   "], [theirs.fileno()])
+        theirs.close()
+        answer = self._socket.recv(8, socket.MSG_WAITALL)
+        assert len(answer) == 8, "the server of ranks died; its output says why"
+        return int.from_bytes(answer, "big"), Connection(ours.detach())
+
+    def kill(self, pid: int) -> None:
+        """End a rank, by the server, which knows whether it is still its child."""
+        self._socket.sendall(b"kill" + pid.to_bytes(4, "big"))
+
+
+@cache
+def _server() -> _Server:
+    return _Server()
+
+
+def _serve(number: int) -> None:
+    """The server's loop; ends, and its ranks with it, when the other end of the socket closes."""
+    import importlib
+
+    for name in PRELOAD:
+        importlib.import_module(name)
+    asked = socket.socket(fileno=number)
+    children: set[int] = set()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(asked, 8, 1)
+        while children:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+            if not ended:
+                break
+            children.discard(ended)
+        if not message:
+            break
+        if message.startswith(b"kill"):
+            pid = int.from_bytes(message[4:], "big")
+            if pid in children:
+                os.kill(pid, signal.SIGKILL)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            asked.close()
+            _work(Connection(descriptors[0]))
+        os.close(descriptors[0])
+        children.add(pid)
+        asked.sendall(pid.to_bytes(8, "big"))
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _work(pipe: Connection) -> None:
+    """A rank: cases until the other end of the pipe closes."""
+    import torch
+
+    torch.set_num_threads(1)
+    # torch renames its collectives; DeepSpeed calls them by the old names, a warning a call.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated")
+    while True:
+        try:
+            task = pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            os._exit(0)
+        try:
+            answer = pickle.dumps((False, _case(task)))
+        except BaseException:  # noqa: BLE001 - told to the test, which then ends this process
+            answer = pickle.dumps((True, traceback.format_exc()))
+        with suppress(BrokenPipeError):  # the test gave up on this case
+            pipe.send_bytes(answer)
+
+
+def _case(task: bytes) -> Any:
+    import torch.distributed as dist
+
+    path, rank, ranks, store, timeout, call = pickle.loads(task)
+    sys.path[:] = path
+    function, arguments = pickle.loads(call)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    try:
+        answer = function(rank, ranks, *arguments)
+        dist.barrier()
+        return answer
+    finally:
+        dist.destroy_process_group()

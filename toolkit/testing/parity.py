@@ -1,0 +1,144 @@
+"""Whether an engine computes what the oracle computes: a trace of each, and how far apart they are.
+
+    oracle = run(tiny_plan())                             # the local engine
+    traces = pool.run(trace_on_rank, tiny_plan(ranks=2, zero__stage=2))
+    check(traces[0], oracle)
+
+A control is a run that is wrong on purpose; :func:`check` must refuse it by far, or the cell proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, TensorKey
+from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.protocol import Engine, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.plan.schedule import learning_rate
+from toolkit.plan.types import RunPlan
+from toolkit.testing.tiny import micro_batches
+from toolkit.train.task import NextToken, text_task
+
+STEPS = 20
+REQUIRED_FALL = 0.3  # of the oracle's loss, in nats: a run that learns nothing agrees with anything
+
+Batches = Callable[[RunPlan, int, int], Sequence[MicroBatch]]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Largest absolute differences over all steps, and over all elements of the final weights."""
+
+    loss: float
+    norm: float
+    weight: float
+
+    def times(self, tolerance: Distance) -> float:
+        """How many tolerances the worst of the three is away."""
+        return max(self.loss / tolerance.loss, self.norm / tolerance.norm, self.weight / tolerance.weight)
+
+
+TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-4)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run shows. ``weights`` are whole, fp32, by canonical name; empty on ranks other than 0."""
+
+    results: tuple[StepResult, ...]
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[float]:
+        return [result.loss for result in self.results]
+
+    @property
+    def norms(self) -> list[float]:
+        return [result.grad_norm for result in self.results]
+
+    def distance(self, other: Trace) -> Distance:
+        assert len(self.results) == len(other.results), "traces of the same steps"
+        assert self.weights.keys() == other.weights.keys(), self.weights.keys() ^ other.weights.keys()
+        weight = max(float((self.weights[name] - theirs).abs().max()) for name, theirs in other.weights.items())
+        return Distance(_largest(self.losses, other.losses), _largest(self.norms, other.norms), weight)
+
+
+def run(plan: RunPlan, *, rank: int = 0, steps: int = STEPS, task: Objective | None = None, batches: Batches = micro_batches) -> Trace:
+    """A run from its first weights. Collective on several ranks."""
+    engine = build_engine(plan, task or text_task(plan), rank=rank, local_rank=rank)
+    engine.load(first_weights(plan))
+    results = step_all(engine, plan, range(steps), rank=rank, batches=batches)
+    state = gather(engine.shards(), rank, plan.axes.size)
+    engine.close()
+    weights = {key.name: value.float() for key, value in state.items() if key.state == WEIGHT}
+    weights |= {key.name: value for key, value in state.items() if key.state == MASTER}
+    return Trace(tuple(results), weights)
+
+
+def trace_on_rank(rank: int, ranks: int, plan: RunPlan, **settings: Any) -> Trace:
+    """:func:`run` as a function for ``testing/dist.py``."""
+    assert ranks == plan.axes.size
+    return run(plan, rank=rank, **settings)
+
+
+def step_all(engine: Engine, plan: RunPlan, steps: range, *, rank: int = 0, batches: Batches = micro_batches) -> list[StepResult]:
+    return [engine.train_step(batches(plan, step, rank), StepSettings(step, learning_rate(plan, step))) for step in steps]
+
+
+def check(trace: Trace, oracle: Trace, tolerance: Distance = TOLERANCE) -> None:
+    """Raises AssertionError: the oracle learnt nothing, so the cell is invalid, or the traces differ."""
+    fall = oracle.losses[0] - oracle.losses[-1]
+    assert fall >= REQUIRED_FALL, f"invalid cell: the oracle's loss fell by {fall:.3f} only"
+    distance = trace.distance(oracle)
+    assert distance.times(tolerance) <= 1, f"{distance} against {tolerance}"
+
+
+def check_control(trace: Trace, oracle: Trace, tolerance: Distance = TOLERANCE) -> None:
+    """Raises AssertionError: a run that is wrong on purpose is within 10 tolerances of the oracle."""
+    distance = trace.distance(oracle)
+    assert distance.times(tolerance) > 10, f"a wrong run passes for right: {distance} against {tolerance}"
+
+
+class DoubledGradients(NextToken):
+    """A control: the loss is right, its gradient twice what it should be. Only an optimizer that is not Adam shows it."""
+
+    def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
+        loss = super().loss_sum(model, batch)
+        return loss + (loss - loss.detach())
+
+
+def first_rank_twice(plan: RunPlan, step: int, rank: int) -> list[MicroBatch]:
+    """A control: rank 1 gets what rank 0 has."""
+    return micro_batches(plan, step, 0 if rank == 1 else rank)
+
+
+def gather(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, torch.Tensor]:
+    """Every tensor put together from all ranks' shards, on rank 0 (elsewhere nothing). Collective.
+
+    Raises:
+        AssertionError: an element is not covered by exactly the copies that its shards promise.
+    """
+    mine = [(shard.key, shard.global_shape, shard.box, shard.data.detach().cpu().clone(), shard.replicas) for shard in shards]
+    every: list[Any] | None = [None] * ranks if rank == 0 else None
+    if ranks == 1:
+        every = [mine]
+    else:
+        torch.distributed.gather_object(mine, every)
+    found: dict[TensorKey, torch.Tensor] = {}
+    covered: dict[TensorKey, torch.Tensor] = {}
+    for key, shape, box, data, replicas in (piece for pieces in every or () for piece in pieces):
+        place = tuple(slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
+        found.setdefault(key, torch.empty(shape, dtype=data.dtype))[place] = data
+        covered.setdefault(key, torch.zeros(shape, dtype=torch.float64))[place] += 1 / replicas
+    for key, share in covered.items():
+        assert torch.allclose(share, torch.ones_like(share)), f"{key} is covered {share.min():g} to {share.max():g} times"
+    return found
+
+
+def _largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,86 @@
+"""Runs small enough for twenty steps in a second: configurations of each family, plans, and samples that can be learnt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from toolkit.config.schema import (
+    DataConfig,
+    EngineConfig,
+    EngineName,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    ScheduleName,
+    TrainConfig,
+)
+from toolkit.engine.protocol import MicroBatch
+from toolkit.plan import make_plan
+from toolkit.plan.types import Device, RunPlan, World
+from toolkit.train.task import IGNORED
+
+VOCABULARY, LENGTH, MICRO_BATCH, GLOBAL_BATCH = 264, 32, 2, 8
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": LENGTH,
+}
+# Between them: tied and untied embeddings, grouped-query attention, biases, experts.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"num_key_value_heads": 2},
+    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def tiny_config(family: str | None = "llama", **changes: Any) -> RunConfig:
+    """Constant lr 1e-3 and eps 1e-4 (with which Adam does not blow up rounding differences of tiny gradients).
+
+    ``changes`` are keys with two underscores for the dot: ``zero__stage=2``. ``family`` None: for ``model__target``.
+    """
+    config = RunConfig(
+        model=ModelConfig(family=family, **SIZES, **FAMILIES[family]) if family else ModelConfig(),
+        engine=EngineConfig(name=EngineName.local),
+        data=DataConfig(vocab_size=257),
+        train=TrainConfig(steps=20, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, sequence_length=LENGTH, seed=3),
+        optim=OptimConfig(lr=1e-3, eps=1e-4),
+        schedule=ScheduleConfig(name=ScheduleName.constant),
+    )
+    for key, value in changes.items():
+        section, name = key.split("__")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def tiny_plan(family: str | None = "llama", *, ranks: int = 1, **changes: Any) -> RunPlan:
+    """On ``ranks`` CPU ranks; ``local`` on one and ``deepspeed`` on several, unless ``engine__name`` says otherwise."""
+    changes = {"engine__name": EngineName.local if ranks == 1 else EngineName.deepspeed, **changes}
+    return make_plan(tiny_config(family, **changes), World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True))
+
+
+def sample(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, int64 [LENGTH]: counting in steps of 1 to 3; how many labels are masked differs by sample."""
+    generator = torch.Generator().manual_seed(7919 * number + 1)
+    first, stride, masked = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 256), (1, 4), (0, LENGTH - 4)))
+    row = (first + stride * torch.arange(LENGTH + 1)) % 256
+    labels = row[1:].clone()
+    labels[:masked] = IGNORED
+    return row[:-1], labels
+
+
+def micro_batches(plan: RunPlan, step: int, rank: int = 0) -> list[MicroBatch]:
+    """This rank's part of the global batch of ``step``, which is the same samples in every layout."""
+    batch, size, ranks = plan.batch.at(step), plan.batch.micro_batch, plan.batch.data_parallel
+    found = []
+    for number in range(batch.accumulation):
+        first = batch.first_sample + (number * ranks + rank) * size
+        tokens, labels = zip(*(sample(first + index) for index in range(size)), strict=True)
+        found.append({"input_ids": torch.stack(tokens), "labels": torch.stack(labels)})
+    return found
