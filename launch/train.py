@@ -88,7 +88,6 @@ def make_data_ready(plan: RunPlan) -> None:
     data = plan.config.data
     if data.name == "stdlib":
         from toolkit.data.stdlib import ensure
-
         from toolkit.progress import Progress
 
         with Progress() as progress:
