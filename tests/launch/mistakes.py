@@ -53,7 +53,7 @@ MISTAKES = (
     wrong("zero.stage=5"),
     # sizes that do not fit together
     wrong("model.num_attention_heads=5"),
-    wrong("model.num_key_value_heads=4"),
+    wrong("model.num_key_value_heads=3"),
     wrong("model.vocab_size=100"),
     wrong("model.max_position_embeddings=8", shows="max_position_embeddings"),
     wrong("train.global_batch=7", "train.micro_batch=2", shows="train.global_batch=7"),
