@@ -70,21 +70,22 @@ def _iterate(x: torch.Tensor) -> torch.Tensor:
 
 
 def _iterate_gram(x: torch.Tensor) -> torch.Tensor:
-    gram, product = x @ x.mT, None
-    for number in range(STEPS):
-        if number == RESTART:
-            x = product @ x
-            gram, product = x @ x.mT, None
+    for steps in (RESTART, STEPS - RESTART):
+        x = _product(x @ x.mT, steps) @ x
+    return x
+
+
+def _product(gram: torch.Tensor, steps: int) -> torch.Tensor:
+    """The matrix P for which ``P x`` is ``steps`` iterations of ``x``, from ``gram`` = ``x x^T``."""
+    polynomial = B * gram + C * gram @ gram
+    product = polynomial.clone()
+    product.diagonal(dim1=-2, dim2=-1).add_(A)
+    for _ in range(steps - 1):
+        left = A * gram + polynomial @ gram
+        gram = A * left + polynomial @ left
         polynomial = B * gram + C * gram @ gram
-        if product is None:
-            product = polynomial.clone()
-            product.diagonal(dim1=-2, dim2=-1).add_(A)
-        else:
-            product = A * product + polynomial @ product
-        if number < STEPS - 1 and number + 1 != RESTART:
-            left = A * gram + polynomial @ gram
-            gram = A * left + polynomial @ left
-    return product @ x
+        product = A * product + polynomial @ product
+    return product
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:

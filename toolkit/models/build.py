@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from toolkit.families import get
 from toolkit.models.target import build_target
@@ -75,15 +76,15 @@ def _parameters_on_meta() -> Iterator[None]:
 
     Under ``torch.device("meta")`` buffers such as rotary frequencies would be lost.
     """
-    original = nn.Module.register_parameter
 
-    def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        original(self, name, parameter)
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.is_meta:  # it is being tied: it stays the same object
+            return parameter
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]  # for as long as the constructor runs
+    # torch's annotation says that hooks return nothing; what this one returns is registered.
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        hook.remove()

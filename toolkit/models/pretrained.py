@@ -31,6 +31,7 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise InputError(Problem("model.pretrained", f"model.pretrained={name}: no such folder, and the hub answers: {str(error).splitlines()[0]}",
+        why = str(error).splitlines()[0]
+        raise InputError(Problem("model.pretrained", f"model.pretrained={name}: no such folder, and the hub answers: {why}",
                                  "model.pretrained is a folder in Hugging Face's format with safetensors, or a hub id",
                                  "write model.pretrained=./folder or model.pretrained=organisation/model")) from error

@@ -28,7 +28,8 @@ def build_target(model: ModelConfig, seed: int) -> nn.Module:
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                 raise  # it comes from inside the user's code: the traceback is what helps
             given = ", ".join(model.arguments) or "none"
-            raise _problem(model, f"it does not accept the arguments given ({given}): {error}", "model.arguments are the arguments of the class",
+            raise _problem(model, f"it does not accept the arguments given ({given}): {error}",
+                           "model.arguments are the arguments of the class",
                            "write +model.arguments.NAME=VALUE for each that it needs, and none that it lacks") from error
     if not isinstance(module, nn.Module):
         raise _problem(model, f"it gives a {type(module).__name__}", "model.target gives a torch.nn.Module",

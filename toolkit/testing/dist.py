@@ -29,7 +29,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ("torch", "torch.distributed", "transformers", "transformers.models.llama.modeling_llama", "toolkit.engine.local", "deepspeed")
+PRELOAD = (
+    "deepspeed",
+    "toolkit.engine.deepspeed",
+    "toolkit.testing.parity",
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama", "mixtral", "qwen2")),
+)
 # One thread a rank: tests run more ranks than there are cores. Without dynamo DeepSpeed starts in a tenth of the time.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
 GRACE_SECONDS = 1.0  # after one rank failed, for the others to tell their side
@@ -120,7 +125,8 @@ class _Server:
         ours, theirs = socket.socketpair()
         code = f"from toolkit.testing.dist import _serve; _serve({theirs.fileno()})"
         environment = os.environ | ENVIRONMENT
-        self._process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        command = [sys.executable, "-c", code]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
         self._socket = ours
 

@@ -78,7 +78,7 @@ def sample(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 def micro_batches(plan: RunPlan, step: int, rank: int = 0) -> list[MicroBatch]:
     """This rank's part of the global batch of ``step``, which is the same samples in every layout."""
     batch, size, ranks = plan.batch.at(step), plan.batch.micro_batch, plan.batch.data_parallel
-    found = []
+    found: list[MicroBatch] = []
     for number in range(batch.accumulation):
         first = batch.first_sample + (number * ranks + rank) * size
         tokens, labels = zip(*(sample(first + index) for index in range(size)), strict=True)
