@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.data.index import TokenSource
+from toolkit.data.stream import rank_places
 from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]
@@ -40,8 +41,7 @@ def eval_batches(source: TokenSource, sequence_length: int, batches: int, batch:
     """
     samples = evaluation_samples(source, sequence_length, batches, batch.global_batch)
     accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    firsts = (np.arange(accumulation) * batch.data_parallel + data_rank) * batch.micro_batch
-    places = firsts[:, None] + np.arange(batch.micro_batch)
+    places = rank_places(accumulation, batch.data_parallel, batch.micro_batch, data_rank)
     for first in range(0, max(samples, 1), batch.global_batch):
         yield [_read(source, first + rows, samples, sequence_length) for rows in places]
 

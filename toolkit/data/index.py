@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 from toolkit.data.files import Digest, digest
 from toolkit.data.manifest import DataManifest, Shard, read_manifest
@@ -145,16 +146,26 @@ class MappedTokens:
         assert starts.min() >= 0, f"start {starts.min()}"
         assert starts.max() + length <= self.tokens, f"window {starts.max()} + {length} of {self.tokens} tokens"
         if len(self._shards) == 1:
-            shard = self._shards[0]
-            for row, start in zip(out, starts.tolist(), strict=True):
-                row[:] = shard[start : start + length]
+            out[:] = self._windows(0, length)[starts]
             return
-        for row, start, number in zip(out, starts.tolist(), np.searchsorted(self._ends, starts, side="right").tolist(), strict=True):
-            self._read_row(row, start, number)
+        numbers = np.searchsorted(self._ends, starts, side="right")
+        inside = starts + length <= self._ends[numbers]
+        for number in np.unique(numbers[inside]).tolist():
+            rows = np.flatnonzero(inside & (numbers == number))
+            first = int(self._ends[number]) - len(self._shards[number])
+            out[rows] = self._windows(number, length)[starts[rows] - first]
+        for row in np.flatnonzero(~inside).tolist():
+            self._read_row(out[row], int(starts[row]), int(numbers[row]))
+
+    def _windows(self, number: int, length: int) -> npt.NDArray[Any]:
+        """Every window of ``length`` tokens of a shard, as a view: a row each, gathered by numpy and not by a Python loop."""
+        shard = self._shards[number]
+        return as_strided(shard, (len(shard) - length + 1, length), (shard.itemsize, shard.itemsize), writeable=False)
 
     def _read_row(self, row: Ints, start: int, number: int) -> None:
+        """A window that lies in several shards."""
         filled = 0
-        while filled < len(row):  # a window may lie in several shards
+        while filled < len(row):
             shard = self._shards[number]
             first = start + filled - (int(self._ends[number]) - len(shard))
             part = shard[first : first + len(row) - filled]

@@ -1,11 +1,11 @@
-"""Items of an iterator made ahead of their use, by a thread."""
+"""Items made ahead of their use, by a thread. They cross over in chunks: waking a thread costs more than a short sample."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -63,22 +63,30 @@ class _Buffer(Generic[T]):
 
 
 class Prefetch(Iterator[T]):
-    """At most ``depth`` items are ready ahead. An error of ``items`` is raised after the items before it.
+    """The items of ``chunks``, one by one; at most ``depth`` chunks are ready ahead.
 
-    ``close`` (or dropping the object) ends the thread; a closed one has no more items.
+    An error of ``chunks`` is raised after the items before it. ``close`` (or dropping the object) ends the thread; a closed
+    one has no more items.
     """
 
-    def __init__(self, items: Iterable[T], depth: int, name: str = "prefetch") -> None:
+    def __init__(self, chunks: Iterable[Sequence[T]], depth: int, name: str = "prefetch") -> None:
         assert depth >= 1, f"depth {depth}"
-        buffer: _Buffer[T] = _Buffer(depth)
+        buffer: _Buffer[Sequence[T]] = _Buffer(depth)
         self._buffer = buffer
-        self._thread = threading.Thread(target=buffer.fill, args=(items,), name=name, daemon=True)
+        self._chunk: Iterator[T] = iter(())
+        self._thread = threading.Thread(target=buffer.fill, args=(chunks,), name=name, daemon=True)
         self._finalizer = weakref.finalize(self, buffer.close)
         self._thread.start()
 
     def __next__(self) -> T:
-        return self._buffer.get()
+        for item in self._chunk:
+            return item
+        while True:
+            self._chunk = iter(self._buffer.get())
+            for item in self._chunk:
+                return item
 
     def close(self) -> None:
         self._finalizer()
-        self._thread.join(timeout=10)  # it ends after the item it is making
+        self._chunk = iter(())
+        self._thread.join(timeout=10)  # it ends after the chunk it is making

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +26,10 @@ from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]
 
-# Positions are put in order this many at a time: the permutation costs a fixed 100 numpy calls.
-POSITIONS_AT_ONCE = 4096
-STEPS_AHEAD = 3
+# Steps are ordered, read and handed over by the chunk: the permutation alone is a hundred numpy calls, whatever it permutes.
+ORDERED_AT_ONCE = 4096  # samples
+READ_AT_ONCE = 1 << 16  # tokens: 512 KiB of int64, which stays in a core's cache
+CHUNKS_AHEAD = 3  # of one step at least
 
 _FORK = "or start a new run from that state: run.fork=PATH"
 # What a fingerprint holds -> what to do where it differs.
@@ -47,8 +49,16 @@ def rank_positions(batch: BatchPlan, step: int, data_rank: int) -> Ints:
     by micro-batch, then by rank, samples keep their order whatever the layout.
     """
     now = batch.at(step)
-    firsts = (np.arange(now.accumulation) * batch.data_parallel + data_rank) * batch.micro_batch
-    return now.first_sample + firsts[:, None] + np.arange(batch.micro_batch)
+    return now.first_sample + rank_places(now.accumulation, batch.data_parallel, batch.micro_batch, data_rank)
+
+
+@lru_cache(maxsize=64)
+def rank_places(accumulation: int, data_parallel: int, micro_batch: int, data_rank: int) -> Ints:
+    """The places of one data rank in a global batch of ``accumulation * data_parallel * micro_batch``. Read-only."""
+    firsts = (np.arange(accumulation, dtype=np.int64) * data_parallel + data_rank) * micro_batch
+    places = firsts[:, None] + np.arange(micro_batch)
+    places.flags.writeable = False
+    return places
 
 
 class Stream:
@@ -77,7 +87,7 @@ class Stream:
 
         Reading ahead begins at once; an error in it is raised by ``next``. Closing the iterator or the stream ends it.
         """
-        steps = Prefetch(self._read_steps(first_step), STEPS_AHEAD, name="data-stream")
+        steps = Prefetch(self._chunks(first_step), CHUNKS_AHEAD, name="data-stream")
         self._open.add(steps)
         return steps
 
@@ -122,21 +132,40 @@ class Stream:
         for steps in list(self._open):
             steps.close()
 
-    def _read_steps(self, first_step: int) -> Iterator[list[Ints]]:
+    def _chunks(self, first_step: int) -> Iterator[list[list[Ints]]]:
+        """Consecutive steps, about READ_AT_ONCE tokens of them at a time."""
         step = first_step
         while True:
-            ahead = [rank_positions(self._batch, step, self._rank)]
-            planned = ahead[0].size
-            while planned < POSITIONS_AT_ONCE:
-                ahead.append(rank_positions(self._batch, step + len(ahead), self._rank))
-                planned += ahead[-1].size
+            ahead = self._positions(step)
             starts = self.starts(np.concatenate([positions.ravel() for positions in ahead]))
-            at = 0
-            for positions in ahead:
-                rows = self._read(starts[at : at + positions.size])
-                at += positions.size
-                yield list(rows.reshape(*positions.shape, self._length + 1))
+            yield from self._read_chunks(ahead, starts)
             step += len(ahead)
+
+    def _positions(self, step: int) -> list[Ints]:
+        """Of the steps from ``step`` on, until there are ORDERED_AT_ONCE."""
+        ahead: list[Ints] = []
+        samples = 0
+        while samples < ORDERED_AT_ONCE:
+            ahead.append(rank_positions(self._batch, step + len(ahead), self._rank))
+            samples += ahead[-1].size
+        return ahead
+
+    def _read_chunks(self, ahead: list[Ints], starts: Ints) -> Iterator[list[list[Ints]]]:
+        """``ahead``: the positions of each step; ``starts``: of all their samples, one after another."""
+        length = self._length + 1
+        first = at = 0
+        while first < len(ahead):
+            last = first + max(1, READ_AT_ONCE // (ahead[first].size * length))
+            some = ahead[first:last]
+            size = sum(positions.size for positions in some)
+            rows = self._read(starts[at : at + size])
+            chunk: list[list[Ints]] = []
+            row = 0
+            for positions in some:
+                chunk.append(list(rows[row : row + positions.size].reshape(*positions.shape, length)))
+                row += positions.size
+            yield chunk
+            first, at = last, at + size
 
     def _read(self, starts: Ints) -> Ints:
         tokens, length = self._source.tokens, self._length + 1
