@@ -60,7 +60,7 @@ def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, *, tokens
 
     Args:
         temperature: 0 takes the likeliest token each time.
-        context: the model's longest sequence; the prompt loses its beginning where both do not fit.
+        context: the model's longest sequence; where both do not fit, the prompt keeps its end, half of ``context`` at least.
 
     Raises:
         InputError: the prompt has no token.
@@ -69,8 +69,8 @@ def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, *, tokens
     if not ids:
         raise InputError(Problem("prompt", f"prompt={prompt!r}", "a prompt has at least one token", "write some text"))
     if context is not None:
-        tokens = min(tokens, context - 1)
-        ids = ids[-(context - tokens):]
+        ids = ids[-max(1, context // 2, context - tokens):]
+        tokens = min(tokens, context - len(ids))
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     deadline = time.monotonic() + seconds

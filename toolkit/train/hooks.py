@@ -25,6 +25,7 @@ from toolkit.rundir import RunDirectory, RunState, Status
 from toolkit.train.agree import Agreed
 
 STATUS_SECONDS = 1.0
+PLOT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +140,19 @@ class StatusFile(Hook):
 
 
 class Plots(Hook):
-    """Draws in a thread whenever a checkpoint is complete: training does not wait for a picture. For rank 0."""
+    """Draws at the end, and where checkpoints are complete, at a bounded rate and in a thread: training does not wait for a
+    picture. For rank 0."""
 
-    def __init__(self, draw: Callable[[], object], tell: Callable[[str], None]) -> None:
-        self._draw, self._tell = draw, tell
+    def __init__(self, draw: Callable[[], object], tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._draw, self._tell, self._clock = draw, tell, clock
         self._thread: threading.Thread | None = None
+        self._next = clock() + PLOT_SECONDS
         self._broken = False
 
     def on_checkpoint(self, path: Path) -> None:
-        if self._broken or (self._thread is not None and self._thread.is_alive()):
+        if self._broken or self._clock() < self._next or (self._thread is not None and self._thread.is_alive()):
             return
+        self._next = self._clock() + PLOT_SECONDS
         self._thread = threading.Thread(target=self._work, name="plots", daemon=True)
         self._thread.start()
 

@@ -1,0 +1,151 @@
+"""Sinks: one that breaks is told once and dropped; rows, console lines and pictures are what they say.
+
+    pytest tests/monitor/test_sinks.py
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.monitor.console import ConsoleSink
+from toolkit.monitor.jsonl import JsonlSink, read_rows
+from toolkit.monitor.plots import eval_losses, loss_curve, running_mean, train_losses
+from toolkit.monitor.sink import CompositeSink, NullSink, Row, Sink
+from toolkit.progress import Progress
+
+ROW = {"step": 1, "loss": 0.1 + 0.2, "grad_norm": 1e-17, "lr": 3e-4, "tokens": 512, "step_seconds": 0.25, "tokens_per_second": 2048.0}
+
+
+class Recording(NullSink):
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def log_step(self, row: Row) -> None:
+        self.calls.append(row)
+
+    def log_eval(self, row: Row) -> None:
+        self.calls.append(("eval", row))
+
+    def log_text(self, name: str, text: str) -> None:
+        self.calls.append((name, text))
+
+    def log_image(self, name: str, path: Path) -> None:
+        self.calls.append((name, path))
+
+    def close(self, exit_code: int) -> None:
+        self.calls.append(exit_code)
+
+
+class Broken(Recording):
+    def log_step(self, row: Row) -> None:
+        super().log_step(row)
+        raise ConnectionError("the server is gone")
+
+
+def drive(sink: Sink) -> list[Any]:
+    sink.log_step(ROW)
+    sink.log_step(ROW)
+    sink.log_eval({"step": 1})
+    sink.log_text("t", "words")
+    sink.log_image("p", Path("p.png"))
+    sink.close(75)
+    return [ROW, ROW, ("eval", {"step": 1}), ("t", "words"), ("p", Path("p.png")), 75]
+
+
+def test_every_sink_gets_everything() -> None:
+    a, b = Recording(), Recording()
+    expected = drive(CompositeSink([a, NullSink(), b]))
+    assert a.calls == b.calls == expected
+
+
+def test_a_broken_sink_is_told_once_and_dropped_and_the_others_go_on() -> None:
+    told: list[str] = []
+    broken, whole = Broken(), Recording()
+    expected = drive(CompositeSink([broken, whole], told.append))
+    assert told == ["Broken failed and gets nothing more: ConnectionError: the server is gone"]
+    assert broken.calls == [ROW]
+    assert whole.calls == expected
+
+
+def test_rows_are_on_disk_at_once_in_full_precision(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "eval.jsonl")
+    sink.log_step(ROW)
+    sink.log_step({**ROW, "step": 2, "loss": math.inf})
+    sink.log_eval({"step": 2, "set": "validation"})
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == ROW
+    assert json.loads(lines[1])["loss"] == math.inf
+    sink.close(0)
+    JsonlSink(tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "eval.jsonl").log_step({**ROW, "step": 3})
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n\xff\xfe\n[1]\n{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 0.5}')
+    assert train_losses(file) == ([1, 3], [2.0, 1.0])
+    assert list(read_rows(tmp_path / "absent.jsonl")) == []
+
+
+def test_console_shows_loss_speed_and_time_left_at_its_cadence() -> None:
+    stream, said, now = io.StringIO(), [], [0.0]
+    progress = Progress(stream, terminal=False, line_seconds=1.0, clock=lambda: now[0])
+    sink = ConsoleSink(progress, steps=40, done=10, every=10, say=said.append)
+    for step in range(11, 41):
+        now[0] += 2.0
+        sink.log_step({**ROW, "step": step, "loss": 5 - step / 10, "tokens_per_second": 123456.0})
+    sink.log_eval({"step": 40, "set": "validation", "loss": 2.0, "tokens": 10, "seconds": 1.5})
+    sink.close(0)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "training: 20 steps/40 steps  0.5 steps/s  eta 0:40  loss 3.0000  123k tokens/s"
+    assert len(lines) == 4
+    assert said == ["step 40: validation loss 2.0000 (perplexity 7.389), 1.5 s"]
+
+
+def test_console_tells_of_skipped_steps() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(Progress(stream, terminal=False, line_seconds=0), steps=9, done=0, every=1)
+    sink.log_step({**ROW, "skipped": True, "loss_scale": 32768.0})
+    assert "skipped, loss scale 32768" in stream.getvalue()
+
+
+def written(folder: Path, steps: int) -> Path:
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.writelines(json.dumps({"step": step, "loss": 9 / step if step != 5 else math.nan}) + "\n" for step in range(1, steps + 1))
+        file.write('{"step": torn')
+    rows = [{"step": 2, "set": "validation", "loss": 5.0}, {"step": 4, "set": "other", "loss": 4.0}, {"step": 4, "set": "validation", "loss": 3.0}]
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_curve_is_drawn_from_the_files(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", 5000)
+    picture = loss_curve(run, unigram=6.5)
+    assert picture == run / "plots" / "loss.png"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    with_line = picture.read_bytes()
+    loss_curve(run)
+    assert picture.read_bytes() != with_line
+    assert [entry.name for entry in picture.parent.iterdir()] == ["loss.png"]
+    assert eval_losses(run / "eval.jsonl") == {"validation": [(2, 5.0), (4, 3.0)], "other": [(4, 4.0)]}
+
+
+def test_there_is_no_curve_without_a_step(tmp_path: Path) -> None:
+    assert loss_curve(tmp_path) is None
+    assert not (tmp_path / "plots").exists()
+
+
+@pytest.mark.parametrize(("values", "window", "expected"), [
+    ([1.0, 2.0, 3.0, 4.0], 2, [1.0, 1.5, 2.5, 3.5]),
+    ([1.0, 2.0], 0, [1.0, 2.0]),
+    ([1.0, math.nan, 3.0, 5.0], 2, [1.0, 1.0, 3.0, 4.0]),
+])
+def test_running_mean(values: list[float], window: int, expected: list[float]) -> None:
+    assert running_mean(values, window) == expected

@@ -1,0 +1,45 @@
+"""What an offline W&B run wrote: records in LevelDB's log format, after a header of seven bytes.
+
+Blocks of 32 KiB hold chunks of (checksum u32, length u16, kind u8), and a record is one whole chunk or first, middle ..., last.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK, HEADER = 32768, struct.Struct("<IHB")
+WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+FILE_HEADER = 7
+
+
+def records(path: Path) -> Iterator[Any]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, parts = path.read_bytes(), FILE_HEADER, b""
+    assert content[:4] == b":W&B", content[:7]
+    while at + HEADER.size <= len(content):
+        if BLOCK - at % BLOCK < HEADER.size:  # too little room was left for a chunk
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = HEADER.unpack_from(content, at)
+        parts += content[at + HEADER.size : at + HEADER.size + length]
+        at += HEADER.size + length
+        if kind in (WHOLE, LAST):
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    """What was logged, row by row, without W&B's own columns."""
+    rows = []
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            rows.append({name: value for name, value in row.items() if not name.startswith("_")})
+    return rows

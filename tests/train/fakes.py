@@ -1,0 +1,75 @@
+"""An engine and a stream that only keep count: the loop's order of events in microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.engine.protocol import EvalResult, MicroBatch, StepResult, StepSettings
+from toolkit.train.agree import Agreed
+from toolkit.train.hooks import StepDone
+
+
+class FakeEngine:
+    """Loss 5 - step / 10 on as many tokens as there are labels. Writes what it is asked into ``events``."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, events: list[Any] | None = None, clock: FakeClock | None = None, step_seconds: float = 0.0) -> None:
+        self.events = [] if events is None else events
+        self.settings: list[StepSettings] = []
+        self.batches: list[Sequence[MicroBatch]] = []
+        self._clock, self._step_seconds = clock, step_seconds
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
+        self.events.append(f"train {settings.step}")
+        self.settings.append(settings)
+        self.batches.append(micro_batches)
+        if self._clock is not None:
+            self._clock.now += self._step_seconds
+        tokens = sum(batch["labels"].numel() for batch in micro_batches)
+        return StepResult(loss=5 - settings.step / 10, grad_norm=1 / 3, tokens=tokens)
+
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        self.events.append("eval")
+        tokens = sum(batch["labels"].numel() for batch in micro_batches)
+        return EvalResult(loss_sum=2.5 * tokens, tokens=tokens)
+
+    def shards(self) -> list[Shard]:
+        return []
+
+    def scalars(self) -> dict[str, object]:
+        return {"optimizer_step": len(self.settings)}
+
+    def load(self, reader: Reader) -> None:
+        self.events.append("load")
+
+    def close(self) -> None:
+        self.events.append("close")
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def samples(first_step: int = 0, clock: FakeClock | None = None, wait_seconds: float = 0.0) -> Iterator[list[np.ndarray]]:
+    """Two micro-batches [2, 5] a step, whose first token is the step."""
+    step = first_step
+    while True:
+        if clock is not None:
+            clock.now += wait_seconds
+        yield [np.full((2, 5), step), np.full((2, 5), step + 1)]
+        step += 1
+
+
+def step_done(step: int, *, stop: bool = False, save: bool = False, last: bool = False) -> StepDone:
+    result = StepResult(loss=4.5, grad_norm=0.1, tokens=16)
+    return StepDone(step, 1e-3, result, 0.5, Agreed(stop=stop, save=save), last)

@@ -1,0 +1,42 @@
+"""Ranks decide together: a stop that one rank is told of ends all at the same step, saved.
+
+    pytest tests/train/test_agree.py
+"""
+
+from __future__ import annotations
+
+from tests.train.fakes import FakeEngine, samples, step_done
+from toolkit.errors import ExitCode
+from toolkit.testing.dist import run_ranks
+from toolkit.testing.tiny import tiny_plan
+from toolkit.train.agree import Agreed, Together
+from toolkit.train.hooks import Hook, StepDone
+from toolkit.train.loop import train
+from toolkit.train.state import TrainState
+from toolkit.train.task import NextToken
+
+
+def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
+    """Rank 1 is asked to stop in its fifth step; rank 0's clock says save at its third. Returns code, last step, saves."""
+    ask, state, saved = Together(), TrainState(), []
+
+    class Saves(Hook):
+        def on_step(self, done: StepDone) -> None:
+            if done.agreed.save or done.agreed.stop:
+                saved.append(done.step)
+
+    def agree() -> Agreed:
+        stop, save = ask([rank == 1 and state.step >= 5, rank == 0 and state.step == 3])
+        return Agreed(stop=bool(stop), save=bool(save))
+
+    assert ask([rank, -rank, 7]) == [1, 0, 7]
+    code = train(tiny_plan(train__steps=50), FakeEngine(), NextToken(), samples(), state, Saves(), agree)
+    return int(code), state.step, saved
+
+
+def test_all_ranks_stop_and_save_at_the_same_step() -> None:
+    assert run_ranks(stops_together, 2) == [(int(ExitCode.STOPPED), 5, [3, 5])] * 2
+
+
+def test_without_a_wish_nothing_is_agreed() -> None:
+    assert step_done(1).agreed == Agreed()

@@ -1,0 +1,72 @@
+"""Text from weights: greedy as transformers does it, repeatable, bounded.
+
+    pytest tests/train/test_generate.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+
+from toolkit.errors import InputError
+from toolkit.families.base import ModelShape
+from toolkit.models.initial import InitialWeights
+from toolkit.plan.present import to_json
+from toolkit.testing.tiny import LENGTH, tiny_plan
+from toolkit.train.generate import continue_text, load_model, shape_of
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return made
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    plan = tiny_plan()
+    assert plan.shape is not None
+    return load_model(plan.shape, InitialWeights(plan))
+
+
+def test_greedy_is_transformers_greedy(model: Any, tokenizer: Tokenizer) -> None:
+    ids = torch.tensor([tokenizer.encode("def main").ids])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0,
+                              suppress_tokens=list(range(256, 264)), eos_token_id=None)
+    assert continue_text(model, tokenizer, "def main", tokens=12, temperature=0) == tokenizer.decode(expected[0, 8:].tolist())
+
+
+def test_a_seed_repeats_itself(model: nn.Module, tokenizer: Tokenizer) -> None:
+    texts = [continue_text(model, tokenizer, "import", tokens=16, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    torch.manual_seed(5)
+    assert continue_text(model, tokenizer, "import", tokens=16, seed=1) == texts[0]
+
+
+def test_bounded_by_tokens_context_time_and_a_stop(model: nn.Module, tokenizer: Tokenizer) -> None:
+    def length(prompt: str, **limits: Any) -> int:
+        asked: list[None] = []  # once a token
+        continue_text(model, tokenizer, prompt, stop=lambda: asked.append(None), **limits)
+        return len(asked)
+
+    assert continue_text(model, tokenizer, "x", seconds=0) == ""
+    assert continue_text(model, tokenizer, "x", stop=lambda: "SIGTERM") == ""
+    assert length("x", tokens=5) == 5
+    assert length("x" * 100, tokens=1000, context=LENGTH) == LENGTH // 2
+    assert length("x" * 100, tokens=4, context=LENGTH) == 4
+    assert length("xyz", tokens=1000, context=LENGTH) == LENGTH - 3
+    with pytest.raises(InputError, match="at least one token"):
+        continue_text(model, tokenizer, "")
+
+
+def test_a_plans_model_comes_back_from_json() -> None:
+    plan = tiny_plan("mixtral")
+    assert shape_of({**to_json(plan)["model"], "of a later version": 1}) == plan.shape
+    assert isinstance(plan.shape, ModelShape)

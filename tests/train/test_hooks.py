@@ -1,0 +1,245 @@
+"""Metrics rows, evaluation and saving at their steps, status and plots.
+
+    pytest tests/train/test_hooks.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.fakes import FakeClock, FakeEngine, samples, step_done
+from toolkit.checkpoint.store import PendingSave
+from toolkit.config.schema import Precision
+from toolkit.engine.protocol import StepResult
+from toolkit.monitor.jsonl import JsonlSink
+from toolkit.plan.types import RunPlan
+from toolkit.rundir import RunDirectory, RunState
+from toolkit.testing.tiny import tiny_plan
+from toolkit.train.agree import Agreed
+from toolkit.train.evaluation import Evaluation
+from toolkit.train.hooks import PLOT_SECONDS, STATUS_SECONDS, Hook, Hooks, Metrics, Plots, StatusFile, StepDone
+from toolkit.train.saving import Checkpoints, Timer
+from toolkit.train.task import NextToken
+
+# ---- metrics
+
+
+def written(tmp_path: Path, plan: RunPlan, done: StepDone) -> dict[str, Any]:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", tmp_path / "eval.jsonl")
+    Metrics(plan, sink).on_step(done)
+    return json.loads((tmp_path / "metrics.jsonl").read_text())
+
+
+def test_a_row_has_exactly_these_keys_in_full_precision(tmp_path: Path) -> None:
+    result = StepResult(loss=1 / 3, grad_norm=2 / 3, tokens=1000)
+    row = written(tmp_path, tiny_plan(), StepDone(7, 0.1 + 0.2, result, 0.3, Agreed(), False))
+    assert row == {"step": 7, "loss": 1 / 3, "grad_norm": 2 / 3, "lr": 0.1 + 0.2, "tokens": 1000, "step_seconds": 0.3,
+                   "tokens_per_second": 1000 / 0.3}
+
+
+def test_fp16_adds_the_loss_scale(tmp_path: Path) -> None:
+    plan = tiny_plan()
+    plan.config.precision.name = Precision.fp16
+    result = StepResult(loss=1.0, grad_norm=float("inf"), tokens=10, skipped=True, loss_scale=65536.0)
+    row = written(tmp_path, plan, StepDone(1, 0.1, result, 0.5, Agreed(), False))
+    assert row["skipped"] is True
+    assert row["loss_scale"] == 65536.0
+    assert row["grad_norm"] == float("inf")
+
+
+# ---- evaluation
+
+
+def evaluated(every: int, steps: int = 10, missing: bool = False, at: Sequence[StepDone] = (), start: int | None = None) -> list[tuple[int, str]]:
+    rows: list[Mapping[str, Any]] = []
+    clock = FakeClock()
+    sets = {name: (lambda: [next(samples()), next(samples())]) for name in ("validation", "other")}
+    hook = Evaluation(FakeEngine(), NextToken(), sets, every=every, steps=steps, missing=lambda step: missing, announce=rows.append, clock=clock)
+    if start is not None:
+        hook.on_start(start)
+    for done in at:
+        hook.on_step(done)
+    assert all(row["loss"] == 2.5 and row["tokens"] == 32 and row["seconds"] == 0.0 for row in rows)
+    return [(row["step"], row["set"]) for row in rows]
+
+
+def test_every_set_at_intervals_and_after_the_last_step() -> None:
+    steps = [step_done(step, last=step == 10) for step in range(1, 11)]
+    assert evaluated(4, at=steps) == [(step, name) for step in (4, 8, 10) for name in ("validation", "other")]
+    assert evaluated(0, at=steps) == []
+
+
+def test_a_stop_is_more_urgent_and_the_next_start_makes_up_for_it() -> None:
+    assert evaluated(4, at=[step_done(4, stop=True)]) == []
+    assert evaluated(4, start=4, missing=True) == [(4, "validation"), (4, "other")]
+    assert evaluated(4, start=4, missing=False) == []
+    assert evaluated(4, start=5, missing=True) == []
+    assert evaluated(4, start=0, missing=True) == []
+
+
+# ---- checkpoints
+
+
+class FakeStore:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.saved: list[tuple[int, bool]] = []
+        self.scalars: list[Mapping[str, object]] = []
+        self.waited = 0
+        self.futures: list[Future[None]] = []
+        self._error = error
+
+    def save(self, step: int, shards: object, scalars: Mapping[str, object], *, background: bool, **more: object) -> PendingSave:
+        self.saved.append((step, background))
+        self.scalars.append(scalars)
+        future: Future[None] = Future()
+        self.futures.append(future)
+        if not background:
+            future.set_result(None)
+        return PendingSave(Path(f"step-{step:08d}"), future)
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def checkpoints(store: FakeStore, timer: Timer | None = None, **changes: Any) -> tuple[Checkpoints, list[Path], list[str]]:
+    announced: list[Path] = []
+    told: list[str] = []
+    plan = tiny_plan(**{f"checkpoint__{name}": value for name, value in changes.items()})
+    hook = Checkpoints(plan, FakeEngine(), store, {"order": "x"}, timer or Timer(None), rank=0, attempt=1,  # type: ignore[arg-type]
+                       announce=announced.append, tell=told.append)
+    return hook, announced, told
+
+
+def test_saves_by_steps_and_after_the_last() -> None:
+    store = FakeStore()
+    hook, announced, _ = checkpoints(store, every="3")
+    for step in range(1, 9):
+        hook.on_step(step_done(step, last=step == 8))
+    assert store.saved == [(3, False), (6, False), (8, False)]
+    assert announced == [Path("step-00000003"), Path("step-00000006"), Path("step-00000008")]
+    assert store.scalars[1]["step"] == 6
+    assert store.scalars[1]["consumed_samples"] == 48
+    assert store.scalars[1]["data"] == {"order": "x"}
+    assert store.scalars[1]["optimizer_step"] == 0
+
+
+def test_never_saves_only_what_must_be_saved() -> None:
+    store = FakeStore()
+    hook, _, _ = checkpoints(store, every="never", at_end=False)
+    for step in range(1, 9):
+        hook.on_step(step_done(step, last=step == 8))
+    assert store.saved == []
+    hook.on_step(step_done(9, stop=True))
+    assert store.saved == [(9, False)]
+
+
+def test_an_export_needs_the_last_step() -> None:
+    store = FakeStore()
+    hook, _, _ = checkpoints(store, every="never", at_end=False, export=True)
+    hook.on_step(step_done(20, last=True))
+    assert store.saved == [(20, False)]
+
+
+def test_a_stop_saves_in_the_foreground() -> None:
+    store = FakeStore()
+    hook, announced, _ = checkpoints(store, every="2", background=True)
+    hook.on_step(step_done(2))
+    hook.on_step(step_done(3, stop=True))
+    assert store.saved == [(2, True), (3, False)]
+    assert announced == [Path("step-00000003")]
+
+
+def test_rank_0s_clock_decides_and_starts_anew_with_each_save() -> None:
+    clock, store = FakeClock(), FakeStore()
+    timer = Timer(90.0, clock)
+    hook, _, _ = checkpoints(store, timer, every="90s")
+    for step, now in enumerate([30.0, 89.0, 90.0, 100.0, 179.0, 180.0], 1):
+        clock.now = 100.0 + now
+        hook.on_step(step_done(step, save=timer.due()))
+    assert [step for step, _ in store.saved] == [3, 6]
+    assert not Timer(None, clock).due()
+
+
+def test_a_save_in_the_background_is_announced_when_it_is_complete() -> None:
+    store = FakeStore()
+    hook, announced, told = checkpoints(store, every="1", background=True)
+    hook.on_step(step_done(1))
+    assert announced == []
+    store.futures[0].set_result(None)
+    hook.on_step(step_done(2))
+    assert announced == [Path("step-00000001")]
+    store.futures[1].set_exception(OSError("no space"))
+    hook.on_step(step_done(3))
+    assert told == ["step-00000002 could not be saved: OSError: no space"]
+    store.futures[2].set_result(None)
+    hook.on_end(3)
+    assert store.waited == 1
+    assert announced == [Path("step-00000001"), Path("step-00000003")]
+
+
+# ---- status and plots
+
+
+def test_status_is_current_at_a_bounded_rate(tmp_path: Path) -> None:
+    directory, clock = RunDirectory(tmp_path), FakeClock()
+    hook = StatusFile(directory, 3, None, clock)
+
+    def seen() -> tuple[int | None, str | None]:
+        status = directory.status()
+        assert status is not None
+        assert (status.state, status.attempt, status.exit_code) == (RunState.RUNNING, 3, None)
+        return status.step, status.checkpoint
+
+    hook.on_start(4)
+    assert seen() == (4, None)
+    hook.on_step(step_done(5))
+    assert seen() == (4, None)
+    clock.now += STATUS_SECONDS
+    hook.on_step(step_done(6))
+    assert seen() == (6, None)
+    hook.on_step(step_done(7))
+    hook.on_checkpoint(tmp_path / "step-00000007")
+    assert seen() == (7, str(tmp_path / "step-00000007"))
+    hook.on_step(step_done(8))
+    hook.on_end(8)
+    assert seen() == (8, str(tmp_path / "step-00000007"))
+
+
+def test_plots_are_drawn_now_and_then_and_at_the_end() -> None:
+    drawn: list[int] = []
+    clock = FakeClock()
+    hook = Plots(lambda: drawn.append(1), lambda words: None, clock)
+    hook.on_checkpoint(Path())
+    assert drawn == []  # a minute has not passed
+    clock.now += PLOT_SECONDS
+    hook.on_checkpoint(Path())
+    hook.on_checkpoint(Path())
+    hook.on_end(1)
+    assert drawn == [1, 1]
+
+
+def test_a_broken_plot_is_told_once() -> None:
+    told: list[str] = []
+
+    def draw() -> None:
+        raise ImportError("no matplotlib")
+
+    hook = Plots(draw, told.append)
+    hook.on_end(1)
+    hook.on_end(2)
+    assert told == ["no more plots: ImportError: no matplotlib"]
+
+
+@pytest.mark.parametrize("hook", [Hook(), Hooks()])
+def test_a_hook_may_listen_to_nothing(hook: Hook) -> None:
+    hook.on_start(0)
+    hook.on_step(step_done(1))
+    hook.on_eval({})
+    hook.on_checkpoint(Path())
+    hook.on_end(1)

@@ -1,0 +1,83 @@
+"""What a checkpoint records of a run, and which checkpoints a run may continue from.
+
+    pytest tests/train/test_state.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from toolkit.errors import CheckpointError, Problem
+from toolkit.rundir import SourceKind
+from toolkit.testing.tiny import tiny_plan
+from toolkit.train.state import TrainState, namespace, restore, scalars
+
+FINGERPRINT = {"order": "feistel-1", "data": "abc"}
+PATH = Path("runs/x/checkpoints/step-00000003")
+
+
+def check_data(recorded: Mapping[str, object]) -> None:
+    if recorded != FINGERPRINT:
+        raise CheckpointError(Problem("data", "other data", "the same", "bring it back"))
+
+
+def restored(found: Mapping[str, object], kind: SourceKind = SourceKind.RESUME, **changes: Any) -> TrainState:
+    return restore(tiny_plan(**changes), SimpleNamespace(scalars=found), kind, PATH, check_data)  # type: ignore[arg-type]
+
+
+def test_scalars_are_plain_json_and_restore_the_state() -> None:
+    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {"optimizer_step": 2})
+    assert json.loads(json.dumps(found)) == found
+    assert found["step"] == 3
+    assert found["consumed_samples"] == 24
+    assert found["optimizer_step"] == 2
+    assert found["seed"] == 3
+    assert {"python", "torch", "transformers"} <= found["versions"].keys()  # type: ignore[attr-defined]
+    assert restored(found).step == 3
+
+
+def test_a_longer_run_in_another_layout_is_the_same_run() -> None:
+    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {})
+    assert restored(found, ranks=4, zero__stage=3, train__steps=50).step == 3
+
+
+def test_consumed_samples_follow_a_batch_ramp() -> None:
+    plan = tiny_plan()
+    plan.config.train.batch_ramp.start, plan.config.train.batch_ramp.increment, plan.config.train.batch_ramp.samples = 2, 2, 12
+    from toolkit.plan import make_plan
+
+    ramped = make_plan(plan.config, plan.world)
+    assert [TrainState(step).consumed_samples(ramped) for step in range(5)] == [ramped.batch.at(step).first_sample for step in range(5)]
+    assert TrainState(1).consumed_samples(ramped) == 2
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"identity": "00000000"}, "identity=00000000, here "), ({"seed": 4}, "seed=4, here 3"),
+    ({"consumed_samples": 12}, "consumed_samples=12, here 24"), ({"data": {"order": "other"}}, "other data")])
+def test_another_run_is_refused_by_name_and_may_be_forked(change: dict[str, object], named: str) -> None:
+    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}) | change
+    with pytest.raises(CheckpointError) as refused:
+        restored(found)
+    assert named in str(refused.value)
+    assert restored(found, SourceKind.FORK).step == 3
+
+
+def test_weights_without_a_step_are_refused_with_the_remedy() -> None:
+    with pytest.raises(CheckpointError, match=r"model\.pretrained=runs/x"):
+        restored({})
+
+
+def test_the_engines_scalars_never_take_the_runs_names() -> None:
+    with pytest.raises(AssertionError, match="step"):
+        scalars(tiny_plan(), TrainState(3), FINGERPRINT, {"step": 1})
+
+
+def test_namespaces() -> None:
+    assert namespace(tiny_plan()) == "llama/1"
+    assert namespace(tiny_plan(None, model__target="my.package.Model")) == "module/my.package.Model"

@@ -1,0 +1,113 @@
+"""Losses of text, against the same written out.
+
+    pytest tests/train/test_task.py
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from toolkit.errors import ConfigError
+from toolkit.models.build import build_model
+from toolkit.models.initial import InitialWeights
+from toolkit.plan.types import RunPlan
+from toolkit.testing.tiny import micro_batches, tiny_plan
+from toolkit.train.generate import load_model
+from toolkit.train.task import IGNORED, NextToken, OwnLoss, text_task
+
+CPU = torch.device("cpu")
+
+
+def model_of(plan: RunPlan) -> nn.Module:
+    assert plan.shape is not None
+    return load_model(plan.shape, InitialWeights(plan))
+
+
+def test_collate_shifts_and_masks() -> None:
+    samples = np.array([[5, 6, 7, 8], [1, 2, IGNORED, IGNORED]])
+    batch = NextToken().collate(samples, CPU)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [1, 2, 0]]
+    assert batch["labels"].tolist() == [[6, 7, 8], [2, IGNORED, IGNORED]]
+    assert batch["labels"].dtype == torch.int64
+    assert NextToken().units(batch) == 4
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_next_token_sums_over_unmasked_labels(family: str) -> None:
+    plan = tiny_plan(family)
+    model, batch, task = model_of(plan), micro_batches(plan, 0)[0], text_task(plan)
+    with torch.no_grad():
+        log_probabilities = torch.log_softmax(model(input_ids=batch["input_ids"]).logits.double(), dim=-1)
+        expected = -sum(log_probabilities[row, place, label].item() for row, labels in enumerate(batch["labels"].tolist())
+                        for place, label in enumerate(labels) if label != IGNORED)
+        assert task.loss_sum(model, batch).item() == pytest.approx(expected, rel=1e-5)
+    assert task.units(batch) == int((batch["labels"] >= 0).sum())
+
+
+def test_a_loss_in_bf16_is_summed_in_fp32() -> None:
+    plan = tiny_plan()
+    batch = micro_batches(plan, 0)[0]
+    loss = NextToken().loss_sum(model_of(plan).to(torch.bfloat16), batch)
+    assert loss.dtype == torch.float32
+
+
+def test_the_routers_loss_is_added_once_a_token_in_training_only() -> None:
+    plan = tiny_plan("mixtral", model__router_aux_loss_coef=0.25)
+    model, batch, task = model_of(plan), micro_batches(plan, 0)[0], text_task(plan)
+    with torch.no_grad():
+        plain = NextToken().loss_sum(model, batch)
+        auxiliary = model(input_ids=batch["input_ids"], output_router_logits=True).aux_loss
+        assert auxiliary > 0
+        assert task.loss_sum(model, batch) == plain
+        model.train()
+        assert task.loss_sum(model, batch).item() == pytest.approx((plain + 0.25 * auxiliary * task.units(batch)).item(), rel=1e-6)
+
+
+class Bigram(nn.Module):
+    """Answers in the form it is told."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.table = nn.Embedding(264, 264)
+        self.form = form
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.table(input_ids)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"tensor": loss, "object": SimpleNamespace(loss=loss), "dict": {"loss": loss}, "logits": logits, "none": None}[self.form]
+
+
+@pytest.mark.parametrize("form", ["tensor", "object", "dict"])
+def test_a_models_own_mean_is_weighted_by_its_units(form: str) -> None:
+    batch = micro_batches(tiny_plan(), 0)[0]
+    model, task = Bigram(form), OwnLoss("my.Model")
+    logits = model.table(batch["input_ids"])
+    expected = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    assert task.loss_sum(model, batch).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_mean_over_nothing_counts_as_nothing() -> None:
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.full((2, 4), IGNORED)}
+    assert OwnLoss("my.Model").loss_sum(Bigram("tensor"), batch).item() == 0
+
+
+@pytest.mark.parametrize(("form", "seen"), [("logits", "a tensor of shape (2, 32, 264)"), ("none", "NoneType")])
+def test_what_is_no_loss_is_refused(form: str, seen: str) -> None:
+    with pytest.raises(ConfigError, match=r"one mean loss") as refused:
+        OwnLoss("my.Model").loss_sum(Bigram(form), micro_batches(tiny_plan(), 0)[0])
+    assert seen in str(refused.value)
+    assert "model.target=my.Model" in str(refused.value)
+
+
+def test_the_plan_says_which_task() -> None:
+    plan = tiny_plan(None, model__target="torch.nn.Linear")
+    assert isinstance(text_task(plan), OwnLoss)
+    assert isinstance(text_task(tiny_plan()), NextToken)
+    assert build_model(tiny_plan(), CPU).training
