@@ -14,7 +14,7 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
@@ -37,7 +37,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 
 def to_yaml(config: RunConfig) -> str:
     """The whole configuration as text; :func:`from_yaml` gives an equal one. It is valid for OmegaConf: ``${`` is escaped."""
-    return yaml.safe_dump(_as_yaml(config), sort_keys=False, allow_unicode=True, width=140)
+    return yaml.safe_dump(_as_yaml(config), sort_keys=False, width=140)
 
 
 def from_yaml(text: str) -> RunConfig:
@@ -47,12 +47,10 @@ def from_yaml(text: str) -> RunConfig:
         ConfigError: the text is no YAML, or has unknown keys or wrong values.
     """
     try:
-        written = OmegaConf.create(text)
-        if not isinstance(written, DictConfig):
+        written = yaml.safe_load(text)  # as safe_dump writes it: OmegaConf's own reader takes the text 1e3 for a number
+        if not isinstance(written, dict):
             raise ConfigError(Problem("config.yaml", text[:80], "a configuration is sections with keys", "restore the file"))
-        plain = OmegaConf.to_container(written, resolve=False)
-        assert isinstance(plain, dict)
-        unknown = list(_unknown(plain))
+        unknown = list(_unknown(written))
         if unknown:
             raise ConfigError(*unknown)
         config = OmegaConf.merge(OmegaConf.structured(RunConfig), written)
@@ -138,7 +136,6 @@ def _typed(config: DictConfig) -> RunConfig:
     problems = [*_unknown(written), *_unresolved(config, written)]
     if problems:
         raise ConfigError(*problems)
-    OmegaConf.resolve(config)
     sections: dict[str, Any] = {}
     for field in fields(RunConfig):
         try:  # section by section, so that the mistakes of all are told
@@ -219,7 +216,7 @@ def _no_yaml(error: yaml.YAMLError) -> ConfigError:
 
 def _answer(error: Exception) -> Problem:
     """The problem behind an exception of Hydra or OmegaConf."""
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     place = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
     name = getattr(cause, "full_key", None) or ""
     text = str(cause or error).splitlines()[0]
@@ -232,6 +229,11 @@ def _answer(error: Exception) -> Problem:
         return wrong_value(name, f"{place}{name}: {text}")
     if text.startswith("Could not delete"):
         return Problem(text.split("'")[1], text, "only what an experiment's file sets can be deleted", "leave it out")
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        near = search.nearest_option(option, error.options)
+        return Problem(group, f"a file chooses {group}: {option}", f"the options of {group} are {', '.join(error.options)}",
+                       f"write {group}: {near}" if near else "choose one of them")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return Problem("configuration", lines[0], " ".join(lines[1:]) or "the groups and files compose to one configuration",
                    "see the groups and their options with --help")

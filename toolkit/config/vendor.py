@@ -203,13 +203,15 @@ def _muon(config: RunConfig) -> Iterator[Problem]:
 
 
 def _problem(name: str, value: Any, rule: str, remedy: str) -> Problem:
-    return Problem(f"{ROOT}.{name}", f"{ROOT}.{name}={_show(value)}", rule, remedy)
+    """Of a section, what was typed: its values, not the section."""
+    seen = "; ".join(f"{ROOT}.{leaf}={_show(inner)}" for leaf, inner in flatten(value, name + ".").items())
+    return Problem(f"{ROOT}.{name}", seen, rule, remedy)
 
 
 def _show(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    return "{" + ", ".join(f"{key}: {_show(inner)}" for key, inner in value.items()) + "}" if isinstance(value, Mapping) else str(value)
+    return str(value)
 
 
 def _first_sentence(text: str) -> str:

@@ -1,0 +1,136 @@
+"""What somebody may type wrongly: each is answered with the key, the value seen, the rule and the remedy.
+
+    pytest tests/config/test_mistakes.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.config.compose import compose
+from toolkit.config.vendor import deepspeed_problems
+from toolkit.errors import ConfigError, Problem
+
+DEEP = "+engine.deepspeed."
+ZERO = "engine.deepspeed.zero_optimization"
+
+# what is typed, the key at fault, what the rule says, what the remedy says
+MISTAKES: tuple[tuple[str, str, str, str], ...] = (
+    # keys
+    ("model.hidden=64", "model.hidden", "model has no key hidden", "model.hidden_size"),
+    ("modle.hidden_size=64", "modle.hidden_size", "no section or group modle", "model.hidden_size"),
+    ("lr=1e-3", "lr", "no key, section or group lr", "optim.lr"),
+    ("+train.stepz=3", "train.stepz", "train has no key stepz", "train.steps"),
+    ("+train.steps=3", "train.steps", "changed without a plus", "write train.steps=3"),
+    ("~train.steps", "train.steps", "cannot be deleted", "leave it out"),
+    ("train.steps.x=3", "train.steps.x", "train.steps is a value", "train.steps=VALUE"),
+    ("train=5", "train", "a section, not a value", "train.steps"),
+    ("hydra.run.dir=/tmp/x", "hydra.run.dir", "Hydra only composes", "run.dir=FOLDER"),
+    # groups and experiments
+    ("zero=stage4", "zero", "stage0, stage1, stage2, stage3", "zero=stage"),
+    ("zero=2", "zero", "stage0, stage1, stage2, stage3", "write zero=stage2"),
+    ("engine=horovod", "engine", "deepspeed, local, megatron", "engine=OPTION"),
+    ("+model=gpt2", "model", "changed without a plus", "write model=gpt2"),
+    ("~model", "model", "one option of the group", "model=OPTION"),
+    ("model@other=gpt2", "model", "place cannot be changed", "write model=gpt2"),
+    ("exp=quickstart", "exp", "needs a plus", "write +exp=quickstart"),
+    ("+exp=quikstart", "exp", "the options of exp are", "write +exp=quickstart"),
+    ("quickstart", "quickstart", "+exp=", "write +exp=quickstart"),
+    ("data=prepared", "data.path", "leaves this key to you", "data.path=VALUE"),
+    ("optim={lr: 1}", "optim", "adamw, muon, sgd", "optim=OPTION"),
+    # words
+    ("train.steps", "train.steps", "every word is KEY=VALUE", "write train.steps=VALUE"),
+    ("=3", "=3", "every word is KEY=VALUE", "key before the ="),
+    ("optim.betas=[0.9", "optim.betas", "is quoted", "quotes"),
+    ("monitor.prompt=def f(x):", "monitor.prompt", "is quoted", "quotes"),
+    ("zero=stage1 train.steps=3", "zero", "a word of its own", "without quotes"),
+    ("optim.lr=1e-3,3e-3", "optim.lr", "sweeps", "one value"),
+    ("--multirun", "--multirun", "sweeps", "a loop in the shell"),
+    ("--cfg=job", "--cfg=job", "--config-dir=FOLDER", "launch/plan.py"),
+    ("--config-dir=/no/such/folder", "--config-dir", "a folder that exists", "exp/mine.yaml"),
+    ("--config-dir", "--config-dir", "followed by a folder", "--config-dir=FOLDER"),
+    # values
+    ("train.steps=many", "train.steps", "a whole number", "train.steps=100"),
+    ("train.steps=1.5", "train.steps", "a whole number", "train.steps=100"),
+    ("train.steps=true", "train.steps", "a whole number", "train.steps=100"),
+    ("train.steps=null", "train.steps", "a whole number", "train.steps=100"),
+    ("train.steps=???", "train.steps", "not known yet", "train.steps=VALUE"),
+    ("train.steps=${nothing.here}", "train.steps", "nothing.here", "${train.steps}"),
+    ("train.steps=${run.name}", "train.steps", "a whole number", "train.steps=100"),
+    ("train.steps=0", "train.steps", "at least 1", "train.steps=1"),
+    ("precision.name=fp8", "precision.name", "one of fp32, bf16, fp16", "precision.name=fp32"),
+    ("optim.betas=[0.9,x]", "optim.betas", "a list of numbers", "optim.betas=[0.9,0.95]"),
+    ("optim.betas=[0.9]", "optim.betas", "two factors", "optim.betas=[0.9,0.95]"),
+    ("debug.deterministic=maybe", "debug.deterministic", "true or false", "debug.deterministic=false"),
+    ("model.hidden_size=0", "model.hidden_size", "at least 1", "model.hidden_size=1"),
+    ("checkpoint.every=5parsecs", "checkpoint.every", "a number of steps or a time", "30min"),
+    ("run.name=a/b", "run.name", "letters, digits", "run.name=my-run"),
+    # DeepSpeed's own keys
+    ("engine.deepspeed.dump_state=true", "engine.deepspeed.dump_state", "added with a plus", "write +engine.deepspeed.dump_state=true"),
+    ("+engine.deepspeed=3", "engine.deepspeed", "a dictionary", "engine.deepspeed={}"),
+    ("~engine.deepspeed.dump_state", "engine.deepspeed.dump_state", "can be deleted", "leave it out"),
+    (DEEP + "dump_stat=true", "engine.deepspeed.dump_stat", "no key dump_stat", DEEP + "dump_state"),
+    (DEEP + "train_bach_size=8", "engine.deepspeed.train_bach_size", "no key train_bach_size", "train.global_batch=8"),
+    (DEEP + "zero_optimization.reduce_scater=false", "engine.deepspeed.zero_optimization.reduce_scater", "no key reduce_scater",
+     DEEP + "zero_optimization.reduce_scatter"),
+    (DEEP + "zero_optimization.reduce_bucket_size=big", "engine.deepspeed.zero_optimization.reduce_bucket_size", "a whole number", "=1"),
+    (DEEP + "zero_optimization.reduce_bucket_size=-1", "engine.deepspeed.zero_optimization.reduce_bucket_size", "more than 0", "=1"),
+    (DEEP + "zero_optimization=3", "engine.deepspeed.zero_optimization", "a section with keys", "zero_optimization.stage"),
+    (DEEP + "zero_optimization.offload_optimizer.ratio=1.5", f"{ZERO}.offload_optimizer.ratio", "at most 1", "=0.5"),
+    (DEEP + "flops_profiler.enabled=3", "engine.deepspeed.flops_profiler.enabled", "true or false", "=true"),
+    (DEEP + "comms_logger.prof_ops=all", "engine.deepspeed.comms_logger.prof_ops", "a list", "[a,b]"),
+    (DEEP + "communication_data_type=fp8", "engine.deepspeed.communication_data_type", "fp32, fp16, bf16", "fp32"),
+    (DEEP + "elasticity.enabled=true", "engine.deepspeed.elasticity", "removed", "any number of ranks"),
+    (DEEP + "nebula.enabled=true", "engine.deepspeed.nebula", "removed", "checkpoint.background=true"),
+    (DEEP + "compression_training.x=1", "engine.deepspeed.compression_training", "removed", "leave it out"),
+    (DEEP + "amp.enabled=true", "engine.deepspeed.amp", "removed", "precision=bf16"),
+    (DEEP + "curriculum_learning.enabled=true", "engine.deepspeed.curriculum_learning", "removed", "leave it out"),
+    (DEEP + "progressive_layer_drop.enabled=true", "engine.deepspeed.progressive_layer_drop", "removed", "leave it out"),
+    (DEEP + "zero_optimization.mics_shard_size=2", f"{ZERO}.mics_shard_size", "removed", "zero_hpz_partition_size"),
+    (DEEP + "zero_optimization.cpu_offload=true", "engine.deepspeed.zero_optimization.cpu_offload", "the group offload", "offload=cpu"),
+    (DEEP + "train_batch_size=8", "engine.deepspeed.train_batch_size", "derives", "train.global_batch=8"),
+    (DEEP + "train_micro_batch_size_per_gpu=2", "engine.deepspeed.train_micro_batch_size_per_gpu", "derives", "train.micro_batch=2"),
+    (DEEP + "gradient_accumulation_steps=2", "engine.deepspeed.gradient_accumulation_steps", "derives", "train.micro_batch"),
+    (DEEP + "gradient_clipping=0.5", "engine.deepspeed.gradient_clipping", "derives", "optim.clip=0.5"),
+    (DEEP + "zero_optimization.stage=3", "engine.deepspeed.zero_optimization.stage", "derives", "zero=stage3"),
+    (DEEP + "zero_optimization.offload_param.device=cpu", "engine.deepspeed.zero_optimization.offload_param.device", "derives",
+     "offload.parameters=cpu"),
+    (DEEP + "bf16.enabled=true", "engine.deepspeed.bf16.enabled", "derives", "precision=bf16"),
+    (DEEP + "optimizer.type=Adam", "engine.deepspeed.optimizer.type", "derives", "optim=adamw"),
+    (DEEP + "scheduler.type=WarmupLR", "engine.deepspeed.scheduler.type", "the loop sets", "schedule.name"),
+    (DEEP + "tensor_parallel.autotp_size=2", "engine.deepspeed.tensor_parallel.autotp_size", "derives", "parallel.tensor=2"),
+    (DEEP + "wandb.enabled=true", "engine.deepspeed.wandb.enabled", "never log the training loss", "monitor.wandb"),
+    # engines that are not selected
+    ("+engine.megatron.sequence_parallel=true", "engine.megatron.sequence_parallel", "does not run", "engine=megatron"),
+)
+
+
+def problems_of(*words: str) -> list[Problem]:
+    try:
+        return deepspeed_problems(compose(words))
+    except ConfigError as error:
+        return list(error.problems)
+
+
+@pytest.mark.parametrize(("typed", "key", "rule", "remedy"), MISTAKES, ids=[typed for typed, *_ in MISTAKES])
+def test_mistake(typed: str, key: str, rule: str, remedy: str) -> None:
+    (problem,) = problems_of(typed)
+    assert problem.key == key
+    assert typed.lstrip("+~").partition("=")[2] in problem.seen
+    assert rule in problem.rule
+    assert remedy in problem.remedy
+    assert not any("Error" in text or "\n" in text for text in (problem.seen, problem.rule, problem.remedy)), "no traceback, no class names"
+
+
+def test_all_are_told_at_once() -> None:
+    found = problems_of("trian.steps=3", "optim.lr=fast", "zero=stage9", "--multirun", "exp=quickstart")
+    assert [problem.key for problem in found] == ["--multirun", "trian.steps", "optim.lr", "zero", "exp"]
+    found = problems_of("train.steps=0", "optim.lr=-1", "model.dropout=2")
+    assert {problem.key for problem in found} == {"train.steps", "optim.lr", "model.dropout"}
+    found = problems_of("+engine.deepspeed.train_batch_size=1", "+engine.deepspeed.amp.enabled=true", "+engine.megatron.x=1")
+    assert len(found) == 3
+
+
+def test_keys_of_an_engine_that_is_not_selected() -> None:
+    (problem,) = problems_of("engine=local", "+engine.deepspeed.dump_state=true")
+    assert problem.seen == "engine.deepspeed.dump_state=true, engine.name=local"
