@@ -20,7 +20,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("config", "layout"),
     ("families",),
     ("plan",),
-    ("models", "data", "checkpoint", "monitor", "rundir"),
+    ("data", "checkpoint", "monitor", "rundir"),
+    ("models",),
     ("engine",),
     ("train",),
     ("testing",),
@@ -37,7 +38,10 @@ ONLY_IN = {
     "omegaconf": ("toolkit/config/",),
     "hydra": ("toolkit/config/",),
 }
-TORCH_FREE = ("toolkit.errors", "toolkit.progress", "toolkit.config.compose", "toolkit.layout.axes", "toolkit.families", "toolkit.plan", "toolkit.rundir")
+TORCH_FREE = (
+    "toolkit.errors", "toolkit.progress", "toolkit.config.compose", "toolkit.layout.axes", "toolkit.families", "toolkit.plan.make",
+    "toolkit.rundir",
+)
 
 
 def imports(path: Path) -> set[str]:

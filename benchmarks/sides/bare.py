@@ -1,0 +1,54 @@
+"""What a person would write without the toolkit: the yardstick of benchmarks/engine_overhead.py, which writes the spec.
+
+    torchrun --nproc_per_node 2 benchmarks/sides/bare.py spec.json
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from baton import Baton
+from transformers import AutoConfig, AutoModelForCausalLM
+
+spec = json.loads(Path(sys.argv[-1]).read_text())
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec["model"]), attn_implementation="sdpa")
+tokens = np.memmap(spec["tokens"], dtype=np.uint16, mode="r")
+micro, accumulation, length = spec["micro_batch"], spec["accumulation"], spec["sequence_length"]
+if spec["engine"] == "deepspeed":
+    import deepspeed
+    from deepspeed import ops
+
+    ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # a 50 s build that these runs do not need
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=spec["deepspeed"])
+else:
+    engine = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+baton = Baton(spec["baton"] if rank == 0 else None)
+for step in range(spec["steps"]):
+    baton.before_step(step)
+    started = time.perf_counter()
+    for index in range(accumulation):
+        first = ((step * accumulation + index) * ranks + rank) * micro * length % (len(tokens) - micro * length)
+        window = torch.from_numpy(tokens[first : first + micro * length].astype(np.int64)).view(micro, length)
+        loss = engine(input_ids=window, labels=window, use_cache=False).loss
+        if spec["engine"] == "deepspeed":
+            engine.backward(loss)
+            engine.step()
+        else:
+            (loss / accumulation).backward()
+    if spec["engine"] == "ddp":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    loss.item()
+    baton.after_step(step, time.perf_counter() - started)
+dist.barrier()
+os._exit(0)  # DeepSpeed's and gloo's threads outlive the measured part

@@ -1,0 +1,47 @@
+"""launch/train.py as it is, with a baton around each step: hooks, sinks and all belong to the step. See engine_overhead.py.
+
+    torchrun --nproc_per_node 2 benchmarks/sides/toolkit_side.py spec.json
+"""
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from baton import Baton
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = json.loads(Path(sys.argv[-1]).read_text())
+
+
+def with_baton() -> None:
+    import toolkit.train.run as rank
+    from toolkit.train.hooks import Hooks, StepDone
+
+    class Turns(Hooks):
+        def __init__(self, *hooks: Any) -> None:
+            super().__init__(*hooks)
+            self._baton = Baton(spec["baton"] if os.environ["RANK"] == "0" else None)
+            self._started = 0.0
+
+        def on_start(self, step: int) -> None:
+            super().on_start(step)
+            self._baton.before_step(step)
+            self._started = time.perf_counter()
+
+        def on_step(self, done: StepDone) -> None:
+            super().on_step(done)
+            self._baton.after_step(done.step - 1, time.perf_counter() - self._started)
+            if not done.last:
+                self._baton.before_step(done.step)
+            self._started = time.perf_counter()
+
+    rank.Hooks = Turns  # type: ignore[misc]
+
+
+sys.argv = [str(ROOT / "launch" / "train.py"), *spec["overrides"]]
+with_baton()
+runpy.run_path(sys.argv[0], run_name="__main__")
