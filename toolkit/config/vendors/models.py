@@ -43,9 +43,13 @@ def _annotated(module: Module, annotation: ast.expr) -> Node:
             if all(inner.types for inner in inner_nodes):
                 node.accept(*(name for inner in inner_nodes for name in inner.types))
             return node
+        case ast.Name(id=name) if (alias := module.lookup(name, "assigned")) is not None:
+            return _annotated(*alias)
         case ast.Subscript(value=ast.Name(id="Literal")):
             choices = module.value(annotation.slice)
             return Node(choices=choices if isinstance(choices, list) else [choices])
+        case ast.Subscript(value=ast.Name(id="List" | "list"), slice=inner):
+            return Node(types=["list"], items=_annotated(module, inner))
         case ast.Subscript(value=ast.Name(id=name)) if name in TYPES:
             return Node(types=[TYPES[name]])
         case ast.Constant(value=None):

@@ -15,7 +15,8 @@ WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", 
 
 @dataclass
 class Node:
-    """``types`` are names of JSON types, none: anything. ``fields`` is None for a value, a mapping for a section.
+    """``types`` are names of JSON types, none: anything. ``fields`` is None for a value, a mapping for a section;
+    ``items`` is what each item of a list is.
 
     Attributes:
         choices: the only values, where they are few.
@@ -30,6 +31,7 @@ class Node:
     choices: list[Any] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)
     fields: dict[str, Node] | None = None
+    items: Node | None = None
     open: bool = False
     deprecated: str | None = None
     removed: str | None = None
@@ -56,6 +58,9 @@ class Node:
             return None if equal else "one of " + ", ".join(str(choice) for choice in self.choices)
         if self.types and not any(_is(name, value) for name in self.types):
             return " or ".join(WORDS[name] for name in self.types)
+        if isinstance(value, list) and self.items is not None:
+            inner = next((rule for item in value if (rule := self.items.wrong(item)) is not None), None)
+            return f"a list, each item {inner}" if inner else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             return next((f"{words} {bound:g}" for name, bound in self.bounds.items() for words, holds in (COMPARE[name],)
                          if not holds(value, bound)), None)
@@ -71,15 +76,17 @@ class Node:
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = {name: value for name in ("types", "choices", "bounds", "open", "deprecated", "removed", "internal")
                                  if (value := getattr(self, name))}
+        if self.items is not None:
+            plain["items"] = self.items.to_json()
         if self.fields is not None:
             plain["fields"] = {name: node.to_json() for name, node in self.fields.items()}
         return plain
 
     @staticmethod
     def from_json(plain: Mapping[str, Any]) -> Node:
-        below = plain.get("fields")
+        below, each = plain.get("fields"), plain.get("items")
         fields = None if below is None else {name: Node.from_json(inner) for name, inner in below.items()}
-        return Node(**{**plain, "fields": fields})
+        return Node(**{**plain, "fields": fields, "items": None if each is None else Node.from_json(each)})
 
 
 def type_name(value: object) -> str:
