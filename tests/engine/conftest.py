@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.pool import Pool
+from toolkit.testing.dist import RankPool, rank_pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    ranks = Pool(4)
-    yield ranks
-    ranks.close()
+def pool() -> Iterator[RankPool]:
+    with rank_pool(4) as ranks:
+        yield ranks

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import Cell, make, steps
-from tests.engine.pool import Pool
+from tests.engine.cases import BF16, Cell, cell, make, steps
 from toolkit.engine.deepspeed import DeepSpeedEngine
 from toolkit.engine.deepspeed_load import base
+from toolkit.testing.dist import RankPool
 
 # 1.6 M parameters: with fewer, padding and what is kept whole would be the most of it.
-SIZES = (("hidden_size", 128), ("intermediate_size", 352), ("num_hidden_layers", 6), ("vocab_size", 1501))
+SIZES = {"model__hidden_size": 128, "model__intermediate_size": 352, "model__num_hidden_layers": 6, "model__vocab_size": 1501}
 
 
 @dataclass
@@ -69,8 +69,8 @@ def states(engine: DeepSpeedEngine) -> dict[int, int]:
     return storages(held)
 
 
-def measure(rank: int, ranks: int, cell: Cell) -> tuple[Bytes, Any]:
-    engine = make(cell, rank)
+def measure(rank: int, ranks: int, case: Cell) -> tuple[Bytes, Any]:
+    engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
     most = 0
     after_backward = engine._ds._backward_epilogue
@@ -82,34 +82,39 @@ def measure(rank: int, ranks: int, cell: Cell) -> tuple[Bytes, Any]:
         most = max(most, sum(gradients(engine).values()))
 
     engine._ds._backward_epilogue = look
-    steps(engine, cell, rank, 0, 2)
+    steps(engine, case, rank, 0, 2)
     held = weights(engine)
     found = Bytes(sum(held.values()), most, sum(size for address, size in states(engine).items() if address not in held))
     engine.close()
-    return found, cell.plan().memory
+    return found, case.plan().memory
 
 
-CORE = [Cell(stage=stage, ranks=2, precision=precision, sizes=SIZES) for stage, precision in itertools.product(range(4), ("fp32", "bf16"))
-        if stage or precision == "fp32"]
-FULL = [Cell(stage=stage, ranks=ranks, precision=precision, accumulation=accumulation, sizes=SIZES)
-        for stage, ranks, precision, accumulation in itertools.product(range(4), (1, 2, 4), ("fp32", "bf16"), (1, 2))
-        if stage or precision == "fp32"]
+FULL = [
+    cell(stage, ranks, accumulation, **SIZES, **precision)
+    for stage, ranks, accumulation, precision in itertools.product(range(4), (1, 2, 4), (1, 2), ({}, BF16))
+    if stage or not precision  # stage 0 is fp32 only
+]
+CORE = [case for case in FULL if case.ranks == 2 and case.accumulation == 2]
 
 
-@pytest.mark.parametrize("cell", CORE, ids=str)
-def test_two_ranks(cell: Cell, pool: Pool) -> None:
-    check(cell, pool)
+def brief(case: Cell) -> str:
+    return f"zero{case.stage}-{case.ranks}ranks-{case.accumulation}accumulated-{case.plan().config.precision.name.value}"
+
+
+@pytest.mark.parametrize("case", CORE, ids=brief)
+def test_two_ranks(case: Cell, pool: RankPool) -> None:
+    check(case, pool)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cell", [cell for cell in FULL if cell not in CORE], ids=str)
-def test_every_layout(cell: Cell, pool: Pool) -> None:
-    check(cell, pool)
+@pytest.mark.parametrize("case", [case for case in FULL if case not in CORE], ids=brief)
+def test_every_layout(case: Cell, pool: RankPool) -> None:
+    check(case, pool)
 
 
-def check(cell: Cell, pool: Pool) -> None:
+def check(case: Cell, pool: RankPool) -> None:
     """The plan is of the fullest rank."""
-    measured = pool.run(cell.ranks, measure, cell)
+    measured = pool.run(measure, case, ranks=case.ranks)
     plan = measured[0][1]
     for name in ("parameters", "gradients", "optimizer"):
         most = max(getattr(found, name) for found, _ in measured)

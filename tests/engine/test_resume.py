@@ -17,19 +17,22 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import Cell, Trace, make, steps, whole
-from tests.engine.pool import Pool
+from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell, make, steps
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard, TensorInfo, TensorKey
 from toolkit.checkpoint.store import CheckpointStore
+from toolkit.engine.protocol import Engine
+from toolkit.errors import CheckpointError
+from toolkit.testing.dist import RankPool
+from toolkit.testing.parity import Distance, Trace, gather
 
-TOLERANCE = 1e-5
+TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 STOP, MORE = 4, 6
 GLOBAL = 4  # micro-batches of a step, in every layout
 
 
-def layout(stage: int | None, ranks: int, **changes: Any) -> Cell:
-    return Cell(stage=stage, ranks=ranks, accumulation=GLOBAL // ranks, **{"family": "gpt2", **changes})
+def layout(stage: int | None, ranks: int, **more: Any) -> Cell:
+    return cell(stage, ranks, GLOBAL // ranks, "gpt2", **more)  # it has dropout
 
 
 CORE = [layout(None, 1), *(layout(stage, 2) for stage in range(4))]
@@ -40,30 +43,32 @@ def name(cell: Cell) -> str:
     return f"{'local' if cell.stage is None else f'zero{cell.stage}'}-{cell.ranks}"
 
 
-def trace(results: Sequence[Any]) -> Trace:
-    return Trace([result.loss for result in results], [result.grad_norm for result in results])
-
-
-def save_and_go_on(rank: int, ranks: int, cell: Cell, folder: Path) -> tuple[Trace, dict[TensorKey, torch.Tensor]]:
-    engine = make(cell, rank)
-    steps(engine, cell, rank, 0, STOP)
+def save_and_go_on(rank: int, ranks: int, case: Cell, folder: Path) -> tuple[Trace, dict[TensorKey, torch.Tensor]]:
+    engine = make(case, rank)
+    steps(engine, case, rank, 0, STOP)
     store = CheckpointStore(folder)
     store.save(STOP, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1).wait()
-    results = steps(engine, cell, rank, STOP, STOP + MORE)
-    found = whole(engine.shards(), rank, ranks)
+    went_on, state = go_on(engine, case, rank)
     engine.close()
-    return trace(results), found
+    return went_on, state
 
 
-def resume(rank: int, ranks: int, cell: Cell, folders: Sequence[Path], forget: bool = False) -> list[tuple[Trace, Any]]:
+def go_on(engine: Engine, case: Cell, rank: int) -> tuple[Trace, dict[TensorKey, torch.Tensor]]:
+    """Six further steps, and all state after them (on rank 0)."""
+    results = steps(engine, case, rank, STOP, STOP + MORE)
+    state = gather(engine.shards(), rank, case.ranks)
+    weights = {key.name: value.float() for key, value in state.items() if key.state == WEIGHT}
+    return Trace(tuple(results), weights), state
+
+
+def resume(rank: int, ranks: int, case: Cell, folders: Sequence[Path], forget: bool = False) -> list[tuple[Trace, Any]]:
     """From each of ``folders`` in turn, in one engine: loading must leave nothing of what was there."""
-    engine = make(cell, rank)
+    engine = make(case, rank)
     found = []
     for folder in folders:
         reader: Reader = open_reader(folder)
         engine.load(WithoutMoments(reader) if forget else reader)
-        results = steps(engine, cell, rank, STOP, STOP + MORE)
-        found.append((trace(results), whole(engine.shards(), rank, ranks)))
+        found.append(go_on(engine, case, rank))
     engine.close()
     return found
 
@@ -92,58 +97,58 @@ class WithoutMoments:
 class Saved:
     """What each layout saved and how it went on, made when first asked for."""
 
-    def __init__(self, pool: Pool, folder: Path) -> None:
+    def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool, self._folder = pool, folder
         self.of = cache(self._make)
 
-    def _make(self, cell: Cell) -> tuple[Path, Trace, dict[TensorKey, torch.Tensor]]:
-        folder = self._folder / str(abs(hash(cell)))
-        went_on, state = self._pool.run(cell.ranks, save_and_go_on, cell, folder)[0]
+    def _make(self, case: Cell) -> tuple[Path, Trace, dict[TensorKey, torch.Tensor]]:
+        folder = self._folder / str(case)
+        went_on, state = self._pool.run(save_and_go_on, case, folder, ranks=case.ranks)[0]
         return folder, went_on, state
 
 
 @pytest.fixture(scope="module")
-def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(pool, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.parametrize("target", CORE, ids=name)
-def test_core_pairs(target: Cell, saved: Saved, pool: Pool) -> None:
+def test_core_pairs(target: Cell, saved: Saved, pool: RankPool) -> None:
     check_pairs(target, CORE, saved, pool)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", ALL, ids=name)
-def test_all_pairs(target: Cell, saved: Saved, pool: Pool) -> None:
+def test_all_pairs(target: Cell, saved: Saved, pool: RankPool) -> None:
     check_pairs(target, ALL, saved, pool)
 
 
-def check_pairs(target: Cell, sources: Sequence[Cell], saved: Saved, pool: Pool) -> None:
+def check_pairs(target: Cell, sources: Sequence[Cell], saved: Saved, pool: RankPool) -> None:
     made = [saved.of(source) for source in sources]
-    resumed = pool.run(target.ranks, resume, target, [folder for folder, _, _ in made])[0]
+    resumed = pool.run(resume, target, [folder for folder, _, _ in made], ranks=target.ranks)[0]
     far = {}
     for source, (_, went_on, _), (again, _) in zip(sources, made, resumed, strict=True):
-        loss, norm, _ = again.distance(went_on)
-        if loss > TOLERANCE or norm > 10 * TOLERANCE:
-            far[name(source)] = (loss, norm)
+        distance = again.distance(went_on)
+        if distance.times(TOLERANCE) > 1:
+            far[name(source)] = distance
     assert not far, f"into {name(target)}: {far}"
 
 
 SAME = [
-    *(layout(stage, 2, dropout=dropout) for stage in range(4) for dropout in (0.0, 0.1)),
-    layout(None, 1, dropout=0.1),
-    *(layout(stage, 2, dropout=0.1, precision="bf16") for stage in (1, 2, 3)),
-    layout(3, 2, dropout=0.1, optimizer_place="cpu", parameter_place="cpu"),
-    layout(2, 2, dropout=0.1, optimizer_place="cpu"),
-    layout(3, 2, dropout=0.1, checkpointing=True),
-    layout(2, 2, optimizer="sgd", momentum=0.9, lr=0.01, clip=0.0),
+    *(layout(stage, 2, **more) for stage in range(4) for more in ({}, DROPOUT)),
+    layout(None, 1, **DROPOUT),
+    *(layout(stage, 2, **DROPOUT, **BF16) for stage in (1, 2, 3)),
+    layout(2, 2, **DROPOUT, **OFFLOAD),
+    layout(3, 2, **DROPOUT, **OFFLOAD_ALL),
+    layout(3, 2, **DROPOUT, **CHECKPOINTING),
+    layout(2, 2, **SGD, optim__momentum=0.9),
 ]
 
 
-@pytest.mark.parametrize("cell", SAME, ids=str)
-def test_same_layout_to_the_bit(cell: Cell, saved: Saved, pool: Pool) -> None:
-    folder, went_on, state = saved.of(cell)
-    (again, found), = pool.run(cell.ranks, resume, cell, [folder])[0]
+@pytest.mark.parametrize("case", SAME, ids=str)
+def test_same_layout_to_the_bit(case: Cell, saved: Saved, pool: RankPool) -> None:
+    folder, went_on, state = saved.of(case)
+    (again, found), = pool.run(resume, case, [folder], ranks=case.ranks)[0]
     assert again.losses == went_on.losses
     assert again.norms == went_on.norms
     assert found.keys() == state.keys()
@@ -153,68 +158,66 @@ def test_same_layout_to_the_bit(cell: Cell, saved: Saved, pool: Pool) -> None:
 
 def test_dropout_is_on(saved: Saved) -> None:
     """Else the cells with dropout prove nothing."""
-    assert saved.of(layout(2, 2, dropout=0.1))[1].losses != saved.of(layout(2, 2, dropout=0.0))[1].losses
+    assert saved.of(layout(2, 2, **DROPOUT))[1].losses != saved.of(layout(2, 2))[1].losses
 
 
-def test_control_zeroed_moments(saved: Saved, pool: Pool) -> None:
-    for cell in (layout(2, 2), layout(3, 2)):
-        folder, went_on, _ = saved.of(cell)
-        (again, _), = pool.run(cell.ranks, resume, cell, [folder], True)[0]
-        loss, _, _ = again.distance(went_on)
-        assert loss > 10 * TOLERANCE, f"without moments the loss differs by {loss:.1e} only"
+def test_control_zeroed_moments(saved: Saved, pool: RankPool) -> None:
+    for case in (layout(2, 2), layout(3, 2)):
+        folder, went_on, _ = saved.of(case)
+        (again, _), = pool.run(resume, case, [folder], True, ranks=case.ranks)[0]
+        loss = again.distance(went_on).loss
+        assert loss > 10 * TOLERANCE.loss, f"without moments the loss differs by {loss:.1e} only"
 
 
-def test_between_precisions(saved: Saved, pool: Pool) -> None:
+def test_between_precisions(saved: Saved, pool: RankPool) -> None:
     """A bf16 run resumes a fp32 one with its exact weights as masters, and the other way round: what differs is bf16's
     arithmetic, 1e-3 of the loss here, not the state. Back in its own precision the state is the same to the bit."""
-    full, half = layout(2, 2), layout(3, 2, precision="bf16")
+    full, half = layout(2, 2), layout(3, 2, **BF16)
     folder, went_on, _ = saved.of(full)
-    (again, _), = pool.run(2, resume, half, [folder])[0]
-    loss, _, _ = again.distance(went_on)
+    (again, _), = pool.run(resume, half, [folder], ranks=2)[0]
+    loss = again.distance(went_on).loss
     assert 0 < loss < 5e-3, f"bf16 from fp32: {loss:.1e}"
     folder, went_on, _ = saved.of(half)
-    (again, _), = pool.run(2, resume, full, [folder])[0]
-    loss, _, _ = again.distance(went_on)
+    (again, _), = pool.run(resume, full, [folder], ranks=2)[0]
+    loss = again.distance(went_on).loss
     assert 0 < loss < 5e-3, f"fp32 from bf16: {loss:.1e}"
 
 
-def test_masters_cross_precisions_unchanged(saved: Saved, pool: Pool) -> None:
+def test_masters_cross_precisions_unchanged(saved: Saved, pool: RankPool) -> None:
     """fp32 -> bf16 -> fp32 without a step between gives the same weights."""
-    full, half = layout(1, 2), layout(3, 4, precision="bf16")
+    full, half = layout(1, 2), layout(3, 4, **BF16)
     folder, _, _ = saved.of(full)
     through = folder.with_name(folder.name + "-bf16")
-    pool.run(4, copy, half, folder, through)
-    before, after = pool.run(2, load, full, [folder, through])[0]
+    pool.run(copy, half, folder, through, ranks=4)
+    before, after = pool.run(load, full, [folder, through], ranks=2)[0]
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def copy(rank: int, ranks: int, cell: Cell, source: Path, target: Path) -> None:
-    engine = make(cell, rank, open_reader(source))
+def copy(rank: int, ranks: int, case: Cell, source: Path, target: Path) -> None:
+    engine = make(case, rank, open_reader(source))
     CheckpointStore(target).save(STOP, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1).wait()
     engine.close()
 
 
-def load(rank: int, ranks: int, cell: Cell, folders: Sequence[Path]) -> list[dict[TensorKey, torch.Tensor]]:
-    engine = make(cell, rank)
+def load(rank: int, ranks: int, case: Cell, folders: Sequence[Path]) -> list[dict[TensorKey, torch.Tensor]]:
+    engine = make(case, rank)
     found = []
     for folder in folders:
         engine.load(open_reader(folder))
-        found.append(whole(engine.shards(), rank, ranks))
+        found.append(gather(engine.shards(), rank, ranks))
     engine.close()
     return found
 
 
-def test_another_optimizer_is_refused(saved: Saved, pool: Pool) -> None:
+def test_another_optimizer_is_refused(saved: Saved, pool: RankPool) -> None:
     folder, _, _ = saved.of(layout(2, 2))
-    told = pool.run(2, refusal, layout(2, 2, optimizer="sgd", clip=0.0), folder)
+    told = pool.run(refusal, layout(2, 2, **SGD), folder, ranks=2)
     assert all("exp_avg" in text and "optim" in text for text in told)
 
 
-def refusal(rank: int, ranks: int, cell: Cell, folder: Path) -> str:
-    from toolkit.errors import CheckpointError
-
-    engine = make(cell, rank)
+def refusal(rank: int, ranks: int, case: Cell, folder: Path) -> str:
+    engine = make(case, rank)
     try:
         engine.load(open_reader(folder))
     except CheckpointError as error:
