@@ -120,8 +120,8 @@ def written(folder: Path, steps: int) -> Path:
     with (folder / "metrics.jsonl").open("w") as file:
         file.writelines(json.dumps({"step": step, "loss": 9 / step if step != 5 else math.nan}) + "\n" for step in range(1, steps + 1))
         file.write('{"step": torn')
-    rows = [{"step": 2, "set": "validation", "loss": 5.0}, {"step": 4, "set": "other", "loss": 4.0}, {"step": 4, "set": "validation", "loss": 3.0}]
-    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [(2, "validation", 5.0), (4, "other", 4.0), (4, "validation", 3.0)]
+    (folder / "eval.jsonl").write_text("".join(json.dumps({"step": step, "set": name, "loss": loss}) + "\n" for step, name, loss in rows))
     return folder
 
 

@@ -56,11 +56,13 @@ def test_fp16_adds_the_loss_scale(tmp_path: Path) -> None:
 # ---- evaluation
 
 
-def evaluated(every: int, steps: int = 10, missing: bool = False, at: Sequence[StepDone] = (), start: int | None = None) -> list[tuple[int, str]]:
+def evaluated(every: int, *, missing: bool = False, at: Sequence[StepDone] = (), start: int | None = None) -> list[tuple[int, str]]:
+    """Steps and sets, of ten steps in all."""
     rows: list[Mapping[str, Any]] = []
     clock = FakeClock()
     sets = {name: (lambda: [next(samples()), next(samples())]) for name in ("validation", "other")}
-    hook = Evaluation(FakeEngine(), NextToken(), sets, every=every, steps=steps, missing=lambda step: missing, announce=rows.append, clock=clock)
+    hook = Evaluation(FakeEngine(), NextToken(), sets, every=every, steps=10, missing=lambda step: missing, announce=rows.append,
+                      clock=clock)
     if start is not None:
         hook.on_start(start)
     for done in at:

@@ -56,7 +56,8 @@ def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, 
         line = f"{name} loss after {row['step']} steps: {row['loss']:.4f} nats a token, on {row['tokens']:,} tokens"
         if number == 0 and unigram is not None:
             gain = unigram - row["loss"]
-            line += f"; a unigram model's on the same tokens: {unigram:.4f} (the trained one is {abs(gain):.4f} {'better' if gain > 0 else 'worse'})"
+            better = f"the trained one is {abs(gain):.4f} {'better' if gain > 0 else 'worse'}"
+            line += f"; a unigram model's on the same tokens: {unigram:.4f} ({better})"
         say(line)
 
 

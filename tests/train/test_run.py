@@ -1,0 +1,284 @@
+"""Whole runs on one process, on a tiny part of the standard library: never stopping against stopping and resuming.
+
+    pytest tests/train/test_run.py
+"""
+
+from __future__ import annotations
+
+import email
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, Shard
+from toolkit.config.schema import EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
+from toolkit.data.stdlib import ensure
+from toolkit.engine.local import LocalEngine
+from toolkit.errors import CheckpointError, ExitCode, InputError
+from toolkit.plan import make_plan
+from toolkit.plan.present import to_json
+from toolkit.plan.types import Device, World
+from toolkit.rundir import RunDirectory
+from toolkit.testing.tiny import tiny_config
+from toolkit.train.run import run
+
+WORLD = World(ranks=1, ranks_per_node=1, device=Device.CPU)
+STEPS = 6
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The email package and a copy under other names, so that both splits have documents."""
+    texts = tmp_path_factory.mktemp("texts")
+    for file in sorted(Path(email.__file__).parent.rglob("*.py")):
+        for part, lines in enumerate(_parts(file.read_text(encoding="utf-8"))):
+            (texts / f"{file.stem}_{part}.py").write_text(lines, encoding="utf-8")
+    folder = tmp_path_factory.mktemp("data") / "email"
+    ensure(folder, 264, root=texts)
+    return folder
+
+
+def _parts(text: str, lines: int = 100) -> list[str]:
+    all_lines = text.splitlines(keepends=True)
+    return ["".join(all_lines[first : first + lines]) for first in range(0, len(all_lines), lines)]
+
+
+class Start:
+    """One start of a run in ``folder``, stopped after ``stop_after`` of its own steps. GPT-2, which has every kind of dropout."""
+
+    def __init__(self, folder: Path, data: Path, stop_after: int | None = None, config: Callable[[RunConfig], None] = lambda config: None,
+                 **changes: Any) -> None:
+        settings = tiny_config("gpt2", **{"train__steps": STEPS, "model__dropout": 0.1, "checkpoint__every": "never", **changes})
+        settings.run = RunSection(dir=str(folder))
+        settings.data.path, settings.data.vocab_size = str(data), 264
+        settings.monitor, settings.debug.threads = MonitorConfig(wandb=WandbMode.disabled), 1
+        settings.eval = EvalConfig(every=2, batches=2)
+        config(settings)
+        self.directory = RunDirectory(folder)
+        plan = make_plan(settings, WORLD)
+        self.attempt = self.directory.begin(settings, to_json(plan))
+        asked = 0
+
+        def stop() -> str | None:
+            nonlocal asked
+            asked += 1  # once a step
+            return "SIGTERM" if stop_after is not None and asked >= stop_after else None
+
+        try:
+            self.code = run(plan, rank=0, local_rank=0, stop=stop, attempt=self.attempt)
+        finally:
+            self.directory.release()
+        status = self.directory.status()
+        assert status is not None
+        self.status = status
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Without what the clock decides."""
+        return [{key: value for key, value in row.items() if "second" not in key} for row in _jsonl(self.directory.metrics_file)]
+
+    def evals(self) -> list[tuple[int, str, float]]:
+        return [(row["step"], row["set"], row["loss"]) for row in _jsonl(self.directory.eval_file)]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        reader = open_reader(self.directory.path)
+        shards = [Shard(key, info.shape, _whole(info.shape), torch.empty(info.shape, dtype=getattr(torch, info.dtype)))
+                  for key, info in reader.tensors.items()]
+        reader.read(shards)
+        return {str(shard.key): shard.data for shard in shards}
+
+
+def _whole(shape: tuple[int, ...]) -> Any:
+    from toolkit.checkpoint.shard import Box
+
+    return Box.whole(shape)
+
+
+def _jsonl(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Start:
+    """Never stopped."""
+    return Start(tmp_path_factory.mktemp("runs") / "whole", data)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """The folder of a run that was stopped after three steps; tests copy it."""
+    folder = tmp_path_factory.mktemp("runs") / "stopped"
+    start = Start(folder, data, stop_after=3)
+    assert start.code is ExitCode.STOPPED
+    assert start.status.step == 3
+    assert start.status.checkpoint == str(folder / "checkpoints" / "step-00000003")
+    assert [row["step"] for row in start.rows()] == [1, 2, 3]
+    return folder
+
+
+def copied(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def test_a_run_leaves_what_people_and_programs_need(whole: Start, data: Path) -> None:
+    assert whole.code is ExitCode.DONE
+    assert whole.status.step == STEPS
+    assert Path(str(whole.status.checkpoint)).name == "step-00000006"
+    rows = _jsonl(whole.directory.metrics_file)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert list(rows[0]) == ["step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second"]
+    assert all(row["tokens"] == 8 * 32 for row in rows)
+    assert rows[0]["loss"] == pytest.approx(math.log(264), abs=0.3)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert [(step, name) for step, name, _ in whole.evals()] == [(2, "validation"), (4, "validation"), (6, "validation")]
+    assert (whole.directory.plots / "loss.png").exists()
+    scalars = open_reader(whole.directory.path).scalars
+    assert scalars["consumed_samples"] == 8 * STEPS
+    assert scalars["identity"] == to_json(make_plan(tiny_identity(data), WORLD))["identity"]
+
+
+def tiny_identity(data: Path) -> RunConfig:
+    config = tiny_config("gpt2", train__steps=STEPS, model__dropout=0.1)
+    config.data.path, config.data.vocab_size = str(data), 264
+    return config
+
+
+def test_stopped_and_resumed_is_bitwise_never_stopped(whole: Start, stopped: Path, data: Path, tmp_path: Path) -> None:
+    resumed = Start(copied(stopped, tmp_path), data)
+    assert (resumed.code, resumed.attempt) == (ExitCode.DONE, 2)
+    assert resumed.rows() == whole.rows()
+    assert resumed.evals() == whole.evals()
+    assert same(resumed.state(), whole.state())
+
+
+def test_without_moments_the_resumed_run_is_another(whole: Start, stopped: Path, data: Path, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    load = LocalEngine.load
+
+    def load_without_moments(self: LocalEngine, reader: Any) -> None:
+        load(self, reader)
+        for shard in self.shards():
+            if shard.key.state in (EXP_AVG, EXP_AVG_SQ):
+                shard.data.zero_()
+
+    monkeypatch.setattr(LocalEngine, "load", load_without_moments)
+    resumed = Start(copied(stopped, tmp_path), data)
+    assert resumed.rows()[:4] == whole.rows()[:4]  # the forward pass of the fourth step knows of no moments
+    assert abs(resumed.rows()[-1]["loss"] - whole.rows()[-1]["loss"]) > 1e-4
+
+
+def test_evaluation_has_no_effect_on_training(whole: Start, data: Path, tmp_path: Path) -> None:
+    without = Start(tmp_path / "run", data, config=lambda config: setattr(config.eval, "every", 0))
+    assert without.rows() == whole.rows()
+    assert same(without.state(), whole.state())
+    assert without.evals() == []
+
+
+def test_dropout_is_at_work(whole: Start, data: Path, tmp_path: Path) -> None:
+    without = Start(tmp_path / "run", data, model__dropout=0.0)
+    assert abs(without.rows()[0]["loss"] - whole.rows()[0]["loss"]) > 1e-4
+
+
+def test_an_evaluation_that_a_stop_prevented_is_made_up_for(whole: Start, data: Path, tmp_path: Path) -> None:
+    first = Start(tmp_path / "run", data, stop_after=4)
+    assert [step for step, _, _ in first.evals()] == [2]
+    assert Start(tmp_path / "run", data).evals() == whole.evals()
+
+
+def test_steps_after_the_checkpoint_stand_once(whole: Start, data: Path, tmp_path: Path) -> None:
+    """Killed after step 5, with a checkpoint of step 4."""
+    every = {"checkpoint__every": "2"}
+    Start(tmp_path / "run", data, stop_after=5, **every)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000005")
+    resumed = Start(tmp_path / "run", data, **every)
+    assert resumed.rows() == whole.rows()
+    assert [row["step"] for row in _jsonl(tmp_path / "run" / "attempts" / "001" / "metrics.jsonl")] == [5]
+    assert sorted(path.name for path in resumed.directory.checkpoints.glob("step-*")) == ["step-00000004", "step-00000006"]
+
+
+def test_a_finished_run_started_again_has_nothing_to_do(whole: Start, data: Path, tmp_path: Path) -> None:
+    again = Start(copied(whole.directory.path, tmp_path), data)
+    assert again.code is ExitCode.DONE
+    assert again.rows() == whole.rows()
+    assert again.evals() == whole.evals()
+
+
+def test_the_export_opens_and_continues_a_prompt(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def wanted(config: RunConfig) -> None:
+        config.checkpoint.export, config.monitor.prompt = True, "def main(args):"
+
+    start = Start(tmp_path / "run", data, config=wanted)
+    model = AutoModelForCausalLM.from_pretrained(start.directory.export)
+    weights = {f"weight:{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    state = start.state()
+    assert same(weights, {key: state[key] for key in state if key.startswith("weight:")})
+    tokenizer = AutoTokenizer.from_pretrained(start.directory.export)
+    assert tokenizer.decode(tokenizer("def main").input_ids) == "def main"
+    said = capfd.readouterr().out
+    row = _jsonl(start.directory.eval_file)[-1]
+    assert f"validation loss after 6 steps: {row['loss']:.4f} nats a token, on {row['tokens']} tokens; a unigram model's" in said
+    assert "the model continues 'def main(args):'" in said
+    last = said.strip().splitlines()[-3:]
+    assert last[0] == f"everything is in {tmp_path / 'run'}: plots/loss.png, metrics.jsonl, checkpoints, export"
+    assert last[1].startswith("ask the model for more: python launch/generate.py ")
+    assert "train.steps=12" in last[2]
+
+    from launch.generate import main
+
+    command = [str(tmp_path / "run"), "def main(args):", "--tokens", "8", "--temperature", "0"]
+    assert main(command) == 0
+    first = capfd.readouterr().out
+    assert first.startswith("def main(args):")
+    assert main([*command, "--weights", str(start.directory.export)]) == 0
+    assert capfd.readouterr().out == first
+    assert main([str(tmp_path / "nowhere"), "x"]) == 2
+
+
+def test_a_fork_takes_over_state_and_steps_and_may_differ(stopped: Path, data: Path, tmp_path: Path) -> None:
+    def forked(config: RunConfig) -> None:
+        config.run.fork, config.optim.lr = str(stopped), 5e-4
+
+    fork = Start(tmp_path / "fork", data, config=forked)
+    assert [row["step"] for row in fork.rows()] == [4, 5, 6]
+    assert fork.rows()[0]["lr"] == 5e-4
+    assert fork.rows()[0]["loss"] < math.log(264)
+
+
+def test_other_data_is_refused_by_name(stopped: Path, data: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.py").write_text(f"print({number})\n" * 100)
+    ensure(tmp_path / "other", 264, root=texts)
+    with pytest.raises(CheckpointError, match=r"data=.*the checkpoint has data="):
+        Start(copied(stopped, tmp_path), tmp_path / "other")
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(data: Path, tmp_path: Path) -> None:
+    def smaller(config: RunConfig) -> None:
+        config.model.vocab_size, config.data.name = 260, "prepared"
+
+    with pytest.raises(InputError, match=r"model\.vocab_size=260"):
+        Start(tmp_path / "run", data, config=smaller)
+
+
+def test_published_weights_are_the_start(whole: Start, data: Path, tmp_path: Path) -> None:
+    exported = Start(tmp_path / "first", data, checkpoint__export=True)
+
+    def pretrained(config: RunConfig) -> None:
+        config.model.pretrained = str(exported.directory.export)
+
+    tuned = Start(tmp_path / "tuned", data, config=pretrained)
+    assert tuned.rows()[0]["loss"] < exported.rows()[0]["loss"] - 0.05
