@@ -1,0 +1,60 @@
+"""Small data folders, and sources that are not files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit.data.files import digest
+from toolkit.data.index import token_dtype
+from toolkit.data.manifest import DataManifest, Origin, TokenizerInfo, write_manifest
+from toolkit.data.write import SHARD_BYTES, SplitWriter
+from toolkit.plan.types import BatchPlan, RampStage
+
+Ints = npt.NDArray[np.int64]
+
+
+class Counting:
+    """A source whose tokens are their own positions: what a window holds tells where it came from."""
+
+    token_bytes = 2
+    vocab_size = 1 << 40
+    data_hash = "data"
+    tokenizer_hash = "tokenizer"
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def read(self, starts: Ints, out: Ints) -> None:
+        assert not out.size or (starts.min() >= 0 and starts.max() + out.shape[1] <= self.tokens)
+        out[:] = starts[:, None] + np.arange(out.shape[1])
+
+
+def batch_plan(micro_batch: int, global_batch: int, data_parallel: int) -> BatchPlan:
+    stages = (RampStage(global_batch, 0, 0, None),)
+    return BatchPlan(micro_batch=micro_batch, global_batch=global_batch, data_parallel=data_parallel, stages=stages)
+
+
+def documents(count: int, vocab_size: int, seed: int = 0, longest: int = 50) -> list[Ints]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, vocab_size, random.integers(1, longest + 1)) for _ in range(count)]
+
+
+def make_folder(folder: Path, splits: dict[str, Sequence[Ints]], vocab_size: int = 300, shard_bytes: int = SHARD_BYTES) -> DataManifest:
+    """A data folder of these documents, with a stand-in for a tokenizer."""
+    (folder / "tokenizer").mkdir(parents=True)
+    file = folder / "tokenizer" / "tokenizer.json"
+    file.write_text("{}")
+    dtype, made = token_dtype(vocab_size), {}
+    for name, texts in splits.items():
+        with SplitWriter(folder, name, dtype, shard_bytes) as writer:
+            for text in texts:
+                writer.add(text)
+            made[name] = writer.close()
+    tokenizer = TokenizerInfo("tokenizer", digest(file).xxh3_128, vocab_size, 0)
+    manifest = DataManifest(folder=folder, dtype=dtype.name, origin=Origin("made", "none", 1, 1, "0"), tokenizer=tokenizer, splits=made)
+    write_manifest(manifest, folder)
+    return manifest

@@ -1,0 +1,166 @@
+"""The order of samples: bijective, without a remainder, seekable, mixed; with controls that the checks can fail.
+
+    pytest tests/data/test_order.py
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.data.order import GROUP_BLOCKS, LANES, VERSION, Order, block_samples, keyed, permute, root_key
+
+Ints = npt.NDArray[np.int64]
+IN_FLIGHT = LANES * GROUP_BLOCKS  # blocks
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1))
+@settings(max_examples=150, deadline=None)
+def test_permute_is_a_bijection_with_an_inverse(size: int, seed: int) -> None:
+    key, values = root_key(seed), np.arange(size)
+    image = permute(values, size, key)
+    assert np.array_equal(np.sort(image), values)
+    assert np.array_equal(permute(image, size, key, inverse=True), values)
+
+
+@given(size=st.integers(2**20, 2**62), seed=st.integers(0, 2**63 - 1), at=st.floats(0, 1))
+@settings(max_examples=50, deadline=None)
+def test_permute_has_an_inverse_at_any_size(size: int, seed: int, at: float) -> None:
+    key = root_key(seed)
+    values = np.minimum(int(at * size) + np.arange(64), size - 1)
+    image = permute(values, size, key)
+    assert image.min() >= 0
+    assert image.max() < size
+    assert np.array_equal(permute(image, size, key, inverse=True), values)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 10, 17, 129, 200])
+def test_every_ordered_pair_is_equally_likely(size: int) -> None:
+    """chi2/df of (image of 0, image of last) over 60,000 keys; the control, a keyed rotation, is far outside."""
+    keys = keyed(root_key(7), np.arange(60_000))
+    ends = [np.full(len(keys), value) for value in (0, size - 1)]
+
+    def spread(of: Callable[[Ints], Ints]) -> float:
+        first, last = of(ends[0]), of(ends[1])
+        counts = np.bincount(first * size + last, minlength=size * size).reshape(size, size)
+        off_diagonal = counts[~np.eye(size, dtype=bool)]
+        expected = len(keys) / off_diagonal.size
+        return float(((off_diagonal - expected) ** 2).sum() / expected / max(off_diagonal.size - 1, 1))
+
+    bound = 1 + 6 * (2 / max(size * (size - 1) - 1, 1)) ** 0.5  # six standard deviations of chi2/df
+    assert spread(lambda values: permute(values, size, keys)) < bound
+    if size > 2:
+        assert spread(lambda values: (values + (keys % np.uint64(size)).astype(np.int64)) % size) > 2 * bound
+
+
+SEEDS = st.integers(0, 2**31)
+# Up to IN_FLIGHT * block samples an epoch is one permutation; beyond, lanes and groups come in.
+SIZES = st.one_of(st.integers(1, 300), st.integers(IN_FLIGHT - 3, IN_FLIGHT + 3), st.integers(4000, 20_000))
+
+
+@given(samples=SIZES, block=st.integers(1, 9), seed=SEEDS, epoch=st.integers(0, 10**6))
+@settings(max_examples=120, deadline=None)
+def test_every_sample_stands_in_each_epoch_once(samples: int, block: int, seed: int, epoch: int) -> None:
+    order = Order(samples, block_samples=block, seed=seed)
+    epochs, windows = order(np.arange(samples) + epoch * samples)
+    assert (epochs == epoch).all()
+    assert np.array_equal(np.sort(windows), np.arange(samples))
+
+
+def test_a_dropped_remainder_would_be_seen() -> None:
+    """The control of the test above: whole groups only, as other loaders do it."""
+    samples, block = 3 * IN_FLIGHT + 5, 1
+    order = Order(samples, block_samples=block, seed=0)
+    kept = samples // IN_FLIGHT * IN_FLIGHT
+    assert not np.array_equal(np.sort(order(np.arange(kept))[1]), np.arange(samples))
+
+
+@given(samples=st.integers(1, 10**15), block=st.integers(1, 300), seed=SEEDS, position=st.integers(0, 10**17), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_seek_anywhere(samples: int, block: int, seed: int, position: int, data: st.DataObject) -> None:
+    """A sample does not depend on how one came to it: alone, in a run of positions, or in any order."""
+    order = Order(samples, block_samples=block, seed=seed)
+    run = position + np.arange(50)
+    epochs, windows = order(run)
+    picked = data.draw(st.permutations(range(50)))
+    again = order(run[picked])
+    assert np.array_equal(again[0], epochs[picked])
+    assert np.array_equal(again[1], windows[picked])
+    one = order(run[17:18])
+    assert (one[0][0], one[1][0]) == (epochs[17], windows[17])
+    assert ((windows >= 0) & (windows < samples)).all()
+
+
+def test_epochs_and_seeds_differ() -> None:
+    samples = 10_000
+    first, second = (Order(samples, block_samples=1, seed=seed) for seed in (1, 2))
+    mine = first(np.arange(samples))[1]
+    for other in (first(np.arange(samples) + samples)[1], second(np.arange(samples))[1]):
+        assert (mine == other).mean() < 0.002
+    shifts = first.shifts(np.arange(1000), 10**9)
+    assert len(np.unique(shifts)) == 1000
+    assert ((shifts >= 0) & (shifts < 10**9)).all()
+
+
+def domain_spread(windows: Ints, samples: int, batch: int = 1024, domains: int = 64) -> float:
+    """chi2/df of domain counts a batch, on a corpus sorted by domain: 1.0 is a perfect shuffle."""
+    batches = (windows * domains // samples).reshape(-1, batch)
+    counts = np.stack([np.bincount(one, minlength=domains) for one in batches])
+    return float(((counts - batch / domains) ** 2 / (batch / domains)).sum(axis=1).mean() / (domains - 1))
+
+
+def test_a_sorted_corpus_comes_out_mixed() -> None:
+    """At most 128 MiB in flight, the corpus four times as large. Control: a shuffle buffer of 10,000 samples."""
+    samples = 1_048_576
+    block = 64
+    assert samples == 4 * IN_FLIGHT * block
+    windows = Order(samples, block_samples=block, seed=5)(np.arange(samples))[1]
+    assert domain_spread(windows, samples) < 1.3
+    random = np.random.default_rng(0)
+    assert 0.9 < domain_spread(random.permutation(samples), samples) < 1.1
+    buffered = np.arange(samples).reshape(-1, 8192)
+    assert domain_spread(random.permuted(buffered, axis=1).ravel(), samples) > 5
+
+
+def test_samples_in_flight_fit_the_bound() -> None:
+    """A stretch of positions within one group of each lane touches IN_FLIGHT blocks and, where groups end inside a block, a few more."""
+    samples, block = 64 * IN_FLIGHT, 4
+    order = Order(samples, block_samples=block, seed=3)
+    group = IN_FLIGHT * block  # positions: the lanes' first groups
+    for number in (0, 1, 15):
+        windows = order(number * group + np.arange(group))[1]
+        assert len(np.unique(windows // block)) <= IN_FLIGHT + LANES
+        assert len(np.unique(windows[::LANES] // block)) <= GROUP_BLOCKS + 1  # one lane
+
+
+def test_cost_does_not_grow_with_the_data() -> None:
+    peaks = []
+    for samples in (10**6, 10**9, 10**12):
+        Order(samples, block_samples=256, seed=0)(np.arange(4096))
+        tracemalloc.start()
+        Order(samples, block_samples=256, seed=0)(samples // 3 + np.arange(4096))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert max(peaks) < 2 << 20
+
+
+def test_the_version_names_this_mapping() -> None:
+    """A change that moves samples needs a new name: runs resume only under the one they started with."""
+    assert VERSION == "feistel-1"
+    small = Order(10, block_samples=1, seed=0)(np.arange(10))[1].tolist()
+    large = Order(10**12, block_samples=256, seed=1)(np.arange(4) + 10**11)[1].tolist()
+    shifts = Order(10, block_samples=1, seed=0).shifts(np.arange(2), 1000).tolist()
+    assert small == [7, 5, 6, 8, 9, 2, 3, 1, 4, 0]
+    assert large == [101523897205, 543308486146, 271207654167, 168365051582]
+    assert shifts == [307, 504]
+
+
+@pytest.mark.parametrize(("sequence_length", "token_bytes", "samples"), [(2048, 2, 8), (8192, 4, 1), (100_000, 4, 1), (128, 2, 128)])
+def test_blocks_have_about_32_kib(sequence_length: int, token_bytes: int, samples: int) -> None:
+    assert block_samples(sequence_length, token_bytes) == samples

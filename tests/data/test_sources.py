@@ -1,0 +1,87 @@
+"""What a run asks of its data and does not find; and launch/prepare.py.
+
+    pytest tests/data/test_sources.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.made import make_folder
+from toolkit.config.schema import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from toolkit.data.manifest import DataManifest
+from toolkit.data.sources import data_problems, ready
+from toolkit.errors import InputError
+from toolkit.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> DataManifest:
+    return make_folder(tmp_path / "data", {"train": [np.arange(100)], "validation": [np.arange(3)], "tiny": [np.arange(1)]}, vocab_size=300)
+
+
+def run_config(
+    manifest: DataManifest, *, vocab_size: int | None = 300, length: int = 99, every: int = 1, sets: list[str] | None = None,
+    name: str = "prepared",
+) -> RunConfig:
+    return RunConfig(
+        data=DataConfig(name=name, path=str(manifest.folder)), model=ModelConfig(vocab_size=vocab_size),
+        train=TrainConfig(sequence_length=length), eval=EvalConfig(every=every, sets=sets or ["validation"]),
+    )  # fmt: skip
+
+
+def test_nothing_wrong(manifest: DataManifest) -> None:
+    assert data_problems(run_config(manifest), manifest) == []
+    assert data_problems(run_config(manifest, vocab_size=None), manifest) == []
+    assert data_problems(run_config(manifest, every=0, sets=["absent"]), manifest) == []
+    assert ready(run_config(manifest).data, Progress.silent()) == manifest
+
+
+def test_each_problem_has_value_rule_remedy(manifest: DataManifest) -> None:
+    cases = {
+        "model.vocab_size=299": (run_config(manifest, vocab_size=299), "model.vocab_size=300"),
+        "train.sequence_length=100, split train has 100 tokens": (run_config(manifest, length=100), "train.sequence_length=99"),
+        "eval.sets=['test'], no split test": (run_config(manifest, sets=["test"]), "tiny, train, validation"),
+        "split tiny of": (run_config(manifest, sets=["tiny"]), "leave it out"),
+    }
+    for seen, (config, remedy) in cases.items():
+        (problem,) = data_problems(config, manifest)
+        assert seen in problem.seen
+        assert remedy in problem.remedy
+    (problem,) = data_problems(run_config(manifest, vocab_size=290, name="stdlib"), manifest)
+    assert "or data.vocab_size=290" in problem.remedy
+    (problem,) = data_problems(run_config(manifest, vocab_size=None), manifest, vocab_size=200)
+    assert "model.vocab_size=200" in problem.seen
+    assert len(data_problems(run_config(manifest, vocab_size=299, length=100, sets=["test", "tiny"]), manifest)) == 4
+
+
+def test_no_training_split(tmp_path: Path) -> None:
+    manifest = make_folder(tmp_path / "data", {"validation": [np.arange(100)]})
+    (problem,) = data_problems(run_config(manifest), manifest)
+    assert problem.key == "data.path"
+
+
+def test_a_folder_without_data(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"manifest\.json"):
+        ready(DataConfig(name="prepared", path=str(tmp_path)), Progress.silent())
+
+
+def test_prepare_shows_what_there_is_and_finds_damage(manifest: DataManifest) -> None:
+    command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "data=prepared", f"data.path={manifest.folder}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "100 tokens" in shown.stdout
+    content = bytearray((manifest.folder / "train-00000.bin").read_bytes())
+    content[50] ^= 4
+    (manifest.folder / "train-00000.bin").write_bytes(content)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "train-00000.bin" in refused.stderr
+    assert "Traceback" not in refused.stderr

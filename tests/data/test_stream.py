@@ -1,0 +1,253 @@
+"""The stream: the same samples in the same order for any layout, resumable anywhere, read ahead by a thread that ends.
+
+    pytest tests/data/test_stream.py
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.made import Counting, batch_plan, documents, make_folder
+from toolkit.data import stream as stream_module
+from toolkit.data.index import open_split
+from toolkit.data.prefetch import Prefetch
+from toolkit.data.stream import Stream, rank_positions
+from toolkit.errors import CheckpointError, InputError
+from toolkit.plan.types import BatchPlan, RampStage
+
+Ints = npt.NDArray[np.int64]
+
+
+def open_stream(tokens: int = 1000, length: int = 7, seed: int = 0, batch: BatchPlan | None = None, rank: int = 0) -> Stream:
+    return Stream(Counting(tokens), sequence_length=length, seed=seed, batch=batch or batch_plan(1, 1, 1), data_rank=rank)
+
+
+def global_batch(streams: list[Stream], step: int) -> Ints:
+    """What all ranks see in a step, in the order of the global batch: micro-batch by micro-batch, rank by rank."""
+    ranks = [next(stream.steps(step)) for stream in streams]
+    for stream in streams:
+        stream.close()
+    return np.concatenate([micro_batch for of_all_ranks in zip(*ranks, strict=True) for micro_batch in of_all_ranks])
+
+
+def test_worked_example() -> None:
+    plan = batch_plan(2, 8, 2)
+    assert rank_positions(plan, 0, 0).tolist() == [[0, 1], [4, 5]]
+    assert rank_positions(plan, 0, 1).tolist() == [[2, 3], [6, 7]]
+    assert rank_positions(plan, 3, 1).tolist() == [[26, 27], [30, 31]]
+
+
+@given(
+    power=st.integers(0, 10), micro_power=st.integers(0, 10), odd=st.sampled_from([1, 3, 5]), step=st.integers(0, 10**9),
+    tokens=st.integers(200, 10**9), length=st.integers(1, 64), seed=st.integers(0, 2**40),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_the_global_batch_does_not_know_its_layout(
+    power: int, micro_power: int, odd: int, step: int, tokens: int, length: int, seed: int
+) -> None:
+    """Up to 1,024 ranks: positions of all ranks are those of one; a control with counters per rank is not."""
+    size = 1024 * odd
+    ranks, micro = 2**power, min(2**micro_power, size // 2**power // odd * odd)
+    plan = batch_plan(micro, size, ranks) if size % (micro * ranks) == 0 else batch_plan(1, size, ranks)
+    alone = rank_positions(batch_plan(size, size, 1), step, 0).ravel()
+    split = np.stack([rank_positions(plan, step, rank) for rank in range(ranks)])  # [rank, micro-batch, sample]
+    assert np.array_equal(split.transpose(1, 0, 2).ravel(), alone)
+    stream = open_stream(tokens, length, seed, plan)
+    read_by_rank = stream.starts(split.ravel()).reshape(split.shape)
+    assert np.array_equal(read_by_rank.transpose(1, 0, 2).ravel(), stream.starts(alone))
+    counters = np.concatenate([rank * 10**6 + step * size // ranks + np.arange(size // ranks) for rank in range(ranks)])
+    assert ranks == 1 or not np.array_equal(np.sort(counters), alone)
+
+
+@pytest.mark.parametrize(("micro", "ranks"), [(12, 1), (1, 1), (3, 4), (1, 12), (2, 3), (6, 2)])
+@pytest.mark.parametrize("step", [0, 5, 1000])
+def test_every_layout_reads_the_same_windows(micro: int, ranks: int, step: int) -> None:
+    whole = next(open_stream(batch=batch_plan(12, 12, 1)).steps(step))[0]
+    plan = batch_plan(micro, 12, ranks)
+    assert np.array_equal(global_batch([open_stream(batch=plan, rank=rank) for rank in range(ranks)], step), whole)
+
+
+def test_a_ramp_consumes_every_sample_once() -> None:
+    stages = (RampStage(4, 0, 0, 3), RampStage(8, 3, 12, None))
+    plan = BatchPlan(micro_batch=2, global_batch=8, data_parallel=2, stages=stages)
+    streams = [open_stream(batch=plan, rank=rank) for rank in range(2)]
+    seen = np.concatenate([global_batch(streams, step) for step in range(6)])
+    assert np.array_equal(seen, open_stream().windows(np.arange(3 * 4 + 3 * 8)))
+    assert [len(next(streams[0].steps(step))) for step in (0, 2, 3)] == [1, 1, 2]
+
+
+@given(tokens=st.integers(8, 3000), length=st.integers(1, 7), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
+@settings(max_examples=100, deadline=None)
+def test_an_epoch_predicts_its_tokens_once(tokens: int, length: int, seed: int, epoch: int) -> None:
+    """Windows are consecutive tokens around the end; no token is predicted twice, fewer than a window's are left out."""
+    stream = open_stream(tokens, length, seed)
+    windows = stream.windows(epoch * stream.samples_per_epoch + np.arange(stream.samples_per_epoch))
+    assert windows.shape == (tokens // length, length + 1)
+    assert np.array_equal((windows[:, :1] + np.arange(length + 1)) % tokens, windows)
+    targets = np.sort(windows[:, 1:].ravel())
+    assert len(np.unique(targets)) == len(targets)
+    assert tokens - len(targets) < length
+
+
+def test_windows_differ_between_epochs() -> None:
+    stream = open_stream(7000)
+    first, second = (set(stream.starts(epoch * 1000 + np.arange(1000)).tolist()) for epoch in range(2))
+    assert len(first) == len(second) == 1000
+    assert len({start % 7 for start in first} & {start % 7 for start in second}) <= 6
+    assert first != second
+
+
+def test_resume_anywhere_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also across the borders of the chunks that are ordered and read at once."""
+    monkeypatch.setattr(stream_module, "ORDERED_AT_ONCE", 40)
+    monkeypatch.setattr(stream_module, "READ_AT_ONCE", 150)
+    plan = batch_plan(2, 4, 1)
+    whole = list(itertools.islice(open_stream(batch=plan).steps(0), 60))
+    for step in (1, 9, 10, 11, 37):
+        resumed = open_stream(batch=plan).steps(step)
+        for mine, theirs in zip(itertools.islice(resumed, 20), whole[step : step + 20], strict=True):
+            assert np.array_equal(np.stack(mine), np.stack(theirs))
+        resumed.close()
+
+
+def test_resume_is_quick_and_the_state_small() -> None:
+    begin = time.monotonic()
+    stream = open_stream(2048 * 10**12, 2048, batch=batch_plan(8, 8, 1))
+    (batch,) = next(stream.steps(10**11))
+    assert batch.shape == (8, 2049)
+    assert time.monotonic() - begin < 0.5  # about 5 ms; the bound leaves room for a busy machine
+    assert len(json.dumps(stream.fingerprint())) < 300
+    stream.close()
+
+
+def test_tokens_of_files(tmp_path: Path) -> None:
+    texts = documents(60, 300)
+    make_folder(tmp_path / "data", {"train": texts}, shard_bytes=500)
+    row = np.concatenate(texts)
+    stream = Stream(open_split(tmp_path / "data", "train"), sequence_length=9, seed=1, batch=batch_plan(4, 8, 1), data_rank=0)
+    micro_batches = next(stream.steps(0))
+    stream.close()
+    assert [batch.shape for batch in micro_batches] == [(4, 10), (4, 10)]
+    assert all(batch.dtype == np.int64 and batch.flags.c_contiguous for batch in micro_batches)
+    starts = stream.starts(np.arange(8))
+    assert np.array_equal(np.concatenate(micro_batches), row[(starts[:, None] + np.arange(10)) % len(row)])
+
+
+def test_too_short_a_split_is_refused() -> None:
+    with pytest.raises(InputError, match=r"train\.sequence_length=7, split train has 7 tokens"):
+        open_stream(7)
+    (only,) = open_stream(8).windows(np.arange(1))
+    assert len(only) == 8
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("order", "toolkit"), ("data", "data.path"), ("tokenizer", "data.path"), ("seed", "data.shuffle_seed=5"),
+     ("sequence_length", "train.sequence_length=5")],
+)  # fmt: skip
+def test_a_stream_of_something_else_is_refused_by_name(key: str, words: str) -> None:
+    stream = open_stream()
+    saved = json.loads(json.dumps(stream.fingerprint()))
+    stream.check_fingerprint(saved)
+    for other in ({**saved, key: 5}, {name: value for name, value in saved.items() if name != key}):
+        with pytest.raises(CheckpointError) as caught:
+            stream.check_fingerprint(other)
+        (problem,) = caught.value.problems
+        assert problem.seen.startswith(f"{key}=")
+        if key in other:
+            assert words in problem.remedy
+
+
+# -- reading ahead
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name in ("data-stream", "prefetch")]
+
+
+def wait_until_no_threads() -> None:
+    deadline = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads()
+
+
+def test_an_error_comes_out_where_the_samples_are_used() -> None:
+    class Breaking(Counting):
+        def read(self, starts: Ints, out: Ints) -> None:
+            raise OSError("the disk is gone")
+
+    stream = Stream(Breaking(1000), sequence_length=7, seed=0, batch=batch_plan(1, 1, 1), data_rank=0)
+    steps = stream.steps(0)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(steps)
+    with pytest.raises(StopIteration):
+        next(steps)
+    wait_until_no_threads()
+
+
+def test_items_before_an_error_are_delivered() -> None:
+    def chunks() -> Iterator[list[int]]:
+        yield [1, 2]
+        yield []
+        yield [3]
+        raise KeyError("gone")
+
+    items = Prefetch(chunks(), depth=1)
+    assert [next(items) for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(KeyError):
+        next(items)
+
+
+def test_an_iterator_that_ends() -> None:
+    assert list(Prefetch([[1], [2, 3]], depth=2)) == [1, 2, 3]
+
+
+def test_reading_ahead_is_bounded() -> None:
+    made = []
+
+    def chunks() -> Iterator[list[int]]:
+        for number in itertools.count():
+            made.append(number)
+            yield [number]
+
+    items = Prefetch(chunks(), depth=3)
+    assert next(items) == 0
+    deadline = time.monotonic() + 5
+    while len(made) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(made) == 5  # one used, three ready, one in the producer's hand
+    items.close()
+    with pytest.raises(StopIteration):
+        next(items)
+    wait_until_no_threads()
+
+
+def test_closing_and_dropping_end_the_thread() -> None:
+    stream = open_stream()
+    first, second = stream.steps(0), stream.steps(5)
+    next(first)
+    assert len(threads()) == 2
+    stream.close()
+    stream.close()
+    wait_until_no_threads()
+    with pytest.raises(StopIteration):
+        next(second)
+    dropped = stream.steps(0)
+    next(dropped)
+    del dropped
+    gc.collect()
+    wait_until_no_threads()
