@@ -55,7 +55,7 @@ def _build_family(plan: RunPlan) -> nn.Module:
     with _parameters_on_meta():
         module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if plan.config.train.activation_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        module.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return module
 
 

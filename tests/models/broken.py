@@ -1,0 +1,35 @@
+"""Models that cannot be trained, each for one reason."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+class NoParameters(nn.Module):
+    pass
+
+
+class Unwell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.zeros(2, size=3)  # type: ignore[call-overload]  # a TypeError of its own
+
+
+class Fine(nn.Module):
+    def __init__(self, width: int, *, depth: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+
+def no_module() -> int:
+    return 3
+
+
+imported_elsewhere = torch

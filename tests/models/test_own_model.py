@@ -1,0 +1,71 @@
+"""The example of docs/own_model.md, as written there, trains and resumes.
+
+    pytest tests/models/test_own_model.py
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.config.schema import EngineName, OptimizerName, Precision
+from toolkit.engine.local import LocalEngine
+from toolkit.plan.types import RunPlan
+from toolkit.testing import parity
+from toolkit.testing.memory import MemoryReader
+from toolkit.testing.tiny import tiny_plan
+from toolkit.train.task import text_task
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/own_model.md"
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The plan's changes that train the page's model, which lies in the working folder."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert 25 <= len(code.splitlines()) <= 35, "the page promises a short example"
+    (tmp_path / "my_model.py").write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    return {"model__target": "my_model.Convolutional", "model__arguments": {"vocab_size": 264, "width": 32}}
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
+def test_it_trains(example: dict[str, Any], precision: Precision) -> None:
+    losses = parity.run(tiny_plan(None, **example, precision__name=precision)).losses
+    assert losses[0] - losses[-1] > 0.3
+
+
+@pytest.mark.parametrize("optimizer", OptimizerName, ids=lambda optimizer: optimizer.value)
+def test_it_resumes(example: dict[str, Any], optimizer: OptimizerName) -> None:
+    momentum = 0.0 if optimizer is OptimizerName.adamw else 0.9
+    plan = tiny_plan(None, **example, optim__name=optimizer, optim__momentum=momentum)
+    straight, resumed = LocalEngine(plan, text_task(plan)), LocalEngine(plan, text_task(plan))
+    straight.load(parity.first_weights(plan))
+    parity.step_all(straight, plan, range(3))
+    resumed.load(MemoryReader.of(straight))
+    assert parity.step_all(resumed, plan, range(3, 6)) == parity.step_all(straight, plan, range(3, 6))
+
+
+def test_its_commands_are_the_toolkits() -> None:
+    """The keys of the page's commands exist."""
+    from toolkit.config.compose import compose
+
+    commands = re.findall(r"^deepspeed .*?launch/train.py (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        config = compose(command.split())
+        assert config.model.target == "my_model.Convolutional"
+        assert config.engine.name is EngineName.deepspeed
+
+
+def test_what_the_page_says_of_conversion(example: dict[str, Any]) -> None:
+    plan: RunPlan = tiny_plan(None, **example, precision__name=Precision.bf16)
+    engine = LocalEngine(plan, text_task(plan))
+    assert {parameter.dtype for parameter in engine._parameters.values()} == {torch.bfloat16}

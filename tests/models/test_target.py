@@ -1,0 +1,86 @@
+"""model.target: what is built, and what each mistake is answered with.
+
+    pytest tests/models/test_target.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.checkpoint.shard import WEIGHT, Box, Shard, TensorKey
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import ConfigError
+from toolkit.models.build import build_model
+from toolkit.models.initial import InitialWeights
+from toolkit.models.target import build_target
+from toolkit.testing.tiny import tiny_plan
+
+HERE = "tests.models.broken"
+
+MISTAKES = {
+    "no package": ("nowhere_at_all.Model", {}, "no module nowhere_at_all"),
+    "no module": ("tests.models.nowhere.Model", {}, "no module tests.models.nowhere"),
+    "no class": (f"{HERE}.Fin", {}, "no class Fin; its modules: Normed, NoParameters, Unwell, Fine"),
+    "not a class": (f"{HERE}.imported_elsewhere", {}, "no class imported_elsewhere"),
+    "missing argument": (f"{HERE}.Fine", {}, r"\(none\).*width"),
+    "wrong argument": (f"{HERE}.Fine", {"width": 2, "height": 3}, r"\(width, height\).*height"),
+    "no torch module": (f"{HERE}.no_module", {}, "gives a int"),
+    "nothing to train": (f"{HERE}.NoParameters", {}, "no parameter"),
+    "running statistics": (f"{HERE}.Normed", {}, r"inside.1 \(BatchNorm1d\)"),
+}
+
+
+@pytest.mark.parametrize(("target", "arguments", "shows"), MISTAKES.values(), ids=list(MISTAKES))
+def test_mistakes_are_answered(target: str, arguments: dict[str, int], shows: str) -> None:
+    with pytest.raises(ConfigError, match=shows) as caught:
+        build_target(ModelConfig(target=target, arguments=arguments), 0)
+    problem = caught.value.problems[0]
+    assert problem.key == "model.target"
+    assert problem.seen.startswith(f"model.target={target}")
+    assert problem.rule
+    assert problem.remedy
+
+
+def test_an_error_inside_the_users_code_is_theirs() -> None:
+    with pytest.raises(TypeError):
+        build_target(ModelConfig(target=f"{HERE}.Unwell"), 0)
+
+
+def test_an_import_error_inside_the_users_module_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_installed.py").write_text("import a_package_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
+        build_target(ModelConfig(target="half_installed.Model"), 0)
+
+
+def test_a_module_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("from torch import nn\n\n\nclass Model(nn.Linear):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    module = build_target(ModelConfig(target="only_here.Model", arguments={"in_features": 2, "out_features": 3}), 0)
+    assert module.weight.shape == (3, 2)
+
+
+def test_weights_are_the_constructors_under_the_seed() -> None:
+    model = {"model__target": f"{HERE}.Fine", "model__arguments": {"width": 4, "depth": 2}}
+    plan = tiny_plan(None, **model)
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    module = build_model(plan, "cpu")
+    reader = InitialWeights(plan)
+    assert {key.name for key in reader.tensors} == dict(module.named_parameters()).keys()
+    for name, parameter in module.named_parameters():
+        value = torch.empty(parameter.shape)
+        reader.read([Shard(TensorKey(WEIGHT, name), tuple(value.shape), Box.whole(value.shape), value)])
+        assert torch.equal(value, parameter), name
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(plan.config.train.seed)
+    own = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    assert torch.equal(module.get_parameter("layers.1.weight"), own[1].weight)
+    other = build_model(tiny_plan(None, **model, train__seed=9), "cpu")
+    assert not torch.equal(module.get_parameter("layers.0.weight"), other.get_parameter("layers.0.weight"))
+    assert all(parameter.is_meta for parameter in build_model(plan, "meta").parameters())
