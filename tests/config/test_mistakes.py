@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from omegaconf import OmegaConf
 
 from toolkit.config.compose import compose
 from toolkit.config.vendor import deepspeed_problems
@@ -105,7 +108,13 @@ MISTAKES: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
+BASE = compose([])
+
+
 def problems_of(*words: str) -> list[Problem]:
+    if all(word.startswith(DEEP) for word in words):  # always composes, which test_all_are_told_at_once does
+        given = OmegaConf.to_container(OmegaConf.from_dotlist([word.removeprefix(DEEP) for word in words]))
+        return deepspeed_problems(replace(BASE, engine=replace(BASE.engine, deepspeed=given)))
     try:
         return deepspeed_problems(compose(words))
     except ConfigError as error:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
 from toolkit.config import keys, search
-from toolkit.config.overrides import Words, read, unknown_key, wrong_value
+from toolkit.config.overrides import Words, read, schema, unknown_key, wrong_value
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, Problem
 
@@ -53,7 +53,7 @@ def from_yaml(text: str) -> RunConfig:
         unknown = list(_unknown(written))
         if unknown:
             raise ConfigError(*unknown)
-        config = OmegaConf.merge(OmegaConf.structured(RunConfig), written)
+        config = OmegaConf.merge(schema(), written)
     except yaml.YAMLError as error:
         raise _no_yaml(error) from error
     except OmegaConfBaseException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -105,11 +106,16 @@ def _for_hydra(override: Override) -> str:
     return text
 
 
+@cache
+def schema() -> DictConfig:
+    """The schema as OmegaConf's types, at its defaults. To be copied or merged from, not changed."""
+    return OmegaConf.structured(RunConfig)
+
+
 class _Checker:
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
         self.groups = search.groups(folders)
-        self.schema = OmegaConf.structured(RunConfig)
 
     def unreadable(self, text: str, error: HydraException) -> Problem:
         if "=" not in text and text in search.options(self.folders, EXPERIMENT):
@@ -175,7 +181,7 @@ class _Checker:
     def _value(self, override: Override) -> Iterator[Problem]:
         """Try the value on an empty configuration: the schema's types decide."""
         name, text = override.key_or_group, override.input_line or ""
-        config: DictConfig = self.schema.copy()
+        config = schema().copy()
         try:
             OmegaConf.update(config, name, override.value(), force_add=False)
         except OmegaConfBaseException as error:
