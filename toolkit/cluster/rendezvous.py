@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 MEETING_SECONDS = 300.0
 FAREWELL_SECONDS = 30.0  # rank 0 serves the store this much longer, for ranks that are still importing torch
+# Importing torch takes all of a core: meanwhile rank 0 composes, and a mistake is answered sooner. It costs nothing, since the store
+# opens only when rank 0 has imported torch after that.
+HEAD_START_SECONDS = 0.5
 POLL_SECONDS = 0.05
 ERROR = "error"
 
@@ -66,6 +69,8 @@ class Meeting:
             Left: another rank has sent this one away.
             TimeoutError: they did not come.
         """
+        if self._opened is None:
+            time.sleep(HEAD_START_SECONDS)
         store = self._store()
         self._wait(lambda: store.check([ERROR]) or store.check(list(names)), " and ".join(names), seconds)
         if store.check([ERROR]):
