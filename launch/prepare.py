@@ -17,10 +17,9 @@ from toolkit.errors import ExitCode, UserError
 
 def main(arguments: Sequence[str]) -> int:
     if not {"--help", "-h"}.isdisjoint(arguments):
-        from toolkit.config.help import help_text
+        from toolkit.config.help import show_help
 
-        print(f"{__doc__}\n{help_text()}")
-        return ExitCode.DONE
+        return show_help(arguments, above=__doc__ or "")
     try:
         prepare(arguments)
     except UserError as error:

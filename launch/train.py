@@ -32,10 +32,9 @@ DATA_SECONDS = 3600.0  # that ranks wait for one of them to make the data
 
 def main(arguments: Sequence[str]) -> int:
     if not {"--help", "-h"}.isdisjoint(arguments):
-        from toolkit.config.help import help_text
+        from toolkit.config.help import show_help
 
-        print(help_text())
-        return ExitCode.DONE
+        return show_help(arguments)
     stop = StopRequest()
     with Ending(stop) as ending:
         launch, overrides = read_launch(os.environ, arguments)

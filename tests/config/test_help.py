@@ -13,8 +13,8 @@ import pytest
 
 from toolkit.config import keys, search
 from toolkit.config.compose import compose
-from toolkit.config.help import help_text
-from toolkit.errors import ConfigError
+from toolkit.config.help import help_text, show_help
+from toolkit.errors import ConfigError, ExitCode
 
 FOLDERS = search.folders(None)
 
@@ -59,6 +59,13 @@ def test_one_topic() -> None:
     assert "mixtral_8x7b" in help_text(["exp"])
     with pytest.raises(ConfigError, match="optim"):
         help_text(["optimm"])
+
+
+def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_help(["--help", "zero"], above="What it does.") == ExitCode.DONE
+    assert capsys.readouterr().out.startswith("What it does.\n  zero=\n    stage0*")
+    assert show_help(["--help", "zerro"]) == ExitCode.USER
+    assert "did you mean zero" in capsys.readouterr().err
 
 
 def test_it_is_fast() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -18,7 +19,7 @@ import yaml
 from toolkit.config import keys, schema, search
 from toolkit.config.compose import compose
 from toolkit.config.overrides import EXPERIMENT, unknown_key
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, ExitCode
 
 INTRODUCTION = """\
 Train a language model. One description of the run, carried out by the engine and in the layout that you name; stop it, change the
@@ -38,6 +39,17 @@ WORDS
   --config-dir=FOLDER        look for groups and experiments in a folder of your own too: FOLDER/exp/mine.yaml
   --help WORD                this text for one section, group or key: --help optim
 """
+
+
+def show_help(words: Sequence[str], above: str = "") -> ExitCode:
+    """Print the help on ``words``, below the text ``above``; or the mistake among them."""
+    try:
+        text = help_text(words)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USER
+    print(f"{above}\n{text}" if above else text)
+    return ExitCode.DONE
 
 
 def help_text(words: Sequence[str] = ()) -> str:
