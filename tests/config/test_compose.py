@@ -199,11 +199,11 @@ def test_composing_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_composing_is_fast_and_light() -> None:
-    """Measured 0.25 s on two quiet cores with the imports; the bound leaves room for a busy machine."""
-    code = ("import time; began = time.perf_counter()\n"
+    """Measured 0.25 s with the imports on two quiet cores. Processor time is judged: it waits for nobody."""
+    code = ("import time; began = time.process_time()\n"
             "from toolkit.config.compose import compose\n"
             "compose(['+exp=quickstart', 'zero=stage3'])\n"
-            "import sys; print(time.perf_counter() - began, 'torch' in sys.modules, 'deepspeed' in sys.modules)")
+            "import sys; print(time.process_time() - began, 'torch' in sys.modules, 'deepspeed' in sys.modules)")
     best = 9.0
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=os.environ)
