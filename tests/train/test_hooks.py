@@ -89,12 +89,10 @@ def test_a_stop_is_more_urgent_and_the_next_start_makes_up_for_it() -> None:
 
 
 class FakeStore:
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self) -> None:
         self.saved: list[tuple[int, bool]] = []
         self.scalars: list[Mapping[str, object]] = []
-        self.waited = 0
         self.futures: list[Future[None]] = []
-        self._error = error
 
     def save(self, step: int, shards: object, scalars: Mapping[str, object], *, background: bool, **more: object) -> PendingSave:
         self.saved.append((step, background))
@@ -104,9 +102,6 @@ class FakeStore:
         if not background:
             future.set_result(None)
         return PendingSave(Path(f"step-{step:08d}"), future)
-
-    def wait(self) -> None:
-        self.waited += 1
 
 
 def checkpoints(store: FakeStore, timer: Timer | None = None, **changes: Any) -> tuple[Checkpoints, list[Path], list[str]]:
@@ -152,9 +147,10 @@ def test_a_stop_saves_in_the_foreground() -> None:
     store = FakeStore()
     hook, announced, _ = checkpoints(store, every="2", background=True)
     hook.on_step(step_done(2))
+    store.futures[0].set_result(None)
     hook.on_step(step_done(3, stop=True))
     assert store.saved == [(2, True), (3, False)]
-    assert announced == [Path("step-00000003")]
+    assert announced == [Path("step-00000002"), Path("step-00000003")]
 
 
 def test_rank_0s_clock_decides_and_starts_anew_with_each_save() -> None:
@@ -170,19 +166,30 @@ def test_rank_0s_clock_decides_and_starts_anew_with_each_save() -> None:
 
 def test_a_save_in_the_background_is_announced_when_it_is_complete() -> None:
     store = FakeStore()
-    hook, announced, told = checkpoints(store, every="1", background=True)
-    hook.on_step(step_done(1))
+    hook, announced, _ = checkpoints(store, every="2", background=True)
+    hook.on_step(step_done(2))
+    hook.on_step(step_done(3))
     assert announced == []
     store.futures[0].set_result(None)
+    hook.on_step(step_done(5))
+    assert announced == [Path("step-00000002")]
+    hook.on_step(step_done(6))
+    store.futures[1].set_result(None)
+    hook.on_end(7)
+    assert announced == [Path("step-00000002"), Path("step-00000006")]
+
+
+def test_after_a_failure_in_the_background_the_next_save_is_made_in_the_foreground() -> None:
+    store = FakeStore()
+    hook, announced, told = checkpoints(store, every="2", background=True)
     hook.on_step(step_done(2))
-    assert announced == [Path("step-00000001")]
-    store.futures[1].set_exception(OSError("no space"))
+    store.futures[0].set_exception(OSError("no space"))
     hook.on_step(step_done(3))
-    assert told == ["step-00000002 could not be saved: OSError: no space"]
-    store.futures[2].set_result(None)
-    hook.on_end(3)
-    assert store.waited == 1
-    assert announced == [Path("step-00000001"), Path("step-00000003")]
+    assert told == ["step-00000002 could not be saved, the next one is not made in the background: OSError: no space"]
+    hook.on_step(step_done(4))
+    hook.on_step(step_done(6))
+    assert store.saved == [(2, True), (4, False), (6, True)]
+    assert announced == [Path("step-00000004")]
 
 
 # ---- status and plots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from toolkit.data.manifest import read_manifest
 from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.sink import Sink
 from toolkit.plan.types import RunPlan
+from toolkit.progress import quantity
 from toolkit.rundir import RunDirectory
 
 Say = Callable[[str], None]
@@ -31,6 +33,7 @@ def finish(plan: RunPlan, directory: RunDirectory, sink: Sink, unigram: float | 
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
         export(open_reader(checkpoint), plan.shape, directory.export, tokenizer=read_manifest(plan.config.data.path).tokenizer_folder)
+    _tell_speed(directory, say)
     _tell_losses(plan, directory, unigram, say)
     prompt = plan.config.monitor.prompt
     if prompt is not None and not stop():
@@ -45,6 +48,14 @@ def finish(plan: RunPlan, directory: RunDirectory, sink: Sink, unigram: float | 
         sink.log_image("loss", picture)
     for line in last_words(plan, directory):
         say(line)
+
+
+def _tell_speed(directory: RunDirectory, say: Say) -> None:
+    rows = list(read_rows(directory.metrics_file))
+    if len(rows) > 1:
+        median = statistics.median(row["tokens_per_second"] for row in rows[1:])
+        say(f"median of the steps: {quantity(median, 'tokens')}/s, without the first, which has warm-up and compilation in it "
+            f"({rows[0]['step_seconds']:.2f} s)")
 
 
 def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, say: Say) -> None:

@@ -32,8 +32,8 @@ class Timer:
 class Checkpoints(Hook):
     """Saves at the cadence of ``checkpoint.every``, after the last step if asked, and always before a stop.
 
-    A save in the background that fails is told when it is seen and raised at the next save, so that all ranks end at the same
-    step; until then training goes on.
+    A save in the background that fails is told, and the next one is made in the foreground: it saves, or ends the run on all ranks
+    at the same step.
     """
 
     def __init__(self, plan: RunPlan, engine: Engine, store: CheckpointStore, fingerprint: Mapping[str, Any], timer: Timer, *,
@@ -43,9 +43,11 @@ class Checkpoints(Hook):
         self._announce, self._tell = announce, tell
         self._every_steps = parse_cadence(plan.config.checkpoint.every).steps
         self._pending: PendingSave | None = None
+        self._failed = False
 
     def on_step(self, done: StepDone) -> None:
-        self._look()
+        if self._pending is not None and self._pending.done():
+            self._settle()
         checkpoint = self._plan.config.checkpoint
         by_steps = self._every_steps is not None and done.step % self._every_steps == 0
         at_end = done.last and (checkpoint.at_end or checkpoint.export)
@@ -53,23 +55,29 @@ class Checkpoints(Hook):
             self._save(done.step, background=checkpoint.background and not (done.last or done.agreed.stop))
 
     def on_end(self, step: int) -> None:
-        self._store.wait()
-        self._look()
+        self._settle()
 
     def _save(self, step: int, background: bool) -> None:
+        self._settle()
         scalars = state.scalars(self._plan, state.TrainState(step), self._fingerprint, self._engine.scalars())
+        background = background and not self._failed
         self._pending = self._store.save(
             step, self._engine.shards(), scalars, namespace=state.namespace(self._plan), rank=self._rank, ranks=self._plan.world.ranks,
             attempt=self._attempt, background=background)
         self._timer.restart()
-        self._look()
+        if not background:
+            self._settle()
 
-    def _look(self) -> None:
-        """Tell of a save that has ended since the last look."""
-        if self._pending is None or not self._pending.done():
+    def _settle(self) -> None:
+        """Wait for the save under way, if there is one, and tell how it ended."""
+        if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        if pending.error is None:
-            self._announce(pending.path)
+        try:
+            pending.wait()
+        except Exception as error:  # noqa: BLE001  whatever it was, the next save shows whether it lasts
+            self._failed = True
+            self._tell(f"{pending.path} could not be saved, the next one is not made in the background: {type(error).__name__}: {error}")
         else:
-            self._tell(f"{pending.path} could not be saved: {type(pending.error).__name__}: {pending.error}")
+            self._failed = False
+            self._announce(pending.path)
