@@ -56,7 +56,7 @@ def _load(file: Path) -> Node | None:
 
 
 def _keep(file: Path, schema: Node) -> None:
-    """Whole or not at all. A cache that cannot be written costs a quarter of a second each time, and nothing else."""
+    """Whole or not at all. A cache that cannot be written costs a tenth of a second each time, and nothing else."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=file.parent)
