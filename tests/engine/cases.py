@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.checkpoint.shard import Reader
+from toolkit.cluster.machine import this_machine
 from toolkit.config.schema import EngineName, OptimizerKernel, OptimizerName, Place, Precision
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, StepResult
-from toolkit.plan.types import RunPlan
+from toolkit.plan import make_plan
+from toolkit.plan.types import Device, RunPlan, World
 from toolkit.testing.parity import Trace, run, step_all
-from toolkit.testing.tiny import MICRO_BATCH, tiny_plan
+from toolkit.testing.tiny import MICRO_BATCH, tiny_config
 from toolkit.train.task import text_task
 
 
@@ -25,21 +27,26 @@ class Cell:
     stage: int | None = 2
     ranks: int = 2
     accumulation: int = 2
-    family: str = "llama"
+    family: str | None = "llama"  # None: model.target, in ``more``
     more: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         engine = "local" if self.stage is None else f"zero{self.stage}"
         shown = [f"{key.split('__')[1]}={getattr(value, 'name', value)}" for key, value in self.more]
-        return "-".join([engine, f"{self.ranks}ranks", f"{self.accumulation}accumulated", self.family, *shown])
+        return "-".join([engine, f"{self.ranks}ranks", f"{self.accumulation}accumulated", self.family or "target", *shown])
 
     def plan(self) -> RunPlan:
-        return tiny_plan(self.family, ranks=self.ranks, **{
+        settings = {
             "engine__name": EngineName.local if self.stage is None else EngineName.deepspeed,
             "zero__stage": self.stage or 0,
             "train__global_batch": self.ranks * MICRO_BATCH * self.accumulation,
             **dict(self.more),
-        })
+        }
+        return make_plan(tiny_config(self.family, **settings), self.world())
+
+    def world(self) -> World:
+        here = this_machine()
+        return World(ranks=self.ranks, ranks_per_node=self.ranks, device=Device.CPU, has_compiler=True, has_libaio=here.has_libaio)
 
     def oracle(self) -> Cell:
         """The same samples, first weights and optimizer on the local engine."""
