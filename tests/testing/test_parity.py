@@ -50,10 +50,10 @@ def test_an_oracle_that_learns_nothing_is_no_oracle() -> None:
 
 def test_controls_are_far_away() -> None:
     sgd = {"optim__name": OptimizerName.sgd, "optim__lr": 0.1, "optim__momentum": 0.9}
-    right = parity.run(tiny_plan(**sgd, optim__clip=0.0))
+    right = parity.run(tiny_plan("qwen2", **sgd, optim__clip=0.0))
     assert right.losses[0] - right.losses[-1] > parity.REQUIRED_FALL
-    parity.check_control(parity.run(tiny_plan(**sgd, optim__clip=0.0), task=parity.DoubledGradients()), right)
-    parity.check_control(parity.run(tiny_plan(**sgd, optim__clip=1.0)), right)
+    parity.check_control(parity.run(tiny_plan("qwen2", **sgd, optim__clip=0.0), task=parity.DoubledGradients()), right)
+    parity.check_control(parity.run(tiny_plan("qwen2", **sgd, optim__clip=1.0)), right)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

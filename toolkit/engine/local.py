@@ -51,10 +51,8 @@ class LocalEngine:
             gradient.div_(scale)
         norm = torch.nn.utils.get_total_norm(gradients)
         overflow = self._scaler is not None and not bool(norm.isfinite())
-        if overflow:
-            norm = torch.full_like(norm, torch.inf)  # rather than the NaN of inf - inf somewhere in backward
-        else:
-            norm = self._update(norm, settings.lr)
+        # Infinite rather than the NaN of inf - inf somewhere in backward.
+        norm = torch.full_like(norm, torch.inf) if overflow else self._update(norm, settings.lr)
         for parameter in (*self._masters.values(), *self._parameters.values()):
             parameter.grad = None
         if self._scaler:
