@@ -7,7 +7,7 @@ Windows lie on disk in blocks of 32 KiB. Each epoch permutes the blocks and cuts
 ``LANES`` lanes, each lane into groups of at most ``GROUP_BLOCKS`` blocks. Position ``p`` of an epoch belongs to lane
 ``p % LANES``, and within its group samples are permuted one by one. So at any moment samples come from 4,096 blocks
 (128 MiB): enough to mix a corpus that is sorted by domain (a batch of 1,024 samples then draws from about as many
-places as it has samples; with 128 blocks of 1 MiB domain counts scatter 7 times as widely), local enough for object
+places as it has samples; with 128 blocks of 1 MiB the variance of its domain counts is 7 times as large), local enough for object
 storage, and a rank whose places in the batch fall on few lanes touches only their blocks. A data set that fits into
 that much is one lane with one group: a full permutation.
 
