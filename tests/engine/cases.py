@@ -55,7 +55,7 @@ class Cell:
         return replace(self, stage=None, ranks=1, accumulation=self.ranks * self.accumulation, more=more)
 
 
-def cell(stage: int | None = 2, ranks: int = 2, accumulation: int = 2, family: str = "llama", **more: Any) -> Cell:
+def cell(stage: int | None = 2, ranks: int = 2, accumulation: int = 2, family: str | None = "llama", **more: Any) -> Cell:
     return Cell(stage, ranks, accumulation, family, tuple(more.items()))
 
 

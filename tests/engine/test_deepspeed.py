@@ -315,28 +315,29 @@ def test_nvme(pool: RankPool, tmp_path: Path) -> None:
 # -- Any model
 
 
-class Mixer(nn.Module):
-    """A user's module: an embedding that is frozen, a parameter that is used directly, and a mean loss."""
-
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(264, width)
-        self.embed.weight.requires_grad = False
-        self.scale = nn.Parameter(torch.ones(width))
-        self.body = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
-        self.head = nn.Linear(width, 264)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.body(self.embed(input_ids)) * self.scale)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+def own(name: str, stage: int, ranks: int = 2, **more: Any) -> Cell:
+    return cell(stage, ranks, 2, None, model__target=f"tests.engine.models.{name}", optim__lr=1e-2, **more)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_any_module_with_frozen_parameters(stage: int, pool: RankPool) -> None:
-    case = Cell(stage, 2, 2, None, (("model__target", f"{__name__}.Mixer"), ("optim__lr", 1e-2)))
+    case = own("Mixer", stage)
     found, expected = pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle())
     assert "embed.weight" in expected.weights
     check(found, expected, TOLERANCE)
+
+
+SOMETIMES = [
+    *(own("Sometimes", stage) for stage in (0, 1, 2)),
+    *(own("Sometimes", stage, **OFFLOAD) for stage in (1, 2)),
+    *(own("Sometimes", 3, 1, **more) for more in ({}, OFFLOAD)),  # ZeRO 3 cannot train it where ranks take different branches
+]
+
+
+@pytest.mark.parametrize("case", SOMETIMES, ids=str)
+def test_parameters_that_some_micro_batches_do_not_use(case: Cell, pool: RankPool) -> None:
+    """Unmended, ZeRO 3 and offload step them with gradients of earlier steps (loss 0.1 off), and ranks mix them up."""
+    check(pool.run(trace, case, ranks=case.ranks)[0], trace(0, 1, case.oracle()), TOLERANCE)
 
 
 # -- The process afterwards

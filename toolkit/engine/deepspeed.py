@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.engine import deepspeed_compat as compat
+from toolkit.engine import deepspeed_gradients as gradients
 from toolkit.engine import deepspeed_load as moving
 from toolkit.engine import deepspeed_state as state
 from toolkit.engine import seeding
@@ -37,6 +38,9 @@ class DeepSpeedEngine:
         module, groups = build(deepspeed, plan, settings, self.device)
         self._ds, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=settings, dist_init_required=False)
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        # Models of families/ use every parameter in every micro-batch; of any other model nothing is known.
+        self._reach = plan.shape is None and self._stage in (1, 2)
+        self._begin_backward = gradients.in_order(self._ds.optimizer) if self._reach and self._stage == 2 else lambda: None
         self._accumulation = int(self._ds.gradient_accumulation_steps())
         self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
         module.train()
@@ -49,14 +53,20 @@ class DeepSpeedEngine:
         # DeepSpeed averages gradients over the ranks; the loss is a sum over the global batch / its units.
         weight = self._ranks / max(units, 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        gradients.forget(self._ds.optimizer)
         for number, batch in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
             seeding.reseed(self._plan.config.train.seed, settings.step, self._coordinates, number)
             # Told, not counted: DeepSpeed's own counter runs over all steps and is out of phase once a batch ramp has
             # changed the accumulation.
-            self._ds.set_gradient_accumulation_boundary(number == len(micro_batches) - 1)
+            self._ds.set_gradient_accumulation_boundary(last)
             loss = self._objective.loss_sum(self._ds, batch)
             loss_sum += loss.detach()
-            self._ds.backward(loss * weight, scale_wrt_gas=False)
+            if self._reach:
+                loss = gradients.reach(loss, self._ds.module)
+            self._begin_backward()
+            with gradients.kept_of_earlier(self._ds.optimizer, last):
+                self._ds.backward(loss * weight, scale_wrt_gas=False)
         grad_norm = self._grad_norm_of_stage0() if self._stage == 0 else None
         loss_scale = self._loss_scale()
         self._ds.step()
