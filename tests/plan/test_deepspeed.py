@@ -35,6 +35,7 @@ def test_all_of_it_for_a_small_run() -> None:
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
+        "timers": {"throughput": {"enabled": False}},
     }
 
 

@@ -60,7 +60,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 def _defaults(config: RunConfig, ranks: int, sizes: Sequence[int]) -> dict[str, Any]:
     """What a user may tune."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}  # it waits for the device at every forward
     if config.zero.stage and sizes:
         # The buckets are allocated whole, 2 GB in fp32: a small model needs no more than itself. Even, for alignment.
         size = min(BUCKET, sum(sizes) + sum(sizes) % 2)
