@@ -23,7 +23,7 @@ from toolkit.cluster.parent import start_ranks
 from toolkit.cluster.rendezvous import Meeting
 from toolkit.cluster.start import Start, announce, begin
 from toolkit.cluster.stop import StopRequest, launchers
-from toolkit.errors import ExitCode
+from toolkit.errors import ExitCode, InputError
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory
 
@@ -84,13 +84,15 @@ def take_part(launch: Launch, overrides: Sequence[str], ending: Ending, stop: St
 
 
 def make_data_ready(plan: RunPlan) -> None:
-    data = plan.config.data
-    if data.name == "stdlib":
-        from toolkit.data.stdlib import ensure
-        from toolkit.progress import Progress
+    """The data are there, and are what the run needs; else nothing of an engine is started."""
+    from toolkit.data.sources import data_problems, ready
+    from toolkit.progress import Progress
 
-        with Progress() as progress:
-            ensure(data.path, data.vocab_size, progress)
+    with Progress() as progress:
+        manifest = ready(plan.config.data, progress)
+    problems = data_problems(plan.config, manifest, plan.shape.vocab_size if plan.shape is not None else None)
+    if problems:
+        raise InputError(*problems)
 
 
 if __name__ == "__main__":

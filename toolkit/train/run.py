@@ -14,7 +14,7 @@ from toolkit.data.index import TokenSource, open_split
 from toolkit.data.stream import Stream
 from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine
-from toolkit.errors import ExitCode, InputError, Problem
+from toolkit.errors import ExitCode
 from toolkit.monitor.console import say
 from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.plots import loss_curve
@@ -55,7 +55,6 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int) 
         ask = exchange(plan.world.ranks)
         training = open_split(plan.config.data.path, "train")
         sets = {name: open_split(plan.config.data.path, name) for name in plan.config.eval.sets} if plan.config.eval.every else {}
-        check_vocabulary(plan, training)
         data_rank = plan.axes.coordinates(rank).data
         stream = Stream(training, sequence_length=plan.config.train.sequence_length, seed=plan.config.data.shuffle_seed, batch=plan.batch,
                         data_rank=data_rank)
@@ -98,13 +97,6 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int) 
         finally:
             ask([0])  # the others stay until rank 0 is through: leaving tears down what it may still need
         return code
-
-
-def check_vocabulary(plan: RunPlan, source: TokenSource) -> None:
-    if plan.shape is not None and source.vocab_size > plan.shape.vocab_size:
-        raise InputError(Problem(
-            "model.vocab_size", f"model.vocab_size={plan.shape.vocab_size}, a tokenizer of {source.vocab_size} in {plan.config.data.path}",
-            "every token of the tokenizer has a row of the embedding", f"write model.vocab_size={source.vocab_size} or more"))
 
 
 def evaluation(plan: RunPlan, engine: Engine, task: Task, sets: Mapping[str, TokenSource], data_rank: int, hooks: Hooks, ask: Exchange,
