@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +96,25 @@ def used(sink: WandbSink) -> tuple[list[str], float]:
     return told, longest
 
 
+def fake(monkeypatch: pytest.MonkeyPatch, init: Callable[..., Any]) -> None:
+    module: Any = types.ModuleType("wandb")
+    module.Settings, module.init, module.teardown = type("Settings", (SimpleNamespace,), {"model_fields": {}}), init, lambda: None
+    monkeypatch.setitem(sys.modules, "wandb", module)
+
+
+class Run:
+    """W&B's, which takes everything and does not end."""
+
+    def define_metric(self, *names: str, **more: str) -> None:
+        pass
+
+    def log(self, row: dict[str, Any]) -> None:
+        pass
+
+    def finish(self, exit_code: int) -> None:
+        time.sleep(60)
+
+
 def test_missing_wandb_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     told, _ = used(sink_of(tmp_path))
@@ -102,29 +123,46 @@ def test_missing_wandb_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_wandb_that_does_not_start_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging = types.ModuleType("wandb")
-    monkeypatch.setattr(hanging, "Settings", lambda **settings: None, raising=False)
-    monkeypatch.setattr(hanging, "init", lambda **settings: time.sleep(60), raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", hanging)
+    fake(monkeypatch, lambda **settings: time.sleep(60))
     told, longest = used(sink_of(tmp_path, start_seconds=0.1))
     assert told == ["WandbSink failed and gets nothing more: TimeoutError: W&B did not start within 0.1 s"]
     assert longest < 0.5
 
 
 def test_a_wandb_that_does_not_finish_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Run:
-        def define_metric(self, *names: str, **more: str) -> None:
-            pass
-
-        def log(self, row: dict[str, Any]) -> None:
-            pass
-
-        def finish(self, exit_code: int) -> None:
-            time.sleep(60)
-
-    slow = types.ModuleType("wandb")
-    monkeypatch.setattr(slow, "Settings", lambda **settings: None, raising=False)
-    monkeypatch.setattr(slow, "init", lambda **settings: Run(), raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", slow)
+    fake(monkeypatch, lambda **settings: Run())
     told, _ = used(sink_of(tmp_path, close_seconds=0.2))
     assert told == ["WandbSink failed and gets nothing more: TimeoutError: W&B did not finish within 0.2 s"]
+
+
+# W&B's process is ended (as DeepSpeed's launcher does with every process below it), or stopped.
+SIGNALLED = """
+import os, signal, sys, time
+from pathlib import Path
+from toolkit.config.schema import WandbMode
+from toolkit.monitor.sink import CompositeSink
+from toolkit.monitor.wandb import WandbSink
+
+sink = WandbSink(run_dir=Path(sys.argv[1]), identity="1a2b3c4d", project="p", mode=WandbMode.offline, config={}, close_seconds=2.0)
+composite = CompositeSink([sink])
+composite.log_step({"step": 1, "loss": 1.0})
+while not any(b"train/loss" in file.read_bytes() for file in Path(sys.argv[1]).rglob("*.wandb")):  # each second it is written out
+    time.sleep(0.1)
+children = [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+for pid in children:
+    os.kill(pid, signal.Signals[sys.argv[2]])
+time.sleep(0.5)
+composite.log_step({"step": 2, "loss": 1.0})
+composite.close(75)
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), [("SIGTERM", "ConnectionResetError"), ("SIGSTOP", "W&B did not finish within 2 s")])
+def test_without_its_process_w_and_b_is_told_once_and_the_run_ends(tmp_path: Path, name: str, said: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SIGNALLED, str(tmp_path), name], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert done.stderr.count("WandbSink failed") == 1
+    assert said in done.stderr
+    assert [row["step"] for row in history(next(tmp_path.rglob("*.wandb")))] == [1]
+    if name == "SIGTERM":
+        assert "Traceback" not in done.stderr

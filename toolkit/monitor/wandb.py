@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import queue
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from toolkit.monitor.sink import NullSink, Row
 
 START_SECONDS = 90.0
 CLOSE_SECONDS = 60.0
+SERVICE = "wandb-core"
 WAITING = 100_000  # rows that may wait for a W&B that does not take them
 
 
@@ -73,6 +76,7 @@ class WandbSink(NullSink):
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
+            _end_service()
             raise TimeoutError(f"W&B did not finish within {self._close_seconds:g} s")
 
     def _put(self, call: Callable[[Any], None] | None) -> None:
@@ -91,6 +95,7 @@ class WandbSink(NullSink):
             run.finish(exit_code=self._exit_code)
         except BaseException as error:  # noqa: BLE001  it is raised in the thread that uses this sink
             self._error = error
+            _leave()
 
 
 def _begin(settings: dict[str, Any]) -> Any:
@@ -98,10 +103,29 @@ def _begin(settings: dict[str, Any]) -> Any:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it looks up its server's name at the start
     import wandb
 
-    # The log of the attempt has the console; git and code are the user's to publish.
-    quiet = wandb.Settings(console="off", silent=True, save_code=False, disable_git=True, init_timeout=START_SECONDS)
+    # The log of the attempt has the console; git and code are the user's to publish. A killed run keeps all but its last second.
+    wanted: dict[str, Any] = {"console": "off", "silent": True, "save_code": False, "disable_git": True,
+                              "init_timeout": START_SECONDS, "x_transaction_log_flush_interval": 1.0}
+    quiet = wandb.Settings(**{name: wanted[name] for name in wanted if name in wandb.Settings.model_fields})
     run = wandb.init(settings=quiet, **settings)
     # W&B's own count of calls never goes back, but a run may: from a checkpoint before its last row.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
+
+
+def _leave() -> None:
+    """Take back W&B's hook at the end of the process, which would raise the same error again, with a traceback."""
+    with suppress(Exception):  # the error is told; this only tidies up
+        import wandb
+
+        wandb.teardown()
+
+
+def _end_service() -> None:
+    """Kill W&B's process, a child of this one: the hook at the end of the process would wait for it without bound."""
+    for child in Path("/proc/self/task").glob("*/children"):
+        for pid in child.read_text().split():
+            with suppress(ProcessLookupError, FileNotFoundError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == SERVICE:
+                    os.kill(int(pid), signal.SIGKILL)
