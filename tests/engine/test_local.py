@@ -46,6 +46,10 @@ def steps(engine: LocalEngine, plan: RunPlan, first: int, last: int) -> list[Ste
     return parity.step_all(engine, plan, range(first, last))
 
 
+def rate(plan: RunPlan, step: int) -> float:
+    return plan.config.optim.lr * (1 + step % 3) / 2
+
+
 def plain_loop(plan: RunPlan, count: int) -> tuple[list[float], list[float], nn.Module]:
     """What a person would write: one batch a step, torch's own optimizer and clipping. Losses, gradient norms, the model."""
     shape, optim = plan.shape, plan.config.optim
@@ -73,6 +77,8 @@ def plain_loop(plan: RunPlan, count: int) -> tuple[list[float], list[float], nn.
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), optim.clip or float("inf"))))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(plan, step)
         optimizer.step()
         losses.append(loss.item())
     return losses, norms, model
@@ -84,7 +90,7 @@ def test_equals_a_plain_loop(family: str, optimizer: dict[str, Any]) -> None:
     plan = tiny_plan(family, **optimizer)
     losses, norms, model = plain_loop(plan, 12)
     engine = started(plan)
-    results = steps(engine, plan, 0, 12)
+    results = [engine.train_step(micro_batches(plan, step), StepSettings(step, rate(plan, step))) for step in range(12)]
     assert [result.loss for result in results] == pytest.approx(losses, abs=2e-6)
     assert [result.grad_norm for result in results] == pytest.approx(norms, abs=2e-5)
     theirs, moved = dict(model.named_parameters()), 0.0
@@ -279,20 +285,35 @@ def test_a_missing_weight_is_refused() -> None:
         started(plan).load(MemoryReader(lacking, {}))
 
 
+class Drawing(NextToken):
+    """An objective that draws random numbers, in evaluation too."""
+
+    def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
+        torch.rand(3)
+        return super().loss_sum(model, batch)
+
+
 def test_evaluation_leaves_no_trace() -> None:
     plan = tiny_plan("gpt2", model__dropout=0.5)
-    plain = steps(started(plan), plan, 0, 4)
-    engine = started(plan)
-    results = []
-    for step in range(4):
-        results += steps(engine, plan, step, step + 1)
+    plain, engine = LocalEngine(plan, Drawing()), LocalEngine(plan, Drawing())
+    plain.load(first_weights(plan))
+    engine.load(first_weights(plan))
+    for step in range(3):
         state = torch.get_rng_state()
-        seen = [engine.eval_step(micro_batches(plan, 100)) for _ in range(2)]
-        assert seen[0] == seen[1], "no dropout in evaluation"
+        seen = engine.eval_step(micro_batches(plan, 100))
         assert torch.equal(torch.get_rng_state(), state)
         assert all(parameter.grad is None for parameter in engine._parameters.values())
-    assert results == plain
-    assert seen[0].loss_sum / seen[0].tokens == pytest.approx(5.5, abs=0.3)
+        assert seen == engine.eval_step(micro_batches(plan, 100))
+        assert steps(engine, plan, step, step + 1) == steps(plain, plan, step, step + 1)
+
+
+def test_evaluation_is_without_dropout() -> None:
+    dropping, plain = (started(tiny_plan("gpt2", model__dropout=dropout)) for dropout in (0.5, 0.0))
+    batches = micro_batches(tiny_plan(), 0)
+    found = dropping.eval_step(batches)
+    assert found == plain.eval_step(batches)
+    trained = plain.train_step(batches, StepSettings(0, 0.0))
+    assert (found.loss_sum / found.tokens, found.tokens) == (pytest.approx(trained.loss), trained.tokens)
 
 
 def test_dropout_depends_on_seed_step_and_micro_batch() -> None:
