@@ -21,7 +21,7 @@ from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, Shard
 from toolkit.config.schema import EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
 from toolkit.data.stdlib import ensure
 from toolkit.engine.local import LocalEngine
-from toolkit.errors import CheckpointError, ExitCode, InputError
+from toolkit.errors import CheckpointError, ExitCode
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
@@ -264,14 +264,6 @@ def test_other_data_is_refused_by_name(stopped: Path, data: Path, tmp_path: Path
     ensure(tmp_path / "other", 264, root=texts)
     with pytest.raises(CheckpointError, match=r"data=.*the checkpoint has data="):
         Start(copied(stopped, tmp_path), tmp_path / "other")
-
-
-def test_a_tokenizer_larger_than_the_embedding_is_refused(data: Path, tmp_path: Path) -> None:
-    def smaller(config: RunConfig) -> None:
-        config.model.vocab_size, config.data.name = 260, "prepared"
-
-    with pytest.raises(InputError, match=r"model\.vocab_size=260"):
-        Start(tmp_path / "run", data, config=smaller)
 
 
 def test_published_weights_are_the_start(whole: Start, data: Path, tmp_path: Path) -> None:
