@@ -43,6 +43,7 @@ class DeepSpeedEngine:
         self._begin_backward = gradients.in_order(self._ds.optimizer) if self._reach and self._stage == 2 else lambda: None
         self._accumulation = int(self._ds.gradient_accumulation_steps())
         self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
+        self._parts = list(module.modules())[1:]
         module.train()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
@@ -71,6 +72,8 @@ class DeepSpeedEngine:
         loss_scale = self._loss_scale()
         self._ds.step()
         self._settle_loss_scale()
+        if self._stage == 3:
+            compat.unwind(self._parts)
         return StepResult(
             loss=self._sum_over_ranks(loss_sum) / max(units, 1),
             grad_norm=float(self._ds.get_global_grad_norm()) if grad_norm is None else grad_norm,
@@ -115,7 +118,7 @@ class DeepSpeedEngine:
     def close(self) -> None:
         module = self._ds.module
         self._ds.destroy()
-        compat.forget_module(module)
+        compat.unwind([module, *self._parts])
         compat.restore_linear()
         del self._ds
 

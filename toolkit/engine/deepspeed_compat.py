@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
@@ -19,9 +19,7 @@ def load(device: Device, local_rank: int) -> ModuleType:
     assert dist.is_initialized(), "the process group is made before the engine"
     # Without it the accelerator is guessed from what happens to be installed: a CPU run on a GPU machine would not start.
     os.environ.setdefault("DS_ACCELERATOR", str(device))
-    # ``zero.Init`` and the offload paths read these instead of asking the process group.
-    os.environ["LOCAL_RANK"] = str(local_rank)
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ["LOCAL_RANK"] = str(local_rank)  # ``zero.Init`` takes its device from it, and the engine refuses to start without
 
     import deepspeed
     import deepspeed.comm
@@ -122,9 +120,14 @@ def restore_linear() -> None:
         torch.nn.functional.linear = Patched.linear_bk
 
 
-def forget_module(module: torch.nn.Module) -> None:
-    """ZeRO-3 pushes every engine's module on a global stack and never pops it, which keeps the weights alive."""
+def unwind(parts: Collection[torch.nn.Module]) -> None:
+    """Take ``parts`` off ZeRO 3's global stack of running modules.
+
+    A module is pushed before its forward and popped after it, but activation checkpointing stops its recomputation as soon as it
+    has what it needs: each block leaves an entry a micro-batch, for ever. The whole model is pushed at the start and never
+    popped, which keeps a closed engine's weights alive.
+    """
     from deepspeed.runtime.zero import parameter_offload
 
-    stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [entry for entry in stack if entry is not module]
+    stack, gone = parameter_offload.FWD_MODULE_STACK, set(parts)
+    stack[:] = [entry for entry in stack if entry not in gone]
