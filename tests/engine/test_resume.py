@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell, make, steps
+from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell, make, steps
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard, TensorInfo, TensorKey
 from toolkit.checkpoint.store import CheckpointStore
@@ -138,6 +138,7 @@ SAME = [
     *(layout(stage, 2, **more) for stage in range(4) for more in ({}, DROPOUT)),
     layout(None, 1, **DROPOUT),
     *(layout(stage, 2, **DROPOUT, **BF16) for stage in (1, 2, 3)),
+    layout(2, 2, **DROPOUT, **FP16),
     layout(2, 2, **DROPOUT, **OFFLOAD),
     layout(3, 2, **DROPOUT, **OFFLOAD_ALL),
     layout(3, 2, **DROPOUT, **CHECKPOINTING),
