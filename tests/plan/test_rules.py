@@ -103,6 +103,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"optim__kernel": OptimizerKernel.fused}, CPU, "optim.kernel", "on a GPU"),
     ({"optim__kernel": OptimizerKernel.fused, "optim__name": OptimizerName.sgd}, CPU, "optim.kernel", "only adamw"),
     ({"optim__name": OptimizerName.muon}, CPU, "optim.momentum", "0.95"),
+    ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9}, CPU, "optim.clip", "optim.clip=0"),
     ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "model": GPT2}, CPU, "optim.name", "wte and wpe"),
     ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "model": MIXTRAL}, CPU, "optim.name", "three-dimensional"),
     ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "zero__stage": 3, "offload__optimizer": Place.nvme,

@@ -79,6 +79,9 @@ def muon_limits(case: Case) -> Iterator[Problem]:
     if not case.deepspeed:
         return
     family = config.model.family
+    if optim.clip:
+        yield refuse(config, "optim.clip optim.name", "Muon runs unclipped: DeepSpeed clips updates under ZeRO 1-3, gradients under 0",
+                     "write optim.clip=0")
     if family == "gpt2":
         yield refuse(config, "optim.name model.family", "DeepSpeed's Muon tells embeddings by the word embed, and gpt2's are wte and wpe",
                      "write optim=adamw, or model.family=llama")

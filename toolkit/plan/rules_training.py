@@ -56,7 +56,7 @@ def own_model(case: Case) -> Iterator[Problem]:
     given = [key for key in ("family", "pretrained") if getattr(model, key) is not None]
     if given:
         yield refuse(config, " ".join(["model.target", *(f"model.{key}" for key in given)]), "a model has one source",
-                     "write model=target model.target=my.package.Model, or leave model.target out")
+                     "write model=custom model.target=my.package.Model, or leave model.target out")
     if config.train.activation_checkpointing:
         yield refuse(config, "train.activation_checkpointing model.target", "what to recompute inside a model of your own is for it to say",
                      "leave train.activation_checkpointing out and call torch.utils.checkpoint in the model")

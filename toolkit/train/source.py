@@ -9,14 +9,11 @@ from pathlib import Path
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import checkpoint_at, newest
 from toolkit.checkpoint.shard import Reader
-from toolkit.errors import InputError, Problem
-from toolkit.models.initial import InitialWeights
+from toolkit.engine.build import first_weights
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory, SourceKind, resolve_source
 from toolkit.train import state
 from toolkit.train.state import TrainState
-
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +38,11 @@ def find_beginning(plan: RunPlan, directory: RunDirectory, check_data: Callable[
     source = resolve_source(plan.config, newest(directory.checkpoints))
     if source.path is None:
         pretrained = plan.config.model.pretrained
-        if pretrained is None:
-            return Beginning(InitialWeights(plan), TrainState(), None, f"random weights of train.seed={plan.config.train.seed}")
-        reader = open_reader(_published(pretrained), state.namespace(plan))
-        return Beginning(reader, TrainState(), None, f"the weights of {pretrained}")
+        words = f"random weights of train.seed={plan.config.train.seed}" if pretrained is None else f"the weights of {pretrained}"
+        return Beginning(first_weights(plan), TrainState(), None, words)
     checkpoint = checkpoint_at(source.path) or source.path
     reader = open_reader(checkpoint, state.namespace(plan))
     begins = state.restore(plan, reader, source.kind, checkpoint, check_data)
     kind = "fork of" if source.kind is SourceKind.FORK else "continues from"
     return Beginning(reader, begins, checkpoint, f"{kind} {checkpoint}: {begins.step} steps are done")
 
-
-def _published(name: str) -> Path:
-    """The folder of a pretrained model; a hub id is downloaded once (the hub's client locks its cache)."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(WEIGHT_FILES)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise InputError(Problem("model.pretrained", f"model.pretrained={name}: {str(error).splitlines()[0]}",
-                                 "its weights are downloaded at the first start",
-                                 "download the folder and name it: model.pretrained=FOLDER")) from error
