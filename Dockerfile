@@ -2,7 +2,7 @@
 # Two bases, one file:
 #   docker build -t toolkit .                                                   CPU, every version from constraints.txt
 #   docker build -t toolkit --build-arg BASE=nvcr.io/nvidia/pytorch:25.09-py3 --build-arg KEEP_TORCH=1 .   GPU, the image's own torch
-#   docker run --rm -v "$PWD/runs:/work/runs" toolkit +exp=quickstart           the same overrides as launch/train.py
+#   docker run --rm -v "$PWD/runs:/workspace/runs" toolkit +exp=quickstart           the same overrides as launch/train.py
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 ARG KEEP_TORCH=
@@ -22,8 +22,8 @@ COPY conf conf
 COPY toolkit toolkit
 COPY launch launch
 
-RUN useradd --create-home --uid 1000 trainer && mkdir /work && chown trainer /work
+RUN useradd --create-home --uid 1000 trainer && mkdir /workspace && chown trainer /workspace
 USER trainer
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["tini", "-g", "--", "python", "/opt/toolkit/launch/train.py"]
 CMD ["--help"]
