@@ -92,3 +92,7 @@ class Family(Protocol):
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
         """The inverse; raise InputError for a variant that this family does not cover."""
+
+    def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
+        """Fields of Megatron-core's ``TransformerConfig`` that say what the architecture is; ``activation_func`` by name: ``silu``
+        or ``gelu_tanh``. ``position_embedding_type`` and ``rotary_base`` are arguments of its ``GPTModel``."""
