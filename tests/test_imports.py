@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each row may import the rows above it, and itself; places in one row do not import each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress"),
+    ("errors", "progress", "files"),
     ("config", "layout"),
     ("families",),
     ("plan",),
@@ -28,7 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("launch",),
 )
 # cluster stands beside the chain: it may use plan and rundir, and only launch may use it.
-CLUSTER_USES = {"errors", "progress", "config", "layout", "families", "plan", "rundir", "cluster"}
+CLUSTER_USES = {"errors", "progress", "files", "config", "layout", "families", "plan", "rundir", "cluster"}
 
 ONLY_IN = {
     "deepspeed": ("toolkit/engine/", "toolkit/testing/"),
@@ -39,8 +39,8 @@ ONLY_IN = {
     "hydra": ("toolkit/config/",),
 }
 TORCH_FREE = (
-    "toolkit.errors", "toolkit.progress", "toolkit.config.compose", "toolkit.layout.axes", "toolkit.families", "toolkit.plan.make",
-    "toolkit.rundir",
+    "toolkit.errors", "toolkit.progress", "toolkit.files", "toolkit.config.compose", "toolkit.layout.axes", "toolkit.families",
+    "toolkit.plan.make", "toolkit.rundir",
 )
 
 

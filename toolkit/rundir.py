@@ -26,6 +26,7 @@ from typing import Any
 
 from toolkit.config.schema import RunConfig
 from toolkit.errors import CheckpointError, ConfigError, InputError, Problem
+from toolkit.files import write_whole
 
 
 class RunState(StrEnum):
@@ -99,16 +100,6 @@ def _existing(key: str, value: str) -> Path:
         raise InputError(Problem(key, f"{key}={value}", f"{key} names a checkpoint or a run directory that exists",
                                  f"correct the path; {path.absolute()} is not a folder"))
     return path
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """``path`` holds the old content or all of ``text``, whenever the machine stops."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 class RunDirectory:
@@ -188,11 +179,11 @@ class RunDirectory:
         folder = self.attempt_folder(attempt)
         folder.mkdir(parents=True)
         for place in (folder, self.path):
-            write_atomic(place / "config.yaml", yaml)
-            write_atomic(place / "plan.json", plan_json)
+            write_whole(place / "config.yaml", yaml)
+            write_whole(place / "plan.json", plan_json)
         if config.run.fork is not None and not self._fork_file.exists():
             parent = str(Path(config.run.fork).expanduser().absolute())
-            write_atomic(self._fork_file, json.dumps({"parent": parent, "attempt": attempt}) + "\n")
+            write_whole(self._fork_file, json.dumps({"parent": parent, "attempt": attempt}) + "\n")
         self.write_status(Status(state=RunState.STARTING, attempt=attempt))
         return attempt
 
@@ -211,13 +202,15 @@ class RunDirectory:
     # ---- status
 
     def write_status(self, status: Status) -> None:
-        write_atomic(self.status_file, json.dumps(asdict(status)) + "\n")
+        """How a run ended is durable. A run under way writes every second and syncs nothing: who loses power has no run under way."""
+        write_whole(self.status_file, json.dumps(asdict(status)) + "\n", durable=not status.state.live)
 
     def status(self) -> Status | None:
-        """None where no run has begun."""
-        if not self.status_file.exists():
+        """None where no run has begun, or where a power failure emptied the status of a run under way."""
+        text = self.status_file.read_text(encoding="utf-8") if self.status_file.exists() else ""
+        if not text:
             return None
-        fields = json.loads(self.status_file.read_text(encoding="utf-8"))
+        fields = json.loads(text)
         return Status(**{**fields, "state": RunState(fields["state"])})
 
     def finish(self, state: RunState, exit_code: int, reason: str | None, *, attempt: int, anew: bool = False) -> None:
@@ -347,9 +340,9 @@ def _move_rows(file: Path, target: Path, step: int) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         present = target.read_text(encoding="utf-8").splitlines(keepends=True) if target.exists() else []
         known = set(present)  # where an earlier trim stopped between the two files
-        write_atomic(target, "".join(present + [line for line in moved if line not in known]))
+        write_whole(target, "".join(present + [line for line in moved if line not in known]))
     if moved or torn:
-        write_atomic(file, "".join(kept))
+        write_whole(file, "".join(kept))
 
 
 def _step_of(line: str) -> int | None:

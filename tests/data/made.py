@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.files import digest
+from toolkit.data.digest import digest
 from toolkit.data.index import token_dtype
 from toolkit.data.manifest import DataManifest, Origin, TokenizerInfo, write_manifest
 from toolkit.data.write import SHARD_BYTES, SplitWriter

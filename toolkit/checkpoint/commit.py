@@ -19,6 +19,7 @@ from toolkit.checkpoint.executor import Files, Outgoing, check_piece, write_file
 from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.planner import MOST_PROBLEMS, uncovered
 from toolkit.errors import CheckpointError, Problem
+from toolkit.files import sync_folder, write_whole
 
 FAILED = "failed.json"
 WHOLE = "a checkpoint is committed when every rank has written its part, and not before"
@@ -106,7 +107,8 @@ def _write_part(save: Save) -> None:
         save.on_phase(Phase.FSYNC)
     report = {"rank": save.rank, "ranks": save.ranks, "files": [asdict(record) for record in files],
               "pieces": [manifest.piece_to_json(piece) for piece in pieces]}
-    directory.write_durable(save.report(save.rank), json.dumps(report))
+    # A message to rank 0, and gone before the commit: only the data that it speaks of must be durable, and they are.
+    write_whole(save.report(save.rank), json.dumps(report), durable=False)
 
 
 def _await_commit(save: Save) -> None:
@@ -126,7 +128,7 @@ def _give_up(save: Save, reason: str, error: Exception) -> None:
     told = json.dumps({"rank": save.rank, "reason": reason})
     try:
         save.data_file(save.rank).unlink(missing_ok=True)
-        directory.write_durable(save.temporary / FAILED if save.rank == 0 else save.report(save.rank), told)
+        write_whole(save.temporary / FAILED if save.rank == 0 else save.report(save.rank), told, durable=False)
     except OSError as silent:
         error.add_note(f"the other ranks could not be told: {silent}")
 
@@ -188,10 +190,9 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
     if wrong:
         raise _incomplete(save, f"step {save.step} does not add up: {'; '.join(wrong[:MOST_PROBLEMS])}")
     manifest.check_files(save.temporary, written.files)
-    directory.write_durable(save.temporary / manifest.NAME, manifest.encode(written))
     for rank in range(save.ranks):
         save.report(rank).unlink()
-    directory.sync_folder(save.temporary)
+    write_whole(save.temporary / manifest.NAME, manifest.encode(written))  # syncs the folder: the data files' names are durable too
 
     save.on_phase(Phase.RENAME)
     removed = save.directory / f"{directory.REMOVED}{save.temporary.name.removeprefix(directory.TEMPORARY)}"
@@ -201,11 +202,10 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
         if save.target.exists():
             save.target.rename(removed)
         save.temporary.rename(save.target)
-    directory.sync_folder(save.directory)
+    sync_folder(save.directory)
 
     save.on_phase(Phase.POINTER)
-    directory.write_durable(save.directory / directory.POINTER, save.target.name + "\n")
-    directory.sync_folder(save.directory)
+    write_whole(save.directory / directory.POINTER, save.target.name + "\n")
 
     save.on_phase(Phase.RETENTION)
     shutil.rmtree(removed, ignore_errors=True)

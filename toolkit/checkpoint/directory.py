@@ -10,7 +10,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -106,25 +105,3 @@ def removable(steps: Collection[int], whole: Collection[int], *, saved: int, kee
     sound = [step for step in past if step in whole]
     kept = {saved, *sound[-keep_last:], *(step for step in sound if keep_every and step % keep_every == 0)}
     return [step for step in past if step not in kept]
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durable(path: Path, text: str) -> None:
-    """``path`` holds its old content or all of ``text``, whenever the machine stops. Its folder is not yet synced.
-
-    A path has one writer, so the temporary name is always the same: what a killed one left is written over.
-    """
-    temporary = path.with_name(f".{path.name}.writing")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -11,8 +11,9 @@ from typing import Any
 
 from toolkit.cluster.environment import Launch, check_startable, detect_world
 from toolkit.cluster.machine import Machine
+from toolkit.files import write_whole
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.rundir import RunDirectory, write_atomic
+from toolkit.rundir import RunDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Start:
         return asdict(self)
 
     def write(self, path: Path) -> None:
-        write_atomic(path, json.dumps(self.to_json()))
+        """For the ranks, which read it now and never again: it need not outlast them."""
+        write_whole(path, json.dumps(self.to_json()), durable=False)
 
     @staticmethod
     def read(path: Path) -> Start:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from toolkit.data.files import Digest, digest
+from toolkit.data.digest import Digest, digest
 from toolkit.data.manifest import DataManifest, Shard, read_manifest
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress

@@ -10,8 +10,9 @@ from typing import Any
 
 import xxhash
 
-from toolkit.data.files import Digest, write_whole
+from toolkit.data.digest import Digest
 from toolkit.errors import InputError, Problem
+from toolkit.files import write_whole
 
 FORMAT_VERSION = 1
 NAME = "manifest.json"
@@ -95,7 +96,7 @@ def write_manifest(manifest: DataManifest, folder: Path) -> None:
     fields = {name: value for name, value in asdict(manifest).items() if name != "folder"}
     root = manifest.folder.relative_to(folder).as_posix()
     content = {"format_version": FORMAT_VERSION, "root": root, **fields}
-    write_whole(folder / NAME, (json.dumps(content, indent=1) + "\n").encode())
+    write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(path: str | Path) -> DataManifest:

@@ -24,11 +24,11 @@ from pathlib import Path
 import xxhash
 
 from toolkit.data import tokenizer as bpe
-from toolkit.data.files import sync_folder
 from toolkit.data.index import token_dtype
 from toolkit.data.manifest import NAME, DataManifest, Origin, read_manifest, write_manifest
 from toolkit.data.write import SplitWriter
 from toolkit.errors import InputError, Problem
+from toolkit.files import sync_folder
 from toolkit.progress import Progress
 
 RECIPE = 1  # raise it when the same files would give other tokens

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.files import digest, write_whole
+from toolkit.data.digest import digest
 from toolkit.data.manifest import TokenizerInfo
 from toolkit.errors import InputError, Problem
+from toolkit.files import write_whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,10 +41,10 @@ def save(tokenizer: Tokenizer, folder: Path) -> TokenizerInfo:
     """Into ``folder/tokenizer``."""
     target = folder / FOLDER
     target.mkdir()
-    write_whole(target / FILE, tokenizer.to_str(pretty=True).encode())
+    write_whole(target / FILE, tokenizer.to_str(pretty=True))
     # A sequence may be of any length: the model's own limit is in the model's configuration.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
-    write_whole(target / "tokenizer_config.json", (json.dumps(config, indent=1) + "\n").encode())
+    write_whole(target / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     assert end_of_text is not None, f"a tokenizer without {END_OF_TEXT}"
     return TokenizerInfo(FOLDER, digest(target / FILE).xxh3_128, tokenizer.get_vocab_size(), end_of_text)

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from toolkit.data.files import Digest, sync_folder, write_whole
+from toolkit.data.digest import Digest
 from toolkit.data.index import index_bytes
 from toolkit.data.manifest import Shard, Split
+from toolkit.files import sync_folder, write_whole
 
 SHARD_BYTES = 2 << 30
 

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
+from io import BytesIO
 from pathlib import Path
 
+from toolkit.files import write_whole
 from toolkit.monitor.jsonl import read_rows
 
 POINTS = 2000  # of a line; more cannot be seen
@@ -47,9 +48,9 @@ def loss_curve(run: str | Path, unigram: float | None = None) -> Path | None:
     axes.legend()
     path = folder / "plots" / "loss.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    FigureCanvasAgg(figure).print_png(temporary)
-    temporary.replace(path)
+    picture = BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    write_whole(path, picture.getvalue(), durable=False)
     return path
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from toolkit import families
 from toolkit.checkpoint.catalog import DTYPES, Catalog, Damage, Piece, byte_length
-from toolkit.checkpoint.directory import sync_folder, write_durable
 from toolkit.checkpoint.executor import blocks_of
 from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.formats.safetensors import Slot
@@ -24,6 +23,7 @@ from toolkit.checkpoint.reader import CatalogReader, windows
 from toolkit.checkpoint.shard import WEIGHT, Box, Reader, TensorInfo, TensorKey
 from toolkit.errors import CheckpointError, InputError, Problem
 from toolkit.families.base import HubTensor, ModelShape
+from toolkit.files import sync_folder, write_whole
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -168,7 +168,7 @@ def export(reader: Reader, shape: ModelShape | None, folder: str | Path, *, dtyp
         _write_weights(temporary, tensors, dtypes, reader, shard_bytes)
         if shape is not None:
             config = {**families.get(shape.family).hugging_face_config(shape), "dtype": dtype or _commonest(dtypes)}
-            write_durable(temporary / CONFIG, json.dumps(config, indent=2) + "\n")
+            write_whole(temporary / CONFIG, json.dumps(config, indent=2) + "\n")
         for name in TOKENIZER_FILES if tokenizer is not None else ():
             assert tokenizer is not None
             if (tokenizer / name).is_file():
@@ -177,6 +177,7 @@ def export(reader: Reader, shape: ModelShape | None, folder: str | Path, *, dtyp
         if folder.exists():
             shutil.rmtree(folder)
         temporary.replace(folder)
+        sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(temporary)
         raise
@@ -219,7 +220,7 @@ def _write_weights(folder: Path, tensors: Sequence[_Export], dtypes: Mapping[str
     if count > 1:
         total = sum(byte_length(dtypes[item.name], item.shape) for item in tensors)
         weight_map = {item.name: name for name, group in zip(names, groups, strict=True) for item in group}
-        write_durable(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+        write_whole(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
 
 
 def _groups(tensors: Sequence[_Export], dtypes: Mapping[str, str], shard_bytes: int) -> list[list[_Export]]:

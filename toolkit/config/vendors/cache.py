@@ -1,4 +1,4 @@
-"""The schema of the installed DeepSpeed, read once a version and kept in the user's cache folder."""
+"""The schemas of the installed engines, read once a version and kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -8,42 +8,69 @@ import importlib.util
 import json
 import os
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from toolkit.config.vendors import models, node, source, trace
+from toolkit.config.vendors import megatron, models, node, source, trace
 from toolkit.config.vendors.node import Node
+
+
+@dataclass(frozen=True)
+class Package:
+    """An engine's package: ``module`` is its folder's import name, ``distribution`` its name for pip, ``first`` a file that is read."""
+
+    module: str
+    distribution: str
+    first: str
+    read: Callable[[Path], Node]
+
+    def folder(self) -> Path | None:
+        """None where it is not installed. Never imports it."""
+        found = importlib.util.find_spec(self.module)
+        folders = list(found.submodule_search_locations or ()) if found is not None else []
+        return next((Path(folder) for folder in folders if (Path(folder) / self.first).is_file()), None)
+
+
+DEEPSPEED = Package("deepspeed", "deepspeed", trace.CONFIG, trace.read_schema)
+MEGATRON = Package("megatron", "megatron-core", megatron.CLASSES["transformer"][0], megatron.read_schema)
 
 
 @cache
 def deepspeed_schema() -> Node | None:
-    """Every key that the installed DeepSpeed reads; None where it is not installed. Never imports it."""
-    package = _package()
-    if package is None:
+    """Every key that the installed DeepSpeed reads; None where it is not installed."""
+    return _schema(DEEPSPEED)
+
+
+@cache
+def megatron_schema() -> Node | None:
+    """Sections transformer, ddp and optimizer with the fields of the installed Megatron-core; None where it is not installed."""
+    return _schema(MEGATRON)
+
+
+def _schema(package: Package) -> Node | None:
+    folder = package.folder()
+    if folder is None:
         return None
-    file = cache_file(package)
+    file = cache_file(package, folder)
     kept = _load(file)
     if kept is not None:
         return kept
-    found = trace.read_schema(package)
+    found = package.read(folder)
     _keep(file, found)
     return found
 
 
-def cache_file(package: Path) -> Path:
-    """Named after the version, the source that is read first, and this reader: a change of any of them reads anew."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "deepspeed-megatron-toolkit"
-    read_first = (package / trace.CONFIG).stat()
-    parts = [f"{package} {read_first.st_size} {read_first.st_mtime_ns}"]
-    parts += [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (models, node, source, trace)]
+def cache_file(package: Package, folder: Path) -> Path:
+    """Named after the version, the source that is read first, and these readers: a change of any of them reads anew."""
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "deepspeed-megatron-toolkit"
+    read_first = (folder / package.first).stat()
+    parts = [f"{folder} {read_first.st_size} {read_first.st_mtime_ns}"]
+    parts += [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (megatron, models, node, source, trace)]
     mark = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
-    return folder / f"deepspeed-{version('deepspeed')}-{mark}.json"
-
-
-def _package() -> Path | None:
-    found = importlib.util.find_spec("deepspeed")
-    return Path(found.origin).parent if found is not None and found.origin is not None else None
+    return place / f"{package.distribution}-{version(package.distribution)}-{mark}.json"
 
 
 def _load(file: Path) -> Node | None:
