@@ -27,7 +27,7 @@ from toolkit.train.task import NextToken, text_task
 STEPS = 20
 REQUIRED_FALL = 0.3  # of the oracle's loss, in nats: a run that learns nothing agrees with anything
 
-Batches = Callable[[RunPlan, int, int], Sequence[MicroBatch]]
+Batches = Callable[[RunPlan, int, int], Sequence[MicroBatch]]  # plan, step, data rank
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,16 @@ def run(plan: RunPlan, *, rank: int = 0, steps: int = STEPS, task: Objective | N
     engine = build_engine(plan, task or text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     results = step_all(engine, plan, range(steps), rank=rank, batches=batches)
-    state = gather(engine.shards(), rank, plan.axes.size)
+    weights = whole_weights(engine, plan, rank)
     engine.close()
-    weights = {key.name: value.float() for key, value in state.items() if key.state == WEIGHT}
-    weights |= {key.name: value for key, value in state.items() if key.state == MASTER}
     return Trace(tuple(results), weights)
+
+
+def whole_weights(engine: Engine, plan: RunPlan, rank: int) -> dict[str, torch.Tensor]:
+    """Whole weights by canonical name on rank 0, masters where there are any; elsewhere nothing. Collective."""
+    state = gather(engine.shards(), rank, plan.axes.size)
+    weights = {key.name: value.float() for key, value in state.items() if key.state == WEIGHT}
+    return weights | {key.name: value for key, value in state.items() if key.state == MASTER}
 
 
 def trace_on_rank(rank: int, ranks: int, plan: RunPlan, **settings: Any) -> Trace:
@@ -87,7 +92,13 @@ def trace_on_rank(rank: int, ranks: int, plan: RunPlan, **settings: Any) -> Trac
 
 
 def step_all(engine: Engine, plan: RunPlan, steps: range, *, rank: int = 0, batches: Batches = micro_batches) -> list[StepResult]:
-    return [engine.train_step(batches(plan, step, rank), StepSettings(step, learning_rate(plan, step))) for step in steps]
+    return [engine.train_step(samples(engine, plan, step, rank, batches), StepSettings(step, learning_rate(plan, step))) for step in steps]
+
+
+def samples(engine: Engine, plan: RunPlan, step: int, rank: int, batches: Batches = micro_batches) -> list[MicroBatch]:
+    """What ``rank`` gets in ``step``, on the engine's device: ranks that differ only in other axes than data get the same."""
+    data_rank = plan.axes.coordinates(rank).data
+    return [{name: tensor.to(engine.device) for name, tensor in batch.items()} for batch in batches(plan, step, data_rank)]
 
 
 def check(trace: Trace, oracle: Trace, tolerance: Distance = TOLERANCE) -> None:
@@ -112,9 +123,9 @@ class DoubledGradients(NextToken):
         return loss + (loss - loss.detach())
 
 
-def first_rank_twice(plan: RunPlan, step: int, rank: int) -> list[MicroBatch]:
-    """A control: rank 1 gets what rank 0 has."""
-    return micro_batches(plan, step, 0 if rank == 1 else rank)
+def first_rank_twice(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
+    """A control: data rank 1 gets what data rank 0 has."""
+    return micro_batches(plan, step, 0 if data_rank == 1 else data_rank)
 
 
 def gather(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, torch.Tensor]:

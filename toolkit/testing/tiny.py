@@ -75,12 +75,12 @@ def sample(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return row[:-1], labels
 
 
-def micro_batches(plan: RunPlan, step: int, rank: int = 0) -> list[MicroBatch]:
-    """This rank's part of the global batch of ``step``, which is the same samples in every layout."""
+def micro_batches(plan: RunPlan, step: int, data_rank: int = 0) -> list[MicroBatch]:
+    """A data rank's part of the global batch of ``step``, which is the same samples in every layout."""
     batch, size, ranks = plan.batch.at(step), plan.batch.micro_batch, plan.batch.data_parallel
     found: list[MicroBatch] = []
     for number in range(batch.accumulation):
-        first = batch.first_sample + (number * ranks + rank) * size
+        first = batch.first_sample + (number * ranks + data_rank) * size
         tokens, labels = zip(*(sample(first + index) for index in range(size)), strict=True)
         found.append({"input_ids": torch.stack(tokens), "labels": torch.stack(labels)})
     return found
