@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from toolkit.config.schema import ModelConfig
+from toolkit.families.megatron import MegatronTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +68,44 @@ class HubTensor:
     aliases: tuple[str, ...] = ()
 
 
+class Norm(StrEnum):
+    layer = "LayerNorm"  # with mean and bias
+    rms = "RMSNorm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """How a family's blocks compute: what plans and engines ask instead of a family's name.
+
+    Attributes:
+        norm: of blocks and at the end.
+        rotary: positions are rotations of queries and keys; else a table of learned positions is added to the embedding.
+        gated: the feed-forward is ``down(silu(gate(x)) * up(x))``; else ``down(gelu(up(x)))``, gelu by its tanh formula.
+        biases: every linear layer of a block has one.
+        qkv_bias: the query, key and value projections have one.
+        qk_norm: each head's queries and keys are normalised before they are rotated.
+        experts: the feed-forward is a router and experts.
+        hidden_dropout: ``model.dropout`` is also that of the embedding's output and of what is added to the residual stream.
+        muon: why DeepSpeed's Muon cannot train it; None where it can.
+    """
+
+    norm: Norm = Norm.rms
+    rotary: bool = True
+    gated: bool = True
+    biases: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+    hidden_dropout: bool = False
+    muon: str | None = None
+
+
 class Family(Protocol):
     """The one seam through which the rest of the toolkit knows an architecture."""
 
     name: str
     namespace: str  # of canonical names, recorded in manifests: "llama/1"
+    traits: Traits
 
     def settle(self, model: ModelConfig) -> ModelShape:
         """Fill what may be left out; raise PlanError naming every size that is missing or impossible."""
@@ -83,6 +118,12 @@ class Family(Protocol):
 
     def hub(self, shape: ModelShape) -> tuple[HubTensor, ...]:
         """How the hub stores the family: one entry a tensor. Mixtral is per expert there and fused in memory."""
+
+    def megatron(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
+        """Every parameter of the Megatron-core model, and which boxes of canonical tensors it is made of."""
+
+    def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
+        """See ``families.megatron.config``."""
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
         """FLOPs of the forward pass per token; the docstring states formula, source and convention."""

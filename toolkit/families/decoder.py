@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
-from toolkit.families import settling
-from toolkit.families.base import HubTensor, ModelShape, ParameterSpec
+from toolkit.families import megatron, settling
+from toolkit.families.base import HubTensor, ModelShape, ParameterSpec, Traits
+from toolkit.families.megatron import Cut, MegatronTensor, Part
 
 
 class Decoder:
@@ -22,7 +23,7 @@ class Decoder:
     architecture: ClassVar[str]  # the class in transformers
     defaults: ClassVar[Mapping[str, Any]]  # sizes that may be left out
     required: ClassVar[tuple[str, ...]] = ("intermediate_size",)
-    qkv_bias: ClassVar[bool] = False
+    traits: Traits = Traits()
     fixed: ClassVar[Mapping[str, Any]] = {}  # switches of config.json that must have this value
 
     def settle(self, model: ModelConfig) -> ModelShape:
@@ -45,7 +46,7 @@ class Decoder:
         query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
         for letter, width in (("q", query), ("k", key), ("v", key)):
             yield f"self_attn.{letter}_proj.weight", (width, shape.hidden_size)
-            if self.qkv_bias:
+            if self.traits.qkv_bias:
                 yield f"self_attn.{letter}_proj.bias", (width,)
         yield "self_attn.o_proj.weight", (shape.hidden_size, query)
 
@@ -68,6 +69,42 @@ class Decoder:
     def hub_tensors(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
         """How the hub stores one canonical tensor; here: as it is."""
         yield HubTensor(spec.name, spec.shape, spec.name, (0,) * len(spec.shape), spec.shape)
+
+    def megatron(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
+        return tuple(self._megatron(shape))
+
+    def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
+        return megatron.config(shape, self.traits)
+
+    def _megatron(self, shape: ModelShape) -> Iterator[MegatronTensor]:
+        table, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
+        block = (megatron.same("input_layernorm.weight", "input_layernorm.weight", norm), *self.megatron_attention(shape),
+                 megatron.same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm), *self.megatron_feed_forward(shape))
+        yield megatron.same(megatron.EMBEDDING, "model.embed_tokens.weight", table, Cut.vocabulary)
+        for layer in range(shape.num_hidden_layers):
+            for tensor in block:
+                yield megatron.in_layer(tensor, layer, f"model.layers.{layer}.")
+        yield megatron.same("decoder.final_layernorm.weight", "model.norm.weight", norm)
+        if not shape.tie_word_embeddings:
+            yield megatron.same(megatron.OUTPUT, "lm_head.weight", table, Cut.vocabulary)
+
+    def megatron_attention(self, shape: ModelShape) -> Iterator[MegatronTensor]:
+        """Within a block: linear_qkv [(A + 2K) * D, H], group after group, and linear_proj [H, A*D]."""
+        rows = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+        for kind, rest in (("weight", (shape.hidden_size,)), ("bias", ())):
+            if kind == "weight" or self.traits.qkv_bias:
+                origin = (0,) * len(rest)
+                parts = tuple(Part(f"self_attn.{letter}_proj.{kind}", (first, *origin), (count, *rest), (row, *origin))
+                              for letter, first, count, row in megatron.query_groups(shape))
+                yield MegatronTensor(f"self_attention.linear_qkv.{kind}", (rows, *rest), parts, Cut.rows)
+        yield megatron.same("self_attention.linear_proj.weight", "self_attn.o_proj.weight",
+                            (shape.hidden_size, shape.num_attention_heads * shape.head_dim), Cut.columns)
+
+    def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
+        """Within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        yield megatron.stacked("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), (inner, hidden), Cut.gated)
+        yield megatron.same("mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, inner), Cut.columns)
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
         """FLOPs of the forward pass per token.
@@ -129,7 +166,7 @@ class Decoder:
             "activation_func": "silu",
             "gated_linear_unit": True,
             "add_bias_linear": False,
-            "add_qkv_bias": self.qkv_bias,
+            "add_qkv_bias": self.traits.qkv_bias,
             "position_embedding_type": "rope",
             "rotary_base": shape.rope_theta,
             "attention_dropout": shape.dropout,

@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError, Problem
-from toolkit.families.base import HubTensor, ModelShape, ParameterSpec
+from toolkit.families import megatron
+from toolkit.families.base import HubTensor, ModelShape, ParameterSpec, Traits
 from toolkit.families.decoder import Decoder
+from toolkit.families.megatron import Cut, MegatronTensor
 
 
 class Mixtral(Decoder):
@@ -22,6 +24,7 @@ class Mixtral(Decoder):
     namespace = "mixtral/1"
     architecture = "MixtralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": False, "norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+    traits = Traits(experts=True, muon="DeepSpeed's Muon covers matrices, and mixtral's experts are three-dimensional")
     required = ("intermediate_size", "num_local_experts", "num_experts_per_tok")
     fixed: ClassVar[Mapping[str, Any]] = {"sliding_window": None, "router_jitter_noise": 0.0}
     published_norm_eps = 1e-5
@@ -46,6 +49,15 @@ class Mixtral(Decoder):
 
     def feed_forward_weights_used(self, shape: ModelShape) -> int:
         return shape.num_experts_per_tok * super().feed_forward_weights_used(shape) + shape.num_local_experts * shape.hidden_size
+
+    def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
+        """Within a block: router [E, H]; of each expert linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        yield megatron.same("mlp.router.weight", "mlp.gate.weight", (shape.num_local_experts, hidden))
+        for number in range(shape.num_local_experts):
+            prefix = f"mlp.experts.local_experts.{number}"
+            yield megatron.expert(f"{prefix}.linear_fc1.weight", "mlp.experts.gate_up_proj", (2 * inner, hidden), Cut.gated, number)
+            yield megatron.expert(f"{prefix}.linear_fc2.weight", "mlp.experts.down_proj", (hidden, inner), Cut.columns, number)
 
     def hub_tensors(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
         prefix, block, rest = spec.name.partition(".mlp.")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.families import settling
-from toolkit.families.base import ModelShape
+from toolkit.families.base import ModelShape, Traits
 from toolkit.families.decoder import Decoder
 
 
@@ -16,7 +16,7 @@ class Qwen2(Decoder):
     namespace = "qwen2/1"
     architecture = "Qwen2ForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": False, "norm_eps": 1e-6, "rope_theta": 1_000_000.0}
-    qkv_bias = True
+    traits = Traits(qkv_bias=True)
     fixed: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False}
 
     def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
