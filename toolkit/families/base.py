@@ -123,7 +123,8 @@ class Family(Protocol):
         """Every parameter of the Megatron-core model, and which boxes of canonical tensors it is made of."""
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        """See ``families.megatron.config``."""
+        """Fields of Megatron-core's ``TransformerConfig`` that say what the architecture is; ``activation_func`` by name: ``silu``
+        or ``gelu_tanh``. ``position_embedding_type`` and ``rotary_base`` are arguments of its ``GPTModel``."""
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
         """FLOPs of the forward pass per token; the docstring states formula, source and convention."""
@@ -133,7 +134,3 @@ class Family(Protocol):
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
         """The inverse; raise InputError for a variant that this family does not cover."""
-
-    def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        """Fields of Megatron-core's ``TransformerConfig`` that say what the architecture is; ``activation_func`` by name: ``silu``
-        or ``gelu_tanh``. ``position_embedding_type`` and ``rotary_base`` are arguments of its ``GPTModel``."""

@@ -159,20 +159,6 @@ class Decoder:
             dropout=config.get("attention_dropout", 0.0),
         )
 
-    def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        return {
-            "num_query_groups": shape.num_key_value_heads,
-            "normalization": "RMSNorm",
-            "activation_func": "silu",
-            "gated_linear_unit": True,
-            "add_bias_linear": False,
-            "add_qkv_bias": self.traits.qkv_bias,
-            "position_embedding_type": "rope",
-            "rotary_base": shape.rope_theta,
-            "attention_dropout": shape.dropout,
-            "hidden_dropout": 0.0,
-        }
-
     # What transformers assumes where a published config.json leaves the key out.
     published_norm_eps: ClassVar[float] = 1e-6
     published_rope_theta: ClassVar[float] = 10000.0

@@ -129,20 +129,6 @@ class GPT2Family:
             "tie_word_embeddings": shape.tie_word_embeddings,
         }
 
-    def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        return {
-            "num_query_groups": shape.num_key_value_heads,
-            "normalization": "LayerNorm",
-            "activation_func": "gelu_tanh",
-            "gated_linear_unit": False,
-            "add_bias_linear": True,
-            "add_qkv_bias": True,
-            "position_embedding_type": "learned_absolute",
-            "rotary_base": shape.rope_theta,
-            "attention_dropout": shape.dropout,
-            "hidden_dropout": shape.dropout,
-        }
-
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
         settling.must_equal(config, self.name, activation_function="gelu_new", scale_attn_weights=True,
                             scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False, add_cross_attention=False)

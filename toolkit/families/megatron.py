@@ -199,8 +199,7 @@ def in_layer(tensor: MegatronTensor, layer: int, prefix: str) -> MegatronTensor:
 
 
 def config(shape: ModelShape, traits: Traits) -> dict[str, Any]:
-    """What the family alone decides of Megatron-core's ``TransformerConfig``, and of ``GPTModel`` the ``position_embedding_type``
-    and ``rotary_base``. Plain types: ``activation_func`` is ``silu``, or ``gelu_tanh`` for gelu by its tanh formula."""
+    """See ``Family.megatron_config``."""
     found: dict[str, Any] = {
         "normalization": traits.norm.value,
         "gated_linear_unit": traits.gated,
@@ -218,7 +217,7 @@ def config(shape: ModelShape, traits: Traits) -> dict[str, Any]:
         found |= {
             "num_moe_experts": shape.num_local_experts,
             "moe_router_topk": shape.num_experts_per_tok,
-            "moe_router_pre_softmax": False,  # the weights of the experts that are taken sum to 1
+            "moe_router_pre_softmax": False,  # softmax over the chosen experts: the same as renormalising over them
             "moe_ffn_hidden_size": shape.intermediate_size,
             "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": shape.router_aux_loss_coef,

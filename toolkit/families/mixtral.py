@@ -82,16 +82,6 @@ class Mixtral(Decoder):
             "sliding_window": None,
         }
 
-    def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        return super().megatron_config(shape) | {
-            "num_moe_experts": shape.num_local_experts,
-            "moe_router_topk": shape.num_experts_per_tok,
-            "moe_router_pre_softmax": False,  # softmax over the chosen experts: the same as renormalising over them
-            "moe_ffn_hidden_size": shape.intermediate_size,
-            "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": shape.router_aux_loss_coef,
-        }
-
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
         return replace(super().from_hugging_face_config(config), num_local_experts=config["num_local_experts"],
                        num_experts_per_tok=config["num_experts_per_tok"],
