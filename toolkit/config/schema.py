@@ -93,7 +93,7 @@ class RunSection:
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     family: str | None = None
-    """gpt2, llama, qwen2 or mixtral; null with model.target or model.pretrained."""
+    """The architecture: one of those that files of this group show (model=llama). Null with model.target or model.pretrained."""
     target: str | None = None
     """A dotted path to any torch.nn.Module whose forward(input_ids, labels) returns a mean loss: my.package.Model."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class ModelConfig:
     hidden_size: int | None = None
     """Width of the residual stream."""
     intermediate_size: int | None = None
-    """Width of the feed-forward layer (of one expert, in mixtral). Null: 4 x hidden_size in gpt2."""
+    """Width of the feed-forward layer (of one expert, where there are experts). Null: 4 x hidden_size in gpt2."""
     num_hidden_layers: int | None = None
     """Number of transformer blocks."""
     num_attention_heads: int | None = None
@@ -119,11 +119,11 @@ class ModelConfig:
     tie_word_embeddings: bool | None = None
     """The output layer shares the embedding's weights."""
     num_local_experts: int | None = None
-    """Experts a layer (mixtral)."""
+    """Experts a layer, in a family that has them: mixtral."""
     num_experts_per_tok: int | None = None
-    """Experts that each token visits (mixtral)."""
+    """Experts that each token visits, in a family that has them."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss (mixtral). It depends on the micro-batch, so layouts differ where it is not 0."""
+    """Weight of the load-balancing loss of a family with experts. It depends on the micro-batch, so layouts differ where it is not 0."""
     rope_theta: float | None = None
     """Base of the rotary position embedding."""
     norm_eps: float | None = None

@@ -11,8 +11,9 @@ from toolkit.families.gpt2 import GPT2
 from toolkit.families.llama import LLAMA
 from toolkit.families.mixtral import MIXTRAL
 from toolkit.families.qwen2 import QWEN2
+from toolkit.families.qwen3 import QWEN3
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, QWEN2, MIXTRAL)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL)}
 
 
 def get(name: str) -> Family:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from toolkit.config.schema import ModelConfig
 from toolkit.families.megatron import MegatronTensor
@@ -106,6 +106,8 @@ class Family(Protocol):
     name: str
     namespace: str  # of canonical names, recorded in manifests: "llama/1"
     traits: Traits
+    published: ClassVar[Mapping[str, ModelConfig]]  # well-known models, with the sizes that their authors published
+    tiny: ClassVar[Mapping[str, Any]]  # sizes that the family's model in toolkit/testing/tiny.py has besides those of all families
 
     def settle(self, model: ModelConfig) -> ModelShape:
         """Fill what may be left out; raise PlanError naming every size that is missing or impossible."""

@@ -1,4 +1,4 @@
-"""What llama, qwen2 and mixtral share: RMS norms, rotary embeddings, grouped-query attention, a gated feed-forward.
+"""What the families after GPT-2 share: RMS norms, rotary embeddings, grouped-query attention, a gated feed-forward.
 
 Shapes: H hidden, F feed-forward, D head_dim, A query heads, K key-value heads, V vocabulary, E experts.
 A family of this kind gives its differences: defaults, biases, its feed-forward, its ``config.json``.
@@ -24,6 +24,8 @@ class Decoder:
     defaults: ClassVar[Mapping[str, Any]]  # sizes that may be left out
     required: ClassVar[tuple[str, ...]] = ("intermediate_size",)
     traits: Traits = Traits()
+    published: ClassVar[Mapping[str, ModelConfig]]
+    tiny: ClassVar[Mapping[str, Any]]
     fixed: ClassVar[Mapping[str, Any]] = {}  # switches of config.json that must have this value
 
     def settle(self, model: ModelConfig) -> ModelShape:

@@ -6,7 +6,7 @@ Its projections are transformers' ``Conv1D``: weights lie [in, out], the transpo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError, Problem
@@ -22,6 +22,10 @@ class GPT2Family:
     namespace = "gpt2/1"
     traits = Traits(norm=Norm.layer, rotary=False, gated=False, biases=True, hidden_dropout=True,
                     muon="DeepSpeed's Muon tells embeddings by the word embed, and gpt2's are wte and wpe")
+    published: ClassVar[Mapping[str, ModelConfig]] = {
+        "gpt2": ModelConfig(family=name, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, vocab_size=50257,
+                            max_position_embeddings=1024)}
+    tiny: ClassVar[Mapping[str, Any]] = {}
 
     def settle(self, model: ModelConfig) -> ModelShape:
         inner = None if model.hidden_size is None else 4 * model.hidden_size

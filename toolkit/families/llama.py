@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from toolkit.config.schema import ModelConfig
 from toolkit.families.decoder import Decoder
 
 
@@ -13,6 +14,12 @@ class Llama(Decoder):
     namespace = "llama/1"
     architecture = "LlamaForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": False, "norm_eps": 1e-5, "rope_theta": 10000.0}
+    published: ClassVar[Mapping[str, ModelConfig]] = {
+        "llama-2-7b": ModelConfig(family=name, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+                                  vocab_size=32000, max_position_embeddings=4096),
+        "llama-3-8b": ModelConfig(family=name, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                                  num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0)}
+    tiny: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
     fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "mlp_bias": False}
 
 

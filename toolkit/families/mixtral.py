@@ -25,6 +25,11 @@ class Mixtral(Decoder):
     architecture = "MixtralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": False, "norm_eps": 1e-5, "rope_theta": 1_000_000.0}
     traits = Traits(experts=True, muon="DeepSpeed's Muon covers matrices, and mixtral's experts are three-dimensional")
+    published: ClassVar[Mapping[str, ModelConfig]] = {
+        "mixtral-8x7b": ModelConfig(family=name, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                                    num_key_value_heads=8, vocab_size=32000, max_position_embeddings=32768, num_local_experts=8,
+                                    num_experts_per_tok=2)}
+    tiny: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     required = ("intermediate_size", "num_local_experts", "num_experts_per_tok")
     fixed: ClassVar[Mapping[str, Any]] = {"sliding_window": None, "router_jitter_noise": 0.0}
     published_norm_eps = 1e-5

@@ -8,7 +8,7 @@ dropout), tensor by tensor for the families' modules in transformers 5.23, with 
 Covered: blocks, with or without checkpointing of each block; final norm; logits and the cross-entropy in fp32 with its
 gradient, where the peak usually lies for large vocabularies. Not covered: the allocator's fragmentation, cuBLAS and NCCL
 workspaces, attention on a device without a fused kernel, and experts that receive more than their even share of tokens. A test
-compares a layer with what autograd saves: gpt2, llama and qwen2 within 0.3%, mixtral within 2%.
+compares a layer with what autograd saves: families without experts within 0.3%, mixtral within 2%.
 
 Letters: s tokens of a sequence, b sequences, h hidden, f feed-forward, a*d width of the queries, k*d of the keys, V vocabulary,
 e bytes an element (2 or 4). Everything is counted a token first.
@@ -16,7 +16,8 @@ e bytes an element (2 or 4). Everything is counted a token first.
 
 from __future__ import annotations
 
-from toolkit.families.base import ModelShape
+from toolkit.families import get
+from toolkit.families.base import ModelShape, Norm
 
 FP32 = 4
 
@@ -35,7 +36,10 @@ def layer_bytes(shape: ModelShape, element: int) -> int:
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     # queries, keys and values after rotation, the output, and its log-sum-exp
     attention = element * (2 * queries + 2 * keys) + FP32 * shape.num_attention_heads
-    if shape.family == "gpt2":
+    traits = get(shape.family).traits
+    if traits.qk_norm:  # as rms_norm_bytes, less the outputs: rotating keeps none of what it rotates
+        attention += (FP32 + element) * (queries + keys) + FP32 * (shape.num_attention_heads + shape.num_key_value_heads)
+    if traits.norm is Norm.layer:
         # Two layer norms keep input, output, mean and deviation; gelu as a formula of tensors keeps five of width f.
         return 2 * (2 * element * shape.hidden_size + 2 * FP32) + attention + 5 * element * shape.intermediate_size
     return 2 * rms_norm_bytes(shape, element) + attention + feed_forward_bytes(shape, element)
@@ -57,6 +61,6 @@ def feed_forward_bytes(shape: ModelShape, element: int) -> int:
 
 def head_bytes(shape: ModelShape, element: int) -> int:
     """Embedding output, final norm, logits; the cross-entropy's fp32 log-softmax and the gradient that backward makes of it."""
-    norm = 2 * element * shape.hidden_size if shape.family == "gpt2" else rms_norm_bytes(shape, element)
+    norm = 2 * element * shape.hidden_size if get(shape.family).traits.norm is Norm.layer else rms_norm_bytes(shape, element)
     logits = element if element != FP32 else 0  # in fp32 the logits are freed once their log-softmax is there
     return element * shape.hidden_size + norm + shape.vocab_size * (logits + 2 * FP32)

@@ -8,7 +8,8 @@ from enum import Enum
 
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import Problem, Severity
-from toolkit.families.base import ModelShape, ParameterSpec
+from toolkit.families import FAMILIES
+from toolkit.families.base import ModelShape, ParameterSpec, Traits
 from toolkit.layout.axes import Axes
 from toolkit.plan.types import BatchPlan, MemoryPlan, World
 
@@ -26,6 +27,12 @@ class Case:
     @property
     def deepspeed(self) -> bool:
         return self.config.engine.name is EngineName.deepspeed
+
+    @property
+    def traits(self) -> Traits | None:
+        """Of the model's family; None where there is none, or none of that name."""
+        family = FAMILIES.get(self.config.model.family or "")
+        return None if family is None else family.traits
 
     @property
     def numel(self) -> int:

@@ -25,9 +25,9 @@ def vocabulary_fits_the_model(case: Case) -> Iterator[Problem]:
                      f"write model.vocab_size={data.vocab_size}, or data.vocab_size={shape.vocab_size}")
 
 
-def experts_belong_to_mixtral(case: Case) -> Iterator[Problem]:
+def experts_belong_to_some_families(case: Case) -> Iterator[Problem]:
     model = case.config.model
-    if model.family in ("gpt2", "llama", "qwen2"):
+    if case.traits is not None and not case.traits.experts:
         for key in ("num_local_experts", "num_experts_per_tok"):
             if getattr(model, key):
                 yield refuse(case.config, f"model.{key} model.family", f"{model.family} has no experts",
@@ -38,7 +38,7 @@ def experts_belong_to_mixtral(case: Case) -> Iterator[Problem]:
 
 
 def router_loss_depends_on_the_layout(case: Case) -> Iterator[Problem]:
-    if case.config.model.family == "mixtral" and case.config.model.router_aux_loss_coef:
+    if case.traits is not None and case.traits.experts and case.config.model.router_aux_loss_coef:
         yield warn(case.config, "model.router_aux_loss_coef",
                    "the router's balancing loss is computed a micro-batch at a time, so another layout gives other losses",
                    "write model.router_aux_loss_coef=0 where layouts are compared")
@@ -142,7 +142,7 @@ def one_origin(case: Case) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
-    own_model, sequence_fits_the_model, vocabulary_fits_the_model, experts_belong_to_mixtral, router_loss_depends_on_the_layout,
+    own_model, sequence_fits_the_model, vocabulary_fits_the_model, experts_belong_to_some_families, router_loss_depends_on_the_layout,
     momentum_is_used, learning_rate_scaling, schedule_fits_the_run, rates_are_ordered, evaluation_has_sets, checkpoints_are_written,
     one_origin,
 )

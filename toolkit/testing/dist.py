@@ -29,11 +29,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from toolkit.families import FAMILIES
+
 PRELOAD = (
     "deepspeed",
     "toolkit.engine.deepspeed",
     "toolkit.testing.parity",
-    *(f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama", "mixtral", "qwen2")),
+    *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
 )
 # One thread a rank: tests run more ranks than there are cores. Without dynamo DeepSpeed starts in a tenth of the time.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from toolkit import families
 from toolkit.config.schema import (
     DataConfig,
     EngineConfig,
@@ -31,13 +32,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": LENGTH,
 }
-# Between them: tied and untied embeddings, grouped-query attention, biases, experts.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "llama": {"num_key_value_heads": 2},
-    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
+# Between them: tied and untied embeddings, grouped-query attention, biases, norms of queries and keys, experts.
+FAMILIES: dict[str, dict[str, Any]] = {name: dict(family.tiny) for name, family in families.FAMILIES.items()}
 
 
 def tiny_config(family: str | None = "llama", **changes: Any) -> RunConfig:
