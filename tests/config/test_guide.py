@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.config import vendor
 from toolkit.config.compose import compose
-from toolkit.config.vendor import deepspeed_problems
 from toolkit.errors import ConfigError
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
@@ -22,7 +22,7 @@ COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL) f
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_compose(command: str) -> None:
     words = shlex.split(re.split(r"launch/\w+\.py", command)[1], comments=True)
-    assert not deepspeed_problems(compose(words))
+    assert not vendor.problems(compose(words))
 
 
 def test_the_example_of_an_experiment_is_one(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
+from toolkit.config import vendor
 from toolkit.config.compose import compose
-from toolkit.config.vendor import deepspeed_problems
+from toolkit.config.schema import EngineConfig, EngineName
 from toolkit.errors import ConfigError, Problem
 
-DEEP = "+engine.deepspeed."
+DEEP, MEGA = "+engine.deepspeed.", "+engine.megatron."
 ZERO = "engine.deepspeed.zero_optimization"
 
 # what is typed, the key at fault, what the rule says, what the remedy says
@@ -103,8 +104,24 @@ MISTAKES: tuple[tuple[str, str, str, str], ...] = (
     (DEEP + "scheduler.type=WarmupLR", "engine.deepspeed.scheduler.type", "the loop sets", "schedule.name"),
     (DEEP + "tensor_parallel.autotp_size=2", "engine.deepspeed.tensor_parallel.autotp_size", "derives", "parallel.tensor=2"),
     (DEEP + "wandb.enabled=true", "engine.deepspeed.wandb.enabled", "never log the training loss", "monitor.wandb"),
-    # engines that are not selected
-    ("+engine.megatron.sequence_parallel=true", "engine.megatron.sequence_parallel", "does not run", "engine=megatron"),
+    # Megatron-core's own keys
+    (MEGA + "sequence_paralel=true", "engine.megatron.sequence_paralel", "no key sequence_paralel", MEGA + "sequence_parallel"),
+    (MEGA + "no_such=1", "engine.megatron.no_such", "no key no_such", "leave it out"),
+    (MEGA + "tensor_model_paralel_size=2", "engine.megatron.tensor_model_paralel_size", "no key", "parallel.tensor=2"),
+    (MEGA + "sequence_parallel=3", "engine.megatron.sequence_parallel", "true or false", MEGA + "sequence_parallel=true"),
+    (MEGA + "recompute_granularity=some", "engine.megatron.recompute_granularity", "full, selective", "=full"),
+    (MEGA + "virtual_pipeline_model_parallel_size=two", "engine.megatron.virtual_pipeline_model_parallel_size", "a whole number", "=1"),
+    (MEGA + "tensor_model_parallel_size=2", "engine.megatron.tensor_model_parallel_size", "derives", "parallel.tensor=2"),
+    (MEGA + "num_query_groups=2", "engine.megatron.num_query_groups", "derives", "model.num_key_value_heads=2"),
+    (MEGA + "clip_grad=1.0", "engine.megatron.clip_grad", "derives", "optim.clip=1.0"),
+    (MEGA + "bf16=true", "engine.megatron.bf16", "derives", "precision=bf16"),
+    (MEGA + "use_distributed_optimizer=true", "engine.megatron.use_distributed_optimizer", "derives", "zero=stage1"),
+    (MEGA + "normalization=RMSNorm", "engine.megatron.normalization", "the family decides", "model.family"),
+    (MEGA + "optimizer_cpu_offload=true", "engine.megatron.optimizer_cpu_offload", "on a GPU only", "engine=deepspeed"),
+    (MEGA + "use_megatron_fsdp=true", "engine.megatron.use_megatron_fsdp", "shards parameters", "zero=stage3"),
+    (MEGA + "cross_entropy_loss_fusion=true", "engine.megatron.cross_entropy_loss_fusion", "bf16", "leave it out"),
+    (MEGA + "overlap_p2p_comm=false", "engine.megatron.overlap_p2p_comm", "silently", "leave it out"),
+    (MEGA + "use_precision_aware_optimizer=true", "engine.megatron.use_precision_aware_optimizer", "fp32 always", "leave it out"),
 )
 
 
@@ -112,11 +129,12 @@ BASE = compose([])
 
 
 def problems_of(*words: str) -> list[Problem]:
-    if all(word.startswith(DEEP) for word in words):  # always composes, which test_all_are_told_at_once does
-        given = OmegaConf.to_container(OmegaConf.from_dotlist([word.removeprefix(DEEP) for word in words]))
-        return deepspeed_problems(replace(BASE, engine=replace(BASE.engine, deepspeed=given)))
+    for engine, prefix in (("deepspeed", DEEP), ("megatron", MEGA)):
+        if all(word.startswith(prefix) for word in words):  # always composes, which test_all_are_told_at_once does
+            given = OmegaConf.to_container(OmegaConf.from_dotlist([word.removeprefix(prefix) for word in words]))
+            return vendor.problems(replace(BASE, engine=EngineConfig(name=EngineName(engine), **{engine: given})))
     try:
-        return deepspeed_problems(compose(words))
+        return vendor.problems(compose(words))
     except ConfigError as error:
         return list(error.problems)
 
@@ -141,5 +159,7 @@ def test_all_are_told_at_once() -> None:
 
 
 def test_keys_of_an_engine_that_is_not_selected() -> None:
+    (other,) = problems_of("train.steps=3", "+engine.megatron.sequence_parallel=true")
+    assert (other.key, other.remedy) == ("engine.megatron.sequence_parallel", "leave it out, or write engine=megatron")
     (problem,) = problems_of("engine=local", "+engine.deepspeed.dump_state=true")
     assert problem.seen == "engine.deepspeed.dump_state=true, engine.name=local"

@@ -1,4 +1,4 @@
-"""DeepSpeed's keys as read from its source against DeepSpeed itself, which only this file imports.
+"""The engines' keys as read from their source against the engines themselves, which only this file imports.
 
     pytest tests/config/test_vendor.py
 """
@@ -11,13 +11,15 @@ import os
 import stat
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolkit.config import vendor
+from toolkit.config import keys, vendor, vendor_megatron
 from toolkit.config.compose import compose
 from toolkit.config.keys import flatten
 from toolkit.config.vendors import cache
@@ -164,8 +166,8 @@ def assert_known(path: str) -> None:
 
 
 def test_what_is_in_none_of_deepspeeds_keys_is_refused() -> None:
-    assert vendor.deepspeed_problems(compose(["+engine.deepspeed.no_such_key=1"]))
-    assert not vendor.deepspeed_problems(compose([
+    assert vendor.problems(compose(["+engine.deepspeed.no_such_key=1"]))
+    assert not vendor.problems(compose([
         "+engine.deepspeed.zero_optimization.overlap_comm=null", "+engine.deepspeed.zero_optimization.stage3_max_live_parameters=1e9",
         "+engine.deepspeed.zero_optimization.leaf_module.classes=[a.B]", "+engine.deepspeed.flops_profiler.enabled=true",
         "+engine.deepspeed.activation_checkpointing.cpu_checkpointing=true", "+engine.deepspeed.wall_clock_breakdown=true",
@@ -192,7 +194,7 @@ def test_a_key_that_the_plan_derives_is_refused(words: list[str]) -> None:
                 written = {part: written}
             config.engine.deepspeed = written
             kept = flatten(plan_deepspeed.settings(config, world, plan_batch(config, 2), [64])).get(name) == "mine"
-            keys = {problem.key for problem in vendor.deepspeed_problems(config)}
+            keys = {problem.key for problem in vendor.problems(config)}
             assert kept or any(f"engine.deepspeed.{name}".startswith(key) for key in keys), f"{name}={value} is written over"
 
 
@@ -200,6 +202,48 @@ def test_a_wrong_key_is_left_out_of_what_is_planned() -> None:
     config = compose(["+engine.deepspeed.zero_optimization.reduce_bucket_size=big", "+engine.deepspeed.dump_state=true"])
     assert vendor.usable(config).engine.deepspeed == {"dump_state": True}
     assert config.engine.deepspeed["zero_optimization"] == {"reduce_bucket_size": "big"}
+
+
+# -- Megatron-core
+
+
+def test_megatrons_fields_are_read_as_they_are() -> None:
+    """The names of each dataclass; and what its own defaults are, our types accept."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    sections = vendor_megatron.sections()
+    assert sections is not None
+    classes = {"transformer": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
+    assert list(sections) == list(classes)
+    for name, kind in classes.items():
+        assert set(sections[name]) == {field.name for field in fields(kind)}
+        for field in fields(kind):
+            untold = {"suggested_communication_unit_size"}  # an int whose default is None
+            if isinstance(field.default, bool | int | float | str) or (field.default is None and field.name not in untold):
+                assert sections[name][field.name].wrong(field.default) is None, f"{field.name}: its own default {field.default!r}"
+
+
+def test_every_field_has_its_answer_and_only_one() -> None:
+    schema = vendor_megatron.flat_schema()
+    assert schema is not None
+    tables = (vendor_megatron.TUNABLE, vendor_megatron.GPU_ONLY, vendor_megatron.TRANSFORMER_ENGINE, vendor_megatron.OWN,
+              vendor_megatron.DERIVED)
+    listed = Counter(name for table in tables for name in table)
+    assert set(schema.fields or {}) == set(listed), "a field of Megatron-core that nobody has decided about, or one that is gone"
+    assert max(listed.values()) == 1
+    known = set(keys.table())
+    assert set(vendor_megatron.OWN.values()) <= known
+
+
+def test_settings_go_to_the_dataclasses_that_have_them() -> None:
+    config = compose(["engine=megatron", "+engine.megatron.sequence_parallel=true", "+engine.megatron.bucket_size=1000",
+                      "+engine.megatron.overlap_param_gather=true"])
+    assert not vendor.problems(config)
+    assert vendor_megatron.megatron_keys(config) == (
+        {"sequence_parallel": True}, {"bucket_size": 1000, "overlap_param_gather": True}, {"overlap_param_gather": True})
+    assert vendor_megatron.megatron_keys(compose([])) == ({}, {}, {})
 
 
 # -- the cache

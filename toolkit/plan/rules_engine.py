@@ -26,7 +26,7 @@ def local_is_one_rank(case: Case) -> Iterator[Problem]:
 
 
 def vendor_keys(case: Case) -> Iterator[Problem]:
-    yield from vendor.deepspeed_problems(case.config)
+    yield from vendor.problems(case.config)
 
 
 def sixteen_bits_need_a_stage(case: Case) -> Iterator[Problem]:
@@ -78,16 +78,11 @@ def muon_limits(case: Case) -> Iterator[Problem]:
                    "write optim.momentum=0.95")
     if not case.deepspeed:
         return
-    family = config.model.family
     if optim.clip:
         yield refuse(config, "optim.clip optim.name", "Muon runs unclipped: DeepSpeed clips updates under ZeRO 1-3, gradients under 0",
                      "write optim.clip=0")
-    if family == "gpt2":
-        yield refuse(config, "optim.name model.family", "DeepSpeed's Muon tells embeddings by the word embed, and gpt2's are wte and wpe",
-                     "write optim=adamw, or model.family=llama")
-    if family == "mixtral":
-        yield refuse(config, "optim.name model.family", "DeepSpeed's Muon covers matrices, and mixtral's experts are three-dimensional",
-                     "write optim=adamw")
+    if case.traits is not None and case.traits.muon is not None:
+        yield refuse(config, "optim.name model.family", case.traits.muon, "write optim=adamw")
     if Place.nvme in (config.offload.optimizer, config.offload.parameters):
         yield refuse(config, "optim.name offload.optimizer", "Muon's momentum does not go to NVMe", "write offload=cpu, or optim=adamw")
 
