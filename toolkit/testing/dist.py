@@ -1,4 +1,5 @@
-"""Ranks for tests: gloo processes on this machine, forked from a server that has imported the heavy packages once.
+"""Ranks for tests: processes on this machine. On CPU they talk by gloo and are forked from a server that has imported the heavy
+packages once; on GPUs they talk by NCCL, one process a GPU, started anew, since a device's state does not survive a fork.
 
     with rank_pool(4) as pool:
         losses = pool.run(train_a_little, plan)                # on four ranks
@@ -27,9 +28,10 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from toolkit.families import FAMILIES
+from toolkit.plan.types import Device
 
 PRELOAD = (
     "deepspeed",
@@ -38,7 +40,7 @@ PRELOAD = (
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
 )
 # One thread a rank: tests run more ranks than there are cores. Without dynamo DeepSpeed starts in a tenth of the time.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 GRACE_SECONDS = 1.0  # after one rank failed, for the others to tell their side
 
 
@@ -49,8 +51,9 @@ class RanksFailed(AssertionError):
 class RankPool:
     """``size`` ranks that wait for work. After a failure they are ended, and the next case gets fresh ones."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, device: Device = Device.CPU) -> None:
+        self._size, self._device = size, device
+        self._source: _Source = _forking() if device is Device.CPU else _Fresh()
         self._members: list[tuple[int, Connection]] = []
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None, timeout: float = 120.0) -> list[Any]:
@@ -62,18 +65,19 @@ class RankPool:
         ranks = self._size if ranks is None else ranks
         assert 1 <= ranks <= self._size, f"{ranks} ranks of a pool of {self._size}"
         while len(self._members) < ranks:
-            self._members.append(_server().start())
+            self._members.append(self._source.start())
         pipes = [pipe for _, pipe in self._members[:ranks]]
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             for rank, pipe in enumerate(pipes):
                 call = pickle.dumps((function, arguments))  # apart: it can be read only where sys.path finds the function
-                pipe.send_bytes(pickle.dumps((sys.path, rank, ranks, str(Path(folder) / "store"), timeout, call)))
+                task = (sys.path, rank, ranks, str(Path(folder) / "store"), timeout, self._device, call)
+                pipe.send_bytes(pickle.dumps(task))
             return self._collect(pipes, timeout)
 
     def close(self) -> None:
         for pid, pipe in self._members:
             pipe.close()
-            _server().kill(pid)
+            self._source.kill(pid)
         self._members = []
 
     def _collect(self, pipes: list[Connection], timeout: float) -> list[Any]:
@@ -105,8 +109,8 @@ class RankPool:
 
 
 @contextmanager
-def rank_pool(size: int) -> Iterator[RankPool]:
-    pool = RankPool(size)
+def rank_pool(size: int, device: Device = Device.CPU) -> Iterator[RankPool]:
+    pool = RankPool(size, device)
     try:
         yield pool
     finally:
@@ -119,21 +123,44 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout
         return pool.run(function, *arguments, timeout=timeout)
 
 
-class _Server:
+class _Source(Protocol):
+    """Where ranks come from."""
+
+    def start(self) -> tuple[int, Connection]:
+        """A new rank: its process id and the pipe to it."""
+
+    def kill(self, pid: int) -> None:
+        """End a rank that this source started."""
+
+
+class _Fresh:
+    """A new interpreter for each rank."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> tuple[int, Connection]:
+        ours, theirs = socket.socketpair()
+        process = _python(f"from toolkit.testing.dist import Connection, _work; _work(Connection({theirs.fileno()}))", theirs)
+        self._processes[process.pid] = process
+        return process.pid, Connection(ours.detach())
+
+    def kill(self, pid: int) -> None:
+        process = self._processes.pop(pid)
+        process.kill()
+        process.wait()
+
+
+class _Forking:
     """Our end of the forking server. Not multiprocessing's forkserver: there is one of those a process, with whatever
     packages its first user asked it to import."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        code = f"from toolkit.testing.dist import _serve; _serve({theirs.fileno()})"
-        environment = os.environ | ENVIRONMENT
-        command = [sys.executable, "-c", code]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
-        theirs.close()
+        self._process = _python(f"from toolkit.testing.dist import _serve; _serve({theirs.fileno()})", theirs, DS_ACCELERATOR="cpu")
         self._socket = ours
 
     def start(self) -> tuple[int, Connection]:
-        """A new rank: its process id and the pipe to it."""
         ours, theirs = socket.socketpair()
         socket.send_fds(self._socket, [b"start   "], [theirs.fileno()])
         theirs.close()
@@ -147,8 +174,16 @@ class _Server:
 
 
 @cache
-def _server() -> _Server:
-    return _Server()
+def _forking() -> _Forking:
+    return _Forking()
+
+
+def _python(code: str, keep: socket.socket, **environment: str) -> subprocess.Popen[bytes]:
+    """An interpreter that runs ``code`` and inherits ``keep``, which this process closes."""
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, pass_fds=[keep.fileno()], env=os.environ | ENVIRONMENT | environment, stdin=subprocess.DEVNULL)
+    keep.close()
+    return process
 
 
 def _serve(number: int) -> None:
@@ -205,13 +240,18 @@ def _work(pipe: Connection) -> None:
 
 
 def _case(task: bytes) -> Any:
+    import torch
     import torch.distributed as dist
 
-    path, rank, ranks, store, timeout, call = pickle.loads(task)
+    path, rank, ranks, store, timeout, device, call = pickle.loads(task)
     sys.path[:] = path
     function, arguments = pickle.loads(call)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    backend = "gloo"
+    if device is Device.CUDA:
+        torch.cuda.set_device(rank)
+        backend = "nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
     try:
         answer = function(rank, ranks, *arguments)
         dist.barrier()

@@ -1,0 +1,70 @@
+"""Hold every layout of both engines against the oracle, and write what was found:
+
+    python launch/verify.py                              the core: on GPUs one process each (at most ten minutes), else on CPU ranks
+    python launch/verify.py --cells all                  the whole matrix
+    python launch/verify.py --cells 'megatron/*' deepspeed/llama/dp2-zero3
+    python launch/verify.py --list
+
+Writes docs/parity.md and benchmarks/results/parity.json; rows of cells that are not run again are kept. Cells that need more GPUs
+than there are get named as not run. Exit code: 0 every cell that ran agrees, 1 one does not, 2 a mistake on the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.cluster.machine import this_machine
+from toolkit.errors import ExitCode, UserError
+from toolkit.plan.types import Device
+from toolkit.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU_RANKS = 4
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", default=["core"], help="core, all, names, or patterns of names with *")
+    parser.add_argument("--cpu", action="store_true", help="on CPU ranks, although there are GPUs")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "parity.json")
+    parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "parity.md")
+    parser.add_argument("--list", action="store_true", help="show the names of the cells and end")
+    given = parser.parse_args(arguments)
+    from toolkit.testing.matrix import choose
+
+    try:
+        cells = choose(["all"] if given.list else given.cells)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USER
+    if given.list:
+        print("\n".join(cell.name for cell in cells))
+        return ExitCode.DONE
+    machine = this_machine()
+    gpus = 0 if given.cpu or not machine.torch_has_cuda else len(machine.gpus)
+    device = Device.CUDA if gpus else Device.CPU
+
+    from toolkit.testing import report
+    from toolkit.testing.dist import rank_pool
+    from toolkit.testing.verify import Row, bad, verify
+
+    def tell(row: Row) -> None:
+        loss = "" if row.differences is None else f"  loss {row.differences.loss:.1e}"
+        print(f"{row.cell} {row.case}: {row.verdict}{loss}  ({row.seconds:.1f} s){'  ' + row.cause if row.cause else ''}", flush=True)
+
+    devices = gpus or CPU_RANKS
+    with rank_pool(max(1, min(devices, max(cell.ranks for cell in cells))), device) as pool, Progress() as progress:
+        rows = verify(cells, pool, devices=devices, device=device, progress=progress, report=tell)
+    merged = report.merge(report.read(given.json), rows)
+    report.write_json(merged, given.json)
+    report.write_markdown(merged, given.markdown)
+    wrong = bad(rows)
+    print(f"{len(rows) - len(wrong)} of {len(rows)} runs on {device.value} are as they must be; see {given.markdown}")
+    return ExitCode.FAILURE if wrong else ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""The cells of the parity matrix, as data: which layout of which family on which engine is held against ``local``.
+
+Every cell runs with both optimizer cases, because each hides what the other shows: Adam and clipping hide a wrong scale of all
+gradients, SGD without clipping hides a wrong norm and a decay of what must not decay. Samples of a micro-batch have different
+numbers of unmasked tokens in every cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Any
+
+from toolkit.config.schema import EngineName, OptimizerName
+from toolkit.errors import InputError, Problem
+from toolkit.plan import make_plan
+from toolkit.plan.types import Device, RunPlan, World
+from toolkit.testing.measure import Differences
+from toolkit.testing.tiny import VOCABULARY, tiny_config
+
+TOLERANCE = Differences(loss=1e-5, norm=1e-4, gradient=1e-5, weight=1e-5, evaluation=1e-5)
+
+
+class Case(StrEnum):
+    ADAM = "adam"  # AdamW, lr 1e-3, decay 0.1, clipped at 1
+    SGD = "sgd"  # lr 0.1, no momentum, no decay, no clipping
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        if self is Case.ADAM:
+            return {}
+        return {"optim__name": OptimizerName.sgd, "optim__clip": 0.0, "optim__lr": 0.1, "optim__weight_decay": 0.0}
+
+
+@dataclass(frozen=True)
+class Excess:
+    """What a cell may exceed of TOLERANCE, and why: measured, and committed with its cause."""
+
+    allowed: Differences
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    engine: EngineName
+    family: str
+    data: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1  # regroups data ranks
+    pipeline: int = 1
+    zero: int = 0
+    layers: int = 2
+    vocabulary: int = VOCABULARY
+    recompute: bool = False
+    own: tuple[tuple[str, Any], ...] = ()  # the engine's own settings
+    label: str = ""  # what the name says of the settings above
+    excess: Excess | None = field(default=None, compare=False)
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.context * self.pipeline
+
+    @property
+    def layout(self) -> str:
+        """``tp2-pp2-dp2-zero1``; ``one`` for a single rank."""
+        sizes = (("tp", self.tensor), ("cp", self.context), ("ep", self.expert), ("pp", self.pipeline), ("dp", self.data))
+        parts = [f"{short}{size}" for short, size in sizes if size > 1]
+        if self.engine is EngineName.deepspeed or self.zero:
+            parts.append(f"zero{self.zero}")
+        return "-".join([*(parts or ["one"]), *([self.label] if self.label else [])])
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine.value}/{self.family}/{self.layout}"
+
+    def plan(self, case: Case, device: Device = Device.CPU) -> RunPlan:
+        """Raises PlanError: the cell is not one that the engine can carry out."""
+        changes: dict[str, Any] = {
+            "engine__name": self.engine, "zero__stage": self.zero, "parallel__tensor": self.tensor, "parallel__pipeline": self.pipeline,
+            "parallel__context": self.context, "parallel__expert": self.expert, "model__num_hidden_layers": self.layers,
+            "model__vocab_size": self.vocabulary, "train__activation_checkpointing": self.recompute, **case.settings,
+        }
+        if self.own:
+            changes[f"engine__{self.engine.value}"] = dict(self.own)
+        world = World(ranks=self.ranks, ranks_per_node=self.ranks, device=device, has_compiler=True)
+        return make_plan(tiny_config(self.family, **changes), world)
+
+    def oracle(self) -> Cell:
+        """The same model, samples and first weights on ``local``: equal for all layouts of a family with the same sizes."""
+        return Cell(engine=EngineName.local, family=self.family, layers=self.layers, vocabulary=self.vocabulary)
+
+    @property
+    def allowed(self) -> Differences:
+        return self.excess.allowed if self.excess else TOLERANCE
+
+
+ODD = 263  # a vocabulary that no tensor axis divides, so that rows are padded
+UNEVEN = (("num_layers_in_first_pipeline_stage", 1),)  # of four layers on two stages: 1 and 3
+
+
+def megatron(family: str, label: str = "", own: Sequence[tuple[str, Any]] = (), **sizes: Any) -> Cell:
+    return Cell(engine=EngineName.megatron, family=family, label=label, own=tuple(own), **sizes)
+
+
+def deepspeed(family: str, zero: int, label: str = "", own: Sequence[tuple[str, Any]] = (), **sizes: Any) -> Cell:
+    return Cell(engine=EngineName.deepspeed, family=family, zero=zero, label=label, own=tuple(own), **sizes)
+
+
+NO_SP = (("sequence_parallel", False),)  # it is on by default where there is a tensor axis
+VPP = (("virtual_pipeline_model_parallel_size", 2),)
+OVERLAP = (("overlap_grad_reduce", True), ("overlap_param_gather", True))
+SELECTIVE = (("recompute_granularity", "selective"),)
+
+# What a machine of users checks first: every axis of both engines, in at most ten minutes.
+CORE: tuple[Cell, ...] = (
+    megatron("llama"),
+    megatron("llama", tensor=2, label="nosp", own=NO_SP),
+    megatron("llama", tensor=2, label="sp"),
+    megatron("llama", tensor=4, label="sp"),  # two kv heads: a pair of ranks shares one
+    megatron("llama", pipeline=2),
+    megatron("llama", pipeline=4, layers=4),
+    megatron("llama", pipeline=2, layers=4, label="vpp2", own=VPP),
+    megatron("llama", context=2),
+    megatron("llama", tensor=2, pipeline=2, label="sp"),
+    megatron("llama", tensor=2, context=2, label="sp"),
+    megatron("llama", data=2, zero=1),
+    megatron("llama", tensor=2, data=2, label="sp"),
+    megatron("llama", tensor=2, label="sp-padded", vocabulary=ODD),
+    megatron("llama", pipeline=2, layers=4, label="uneven", own=UNEVEN),
+    megatron("gpt2", tensor=2, pipeline=2, label="sp"),  # tied embeddings over stages
+    megatron("qwen2", tensor=2, pipeline=2, label="sp"),
+    megatron("qwen3", tensor=2, label="sp"),
+    megatron("mixtral", data=2, expert=2),
+    megatron("mixtral", pipeline=2, data=2, expert=2),
+    *(deepspeed("llama", stage, data=2) for stage in range(4)),
+    deepspeed("llama", 1, tensor=2),
+    deepspeed("llama", 1, tensor=2, data=2),
+    deepspeed("llama", 3, tensor=2, data=2),
+    deepspeed("llama", 1, pipeline=2),
+    deepspeed("llama", 1, pipeline=2, data=2),
+    deepspeed("llama", 1, context=2),
+    deepspeed("gpt2", 1, pipeline=2),
+    deepspeed("qwen2", 1, tensor=2),
+    deepspeed("qwen3", 3, data=2),
+    deepspeed("mixtral", 1, data=2, expert=2),
+)
+
+FURTHER: tuple[Cell, ...] = (
+    megatron("llama", data=2),
+    megatron("llama", data=2, zero=2),
+    megatron("llama", data=2, zero=1, label="overlap", own=OVERLAP),
+    megatron("llama", data=4, zero=1),
+    megatron("llama", tensor=2, data=2, zero=1, label="sp"),
+    megatron("llama", pipeline=2, data=2, zero=1),
+    megatron("llama", context=2, data=2, zero=1),
+    megatron("llama", context=2, pipeline=2),
+    megatron("llama", context=4),
+    megatron("llama", tensor=2, pipeline=2, layers=4, label="sp-vpp2", own=VPP),
+    megatron("llama", tensor=2, pipeline=2, label="sp-padded", vocabulary=ODD),
+    megatron("llama", tensor=2, label="sp-full", recompute=True),
+    megatron("llama", tensor=2, label="sp-selective", own=SELECTIVE),
+    megatron("llama", pipeline=2, layers=4, label="full", recompute=True),
+    megatron("gpt2"),
+    megatron("gpt2", tensor=2, label="sp"),
+    megatron("gpt2", tensor=4, label="sp-padded", vocabulary=ODD),
+    megatron("gpt2", pipeline=2),
+    megatron("gpt2", pipeline=2, layers=4, label="vpp2", own=VPP),
+    megatron("gpt2", context=2),
+    megatron("gpt2", data=2, zero=1),
+    megatron("qwen2", tensor=2, label="sp"),
+    megatron("qwen2", tensor=4, label="sp"),
+    megatron("qwen2", pipeline=2, layers=4, label="uneven", own=UNEVEN),
+    megatron("qwen2", context=2),
+    megatron("qwen2", data=2, zero=1),
+    megatron("qwen3", tensor=2, pipeline=2, label="sp"),
+    megatron("qwen3", pipeline=2),
+    megatron("qwen3", context=2),
+    megatron("qwen3", data=2, zero=1),
+    megatron("mixtral", tensor=2, label="sp"),
+    megatron("mixtral", pipeline=2),
+    megatron("mixtral", data=2, zero=1),
+    megatron("mixtral", data=2, expert=2, zero=1),
+    megatron("mixtral", data=2, expert=2, label="allgather", own=(("moe_token_dispatcher_type", "allgather"),)),
+    deepspeed("llama", 3, data=4),
+    deepspeed("llama", 3, data=2, label="full", recompute=True),
+    deepspeed("llama", 1, tensor=4),
+    deepspeed("llama", 3, tensor=2),
+    deepspeed("llama", 1, pipeline=4, layers=4),
+    deepspeed("llama", 1, pipeline=2, layers=3, label="uneven"),
+    deepspeed("llama", 3, context=2),
+    deepspeed("llama", 2, context=2, data=2),
+    deepspeed("llama", 2, data=2, label="odd", vocabulary=ODD),
+    deepspeed("gpt2", 3, data=2),
+    deepspeed("gpt2", 2, context=2),
+    deepspeed("qwen2", 3, data=2),
+    deepspeed("qwen2", 1, pipeline=2),
+    deepspeed("qwen2", 2, context=2),
+    deepspeed("qwen3", 1, tensor=2),
+    deepspeed("qwen3", 1, pipeline=2),
+    deepspeed("qwen3", 2, context=2),
+    deepspeed("mixtral", 0, data=2),
+    deepspeed("mixtral", 3, data=2),
+    deepspeed("mixtral", 2, data=2, expert=2),
+)
+
+ALL: tuple[Cell, ...] = CORE + FURTHER
+
+
+def choose(words: Iterable[str]) -> tuple[Cell, ...]:
+    """The cells that any of ``words`` means: ``core``, ``all``, a name, or a pattern of names (``megatron/*/tp2*``).
+
+    Raises:
+        InputError: a word means none.
+    """
+    chosen: list[Cell] = []
+    for word in words:
+        found = {"core": CORE, "all": ALL}.get(word) or tuple(cell for cell in ALL if fnmatchcase(cell.name, word))
+        if not found:
+            raise InputError(Problem("--cells", f"--cells {word}", "cells are core, all, a name, or a pattern of names with *",
+                                     "python launch/verify.py --list shows the names"))
+        chosen += found
+    return tuple(dict.fromkeys(chosen))
+
+

@@ -1,0 +1,127 @@
+"""Rows of the parity matrix as JSON and as a page to read.
+
+A later run replaces the rows that it ran again on the same kind of device and keeps the others, so that cells run on GPUs stand
+beside those run on CPUs; each row says on what, with which versions and when it ran.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from toolkit.testing.matrix import ALL, TOLERANCE
+from toolkit.testing.measure import Differences
+from toolkit.testing.verify import Row, Verdict
+
+FORMAT = 1
+FIGURES = ("loss", "norm", "gradient", "weight", "evaluation")
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of an earlier run whose cells are still in the matrix; none where there is no file."""
+    if not path.exists():
+        return []
+    known = {cell.name for cell in ALL}
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return [_row(row) for row in rows if row["cell"] in known]
+
+
+def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+    """In the order of the matrix. A cell that could not run here does not replace one that did."""
+    found = {_key(row): row for row in old}
+    for row in new:
+        if row.verdict is not Verdict.NOT_RUN or _key(row) not in found:
+            found[_key(row)] = row
+    order = {cell.name: place for place, cell in enumerate(ALL)}
+    return sorted(found.values(), key=lambda row: (row.device, order[row.cell], row.case))
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"format": FORMAT, "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+
+
+def write_markdown(rows: Sequence[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(markdown(rows), encoding="utf-8")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    parts = [HEAD.format(**{name: f"{getattr(TOLERANCE, name):.0e}" for name in FIGURES})]
+    for device in sorted({row.device for row in rows}):
+        parts.append(_of_device(device, [row for row in rows if row.device == device]))
+    ran_on_gpu = {row.cell for row in rows if row.device == "cuda" and row.differences is not None}
+    never = [cell.name for cell in ALL if cell.name not in ran_on_gpu]
+    told = "all of them" if len(never) == len(ALL) else ", ".join(f"`{name}`" for name in never) or "none"
+    parts.append(f"## Never run on a GPU\n\n{told[0].upper()}{told[1:]}.\n")
+    return "\n".join(parts)
+
+
+HEAD = """# Parity
+
+Written by `python launch/verify.py --cells all`; `make verify` runs the core of it. Each cell trains a tiny model of its family for
+20 steps in fp32, twice: with AdamW and clipping, and with SGD without. It is held against the engine `local` (plain torch, one
+process) with the same first weights and samples. Largest differences, and what is allowed: loss {loss}, gradient norm {norm},
+gradient of each parameter at the first step {gradient} of its largest element (from the SGD run), final weights {weight}, mean
+loss on held-out samples after the last step {evaluation}.
+
+A name is engine, family, layout: `tp` tensor, `cp` context (Ulysses under DeepSpeed), `ep` expert, `pp` pipeline, `dp` data ranks,
+`zero` the stage (under Megatron-core 1 and 2 are the distributed optimizer), `sp` sequence parallel, `vpp2` two model chunks a
+stage, `padded` a vocabulary of 263 rows that the ranks do not divide, `uneven` stages of different depth, `full` and `selective`
+recomputation. In every cell the micro-batches differ in their numbers of unmasked tokens. With mixtral another order of summation
+may choose another expert where two are as close as rounding: from that step on two right runs differ, and the step is named.
+"""
+
+
+def _of_device(device: str, rows: Sequence[Row]) -> str:
+    ran = [row for row in rows if row.differences is not None]
+    counts = ", ".join(f"{sum(row.verdict is verdict for row in rows)} {verdict}" for verdict in Verdict
+                       if any(row.verdict is verdict for row in rows))
+    lines = [f"## On {device}", "", f"{len(rows)} runs of {len({row.cell for row in rows})} cells: {counts}.", ""]
+    if ran:
+        lines += [_provenance(ran), "", "| cell | case | loss | norm | gradient | weights | evaluation | verdict |",
+                  "|---|---|---|---|---|---|---|---|"]
+        for row in ran:
+            figures = " | ".join(_figure(row.differences, name) for name in FIGURES)
+            lines.append(f"| `{row.cell}` | {row.case} | {figures} | {row.verdict} |")
+        lines.append("")
+    told = [row for row in rows if row.cause]
+    if told:
+        lines += ["What a verdict rests on:", ""]
+        lines += [f"- `{row.cell}` {row.case}, {row.verdict}: {_one_line(row.cause)}" for row in told]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _provenance(rows: Sequence[Row]) -> str:
+    versions: dict[str, set[str]] = {}
+    for row in rows:
+        for name, version in row.versions.items():
+            versions.setdefault(name, set()).add(version)
+    told = ", ".join(f"{name} {' and '.join(sorted(found))}" for name, found in versions.items())
+    days = sorted({row.day for row in rows})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{', '.join(sorted({row.hardware for row in rows}))}; {told}; {when}."
+
+
+def _figure(differences: Differences | None, name: str) -> str:
+    value = getattr(differences, name, None)
+    return "" if value is None else f"{value:.1e}"
+
+
+def _one_line(text: str) -> str:
+    """Of a traceback, its last line."""
+    return text.strip().splitlines()[-1]
+
+
+def _row(held: dict[str, Any]) -> Row:
+    differences = held["differences"]
+    return Row(**{**held, "verdict": Verdict(held["verdict"]), "tolerance": Differences(**held["tolerance"]),
+                  "differences": None if differences is None else Differences(**differences)})
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row.cell, row.case, row.device

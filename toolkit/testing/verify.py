@@ -1,0 +1,165 @@
+"""The parity matrix carried out: every cell beside its oracle, and a verdict on each.
+
+    with rank_pool(4) as pool:
+        rows = verify(CORE, pool, devices=4, device=Device.CPU, progress=progress)
+
+An oracle runs once for all cells with its family, sizes and optimizer, on one rank of the same pool and so on the same device.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from toolkit import __version__
+from toolkit.config.schema import EngineName
+from toolkit.errors import PlanError
+from toolkit.plan.types import Device
+from toolkit.progress import Progress
+from toolkit.testing.dist import RankPool, RanksFailed
+from toolkit.testing.matrix import Case, Cell
+from toolkit.testing.measure import Differences, Measured, measure
+from toolkit.testing.parity import REQUIRED_FALL, STEPS
+
+SECONDS = 300.0  # that a cell may take; the first on a GPU compiles and loads kernels
+# A gap between a router's choices that another order of summation can close: fp32 logits of size one differ by 1e-7 to 1e-6
+# between right runs, and by more as the steps add up.
+FLIP_GAP = 1e-5
+
+
+class Verdict(StrEnum):
+    EQUAL = "equal"  # within the tolerances
+    BOUND = "within its bound"  # above a tolerance for a measured cause
+    FLIP = "equal until a routing flip"
+    APART = "apart"
+    INVALID = "invalid"  # the oracle learnt nothing, so agreement proves nothing
+    FAILED = "failed"  # it did not run to its end
+    NOT_RUN = "not run"  # more devices than there are
+
+    @property
+    def good(self) -> bool:
+        return self in (Verdict.EQUAL, Verdict.BOUND, Verdict.FLIP, Verdict.NOT_RUN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One cell with one optimizer case, on one kind of device."""
+
+    cell: str
+    engine: str
+    family: str
+    layout: str
+    ranks: int
+    case: str
+    device: str  # cpu or cuda
+    hardware: str
+    versions: dict[str, str]
+    day: str  # UTC
+    seconds: float
+    verdict: Verdict
+    cause: str  # of anything but EQUAL
+    differences: Differences | None
+    tolerance: Differences
+
+
+Judgement = tuple[Verdict, str, Differences]
+Report = Callable[[Row], None]
+
+
+def verify(cells: Sequence[Cell], pool: RankPool, *, devices: int, device: Device, progress: Progress, report: Report = lambda row: None,
+           steps: int = STEPS) -> list[Row]:
+    """Run ``cells`` with both optimizer cases, those that share an oracle next to each other.
+
+    Args:
+        devices: ranks that there is a device for; cells of more are NOT_RUN.
+        report: told of each row as it comes.
+    """
+
+    @cache
+    def oracle(cell: Cell, case: Case) -> Measured:
+        return measured(cell, case, pool, device, steps)
+
+    rows = []
+    ordered = sorted(cells, key=lambda cell: (cell.family, cell.layers, cell.vocabulary))
+    with progress.task("parity", total=len(ordered) * len(Case), unit="runs") as task:
+        for cell in ordered:
+            for case in Case:
+                row = one(cell, case, pool, oracle, devices=devices, device=device, steps=steps)
+                rows.append(row)
+                report(row)
+                task.advance(note=f"{cell.name} {case}: {row.verdict}")
+    return rows
+
+
+def one(cell: Cell, case: Case, pool: RankPool, oracle: Callable[[Cell, Case], Measured], *, devices: int, device: Device,
+        steps: int = STEPS) -> Row:
+    started = time.monotonic()
+    differences = None
+    if cell.ranks > devices:
+        verdict, cause = Verdict.NOT_RUN, f"needs {cell.ranks} devices, here are {devices}"
+    else:
+        try:
+            verdict, cause, differences = judge(cell, measured(cell, case, pool, device, steps), oracle(cell.oracle(), case))
+        except (PlanError, RanksFailed) as error:
+            verdict, cause = Verdict.FAILED, str(error)
+    return Row(
+        cell=cell.name, engine=cell.engine.value, family=cell.family, layout=cell.layout, ranks=cell.ranks, case=case.value,
+        device=device.value, hardware=hardware(device), versions=versions(cell.engine), day=datetime.now(UTC).date().isoformat(),
+        seconds=round(time.monotonic() - started, 2), verdict=verdict, cause=cause, differences=differences, tolerance=cell.allowed)
+
+
+def measured(cell: Cell, case: Case, pool: RankPool, device: Device, steps: int = STEPS) -> Measured:
+    """Raises PlanError, RanksFailed."""
+    plan = cell.plan(case, device)
+    assert plan.shape is not None, "cells are of families"
+    watched = cell.engine is EngineName.local and plan.shape.num_local_experts > 0
+    found: Measured = pool.run(measure_on_rank, plan, steps, case is Case.SGD, watched, ranks=cell.ranks, timeout=SECONDS)[0]
+    return found
+
+
+def measure_on_rank(rank: int, ranks: int, plan: Any, steps: int, gradients: bool, gaps: bool) -> Measured:
+    return measure(rank, ranks, plan, steps=steps, gradients=gradients, gaps=gaps)
+
+
+def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:
+    """Pure. After a routing flip two right runs go different ways: then only the steps before it are judged."""
+    fall = right.trace.losses[0] - right.trace.losses[-1]
+    differences = found.differences(right)
+    if not right.gradients and fall < REQUIRED_FALL:
+        return Verdict.INVALID, f"the oracle's loss fell by {fall:.3f} only", differences
+    over = differences.over(cell.allowed)
+    if not over:
+        above = differences.over(Cell(engine=cell.engine, family=cell.family).allowed)
+        return (Verdict.BOUND, cell.excess.cause, differences) if above and cell.excess else (Verdict.EQUAL, "", differences)
+    step = found.departure(right, cell.allowed.loss)
+    if step and right.gaps and (gap := min(right.gaps[step - 1 : step + 1])) <= FLIP_GAP:
+        before = found.differences(right, step)
+        if not {"loss", "norm", "gradient"} & set(before.over(cell.allowed)):
+            cause = f"at step {step} two experts are {gap:.1e} apart for a token and rounding chooses; loss and norm are of before"
+            return Verdict.FLIP, cause, before
+    worst = ", ".join(f"{name} {getattr(differences, name):.1e} (allowed {getattr(cell.allowed, name):.0e})" for name in over)
+    return Verdict.APART, f"{worst}; loss first apart at step {step}", differences
+
+
+def versions(engine: EngineName) -> dict[str, str]:
+    names = {EngineName.deepspeed: ["deepspeed"], EngineName.megatron: ["megatron-core"], EngineName.local: []}[engine]
+    found = {"toolkit": __version__, "python": platform.python_version()}
+    return found | {name: metadata.version(name) for name in ("torch", *names, "transformers")}
+
+
+@cache
+def hardware(device: Device) -> str:
+    return torch.cuda.get_device_name() if device is Device.CUDA else platform.machine()
+
+
+def bad(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if not row.verdict.good]
