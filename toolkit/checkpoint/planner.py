@@ -33,7 +33,7 @@ def boxes_to_write(shard: Shard) -> list[Box]:
     small one is written by the holder that a hash of its name chooses, so that small tensors spread over the holders.
     """
     box, holders = shard.box, shard.replicas
-    if box.numel == 0 and math.prod(shard.global_shape) > 0:
+    if shard.mirror or (box.numel == 0 and math.prod(shard.global_shape) > 0):
         return []
     if holders == 1:
         return [box]

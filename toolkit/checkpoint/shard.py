@@ -98,6 +98,7 @@ class Shard:
         data: shape ``box.shape``; any dtype, any device, may be a view.
         replica, replicas: this copy's number and how many ranks hold the same box. Saving shares the writing of a
             replicated box over its holders; loading fills every copy.
+        mirror: other ranks save these elements, in boxes of their own; loading fills this copy too.
     """
 
     key: TensorKey
@@ -106,6 +107,7 @@ class Shard:
     data: torch.Tensor
     replica: int = 0
     replicas: int = 1
+    mirror: bool = False
 
     def __post_init__(self) -> None:
         assert tuple(self.data.shape) == self.box.shape, f"{self.key}: data {tuple(self.data.shape)}, box {self.box.shape}"

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from toolkit.checkpoint.shard import Reader
 from toolkit.config.schema import EngineName
 from toolkit.engine.protocol import Engine, Objective
-from toolkit.errors import PlanError, Problem
 from toolkit.plan.types import RunPlan
 
 
@@ -46,8 +45,9 @@ def _deepspeed(plan: RunPlan, objective: Objective, rank: int, local_rank: int) 
 
 
 def _megatron(plan: RunPlan, objective: Objective, rank: int, local_rank: int) -> Engine:
-    raise PlanError(Problem("engine.name", "engine.name=megatron", "the engines that train are local and deepspeed",
-                            "write engine=deepspeed"))
+    from toolkit.engine.megatron.step import MegatronEngine
+
+    return MegatronEngine(plan, objective, rank=rank, local_rank=local_rank)
 
 
 ENGINES: dict[EngineName, Callable[[RunPlan, Objective, int, int], Engine]] = {

@@ -9,7 +9,7 @@ from toolkit.errors import PlanError, Problem, Severity
 from toolkit.families import get
 from toolkit.families.base import ModelShape
 from toolkit.layout.axes import Axes
-from toolkit.plan import deepspeed, rules
+from toolkit.plan import deepspeed, megatron, rules
 from toolkit.plan.batch import plan_batch
 from toolkit.plan.case import Case
 from toolkit.plan.memory import plan_memory
@@ -27,11 +27,12 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
     parameters = get(shape.family).parameters(shape) if shape is not None else ()
     axes = _axes(config, world, problems)
     batch = _batch(config, axes, problems)
-    settings = None
-    memory = None
+    settings = of_megatron = memory = None
     if batch is not None:
         if config.engine.name is EngineName.deepspeed:
             settings = deepspeed.settings(vendor.usable(config), world, batch, [spec.numel for spec in parameters])
+        if shape is not None and axes is not None and config.engine.name is EngineName.megatron:
+            of_megatron = megatron.settings(vendor.usable(config), world, axes, shape)
         if shape is not None:
             memory = plan_memory(config, shape, parameters, batch, settings)
     problems += rules.check(Case(config=config, world=world, shape=shape, parameters=parameters, axes=axes, batch=batch, memory=memory))
@@ -53,6 +54,7 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
         parameters=parameters,
         memory=memory,
         deepspeed=settings,
+        megatron=of_megatron,
         warnings=tuple(warnings),
     )
 

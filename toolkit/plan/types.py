@@ -104,6 +104,7 @@ class RunPlan:
     parameters: tuple[ParameterSpec, ...]  # empty for model.target
     memory: MemoryPlan | None  # None for model.target
     deepspeed: Mapping[str, Any] | None  # the exact dictionary given to deepspeed.initialize
+    megatron: Mapping[str, Mapping[str, Any]] | None  # sections of Megatron-core's settings: plan/megatron.py
     warnings: tuple[Problem, ...]
 
     @property

@@ -1,0 +1,1 @@
+"""Megatron-core as an engine. Only modules in this folder import ``megatron``."""

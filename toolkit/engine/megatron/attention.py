@@ -1,0 +1,97 @@
+"""What the local layer spec lacks without Transformer Engine: a norm for sequence parallelism, attention for context parallelism."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+
+class Norm:
+    """torch's norm. Under sequence parallelism each rank normalises its own tokens; only the gradients of the weights must be
+    summed, which ``finalize_model_grads`` does for parameters with this mark."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> Any:
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.device("cuda") if torch.cuda.is_available() else "cpu")
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+class Attention(MegatronModule):
+    """Scaled dot-product attention by torch, which takes flash attention where there is one.
+
+    Under context parallelism keys and values are gathered, and each rank computes the rows of its own queries: the all-gather
+    form of Llama 3 (2407.21783, section 3.3.2).
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
+                 attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
+                 pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self._group = groups.cp if config.context_parallel_size > 1 else None
+        self._scale = softmax_scale
+        self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None,
+                attn_mask_type: AttnMaskType | None = None, attention_bias: torch.Tensor | None = None, packed_seq_params: Any = None,
+                ) -> torch.Tensor:
+        """Causal. ``query`` [sequence, batch, heads, head_dim], ``key`` and ``value`` with key-value heads; the answer is
+        [sequence, batch, heads * head_dim]. ``sequence`` is this rank's part."""
+        assert attention_bias is None, "this attention has no bias"
+        assert packed_seq_params is None, "this attention does not know packed sequences"
+        length, batch, heads, _ = query.shape
+        mask = None
+        if self._group is not None:
+            mask = self._mask(length, query.device)
+            key, value = _Gather.apply(key, self._group), _Gather.apply(value, self._group)
+        dropout = self._dropout if self.training else 0.0
+        # Heads differ between tensor ranks, so their masks do; under sequence parallelism the caller has forked already.
+        drawing = nullcontext() if dropout == 0 or self.config.sequence_parallel else get_cuda_rng_tracker().fork()
+        with drawing:
+            output = functional.scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), attn_mask=mask, is_causal=mask is None,
+                dropout_p=dropout, scale=self._scale, enable_gqa=heads != key.shape[2])
+        return output.permute(2, 0, 1, 3).reshape(length, batch, -1)
+
+    def _mask(self, length: int, device: torch.device) -> torch.Tensor:
+        """bool [length, whole sequence]: True where a query sees a key."""
+        assert self._group is not None
+        size, rank = self._group.size(), self._group.rank()
+        keys = torch.cat([_positions(length, peer, size, device) for peer in range(size)])
+        return keys[None, :] <= _positions(length, rank, size, device)[:, None]
+
+
+def _positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
+    """Places in the whole sequence of what a context rank holds: of ``2 * size`` pieces the one at ``rank`` and the one as far
+    from the end, so that all ranks have as much causal attention to compute."""
+    piece = torch.arange(length // 2, device=device)
+    return torch.cat([rank * (length // 2) + piece, (2 * size - 1 - rank) * (length // 2) + piece])
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' parts along dim 0; backward, the sum of all ranks' gradients of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        part = gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
+        return part, None

@@ -1,0 +1,130 @@
+"""Model, gradient buffers and optimizer of one rank, put together, and what the engine asks of them as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from toolkit.config.schema import Precision
+from toolkit.engine.megatron.model import build_chunks, transformer_config
+from toolkit.engine.megatron.state import State, inner_optimizers, kept
+from toolkit.engine.precision import LossScaler
+from toolkit.engine.protocol import MicroBatch
+from toolkit.plan.types import RunPlan
+
+
+class Built:
+    """``chunks`` are this rank's stages of the model in Megatron-core's data parallelism."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        assert plan.megatron is not None
+        assert plan.shape is not None
+        config = transformer_config(plan)
+        models = build_chunks(plan, config)
+        wrapped = models if plan.config.precision.name is Precision.fp32 else [Float16Module(config, model) for model in models]
+        ddp = DistributedDataParallelConfig(**plan.megatron["ddp"])
+        self.chunks = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(wrapped)]
+        settings = dict(plan.megatron["optimizer"])
+        settings["params_dtype"] = getattr(torch, settings["params_dtype"])
+        self.optimizer: Any = get_megatron_optimizer(OptimizerConfig(**settings), self.chunks, use_gloo_process_groups=False)
+        self.state = State(plan, models, self.optimizer)
+        self.draws = plan.shape.dropout > 0  # whether training draws random numbers
+        self._parallel_context = plan.axes.context > 1
+        self._weight_decay = plan.config.optim.weight_decay
+        self._config = config
+        _connect(config, ddp, self.chunks)
+
+    @property
+    def kept(self) -> set[str]:
+        """States that the optimizer keeps; of this rank's parameters, which are never none."""
+        return {name for master in self.state.masters for name in kept(master.inner)}
+
+    def set_rates(self, lr: float) -> None:
+        """Megatron-core marks the groups that do not decay; elsewhere its scheduler multiplies."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = self._weight_decay * group["wd_mult"]
+
+    def scale_by(self, scaler: LossScaler, overflowed: Callable[[bool], None]) -> None:
+        """The run's own loss scale, whose rules are the same in every engine, in place of Megatron-core's."""
+        for part in inner_optimizers(self.optimizer):
+            part.grad_scaler = _Scale(scaler, overflowed)
+        self._config.grad_scale_func = self.optimizer.scale_loss
+
+    def cut(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """This context rank's part of a micro-batch, with the places of its tokens in the sequence."""
+        tokens = batch["input_ids"]
+        found = {**batch, "position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)}
+        return get_batch_on_this_cp_rank(found) if self._parallel_context else found
+
+    def settle_weights(self) -> None:
+        """Wait for weights that are still on their way from the ranks that stepped them. Collective where the gather overlaps."""
+        for chunk in self.chunks:
+            if chunk.use_forward_hook:
+                chunk.start_param_sync(force_sync=True)
+
+    def optimizer_step(self) -> int | None:
+        """Steps that Adam has taken; None before the first, and for optimizers that do not count."""
+        for master in self.state.masters:
+            step = master.inner.state.get(master.tensor, {}).get("step", master.group.get("step"))
+            if step is not None:
+                return int(step)
+        return None
+
+    def reset_state(self, step: int | None) -> None:
+        """No optimizer state; with ``step``, zeroed state as after that many steps, to be filled."""
+        for master in self.state.masters:
+            master.inner.state.pop(master.tensor, None)
+            counts_in_group = not type(master.inner).__module__.startswith("torch.") and "betas" in master.inner.defaults
+            if counts_in_group:  # Transformer Engine's and Apex's
+                master.group["step"] = step or 0
+            if step is None:
+                continue
+            found: dict[str, torch.Tensor] = {name: torch.zeros_like(master.tensor, requires_grad=False) for name in kept(master.inner)}
+            if "betas" in master.inner.defaults and not counts_in_group:
+                found["step"] = torch.tensor(float(step))  # each its own: torch advances it once a parameter
+            master.inner.state[master.tensor] = found
+
+    def forget(self) -> None:
+        """Let go of memory: hooks and configuration refer to each other."""
+        for name in ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func"):
+            setattr(self._config, name, None)
+        self.chunks.clear()
+        del self.optimizer, self.state
+
+
+def _connect(config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[DistributedDataParallel]) -> None:
+    """The schedules find what they call in the configuration: one function, or with virtual stages one a chunk."""
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+    if ddp.overlap_grad_reduce and len(chunks) > 1:
+        config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    if ddp.overlap_param_gather and ddp.align_param_gather:
+        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
+    return functions if len(functions) > 1 else functions[0]
+
+
+class _Scale:
+    """Megatron-core's view of the run's loss scale. The optimizers for experts and for the rest each say whether they overflowed;
+    the scale moves once a step, after both."""
+
+    def __init__(self, scaler: LossScaler, overflowed: Callable[[bool], None]) -> None:
+        self._scaler, self.update = scaler, overflowed
+
+    @property
+    def scale(self) -> torch.Tensor:
+        return torch.tensor([self._scaler.cur_scale], device="cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def inv_scale(self) -> torch.Tensor:
+        return self.scale.double().reciprocal().float()

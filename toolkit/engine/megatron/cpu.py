@@ -1,0 +1,207 @@
+"""Megatron-core on CPUs with gloo, for tests and laptops. Nothing happens where CUDA is present.
+
+Megatron-core 0.16 says ``cuda`` in its own code: ``torch.cuda.current_device()``, ``device="cuda"``, ``tensor.cuda()``,
+``tensor.type() == "torch.cuda.FloatTensor"``, streams, events, CUDA's random state. So its modules, and only they, get another
+``torch``: a proxy that answers those and passes everything else on. ``torch`` itself stays as it is, but for two methods of
+``Tensor`` that act differently when Megatron-core calls them.
+
+Considered and left: a ``TorchFunctionMode`` over everything. It is slower, it is a thread's own (backward runs in others), and
+it would hide our own mistakes about devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PACKAGE = "megatron.core"
+CPU = torch.device("cpu")
+FACTORIES = ("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "eye", "linspace",
+             "empty_like", "zeros_like", "ones_like", "full_like")
+
+
+@functools.cache
+def enable() -> bool:
+    """Whether Megatron-core runs on CPUs from now on. Before and after its modules are imported."""
+    if torch.cuda.is_available():
+        return False
+    import megatron.core.jit
+    import megatron.core.tensor_parallel.random as random
+
+    megatron.core.jit.disable_jit_fuser()  # torch.compile would build C++ kernels
+    _act_differently("cuda", lambda tensor, *_args, **_settings: tensor)
+    of_tensor = torch.Tensor.type
+    _act_differently("type", lambda tensor, *args, **settings: of_tensor(tensor, *args, **settings) if args or settings
+                     else of_tensor(tensor).replace("torch.", "torch.cuda."))
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PACKAGE) and module is not None:
+            _rebind(module)
+    sys.meta_path.insert(0, _Finder())
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    return True
+
+
+class _Proxy(ModuleType):
+    """A module that has ``answers`` of its own and everything else from ``module``."""
+
+    def __init__(self, module: ModuleType, answers: dict[str, Any]) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(answers, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Idle:
+    """A stream, an event, a range of a profiler: on a CPU everything has happened when the call returns."""
+
+    def __init__(self, *_args: Any, **_settings: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Idle:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, _stream: object) -> None:
+        pass
+
+    wait_event = record_event = wait_stream
+
+    def record(self, _stream: object = None) -> None:
+        pass
+
+    wait = synchronize = record
+
+
+def _nothing(*_args: object, **_settings: object) -> None:
+    pass
+
+
+def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def wrapped(*args: Any, **settings: Any) -> torch.Tensor:
+        if str(settings.get("device")).startswith("cuda"):
+            settings["device"] = CPU
+        if settings.get("pin_memory"):
+            settings["pin_memory"] = False
+        return make(*args, **settings)
+
+    return wrapped
+
+
+def _set_state(state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(state)
+
+
+def _all_gather(tensors: Sequence[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """gloo gathers tensors of one shape only; experts send as many tokens as were routed to them."""
+    if len({tensor.shape for tensor in tensors}) == 1:
+        return dist.all_gather(list(tensors), mine, group, async_op)
+    assert not async_op, "gathering unequal parts is not asynchronous"
+    most = max(len(tensor) for tensor in tensors)
+    room = mine.new_empty(len(tensors) * most, *mine.shape[1:])
+    dist.all_gather_into_tensor(room, _padded(mine, most), group)
+    for tensor, part in zip(tensors, room.chunk(len(tensors)), strict=True):
+        tensor.copy_(part[: len(tensor)])
+    return None
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None,
+                    async_op: bool = False) -> Any:
+    """As :func:`_all_gather`."""
+    if len({tensor.shape for tensor in inputs}) == 1:
+        return dist.reduce_scatter(output, list(inputs), op, group, async_op)
+    assert not async_op, "scattering unequal parts is not asynchronous"
+    most = max(len(tensor) for tensor in inputs)
+    room = output.new_empty(most, *output.shape[1:])
+    dist.reduce_scatter_tensor(room, torch.cat([_padded(tensor, most) for tensor in inputs]), op, group)
+    output.copy_(room[: len(output)])
+    return None
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    missing = rows - len(tensor)
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor.contiguous()
+
+
+@functools.cache
+def _torch() -> ModuleType:
+    """What modules of Megatron-core have for ``torch``. The "CUDA" random state is the CPU's."""
+    state = {"get_rng_state": lambda device=None: torch.get_rng_state(), "set_rng_state": _set_state, "manual_seed": torch.manual_seed}
+    ranges = _Proxy(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "range": _Idle})
+    cuda = _Proxy(torch.cuda, {
+        **state, "random": _Proxy(torch.cuda.random, state), "nvtx": ranges, "current_device": lambda: CPU, "set_device": _nothing,
+        "synchronize": _nothing, "empty_cache": _nothing, "Stream": _Idle, "Event": _Idle, "stream": _Idle, "current_stream": _Idle,
+        "default_stream": _Idle,
+    })
+    collectives = _Proxy(dist, {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter})
+    return _Proxy(torch, {**{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}, "cuda": cuda, "distributed": collectives})
+
+
+def _act_differently(method: str, replacement: Callable[..., Any]) -> None:
+    """A method of ``Tensor``, for callers in Megatron-core."""
+    original = getattr(torch.Tensor, method)
+
+    @functools.wraps(original)
+    def wrapped(self: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        ours = str(sys._getframe(1).f_globals.get("__name__", "")).startswith(PACKAGE)
+        return (replacement if ours else original)(self, *args, **settings)
+
+    setattr(torch.Tensor, method, wrapped)
+
+
+def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The original makes numpy arrays of CUDA tensors only, and hands CPU tensors to ``all_to_all_single`` as split sizes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+# Functions without a branch for CPUs, in every module that has imported them by name.
+REPLACED: dict[str, Callable[..., Any]] = {"maybe_move_tensor_to_cpu": _as_numpy, "_set_cuda_rng_state": _set_state}
+
+
+def _rebind(module: ModuleType) -> None:
+    names = vars(module)
+    if names.get("torch") is torch:
+        names["torch"] = _torch()
+    names.update({name: function for name, function in REPLACED.items() if name in names})
+    for name, value in list(names.items()):
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            for inner, method in list(vars(value).items()):
+                if hasattr(method, "_torchdynamo_orig_callable"):
+                    setattr(value, inner, method._torchdynamo_orig_callable)
+        elif hasattr(value, "_torchdynamo_orig_callable"):  # compiled before the fuser was switched off
+            names[name] = value._torchdynamo_orig_callable
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Rebinds ``torch`` in modules of Megatron-core that are imported later."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(PACKAGE):
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target)) is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _rebind(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

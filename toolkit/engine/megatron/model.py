@@ -1,0 +1,96 @@
+"""The model as Megatron-core builds it: this rank's chunks of it, with memory for weights and no weights in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+from toolkit.engine.megatron.attention import Attention, Norm
+from toolkit.plan.types import Device, RunPlan
+
+ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
+
+
+class Model(GPTModel):
+    """``GPTModel`` whose padded vocabulary never enters the softmax: logits of zero would raise the loss."""
+
+    real_vocabulary: int
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """``logits`` [sequence, batch, this rank's vocabulary] -> losses [batch, sequence]."""
+        first = self.pg_collection.tp.rank() * logits.shape[-1]
+        if first + logits.shape[-1] > self.real_vocabulary:
+            logits[..., max(self.real_vocabulary - first, 0):] = torch.finfo(logits.dtype).min
+        losses: torch.Tensor = super().compute_language_model_loss(labels, logits)
+        return losses
+
+
+def transformer_config(plan: RunPlan) -> TransformerConfig:
+    """The plan's section ``transformer`` with objects for names. Weights are not drawn: ``engine.load`` brings them."""
+    assert plan.megatron is not None, "the plan of a megatron run has Megatron-core's settings"
+    found = dict(plan.megatron["transformer"])
+    found["activation_func"] = ACTIVATIONS[found["activation_func"]]
+    for key in ("params_dtype", "pipeline_dtype"):
+        found[key] = getattr(torch, found[key])
+    # Its constructors mark parameters as cut by the tensor axis where they initialise them, so they are let run with nothing to do.
+    drawn = {key: _leave for key in ("init_method", "output_layer_init_method", "embedding_init_method")}
+    return TransformerConfig(**found, **drawn)
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def build_chunks(plan: RunPlan, config: TransformerConfig) -> list[Model]:
+    """This pipeline rank's stages: one, or with virtual stages several."""
+    stages = config.virtual_pipeline_model_parallel_size
+    return [_build(plan, config, None if stages is None else stage) for stage in range(stages or 1)]
+
+
+def _build(plan: RunPlan, config: TransformerConfig, stage: int | None) -> Model:
+    assert plan.megatron is not None
+    assert plan.shape is not None
+    arguments: Mapping[str, Any] = plan.megatron["model"]
+    model = Model(
+        config, layer_spec(plan, config, stage), parallel_output=True, vp_stage=stage,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+        **arguments)
+    model.real_vocabulary = plan.shape.vocab_size
+    return model.train()
+
+
+def layer_spec(plan: RunPlan, config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers where they are installed and there is a GPU, else Megatron-core's own with torch's attention."""
+    if uses_transformer_engine(plan):
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+    spec = copy.deepcopy(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage))
+    spec.layer_norm = Norm
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        attention = parts.self_attention.submodules
+        attention.core_attention = Attention
+        for name in ("q_layernorm", "k_layernorm"):
+            if getattr(attention, name) not in (None, IdentityOp):
+                setattr(attention, name, Norm)
+    return spec
+
+
+def uses_transformer_engine(plan: RunPlan) -> bool:
+    if plan.world.device is not Device.CUDA:
+        return False
+    from megatron.core.extensions import transformer_engine
+
+    return bool(transformer_engine.HAVE_TE)

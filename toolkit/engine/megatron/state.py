@@ -1,0 +1,180 @@
+"""Which canonical boxes lie where in Megatron-core's memory: weights, masters and moments as shards, views all of them.
+
+Three kinds of optimizer keep state in three ways. In fp32 the parameter is its own master; in 16 bits each parameter has an fp32
+copy; the distributed optimizer gives each data rank flat ranges of its buffers, so a range of a parameter's elements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, Box, Shard, TensorKey, flat_boxes
+from toolkit.config.schema import Precision
+from toolkit.families import get
+from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, LocalTensor, by_name, inside, local
+from toolkit.plan.types import RunPlan
+
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+# Transformer Engine keeps a norm inside the linear layer that follows it.
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How many ranks hold what this one holds, and the number of this one among them."""
+
+    number: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One parameter of this rank: where it lies in the model, and who else has it.
+
+    Attributes:
+        whole: of its weight, and of its state without the distributed optimizer.
+        ranges: of a data rank's range of its state: the other data ranks have other ranges.
+        mirror: the last stage's copy of a tied embedding, which the first stage saves.
+    """
+
+    parameter: nn.Parameter
+    local: LocalTensor
+    whole: Copies
+    ranges: Copies
+    mirror: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """What the optimizer steps: elements ``start`` to ``start + len`` of a parameter, flat, and the state kept for them.
+
+    ``inner`` is the torch optimizer (or one like it) that has ``tensor`` in its ``group``.
+    """
+
+    held: Held
+    tensor: torch.Tensor
+    start: int
+    inner: torch.optim.Optimizer
+    group: dict[str, Any]
+    ranged: bool  # by the distributed optimizer
+
+
+class State:
+    """The shards of one rank's model and optimizer."""
+
+    def __init__(self, plan: RunPlan, chunks: Sequence[nn.Module], optimizer: Any) -> None:
+        assert plan.shape is not None
+        self._shapes = {spec.name: spec.shape for spec in plan.parameters}
+        self._sixteen_bits = plan.config.precision.name is not Precision.fp32
+        self.held = list(_held(plan, chunks))
+        self.masters = list(_masters(optimizer, {held.parameter: held for held in self.held}))
+
+    def weights(self) -> list[Shard]:
+        return [shard for held in self.held for shard in self._of(held, WEIGHT, held.parameter.detach().view(-1), 0, held.whole)]
+
+    def master_weights(self) -> list[Shard]:
+        """Of runs in 16 bits; elsewhere the weights are what the optimizer steps."""
+        return [shard for master in self.masters for shard in self._of_master(master, MASTER, master.tensor)] if self._sixteen_bits else []
+
+    def moments(self) -> list[Shard]:
+        """What exists: optimizers make their state in their first step."""
+        return [shard for master in self.masters for name in kept(master.inner)
+                if (tensor := master.inner.state.get(master.tensor, {}).get(name)) is not None
+                for shard in self._of_master(master, name, tensor)]
+
+    def _of_master(self, master: Master, state: str, tensor: torch.Tensor) -> Iterator[Shard]:
+        copies = master.held.ranges if master.ranged else master.held.whole
+        return self._of(master.held, state, tensor.detach().view(-1), master.start, copies)
+
+    def _of(self, held: Held, state: str, flat: torch.Tensor, start: int, copies: Copies) -> Iterator[Shard]:
+        """``flat`` has the elements from ``start`` on of the parameter's local tensor."""
+        at = 0
+        for box in flat_boxes(held.local.shape, start, start + flat.numel()):
+            data = flat[at : at + box.numel].view(box.shape)
+            at += box.numel
+            for part in inside(held.local.parts, box.offset, box.shape):
+                yield Shard(TensorKey(state, part.canonical), self._shapes[part.canonical], Box(part.offset, part.extent), part.view(data),
+                            copies.number, copies.count, mirror=held.mirror)
+
+
+def kept(inner: torch.optim.Optimizer) -> tuple[str, ...]:
+    """States of parameter shape that the optimizer keeps once it has stepped. Any Adam calls them by the same names."""
+    if "betas" in inner.defaults:
+        return (EXP_AVG, EXP_AVG_SQ)
+    return (MOMENTUM,) if inner.defaults["momentum"] else ()
+
+
+def inner_optimizers(optimizer: Any) -> Iterator[Any]:
+    """Megatron-core's optimizers inside the chained one that have parameters: one for experts, one for the rest."""
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            yield part
+
+
+def _held(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[Held]:
+    assert plan.shape is not None
+    assert plan.megatron is not None
+    tensors = by_name(get(plan.shape.family).megatron(plan.shape))
+    rows = plan.megatron["model"]["vocab_size"]
+    for chunk in chunks:
+        for own, parameter in chunk.named_parameters():
+            name = global_name(chunk, own)
+            tensor = tensors[name]
+            expert = tensor.expert is not None
+            group = parallel_state.get_expert_tensor_parallel_group() if expert else parallel_state.get_tensor_model_parallel_group()
+            held = local(tensor, group.rank(), group.size(), rows if tensor.cut is Cut.vocabulary else None)
+            assert held.shape == tuple(parameter.shape), f"{name}: Megatron-core has {tuple(parameter.shape)}, the map {held.shape}"
+            over_tensor = Copies(group.rank(), group.size()) if tensor.cut is Cut.whole else Copies(0, 1)
+            peers = _data_group(expert)
+            whole = Copies(over_tensor.number * peers.size() + peers.rank(), over_tensor.count * peers.size())
+            yield Held(parameter, held, whole, over_tensor, mirror=name == OUTPUT and tensor.name == EMBEDDING)
+
+
+def _data_group(expert: bool) -> dist.ProcessGroup:
+    """The ranks that hold the same weights, and among which the distributed optimizer shares out their state."""
+    if expert:
+        found: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
+        return found
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def global_name(chunk: nn.Module, name: str) -> str:
+    """A parameter's name with the global numbers of its layer and its expert, and as the local layer spec has it."""
+    found = LAYER.match(name)
+    if found is None:
+        return name
+    layer: Any = chunk.get_submodule(found[0].rstrip("."))
+    name = f"decoder.layers.{layer.layer_number - 1}.{name[found.end():]}"
+    for fused, norm in FUSED_NORMS.items():
+        name = name.replace(fused, norm)
+    if expert := EXPERT.search(name):
+        first = layer.mlp.local_expert_indices[0]
+        name = name.replace(expert[0], f".local_experts.{int(expert[1]) + first}.")
+    return name
+
+
+def _masters(optimizer: Any, held: Mapping[nn.Parameter, Held]) -> Iterator[Master]:
+    for part in inner_optimizers(optimizer):
+        groups = {tensor: group for group in part.optimizer.param_groups for tensor in group["params"]}
+        if hasattr(part, "model_param_group_index_map"):
+            for parameter, (group, place) in part.model_param_group_index_map.items():
+                tensor = part.optimizer.param_groups[group]["params"][place]
+                start = part._get_model_param_range_map(parameter)["param"].start
+                yield Master(held[parameter], tensor, start, part.optimizer, groups[tensor], ranged=True)
+            continue
+        for parameter, own in held.items():
+            tensor = getattr(parameter, "main_param", parameter)
+            if tensor in groups:
+                yield Master(own, tensor, 0, part.optimizer, groups[tensor], ranged=False)
