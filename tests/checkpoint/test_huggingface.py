@@ -22,16 +22,14 @@ from toolkit.config.schema import ModelConfig
 from toolkit.errors import CheckpointError, InputError
 from toolkit.families.base import ModelShape
 
-FAMILIES = ("gpt2", "llama", "qwen2", "mixtral")
+FAMILIES = tuple(families.FAMILIES)
 
 
 def tiny(name: str, **changes: Any) -> ModelShape:
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 67}
     sizes["max_position_embeddings"] = 16
     if name != "gpt2":
-        sizes |= {"intermediate_size": 48, "num_key_value_heads": 2}
-    if name == "mixtral":
-        sizes |= {"num_local_experts": 3, "num_experts_per_tok": 2}
+        sizes |= {"intermediate_size": 48, **families.get(name).tiny, "tie_word_embeddings": False}
     return families.get(name).settle(ModelConfig(family=name, **{**sizes, **changes}))
 
 

@@ -32,6 +32,7 @@ CORE = [
     cell(3, ranks=4, accumulation=1, **SGD, **OFFLOAD),
     *(cell(stage, family="gpt2") for stage in (2, 3)),
     *(cell(stage, family="qwen2") for stage in (1, 3)),
+    *(cell(stage, family="qwen3") for stage in (2, 3)),
     *(cell(stage, family="mixtral") for stage in (0, 3)),
     *(cell(stage, **CHECKPOINTING) for stage in (2, 3)),
 ]

@@ -13,19 +13,20 @@ import pytest
 
 from toolkit.families import FAMILIES, get
 from toolkit.families.base import ModelShape
-from toolkit.families.published import PUBLISHED
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40, "max_position_embeddings": 24,
          "head_dim": None, "rope_theta": 1234.0, "norm_eps": 3e-5, "initializer_range": 0.03, "dropout": 0.25}
-MODELS = {"gpt2": "gpt2", "llama": "llama-3-8b", "qwen2": "qwen2-7b", "mixtral": "mixtral-8x7b"}
 
 
 def small(family: str, tie: bool) -> ModelShape:
-    model = replace(PUBLISHED[MODELS[family]], **SMALL, tie_word_embeddings=tie)
-    model = replace(model, rope_theta=None) if family == "gpt2" else replace(model, intermediate_size=24, num_key_value_heads=2)
+    model = replace(next(iter(get(family).published.values())), **SMALL, tie_word_embeddings=tie)
+    if family == "gpt2":
+        model = replace(model, rope_theta=None)
+    else:
+        model = replace(model, intermediate_size=24, num_key_value_heads=2, head_dim=get(family).tiny.get("head_dim"))
     if family == "mixtral":
         model = replace(model, num_local_experts=3, router_aux_loss_coef=0.02)
     return get(family).settle(model)
@@ -71,6 +72,13 @@ def test_gpt2_reads_what_old_releases_wrote() -> None:
     config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 10, "n_inner": None}
     shape = get("gpt2").settle(get("gpt2").from_hugging_face_config(config))
     assert (shape.intermediate_size, shape.tie_word_embeddings, shape.dropout) == (64, True, 0.1)
+
+
+def test_qwen3_without_a_head_dim_has_that_of_transformers() -> None:
+    config = get("qwen3").hugging_face_config(small("qwen3", False))
+    del config["head_dim"]
+    assert get("qwen3").settle(get("qwen3").from_hugging_face_config(config)).head_dim == 128
+    assert transformers.AutoConfig.for_model(**config).head_dim == 128
 
 
 def test_mixtral_is_stored_as_transformers_converts_it() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -28,9 +29,17 @@ def count(shape: ModelShape) -> int:
 
 
 @pytest.mark.parametrize(("name", "billions", "digits"), [
-    ("gpt2", 0.1244, 4), ("llama-2-7b", 6.74, 2), ("llama-3-8b", 8.03, 2), ("qwen2-7b", 7.62, 2), ("mixtral-8x7b", 46.7, 1)])
+    ("gpt2", 0.1244, 4), ("llama-2-7b", 6.74, 2), ("llama-3-8b", 8.03, 2), ("qwen2-7b", 7.62, 2), ("mixtral-8x7b", 46.7, 1),
+    ("qwen3-0.6b", 0.596, 3), ("qwen3-8b", 8.19, 2)])
 def test_published_models_have_their_published_sizes(name: str, billions: float, digits: int) -> None:
     assert round(count(shape_of(name)) / 1e9, digits) == billions
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-0.6b", 0.44), ("qwen3-8b", 6.95)])
+def test_qwen3_without_its_embeddings_has_its_published_size(name: str, billions: float) -> None:
+    shape = shape_of(name)
+    tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    assert round((count(shape) - tables) / 1e9, 2) == billions
 
 
 def test_gpt2_flops_are_the_formula_of_megatron_lm() -> None:
@@ -40,7 +49,7 @@ def test_gpt2_flops_are_the_formula_of_megatron_lm() -> None:
     assert get("gpt2").forward_flops(shape, sequence) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b"])
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b", "qwen3-8b"])
 def test_flops_of_a_dense_decoder_are_two_a_weight_and_the_attention_matrix(name: str) -> None:
     shape = shape_of(name)
     matrices = sum(spec.numel for spec in get(shape.family).parameters(shape) if spec.decays and "embed" not in spec.name)
@@ -119,19 +128,30 @@ def test_every_missing_size_is_named_at_once() -> None:
 
 
 def test_an_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(PlanError, match="gpt2, llama, qwen2, mixtral"):
+    with pytest.raises(PlanError, match=", ".join(FAMILIES)):
         get("bert")
 
 
 @pytest.mark.parametrize(("family", "change"), [
     ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}), ("llama", {"attention_bias": True}),
     ("llama", {"hidden_act": "gelu"}), ("qwen2", {"use_sliding_window": True}), ("mixtral", {"sliding_window": 4096}),
-    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}), ("qwen3", {"attention_bias": True}),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True})])
 def test_a_variant_that_is_not_covered_is_refused_by_name(family: str, change: dict[str, object]) -> None:
-    shape = shape_of({"gpt2": "gpt2", "llama": "llama-3-8b", "qwen2": "qwen2-7b", "mixtral": "mixtral-8x7b"}[family])
+    shape = shape_of(next(iter(FAMILIES[family].published)))
     config = FAMILIES[family].hugging_face_config(shape)
     FAMILIES[family].from_hugging_face_config(config)
     with pytest.raises(InputError) as caught:
         FAMILIES[family].from_hugging_face_config(config | change)
     assert next(iter(change)).split("_")[0] in caught.value.problems[0].key
+
+
+def test_a_family_is_one_file_and_its_registration() -> None:
+    """Of everything in toolkit/, only these know that Qwen3 exists, besides the parity matrix, which picks its cells by name."""
+    toolkit = Path(__file__).resolve().parents[2] / "toolkit"
+    lines = {path.relative_to(toolkit).as_posix(): sum("qwen3" in line.lower() for line in path.read_text(encoding="utf-8").splitlines())
+             for path in toolkit.rglob("*.py")}
+    assert {path for path, count in lines.items() if count} - {"testing/matrix.py"} == {"families/qwen3.py", "families/__init__.py"}
+    own = len((toolkit / "families/qwen3.py").read_text(encoding="utf-8").splitlines())
+    assert own + lines["families/__init__.py"] <= 150

@@ -34,6 +34,7 @@ FITS: dict[str, tuple[tuple[str, ...], World, set[str]]] = {
     "llama_1b_zero3": ((), h100s(8), set()),
     "llama_8b_zero3_offload": ((), h100s(8), set()),
     "qwen2_7b": (SHARDED, h100s(64), set()),
+    "qwen3_8b": (SHARDED, h100s(64), set()),
     "mixtral_8x7b": (SHARDED, h100s(64), {"model.router_aux_loss_coef"}),
 }
 
