@@ -76,12 +76,13 @@ class Cell:
     def name(self) -> str:
         return f"{self.engine.value}/{self.family}/{self.layout}"
 
-    def plan(self, case: Case, device: Device = Device.CPU) -> RunPlan:
-        """Raises PlanError: the cell is not one that the engine can carry out."""
+    def plan(self, case: Case, device: Device = Device.CPU, **more: Any) -> RunPlan:
+        """With ``more`` keys as ``testing/tiny.py`` takes them. Raises PlanError: the engine cannot carry this cell out."""
         changes: dict[str, Any] = {
             "engine__name": self.engine, "zero__stage": self.zero, "parallel__tensor": self.tensor, "parallel__pipeline": self.pipeline,
             "parallel__context": self.context, "parallel__expert": self.expert, "model__num_hidden_layers": self.layers,
             "model__vocab_size": self.vocabulary, "train__activation_checkpointing": self.recompute, **case.settings,
+            **more,
         }
         if self.own:
             changes[f"engine__{self.engine.value}"] = dict(self.own)

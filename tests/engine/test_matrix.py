@@ -1,0 +1,194 @@
+"""Layouts of both engines against ``local``: losses, norms, gradients of the first step, final weights, evaluation.
+
+    pytest tests/engine/test_matrix.py             a cell of every axis, and the controls
+    pytest tests/engine/test_matrix.py -m full     every cell of toolkit/testing/matrix.py
+
+``python launch/verify.py`` runs the same cells and writes docs/parity.md. A control breaks one thing of a cell and must be more than
+ten tolerances of the loss away, with the optimizer case that can show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+
+from toolkit.plan.types import Device, RunPlan
+from toolkit.testing.dist import RankPool
+from toolkit.testing.matrix import ALL, CORE, TOLERANCE, Case, Cell, choose
+from toolkit.testing.measure import Measured, measure
+from toolkit.testing.parity import DoubledGradients, first_rank_twice
+from toolkit.testing.verify import Verdict, judge, measured
+from toolkit.testing.wrong_maps import gate_and_up_swapped, rotated_groups, wrong_map
+
+QUICK = choose((
+    "megatron/llama/tp2-sp", "megatron/llama/pp2-vpp2", "megatron/llama/cp2", "megatron/qwen2/dp2-zero1", "megatron/mixtral/ep2-dp2",
+    "megatron/gpt2/tp2-pp2-sp", "deepspeed/qwen3/tp2-zero1", "deepspeed/gpt2/pp2-zero1", "deepspeed/llama/cp2-zero3",
+    "deepspeed/mixtral/ep2-dp2-zero1",
+))
+
+
+def named(name: str) -> Cell:
+    (cell,) = choose((name,))
+    return cell
+
+
+class Oracles:
+    """One run for every (family, sizes, optimizer)."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self.of = cache(lambda cell, case: measured(cell, case, pool, Device.CPU))
+
+
+@pytest.fixture(scope="module")
+def oracles(pool: RankPool) -> Oracles:
+    return Oracles(pool)
+
+
+@pytest.mark.parametrize("case", Case)
+@pytest.mark.parametrize("cell", QUICK, ids=lambda cell: cell.name)
+def test_quick_cells(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:
+    check(cell, case, pool, oracles)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", Case)
+@pytest.mark.parametrize("cell", [cell for cell in ALL if cell not in QUICK], ids=lambda cell: cell.name)
+def test_every_cell(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:
+    check(cell, case, pool, oracles)
+
+
+def check(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:
+    verdict, cause, differences = judge(cell, measured(cell, case, pool, Device.CPU), oracles.of(cell.oracle(), case))
+    assert verdict.good, f"{verdict}: {cause}; {differences}"
+    if verdict is Verdict.FLIP:
+        print(cause)
+
+
+# -- Controls. Each is a function of a rank's plan that gives a context in which the run is wrong, or other samples or objective.
+
+
+def right(plan: RunPlan) -> Any:
+    return nullcontext()
+
+
+def doubled(plan: RunPlan) -> Any:
+    """Gradients twice what they are, under Megatron-core, whose engine scales the loss itself."""
+    from toolkit.engine.megatron.step import MegatronEngine
+
+    run = MegatronEngine._run
+    return changed(MegatronEngine, "_run", lambda self, batches, weight, step: run(self, batches, weight and 2 * weight, step))
+
+
+def everything_decays(plan: RunPlan) -> Any:
+    """Norms too."""
+    from toolkit.engine.megatron.build import Built
+
+    set_rates = Built.set_rates
+
+    def wrong(self: Built, lr: float) -> None:
+        set_rates(self, lr)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = plan.config.optim.weight_decay
+
+    return changed(Built, "set_rates", wrong)
+
+
+def rotated(plan: RunPlan) -> Any:
+    assert plan.shape is not None
+    return wrong_map(plan.shape.family, rotated_groups)
+
+
+def swapped(plan: RunPlan) -> Any:
+    assert plan.shape is not None
+    return wrong_map(plan.shape.family, gate_and_up_swapped)
+
+
+@contextmanager
+def crossed(plan: RunPlan) -> Iterator[None]:
+    """The first stage has the activations of two micro-batches in flight, and gives each the other's gradient."""
+    from megatron.core.pipeline_parallel import schedules
+
+    forward_step, backward_step, forward_backward = (
+        schedules.forward_step, schedules.backward_step, schedules.forward_backward_pipelining_without_interleaving)
+    outputs: list[Any] = []
+    backwards = 0
+
+    def forward(*arguments: Any, **settings: Any) -> Any:
+        output, tokens = forward_step(*arguments, **settings)
+        outputs.append(output)
+        return output, tokens
+
+    def backward(inputs: Any, output: Any, *arguments: Any) -> Any:
+        nonlocal backwards
+        backwards += 1
+        if inputs[0] is None and backwards <= 2:
+            output = outputs[2 - backwards]
+        return backward_step(inputs, output, *arguments)
+
+    def fresh(**settings: Any) -> Any:
+        nonlocal backwards
+        backwards = 0
+        outputs.clear()
+        return forward_backward(**settings)
+
+    with changed(schedules, "forward_step", forward), changed(schedules, "backward_step", backward), \
+            changed(schedules, "forward_backward_pipelining_without_interleaving", fresh):
+        yield
+
+
+@contextmanager
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def wrong_on_rank(rank: int, ranks: int, plan: RunPlan, wrong: Callable[[RunPlan], Any], settings: dict[str, Any]) -> Measured:
+    with wrong(plan):
+        return measure(rank, ranks, plan, **settings)
+
+
+CONTROLS: dict[str, tuple[str, Case, Callable[[RunPlan], Any], dict[str, Any]]] = {
+    "doubled gradients": ("megatron/llama/tp2-sp", Case.SGD, doubled, {}),
+    "doubled gradients, pipeline": ("deepspeed/gpt2/pp2-zero1", Case.SGD, right, {"task": DoubledGradients()}),
+    "doubled gradients, tensor": ("deepspeed/qwen3/tp2-zero1", Case.SGD, right, {"task": DoubledGradients()}),
+    "duplicated micro-batch": ("megatron/llama/dp2-zero1", Case.ADAM, right, {"batches": first_rank_twice}),
+    "decay of norms": ("megatron/llama/tp2-sp", Case.ADAM, everything_decays, {}),
+    "rotated query groups": ("megatron/llama/one", Case.ADAM, rotated, {}),
+    "rotated query groups, tensor": ("megatron/llama/tp2-sp", Case.ADAM, rotated, {}),
+    "gate and up swapped": ("megatron/llama/tp2-sp", Case.ADAM, swapped, {}),
+    "activations crossed": ("megatron/llama/pp2", Case.ADAM, crossed, {}),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls(name: str, pool: RankPool, oracles: Oracles) -> None:
+    cell_name, case, wrong, settings = CONTROLS[name]
+    cell = named(cell_name)
+    far(cell, case, pool.run(wrong_on_rank, cell.plan(case), wrong, settings, ranks=cell.ranks)[0], oracles)
+
+
+def test_control_no_clipping(pool: RankPool, oracles: Oracles) -> None:
+    cell = named("megatron/llama/tp2-sp")
+    plan = cell.plan(Case.ADAM, optim__clip=0.0)
+    far(cell, Case.ADAM, pool.run(wrong_on_rank, plan, right, {}, ranks=cell.ranks)[0], oracles)
+
+
+def far(cell: Cell, case: Case, found: Measured, oracles: Oracles) -> None:
+    """In the loss itself: weights alone would be the weaker evidence."""
+    loss = found.trace.distance(oracles.of(cell.oracle(), case).trace).loss
+    print(loss)
+    assert loss > 10 * TOLERANCE.loss, f"a wrong run passes for right: {loss:.1e} against {TOLERANCE.loss:.0e}"
+
+
+def test_names_are_unique_and_enough() -> None:
+    assert len({cell.name for cell in ALL}) == len(ALL) >= 50
+    assert {cell.family for cell in ALL} == {"gpt2", "llama", "qwen2", "mixtral", "qwen3"}
+    assert set(CORE) < set(ALL)
