@@ -1,0 +1,68 @@
+"""Which blocks each stage of a DeepSpeed pipeline holds: contiguous, at least one, as equal in parameters as that allows.
+
+What stands before the blocks (embeddings) is the first stage's, what stands after them (final norm, head) the last one's. Tied
+embeddings are held by both, each with its own optimizer state.
+
+    five blocks of 10, embedding 12, head 12, two stages     12+10+10 | 10+10+10+12
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from toolkit.families.base import ParameterSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """``layers`` are global numbers of blocks; ``parameters`` everything that the stage's ranks hold."""
+
+    layers: range
+    parameters: tuple[ParameterSpec, ...]
+
+
+def split(parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]) -> tuple[Stage, ...]:
+    """The stages of a model whose ``parameters`` are in ``state_dict`` order; those named in ``tied`` are the head's too."""
+    first = next(index for index, spec in enumerate(parameters) if spec.layer is not None)
+    blocks: dict[int, list[ParameterSpec]] = {}
+    last = first
+    for index, spec in enumerate(parameters):
+        if spec.layer is not None:
+            blocks.setdefault(spec.layer, []).append(spec)
+            last = index + 1
+    before = list(parameters[:first])
+    after = [*parameters[last:], *(spec for spec in before if spec.name in tied)] if count > 1 else list(parameters[last:])
+    sizes = [sum(spec.numel for spec in block) for block in blocks.values()]
+    sizes[0] += sum(spec.numel for spec in before)
+    sizes[-1] += sum(spec.numel for spec in after)
+    bounds = _bounds(tuple(sizes), count)
+    stages = []
+    for stage in range(count):
+        layers = range(bounds[stage], bounds[stage + 1])
+        held = [spec for layer in layers for spec in blocks[layer]]
+        held = (before if stage == 0 else []) + held + (after if stage == count - 1 else [])
+        stages.append(Stage(layers, tuple(held)))
+    return tuple(stages)
+
+
+def _bounds(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """``count`` runs of ``sizes``, none empty, with the least sum of squares: run i is ``bounds[i] .. bounds[i + 1]``."""
+    assert 1 <= count <= len(sizes), f"{count} stages of {len(sizes)} blocks"
+    sums = [0]
+    for size in sizes:
+        sums.append(sums[-1] + size)
+
+    @cache
+    def best(stop: int, runs: int) -> tuple[int, tuple[int, ...]]:
+        """Cost and bounds of the first ``stop`` sizes in ``runs`` runs."""
+        if runs == 1:
+            return sums[stop] ** 2, (0, stop)
+        found = []
+        for start in range(runs - 1, stop):
+            cost, bounds = best(start, runs - 1)
+            found.append((cost + (sums[stop] - sums[start]) ** 2, (*bounds, stop)))
+        return min(found)
+
+    return best(len(sizes), count)[1]
