@@ -29,6 +29,14 @@ class Case:
         return self.config.engine.name is EngineName.deepspeed
 
     @property
+    def megatron(self) -> bool:
+        return self.config.engine.name is EngineName.megatron
+
+    @property
+    def has_experts(self) -> bool:
+        return self.traits is not None and self.traits.experts
+
+    @property
     def traits(self) -> Traits | None:
         """Of the model's family; None where there is none, or none of that name."""
         family = FAMILIES.get(self.config.model.family or "")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from toolkit.errors import Problem
-from toolkit.plan import rules_engine, rules_layout, rules_machine, rules_training
+from toolkit.plan import rules_axes, rules_engine, rules_layout, rules_machine, rules_megatron, rules_training
 from toolkit.plan.case import Case, Rule
 
-RULES: tuple[Rule, ...] = (*rules_engine.RULES, *rules_layout.RULES, *rules_training.RULES, *rules_machine.RULES)
+RULES: tuple[Rule, ...] = (
+    *rules_engine.RULES, *rules_megatron.RULES, *rules_axes.RULES, *rules_layout.RULES, *rules_training.RULES, *rules_machine.RULES)
 
 
 def check(case: Case) -> list[Problem]:
@@ -14,6 +15,6 @@ def check(case: Case) -> list[Problem]:
     found: dict[tuple[str, str], Problem] = {}
     for rule in RULES:
         for problem in rule(case):
-            seen = "" if problem.key.startswith("engine.deepspeed.") else problem.seen
+            seen = "" if problem.key.startswith(("engine.deepspeed.", "engine.megatron.")) else problem.seen
             found.setdefault((problem.key, seen), problem)
     return list(found.values())

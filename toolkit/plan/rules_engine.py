@@ -13,11 +13,6 @@ from toolkit.plan.deepspeed import accumulates_in_fp32
 from toolkit.plan.types import Device
 
 
-def megatron_is_for_later(case: Case) -> Iterator[Problem]:
-    if case.config.engine.name is EngineName.megatron:
-        yield refuse(case.config, "engine.name", "engine=megatron arrives in a later release", "write engine=deepspeed")
-
-
 def local_is_one_rank(case: Case) -> Iterator[Problem]:
     if case.config.engine.name is EngineName.local and case.world.ranks > 1:
         yield Problem("engine.name", f"engine.name=local with {case.world.ranks} ranks", "the local engine is one process",
@@ -53,7 +48,7 @@ def bf16_sums(case: Case) -> Iterator[Problem]:
 def kernel_fits(case: Case) -> Iterator[Problem]:
     config, kernel = case.config, case.config.optim.kernel
     offloaded = config.offload.optimizer is not Place.none
-    if kernel in (OptimizerKernel.auto, OptimizerKernel.torch):
+    if kernel in (OptimizerKernel.auto, OptimizerKernel.torch) or case.megatron:
         return
     if config.optim.name is not OptimizerName.adamw:
         yield refuse(config, "optim.kernel optim.name", "only adamw has other kernels than torch's", "write optim.kernel=auto")
@@ -140,6 +135,6 @@ def _get(keys: Mapping[str, Any], path: str) -> Any:
 
 
 RULES: tuple[Rule, ...] = (
-    megatron_is_for_later, local_is_one_rank, vendor_keys, silently_wrong_keys, sixteen_bits_need_a_stage, bf16_sums, kernel_fits,
+    local_is_one_rank, vendor_keys, silently_wrong_keys, sixteen_bits_need_a_stage, bf16_sums, kernel_fits,
     muon_limits,
 )

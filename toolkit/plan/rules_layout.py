@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from toolkit.config.schema import EngineName
 from toolkit.errors import Problem
 from toolkit.plan.case import Case, Rule, refuse, warn
 from toolkit.plan.devices import memory_bytes
+from toolkit.plan.rules_megatron import STAGES
 from toolkit.plan.types import Device
-
-AXES = ("tensor", "pipeline", "context", "expert")
-
-
-def axes_are_for_later(case: Case) -> Iterator[Problem]:
-    if case.config.engine.name is EngineName.megatron:
-        return
-    for axis in AXES:
-        size = getattr(case.config.parallel, axis)
-        if size > 1:
-            yield refuse(case.config, f"parallel.{axis} engine.name", f"in this release every engine has parallel.{axis}=1",
-                         f"write parallel.{axis}=1 and shard with zero=stage3; the {axis} axis arrives in a later release")
 
 
 def heads_divide(case: Case) -> Iterator[Problem]:
+    """Megatron-core's vocabulary is padded by the plan, so it need not divide."""
     tensor, shape = case.config.parallel.tensor, case.shape
     if shape is None or tensor == 1:
         return
-    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
+    for name in ("num_attention_heads", "intermediate_size", *(() if case.megatron else ("vocab_size",))):
         if getattr(shape, name) % tensor:
             yield _divides(case, f"model.{name}", "parallel.tensor", getattr(shape, name), tensor)
     keys = shape.num_key_value_heads
-    if keys % tensor and tensor % keys:
+    if keys % tensor and (tensor % keys or not case.megatron):
+        whole = "a rank has whole key-value heads" + (", or shares one with its neighbours" if case.megatron else "")
         yield Problem("model.num_key_value_heads", f"model.num_key_value_heads={keys}, parallel.tensor={tensor}",
-                      "one of the two divides the other: a rank has whole key-value heads, or shares one with its neighbours",
-                      f"write parallel.tensor={_divisor_near(keys, tensor)}")
+                      f"one of the two divides the other: {whole}" if case.megatron else f"parallel.tensor divides it: {whole}",
+                      f"write parallel.tensor={_divisor_near(keys, tensor)}" + ("" if case.megatron else ", or engine=megatron"))
 
 
 def layers_divide(case: Case) -> Iterator[Problem]:
+    """Unless Megatron-core's own keys size the first or last stage, which rules_megatron.py checks. DeepSpeed balances uneven stages."""
     stages, shape = case.config.parallel.pipeline, case.shape
-    if shape is not None and stages > 1 and shape.num_hidden_layers % stages:
+    if shape is None or stages == 1:
+        return
+    if shape.num_hidden_layers < stages:
         yield _divides(case, "model.num_hidden_layers", "parallel.pipeline", shape.num_hidden_layers, stages)
+    elif case.megatron and shape.num_hidden_layers % stages and not any(case.config.engine.megatron.get(name) for name in STAGES):
+        divided = _divides(case, "model.num_hidden_layers", "parallel.pipeline", shape.num_hidden_layers, stages)
+        yield replace(divided, remedy=f"{divided.remedy}, or size a stage: +engine.megatron.{STAGES[0]}=N")
 
 
 def sequence_divides(case: Case) -> Iterator[Problem]:
     context, length = case.config.parallel.context, case.config.train.sequence_length
-    if context > 1 and length % (2 * context):
+    if case.megatron and context > 1 and length % (2 * context):
         yield refuse(case.config, "train.sequence_length parallel.context",
                      "train.sequence_length is divisible by 2 x parallel.context: a rank has one piece of each half of a causal sequence",
                      f"write train.sequence_length={-(-length // (2 * context)) * 2 * context}")
@@ -66,15 +63,6 @@ def experts_divide(case: Case) -> Iterator[Problem]:
                       f"write parallel.expert={_divisor_near(case.axes.data * case.axes.context, expert)}")
 
 
-def stages_against_pipeline(case: Case) -> Iterator[Problem]:
-    if case.deepspeed and case.config.parallel.pipeline > 1 and case.config.zero.stage > 1:
-        yield refuse(case.config, "zero.stage parallel.pipeline", "under DeepSpeed a pipeline goes with ZeRO stages 0 and 1",
-                     "write zero=stage1, or parallel.pipeline=1")
-    if case.deepspeed and case.config.parallel.pipeline > 1 and case.config.zero.stage == 0 and case.config.optim.clip > 0:
-        yield refuse(case.config, "zero.stage parallel.pipeline optim.clip",
-                     "DeepSpeed's pipeline with stage 0 clips by a wrong norm (measured: 3e-3 in the loss)", "write zero=stage1")
-
-
 def tensor_axis_stays_in_a_node(case: Case) -> Iterator[Problem]:
     tensor, per_node = case.config.parallel.tensor, case.world.ranks_per_node
     if tensor > 1 and per_node % tensor:
@@ -84,14 +72,16 @@ def tensor_axis_stays_in_a_node(case: Case) -> Iterator[Problem]:
 
 
 def model_parallelism_without_need(case: Case) -> Iterator[Problem]:
-    """States in 16 bits sharded over all ranks (18 bytes a parameter with fp32 gradients) would leave half the device free."""
+    """States in 16 bits sharded over all ranks (18 bytes a parameter with fp32 gradients; Megatron-core keeps 6 of them whole) would
+    leave half the device free."""
     parallel, memory = case.config.parallel, memory_bytes(case.world)
     if parallel.tensor * parallel.pipeline == 1 or memory is None or case.world.device is not Device.CUDA or not case.numel:
         return
-    if 18 * case.numel / case.world.ranks < memory / 2:
+    whole = 6 if case.megatron else 0
+    if (whole + (18 - whole) / case.world.ranks) * case.numel < memory / 2:
         yield warn(case.config, "parallel.tensor parallel.pipeline",
                    "the model's states fit without model parallelism, which costs communication in every layer",
-                   "write parallel.tensor=1 parallel.pipeline=1 with zero=stage3, and compare tokens/s")
+                   f"write parallel.tensor=1 parallel.pipeline=1 with zero=stage{1 if case.megatron else 3}, and compare tokens/s")
 
 
 def _divides(case: Case, whole: str, part: str, size: int, by: int) -> Problem:
@@ -104,6 +94,5 @@ def _divisor_near(size: int, wanted: int) -> int:
 
 
 RULES: tuple[Rule, ...] = (
-    axes_are_for_later, heads_divide, layers_divide, sequence_divides, experts_divide, stages_against_pipeline,
-    tensor_axis_stays_in_a_node, model_parallelism_without_need,
+    heads_divide, layers_divide, sequence_divides, experts_divide, tensor_axis_stays_in_a_node, model_parallelism_without_need,
 )
