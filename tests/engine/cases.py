@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard, TensorInfo, TensorKey
 from toolkit.cluster.machine import this_machine
 from toolkit.config.schema import EngineName, OptimizerKernel, OptimizerName, Place, Precision
 from toolkit.engine.build import build_engine, first_weights
@@ -35,11 +36,17 @@ class Cell:
         shown = [f"{key.split('__')[1]}={getattr(value, 'name', value)}" for key, value in self.more]
         return "-".join([engine, f"{self.ranks}ranks", f"{self.accumulation}accumulated", self.family or "target", *shown])
 
+    @property
+    def data(self) -> int:
+        """Ranks that have samples of their own."""
+        more = dict(self.more)
+        return self.ranks // (more.get("parallel__tensor", 1) * more.get("parallel__context", 1) * more.get("parallel__pipeline", 1))
+
     def plan(self) -> RunPlan:
         settings = {
             "engine__name": EngineName.local if self.stage is None else EngineName.deepspeed,
             "zero__stage": self.stage or 0,
-            "train__global_batch": self.ranks * MICRO_BATCH * self.accumulation,
+            "train__global_batch": self.data * MICRO_BATCH * self.accumulation,
             **dict(self.more),
         }
         return make_plan(tiny_config(self.family, **settings), self.world())
@@ -50,9 +57,9 @@ class Cell:
 
     def oracle(self) -> Cell:
         """The same samples, first weights and optimizer on the local engine."""
-        carriage = ("offload__", "train__activation_checkpointing", "optim__kernel")
+        carriage = ("offload__", "parallel__", "train__activation_checkpointing", "optim__kernel")
         more = tuple((key, value) for key, value in self.more if not key.startswith(carriage))
-        return replace(self, stage=None, ranks=1, accumulation=self.ranks * self.accumulation, more=more)
+        return replace(self, stage=None, ranks=1, accumulation=self.data * self.accumulation, more=more)
 
 
 def cell(stage: int | None = 2, ranks: int = 2, accumulation: int = 2, family: str | None = "llama", **more: Any) -> Cell:
@@ -67,6 +74,9 @@ FP16: dict[str, Any] = {"precision__name": Precision.fp16}
 OFFLOAD: dict[str, Any] = {"offload__optimizer": Place.cpu, "optim__kernel": OptimizerKernel.torch}
 OFFLOAD_ALL: dict[str, Any] = {**OFFLOAD, "offload__parameters": Place.cpu}
 CHECKPOINTING: dict[str, Any] = {"train__activation_checkpointing": True}
+TENSOR: dict[str, Any] = {"parallel__tensor": 2}
+CONTEXT: dict[str, Any] = {"parallel__context": 2}
+EXPERT: dict[str, Any] = {"parallel__expert": 2}
 DROPOUT: dict[str, Any] = {"model__dropout": 0.1}
 
 
@@ -85,3 +95,24 @@ def make(cell: Cell, rank: int, reader: Reader | None = None) -> Engine:
 
 def steps(engine: Engine, cell: Cell, rank: int, first: int, last: int) -> list[StepResult]:
     return step_all(engine, cell.plan(), range(first, last), rank=rank)
+
+
+class WithoutMoments:
+    """The control: moments are there and zero."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    @property
+    def tensors(self) -> Mapping[TensorKey, TensorInfo]:
+        return self._reader.tensors
+
+    @property
+    def scalars(self) -> Mapping[str, object]:
+        return self._reader.scalars
+
+    def read(self, shards: Sequence[Shard]) -> None:
+        self._reader.read([shard for shard in shards if shard.key.state in (WEIGHT, MASTER)])
+        for shard in shards:
+            if shard.key.state not in (WEIGHT, MASTER):
+                shard.data.zero_()

@@ -1,4 +1,4 @@
-"""ZeRO 0-3 through DeepSpeed, behind the same seam as ``local``.
+"""ZeRO 0-3 through DeepSpeed, with a tensor, a context or an expert axis, behind the same seam as ``local``.
 
 Of DeepSpeed this uses partitioning, collectives, offload and the optimizer kernels. Its launcher, data loader, schedulers,
 monitors and checkpoints stay unused: those are this toolkit's own, and the same for every engine.
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.engine import deepspeed_compat as compat
+from toolkit.engine import deepspeed_context as context
 from toolkit.engine import deepspeed_gradients as gradients
 from toolkit.engine import deepspeed_load as moving
 from toolkit.engine import deepspeed_state as state
@@ -24,20 +25,23 @@ from toolkit.plan.types import Device, RunPlan
 
 
 class DeepSpeedEngine:
-    """One rank of a ZeRO run. Every method but ``shards``, ``scalars`` and ``close`` is collective."""
+    """One rank of a ZeRO run. Every method but ``shards``, ``scalars`` and ``close`` is collective.
+
+    ZeRO's ranks are those that compute different parts of the loss: data and context ranks. Tensor ranks compute the same loss.
+    """
 
     def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int) -> None:
         assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
         self._plan, self._objective = plan, objective
         self._stage = plan.config.zero.stage
-        self._rank, self._ranks = rank, plan.axes.size
+        self._rank, self._ranks = rank // plan.axes.tensor, plan.axes.size // plan.axes.tensor  # among ZeRO's
         self._coordinates = plan.axes.coordinates(rank)
         self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
         deepspeed = compat.load(plan.world.device, local_rank)
         settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed writes into what it is given
-        module, groups = build(deepspeed, plan, settings, self.device)
-        self._ds, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=settings, dist_init_required=False)
-        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        built = build(deepspeed, plan, settings, self.device, rank=rank)
+        module, self._places = built.module, built.places
+        self._ds, *_ = deepspeed.initialize(model=module, model_parameters=built.groups, config=settings, dist_init_required=False)
         # Models of families/ use every parameter in every micro-batch; of any other model nothing is known.
         self._reach = plan.shape is None and self._stage in (1, 2)
         self._begin_backward = gradients.in_order(self._ds.optimizer) if self._reach and self._stage == 2 else lambda: None
@@ -50,8 +54,9 @@ class DeepSpeedEngine:
         self._accumulate(len(micro_batches))
         for group in self._ds.optimizer.param_groups:
             group["lr"] = settings.lr
+        micro_batches = self._mine(micro_batches)
         units = int(self._sum_over_ranks(sum(self._objective.units(batch) for batch in micro_batches)))
-        # DeepSpeed averages gradients over the ranks; the loss is a sum over the global batch / its units.
+        # DeepSpeed averages gradients over ZeRO's ranks; the loss is a sum over the global batch / its units.
         weight = self._ranks / max(units, 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         gradients.forget(self._ds.optimizer)
@@ -89,7 +94,7 @@ class DeepSpeedEngine:
         module.eval()
         try:
             with torch.no_grad(), seeding.unchanged(self.device):
-                for batch in micro_batches:
+                for batch in self._mine(micro_batches):
                     sums[0] += self._objective.loss_sum(module, batch)
                     sums[1] += self._objective.units(batch)
         finally:
@@ -97,8 +102,7 @@ class DeepSpeedEngine:
             if self._stage == 3:
                 moving.release(self._ds.optimizer)
                 moving.regather(self._ds.optimizer)
-        dist.all_reduce(sums)
-        return EvalResult(loss_sum=float(sums[0]), tokens=int(sums[1]))
+        return EvalResult(loss_sum=self._sum_over_ranks(sums[0]), tokens=int(self._sum_over_ranks(sums[1])))
 
     def shards(self) -> list[Shard]:
         return moving.shards(self._ds.optimizer, self._partitions()) + self._frozen()
@@ -120,32 +124,46 @@ class DeepSpeedEngine:
         self._ds.destroy()
         compat.unwind([module, *self._parts])
         compat.restore_linear()
-        del self._ds
+        compat.forget_axes()
+        del self._ds, self._places
+
+    def _mine(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Of each sequence, this rank's piece."""
+        ranks = self._plan.axes.context
+        if ranks == 1:
+            return micro_batches
+        return [context.piece(batch, ranks=ranks, index=self._coordinates.context) for batch in micro_batches]
 
     def _partitions(self) -> list[state.Partition]:
-        return state.partitions(self._ds.optimizer, self._names, rank=self._rank, ranks=self._ranks)
+        return state.partitions(self._ds.optimizer, self._places, rank=self._rank, ranks=self._ranks)
 
     def _frozen(self) -> list[Shard]:
-        return list(state.frozen(self._ds.module, self._names, rank=self._rank, ranks=self._ranks))
+        return list(state.frozen(self._ds.module, self._places, rank=self._rank, ranks=self._ranks))
 
     def _accumulate(self, micro_batches: int) -> None:
         """Take a new accumulation, in a batch ramp."""
         if micro_batches == self._accumulation:
             return
         self._accumulation = micro_batches
-        self._ds.set_train_batch_size(self._plan.batch.micro_batch * self._plan.batch.data_parallel * micro_batches)
+        self._ds.set_train_batch_size(self._plan.batch.micro_batch * self._ds.dp_world_size * micro_batches)  # as DeepSpeed counts
         if hasattr(self._ds.optimizer, "gradient_accumulation_steps"):
             self._ds.optimizer.gradient_accumulation_steps = micro_batches  # a copy that DeepSpeed forgets
 
     def _grad_norm_of_stage0(self) -> float:
-        """DeepSpeed reports none without ZeRO. Its gradients are reduced by now and equal on all ranks."""
-        gradients = [parameter.grad for parameter in self._ds.module.parameters() if parameter.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
+        """DeepSpeed reports none without ZeRO. Its gradients are reduced by now and equal on all of ZeRO's ranks."""
+        gradients = [parameter.grad for parameter, place in self._places.items() if parameter.grad is not None and place.replica == 0]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._plan.axes.tensor == 1:
+            return float(norm)
+        squares = norm.double().square()  # of what no other tensor rank counts
+        dist.all_reduce(squares)
+        return float((squares / self._ranks).sqrt())
 
     def _loss_scale(self) -> float:
         return float(getattr(self._ds.optimizer, "loss_scale", 1.0))
 
     def _sum_over_ranks(self, value: torch.Tensor | float) -> float:
+        """Over ZeRO's ranks: tensor ranks have equal values."""
         total = torch.as_tensor(value, dtype=torch.float64, device=self.device).clone()
         dist.all_reduce(total)
-        return float(total)
+        return float(total) / self._plan.axes.tensor

@@ -55,6 +55,16 @@ def _forget_groups() -> None:
     _adopted_group.clear()
 
 
+def forget_axes() -> None:
+    """DeepSpeed keeps the groups of an engine's axes for the process: the next engine in it, of other axes, would reduce its
+    gradients over them. Their process groups live as long as the world's."""
+    from deepspeed.module_inject.layers import set_autotp_mode
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references()
+    set_autotp_mode(training=False)
+
+
 def _import_muon_without_compiling() -> None:
     """ZeRO-3 imports the Muon optimizer whatever the optimizer is, and that import decorates kernels with
     ``torch.compile``: seconds of start-up for nothing on CPU, where Muon's kernels gain nothing from it."""

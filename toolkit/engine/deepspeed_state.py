@@ -8,35 +8,60 @@ range of a row-major parameter, which is a few boxes; padding belongs to no para
     ZeRO 1/2, two ranks, a [2, 3] and b [4]          ZeRO 3
     rank 0   a0 a1 a2 a3 a4 a5                       a0 a1 a2  b0 b1
     rank 1   b0 b1 b2 b3 pad pad                     a3 a4 a5  b2 b3
+
+What a parameter is to this rank, its ``Place`` says: a whole canonical tensor, or the box of one that an axis cut off for it.
+ZeRO's ranks are those that hold the same box: data and context ranks, and of an expert its data ranks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, Shard, TensorKey, flat_shards
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, Box, Shard, TensorKey, flat_boxes
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The elements ``start .. start + numel`` of parameter ``name``, which lie at ``at .. at + numel`` of a flat tensor.
+class Place:
+    """What a parameter of this rank is: ``box`` of the canonical tensor ``name`` of ``shape``.
 
-    ``replica, replicas`` as in Shard.
+    ``replica, replicas``: as in Shard, of the ranks that hold the same box and are not ZeRO's (tensor ranks, of what is not cut).
     """
 
     name: str
     shape: tuple[int, ...]
+    box: Box
+    replica: int = 0
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements ``start .. start + numel`` of the parameter at ``place``, which lie at ``at .. at + numel`` of a flat tensor.
+
+    ``replica, replicas`` as in Shard, of ZeRO's ranks.
+    """
+
+    place: Place
     start: int
     at: int
     numel: int
     replica: int = 0
     replicas: int = 1
+
+    def shards(self, state: str, flat: torch.Tensor) -> Iterator[Shard]:
+        """Views of ``flat``, the whole flat tensor: a few boxes, in the canonical tensor's coordinates."""
+        place, at = self.place, self.at
+        for box in flat_boxes(place.box.shape, self.start, self.start + self.numel):
+            offset = tuple(low + first for low, first in zip(box.offset, place.box.offset, strict=True))
+            yield Shard(TensorKey(state, place.name), place.shape, Box(offset, box.shape), flat.narrow(0, at, box.numel).view(box.shape),
+                        self.replica * place.replicas + place.replica, self.replicas * place.replicas)
+            at += box.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +97,7 @@ class Partition:
         """Views of ``flat``, which is laid out as the master (or as ``whole``)."""
         flat = flat.detach().view(-1)
         for piece in self.whole if state == MOMENTUM and self.whole else self.pieces:
-            part = flat.narrow(0, piece.at, piece.numel)
-            for shard in flat_shards(TensorKey(state, piece.name), piece.shape, piece.start, part):
-                yield Shard(shard.key, shard.global_shape, shard.box, shard.data, piece.replica, piece.replicas)
+            yield from piece.shards(state, flat)
 
     def weights(self, master: torch.Tensor) -> Iterator[Shard]:
         """The weight and, under 16 bits, the master that it is rounded from."""
@@ -85,69 +108,70 @@ class Partition:
             yield from self.shards(MASTER, master)
 
 
-def partitions(optimizer: Any, names: Mapping[torch.Tensor, str], *, rank: int, ranks: int) -> list[Partition]:
+def partitions(optimizer: Any, places: Mapping[torch.Tensor, Place], *, rank: int, ranks: int) -> list[Partition]:
     """This rank's share, read from DeepSpeed's own optimizer wrapper (or a plain torch optimizer: stage 0).
 
-    ``names`` is the canonical name of each parameter; a tied parameter is one tensor and has one name.
+    ``places`` is each parameter's; a tied parameter is one tensor and has one place. ``rank, ranks``: among ZeRO's ranks.
     """
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return _stage3(optimizer, names, rank)
+        return _stage3(optimizer, places, rank)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return _stage12(optimizer, names, rank)
+        return _stage12(optimizer, places)
     if hasattr(optimizer, "fp32_groups_flat_partition"):
-        return _bf16(optimizer, names, rank)
-    return _stage0(optimizer, names, rank, ranks)
+        return _bf16(optimizer, places)
+    return _stage0(optimizer, places, rank, ranks)
 
 
-def _cut(name: str, shape: tuple[int, ...], offset: int, low: int, high: int) -> Iterator[Piece]:
+def _cut(place: Place, offset: int, low: int, high: int) -> Iterator[Piece]:
     """What of a parameter at ``offset`` of a flat group lies in ``low .. high``; nothing if it does not."""
-    first, last = max(offset, low), min(offset + math.prod(shape), high)
+    first, last = max(offset, low), min(offset + place.box.numel, high)
     if first < last:
-        yield Piece(name, shape, first - offset, first - low, last - first)
+        yield Piece(place, first - offset, first - low, last - first)
 
 
-def _stage12(optimizer: Any, names: Mapping[torch.Tensor, str], rank: int) -> list[Partition]:
+def _stage12(optimizer: Any, places: Mapping[torch.Tensor, Place]) -> list[Partition]:
     found = []
     for number, master in enumerate(optimizer.single_partition_of_fp32_groups):
         group, size = optimizer.param_groups[number], master.numel()
+        rank = dist.get_rank(optimizer.real_dp_process_group[number])  # a group of experts has fewer ranks than the others
         pieces: list[Piece] = []
         whole: list[Piece] = []
         # The flat order, which differs from the group's under round_robin_gradients; the offsets include any alignment.
         for parameter, offset in zip(optimizer.round_robin_bit16_groups[number], optimizer.round_robin_bit16_offsets[number], strict=True):
-            name, shape = names[parameter], tuple(parameter.shape)
-            here = list(_cut(name, shape, offset, rank * size, (rank + 1) * size))
+            here = list(_cut(places[parameter], offset, rank * size, (rank + 1) * size))
             pieces += here
             if here and group.get("use_muon"):
                 first, last = offset // size, (offset + parameter.numel() - 1) // size
                 at = whole[-1].at + whole[-1].numel if whole else 0
-                whole.append(Piece(name, shape, 0, at, parameter.numel(), rank - first, last - first + 1))
+                whole.append(Piece(places[parameter], 0, at, parameter.numel(), rank - first, last - first + 1))
         # In fp32 ZeRO still keeps a second copy of the weights; the partition is the one that the optimizer updates.
         bit16 = optimizer.parallel_partitioned_bit16_groups[number][rank]
         found.append(Partition(number, group, tuple(pieces), master, _if_16_bit(bit16), tuple(whole)))
     return found
 
 
-def _bf16(optimizer: Any, names: Mapping[torch.Tensor, str], rank: int) -> list[Partition]:
+def _bf16(optimizer: Any, places: Mapping[torch.Tensor, Place]) -> list[Partition]:
     """``BF16_Optimizer``: what DeepSpeed makes of ZeRO 1 in bf16 with gradients accumulated in fp32."""
     found = []
     for number, master in enumerate(optimizer.fp32_groups_flat_partition):
+        rank = dist.get_rank(optimizer.real_dp_process_group[number])
         low, offset = rank * master.numel(), 0
         pieces: list[Piece] = []
         for parameter in optimizer.bf16_groups[number]:
-            pieces += _cut(names[parameter], tuple(parameter.shape), offset, low, low + master.numel())
+            pieces += _cut(places[parameter], offset, low, low + master.numel())
             offset += parameter.numel()
         bit16 = optimizer.bf16_partitioned_groups[number][rank]
         found.append(Partition(number, optimizer.param_groups[number], tuple(pieces), master, bit16))
     return found
 
 
-def _stage3(optimizer: Any, names: Mapping[torch.Tensor, str], rank: int) -> list[Partition]:
+def _stage3(optimizer: Any, places: Mapping[torch.Tensor, Place], rank: int) -> list[Partition]:
     found = []
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         pieces: list[Piece] = []
         at = 0
         for parameter in optimizer.fp16_groups[number]:
-            pieces += _own_range(parameter, names[parameter], rank, at)
+            pieces += _own_range(parameter, places[parameter], rank, at)
             at += parameter.partition_numel()
         group = optimizer.param_groups[optimizer.sub_group_to_group_id[number]]
         # In fp32 there is a second copy of the weights too, refreshed after each step.
@@ -156,19 +180,19 @@ def _stage3(optimizer: Any, names: Mapping[torch.Tensor, str], rank: int) -> lis
     return found
 
 
-def _own_range(parameter: Any, name: str, rank: int, at: int) -> Iterator[Piece]:
+def _own_range(parameter: Any, place: Place, rank: int, at: int) -> Iterator[Piece]:
     """This rank's part of a parameter that ZeRO 3 has cut; nothing where the part is padding."""
     length = parameter.partition_numel()
     numel = min(length, parameter.ds_numel - rank * length)
     if numel > 0:
-        yield Piece(name, tuple(parameter.ds_shape), rank * length, at, numel)
+        yield Piece(place, rank * length, at, numel)
 
 
-def _stage0(optimizer: Any, names: Mapping[torch.Tensor, str], rank: int, ranks: int) -> list[Partition]:
+def _stage0(optimizer: Any, places: Mapping[torch.Tensor, Place], rank: int, ranks: int) -> list[Partition]:
     found: list[Partition] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            piece = Piece(names[parameter], tuple(parameter.shape), 0, 0, parameter.numel(), rank, ranks)
+            piece = Piece(places[parameter], 0, 0, parameter.numel(), rank, ranks)
             found.append(Partition(len(found), group, (piece,), parameter, None))
     return found
 
@@ -177,15 +201,13 @@ def _if_16_bit(weights: torch.Tensor | None) -> torch.Tensor | None:
     return None if weights is None or weights.dtype == torch.float32 else weights
 
 
-def frozen(module: nn.Module, names: Mapping[torch.Tensor, str], *, rank: int, ranks: int) -> Iterator[Shard]:
+def frozen(module: nn.Module, places: Mapping[torch.Tensor, Place], *, rank: int, ranks: int) -> Iterator[Shard]:
     """Weights that no optimizer holds: ``requires_grad=False`` in a model of the user's own."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             continue
-        key = TensorKey(WEIGHT, names[parameter])
         if hasattr(parameter, "ds_tensor"):
-            for piece in _own_range(parameter, key.name, rank, 0):
-                yield from flat_shards(key, piece.shape, piece.start, parameter.ds_tensor.detach().narrow(0, 0, piece.numel))
+            for piece in _own_range(parameter, places[parameter], rank, 0):
+                yield from piece.shards(WEIGHT, parameter.ds_tensor.detach())
         else:
-            for shard in flat_shards(key, tuple(parameter.shape), 0, parameter.detach().view(-1)):
-                yield Shard(shard.key, shard.global_shape, shard.box, shard.data, rank, ranks)
+            yield from Piece(places[parameter], 0, 0, parameter.numel(), rank, ranks).shards(WEIGHT, parameter.detach().view(-1))

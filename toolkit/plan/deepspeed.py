@@ -16,6 +16,15 @@ from toolkit.plan.types import BatchPlan, Device, World
 NEVER = 2**31 - 1  # steps_per_print has no "off"; progress and metrics are this toolkit's
 SWAP_BUFFER = 100_000_000  # elements: DeepSpeed's default offload_param.buffer_size
 
+# How the tensor axis cuts the families with separate projections. A tied output layer stays whole, as its embedding does.
+TENSOR_SPECS: tuple[Mapping[str, Any], ...] = (
+    {"patterns": [r".*\.(q|k|v|gate|up)_proj\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*\.(o|down)_proj\.weight$"], "partition_type": "row"},
+    {"patterns": [r"lm_head\.weight$"], "partition_type": "column", "gather_output": True},
+    # Whole, and applied to the heads of a rank: each rank has a part of its gradient.
+    {"patterns": [r".*\.[qk]_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True},
+)
+
 
 def settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[int]) -> dict[str, Any]:
     """``sizes``: elements of each parameter; empty for ``model.target``."""
@@ -86,6 +95,7 @@ def _derived(config: RunConfig, world: World, batch: BatchPlan) -> dict[str, Any
         "zero_force_ds_cpu_optimizer": False,  # a torch optimizer may be offloaded
         "bf16": {"enabled": config.precision.name is Precision.bf16},
         "fp16": {"enabled": False},
+        **_axes(config),
     }
     if config.precision.name is Precision.fp16:
         found["fp16"] = {
@@ -96,6 +106,22 @@ def _derived(config: RunConfig, world: World, batch: BatchPlan) -> dict[str, Any
             "hysteresis": 1,  # every overflow halves the scale, as torch's GradScaler does; DeepSpeed would forgive one
             "min_loss_scale": 1,
         }
+    return found
+
+
+def _axes(config: RunConfig) -> dict[str, Any]:
+    """Of the tensor axis, how AutoTP cuts which linear layers; of the context axis, that its ranks are not of the batch. Of the
+    expert axis DeepSpeed reads nothing here: ``engine/deepspeed_expert.py`` makes its groups and marks the parameters."""
+    found: dict[str, Any] = {}
+    if config.parallel.tensor > 1:
+        found["tensor_parallel"] = {
+            "autotp_size": config.parallel.tensor,
+            # The objective needs whole logits; AutoTP would keep a tied vocabulary cut, with a loss of its own.
+            "vocab_parallel_lm_head": False,
+            "partition_config": {"use_default_specs": False, "layer_specs": [dict(spec) for spec in TENSOR_SPECS]},
+        }
+    if config.parallel.context > 1:
+        found["sequence_parallel_size"] = config.parallel.context
     return found
 
 
