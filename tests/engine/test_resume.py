@@ -9,7 +9,7 @@ layout that it was saved in; a resume with zeroed moments must leave the toleran
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell, make, steps
+from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, WithoutMoments, cell, make, steps
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard, TensorInfo, TensorKey
+from toolkit.checkpoint.shard import WEIGHT, Reader, TensorKey
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.engine.protocol import Engine
 from toolkit.errors import CheckpointError
@@ -71,27 +71,6 @@ def resume(rank: int, ranks: int, case: Cell, folders: Sequence[Path], forget: b
         found.append(go_on(engine, case, rank))
     engine.close()
     return found
-
-
-class WithoutMoments:
-    """The control: moments are there and zero."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-
-    @property
-    def tensors(self) -> Mapping[TensorKey, TensorInfo]:
-        return self._reader.tensors
-
-    @property
-    def scalars(self) -> Mapping[str, object]:
-        return self._reader.scalars
-
-    def read(self, shards: Sequence[Shard]) -> None:
-        self._reader.read([shard for shard in shards if shard.key.state in (WEIGHT, MASTER)])
-        for shard in shards:
-            if shard.key.state not in (WEIGHT, MASTER):
-                shard.data.zero_()
 
 
 class Saved:
