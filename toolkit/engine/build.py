@@ -39,6 +39,10 @@ def _local(plan: RunPlan, objective: Objective, rank: int, local_rank: int) -> E
 
 
 def _deepspeed(plan: RunPlan, objective: Objective, rank: int, local_rank: int) -> Engine:
+    if plan.axes.pipeline > 1:
+        from toolkit.engine.deepspeed_pipe import DeepSpeedPipelineEngine
+
+        return DeepSpeedPipelineEngine(plan, objective, rank=rank, local_rank=local_rank)
     from toolkit.engine.deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(plan, objective, rank=rank, local_rank=local_rank)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from toolkit.config.schema import EngineName
+from toolkit.config.schema import EngineName, OptimizerName, Place
 from toolkit.errors import Problem
 from toolkit.plan.case import Case, Rule, refuse
+from toolkit.plan.deepspeed import cut_by_tensor
 
+ZERO = "engine.deepspeed.zero_optimization"
 AXES = ("tensor", "pipeline", "context", "expert")
 
 
@@ -34,37 +37,82 @@ def axes_need_a_family(case: Case) -> Iterator[Problem]:
                          f"write parallel.{axis}=1 with zero=stage3, which shards any module")
 
 
-def stages_against_pipeline(case: Case) -> Iterator[Problem]:
+def pipeline_limits(case: Case) -> Iterator[Problem]:
     config = case.config
     if not case.deepspeed or config.parallel.pipeline == 1:
         return
     if config.zero.stage > 1:
         yield refuse(config, "zero.stage parallel.pipeline", "under DeepSpeed a pipeline goes with ZeRO stages 0 and 1",
                      "write zero=stage1, or parallel.pipeline=1")
-    if config.zero.stage == 0 and config.optim.clip > 0:
-        yield refuse(config, "zero.stage parallel.pipeline optim.clip",
-                     "DeepSpeed's pipeline with stage 0 clips by a wrong norm (measured: 3e-3 in the loss)", "write zero=stage1")
+    if {config.offload.optimizer, config.offload.parameters} != {Place.none}:
+        yield refuse(config, "offload.optimizer offload.parameters parallel.pipeline",
+                     "a pipeline of DeepSpeed keeps parameters and optimizer states on the devices of its stages",
+                     "write offload=none and raise parallel.pipeline, or parallel.pipeline=1 with zero=stage3")
+    if config.model.router_aux_loss_coef:
+        yield refuse(config, "model.router_aux_loss_coef parallel.pipeline",
+                     "the router's balance is over all blocks of a model, and a stage of DeepSpeed's pipeline has some of them",
+                     "write model.router_aux_loss_coef=0, or parallel.pipeline=1")
 
 
-def stages_against_experts(case: Case) -> Iterator[Problem]:
-    if case.deepspeed and case.config.parallel.expert > 1 and case.config.zero.stage not in (1, 2):
+def tensor_limits(case: Case) -> Iterator[Problem]:
+    """AutoTP replaces linear layers. transformers' gpt2 has transposed ones (``Conv1D``), which its training does not know, and
+    mixtral's experts are no layers; both would be left whole on every rank, without a word."""
+    config = case.config
+    if not case.deepspeed or config.parallel.tensor == 1:
+        return
+    left = next((spec.name for spec in case.parameters if spec.layer is not None and spec.decays and not cut_by_tensor(spec.name)), None)
+    if left is not None:
+        yield refuse(config, "parallel.tensor model.family", f"DeepSpeed's tensor axis cuts linear layers, and {left} is none",
+                     "write engine=megatron, or parallel.tensor=1 with zero=stage3")
+    if config.optim.name is OptimizerName.muon:
+        yield refuse(config, "optim.name parallel.tensor", "Muon orthogonalises whole matrices, of which a tensor rank has parts",
+                     "write optim=adamw, or parallel.tensor=1")
+    yield from _nvme(case, "tensor")
+    if _zero_key(case, "zero_hpz_partition_size", 1) > 1:
+        yield refuse(config, f"{ZERO}.zero_hpz_partition_size parallel.tensor",
+                     "its groups are neighbouring ranks, which under a tensor axis hold different parts of the weights",
+                     f"leave {ZERO}.zero_hpz_partition_size out, or write parallel.tensor=1")
+
+
+def expert_limits(case: Case) -> Iterator[Problem]:
+    """Without ZeRO DeepSpeed clips by the mean of norms of different experts (measured: 3e-4 in the loss); its ZeRO 3 asserts that no
+    layer of its MoE type is there."""
+    if not case.deepspeed or case.config.parallel.expert == 1:
+        return
+    if case.config.zero.stage not in (1, 2):
         yield refuse(case.config, "zero.stage parallel.expert", "under DeepSpeed an expert axis goes with ZeRO stages 1 and 2",
                      "write zero=stage1, or engine=megatron")
+    yield from _nvme(case, "expert")
+    for key in ("reduce_scatter", "contiguous_gradients"):
+        if not _zero_key(case, key, True):
+            yield refuse(case.config, f"{ZERO}.{key} parallel.expert", "DeepSpeed asserts it where there are experts",
+                         f"leave {ZERO}.{key} out")
+
+
+def _zero_key(case: Case, key: str, default: Any) -> Any:
+    """Of the user's own."""
+    section = case.config.engine.deepspeed.get("zero_optimization")
+    return section.get(key, default) if isinstance(section, Mapping) else default
+
+
+def _nvme(case: Case, axis: str) -> Iterator[Problem]:
+    if Place.nvme in (case.config.offload.optimizer, case.config.offload.parameters):
+        yield refuse(case.config, f"offload.optimizer offload.parameters parallel.{axis}",
+                     f"with a DeepSpeed {axis} axis, offload to the CPU has been measured and to NVMe has not", "write offload=cpu")
 
 
 def heads_are_spread_over_context(case: Case) -> Iterator[Problem]:
-    """Ulysses (Jacobs et al., 2309.14509): for attention a rank has whole sequences of some heads."""
+    """Ulysses (Jacobs et al., 2309.14509): for attention a rank has whole sequences of some heads. Too few key-value heads are copied."""
     context, shape, length = case.config.parallel.context, case.shape, case.config.train.sequence_length
     if not case.deepspeed or context == 1:
         return
     if length % context:
         yield refuse(case.config, "train.sequence_length parallel.context", "each context rank has an equal part of a sequence",
                      f"write train.sequence_length={-(-length // context) * context}")
-    for name in ("num_attention_heads", "num_key_value_heads") if shape is not None else ():
-        if getattr(shape, name) % context:
-            yield Problem("parallel.context", f"parallel.context={context}, model.{name}={getattr(shape, name)}",
-                          f"DeepSpeed's context axis spreads heads over its ranks, so it divides model.{name}",
-                          "write a divisor of both numbers of heads, or engine=megatron, which divides sequences alone")
+    if shape is not None and shape.num_attention_heads % context:
+        yield Problem("parallel.context", f"parallel.context={context}, model.num_attention_heads={shape.num_attention_heads}",
+                      "DeepSpeed's context axis spreads heads over its ranks, so it divides model.num_attention_heads",
+                      "write a divisor of the number of heads, or engine=megatron, which divides sequences alone")
 
 
 def _used(case: Case) -> list[str]:
@@ -72,6 +120,6 @@ def _used(case: Case) -> list[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    local_has_no_axes, one_axis_beside_data, axes_need_a_family, stages_against_pipeline, stages_against_experts,
+    local_has_no_axes, one_axis_beside_data, axes_need_a_family, pipeline_limits, tensor_limits, expert_limits,
     heads_are_spread_over_context,
 )

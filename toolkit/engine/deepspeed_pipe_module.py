@@ -1,0 +1,105 @@
+"""What DeepSpeed's pipeline takes for a model. Imported after ``deepspeed_compat.load``, which says on what device DeepSpeed runs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import nn
+
+from toolkit.engine.precision import DTYPES
+from toolkit.engine.protocol import MicroBatch, Objective
+from toolkit.families import get
+from toolkit.layout.axes import Axis
+from toolkit.models.build import replace_parameters
+from toolkit.models.stage import StageModel, build_stage
+from toolkit.plan.types import RunPlan
+
+
+class StageLayer(nn.Module):
+    """The one layer that DeepSpeed sees of a stage, with memory for its weights in the run's precision.
+
+    One layer a stage: transformers' own forward makes masks and rotary embeddings once for all blocks of the stage and checkpoints
+    activations block by block, and weights keep their canonical names.
+    """
+
+    def __init__(self, plan: RunPlan, device: torch.device, stage: int) -> None:
+        super().__init__()
+        self.stage: StageModel = build_stage(plan, device, stage)
+        dtype = DTYPES[plan.config.precision.name]
+        replace_parameters(self.stage, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.stage(given)
+        return hidden
+
+
+class LastLoss:
+    """What the last stage computes of logits. ``weight`` turns a micro-batch's sum of losses into its part of DeepSpeed's mean."""
+
+    def __init__(self, objective: Objective, device: torch.device) -> None:
+        self._objective, self._device = objective, device
+        self.begin(1.0)
+
+    def begin(self, weight: float) -> None:
+        """Before the first micro-batch of a step."""
+        self._weight = weight
+        self.sum = torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def __call__(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        loss = self._objective.loss_sum(_Computed(logits), batch)
+        self.sum += loss.detach()
+        return loss * self._weight
+
+
+class _Computed(nn.Module):
+    """A model that has run already."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self._output = SimpleNamespace(logits=logits)
+
+    def forward(self, **_: Any) -> SimpleNamespace:
+        return self._output
+
+
+class Pipeline(PipelineModule):
+    """``names``: the canonical name of each parameter of this rank's stage."""
+
+    def __init__(self, plan: RunPlan, device: torch.device, loss: LastLoss) -> None:
+        assert plan.shape is not None, "a model of a family"
+        count = plan.axes.pipeline
+        specs = [LayerSpec(StageLayer, plan, device, stage) for stage in range(count)]
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints the topology and a layer a line
+            super().__init__(layers=specs, topology=PipeDataParallelTopology(num_pp=count, num_dp=plan.axes.data), loss_fn=loss,
+                             partition_method="uniform")
+        self.layer: StageLayer = self.forward_funcs[0]
+        tied = get(plan.shape.family).tied(plan.shape)
+        self.names: Mapping[torch.Tensor, str] = {
+            parameter: tied.get(name, name) for name, parameter in self.layer.stage.model.named_parameters()
+        }
+        self._tied = self._tie(plan, set(tied.values()))
+
+    def _tie(self, plan: RunPlan, tied: set[str]) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
+        """DeepSpeed ties whole layers; here the first and the last one share a weight. Its gradients are added up over both, and
+        its norm is counted on the first alone."""
+        if not tied:
+            return []
+        groups = [dist.new_group([ranks[0], ranks[-1]]) for ranks in plan.axes.groups(Axis.PIPELINE)]
+        if self.stage_id not in (0, self.num_stages - 1):
+            return []
+        group = groups[self._grid.get_data_parallel_id()]
+        shared = [parameter for parameter, name in self.names.items() if name in tied]
+        for parameter in shared:
+            parameter.ds_pipe_replicated = self.stage_id > 0  # type: ignore[attr-defined]
+        return [(parameter, group) for parameter in shared]
+
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
+        return self._tied
