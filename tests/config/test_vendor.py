@@ -172,14 +172,14 @@ def test_what_is_in_none_of_deepspeeds_keys_is_refused() -> None:
         "+engine.deepspeed.zero_optimization.leaf_module.classes=[a.B]", "+engine.deepspeed.flops_profiler.enabled=true",
         "+engine.deepspeed.activation_checkpointing.cpu_checkpointing=true", "+engine.deepspeed.wall_clock_breakdown=true",
         "+engine.deepspeed.data_types.grad_accum_dtype=bf16", "+engine.deepspeed.compile.passes=[z3]",
-        "+engine.deepspeed.aio.queue_depth=32",
-        "+engine.deepspeed.tensor_parallel.partition_config.use_default_specs=false"]))
+        "+engine.deepspeed.aio.queue_depth=32", "+engine.deepspeed.zero_optimization.offload_optimizer.buffer_count=5"]))
 
 
 WORLDS = (World(ranks=2, ranks_per_node=2, device=Device.CPU),
           World(ranks=2, ranks_per_node=2, device=Device.CUDA, gpu="h100", device_memory_bytes=80 * 2**30, has_compiler=True))
 RUNS = (["zero=stage0"], ["zero=stage2", "precision=fp16", "optim=sgd"], ["zero=stage3", "precision=bf16", "offload=cpu"],
-        ["zero=stage3", "optim=muon", "model.family=llama"], ["zero=stage3", "offload=nvme", "offload.nvme_path=/disk"])
+        ["zero=stage3", "optim=muon", "model.family=llama"], ["zero=stage3", "offload=nvme", "offload.nvme_path=/disk"],
+        ["zero=stage1", "parallel.tensor=2"], ["zero=stage1", "parallel.context=2"])
 
 
 @pytest.mark.parametrize("words", RUNS, ids=" ".join)

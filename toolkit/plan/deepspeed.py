@@ -6,14 +6,15 @@ rules refuse a user's key that the plan derives, so the last layer never overrid
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.config.schema import OptimConfig, OptimizerKernel, OptimizerName, Place, Precision, RunConfig
-from toolkit.plan.memory import BUCKET
 from toolkit.plan.types import BatchPlan, Device, World
 
 NEVER = 2**31 - 1  # steps_per_print has no "off"; progress and metrics are this toolkit's
+BUCKET = 500_000_000  # elements: DeepSpeed's default reduce_bucket_size and allgather_bucket_size
 SWAP_BUFFER = 100_000_000  # elements: DeepSpeed's default offload_param.buffer_size
 
 # How the tensor axis cuts the families with separate projections. A tied output layer stays whole, as its embedding does.
@@ -29,6 +30,11 @@ TENSOR_SPECS: tuple[Mapping[str, Any], ...] = (
 def settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[int]) -> dict[str, Any]:
     """``sizes``: elements of each parameter; empty for ``model.target``."""
     return merge(merge(_defaults(config, batch.data_parallel, sizes), config.engine.deepspeed), _derived(config, world, batch))
+
+
+def cut_by_tensor(name: str) -> bool:
+    """Whether AutoTP cuts the weight of this canonical name."""
+    return any(re.match(pattern, name) for spec in TENSOR_SPECS if spec["partition_type"] != "skip" for pattern in spec["patterns"])
 
 
 def kernel(config: RunConfig, world: World) -> OptimizerKernel:
