@@ -36,6 +36,7 @@ from toolkit.plan.types import Device
 PRELOAD = (
     "deepspeed",
     "toolkit.engine.deepspeed",
+    "toolkit.engine.megatron.build",
     "toolkit.testing.parity",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
 )

@@ -76,15 +76,13 @@ class _Idle:
     def query(self) -> bool:
         return True
 
-    def wait_stream(self, _stream: object) -> None:
-        pass
+    def record_event(self, event: _Idle | None = None) -> _Idle:
+        return event or _Idle()
 
-    wait_event = record_event = wait_stream
+    def wait(self, *_others: object) -> None:
+        """For another stream, for an event, for the host."""
 
-    def record(self, _stream: object = None) -> None:
-        pass
-
-    wait = synchronize = record
+    wait_stream = wait_event = synchronize = record = wait
 
 
 def _nothing(*_args: object, **_settings: object) -> None:

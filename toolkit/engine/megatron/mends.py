@@ -10,11 +10,20 @@ import functools
 
 @functools.cache
 def apply() -> None:
-    import megatron.core.tensor_parallel.random as random
+    bind_general_gemm()
+    tell_no_fp8()
+
+
+def bind_general_gemm() -> None:
+    """Every forward of a router asks whether the name is None, and it is bound only where Transformer Engine is installed."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
-    # Every forward of a router asks whether the name is None, and it is bound only where Transformer Engine is installed.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    # ``fp8=False`` is "not None", so that recomputed norms ask for Transformer Engine's fp8 state.
+
+
+def tell_no_fp8() -> None:
+    """``fp8=False`` is "not None", so that recomputed norms ask for Transformer Engine's fp8 state."""
+    import megatron.core.tensor_parallel.random as random
+
     if not random.HAVE_TE:
         random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)

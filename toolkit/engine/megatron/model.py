@@ -44,7 +44,7 @@ def transformer_config(plan: RunPlan) -> TransformerConfig:
     for key in ("params_dtype", "pipeline_dtype"):
         found[key] = getattr(torch, found[key])
     # Its constructors mark parameters as cut by the tensor axis where they initialise them, so they are let run with nothing to do.
-    drawn = {key: _leave for key in ("init_method", "output_layer_init_method", "embedding_init_method")}
+    drawn = dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave)
     return TransformerConfig(**found, **drawn)
 
 
@@ -75,7 +75,8 @@ def layer_spec(plan: RunPlan, config: TransformerConfig, stage: int | None) -> T
     """Transformer Engine's layers where they are installed and there is a GPU, else Megatron-core's own with torch's attention."""
     if uses_transformer_engine(plan):
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
-    spec = copy.deepcopy(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage))
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage)
+    spec = copy.deepcopy(spec)  # its layers are one object
     spec.layer_norm = Norm
     for layer in spec.layer_specs:
         parts = layer.submodules

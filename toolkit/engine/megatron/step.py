@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.shard import Reader, Shard
-from toolkit.config.schema import Precision
 from toolkit.data.evaluation import IGNORED
 from toolkit.engine import seeding
 from toolkit.engine.megatron import cpu, mends
@@ -143,8 +142,9 @@ class MegatronEngine:
 
             return losses, loss
 
+        several = len(chunks) > 1
         sums = get_forward_backward_func()(
-            forward_step_func=forward, data_iterator=places if len(chunks) > 1 else places[0], model=chunks if len(chunks) > 1 else chunks[0],
+            forward_step_func=forward, data_iterator=places if several else places[0], model=chunks if several else chunks[0],
             num_microbatches=len(micro_batches), seq_length=self._plan.config.train.sequence_length,
             micro_batch_size=len(micro_batches[0]["input_ids"]), forward_only=weight is None)
         mine = torch.stack(sums).sum() if sums and self._at.tensor == 0 else torch.zeros((), dtype=torch.float64)

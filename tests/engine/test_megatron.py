@@ -1,0 +1,189 @@
+"""Megatron-core's own: resuming in its layouts, evaluation, the CPU backend, and the defects that are mended.
+
+    pytest tests/engine/test_megatron.py             two ranks
+    pytest tests/engine/test_megatron.py -m full     every ordered pair of layouts of both engines, four ranks
+
+That it computes what ``local`` computes is said in test_matrix.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.cases import BF16, DROPOUT, FP16, SGD
+from tests.engine.test_resume import Saved, check_pairs, resume
+from toolkit.config.schema import EngineName
+from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.megatron import cpu
+from toolkit.plan.types import RunPlan
+from toolkit.testing import matrix
+from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
+from toolkit.testing.matrix import Case, deepspeed, megatron
+from toolkit.testing.tiny import micro_batches
+from toolkit.train.task import text_task
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A cell of the matrix as test_resume.py takes cases."""
+
+    cell: matrix.Cell
+    more: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join([self.cell.name.replace("/", "-"), *(f"{key}={getattr(value, 'name', value)}" for key, value in self.more)])
+
+    @property
+    def ranks(self) -> int:
+        return self.cell.ranks
+
+    def plan(self) -> RunPlan:
+        return self.cell.plan(Case.ADAM, **dict(self.more))
+
+
+def layout(cell: matrix.Cell, **more: Any) -> Layout:
+    return Layout(cell, tuple(more.items()))
+
+
+MOMENTUM = {**SGD, "optim__momentum": 0.9}
+SAME = [
+    layout(megatron("gpt2", tensor=2), **DROPOUT),
+    layout(megatron("gpt2", pipeline=2), **DROPOUT),
+    layout(megatron("gpt2", data=2, zero=1), **DROPOUT),
+    layout(megatron("mixtral", data=2, expert=2, zero=1)),
+    pytest.param(layout(megatron("gpt2", context=2), **DROPOUT), marks=pytest.mark.full),
+    pytest.param(layout(megatron("gpt2", tensor=2, pipeline=2, layers=4, own=(("virtual_pipeline_model_parallel_size", 2),), label="vpp2"),
+                        **DROPOUT), marks=pytest.mark.full),
+    pytest.param(layout(megatron("gpt2", pipeline=2, data=2, zero=1), **DROPOUT), marks=pytest.mark.full),
+    pytest.param(layout(megatron("llama", data=2, zero=1), **BF16), marks=pytest.mark.full),
+    pytest.param(layout(megatron("llama", tensor=2), **BF16), marks=pytest.mark.full),
+    pytest.param(layout(megatron("llama", data=2, zero=1), **FP16), marks=pytest.mark.full),
+    pytest.param(layout(megatron("llama", tensor=2), **FP16), marks=pytest.mark.full),
+    pytest.param(layout(megatron("llama", tensor=2), **MOMENTUM), marks=pytest.mark.full),
+]
+PAIRS = [
+    layout(matrix.Cell(engine=EngineName.local, family="gpt2")),
+    layout(deepspeed("gpt2", 3, data=2)),
+    layout(megatron("gpt2", tensor=2)),
+    layout(megatron("gpt2", pipeline=2)),
+    layout(megatron("gpt2", context=2)),
+    layout(megatron("gpt2", data=2, zero=1)),
+    layout(megatron("gpt2", tensor=2, pipeline=2)),
+    layout(megatron("gpt2", pipeline=2, data=2, zero=1)),
+    layout(megatron("gpt2", tensor=2, data=2, zero=1)),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(pool, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize("case", SAME, ids=str)
+def test_same_layout_to_the_bit(case: Layout, saved: Saved, pool: RankPool) -> None:
+    folder, went_on, state = saved.of(case)
+    (again, found), = pool.run(resume, case, [folder], ranks=case.ranks)[0]
+    assert again.losses == went_on.losses
+    assert again.norms == went_on.norms
+    assert found.keys() == state.keys()
+    assert not [str(key) for key in state if not torch.equal(found[key], state[key])]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", PAIRS, ids=str)
+def test_every_pair(target: Layout, saved: Saved, pool: RankPool) -> None:
+    check_pairs(target, PAIRS, saved, pool)
+
+
+def test_dropout_is_on(saved: Saved) -> None:
+    """Else the cells with dropout prove nothing."""
+    with_dropout, without = (saved.of(layout(megatron("gpt2", tensor=2), **more))[1] for more in (DROPOUT, {}))
+    assert abs(with_dropout.losses[0] - without.losses[0]) > 1e-3
+
+
+def evaluate(rank: int, ranks: int, plan: RunPlan, batches: int) -> list[tuple[float, int]]:
+    """Twice, with a training step between that must not see the first."""
+    engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
+    engine.load(first_weights(plan))
+    found = [engine.eval_step(micro_batches(plan, 0, plan.axes.coordinates(rank).data)[:batches]) for _ in range(2)]
+    engine.close()
+    return [(result.loss_sum, result.tokens) for result in found]
+
+
+def test_evaluation_takes_any_number_of_micro_batches(pool: RankPool) -> None:
+    """Virtual stages take as many at a time as there are pipeline ranks; three are not a multiple of two."""
+    virtual = megatron("llama", pipeline=2, layers=4, own=(("virtual_pipeline_model_parallel_size", 2),), label="vpp2")
+    local = matrix.Cell(engine=EngineName.local, family="llama", layers=4)
+    (ours, again), *_ = pool.run(evaluate, virtual.plan(Case.ADAM), 3, ranks=2)
+    (theirs, _), = pool.run(evaluate, local.plan(Case.ADAM), 3, ranks=1)
+    assert ours == again
+    assert ours[1] == theirs[1]
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-3 * 1e-5 * ours[1] + 1e-4)
+
+
+# ---- defects of the pinned version, and the CPU backend
+
+
+@pytest.fixture
+def fresh() -> Iterator[RankPool]:
+    """A rank in which nothing of Megatron-core was mended yet."""
+    with rank_pool(1) as ranks:
+        yield ranks
+
+
+def one_step(rank: int, ranks: int, plan: RunPlan, without: str | None) -> float:
+    from toolkit.engine.megatron import mends
+
+    if without is not None:
+        setattr(mends, without, lambda: None)
+    engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
+    engine.load(first_weights(plan))
+    from toolkit.engine.protocol import StepSettings
+
+    loss = engine.train_step(micro_batches(plan, 0, 0), StepSettings(0, 1e-3)).loss
+    engine.close()
+    return loss
+
+
+MENDED = {
+    "bind_general_gemm": (megatron("mixtral"), "te_general_gemm"),
+    "tell_no_fp8": (megatron("llama", own=(("recompute_granularity", "selective"), ("recompute_modules", ["layernorm"])), label="norms"),
+                    "FP8GlobalStateManager"),
+}
+
+
+@pytest.mark.parametrize("mend", MENDED)
+def test_each_mend_is_needed(mend: str, fresh: RankPool) -> None:
+    cell, missing = MENDED[mend]
+    plan = cell.plan(Case.ADAM)
+    with pytest.raises(RanksFailed, match=missing):
+        fresh.run(one_step, plan, mend)
+    fresh.run(one_step, plan, None)
+
+
+def test_the_cpu_backend_is_inert_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.Tensor.cuda, torch.Tensor.type, torch.empty
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cpu.enable.__wrapped__() is False
+    assert (torch.Tensor.cuda, torch.Tensor.type, torch.empty) == before
+
+
+def outside(rank: int, ranks: int) -> tuple[str, str]:
+    """What torch does for everybody else once Megatron-core runs on the CPU."""
+    cpu.enable()
+    try:
+        torch.zeros(1).cuda()
+    except (AssertionError, RuntimeError) as error:
+        moved = type(error).__name__
+    return torch.zeros(1).type(), moved
+
+
+def test_others_keep_their_torch(fresh: RankPool) -> None:
+    kind, moved = fresh.run(outside)[0]
+    assert kind == "torch.FloatTensor"
+    assert moved in ("AssertionError", "RuntimeError")
