@@ -50,8 +50,9 @@ def continuation(given: argparse.Namespace) -> str:
     shape = shape_of(model)
     data = given.data or from_yaml(directory.config_file.read_text(encoding="utf-8")).data.path
     weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
-    module = load_model(shape, open_reader(weights))
-    return continue_text(module, load_tokenizer(data), given.prompt, tokens=given.tokens, temperature=given.temperature, seed=given.seed,
+    reader = open_reader(weights)
+    module, tokenizer = load_model(shape, reader), load_tokenizer(data, reader)
+    return continue_text(module, tokenizer, given.prompt, tokens=given.tokens, temperature=given.temperature, seed=given.seed,
                          context=shape.max_position_embeddings)
 
 

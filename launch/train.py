@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from toolkit.cluster.ends import Ending
 from toolkit.cluster.environment import Launch, read_launch, set_defaults, set_thread_default
@@ -23,7 +24,7 @@ from toolkit.cluster.parent import start_ranks
 from toolkit.cluster.rendezvous import Meeting
 from toolkit.cluster.start import Start, announce, begin
 from toolkit.cluster.stop import StopRequest, launchers
-from toolkit.errors import ExitCode, InputError
+from toolkit.errors import ExitCode
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory
 
@@ -68,11 +69,11 @@ def take_part(launch: Launch, overrides: Sequence[str], ending: Ending, stop: St
         if composes:
             meeting.publish("start", start.to_json())
         if launch.local_rank == 0:
-            make_data_ready(plan)
-            meeting.publish(f"data/{launch.node}", {})
-        meeting.receive(*(f"data/{node}" for node in range(launch.nodes)), seconds=DATA_SECONDS)
+            meeting.publish(f"data/{launch.node}", {"folder": make_data_ready(plan)})
+        ready = meeting.receive(*(f"data/{node}" for node in range(launch.nodes)), seconds=DATA_SECONDS)
+        start = replace(start, data=ready[launch.node]["folder"])
     elif composes:
-        make_data_ready(plan)
+        start = replace(start, data=make_data_ready(plan))
     if plan.world.ranks > launch.ranks:
         return start_ranks(sys.argv[0], start, directory, stop, ending, plan.config.cluster.grace_seconds)
     set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)
@@ -80,19 +81,16 @@ def take_part(launch: Launch, overrides: Sequence[str], ending: Ending, stop: St
     with meeting.process_group(plan.world.device):
         from toolkit.train.run import run
 
-        return run(plan, rank=launch.rank, local_rank=launch.local_rank, stop=stop, attempt=start.attempt)
+        return run(plan, rank=launch.rank, local_rank=launch.local_rank, stop=stop, attempt=start.attempt, data=start.data)
 
 
-def make_data_ready(plan: RunPlan) -> None:
-    """The data are there, and are what the run needs; else nothing of an engine is started."""
-    from toolkit.data.sources import data_problems, ready
+def make_data_ready(plan: RunPlan) -> str:
+    """The folder of the run's data, which are there and are what the run needs; else nothing of an engine is started."""
+    from toolkit.data.sources import ready_for
     from toolkit.progress import Progress
 
     with Progress() as progress:
-        manifest = ready(plan.config.data, progress)
-    problems = data_problems(plan.config, manifest, plan.shape.vocab_size if plan.shape is not None else None)
-    if problems:
-        raise InputError(*problems)
+        return str(ready_for(plan.config, plan.shape.vocab_size if plan.shape is not None else None, progress).folder)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     config.yaml plan.json status.json          of the newest attempt
     metrics.jsonl eval.jsonl                   each step once, over all attempts
     checkpoints/ plots/
-    attempts/001/{config.yaml,plan.json,log.txt}, and metric rows that a later attempt ran again
+    attempts/001/{config.yaml,plan.json,log.txt}, and metric rows and checkpoints of steps that a later attempt ran again
     fork.json                                  the parent, in a run that began from another one's state
     lock                                       held while a process runs here
 
@@ -221,15 +221,17 @@ class RunDirectory:
         step, checkpoint = (last.step, last.checkpoint) if last is not None and last.attempt == attempt else (None, None)
         self.write_status(Status(state=state, attempt=attempt, exit_code=exit_code, step=step, checkpoint=checkpoint, reason=reason))
 
-    # ---- metrics
+    # ---- what is run again
+
+    def folder_of_older(self, attempt: int) -> Path:
+        """Of the attempt before ``attempt``: where what it left for steps that ``attempt`` runs again is kept."""
+        return self.attempt_folder(max((number for number in self.attempts() if number < attempt), default=attempt))
 
     def trim_after(self, step: int, attempt: int) -> None:
         """Move rows of steps after ``step`` to the attempt before ``attempt``: they will be run again, and a step stands once."""
-        older = [number for number in self.attempts() if number < attempt]
         for file in (self.metrics_file, self.eval_file):
             if file.exists():
-                target = self.attempt_folder(older[-1] if older else attempt) / file.name
-                _move_rows(file, target, step)
+                _move_rows(file, self.folder_of_older(attempt) / file.name, step)
 
     # ---- checks
 

@@ -63,7 +63,7 @@ def test_retention_decides_by_step_and_wholeness() -> None:
     assert removed([1, 2, 3], keep_last=5) == []
     assert removed([1, 2, 3, 4], whole=[1, 2, 4], keep_last=2) == [1, 3]  # a damaged one does not count as one that is kept
     assert removed([5, 10, 15, 20], keep_every=10) == [5, 15]
-    assert removed([10, 20, 30, 40], saved=20) == [10]  # someone went back to 10: what lies ahead is left alone
+    assert removed([10, 20, 30, 40], saved=20) == [10]  # what lies ahead is left alone
 
 
 def test_pointer_is_followed_and_scanning_replaces_it(tmp_path: Path) -> None:
@@ -81,6 +81,33 @@ def test_pointer_is_followed_and_scanning_replaces_it(tmp_path: Path) -> None:
     assert value(tmp_path) == 3
     with pytest.raises(CheckpointError, match=r"manifest.json is missing[\s\S]*resume=.*step-00000003"):
         open_reader(tmp_path / "checkpoints" / "step-00000007")
+
+
+def test_going_back_lasts_and_sets_aside_what_was_after(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=9)
+    for step in (1, 2, 3, 4):
+        save_alone(store, step, state(step))
+    aside = tmp_path / "run" / "attempts" / "001" / "checkpoints"
+    moved = directory.go_back(store.directory, store.directory / "step-00000002", 2, aside)
+    assert moved == [aside / "step-00000003", aside / "step-00000004"]
+    assert [value(path) for path in moved] == [3, 4]
+    assert value(tmp_path / "run") == 2
+    assert sorted(directory.committed(store.directory)) == [1, 2]
+    assert directory.go_back(store.directory, store.directory / "step-00000002", 2, aside) == []
+    save_alone(store, 3, state(30), attempt=2)
+    assert value(tmp_path / "run") == 30, "not the one of the steps that were left"
+
+
+def test_going_to_a_checkpoint_that_lies_elsewhere_lasts_until_the_next_save(tmp_path: Path) -> None:
+    store, other = CheckpointStore(tmp_path / "run" / "checkpoints"), CheckpointStore(tmp_path / "other" / "checkpoints")
+    save_alone(store, 1, state(1))
+    copied = save_alone(other, 5, state(5))
+    assert directory.go_back(store.directory, copied, 5, tmp_path / "aside") == []
+    assert store.newest() == copied
+    assert value(tmp_path / "run") == 5
+    save_alone(store, 6, state(6))
+    assert value(tmp_path / "run") == 6
+    assert copied.exists()
 
 
 def test_nothing_there_is_said(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from toolkit.cluster.start import Start
 from toolkit.plan.types import Device, World
 
 START = Start(
-    yaml="run:\n  name: 'ü: \"quoted\"'\n", attempt=7,
+    yaml="run:\n  name: 'ü: \"quoted\"'\n", attempt=7, data="data/stdlib/0123456789ab",
     world=World(ranks=16, ranks_per_node=8, device=Device.CUDA, gpu="h100", device_memory_bytes=1, has_libaio=True))
 
 

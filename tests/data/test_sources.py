@@ -15,7 +15,7 @@ import pytest
 from tests.data.made import make_folder
 from toolkit.config.schema import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from toolkit.data.manifest import DataManifest
-from toolkit.data.sources import data_problems, ready
+from toolkit.data.sources import data_problems, ready, ready_for
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -42,6 +42,7 @@ def test_nothing_wrong(manifest: DataManifest) -> None:
     assert data_problems(run_config(manifest, vocab_size=None), manifest) == []
     assert data_problems(run_config(manifest, every=0, sets=["absent"]), manifest) == []
     assert ready(run_config(manifest).data, Progress.silent()) == manifest
+    assert ready_for(run_config(manifest), None, Progress.silent()) == manifest
 
 
 def test_each_problem_has_value_rule_remedy(manifest: DataManifest) -> None:
@@ -59,7 +60,11 @@ def test_each_problem_has_value_rule_remedy(manifest: DataManifest) -> None:
     assert "or data.vocab_size=290" in problem.remedy
     (problem,) = data_problems(run_config(manifest, vocab_size=None), manifest, vocab_size=200)
     assert "model.vocab_size=200" in problem.seen
-    assert len(data_problems(run_config(manifest, vocab_size=299, length=100, sets=["test", "tiny"]), manifest)) == 4
+    many = run_config(manifest, vocab_size=299, length=100, sets=["test", "tiny"])
+    assert len(data_problems(many, manifest)) == 4
+    with pytest.raises(InputError) as caught:
+        ready_for(many, None, Progress.silent())
+    assert len(caught.value.problems) == 4
 
 
 def test_no_training_split(tmp_path: Path) -> None:

@@ -21,12 +21,13 @@ from toolkit.rundir import RunDirectory, RunState, Status
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Callable[[], str | None], attempt: int) -> ExitCode:
+def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Callable[[], str | None], attempt: int, data: str) -> ExitCode:
     import torch
     import torch.distributed as dist
 
     assert dist.get_world_size() == plan.world.ranks
     assert dist.get_rank() == rank
+    assert data == "data"
     directory = RunDirectory(plan.run_dir)
 
     def status(state: RunState, step: int, checkpoint: str | None = None) -> None:
@@ -56,7 +57,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     from launch import train
 
-    train.make_data_ready = lambda plan: None
+    train.make_data_ready = lambda plan: "data"
     return train.main(sys.argv[1:])
 
 

@@ -17,6 +17,7 @@ from toolkit.errors import ConfigError
 from toolkit.models.build import build_model
 from toolkit.models.initial import InitialWeights
 from toolkit.models.target import build_target
+from toolkit.plan.target import check_target
 from toolkit.testing.tiny import tiny_plan
 
 HERE = "tests.models.broken"
@@ -63,6 +64,22 @@ def test_a_module_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "path", list(sys.path))
     module = build_target(ModelConfig(target="only_here.Model", arguments={"in_features": 2, "out_features": 3}), 0)
     assert module.weight.shape == (3, 2)
+
+
+def test_a_module_is_looked_up_without_importing_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "explosive"
+    (package / "inner").mkdir(parents=True)
+    for file in ("__init__.py", "inner/__init__.py", "inner/models.py"):
+        (package / file).write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_target(ModelConfig(target="explosive.inner.models.Model"))
+    check_target(ModelConfig())
+    for target, missing in {"explosive.inner.absent.Model": "explosive.inner.absent", "explosive.absent.models.Model": "explosive.absent",
+                            "explosive.inner.models.Outer.Model": "explosive.inner.models.Outer"}.items():
+        with pytest.raises(ConfigError, match=f"there is no module {missing}\n"):
+            check_target(ModelConfig(target=target))
+    with pytest.raises(RuntimeError, match="imported"):
+        build_target(ModelConfig(target="explosive.inner.models.Model"), 0)
 
 
 def test_weights_are_the_constructors_under_the_seed() -> None:

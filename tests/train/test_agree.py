@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.train.fakes import FakeEngine, samples, step_done
-from toolkit.errors import ExitCode
+from toolkit.errors import ExitCode, InputError
 from toolkit.testing.dist import run_ranks
 from toolkit.testing.tiny import tiny_plan
-from toolkit.train.agree import Agreed, Together
+from toolkit.train.agree import Agreed, Together, check_same_data
 from toolkit.train.hooks import Hook, StepDone
 from toolkit.train.loop import train
 from toolkit.train.state import TrainState
@@ -36,6 +38,23 @@ def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
 
 def test_all_ranks_stop_and_save_at_the_same_step() -> None:
     assert run_ranks(stops_together, 2) == [(int(ExitCode.STOPPED), 5, [3, 5])] * 2
+
+
+def reads_its_own_data(rank: int, ranks: int) -> str:
+    check_same_data({"data": "same", "seed": 1}, ranks)
+    try:
+        check_same_data({"data": f"of rank {rank // 2}", "seed": 1}, ranks)
+    except InputError as error:
+        return str(error)
+    return "not noticed"
+
+
+def test_ranks_with_different_data_are_told_on_every_rank() -> None:
+    answers = run_ranks(reads_its_own_data, 3)
+    assert len(set(answers)) == 1
+    assert re.search(r"rank 0 on \S+ reads data=of rank 0; rank 2 on \S+ reads data=of rank 1\n", answers[0]), answers[0]
+    assert "data.path=FOLDER" in answers[0]
+    check_same_data({"data": "mine"}, 1)
 
 
 def test_without_a_wish_nothing_is_agreed() -> None:

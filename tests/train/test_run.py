@@ -19,14 +19,16 @@ import torch
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, Shard
 from toolkit.config.schema import EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
+from toolkit.data.manifest import read_manifest
 from toolkit.data.stdlib import ensure
 from toolkit.engine.local import LocalEngine
-from toolkit.errors import CheckpointError, ExitCode
+from toolkit.errors import CheckpointError, ExitCode, InputError, Problem
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
 from toolkit.rundir import RunDirectory
 from toolkit.testing.tiny import tiny_config
+from toolkit.train.generate import load_tokenizer
 from toolkit.train.run import run
 
 WORLD = World(ranks=1, ranks_per_node=1, device=Device.CPU)
@@ -34,12 +36,17 @@ STEPS = 6
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The email package and a copy under other names, so that both splits have documents."""
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The email package in parts, so that both splits have documents."""
     texts = tmp_path_factory.mktemp("texts")
     for file in sorted(Path(email.__file__).parent.rglob("*.py")):
         for part, lines in enumerate(_parts(file.read_text(encoding="utf-8"))):
             (texts / f"{file.stem}_{part}.py").write_text(lines, encoding="utf-8")
+    return texts
+
+
+@pytest.fixture(scope="session")
+def data(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "email"
     ensure(folder, 264, root=texts)
     return folder
@@ -54,7 +61,7 @@ class Start:
     """One start of a run in ``folder``, stopped after ``stop_after`` of its own steps. GPT-2, which has every kind of dropout."""
 
     def __init__(self, folder: Path, data: Path, stop_after: int | None = None, config: Callable[[RunConfig], None] = lambda config: None,
-                 **changes: Any) -> None:
+                 generation: Path | None = None, **changes: Any) -> None:
         settings = tiny_config("gpt2", **{"train__steps": STEPS, "model__dropout": 0.1, "checkpoint__every": "never", **changes})
         settings.run = RunSection(dir=str(folder))
         settings.data.path, settings.data.vocab_size = str(data), 264
@@ -72,7 +79,7 @@ class Start:
             return "SIGTERM" if stop_after is not None and asked >= stop_after else None
 
         try:
-            self.code = run(plan, rank=0, local_rank=0, stop=stop, attempt=self.attempt)
+            self.code = run(plan, rank=0, local_rank=0, stop=stop, attempt=self.attempt, data=generation and str(generation))
         finally:
             self.directory.release()
         status = self.directory.status()
@@ -204,6 +211,61 @@ def test_steps_after_the_checkpoint_stand_once(whole: Start, data: Path, tmp_pat
     assert resumed.rows() == whole.rows()
     assert [row["step"] for row in _jsonl(tmp_path / "run" / "attempts" / "001" / "metrics.jsonl")] == [5]
     assert sorted(path.name for path in resumed.directory.checkpoints.glob("step-*")) == ["step-00000004", "step-00000006"]
+
+
+def test_the_data_may_get_a_new_generation_meanwhile(whole: Start, texts: Path, data: Path, tmp_path: Path) -> None:
+    """Another run, with another vocabulary, has pointed the data folder to its own."""
+    shared = tmp_path / "data"
+    shutil.copytree(data, shared)
+    mine = read_manifest(shared)
+    ensure(shared, 260, root=texts)
+    assert read_manifest(shared).tokenizer.hash != mine.tokenizer.hash
+    start = Start(tmp_path / "run", shared, generation=mine.folder)
+    assert start.rows() == whole.rows()
+    assert start.evals() == whole.evals()
+    reader = open_reader(start.directory.path)
+    assert load_tokenizer(shared, reader).get_vocab_size() == mine.tokenizer.size
+    shutil.rmtree(mine.folder)
+    with pytest.raises(InputError, match=f"no tokenizer of hash {mine.tokenizer.hash}"):
+        load_tokenizer(shared, reader)
+
+
+def test_a_run_sent_back_stays_there_though_it_dies_before_its_first_save(whole: Start, data: Path, tmp_path: Path,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without ``take_up``, the next start takes the checkpoint of step 4 of the branch that was left."""
+    settings = {"checkpoint__every": "2", "checkpoint__keep_last": 9}
+    Start(tmp_path / "run", data, stop_after=4, **settings)
+    back = tmp_path / "run" / "checkpoints" / "step-00000002"
+
+    def dies(self: LocalEngine, *arguments: Any) -> None:
+        raise RuntimeError("died")
+
+    with monkeypatch.context() as context:
+        context.setattr(LocalEngine, "train_step", dies)
+        with pytest.raises(RuntimeError, match="died"):
+            Start(tmp_path / "run", data, config=lambda config: setattr(config, "resume", str(back)), **settings)
+    left = tmp_path / "run" / "attempts" / "001"
+    assert [path.name for path in (left / "checkpoints").iterdir()] == ["step-00000004"]
+    assert open_reader(left / "checkpoints" / "step-00000004").step == 4
+    assert open_reader(tmp_path / "run").step == 2
+    resumed = Start(tmp_path / "run", data, **settings)
+    assert resumed.rows() == whole.rows()
+    assert same(resumed.state(), whole.state())
+    assert [row["step"] for row in _jsonl(left / "metrics.jsonl")] == [3, 4]
+    assert sorted(path.name for path in resumed.directory.checkpoints.glob("step-*")) == [f"step-0000000{step}" for step in (2, 4, 6)]
+
+
+def test_a_refused_start_sets_nothing_aside(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Start(tmp_path / "run", data, stop_after=4, checkpoint__every="2")
+    back = tmp_path / "run" / "checkpoints" / "step-00000002"
+
+    def refuses(self: LocalEngine, reader: Any) -> None:
+        raise CheckpointError(Problem("resume", "seen", "rule", "remedy"))
+
+    monkeypatch.setattr(LocalEngine, "load", refuses)
+    with pytest.raises(CheckpointError):
+        Start(tmp_path / "run", data, config=lambda config: setattr(config, "resume", str(back)))
+    assert open_reader(tmp_path / "run").step == 4
 
 
 def test_a_finished_run_started_again_has_nothing_to_do(whole: Start, data: Path, tmp_path: Path) -> None:

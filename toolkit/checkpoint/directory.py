@@ -1,6 +1,7 @@
 """The folder of a run's checkpoints: names, the pointer to the newest, which of them are complete, which may go.
 
-    checkpoints/latest                 one line, the name of the newest: written last, atomically
+    checkpoints/latest                 one line, the name of the newest: written last, atomically. After resume=PATH, until the
+                                       next save, what PATH came to: by its absolute path where it lies elsewhere
     checkpoints/step-00000123/         complete: it got this name by a rename, after its bytes were durable
     checkpoints/.tmp-...               being written, or left by an attempt that died
     checkpoints/.removed-...           being removed
@@ -17,6 +18,7 @@ from pathlib import Path
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.catalog import Damage
 from toolkit.errors import CheckpointError, Problem
+from toolkit.files import write_whole
 
 POINTER = "latest"
 TEMPORARY = ".tmp-"
@@ -48,8 +50,7 @@ def pointed(directory: Path) -> Path | None:
     if not path.is_file():
         return None
     folder = directory / path.read_text(encoding="utf-8", errors="replace").strip()
-    known = step_of(folder) is not None and folder.parent == directory and (folder / manifest.NAME).is_file()
-    return folder if known else None
+    return folder if (folder / manifest.NAME).is_file() else None
 
 
 def newest(directory: Path) -> Path | None:
@@ -58,6 +59,25 @@ def newest(directory: Path) -> Path | None:
     A damaged one is returned as well: it is refused by name when it is opened, never passed over in silence.
     """
     return pointed(directory) or next(reversed(committed(directory).values()), None)
+
+
+def go_back(directory: Path, checkpoint: Path, step: int, aside: Path) -> list[Path]:
+    """From now on, and until the next save, ``checkpoint`` of ``step`` is the newest: ``latest`` names it.
+
+    Checkpoints of later steps move to the folder ``aside``: steps that are run again may come out differently, and a checkpoint
+    that was left would pass for the new one. The pointer comes first, so that whenever this ends the newest is right.
+
+    Returns:
+        The folders that moved, under their new names.
+    """
+    checkpoint = checkpoint.absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    write_whole(directory / POINTER, f"{checkpoint.name if checkpoint.parent == directory.absolute() else checkpoint}\n")
+    later = [folder for number, folder in committed(directory).items() if number > step]
+    for folder in later:
+        aside.mkdir(parents=True, exist_ok=True)
+        folder.rename(aside / folder.name)
+    return [aside / folder.name for folder in later]
 
 
 def checkpoint_at(path: Path) -> Path | None:
@@ -99,7 +119,7 @@ def removable(steps: Collection[int], whole: Collection[int], *, saved: int, kee
     """Steps whose checkpoints may go after step ``saved`` was saved.
 
     The ``keep_last`` newest whole ones up to ``saved`` stay, and every whole one at a multiple of ``keep_every``. Those
-    beyond ``saved`` stay too: they are there because someone went back to an earlier step, and are not ours to judge.
+    beyond ``saved`` stay too: an attempt that died between a commit and its pointer left them, and the run comes to them again.
     """
     past = sorted(step for step in steps if step <= saved)
     sound = [step for step in past if step in whole]

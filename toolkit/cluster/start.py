@@ -23,6 +23,7 @@ class Start:
     yaml: str  # the whole configuration, nothing left to resolve
     world: World
     attempt: int
+    data: str | None = None  # the folder of the generation of data that the run reads, once it is ready
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -38,7 +39,7 @@ class Start:
     @staticmethod
     def from_json(message: Mapping[str, Any]) -> Start:
         world = World(**{**message["world"], "device": Device(message["world"]["device"])})
-        return Start(message["yaml"], world, message["attempt"])
+        return Start(message["yaml"], world, message["attempt"], message["data"])
 
     def plan(self) -> RunPlan:
         from toolkit.config.compose import from_yaml
@@ -57,10 +58,12 @@ def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[S
     from toolkit.plan import make_plan
     from toolkit.plan.present import to_json
     from toolkit.plan.pretrained import resolve
+    from toolkit.plan.target import check_target
 
     config = resolve(compose(overrides))
     check_startable(config.cluster, launch, machine)
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
+    check_target(plan.config.model)
     directory = RunDirectory(plan.run_dir)
     attempt = directory.begin(plan.config, to_json(plan))
     return Start(to_yaml(plan.config), plan.world, attempt), plan, directory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,24 @@ def read_manifest(path: str | Path) -> DataManifest:
     except (KeyError, TypeError, AttributeError) as error:
         seen = f"{file}: {type(error).__name__} {error}"
         raise InputError(Problem("data.path", seen, "the manifest has every field of its format", "prepare the data again")) from error
+
+
+def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
+    """The generation of the data folder ``path`` whose tokenizer has the hash ``tokenizer``; the folder may point to a newer one.
+
+    Raises:
+        InputError: there is none, or ``path`` is no data folder.
+    """
+    newest = read_manifest(path)
+    if newest.tokenizer.hash == tokenizer:
+        return newest
+    for folder in sorted(file.parent for file in Path(path).glob(f"*/{NAME}")):
+        with suppress(InputError):  # of another format version: not the one that is looked for
+            manifest = read_manifest(folder)
+            if manifest.tokenizer.hash == tokenizer:
+                return manifest
+    raise InputError(Problem("data.path", f"data.path={path} has no tokenizer of hash {tokenizer}",
+                             "text is made with the tokenizer that the model was trained with", "name the folder that has it"))
 
 
 def _manifest(content: dict[str, Any], folder: Path) -> DataManifest:

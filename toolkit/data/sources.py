@@ -8,7 +8,7 @@ from toolkit.config.schema import DataConfig, RunConfig
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.stdlib import ensure
 from toolkit.data.stream import too_short
-from toolkit.errors import Problem
+from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
 _SOURCES: dict[str, Callable[[DataConfig, Progress], DataManifest]] = {
@@ -24,6 +24,22 @@ def ready(data: DataConfig, progress: Progress) -> DataManifest:
         InputError: the folder is absent or cannot be read.
     """
     return _SOURCES[data.name](data, progress)
+
+
+def ready_for(config: RunConfig, vocab_size: int | None, progress: Progress) -> DataManifest:
+    """The data of a run, ready and fit for it.
+
+    Args:
+        vocab_size: see ``data_problems``.
+
+    Raises:
+        InputError: the folder is absent or cannot be read, or the data lack what the run asks of them.
+    """
+    manifest = ready(config.data, progress)
+    problems = data_problems(config, manifest, vocab_size)
+    if problems:
+        raise InputError(*problems)
+    return manifest
 
 
 def data_problems(config: RunConfig, manifest: DataManifest, vocab_size: int | None = None) -> list[Problem]:

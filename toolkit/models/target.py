@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, Problem
+from toolkit.plan.target import check_target
 
 
 def build_target(model: ModelConfig, seed: int) -> nn.Module:
@@ -41,16 +40,8 @@ def build_target(model: ModelConfig, seed: int) -> nn.Module:
 def _find(model: ModelConfig) -> type[nn.Module]:
     assert model.target is not None, "the plan is of model.target"
     path, _, name = model.target.rpartition(".")
-    here = str(Path.cwd())
-    if here not in sys.path:  # a console script's sys.path lacks the working folder, where a user's own package lies
-        sys.path.append(here)
-    try:
-        found = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise  # the module is there, but something that it imports is not
-        raise _problem(model, f"there is no module {error.name}", "the part before the last dot is an importable module",
-                       f"run from the folder that holds {path.partition('.')[0]}, install the package, or set PYTHONPATH") from error
+    check_target(model)
+    found = importlib.import_module(path)
     if not callable(getattr(found, name, None)):
         near = ", ".join(key for key, value in vars(found).items() if isinstance(value, type) and issubclass(value, nn.Module)) or "none"
         raise _problem(model, f"{path} has no class {name}; its modules: {near}", "the part after the last dot is a class of that module",

@@ -1,17 +1,20 @@
-"""What all ranks must do at the same step is decided by one small exchange a step.
+"""What all ranks must do alike: read the same data, and stop and save at the same step, which one small exchange a step decides.
 
 A rank that left or saved alone would leave the others waiting in the next collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+from toolkit.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,3 +51,29 @@ class Together:
 
 def exchange(ranks: int) -> Exchange:
     return Together() if ranks > 1 else alone
+
+
+def check_same_data(fingerprint: Mapping[str, str | int], ranks: int) -> None:
+    """Nodes with disks of their own may hold different data under one name: each would train well, on other samples than planned.
+
+    Args:
+        fingerprint: of what this rank reads, by key.
+
+    Raises:
+        InputError: on every rank, where one reads other data than rank 0.
+    """
+    if ranks == 1:
+        return
+    mine = (socket.gethostname(), dict(fingerprint))
+    everyone = [mine] * ranks
+    dist.all_gather_object(everyone, mine)
+    first_host, first = everyone[0]
+    for rank, (host, found) in enumerate(everyone):
+        differing = [key for key in first.keys() | found.keys() if found.get(key) != first.get(key)]
+        if differing:
+            seen = [f"rank {number} on {name} reads {', '.join(f'{key}={data.get(key)}' for key in sorted(differing))}"
+                    for number, name, data in ((0, first_host, first), (rank, host, found))]
+            raise InputError(Problem(
+                "data.path", "; ".join(seen), "every rank reads the same data",
+                "copy one node's data folder to the others, or name one that all nodes see: data.path=FOLDER (data=stdlib differs with "
+                "the version of Python)"))

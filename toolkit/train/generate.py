@@ -13,10 +13,11 @@ from torch import nn
 
 from toolkit import families
 from toolkit.checkpoint.shard import WEIGHT, Box, Reader, Shard, TensorKey
-from toolkit.data.manifest import read_manifest
+from toolkit.data.manifest import generation_with, read_manifest
 from toolkit.data.tokenizer import load
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
+from toolkit.train.state import DATA
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,9 +47,16 @@ def load_model(shape: ModelShape, reader: Reader, device: torch.device | None = 
     return model.to(device or torch.device("cpu"))
 
 
-def load_tokenizer(data_folder: str | Path) -> Tokenizer:
-    """Of a data folder. Raises InputError where there is none."""
-    return load(read_manifest(data_folder).tokenizer_folder)
+def load_tokenizer(data_folder: str | Path, reader: Reader) -> Tokenizer:
+    """Of a data folder: the one that the reader's weights were trained with, where they know it.
+
+    Raises:
+        InputError: it is not there.
+    """
+    data = reader.scalars.get(DATA)
+    trained_on = data.get("tokenizer") if isinstance(data, Mapping) else None
+    manifest = read_manifest(data_folder) if trained_on is None else generation_with(data_folder, trained_on)
+    return load(manifest.tokenizer_folder)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config.schema import parse_cadence
 from toolkit.data.evaluation import eval_batches, evaluation_targets, unigram_loss
 from toolkit.data.index import TokenSource, open_split
+from toolkit.data.manifest import read_manifest
 from toolkit.data.stream import Stream
 from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine
@@ -22,24 +23,26 @@ from toolkit.monitor.sink import tell
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory
 from toolkit.train import closing, place
-from toolkit.train.agree import Agreed, Exchange, exchange
+from toolkit.train.agree import Agreed, Exchange, check_same_data, exchange
 from toolkit.train.evaluation import Batches, Evaluation
 from toolkit.train.hooks import Hooks, Metrics, Plots, StatusFile
 from toolkit.train.loop import train
 from toolkit.train.saving import Checkpoints, Timer
 from toolkit.train.sinks import closed_with_code, open_sinks
-from toolkit.train.source import find_beginning
+from toolkit.train.source import find_beginning, take_up
 from toolkit.train.task import Task, text_task
 
 Stop = Callable[[], str | None]
 
 
-def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int) -> ExitCode:
+def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, data: str | None = None) -> ExitCode:
     """Train on this rank.
 
     Args:
         stop: the reason to stop, once there is one.
         attempt: the number that ``RunDirectory.begin`` gave this start.
+        data: the folder of the generation of data to read: ``data.path`` may point to another one while the run is under way.
+            None: the one that it points to now.
 
     Returns:
         DONE after the last step; STOPPED where a stop was agreed, and then the state is saved. How it ended is written to
@@ -52,13 +55,16 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int) 
     with ExitStack() as stack:
         stack.enter_context(place.process_group(plan, rank, local_rank))
         place.settle(plan)
-        ask = exchange(plan.world.ranks)
-        training = open_split(plan.config.data.path, "train")
-        sets = {name: open_split(plan.config.data.path, name) for name in plan.config.eval.sets} if plan.config.eval.every else {}
+        ranks = plan.world.ranks
+        ask = exchange(ranks)
+        manifest = read_manifest(data or plan.config.data.path)
+        training = open_split(manifest.folder, "train")
+        sets = {name: open_split(manifest.folder, name) for name in plan.config.eval.sets} if plan.config.eval.every else {}
         data_rank = plan.axes.coordinates(rank).data
         stream = Stream(training, sequence_length=plan.config.train.sequence_length, seed=plan.config.data.shuffle_seed, batch=plan.batch,
                         data_rank=data_rank)
         stack.callback(stream.close)
+        check_same_data({**stream.fingerprint(), **{f"eval.sets {name}": source.data_hash for name, source in sets.items()}}, ranks)
         beginning = find_beginning(plan, directory, stream.check_fingerprint)
         state = beginning.state
         if rank == 0:
@@ -70,6 +76,9 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int) 
         task = text_task(plan)
         engine = build_engine(plan, task, rank=rank, local_rank=local_rank)
         engine.load(beginning.reader)
+        if rank == 0:
+            for words in take_up(plan, directory, beginning, attempt):
+                say(words)
         timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
         unigram = functools.cache(lambda: unigram_of(plan, training, sets))
         hooks = Hooks(Metrics(plan, sink))
@@ -91,7 +100,7 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int) 
         ended(code)
         try:
             if rank == 0 and code is ExitCode.DONE:
-                closing.finish(plan, directory, sink, unigram(), say=say, tell=tell, stop=stop)
+                closing.finish(plan, directory, manifest, sink, unigram(), say=say, tell=tell, stop=stop)
             elif rank == 0:
                 say(f"stopped after step {state.step} of {plan.config.train.steps}, saved; the same command continues")
         finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.directory import checkpoint_at, newest
+from toolkit.checkpoint.directory import checkpoint_at, go_back, newest
 from toolkit.checkpoint.shard import Reader
 from toolkit.engine.build import first_weights
 from toolkit.plan.types import RunPlan
@@ -24,6 +24,22 @@ class Beginning:
     state: TrainState
     checkpoint: Path | None
     words: str  # for people
+
+
+def take_up(plan: RunPlan, directory: RunDirectory, beginning: Beginning, attempt: int) -> list[str]:
+    """After ``resume=PATH`` the run goes on from there: later starts too, should this one end before its first save.
+
+    The checkpoints of later steps belong to steps that are run again, and move to the attempt that made them, as their rows do.
+    By rank 0. Returns what to tell people.
+    """
+    if plan.config.resume in ("auto", "never") or beginning.checkpoint is None:
+        return []
+    aside = directory.folder_of_older(attempt) / "checkpoints"
+    moved = go_back(directory.checkpoints, beginning.checkpoint, beginning.state.step, aside)
+    if not moved:
+        return []
+    names = ", ".join(folder.name for folder in moved)
+    return [f"{names} of the steps that are run again {'are' if len(moved) > 1 else 'is'} now in {aside}, which nobody removes for you"]
 
 
 def find_beginning(plan: RunPlan, directory: RunDirectory, check_data: Callable[[Mapping[str, object]], None]) -> Beginning:
