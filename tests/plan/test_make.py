@@ -82,12 +82,13 @@ def test_a_model_of_ones_own_has_no_sizes() -> None:
 
 
 def test_plan_json_has_stable_keys_and_plain_types() -> None:
-    for config in (run_config(zero__stage=2), run_config(model__target="my.Model", model__family=None)):
+    for config in (run_config(zero__stage=2), run_config(model__target="my.Model", model__family=None),
+                   run_config(engine__name=EngineName.megatron)):
         found = to_json(make_plan(config, CPU))
         assert json.loads(json.dumps(found)) == found
         assert set(found) == {
             "format_version", "run_dir", "identity", "engine", "world", "axes", "batch", "model", "parameters", "flops_per_step",
-            "memory", "device_memory_bytes", "deepspeed", "warnings"}
+            "memory", "device_memory_bytes", "deepspeed", "megatron", "warnings"}
 
 
 def test_flops_of_a_step() -> None:
@@ -110,6 +111,9 @@ def test_the_table_says_what_a_person_asks() -> None:
         assert word in text, word
     assert "warning" not in text
     assert "warning: precision.name=fp16" in shown(run_config(precision__name=Precision.fp16, zero__stage=1), CPU)
+    megatron = shown(run_config(engine__name=EngineName.megatron, zero__stage=1), CPU)
+    for word in ("Megatron-core gets", "use_distributed_optimizer", "distributed optimizer: states sharded"):
+        assert word in megatron, word
     assert "unknown" not in shown(run_config(engine__name=EngineName.local), replace(CPU, ranks=1))
 
 

@@ -18,10 +18,11 @@ from toolkit.config.schema import EngineName, OptimizerName, Place, Precision, R
 from toolkit.families import get
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.families.published import PUBLISHED
+from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan
 from toolkit.plan.batch import plan_batch
 from toolkit.plan.memory import Group, plan_memory
-from toolkit.plan.types import MemoryPlan
+from toolkit.plan.types import Device, MemoryPlan
 
 GB = 1e9
 
@@ -29,7 +30,7 @@ GB = 1e9
 def memory_of(config: RunConfig, ranks: int, parameters: list[ParameterSpec] | None = None) -> MemoryPlan:
     family = get(config.model.family or "")
     shape: ModelShape = family.settle(config.model)
-    return plan_memory(config, shape, parameters or family.parameters(shape), plan_batch(config, ranks), {})
+    return plan_memory(config, shape, parameters or family.parameters(shape), Axes(data=ranks), plan_batch(config, ranks), Device.CPU, {})
 
 
 def test_seven_billion_parameters_in_fp32_with_adam() -> None:
@@ -70,14 +71,14 @@ def test_zero_paper_figure_1() -> None:
 @settings(max_examples=150, deadline=None)
 def test_partitions_are_those_of_a_flat_buffer(sizes: list[int], ranks: int) -> None:
     """Laid out element by element: who owns each element, and which parameters an owner touches."""
-    group = Group(tuple(sizes), 8)
-    length = group.partition(ranks)
+    group = Group(tuple(sizes), 8, ranks)
+    length = group.partition
     owners = [index for index, size in enumerate(sizes) for _ in range(size)]
     assert length * ranks >= len(owners)
     assert (length * ranks - len(owners)) < 2 * ranks
     assert length % 2 == 0
     expected = [sum(sizes[index] for index in set(owners[rank * length : (rank + 1) * length])) for rank in range(ranks)]
-    assert group.touched(ranks) == expected
+    assert group.touched == expected
 
 
 # Bytes a parameter measured on DeepSpeed 0.19.8 (llama: hidden 96, feed-forward 250, 3 layers, 4/2 heads, vocabulary 1501; Adam):

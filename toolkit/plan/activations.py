@@ -22,16 +22,26 @@ from toolkit.families.base import ModelShape, Norm
 FP32 = 4
 
 
-def activation_bytes(shape: ModelShape, *, micro_batch: int, sequence_length: int, element: int, checkpointing: bool) -> int:
-    """Bytes on a rank that holds every layer and whole sequences, at the peak: the beginning of backward."""
-    layer = layer_bytes(shape, element)
+def activation_bytes(shape: ModelShape, *, micro_batch: int, sequence_length: int, element: int, checkpointing: bool,
+                     layers: int | None = None, in_flight: int = 1, head: bool = True, tensor: int = 1) -> int:
+    """Bytes on a rank at the peak: the beginning of backward.
+
+    Args:
+        sequence_length: this rank's part of a sequence.
+        layers: blocks on the rank; None: all.
+        in_flight: micro-batches whose activations a pipeline stage keeps at a time.
+        head: the rank has the output layer.
+        tensor: ranks that share the matrices inside a block; what stands between blocks is whole on each.
+    """
+    layers = shape.num_hidden_layers if layers is None else layers
+    layer = layer_bytes(shape, element, tensor)
     boundary = element * shape.hidden_size
     # Checkpointing keeps each block's input, and one block while it is recomputed.
-    layers = shape.num_hidden_layers * boundary + layer if checkpointing else shape.num_hidden_layers * layer
-    return micro_batch * sequence_length * (layers + head_bytes(shape, element))
+    kept = in_flight * layers * boundary + layer if checkpointing else in_flight * layers * layer
+    return micro_batch * sequence_length * (kept + (head_bytes(shape, element) if head else 0))
 
 
-def layer_bytes(shape: ModelShape, element: int) -> int:
+def layer_bytes(shape: ModelShape, element: int, tensor: int = 1) -> int:
     """Bytes a token of one block."""
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     # queries, keys and values after rotation, the output, and its log-sum-exp
@@ -41,8 +51,8 @@ def layer_bytes(shape: ModelShape, element: int) -> int:
         attention += (FP32 + element) * (queries + keys) + FP32 * (shape.num_attention_heads + shape.num_key_value_heads)
     if traits.norm is Norm.layer:
         # Two layer norms keep input, output, mean and deviation; gelu as a formula of tensors keeps five of width f.
-        return 2 * (2 * element * shape.hidden_size + 2 * FP32) + attention + 5 * element * shape.intermediate_size
-    return 2 * rms_norm_bytes(shape, element) + attention + feed_forward_bytes(shape, element)
+        return 2 * (2 * element * shape.hidden_size + 2 * FP32) + -(-(attention + 5 * element * shape.intermediate_size) // tensor)
+    return 2 * rms_norm_bytes(shape, element) + -(-(attention + feed_forward_bytes(shape, element)) // tensor)
 
 
 def rms_norm_bytes(shape: ModelShape, element: int) -> int:

@@ -33,8 +33,8 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
             settings = deepspeed.settings(vendor.usable(config), world, batch, [spec.numel for spec in parameters])
         if shape is not None and axes is not None and config.engine.name is EngineName.megatron:
             of_megatron = megatron.settings(vendor.usable(config), world, axes, shape)
-        if shape is not None:
-            memory = plan_memory(config, shape, parameters, batch, settings)
+        if shape is not None and axes is not None:
+            memory = plan_memory(vendor.usable(config), shape, parameters, axes, batch, world.device, settings)
     problems += rules.check(Case(config=config, world=world, shape=shape, parameters=parameters, axes=axes, batch=batch, memory=memory))
     errors = [problem for problem in problems if problem.severity is Severity.ERROR]
     warnings = [problem for problem in problems if problem.severity is Severity.WARNING]

@@ -43,11 +43,14 @@ from typing import Any
 
 from toolkit.config.schema import EngineName, OptimConfig, OptimizerName, Place, Precision, RunConfig
 from toolkit.families.base import ModelShape, ParameterSpec
+from toolkit.layout.axes import Axes
+from toolkit.plan import memory_megatron
 from toolkit.plan.activations import activation_bytes
-from toolkit.plan.types import BatchPlan, MemoryPlan
+from toolkit.plan.deepspeed import BUCKET
+from toolkit.plan.held import held_parameters, is_experts
+from toolkit.plan.types import BatchPlan, Device, MemoryPlan
 
 FP32 = 4
-BUCKET = 500_000_000  # elements: DeepSpeed's default reduce_bucket_size and allgather_bucket_size
 PREFETCH = 50_000_000  # elements: stage3_prefetch_bucket_size
 PERSISTENCE = 100_000  # elements: stage3_param_persistence_threshold
 
@@ -58,24 +61,27 @@ def element_bytes(precision: Precision) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One parameter group of the optimizer, in the order in which DeepSpeed flattens it."""
+    """One parameter group of the optimizer, in the order in which DeepSpeed flattens it. ``ranks`` share it: for experts fewer."""
 
     sizes: tuple[int, ...]  # elements of each parameter
     state_bytes: int  # the optimizer's tensors, bytes an element
+    ranks: int
     muon: bool = False
 
     @property
     def numel(self) -> int:
         return sum(self.sizes)
 
-    def partition(self, ranks: int) -> int:
+    @property
+    def partition(self) -> int:
         """Elements of one rank's range of the flat group: padded to 2 x ranks, for 4-byte alignment of 16-bit elements."""
-        return _padded(self.numel, 2 * ranks) // ranks
+        return _padded(self.numel, 2 * self.ranks) // self.ranks
 
-    def touched(self, ranks: int) -> list[int]:
+    @property
+    def touched(self) -> list[int]:
         """For each rank, the elements of the parameters that lie, whole or in part, in its range."""
-        length = self.partition(ranks)
-        change = [0] * (ranks + 1)
+        length = self.partition
+        change = [0] * (self.ranks + 1)
         offset = 0
         for size in self.sizes:
             change[offset // length] += size
@@ -84,13 +90,15 @@ class Group:
         return list(accumulate(change[:-1]))
 
 
-def optimizer_groups(parameters: Iterable[ParameterSpec], optim: OptimConfig) -> tuple[Group, ...]:
-    """With and without decay; Muon splits each again into matrices and the rest, as DeepSpeed tells them apart by name."""
-    sizes: dict[tuple[bool, bool], list[int]] = {}
+def optimizer_groups(parameters: Iterable[ParameterSpec], optim: OptimConfig, ranks: int, expert: int = 1) -> tuple[Group, ...]:
+    """With and without decay; Muon splits each again into matrices and the rest, as DeepSpeed tells them apart by name, and so does
+    an expert axis of ``expert`` ranks, whose parameters are shared by fewer."""
+    sizes: dict[tuple[bool, bool, bool], list[int]] = {}
     for spec in parameters:
         muon = optim.name is OptimizerName.muon and spec.decays and not any(word in spec.name for word in ("embed", "lm_head"))
-        sizes.setdefault((spec.decays, muon), []).append(spec.numel)
-    return tuple(Group(tuple(numels), _state_bytes(optim, muon), muon) for (_, muon), numels in sizes.items())
+        sizes.setdefault((spec.decays, muon, expert > 1 and is_experts(spec)), []).append(spec.numel)
+    return tuple(Group(tuple(numels), _state_bytes(optim, muon), max(1, ranks // expert) if apart else ranks, muon)
+                 for (_, muon, apart), numels in sizes.items())
 
 
 def _state_bytes(optim: OptimConfig, muon: bool) -> int:
@@ -123,28 +131,44 @@ class _Run:
         return self.optimizer_place is not Place.none
 
 
-def plan_memory(config: RunConfig, shape: ModelShape, parameters: Sequence[ParameterSpec], batch: BatchPlan,
+def plan_memory(config: RunConfig, shape: ModelShape, parameters: Sequence[ParameterSpec], axes: Axes, batch: BatchPlan, device: Device,
                 settings: Mapping[str, Any] | None) -> MemoryPlan:
-    """Bytes on the fullest rank. ``settings`` is the dictionary DeepSpeed gets, None for the local engine."""
+    """Bytes on the fullest rank. ``settings`` is the dictionary DeepSpeed gets, None for the other engines."""
+    stages = stage_memory(config, shape, parameters, axes, batch, device, settings)
+    return max(stages, key=lambda memory: memory.device_total)
+
+
+def stage_memory(config: RunConfig, shape: ModelShape, parameters: Sequence[ParameterSpec], axes: Axes, batch: BatchPlan, device: Device,
+                 settings: Mapping[str, Any] | None) -> list[MemoryPlan]:
+    """Of a rank of each pipeline stage; without a pipeline there is one."""
+    if config.engine.name is EngineName.megatron:
+        return memory_megatron.stage_memory(config, shape, axes, batch, device)
     settings = settings or {}
-    run = _Run(
-        parameters=parameters,
-        groups=optimizer_groups(parameters, config.optim),
-        ranks=batch.data_parallel,
-        element=element_bytes(config.precision.name),
-        accumulates=max(stage.size for stage in batch.stages) > batch.micro_batch * batch.data_parallel,
-        fp32_accumulation=settings.get("data_types", {}).get("grad_accum_dtype") == "fp32",
-        precision=config.precision.name,
-        optimizer_place=config.offload.optimizer,
-        parameter_place=config.offload.parameters,
-        settings=settings.get("zero_optimization", {}),
-    )
-    stage = config.zero.stage if config.engine.name is EngineName.deepspeed else 0
-    states = STAGES[stage](run)
-    activations = activation_bytes(shape, micro_batch=batch.micro_batch, sequence_length=config.train.sequence_length,
-                                   element=run.element, checkpointing=config.train.activation_checkpointing)
-    return MemoryPlan(parameters=states.parameters, gradients=states.gradients, optimizer=states.optimizer, activations=activations,
-                      host=states.host, nvme=states.nvme, buffers=states.buffers)
+    ranks = axes.data * axes.context  # that hold the same weights
+    micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
+    found = []
+    held = held_parameters(shape, parameters, axes)
+    for number, (layers, own) in enumerate(held):
+        run = _Run(
+            parameters=own,
+            groups=optimizer_groups(own, config.optim, ranks, axes.expert),
+            ranks=ranks,
+            element=element_bytes(config.precision.name),
+            accumulates=micro_batches > 1,
+            fp32_accumulation=settings.get("data_types", {}).get("grad_accum_dtype") == "fp32",
+            precision=config.precision.name,
+            optimizer_place=config.offload.optimizer,
+            parameter_place=config.offload.parameters,
+            settings=settings.get("zero_optimization", {}),
+        )
+        states = STAGES[config.zero.stage if config.engine.name is EngineName.deepspeed else 0](run)
+        activations = activation_bytes(
+            shape, micro_batch=batch.micro_batch, sequence_length=max(1, config.train.sequence_length // axes.context), element=run.element,
+            checkpointing=config.train.activation_checkpointing, layers=layers, in_flight=min(len(held) - number, micro_batches),
+            head=number == len(held) - 1, tensor=axes.tensor)
+        found.append(MemoryPlan(parameters=states.parameters, gradients=states.gradients, optimizer=states.optimizer,
+                                activations=activations, host=states.host, nvme=states.nvme, buffers=states.buffers))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +198,19 @@ def stage2(run: _Run) -> States:
 
 
 def _stage12(run: _Run, *, partitioned_gradients: bool) -> States:
-    partitions = [group.partition(run.ranks) for group in run.groups]
+    partitions = [group.partition for group in run.groups]
     total = sum(partitions)
-    weights = total * run.ranks * run.element
+    whole = sum(group.partition * group.ranks for group in run.groups)
+    weights = whole * run.element
     optimizer = total * FP32 + sum(_moments12(group, size, run) for group, size in zip(run.groups, partitions, strict=True))
-    touched = max(map(sum, zip(*(group.touched(run.ranks) for group in run.groups), strict=True)))
+    touched = max(map(sum, zip(*(_by_rank(group, run.ranks) for group in run.groups), strict=True)))
     # Buckets of gradients on their way; overlap_comm doubles them.
     bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
     buffers = bucket * run.element * (2 if run.settings.get("overlap_comm") else 1)
     separate = run.fp32_accumulation and run.element != FP32
     if not partitioned_gradients and separate and not run.offloaded and run.precision is Precision.bf16:
         # BF16_Optimizer: gradients in bf16, zeroed and kept, and all of them again in fp32; it reduces in place.
-        return States(weights, run.numel * run.element + total * run.ranks * FP32, optimizer)
+        return States(weights, run.numel * run.element + whole * FP32, optimizer)
     if run.offloaded:
         host = optimizer + total * FP32 + total * run.element
         if not partitioned_gradients:
@@ -205,10 +230,15 @@ def _stage12(run: _Run, *, partitioned_gradients: bool) -> States:
     return States(weights, gradients, optimizer, buffers=buffers)
 
 
+def _by_rank(group: Group, ranks: int) -> list[int]:
+    """What each of all ranks touches of a group that perhaps fewer share."""
+    return [size for size in group.touched for _ in range(ranks // group.ranks)]
+
+
 def _moments12(group: Group, partition: int, run: _Run) -> int:
     """Muon keeps the momentum of whole parameters, in its gradients' precision."""
     if group.muon and not run.offloaded:
-        return max(group.touched(run.ranks)) * run.element
+        return max(group.touched) * run.element
     return partition * group.state_bytes
 
 

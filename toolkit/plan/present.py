@@ -43,6 +43,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "memory": None if memory is None else {**asdict(memory), "device_total": memory.device_total},
         "device_memory_bytes": memory_bytes(plan.world),
         "deepspeed": plan.deepspeed,
+        "megatron": plan.megatron,
         "warnings": [{**asdict(problem), "severity": problem.severity.value} for problem in plan.warnings],
     }
 
@@ -72,9 +73,10 @@ def table(plan: RunPlan) -> RenderableType:
         parts += [_memory_table(plan), Text()]
     if plan.deepspeed is not None:
         parts += [Text("DeepSpeed gets", style="bold"), JSON.from_data(plan.deepspeed, indent=2), Text()]
+    if plan.megatron is not None:
+        parts += [Text("Megatron-core gets", style="bold"), JSON.from_data(plan.megatron, indent=2), Text()]
     parts += [Text(f"warning: {problem}", style="yellow") for problem in plan.warnings]
     return Group(*parts)
-
 
 
 def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -82,8 +84,7 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     kind = world.gpu or "GPUs of unknown kind" if world.device is Device.CUDA else "CPU ranks"
     yield "run", f"{plan.run_dir}  (identity {plan.identity})"
     yield "world", f"{world.ranks} x {kind} on {world.nodes} node{'s' * (world.nodes > 1)}"
-    engine = config.engine.name.value
-    yield "engine", f"{engine}, ZeRO stage {config.zero.stage}" if config.engine.name is EngineName.deepspeed else engine
+    yield "engine", _engine(plan)
     yield "axes", ", ".join(f"{name} {size}" for name, size in asdict(axes).items() if size > 1) or "one rank"
     yield "precision", config.precision.name.value
     if plan.shape is not None:
@@ -110,6 +111,16 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
             text += f"; at {world.ranks} x {gpu.peak_flops / 1e12:.0f} TFLOP/s (dense 16-bit peak) no less than "
             text += f"{flops / (gpu.peak_flops * world.ranks):.3g} s"
         yield "compute", text
+
+
+def _engine(plan: RunPlan) -> str:
+    """With what is sharded over the data ranks."""
+    config, name = plan.config, plan.config.engine.name.value
+    if config.engine.name is EngineName.deepspeed:
+        return f"{name}, ZeRO stage {config.zero.stage}"
+    if config.engine.name is EngineName.megatron:
+        return f"{name}, {'distributed optimizer: states' if config.zero.stage else 'nothing'} sharded over data and context ranks"
+    return name
 
 
 def _rates(plan: RunPlan) -> str:

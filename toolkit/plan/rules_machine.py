@@ -39,7 +39,8 @@ def offload_against_stage(case: Case) -> Iterator[Problem]:
     offload, stage = case.config.offload, case.config.zero.stage
     if not case.deepspeed:
         if offload.optimizer is not Place.none or offload.parameters is not Place.none:
-            yield refuse(case.config, "offload.optimizer offload.parameters engine.name", "offload is DeepSpeed's",
+            why = "; Megatron-core offloads its optimizer on GPUs only, into states that are not saved" if case.megatron else ""
+            yield refuse(case.config, "offload.optimizer offload.parameters engine.name", f"offload is DeepSpeed's{why}",
                          "write offload=none, or engine=deepspeed")
         return
     if offload.parameters is not Place.none and stage != 3:
@@ -102,11 +103,15 @@ def host_fits(case: Case) -> Iterator[Problem]:
 
 
 def _more_room(case: Case) -> str:
-    stage, offload = case.config.zero.stage, case.config.offload
+    stage, offload, megatron = case.config.zero.stage, case.config.offload, case.megatron
     options = []
     if case.config.precision.name is Precision.fp32:
         options.append("precision=bf16")
-    if stage < 3 and case.world.ranks > 1:
+    if megatron:
+        options += ["zero=stage1"] if stage == 0 and case.world.ranks > 1 else []
+        options += ["a larger parallel.tensor or parallel.pipeline"]
+        return f"write {', or '.join(options)}, or take more GPUs"
+    if stage < 3 and case.world.ranks > 1 and case.config.parallel.pipeline == 1:
         options.append("zero=stage3")
     if offload.optimizer is Place.none:
         options.append("offload=cpu_optimizer" + (" zero=stage2" if stage == 0 else ""))
