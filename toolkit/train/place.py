@@ -25,6 +25,9 @@ def process_group(plan: RunPlan, rank: int, local_rank: int) -> Iterator[None]:
         return
     backend = "gloo"
     if plan.world.device is Device.CUDA:
+        if plan.config.engine.name is EngineName.megatron and plan.axes.tensor > 1:
+            # One queue to the device: a kernel that was put before a collective starts before it, which overlapping relies on.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
         backend = "nccl"
     store = dist.HashStore() if ranks == 1 else None

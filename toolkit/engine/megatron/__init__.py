@@ -2,6 +2,9 @@
 
 import warnings
 
-# Each of its modules says at its import what is not installed. Of that, model.py takes what is there.
-for message in ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated"):
+# Each of its modules says at its import what is not installed (of that, model.py takes what is there), it calls collectives by names
+# that torch has renamed, and it recommends for GPUs what train/place.py does there.
+for message in ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated",
+                "When using sequence parallelism it is recommended"):
     warnings.filterwarnings("ignore", message=message, category=UserWarning)
+warnings.filterwarnings("ignore", message=".*torch.distributed.*deprecated", category=FutureWarning)
