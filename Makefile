@@ -15,7 +15,7 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 LAUNCH_RANKS = $(if $(RANKS),--num_gpus $(RANKS),$(if $(filter 0,$(GPUS)),--num_gpus 2,))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint format bench clean
+.PHONY: help setup train test test-all test-gpu verify lint format bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -38,7 +38,13 @@ test: setup  ## the quick suite (<= 8 minutes on two cores)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-all: setup  ## the full matrices too (<= 40 minutes on two cores)
-	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: setup  ## both engines on one GPU (<= 8 minutes); says so where there is none
+	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
+
+verify: setup  ## every axis of both engines against plain torch, on the GPUs here or on CPU; ARGS='--cells all'
+	$(BIN)/python launch/verify.py $(ARGS)
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -48,7 +54,7 @@ format: setup  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 bench: setup  ## overhead of the toolkit against bare scripts, written to benchmarks/results
-	$(BIN)/python benchmarks/engine_overhead.py
+	$(BIN)/python benchmarks/engine_step.py $(ARGS)
 
 clean:  ## remove caches and the virtual environment; runs/ and data/ stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
