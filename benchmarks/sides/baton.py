@@ -1,7 +1,8 @@
 """Lets two jobs take turns, block by block, so that both see the same machine: a drift hits both sides of a pair.
 
 The benchmark writes a line to a job's ``go`` pipe; the job's rank 0 runs a block of steps and answers with a line of JSON: the
-seconds of each step, and the peak memory of its process. Its other ranks sleep in their next collective meanwhile.
+seconds of each step, and peak memory: of the GPU where it uses one, else of its process. Its other ranks sleep in their next
+collective meanwhile.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import resource
 from typing import Any
+
+import torch
 
 
 class Baton:
@@ -31,6 +34,7 @@ class Baton:
             return
         self._seconds.append(seconds)
         if (step + 1) % self._block == 0:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+            peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             print(json.dumps({"seconds": self._seconds, "peak_bytes": peak}), file=self._done, flush=True)
             self._seconds = []

@@ -1,0 +1,51 @@
+"""Plain torch as fast as a person would make it on one GPU: compiled, flash attention by SDPA, bf16 by autocast, fused AdamW.
+
+    torchrun --nproc_per_node 1 benchmarks/sides/compiled.py spec.json
+
+A yardstick of benchmarks/engine_step.py, which writes the spec. ``spec["device"]`` is ``cpu`` in a smoke of this script only.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from baton import Baton
+from transformers import AutoConfig, AutoModelForCausalLM
+
+spec = json.loads(Path(sys.argv[-1]).read_text())
+device = torch.device(spec["device"])
+torch.manual_seed(0)
+torch.set_float32_matmul_precision("high")
+with device:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec["model"]), attn_implementation="sdpa", dtype=torch.float32)
+if spec["recompute"]:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda")
+tokens = np.memmap(spec["tokens"], dtype=np.uint16, mode="r")
+micro, accumulation, length = spec["micro_batch"], spec["accumulation"], spec["sequence_length"]
+
+
+@torch.compile(disable=device.type == "cpu")
+def loss_of(window: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(device.type, torch.bfloat16):
+        logits = model(input_ids=window[:, :-1], use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
+
+
+baton = Baton(spec["baton"])
+for step in range(spec["steps"]):
+    baton.before_step(step)
+    started = time.perf_counter()
+    for index in range(accumulation):
+        first = (step * accumulation + index) * micro * length % (len(tokens) - micro * (length + 1))
+        window = torch.from_numpy(tokens[first : first + micro * (length + 1)].astype(np.int64)).view(micro, length + 1).to(device)
+        loss = loss_of(window)
+        (loss / accumulation).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.item()
+    baton.after_step(step, time.perf_counter() - started)
