@@ -48,6 +48,14 @@ def pipeline_limits(case: Case) -> Iterator[Problem]:
         yield refuse(config, "offload.optimizer offload.parameters parallel.pipeline",
                      "a pipeline of DeepSpeed keeps parameters and optimizer states on the devices of its stages",
                      "write offload=none and raise parallel.pipeline, or parallel.pipeline=1 with zero=stage3")
+    if config.optim.name is OptimizerName.muon:
+        yield refuse(config, "optim.name parallel.pipeline",
+                     "DeepSpeed adds up norms group by group over stages, and Muon's groups are not the same in all of them",
+                     "write optim=adamw, or parallel.pipeline=1")
+    if _zero_key(case, "overlap_comm", False):
+        yield refuse(config, f"{ZERO}.overlap_comm parallel.pipeline",
+                     "gradients are reduced during backward with it, and in DeepSpeed's pipeline after the last one",
+                     f"leave {ZERO}.overlap_comm out")
     if config.model.router_aux_loss_coef:
         yield refuse(config, "model.router_aux_loss_coef parallel.pipeline",
                      "the router's balance is over all blocks of a model, and a stage of DeepSpeed's pipeline has some of them",

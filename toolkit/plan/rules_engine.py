@@ -40,6 +40,8 @@ def bf16_sums(case: Case) -> Iterator[Problem]:
     if steps > 1 and config.zero.stage in (1, 2) and _get(config.engine.deepspeed, "data_types.grad_accum_dtype") is None:
         better = "write zero=stage2, which sums in fp32" if config.zero.stage == 1 and config.offload.optimizer is Place.none \
             else "write zero=stage3, which sums in fp32"
+        if config.parallel.pipeline > 1:
+            better = "write +engine.deepspeed.data_types.grad_accum_dtype=fp32"
         yield warn(config, "zero.stage precision.name offload.optimizer",
                    f"the gradients of {steps} micro-batches are summed in bf16, which loses small ones",
                    f"{better}, or raise train.micro_batch")
