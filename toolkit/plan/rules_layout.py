@@ -13,11 +13,11 @@ from toolkit.plan.types import Device
 
 
 def heads_divide(case: Case) -> Iterator[Problem]:
-    """Megatron-core's vocabulary is padded by the plan, so it need not divide."""
+    """The vocabulary need not divide where it is padded (Megatron-core) or stays whole (DeepSpeed, with tied embeddings)."""
     tensor, shape = case.config.parallel.tensor, case.shape
     if shape is None or tensor == 1:
         return
-    for name in ("num_attention_heads", "intermediate_size", *(() if case.megatron else ("vocab_size",))):
+    for name in ("num_attention_heads", "intermediate_size", *(() if case.megatron or shape.tie_word_embeddings else ("vocab_size",))):
         if getattr(shape, name) % tensor:
             yield _divides(case, f"model.{name}", "parallel.tensor", getattr(shape, name), tensor)
     keys = shape.num_key_value_heads
