@@ -150,18 +150,19 @@ def one_step(rank: int, ranks: int, plan: RunPlan, without: str | None) -> float
     return loss
 
 
-MENDED = {
-    "bind_general_gemm": (megatron("mixtral"), "te_general_gemm"),
+MENDED: dict[str, tuple[matrix.Cell, Case, str]] = {
+    "bind_general_gemm": (megatron("mixtral"), Case.ADAM, "te_general_gemm"),
     "tell_no_fp8": (megatron("llama", own=(("recompute_granularity", "selective"), ("recompute_modules", ["layernorm"])), label="norms"),
-                    "FP8GlobalStateManager"),
+                    Case.ADAM, "FP8GlobalStateManager"),
+    "shard_any_optimizer": (megatron("llama", zero=1), Case.SGD, "Only Adam"),
 }
 
 
 @pytest.mark.parametrize("mend", MENDED)
 def test_each_mend_is_needed(mend: str, fresh: RankPool) -> None:
-    cell, missing = MENDED[mend]
-    plan = cell.plan(Case.ADAM)
-    with pytest.raises(RanksFailed, match=missing):
+    cell, case, error = MENDED[mend]
+    plan = cell.plan(case)
+    with pytest.raises(RanksFailed, match=error):
         fresh.run(one_step, plan, mend)
     fresh.run(one_step, plan, None)
 
