@@ -1,0 +1,104 @@
+"""The plan's bytes of every pipeline stage against what Megatron-core and DeepSpeed's axes really hold, and what autograd keeps.
+
+    pytest tests/engine/test_memory_axes.py
+    pytest tests/engine/test_memory_axes.py -m full
+
+What each figure counts is said at the top of toolkit/plan/memory_megatron.py. Storages are counted once, however many views they have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_memory import SIZES, Bytes, storages
+from toolkit.config.schema import EngineName, Precision
+from toolkit.engine.build import build_engine, first_weights
+from toolkit.families.base import ModelShape
+from toolkit.plan.memory import stage_memory
+from toolkit.plan.types import MemoryPlan, RunPlan
+from toolkit.testing.dist import RankPool
+from toolkit.testing.parity import step_all
+from toolkit.testing.tiny import tiny_plan
+from toolkit.train.task import text_task
+
+BF16 = {"precision__name": Precision.bf16}
+LAYERS = {"num_layers_in_first_pipeline_stage": 2}
+EXPERTS = {"model__hidden_size": 64, "model__intermediate_size": 96, "model__num_hidden_layers": 4, "model__vocab_size": 1501}
+
+
+def megatron(family: str = "llama", ranks: int = 2, own: dict[str, Any] | None = None, **changes: Any) -> RunPlan:
+    sizes = EXPERTS if family == "mixtral" else SIZES
+    changes = {**sizes, "train__global_batch": 8, "engine__name": EngineName.megatron, **changes}
+    return tiny_plan(family, ranks=ranks, engine__megatron=own or {}, **changes)
+
+
+CASES: dict[str, RunPlan] = {
+    "tp2": megatron(parallel__tensor=2),
+    "tp2-tied-bf16": megatron("qwen2", parallel__tensor=2, **BF16),
+    "pp2": megatron(parallel__pipeline=2),
+    "pp2-tied": megatron("gpt2", parallel__pipeline=2),
+    "ep2": megatron("mixtral", parallel__expert=2),
+    "distopt": megatron(zero__stage=1),
+    "distopt-bf16": megatron(zero__stage=2, **BF16),
+}
+FULL: dict[str, RunPlan] = {
+    "one-rank": megatron(ranks=1),
+    "one-rank-bf16": megatron(ranks=1, **BF16),
+    "pp2-uneven-distopt": megatron(ranks=4, parallel__pipeline=2, zero__stage=1, own=LAYERS),
+    "pp2-tied-distopt-bf16": megatron("gpt2", ranks=4, parallel__pipeline=2, zero__stage=1, **BF16),
+    "pp2-vpp3": megatron(parallel__pipeline=2, own={"virtual_pipeline_model_parallel_size": 3}),
+    "tp2-pp2": megatron(ranks=4, parallel__tensor=2, parallel__pipeline=2),
+    "tp4-two-kv-heads": megatron(ranks=4, parallel__tensor=4),
+    "cp2-distopt": megatron(ranks=4, parallel__context=2, zero__stage=1),
+    "ep2-distopt": megatron("mixtral", ranks=4, parallel__expert=2, zero__stage=1),
+    "ep2-tp2-bf16": megatron("mixtral", ranks=4, parallel__expert=2, parallel__tensor=2, zero__stage=1, **BF16),
+}
+
+
+def planned(plan: RunPlan) -> list[MemoryPlan]:
+    shape = plan.shape
+    assert isinstance(shape, ModelShape)
+    return stage_memory(plan.config, shape, plan.parameters, plan.axes, plan.batch, plan.world.device, plan.deepspeed)
+
+
+def measure(rank: int, ranks: int, plan: RunPlan) -> Bytes:
+    engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
+    engine.load(first_weights(plan))
+    step_all(engine, plan, range(2), rank=rank)
+    built = engine._built
+    parameters = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
+    buffers = [buffer for chunk in built.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    weights = storages(parameters)
+    gradients = storages([*(buffer.grad_data for buffer in buffers), *(parameter.grad for parameter in parameters)])
+    kept = [tensor for master in built.state.masters for tensor in (master.tensor, *master.inner.state[master.tensor].values())
+            if torch.is_tensor(tensor) and tensor.dim()]  # not the step count
+    states = {address: size for address, size in storages(kept).items() if address not in weights}
+    engine.close()
+    return Bytes(sum(weights.values()), sum(gradients.values()), sum(states.values()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(name: str, pool: RankPool) -> None:
+    check(CASES[name], pool)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FULL)
+def test_more_layouts(name: str, pool: RankPool) -> None:
+    check(FULL[name], pool)
+
+
+def check(plan: RunPlan, pool: RankPool) -> None:
+    """Of each stage the fullest rank."""
+    found = pool.run(measure, plan, ranks=plan.world.ranks)
+    stages = planned(plan)
+    assert len(stages) == plan.axes.pipeline
+    assert plan.memory in stages
+    for stage, memory in enumerate(stages):
+        here = [held for rank, held in enumerate(found) if plan.axes.coordinates(rank).pipeline == stage]
+        for name in ("parameters", "gradients", "optimizer"):
+            most = max(getattr(held, name) for held in here)
+            assert most == pytest.approx(getattr(memory, name), rel=0.01), f"stage {stage}, {name}: {most}, planned {getattr(memory, name)}"
