@@ -1,0 +1,40 @@
+"""The tables of families/ against the parameters of real Megatron-core models.
+
+    pytest tests/engine/test_megatron_names.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.config.schema import EngineName
+from toolkit.families import FAMILIES, get
+from toolkit.testing.dist import RankPool
+from toolkit.testing.tiny import tiny_plan
+
+Named = dict[str, tuple[int, ...]]
+
+
+def built(rank: int, ranks: int, family: str, tie: bool) -> Named:
+    """Parameters of the model on one rank, by name."""
+    from toolkit.engine.megatron import cpu, mends
+
+    cpu.enable()
+    mends.apply()
+    from toolkit.engine.megatron import groups, model
+
+    plan = tiny_plan(family, engine__name=EngineName.megatron, model__tie_word_embeddings=tie)
+    groups.make(plan)
+    (chunk,) = model.build_chunks(plan, model.transformer_config(plan))
+    found = {name: tuple(parameter.shape) for name, parameter in chunk.named_parameters()}
+    groups.drop()
+    return found
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["own", "tied"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_table_has_every_parameter_and_no_other(family: str, tie: bool, pool: RankPool) -> None:
+    shape = tiny_plan(family, model__tie_word_embeddings=tie).shape
+    assert shape is not None
+    ours = {tensor.name: tensor.shape for tensor in get(family).megatron(shape)}
+    assert pool.run(built, family, tie, ranks=1)[0] == ours
