@@ -24,13 +24,13 @@ TOLERANCE = Differences(loss=1e-5, norm=1e-4, gradient=1e-5, weight=1e-5, evalua
 
 
 class Case(StrEnum):
-    ADAM = "adam"  # AdamW, lr 1e-3, decay 0.1, clipped at 1
+    ADAM = "adam"  # AdamW, lr 2e-3, decay 0.1, clipped at 1
     SGD = "sgd"  # lr 0.1, no momentum, no decay, no clipping
 
     @property
     def settings(self) -> dict[str, Any]:
         if self is Case.ADAM:
-            return {}
+            return {"optim__lr": 2e-3}
         return {"optim__name": OptimizerName.sgd, "optim__clip": 0.0, "optim__lr": 0.1, "optim__weight_decay": 0.0}
 
 
@@ -187,7 +187,7 @@ FURTHER: tuple[Cell, ...] = (
     megatron("mixtral", data=2, expert=2, label="allgather", own=(("moe_token_dispatcher_type", "allgather"),)),
     deepspeed("llama", 3, data=4),
     deepspeed("llama", 3, data=2, label="full", recompute=True),
-    deepspeed("llama", 1, tensor=4),
+    deepspeed("llama", 2, tensor=2, data=2),
     deepspeed("llama", 3, tensor=2),
     deepspeed("llama", 1, pipeline=4, layers=4),
     deepspeed("llama", 1, pipeline=2, layers=3, label="uneven"),
