@@ -27,7 +27,7 @@ from toolkit.testing.wrong_maps import gate_and_up_swapped, rotated_groups, wron
 QUICK = choose((
     "megatron/llama/tp2-sp", "megatron/llama/pp2-vpp2", "megatron/llama/cp2", "megatron/qwen2/dp2-zero1", "megatron/mixtral/ep2-dp2",
     "megatron/gpt2/tp2-pp2-sp", "deepspeed/qwen3/tp2-zero1", "deepspeed/gpt2/pp2-zero1", "deepspeed/llama/cp2-zero3",
-    "deepspeed/mixtral/ep2-dp2-zero1",
+    "deepspeed/mixtral/ep2-dp2-zero1", *(f"deepspeed/llama/dp2-zero{stage}" for stage in range(4)),
 ))
 
 

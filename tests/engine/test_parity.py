@@ -1,10 +1,11 @@
-"""ZeRO 0-3 against the local engine: 20 steps, fp32, the same samples, |loss difference| <= 1e-5, gradient norm within 1e-4.
+"""ZeRO 0-3 against the local engine, in what tests/engine/test_matrix.py has not: other numbers of ranks and of micro-batches, offload.
 
     pytest tests/engine/test_parity.py             the core
     pytest tests/engine/test_parity.py -m full     every family x stage x ranks x accumulation x offload x optimizer
 
-With AdamW and clipping, and with SGD without: Adam and clipping hide wrong scales of gradients. Samples have different numbers
-of unmasked tokens, so a mean of means would show. Controls break one thing each and must be ten tolerances away.
+20 steps, fp32, the same samples, |loss difference| <= 1e-5, gradient norm within 1e-4. With AdamW and clipping, and with SGD without:
+Adam and clipping hide wrong scales of gradients. Samples have different numbers of unmasked tokens, so a mean of means would show.
+Controls break one thing each and must be ten tolerances away.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from toolkit.testing.tiny import FAMILIES
 TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 
 CORE = [
-    *(cell(stage, accumulation=accumulation) for stage in range(4) for accumulation in (1, 2)),
-    *(cell(stage, **SGD) for stage in range(4)),
+    *(cell(stage, accumulation=1) for stage in range(4)),
     *(cell(stage, ranks=4) for stage in range(4)),
     *(cell(stage, **OFFLOAD) for stage in (1, 2, 3)),
     cell(3, **OFFLOAD_ALL),
@@ -43,7 +43,8 @@ def everything() -> Iterator[Cell]:
     places += [(1, OFFLOAD), (2, OFFLOAD), (3, OFFLOAD), (3, OFFLOAD_ALL)]
     optimizers: tuple[dict[str, Any], ...] = ({}, SGD)
     for family, (stage, place), ranks, accumulation, optimizer in itertools.product(FAMILIES, places, (2, 4), (1, 2), optimizers):
-        yield cell(stage, ranks, accumulation, family, **optimizer, **place)
+        if place or (ranks, accumulation) != (2, 2):  # these are cells of the matrix
+            yield cell(stage, ranks, accumulation, family, **optimizer, **place)
 
 
 @cache

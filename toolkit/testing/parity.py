@@ -134,7 +134,8 @@ def gather(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, to
     Raises:
         AssertionError: an element is not covered by exactly the copies that its shards promise.
     """
-    mine = [(shard.key, shard.global_shape, shard.box, shard.data.detach().cpu().clone(), shard.replicas) for shard in shards if not shard.mirror]
+    mine = [(shard.key, shard.global_shape, shard.box, shard.data.detach().cpu().clone(), shard.replicas)
+            for shard in shards if not shard.mirror]
     every: list[Any] | None = [None] * ranks if rank == 0 else None
     if ranks == 1:
         every = [mine]
