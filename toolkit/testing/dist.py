@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,7 +37,7 @@ from toolkit.plan.types import Device
 PRELOAD = (
     "deepspeed",
     "toolkit.engine.deepspeed",
-    "toolkit.engine.megatron.build",
+    *(["toolkit.engine.megatron.build"] if find_spec("megatron") else []),  # an extra: DeepSpeed's cells run without it
     "toolkit.testing.parity",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
 )
