@@ -17,11 +17,12 @@ from tests.engine.test_memory import SIZES, Bytes, storages
 from toolkit.config.schema import EngineName, Precision
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.families.base import ModelShape
+from toolkit.plan.activations_megatron import Layout, block_bytes
 from toolkit.plan.memory import stage_memory
 from toolkit.plan.types import MemoryPlan, RunPlan
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import step_all
-from toolkit.testing.tiny import tiny_plan
+from toolkit.testing.tiny import LENGTH, MICRO_BATCH, micro_batches, tiny_plan
 from toolkit.train.task import text_task
 
 BF16 = {"precision__name": Precision.bf16}
@@ -102,3 +103,56 @@ def check(plan: RunPlan, pool: RankPool) -> None:
         for name in ("parameters", "gradients", "optimizer"):
             most = max(getattr(held, name) for held in here)
             assert most == pytest.approx(getattr(memory, name), rel=0.01), f"stage {stage}, {name}: {most}, planned {getattr(memory, name)}"
+
+
+# -- activations
+
+
+def saved_bytes(rank: int, ranks: int, plans: tuple[RunPlan, ...]) -> list[int]:
+    """For each plan, bytes of distinct storages that autograd keeps in a forward pass, without weights."""
+    return [_saved(plan, rank) for plan in plans]
+
+
+def _saved(plan: RunPlan, rank: int) -> int:
+    engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
+    engine.load(first_weights(plan))
+    (chunk,) = engine._built.chunks
+    weights = storages(chunk.parameters())
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())  # held, so that no address comes again
+        return tensor
+
+    batch = engine._built.cut(micro_batches(plan, 0)[0])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses = chunk(batch["input_ids"], batch["position_ids"], None, labels=batch["labels"])
+    assert losses.requires_grad
+    found = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+    engine.close()
+    return found
+
+
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}), "llama-bf16": ("llama", BF16), "gpt2": ("gpt2", {}), "qwen3-bf16": ("qwen3", BF16),
+    "mixtral": ("mixtral", {}), "tp2-sp": ("llama", {"parallel__tensor": 2}), "mixtral-tp2": ("mixtral", {"parallel__tensor": 2}),
+    "tp2": ("llama", {"parallel__tensor": 2, "engine__megatron": {"sequence_parallel": False}}), "cp2": ("llama", {"parallel__context": 2}),
+}
+
+
+QUICK = ("llama-bf16", "mixtral", "tp2-sp")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in BLOCKS])
+def test_a_block_keeps_what_the_formula_says(name: str, pool: RankPool) -> None:
+    """The difference of two depths is one block, whatever the ends of the model keep."""
+    family, changes = BLOCKS[name]
+    ranks = 2 if any(key.startswith("parallel") for key in changes) else 1
+    plans = tuple(tiny_plan(family, ranks=ranks, engine__name=EngineName.megatron, model__num_hidden_layers=layers, train__global_batch=2,
+                            **changes) for layers in (1, 3))
+    shallow, deep = pool.run(saved_bytes, plans, ranks=ranks)[0]
+    axes, shape = plans[0].axes, plans[0].shape
+    assert shape is not None
+    layout = Layout(tokens=MICRO_BATCH * LENGTH // axes.context, sequences=MICRO_BATCH, context=axes.context, tensor=axes.tensor,
+                    spread=axes.tensor if name != "tp2" else 1, element=2 if "bf16" in name else 4, fused_norms=False)
+    assert block_bytes(shape, layout) == pytest.approx((deep - shallow) / 2, rel=0.01)

@@ -7,6 +7,7 @@ As plan/activations.py, tensor by tensor after Korthikanti et al., 2205.05198, s
 - values stay in the output of the fused query-key-value projection, which is kept whole
 - a gated feed-forward keeps gate and up in one tensor, the activated gate, a copy of up (up + 0), and their product: five of width f
 - the vocabulary is divided too, and the cross-entropy overwrites its fp32 logits
+- context ranks gather keys and values and keep them with a mask, a row of the whole sequence for each of their positions
 - a pipeline stage keeps several micro-batches: stage i of p has p - i of them in flight; with v virtual stages
   2 (p - i - 1) + (v - 1) p + 1 of its chunks
 
@@ -30,6 +31,7 @@ class Layout:
 
     tokens: int  # of its part of the sequences of a micro-batch
     sequences: int
+    context: int
     tensor: int
     spread: int
     element: int
@@ -43,22 +45,15 @@ class Layout:
 def block_bytes(shape: ModelShape, layout: Layout, recomputed: frozenset[str] = frozenset()) -> int:
     """Of one block for one micro-batch, without what the submodules ``recomputed`` would keep."""
     traits, element = get(shape.family).traits, layout.element
-    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    attention = element * (3 * queries + 3 * keys)  # rotated queries and keys, the fused projection, the output
-    if not traits.rotary:
-        attention = element * (2 * queries + 2 * keys)
-    if "core_attn" not in recomputed:
-        attention += FP32 * shape.num_attention_heads
-    if traits.qk_norm:
-        attention += _norm(queries + keys, layout, traits.norm) - element * (queries + keys)
     norms = 2 * _norm(shape.hidden_size, layout, traits.norm)
     if "layernorm" in recomputed:
         norms -= 2 * element * shape.hidden_size
-    rotations = 4 * element * shape.head_dim * layout.positions if traits.rotary else 0
-    inside = attention // layout.tensor
+    inside = _attention(shape, layout, recomputed) // layout.tensor
     if not {"mlp", "moe"} & recomputed:
         inside += _feed_forward(shape, layout, gated=traits.gated)
-    return layout.tokens * (norms // layout.spread + inside) + rotations
+    rotations = 4 * element * shape.head_dim if traits.rotary else 0
+    mask = element * layout.positions * layout.context if layout.context > 1 else 0  # a row of it
+    return layout.tokens * (norms // layout.spread + inside) + layout.positions * (rotations + mask)
 
 
 def boundary_bytes(shape: ModelShape, layout: Layout) -> int:
@@ -86,10 +81,32 @@ def _norm(width: int, layout: Layout, kind: Norm) -> int:
     return (2 * FP32 + layout.element) * width + FP32
 
 
+def _attention(shape: ModelShape, layout: Layout, recomputed: frozenset[str]) -> int:
+    """Bytes a token, before the tensor axis divides them."""
+    traits, element = get(shape.family).traits, layout.element
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    if layout.context > 1:
+        kept = element * (2 * queries + 2 * keys * layout.context)  # queries and output; all ranks' keys and values
+    elif traits.rotary:
+        kept = element * (3 * queries + 3 * keys)  # rotated queries and keys, the fused projection, the output
+    else:
+        kept = element * (2 * queries + 2 * keys)
+    if "core_attn" not in recomputed:
+        kept += FP32 * shape.num_attention_heads
+    if traits.qk_norm:
+        kept += FP32 * (shape.num_attention_heads + shape.num_key_value_heads)
+        if layout.fused_norms:
+            kept += element * (queries + keys)
+        else:  # in fp32 the keys that are normalised lie in the fused projection
+            kept += 2 * FP32 * (queries + keys) - (FP32 * keys if element == FP32 else 0)
+    return kept
+
+
 def _feed_forward(shape: ModelShape, layout: Layout, *, gated: bool) -> int:
-    """Bytes a token. With experts their in- and outputs too, of all tokens that the tensor ranks of this rank gather for them."""
-    inner = (5 if gated else 2) * layout.element * shape.intermediate_size // layout.tensor
+    """Bytes a token. With experts, of all tokens that the tensor ranks gather for them: their input, and one more of width f, before
+    the router's weight; the router keeps probabilities and places."""
+    width = layout.element * shape.intermediate_size
     if not shape.num_local_experts:
-        return inner
-    router = 2 * FP32 * shape.num_local_experts // layout.spread
-    return shape.num_experts_per_tok * (inner + 2 * layout.element * shape.hidden_size) + router
+        return (5 if gated else 2) * width // layout.tensor
+    router = (shape.num_local_experts * (1 + layout.element) + shape.num_experts_per_tok * 24) // layout.spread
+    return shape.num_experts_per_tok * (6 * width // layout.tensor + layout.element * shape.hidden_size) + router

@@ -47,8 +47,9 @@ def stage_memory(config: RunConfig, shape: ModelShape, axes: Axes, batch: BatchP
     micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
     spread = axes.tensor if sequence_parallel(config) else 1
     layout = Layout(
-        tokens=max(1, batch.micro_batch * config.train.sequence_length // axes.context), sequences=batch.micro_batch, tensor=axes.tensor,
-        spread=spread, element=FP32 if config.precision.name is Precision.fp32 else 2, fused_norms=device is Device.CUDA)
+        tokens=max(1, batch.micro_batch * config.train.sequence_length // axes.context), sequences=batch.micro_batch,
+        context=axes.context, tensor=axes.tensor, spread=spread, element=FP32 if config.precision.name is Precision.fp32 else 2,
+        fused_norms=device is Device.CUDA)
     gathered = 0 if spread == 1 else layout.tokens * layout.element * shape.hidden_size
     chunks = virtual_stages(config)
     found = []
