@@ -30,6 +30,7 @@ def load(device: Device, local_rank: int) -> ModuleType:
     deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     if device is Device.CPU:
         _import_muon_without_compiling()
+        _allow_fp16_on_any_cpu()
     silence_memory_reports()
     if deepspeed.comm.comm.cdb is not None and not _adopted_group_lives():
         _forget_groups()
@@ -77,6 +78,13 @@ def _import_muon_without_compiling() -> None:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - imported for its side effect on sys.modules
     finally:
         compiler.compile = original
+
+
+def _allow_fp16_on_any_cpu() -> None:
+    """It refuses fp16 where oneDNN has no fast kernels for it (most CPUs without AVX512-FP16); torch computes it everywhere."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
 
 
 def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:
