@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.engine.cases import (
     BF16,
@@ -46,9 +47,9 @@ from toolkit.engine.protocol import EvalResult, StepResult
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import Distance, check, samples
 
-FOUR_TENSOR = {"parallel__tensor": 4, "model__num_key_value_heads": 4}
-FOUR_CONTEXT = {"parallel__context": 4}  # two key-value heads: copied
-FOUR_EXPERT = {"parallel__expert": 4}
+FOUR_TENSOR: dict[str, Any] = {"parallel__tensor": 4, "model__num_key_value_heads": 4}
+FOUR_CONTEXT: dict[str, Any] = {"parallel__context": 4}  # two key-value heads: copied
+FOUR_EXPERT: dict[str, Any] = {"parallel__expert": 4}
 
 QUICK = [
     cell(1, 4, **TENSOR),
@@ -96,9 +97,10 @@ AXES = [cell(1, 2, 2, "llama", **TENSOR), cell(2, 2, 2, "llama", **CONTEXT), cel
 
 @pytest.mark.parametrize("case", AXES, ids=str)
 def test_bf16_follows_the_local_engine_in_bf16(case: Cell, pool: RankPool) -> None:
-    """Measured over 20 steps: loss 2.4e-3 (tensor: partial sums of activations are rounded to bf16 before they are added up)."""
-    case = cell(case.stage, case.ranks, case.accumulation, case.family, **dict(case.more), **BF16)
-    check(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle()), Distance(loss=1e-2, norm=5e-2, weight=5e-3))
+    """Not to the bit: parts of activations and gradients are rounded to bf16 before they are added up. Measured over 20 steps: loss
+    5.2e-4, gradient norm 7.9e-3, weights 4.8e-3 (of a router, whose choices are not smooth)."""
+    case = replace(case, more=(*case.more, *BF16.items()))
+    check(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle()), Distance(loss=2e-3, norm=3e-2, weight=1e-2))
 
 
 # -- Controls
@@ -121,7 +123,12 @@ def unreduced(rank: int, ranks: int, case: Cell) -> Any:
     from toolkit.engine import deepspeed_build
 
     right = deepspeed_build.tensor.cut
-    deepspeed_build.tensor.cut = lambda *arguments: right(*arguments) and (lambda: None)
+
+    def wrong(*arguments: Any) -> Any:
+        right(*arguments)
+        return lambda: None
+
+    deepspeed_build.tensor.cut = wrong
     try:
         return trace(rank, ranks, case)
     finally:
@@ -325,7 +332,33 @@ def test_a_run_hops_between_layouts(legs: list[Cell], pool: RankPool, tmp_path: 
     assert max(abs(a - b) for a, b in zip(wrong, right[: len(wrong)], strict=True)) > 10 * TOLERANCE.loss
 
 
-# -- What DeepSpeed keeps of an engine
+# -- What DeepSpeed keeps
+
+GATHERED: dict[str, Any] = {"engine__deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+
+
+def kept_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
+    """The parameters whose gathered memory autograd holds besides the parameter itself."""
+    engine = make(case, rank)
+    assert isinstance(engine, DeepSpeedEngine)
+    places = engine._places
+    found: set[str] = set()
+
+    def look(saved: torch.Tensor) -> torch.Tensor:
+        if not isinstance(saved, nn.Parameter):
+            memory = saved.untyped_storage().data_ptr()
+            found.update(place.name for weight, place in places.items() if weight.numel() and weight.untyped_storage().data_ptr() == memory)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(look, lambda saved: saved):
+        steps(engine, case, rank, 0, 1)
+    engine.close()
+    return sorted(found)
+
+
+def test_zero3_frees_the_weights_that_the_tensor_axis_cuts(pool: RankPool) -> None:
+    """Unmended, all 15 of them stay gathered from their forward to their backward."""
+    assert pool.run(kept_for_backward, cell(3, 4, 1, **TENSOR, **GATHERED), ranks=4)[0] == []
 
 
 def one_after_another(rank: int, ranks: int, cells: list[Cell]) -> list[list[StepResult]]:
@@ -338,7 +371,7 @@ def one_after_another(rank: int, ranks: int, cells: list[Cell]) -> list[list[Ste
 
 
 def test_an_engines_axes_end_with_it(pool: RankPool) -> None:
-    """In one process: unmended, the second engine reduces its gradients over the first one's data ranks, which is no rank but itself."""
+    """In one process: unmended, DeepSpeed takes the second engine's groups for the first one's, and does not start."""
     cells = [cell(1, 2, 2, **TENSOR), cell(1, 2, 2), cell(1, 2, 2, **CONTEXT), cell(2, 2, 2, **TENSOR)]
     together = pool.run(one_after_another, cells, ranks=2)[0]
     alone = [pool.run(one_after_another, [case], ranks=2)[0][0] for case in cells[1:]]

@@ -10,9 +10,12 @@ heads (qwen3) gets a part of its gradient from each rank's heads, which DeepSpee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional
 
 
 def cut(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
@@ -35,8 +38,29 @@ def cut(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
     auto.set_tensor_parallel_config(wanted.autotp_size, groups.get_tensor_model_parallel_group())
     auto.update_linear_policies()
     auto._replace_module(module)
+    _multiply_by_the_weight_itself(module)
     module.ds_autotp_parsed = True  # type: ignore[assignment]  # ``deepspeed.initialize`` leaves it as it is
     return lambda: auto.register_replicated_grad_hooks(module)
+
+
+def _multiply_by_the_weight_itself(module: nn.Module) -> None:
+    """DeepSpeed's layers multiply by ``weight.transpose``, and autograd keeps that view for backward: under ZeRO 3 every gathered
+    weight stays in memory until then (measured: all that are cut). ``functional.linear``, which ZeRO 3 replaces, keeps the parameter."""
+    from deepspeed.module_inject.layers import ColumnParallel, GatherFromTensorParallelRegion, LinearAllreduce, LinearLayer, RowParallel
+
+    def column(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        found = functional.linear(ColumnParallel.apply(layer.mp_group, hidden), layer.weight, layer.bias)
+        return GatherFromTensorParallelRegion.apply(layer.mp_group, found, layer._partition_sizes) if layer.gather_output else found
+
+    def row(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        assert layer.bias is None, "no family's projection into the residual stream is cut and has a bias"
+        return RowParallel.apply(layer.mp_group, functional.linear(hidden, layer.weight), False)
+
+    for layer in module.modules():
+        if isinstance(layer, LinearLayer):
+            layer.forward = partial(column, layer)
+        elif isinstance(layer, LinearAllreduce):
+            layer.forward = partial(row, layer)
 
 
 def data_group() -> Any:
