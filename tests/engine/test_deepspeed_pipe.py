@@ -35,7 +35,9 @@ from toolkit.testing.tiny import FAMILIES, micro_batches
 
 
 def pipe(stage: int, stages: int = 2, data: int = 1, accumulation: int = 4, family: str = "llama", layers: int = 2, **more: Any) -> Cell:
-    return cell(stage, stages * data, accumulation, family, parallel__pipeline=stages, model__num_hidden_layers=layers, **more)
+    """With Adam at 2e-3: five blocks learn too little in twenty steps at 1e-3."""
+    settings = {"parallel__pipeline": stages, "model__num_hidden_layers": layers, "optim__lr": 2e-3, **more}
+    return cell(stage, stages * data, accumulation, family, **settings)
 
 
 CORE = [
@@ -45,14 +47,22 @@ CORE = [
 ]
 
 
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"accumulation": 1, "train__micro_batch": 8, "train__global_batch": 8},
+    {"data": 2, "accumulation": 2},
+    {"stages": 4, "layers": 4},
+    {"stages": 3, "layers": 4, "accumulation": 3},
+    {"layers": 5, "optim__lr": 4e-3},
+)
+
+
 def everything() -> Iterator[Cell]:
-    layouts: list[dict[str, Any]] = [
-        {}, {"accumulation": 1}, {"data": 2, "accumulation": 2}, {"stages": 4, "layers": 4}, {"layers": 3}, {"layers": 5},
-        {"stages": 3, "layers": 4, "accumulation": 3},
-    ]
     optimizers: tuple[dict[str, Any], ...] = ({}, SGD)
-    for family, stage, layout, optimizer in itertools.product(FAMILIES, (0, 1), layouts, optimizers):
-        yield pipe(stage, family=family, **layout, **optimizer)
+    for stage, optimizer in itertools.product((0, 1), optimizers):
+        for family in FAMILIES:
+            yield pipe(stage, family=family, layers=3, **optimizer)
+        for family, layout in itertools.product(("llama", "gpt2"), LAYOUTS):
+            yield pipe(stage, family=family, **{**layout, **optimizer})
     for family in FAMILIES:
         yield pipe(1, family=family, **CHECKPOINTING)
     yield pipe(0, data=2, layers=3, accumulation=3, **CHECKPOINTING)
@@ -179,7 +189,7 @@ def test_batch_ramp(stage: int, pool: RankPool) -> None:
     case = pipe(stage, train__global_batch=12, train__batch_ramp=ramp)
     plan = case.plan()
     assert len({plan.batch.at(step).accumulation for step in range(20)}) > 2
-    check(pool.run(trace, case, ranks=2)[0], oracle(case.oracle()), TOLERANCE)
+    check(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle()), TOLERANCE)
 
 
 def results(rank: int, ranks: int, case: Cell, count: int = 4) -> list[StepResult]:
@@ -271,21 +281,13 @@ def hops(family: str) -> list[Cell]:
             pipe(0, data=2, accumulation=2, family=family, layers=3), pipe(1, data=2, accumulation=2, family=family, layers=3), local]
 
 
-def test_hops(pool: RankPool, tmp_path: Path) -> None:
-    check_hops("qwen2", pool, tmp_path)
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-def test_more_hops(family: str, pool: RankPool, tmp_path: Path) -> None:
-    check_hops(family, pool, tmp_path)
-
-
-def check_hops(family: str, pool: RankPool, folder: Path) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "mixtral"])
+def test_hops(family: str, pool: RankPool, tmp_path: Path) -> None:
     """Within 1e-5 of never hopping, over all 36 steps; the last stretch once more with zeroed moments, which must be outside."""
     layouts, found, source = hops(family), list[StepResult](), None
     for number, case in enumerate(layouts):
-        target = folder / str(number)
+        target = tmp_path / str(number)
         found += pool.run(stretch, case, number * EACH, source, target, ranks=case.ranks)[0]
         before, source = source, target
     stayed = [result.loss for result in results(0, 1, layouts[0], EACH * len(layouts))]
@@ -294,7 +296,7 @@ def check_hops(family: str, pool: RankPool, folder: Path) -> None:
     assert worst <= 1e-5
     last = len(layouts) - 1
     for case in (layouts[-1], layouts[1]):  # into the pipeline too
-        wrong = pool.run(stretch, case, last * EACH, before, folder / f"wrong-{case.ranks}", True, ranks=case.ranks)[0]
+        wrong = pool.run(stretch, case, last * EACH, before, tmp_path / f"wrong-{case.ranks}", True, ranks=case.ranks)[0]
         assert max(abs(a.loss - b) for a, b in zip(wrong, stayed[last * EACH :], strict=True)) > 1e-4
 
 
