@@ -30,5 +30,11 @@ def make(plan: RunPlan) -> None:
 
 
 def drop() -> None:
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    """End the groups, not only the names for them: under gloo each is a handful of threads, which wait for ever else."""
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    made = parallel_state._global_process_group_list or ()
+    parallel_state.destroy_model_parallel()
+    for group in made:
+        if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)

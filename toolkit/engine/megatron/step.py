@@ -6,6 +6,7 @@ loaders, schedulers and checkpoints stay unused: those are this toolkit's own, a
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -115,8 +116,9 @@ class MegatronEngine:
         from toolkit.engine.megatron import groups
 
         self._built.forget()
-        groups.drop()
         del self._built
+        gc.collect()  # its modules refer to each other in circles, and to the groups
+        groups.drop()
 
     # -- One pass over the micro-batches
 
