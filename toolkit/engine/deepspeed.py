@@ -46,6 +46,8 @@ class DeepSpeedEngine:
         self._reach = plan.shape is None and self._stage in (1, 2)
         self._begin_backward = gradients.in_order(self._ds.optimizer) if self._reach and self._stage == 2 else lambda: None
         self._accumulation = int(self._ds.gradient_accumulation_steps())
+        if self._stage == 0:
+            self._ds.clip_fp32_gradients = lambda: None  # _clip_stage0 has done it
         self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
         self._parts = list(module.modules())[1:]
         module.train()
@@ -73,7 +75,7 @@ class DeepSpeedEngine:
             self._begin_backward()
             with gradients.kept_of_earlier(self._ds.optimizer, last):
                 self._ds.backward(loss * weight, scale_wrt_gas=False)
-        grad_norm = self._grad_norm_of_stage0() if self._stage == 0 else None
+        grad_norm = self._clip_stage0() if self._stage == 0 else None
         loss_scale = self._loss_scale()
         self._ds.step()
         self._settle_loss_scale()
@@ -149,15 +151,20 @@ class DeepSpeedEngine:
         if hasattr(self._ds.optimizer, "gradient_accumulation_steps"):
             self._ds.optimizer.gradient_accumulation_steps = micro_batches  # a copy that DeepSpeed forgets
 
-    def _grad_norm_of_stage0(self) -> float:
-        """DeepSpeed reports none without ZeRO. Its gradients are reduced by now and equal on all of ZeRO's ranks."""
+    def _clip_stage0(self) -> float:
+        """Clip, and return the norm before. Without ZeRO DeepSpeed keeps to itself the norm that it clips by: it would be taken twice.
+
+        The gradients are reduced by now and equal on all of ZeRO's ranks.
+        """
         gradients = [parameter.grad for parameter, place in self._places.items() if parameter.grad is not None and place.replica == 0]
         norm = torch.nn.utils.get_total_norm(gradients)
-        if self._plan.axes.tensor == 1:
-            return float(norm)
-        squares = norm.double().square()  # of what no other tensor rank counts
-        dist.all_reduce(squares)
-        return float((squares / self._ranks).sqrt())
+        if self._plan.axes.tensor > 1:
+            squares = norm.double().square()  # of what no other tensor rank counts
+            dist.all_reduce(squares)
+            norm = (squares / self._ranks).sqrt()
+        if self._ds.gradient_clipping() > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._places, self._ds.gradient_clipping(), norm)
+        return float(norm)
 
     def _loss_scale(self) -> float:
         return float(getattr(self._ds.optimizer, "loss_scale", 1.0))

@@ -20,7 +20,12 @@ def reseed(seed: int, step: int, at: Coordinates, micro_batch: int = 0) -> None:
     A hash rather than a sum of the parts: neighbouring steps and ranks get streams that have nothing in common.
     """
     place = f"{seed}/{step}/{micro_batch}/{at.data}/{at.tensor}/{at.pipeline}/{at.context}"
-    torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big"))
+    number = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
+    # What torch.manual_seed does, less the devices that this process does not use: for each of those it keeps a stack trace, a
+    # millisecond a call.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 @contextmanager
