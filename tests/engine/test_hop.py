@@ -1,6 +1,7 @@
 """One run hops between engines and layouts as if it had stayed; what every engine saves, transformers opens.
 
     pytest tests/engine/test_hop.py
+    pytest tests/engine/test_hop.py -m full        exports of every family from every engine
 
 Six steps each, through checkpoints on disk that every rank writes and reads, in one order of samples. The yardstick is ``local``, which
 never hops; with zeroed moments the hop must leave the tolerance.
@@ -105,11 +106,15 @@ def test_control_zeroed_moments(pool: RankPool, stayed: list[float], tmp_path: P
 EXPORTERS = {
     "local": lambda family: Cell(engine=EngineName.local, family=family),
     "deepspeed-zero3": lambda family: deepspeed(family, 3, data=2),
+    "deepspeed-tp2": lambda family: deepspeed(family, 1, tensor=2),
     "deepspeed-pp2": lambda family: deepspeed(family, 1, pipeline=2),
     "megatron-tp2": lambda family: megatron(family, tensor=2),
     "megatron-pp2": lambda family: megatron(family, pipeline=2),
 }
-WITHOUT = {("deepspeed-pp2", "mixtral")}  # refused by a rule
+WITHOUT = {("deepspeed-pp2", "mixtral"), ("deepspeed-tp2", "gpt2")}  # refused by rules
+ALL = [(exporter, family) for exporter in EXPORTERS for family in FAMILIES if (exporter, family) not in WITHOUT]
+QUICK = [("deepspeed-zero3", "qwen3"), ("deepspeed-tp2", "llama"), ("deepspeed-pp2", "gpt2"), ("megatron-tp2", "mixtral"),
+         ("megatron-pp2", "qwen2")]
 PROBES = ((5, 17), (11, 200), (20, 3), (30, 120))  # a place in the sequence, and a token whose probability is asked
 
 
@@ -138,17 +143,26 @@ def probe(batches: list[Any], place: int, token: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("exporter", "family"), [(exporter, family) for exporter in EXPORTERS for family in FAMILIES
-                                                  if (exporter, family) not in WITHOUT])
+@pytest.mark.parametrize(("exporter", "family"), QUICK)
 def test_transformers_says_what_the_engine_says(exporter: str, family: str, pool: RankPool, tmp_path: Path) -> None:
-    """Of its exported weights, about tokens that occur and tokens that do not: log-probabilities within 1e-5 of the engine's own."""
+    check_export(exporter, family, pool, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("exporter", "family"), [pair for pair in ALL if pair not in QUICK])
+def test_every_export(exporter: str, family: str, pool: RankPool, tmp_path: Path) -> None:
+    check_export(exporter, family, pool, tmp_path)
+
+
+def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> None:
+    """Of the exported weights, about tokens that occur and tokens that do not: log-probabilities within 1e-5 of the engine's own."""
     from transformers import AutoModelForCausalLM
 
     cell = EXPORTERS[exporter](family)
     plan = cell.plan(Case.ADAM)
-    said = pool.run(export, plan, tmp_path / "run", ranks=cell.ranks)[0]
-    folder = huggingface.export(open_reader(tmp_path / "run"), plan.shape, tmp_path / "export")
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    said = pool.run(export, plan, folder / "run", ranks=cell.ranks)[0]
+    exported = huggingface.export(open_reader(folder / "run"), plan.shape, folder / "export")
+    model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True, dtype=torch.float32)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     tokens, labels = held_out(plan)
     with torch.no_grad():
