@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from toolkit.cluster.ends import Ending
+from toolkit.cluster.ends import Ending, leave
 from toolkit.cluster.environment import Launch, read_launch, set_defaults, set_thread_default
 from toolkit.cluster.log import log_to
 from toolkit.cluster.machine import this_machine
@@ -94,4 +94,4 @@ def make_data_ready(plan: RunPlan) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

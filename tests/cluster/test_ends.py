@@ -1,0 +1,23 @@
+"""How a process leaves: with its code and all its words, whatever its threads still do.
+
+    pytest tests/cluster/test_ends.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import atexit, sys, threading, time
+from toolkit.cluster.ends import leave
+atexit.register(lambda: print("hook"))
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("said", end=" ")
+leave(75)
+"""
+
+
+def test_leaving_runs_hooks_says_everything_and_waits_for_no_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "said hook\n", "")
