@@ -80,7 +80,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"parallel__pipeline": 2, "precision__name": Precision.bf16, "zero__stage": 1, "train__micro_batch": 1}, h100s(8), "zero.stage",
      "grad_accum_dtype=fp32"),
     ({"parallel__pipeline": 2, "zero__stage": 1, "engine__deepspeed": {"zero_optimization": {"overlap_comm": True}}}, h100s(8),
-     "engine.deepspeed.zero_optimization.overlap_comm", "after the last one"),
+     "engine.deepspeed.zero_optimization.overlap_comm", "after the last backward"),
     ({"parallel__context": 2, "train__sequence_length": 31}, CPU, "train.sequence_length", "train.sequence_length=32"),
     ({"parallel__tensor": 2, "model": GPT2}, CPU, "parallel.tensor", "c_attn.weight is none"),
     ({"parallel__tensor": 2, "model": MIXTRAL}, CPU, "parallel.tensor", "mlp.gate.weight is none"),

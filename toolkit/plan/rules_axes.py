@@ -54,7 +54,7 @@ def pipeline_limits(case: Case) -> Iterator[Problem]:
                      "write optim=adamw, or parallel.pipeline=1")
     if _zero_key(case, "overlap_comm", False):
         yield refuse(config, f"{ZERO}.overlap_comm parallel.pipeline",
-                     "gradients are reduced during backward with it, and in DeepSpeed's pipeline after the last one",
+                     "DeepSpeed's pipeline reduces gradients after the last backward, and switches it off",
                      f"leave {ZERO}.overlap_comm out")
     if config.model.router_aux_loss_coef:
         yield refuse(config, "model.router_aux_loss_coef parallel.pipeline",
