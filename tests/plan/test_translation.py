@@ -1,0 +1,69 @@
+"""docs/translation.md says what the rules say, and no choice of a run description is anything but planned or refused with a remedy.
+
+    pytest tests/plan/test_translation.py
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.schema import EngineName
+from toolkit.errors import PlanError
+from toolkit.plan import make_plan, translation
+from toolkit.plan.types import World
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs/translation.md").read_text(encoding="utf-8")
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert translation.document() == TEXT, "write it anew: python -m toolkit.plan.translation > docs/translation.md"
+
+
+def cells() -> list[tuple[str, list[str]]]:
+    rows = [line.strip("| ").split(" | ") for line in TEXT.splitlines() if line.startswith("| `")]
+    return [(row[0], row[1:]) for row in rows]
+
+
+def test_each_choice_is_exact_or_refused_with_a_remedy() -> None:
+    assert len(cells()) > 60
+    for choice, answers in cells():
+        assert len(answers) == (2 if "+exp=" in choice else 3)
+        for answer in answers:
+            assert re.fullmatch(r"exact(, with `.+`)?|refused: .+\. Remedy: .+", answer), f"{choice}: {answer}"
+
+
+def test_four_of_five_experiments_run_on_both_engines_after_one_printed_override() -> None:
+    answers = [answer for choice, found in cells() if "+exp=" in choice for answer in found]
+    assert len(answers) == 2 * len(translation.experiments())
+    runs = [answer for answer in answers if answer.startswith("exact")]
+    assert len(runs) >= 0.8 * len(answers)
+    assert all(len(answer.removeprefix("exact, with ").split()) == 1 for answer in runs), "one override"
+
+
+def combinations(count: int) -> list[tuple[str, ...]]:
+    """Drawn from the product of all groups and axes."""
+    draw = random.Random(0)
+    groups = {group: [f"{group}={option}" for option in translation.options(group)] for group in translation.GROUPS}
+    return [(*(draw.choice(options) for options in groups.values()),
+             *(f"parallel.{axis}={draw.choice((1, 1, 2, 3, 4))}" for axis in translation.AXES)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("engine", translation.ENGINES)
+@pytest.mark.parametrize("world", [translation.MACHINE, translation.TWO_CORES], ids=["gpus", "cpus"])
+def test_every_combination_is_planned_or_refused_by_rule(engine: EngineName, world: World) -> None:
+    planned = 0
+    for words in combinations(60):
+        config = translation.described(words, engine)
+        try:
+            make_plan(config, world)
+            planned += 1
+        except PlanError as error:
+            for problem in error.problems:
+                assert problem.seen, words
+                assert problem.rule, words
+                assert problem.remedy, words
+    assert planned < 60, "combinations that cannot be are among them"

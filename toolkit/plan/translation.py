@@ -1,0 +1,212 @@
+"""What every choice of a run description is on every engine, asked of the rules themselves: docs/translation.md.
+
+    python -m toolkit.plan.translation > docs/translation.md
+
+Each choice is planned on a described machine. Where it is refused, what the refusal prints is typed besides (a ZeRO stage for offload,
+for instance); what is refused still stands there with the rule and its remedy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import yaml
+
+from toolkit.config import search
+from toolkit.config.compose import compose, from_yaml
+from toolkit.config.schema import EngineConfig, EngineName, RunConfig
+from toolkit.errors import PlanError, Problem, Severity
+from toolkit.plan.make import make_plan
+from toolkit.plan.types import Device, World
+
+ENGINES = (EngineName.local, EngineName.deepspeed, EngineName.megatron)
+GROUPS = ("model", "zero", "offload", "precision", "optim", "schedule", "checkpoint", "data", "monitor", "debug")
+# What an option leaves to the user.
+GIVEN: dict[str, dict[str, Any]] = {
+    "model=custom": {"target": "my.package.Model"}, "data=prepared": {"path": "data/mine"}, "offload=nvme": {"nvme_path": "/local_nvme"},
+}
+DESCRIBED = ("model=pretrained",)  # a folder says what it is: as its family
+AXES = ("tensor", "pipeline", "context", "expert")
+LAYOUTS: tuple[tuple[str, ...], ...] = (
+    *((f"parallel.{axis}=2",) for axis in AXES[:3]),
+    ("model=mixtral", "parallel.expert=2"),
+    *((f"parallel.{one}=2", f"parallel.{other}=2") for index, one in enumerate(AXES[:3]) for other in AXES[index + 1 : 3]),
+    *(("model=mixtral", f"parallel.{axis}=2", "parallel.expert=2") for axis in AXES[:3]),
+    ("parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"),
+)
+KEYS: tuple[tuple[str, ...], ...] = (
+    ("train.activation_checkpointing=true",),
+    ("train.batch_ramp.start=16", "train.batch_ramp.increment=16", "train.batch_ramp.samples=100"),
+    ("model.dropout=0.1",), ("model.tie_word_embeddings=true",), ("model.vocab_size=4099",), ("optim.clip=0.0",),
+    ("optim=sgd", "optim.momentum=0.9"), ("optim.kernel=torch",), ("optim.kernel=fused",), ("optim.kernel=cpu",),
+    ("checkpoint.background=true",), ("checkpoint.export=true",),
+)
+MACHINE = World(ranks=8, ranks_per_node=8, device=Device.CUDA, gpu="h100", has_libaio=True, has_compiler=True)
+CLUSTER = replace(MACHINE, ranks=64)
+TWO_CORES = World(ranks=2, ranks_per_node=2, device=Device.CPU)
+BATCH = ("train.global_batch=64", "train.micro_batch=2", "train.sequence_length=128")
+OVERRIDE = re.compile(r"(?<![\w.+])\+?[a-z_]+(?:\.\w+)*=[^\s,;()]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``words``: what is typed besides; ``problem``: why it is refused whatever is typed."""
+
+    words: tuple[str, ...] = ()
+    problem: Problem | None = None
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return f"refused: {self.problem.rule}. Remedy: {self.problem.remedy}"
+        return "exact" if not self.words else f"exact, with `{' '.join(self.words)}`"
+
+
+def answer(words: Sequence[str], engine: EngineName) -> Answer:
+    """What ``words`` (of one group or key, or several) are on ``engine``."""
+    return follow(tuple(words), lambda typed: described(typed, engine), _world(engine), depth=2)
+
+
+def follow(words: tuple[str, ...], compose_words: Callable[[tuple[str, ...]], RunConfig], world: World, *, depth: int) -> Answer:
+    """Plan ``words``; where they are refused, type up to ``depth`` of the overrides that refusals print, none of them about ``words``."""
+    errors = refusals(compose_words(words), world)
+    if not errors:
+        return Answer()
+    taken = {word.partition("=")[0] for word in words}
+    printed = dict.fromkeys(word for problem in errors for word in OVERRIDE.findall(problem.remedy))
+    for word in printed if depth else ():
+        name = word.partition("=")[0]
+        if name != "engine" and name not in taken and not value_is_a_name(word):
+            further = follow((*words, word), compose_words, world, depth=depth - 1)
+            if further.problem is None:
+                return Answer((word, *further.words))
+    # Of several, the one about the engine: on an engine of one rank, that it has one.
+    return Answer(problem=next((problem for problem in errors if "engine.name" in problem.seen), errors[0]))
+
+
+def refusals(config: RunConfig, world: World) -> list[Problem]:
+    try:
+        make_plan(config, world)
+    except PlanError as error:
+        return [problem for problem in error.problems if problem.severity is Severity.ERROR]
+    return []
+
+
+def value_is_a_name(word: str) -> bool:
+    """``model.target=NUMBER`` stands for what the user knows."""
+    return word.partition("=")[2].isupper()
+
+
+def described(words: Sequence[str], engine: EngineName) -> RunConfig:
+    """A small run with ``words``, without Hydra: options are read from their files."""
+    sections: dict[str, tuple[str, ...]] = {"model": ("model=llama",), "train": BATCH}
+    for word in words:
+        section = word.partition("=")[0].partition(".")[0]
+        sections[section] = (*sections.get(section, ()), word)
+    found: dict[str, Any] = {name: _section(name, given) for name, given in sections.items()}
+    return RunConfig(engine=EngineConfig(name=engine), **found)
+
+
+@cache
+def _section(section: str, words: tuple[str, ...]) -> Any:
+    """One section of a configuration: an option's file, and keys over it."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        *path, leaf = name.split(".")[1:] or [""]
+        if not leaf:
+            text = (search.ROOT / section / f"{value}.yaml").read_text(encoding="utf-8")
+            tree = {key: given for key, given in (yaml.safe_load(text) or {}).items() if given != "???"} | GIVEN.get(word, {})
+        else:
+            tree = _with(tree, path, leaf, yaml.safe_load(value))
+    return getattr(from_yaml(yaml.safe_dump({section: tree})), section)
+
+
+def options(group: str) -> list[str]:
+    return [name for name in sorted(path.stem for path in (search.ROOT / group).glob("*.yaml")) if f"{group}={name}" not in DESCRIBED]
+
+
+def experiments() -> list[str]:
+    return sorted(path.stem for path in (search.ROOT / "exp").glob("*.yaml"))
+
+
+def experiment(name: str, engine: EngineName) -> Answer:
+    """On 64 H100s (the quickstart on two CPU ranks): as it stands, or with one of the overrides that its refusal prints."""
+    return follow((f"+exp={name}", f"engine={engine.value}"), compose, TWO_CORES if name == "quickstart" else CLUSTER, depth=1)
+
+
+def document() -> str:
+    """docs/translation.md, whole."""
+    return "\n".join([*_introduction(), *_choices(), *_layouts(), *_experiments()]) + "\n"
+
+
+def _introduction() -> Iterator[str]:
+    yield "# What every choice is on every engine"
+    yield ""
+    yield "Generated from the rules: `python -m toolkit.plan.translation > docs/translation.md`. A test says that it is up to date."
+    yield ""
+    yield "*exact*: the same samples in the same order, and the same losses up to the order of sums: docs/parity.md has what was measured"
+    yield "(16-bit precisions round in an engine's own places). *with*: the choice needs another one beside it. *refused*: nothing starts;"
+    yield "the rule and the remedy are what is printed. The basis is a small llama on one node of 8 H100 (`local`: one of them)."
+    yield "`model=pretrained` is what its folder's family is."
+
+
+def _choices() -> Iterator[str]:
+    for group in GROUPS:
+        yield from _table(f"## {group}", [(f"{group}={option}",) for option in options(group)])
+    yield from _table("## Keys", KEYS)
+
+
+def _layouts() -> Iterator[str]:
+    yield from _table("## Axes", LAYOUTS)
+    for axis in AXES:
+        model = ("model=mixtral",) if axis == "expert" else ()
+        rows = [(*model, f"parallel.{axis}=2", f"zero={stage}") for stage in options("zero")]
+        yield from _table(f"## The {axis} axis and ZeRO", rows)
+
+
+def _experiments() -> Iterator[str]:
+    yield ""
+    yield "## Experiments"
+    yield ""
+    yield "On 64 H100, 8 a node (quickstart: two CPU ranks). *exact, with*: one override, which the refusal prints."
+    yield ""
+    yield from _header("experiment", ENGINES[1:])
+    for name in experiments():
+        yield _row(f"`+exp={name}`", [str(experiment(name, engine)) for engine in ENGINES[1:]])
+
+
+def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    yield ""
+    yield title
+    yield ""
+    yield from _header("choice", ENGINES)
+    for words in rows:
+        yield _row(f"`{' '.join(words)}`", [str(answer(words, engine)) for engine in ENGINES])
+
+
+def _header(first: str, engines: Sequence[EngineName]) -> Iterator[str]:
+    yield _row(first, [engine.value for engine in engines])
+    yield "|" + "---|" * (len(engines) + 1)
+
+
+def _row(first: str, cells: Sequence[str]) -> str:
+    return f"| {first} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _world(engine: EngineName) -> World:
+    return replace(MACHINE, ranks=1) if engine is EngineName.local else MACHINE
+
+
+def _with(tree: Mapping[str, Any], path: Sequence[str], leaf: str, value: Any) -> dict[str, Any]:
+    """``tree`` with one key changed."""
+    if not path:
+        return {**tree, leaf: value}
+    return {**tree, path[0]: _with(tree.get(path[0], {}), path[1:], leaf, value)}
+
+
+if __name__ == "__main__":
+    print(document(), end="")
