@@ -98,7 +98,7 @@ def test_the_command_answers_in_time(script: str, mistake: Mistake, tmp_path: Pa
     assert seconds < SECONDS
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_under_a_launcher_it_is_answered_once_and_nobody_stays(launcher: str, tmp_path: Path) -> None:
     """Within two seconds of rank 0's processor time, whatever else the machine does, and before it has mapped torch's libraries: so
@@ -106,7 +106,7 @@ def test_under_a_launcher_it_is_answered_once_and_nobody_stays(launcher: str, tm
     mark = tmp_path / "run"
     argv = command(launcher, TRAIN, *BASE, "model.hidden_size=wide", f"run.dir={mark}")
     with Started(argv, mark, cwd=tmp_path) as started:
-        started.until(lambda: 0 in started.ranks(), 60, "started")
+        started.until(lambda: 0 in started.ranks(), 120, "started")
         rank = started.ranks()[0]
         spent: list[float] = []  # seen before the answer was
 
@@ -120,11 +120,11 @@ def test_under_a_launcher_it_is_answered_once_and_nobody_stays(launcher: str, tm
             assert not mapped, "torch comes before the answer"
             return False
 
-        started.until(answered, 30, "answered")
+        started.until(answered, 60, "answered")
         assert spent, "rank 0 was not seen at work"
         assert spent[-1] < SECONDS_OF_RANK_0
-        code = started.ended(60)
-        started.gone(5)
+        code = started.ended(150)
+        started.gone(15)
         assert started.output.count("remedy:") == 1
         assert code == (2 if launcher == "deepspeed" else 1)  # torchrun knows no other failure
         assert "toolkit" not in started.output.replace(str(ROOT), ""), "no traceback of ours"
