@@ -174,7 +174,7 @@ def _speed(plan: RunPlan, seconds: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[comparison.name for comparison in COMPARISONS], help="comparisons on CPU")
     parser.add_argument("--pairs", type=int, default=24, help="turns of each side that are timed")
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="the comparison on one GPU instead")
     parser.add_argument("--words", nargs="*", default=["train.global_batch=16", "train.micro_batch=4"], help="of the run on a GPU")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     machine = this_machine()
     if given.gpu and not (machine.gpus and machine.torch_has_cuda):
         raise SystemExit("--gpu: no GPU here, nothing was run")
