@@ -115,7 +115,7 @@ def on_cpu(chosen: Sequence[Comparison], pairs: int, block: int, starts: int) ->
         print(f"{row['name']:>20} over {row['against']:<15} {row['ratio']:.3f} [{low:.3f}, {high:.3f}], "
               f"{row['step_seconds']['bare'] * 1e3:.0f} ms a bare step", flush=True)
     if starts:
-        found["first_step"] = [first_step(comparison, starts) for comparison in COMPARISONS
+        found["first_step"] = [first_step(comparison, starts) for comparison in chosen
                                if comparison.name in ("deepspeed-zero2", "megatron-dp2")]
     return found
 
