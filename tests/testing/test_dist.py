@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from toolkit.testing.dist import RankPool, RanksFailed, rank_pool, run_ranks
+from toolkit.testing.dist import RankPool, RanksFailed, _Fresh, rank_pool, run_ranks
 
 
 def add_up(rank: int, ranks: int, start: int) -> tuple[int, int, int]:
@@ -88,6 +88,19 @@ def test_time_is_bounded(pool: RankPool) -> None:
 def test_one_case_leaves_no_process() -> None:
     answers = run_ranks(add_up, 2, 1)
     assert gone({answer[2] for answer in answers})
+
+
+def test_ranks_started_anew() -> None:
+    """As on GPUs, whose state does not survive a fork; here with gloo."""
+    pool = RankPool(2)
+    pool._source = _Fresh()
+    first = pool.run(add_up, 10)
+    assert [answer[:2] for answer in first] == [(21, 2)] * 2
+    assert pool.run(add_up, 10) == first, "the same processes"
+    with pytest.raises(RanksFailed, match="rank one is unwell"):
+        pool.run(fail_on_one, timeout=20)
+    assert gone({answer[2] for answer in first})
+    pool.close()
 
 
 def gone(pids: set[int]) -> bool:

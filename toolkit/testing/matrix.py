@@ -136,6 +136,7 @@ CORE: tuple[Cell, ...] = (
     megatron("qwen3", tensor=2, label="sp"),
     megatron("mixtral", data=2, expert=2),
     megatron("mixtral", pipeline=2, data=2, expert=2),
+    *(deepspeed("llama", stage) for stage in (1, 3)),  # for a machine with one GPU
     *(deepspeed("llama", stage, data=2) for stage in range(4)),
     deepspeed("llama", 1, tensor=2),
     deepspeed("llama", 1, tensor=2, data=2),
