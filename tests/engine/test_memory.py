@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import BF16, Cell, cell, make, steps
+from tests.engine.cases import BF16, CONTEXT, EXPERT, TENSOR, Cell, cell, make, steps
 from toolkit.engine.deepspeed import DeepSpeedEngine
 from toolkit.engine.deepspeed_load import base
 from toolkit.testing.dist import RankPool
@@ -97,6 +97,16 @@ FULL = [
 CORE = [case for case in FULL if case.ranks == 2 and case.accumulation == 2]
 
 
+# One axis beside data: what it leaves on a rank, and the ranks that ZeRO then shares it over. A vocabulary that the tensor axis divides.
+EXPERTS = {"model__hidden_size": 64, "model__intermediate_size": 96, "model__num_hidden_layers": 4, "model__vocab_size": 1501}
+AXES = {
+    "tensor": cell(1, 2, 2, **TENSOR, **{**SIZES, "model__vocab_size": 1502}),
+    "context": cell(2, 2, 2, **CONTEXT, **SIZES),
+    "expert": cell(1, 2, 2, "mixtral", **EXPERT, **EXPERTS),
+    "expert-of-four": cell(2, 4, 2, "mixtral", **EXPERT, **EXPERTS),
+}
+
+
 def brief(case: Cell) -> str:
     return f"zero{case.stage}-{case.ranks}ranks-{case.accumulation}accumulated-{case.plan().config.precision.name.value}"
 
@@ -104,6 +114,11 @@ def brief(case: Cell) -> str:
 @pytest.mark.parametrize("case", CORE, ids=brief)
 def test_two_ranks(case: Cell, pool: RankPool) -> None:
     check(case, pool)
+
+
+@pytest.mark.parametrize("axis", [pytest.param(axis, marks=pytest.mark.full if case.ranks > 2 else ()) for axis, case in AXES.items()])
+def test_an_axis_beside_data(axis: str, pool: RankPool) -> None:
+    check(AXES[axis], pool)
 
 
 @pytest.mark.full
