@@ -136,6 +136,7 @@ def test_rows_come_back_and_later_ones_replace_them(tmp_path: Path) -> None:
     page = report.markdown(merged)
     assert f"| `{second.name}` | adam |" in page
     assert f"`{second.name}` adam, apart: loss" in page
+    assert f"loss 1.0e-05 (`{second.name}`)" in page or f"loss 1.0e-05 (`{first.name}`)" in page
     never = page.rpartition("## Never run on a GPU")[2]
     assert f"`{first.name}`" not in never
     assert f"`{second.name}`" in never

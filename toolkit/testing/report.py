@@ -82,7 +82,7 @@ def _of_device(device: str, rows: Sequence[Row]) -> str:
                        if any(row.verdict is verdict for row in rows))
     lines = [f"## On {device}", "", f"{len(rows)} runs of {len({row.cell for row in rows})} cells: {counts}.", ""]
     if ran:
-        lines += [_provenance(ran), "", "| cell | case | loss | norm | gradient | weights | evaluation | verdict |",
+        lines += [_provenance(ran), "", f"Largest: {_largest(ran)}.", "", "| cell | case | loss | norm | gradient | weights | evaluation | verdict |",
                   "|---|---|---|---|---|---|---|---|"]
         for row in ran:
             figures = " | ".join(_figure(row.differences, name) for name in FIGURES)
@@ -105,6 +105,16 @@ def _provenance(rows: Sequence[Row]) -> str:
     days = sorted({row.day for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return f"{', '.join(sorted({row.hardware for row in rows}))}; {told}; {when}."
+
+
+def _largest(rows: Sequence[Row]) -> str:
+    """Of every figure, with the cell that has it."""
+    told = []
+    for name in FIGURES:
+        held = [(value, row.cell) for row in rows if (value := getattr(row.differences, name)) is not None]
+        if held:
+            told.append("{} {:.1e} (`{}`)".format(name, *max(held)))
+    return ", ".join(told)
 
 
 def _figure(differences: Differences | None, name: str) -> str:
