@@ -82,8 +82,8 @@ def _of_device(device: str, rows: Sequence[Row]) -> str:
                        if any(row.verdict is verdict for row in rows))
     lines = [f"## On {device}", "", f"{len(rows)} runs of {len({row.cell for row in rows})} cells: {counts}.", ""]
     if ran:
-        lines += [_provenance(ran), "", f"Largest: {_largest(ran)}.", "", "| cell | case | loss | norm | gradient | weights | evaluation | verdict |",
-                  "|---|---|---|---|---|---|---|---|"]
+        lines += [_provenance(ran), "", f"Largest: {_largest(ran)}.", ""]
+        lines += ["| cell | case | loss | norm | gradient | weights | evaluation | verdict |", "|---|---|---|---|---|---|---|---|"]
         for row in ran:
             figures = " | ".join(_figure(row.differences, name) for name in FIGURES)
             lines.append(f"| `{row.cell}` | {row.case} | {figures} | {row.verdict} |")
