@@ -35,7 +35,7 @@ from toolkit.testing.tiny import FAMILIES, micro_batches
 
 
 def pipe(stage: int, stages: int = 2, data: int = 1, accumulation: int = 4, family: str = "llama", layers: int = 2, **more: Any) -> Cell:
-    """With Adam at 2e-3: five blocks learn too little in twenty steps at 1e-3."""
+    """With Adam at 2e-3, at which four blocks learn enough in twenty steps."""
     settings = {"parallel__pipeline": stages, "model__num_hidden_layers": layers, "optim__lr": 2e-3, **more}
     return cell(stage, stages * data, accumulation, family, **settings)
 
@@ -52,7 +52,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"data": 2, "accumulation": 2},
     {"stages": 4, "layers": 4},
     {"stages": 3, "layers": 4, "accumulation": 3},
-    {"layers": 5, "optim__lr": 4e-3},
+    {"layers": 5, "optim__lr": 3e-3},
 )
 
 
@@ -154,15 +154,6 @@ def test_control_norm_of_the_first_stage(pool: RankPool) -> None:
 # -- Other precisions, batches, seeds
 
 
-def measured(case: Cell, pool: RankPool, steps: int, tolerance: Distance) -> tuple[Trace, Trace]:
-    found, right = pool.run(traced, case, steps, ranks=case.ranks)[0], traced(0, 1, case.oracle(), steps)
-    taken = [(a, b) for a, b in zip(found.results, right.results, strict=True) if not b.skipped]
-    ours, theirs = (Trace(tuple(pair[side] for pair in taken), whole.weights) for side, whole in ((0, found), (1, right)))
-    print(ours.distance(theirs))
-    assert ours.distance(theirs).times(tolerance) <= 1, ours.distance(theirs)
-    return found, right
-
-
 def traced(rank: int, ranks: int, case: Cell, steps: int) -> Trace:
     return trace(rank, ranks, case, steps=steps)
 
@@ -171,15 +162,22 @@ def traced(rank: int, ranks: int, case: Cell, steps: int) -> Trace:
 @pytest.mark.parametrize("more", [{}, {"engine__deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}}], ids=["bf16", "fp32-sums"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_bf16_follows_the_local_engine_in_bf16(family: str, more: dict[str, Any], pool: RankPool) -> None:
-    measured(pipe(1, family=family, layers=3, **BF16, **more), pool, 20, Distance(loss=2e-3, norm=2e-2, weight=2e-3))
+    case = pipe(1, family=family, layers=3, optim__lr=1e-3, **BF16, **more)
+    distance = pool.run(trace, case, ranks=2)[0].distance(trace(0, 1, case.oracle()))
+    print(distance)
+    assert distance.times(Distance(loss=1e-3, norm=1.5e-2, weight=1e-3)) <= 1, distance
 
 
 @pytest.mark.full
 def test_fp16_skips_the_same_steps(pool: RankPool) -> None:
+    """As ZeRO 1 on one rank: both add up micro-batches in fp16, which overflows a step before the fp32 sums of ``local``."""
     scaling = {"precision__initial_scale_power": 24, "precision__scale_window": 3}
-    found, right = measured(pipe(1, family="qwen2", **FP16, **scaling), pool, 12, Distance(2e-4, 2e-3, 2e-4))
+    case = pipe(1, family="qwen2", **FP16, **scaling)
+    found = pool.run(traced, case, 12, ranks=2)[0]
+    right = pool.run(traced, cell(1, 1, 4, "qwen2", optim__lr=2e-3, **FP16, **scaling), 12, ranks=1)[0]
     assert [(result.skipped, result.loss_scale) for result in found.results] == [(r.skipped, r.loss_scale) for r in right.results]
-    assert any(result.skipped for result in right.results)
+    assert {result.skipped for result in found.results} == {True, False}
+    assert max(abs(a - b) for a, b in zip(found.losses, right.losses, strict=True)) <= 2e-4
 
 
 @pytest.mark.full
@@ -276,7 +274,7 @@ def stretch(rank: int, ranks: int, case: Cell, first: int, source: Path | None, 
 
 
 def hops(family: str) -> list[Cell]:
-    local = cell(None, 1, GLOBAL, family, model__num_hidden_layers=3)
+    local = cell(None, 1, GLOBAL, family, model__num_hidden_layers=3, optim__lr=2e-3)
     return [local, pipe(1, family=family, layers=3), replace(local, stage=3, ranks=2, accumulation=2),
             pipe(0, data=2, accumulation=2, family=family, layers=3), pipe(1, data=2, accumulation=2, family=family, layers=3), local]
 
