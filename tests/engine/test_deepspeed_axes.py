@@ -36,7 +36,7 @@ from tests.engine.cases import (
     steps,
     trace,
 )
-from tests.engine.test_deepspeed import held
+from tests.engine.test_deepspeed import held, ramped
 from tests.engine.test_parity import TOLERANCE, check_cell, doubling, duplicating, far, oracle
 from tests.engine.test_resume import MORE, Saved, check_pairs, resume
 from toolkit.checkpoint import open_reader
@@ -231,6 +231,16 @@ def test_evaluation_is_the_oracles_and_changes_nothing(case: Cell, pool: RankPoo
         for found, right in zip(evaluations, expected, strict=True):
             assert found.tokens == right.tokens
             assert found.loss_sum == pytest.approx(right.loss_sum, rel=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "axis"), [(1, TENSOR), (3, TENSOR), (2, CONTEXT)])
+def test_batch_ramp(stage: int, axis: dict[str, Any], pool: RankPool) -> None:
+    """Accumulation 2, 4, 6: DeepSpeed counts a context rank as one of the batch, and a tensor rank not."""
+    expected = ramped(0, 1, None, {})
+    found = pool.run(ramped, stage, axis, ranks=2)[0]
+    assert [result.tokens for result in found] == [result.tokens for result in expected]
+    assert max(abs(a.loss - b.loss) for a, b in zip(found, expected, strict=True)) <= TOLERANCE.loss
 
 
 # -- Resume
