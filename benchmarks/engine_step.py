@@ -137,7 +137,7 @@ def first_step(comparison: Comparison, pairs: int) -> dict[str, Any]:
 
 CONTENDERS: dict[str, tuple[str, ...] | None] = {  # None: plain torch
     "torch": None,
-    "deepspeed": ("engine=deepspeed",),
+    "deepspeed": ("engine=deepspeed", "zero=stage2"),  # which sums micro-batches in fp32, as the others do
     "megatron": ("engine=megatron",),
 }
 
@@ -147,7 +147,7 @@ def on_gpu(words: Sequence[str], blocks: int, block: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for name, engine in CONTENDERS.items():
         with tempfile.TemporaryDirectory() as folder:
-            text = run_words(LARGE, [*(engine or ()), *words], steps_of(blocks, block), Path(folder) / "run")
+            text = run_words(LARGE, [*(engine or ()), "cluster.gpus_per_node=1", *words], steps_of(blocks, block), Path(folder) / "run")
             config = compose(text)
             plan = make_plan(config, detect_world(config.cluster, read_launch({}, [])[0]))
             assert plan.world.ranks == 1, f"this is a comparison on one GPU, the plan is of {plan.world.ranks}"

@@ -45,6 +45,8 @@ PRELOAD = (
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # Without dynamo DeepSpeed starts in a tenth of the time. On GPUs it stays, since runs have it.
 ON_CPU = {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+# fp32 is fp32: torch leaves TF32 off, Transformer Engine asks cuBLAS for it.
+ON_GPU = {"NVIDIA_TF32_OVERRIDE": "0"}
 GRACE_SECONDS = 1.0  # after one rank failed, for the others to tell their side
 
 
@@ -145,7 +147,7 @@ class _Fresh:
 
     def start(self) -> tuple[int, Connection]:
         ours, theirs = socket.socketpair()
-        process = _python(f"from toolkit.testing.dist import Connection, _work; _work(Connection({theirs.fileno()}))", theirs)
+        process = _python(f"from toolkit.testing.dist import Connection, _work; _work(Connection({theirs.fileno()}))", theirs, **ON_GPU)
         self._processes[process.pid] = process
         return process.pid, Connection(ours.detach())
 
