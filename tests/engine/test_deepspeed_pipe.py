@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, FP16, SGD, Cell, WithoutMoments, cell, make, steps, trace
+from tests.engine.test_memory import Bytes, gradients, states, weights
 from tests.engine.test_parity import TOLERANCE, doubling, duplicating, far, oracle
 from tests.engine.test_parity import doubled as doubled_oracle
 from tests.engine.test_resume import resume, save_and_go_on
@@ -29,6 +30,8 @@ from toolkit.config.schema import BatchRampConfig
 from toolkit.engine import deepspeed_pipe_compat
 from toolkit.engine.deepspeed_pipe import DeepSpeedPipelineEngine
 from toolkit.engine.protocol import EvalResult, StepResult
+from toolkit.plan.memory import stage_memory
+from toolkit.plan.types import MemoryPlan
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import Distance, Trace, check, check_control
 from toolkit.testing.tiny import FAMILIES, micro_batches
@@ -307,3 +310,45 @@ def test_the_next_engine_of_a_process_has_its_own_groups(pool: RankPool) -> None
     second = cell(1, 2, 2, **SGD)
     found = pool.run(one_after_another, pipe(1, **SGD), second, ranks=2)[0]
     assert found.distance(oracle(second.oracle())).times(TOLERANCE) <= 1
+
+
+# -- Memory
+
+
+SIZES: dict[str, Any] = {"layers": 6, "model__hidden_size": 128, "model__intermediate_size": 352, "model__vocab_size": 1501}
+
+
+def held(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
+    """What this rank holds, gradients when the last backward is through, and what the plan says of its stage."""
+    engine: Any = make(case, rank)
+    most, reduce = 0, engine._ds.allreduce_gradients
+
+    def look(**settings: Any) -> None:
+        nonlocal most
+        most = sum(gradients(engine).values())
+        reduce(**settings)
+        most = max(most, sum(gradients(engine).values()))
+
+    engine._ds.allreduce_gradients = look
+    steps(engine, case, rank, 0, 2)
+    kept = weights(engine)
+    found = Bytes(sum(kept.values()), most, sum(size for address, size in states(engine).items() if address not in kept))
+    engine.close()
+    plan = case.plan()
+    assert plan.shape is not None
+    planned = stage_memory(plan.config, plan.shape, plan.parameters, plan.axes, plan.batch, plan.world.device, plan.deepspeed)
+    return found, planned[plan.axes.coordinates(rank).pipeline]
+
+
+@pytest.mark.parametrize("case", [
+    pipe(1, family="qwen2", **SIZES),
+    *(pytest.param(case, marks=pytest.mark.full) for case in (
+        pipe(0, family="qwen2", **SIZES), pipe(1, stages=4, **SIZES), pipe(1, data=2, **SIZES), pipe(1, data=2, **SIZES, **BF16))),
+], ids=str)
+def test_each_stage_holds_what_the_plan_says(case: Cell, pool: RankPool) -> None:
+    """Within 1%. The stages differ, so a plan of one would not do for another."""
+    every = pool.run(held, case, ranks=case.ranks)
+    for found, plan in every:
+        for name in ("parameters", "gradients", "optimizer"):
+            assert getattr(found, name) == pytest.approx(getattr(plan, name), rel=0.01), f"{name}: {found}, {plan}"
+    assert len({found.parameters for found, _ in every}) > 1

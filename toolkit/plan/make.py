@@ -7,11 +7,12 @@ from toolkit.config.identity import identity
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import PlanError, Problem, Severity
 from toolkit.families import get
-from toolkit.families.base import ModelShape
+from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import deepspeed, megatron, rules
 from toolkit.plan.batch import plan_batch
 from toolkit.plan.case import Case
+from toolkit.plan.held import held_parameters
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.types import BatchPlan, RunPlan, World
 
@@ -30,7 +31,7 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
     settings = of_megatron = memory = None
     if batch is not None:
         if config.engine.name is EngineName.deepspeed:
-            settings = deepspeed.settings(vendor.usable(config), world, batch, [spec.numel for spec in parameters])
+            settings = deepspeed.settings(vendor.usable(config), world, batch, _sizes(shape, parameters, axes))
         if shape is not None and axes is not None and config.engine.name is EngineName.megatron:
             of_megatron = megatron.settings(vendor.usable(config), world, axes, shape)
         if shape is not None and axes is not None:
@@ -57,6 +58,14 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
         megatron=of_megatron,
         warnings=tuple(warnings),
     )
+
+
+def _sizes(shape: ModelShape | None, parameters: tuple[ParameterSpec, ...], axes: Axes | None) -> list[int]:
+    """Elements of each parameter on a rank of the fullest stage; none for ``model.target``."""
+    if shape is None or axes is None:
+        return []
+    held = [[spec.numel for spec in specs] for _, specs in held_parameters(shape, parameters, axes)]
+    return max(held, key=sum)
 
 
 def _shape(config: RunConfig, problems: list[Problem]) -> ModelShape | None:
