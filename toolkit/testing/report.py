@@ -40,8 +40,10 @@ def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
+    """A line a row, so that what changed is seen in a diff."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"format": FORMAT, "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+    path.write_text(f'{{"format": {FORMAT}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def write_markdown(rows: Sequence[Row], path: Path) -> None:
