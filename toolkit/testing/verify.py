@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from toolkit import __version__
+import toolkit
 from toolkit.config.schema import EngineName
 from toolkit.errors import PlanError
 from toolkit.plan.types import Device
@@ -152,7 +152,7 @@ def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:
 
 def versions(engine: EngineName) -> dict[str, str]:
     names = {EngineName.deepspeed: ["deepspeed"], EngineName.megatron: ["megatron-core"], EngineName.local: []}[engine]
-    found = {"toolkit": __version__, "python": platform.python_version()}
+    found = {"toolkit": toolkit.__version__, "python": platform.python_version()}
     return found | {name: metadata.version(name) for name in ("torch", *names, "transformers")}
 
 
