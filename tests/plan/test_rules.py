@@ -101,6 +101,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"parallel__expert": 2}, CPU, "parallel.expert", "model with experts"),
     ({"parallel__expert": 3, "model": MIXTRAL}, CPU, "parallel.expert", "model.num_local_experts"),
     ({"parallel__expert": 4, "model": MIXTRAL}, CPU, "parallel.expert", "regroups"),
+    ({"model": replace(MIXTRAL, intermediate_size=130)}, CPU, "model.intermediate_size", "model.intermediate_size=132"),
     ({"parallel__tensor": 2, "train__micro_batch": 1}, h100s(8), "parallel.tensor", "without model parallelism"),
     ({"engine__name": EngineName.megatron, "zero__stage": 3}, CPU, "zero.stage", "engine=deepspeed"),
     ({"engine__name": EngineName.local}, CPU, "engine.name", "one process"),

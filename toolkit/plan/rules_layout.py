@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from toolkit.config.schema import Precision
 from toolkit.errors import Problem
 from toolkit.plan.case import Case, Rule, refuse, warn
 from toolkit.plan.devices import memory_bytes
@@ -63,6 +64,20 @@ def experts_divide(case: Case) -> Iterator[Problem]:
                       f"write parallel.expert={_divisor_near(case.axes.data * case.axes.context, expert)}")
 
 
+def experts_are_aligned(case: Case) -> Iterator[Problem]:
+    """transformers multiplies all experts in one call, and torch's ``grouped_mm`` asks for strides of whole 16 bytes."""
+    shape = case.shape
+    if case.megatron or shape is None or not case.has_experts:
+        return
+    multiple = 4 if case.config.precision.name is Precision.fp32 else 8
+    for name in ("hidden_size", "intermediate_size"):
+        size = getattr(shape, name)
+        if size % multiple:
+            yield Problem(f"model.{name}", f"model.{name}={size}, precision.name={case.config.precision.name.value}",
+                          f"rows of an expert are whole 16 bytes, so model.{name} is divisible by {multiple}",
+                          f"write model.{name}={-(-size // multiple) * multiple}")
+
+
 def tensor_axis_stays_in_a_node(case: Case) -> Iterator[Problem]:
     tensor, per_node = case.config.parallel.tensor, case.world.ranks_per_node
     if tensor > 1 and per_node % tensor:
@@ -94,5 +109,6 @@ def _divisor_near(size: int, wanted: int) -> int:
 
 
 RULES: tuple[Rule, ...] = (
-    heads_divide, layers_divide, sequence_divides, experts_divide, tensor_axis_stays_in_a_node, model_parallelism_without_need,
+    heads_divide, layers_divide, sequence_divides, experts_divide, experts_are_aligned, tensor_axis_stays_in_a_node,
+    model_parallelism_without_need,
 )
