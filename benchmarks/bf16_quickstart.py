@@ -31,7 +31,7 @@ from toolkit.rundir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = ("+exp=quickstart", "precision=bf16", "checkpoint.every=never", "checkpoint.at_end=false", "monitor.prompt=null",
-          "monitor=files", "monitor.every=100")
+          "monitor=files", "monitor.every=100", "debug.threads=1")
 LOCAL = {f"local-micro{size}": ("engine=local", f"train.micro_batch={size}") for size in (1, 2, 4, 8, 16)}
 ENGINES = {
     "deepspeed-dp2-zero1": ("engine=deepspeed", "zero=stage1"),
