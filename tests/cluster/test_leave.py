@@ -1,6 +1,6 @@
 """How a process leaves: with its code and all its words, whatever its threads still do.
 
-    pytest tests/cluster/test_ends.py
+    pytest tests/cluster/test_leave.py
 """
 
 from __future__ import annotations
