@@ -38,7 +38,7 @@ from tests.engine.cases import (
 )
 from tests.engine.test_deepspeed import held, ramped
 from tests.engine.test_parity import TOLERANCE, check_cell, doubling, duplicating, far, oracle
-from tests.engine.test_resume import MORE, Saved, check_pairs, resume
+from tests.engine.test_resume import MORE, Saved, check_pairs, check_same
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.checkpoint.store import CheckpointStore
@@ -291,12 +291,7 @@ SAME = [
 
 @pytest.mark.parametrize("case", quickly(*SAME), ids=str)
 def test_same_layout_to_the_bit(case: Cell, saved: Saved, pool: RankPool) -> None:
-    folder, went_on, state = saved.of(case)
-    (again, found), = pool.run(resume, case, [folder], ranks=case.ranks)[0]
-    assert again.losses == went_on.losses
-    assert again.norms == went_on.norms
-    assert found.keys() == state.keys()
-    assert not [str(key) for key in state if not torch.equal(found[key], state[key])]
+    check_same(case, saved, pool)
 
 
 def leg(rank: int, ranks: int, case: Cell, number: int, folder: Path, forget: bool) -> list[StepResult]:

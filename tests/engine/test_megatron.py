@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.engine.cases import BF16, DROPOUT, FP16, SGD
-from tests.engine.test_resume import Saved, check_pairs, resume
+from tests.engine.test_resume import Saved, check_pairs, check_same
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.megatron import cpu
@@ -86,12 +86,7 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.mark.parametrize("case", SAME, ids=str)
 def test_same_layout_to_the_bit(case: Layout, saved: Saved, pool: RankPool) -> None:
-    folder, went_on, state = saved.of(case)
-    (again, found), = pool.run(resume, case, [folder], ranks=case.ranks)[0]
-    assert again.losses == went_on.losses
-    assert again.norms == went_on.norms
-    assert found.keys() == state.keys()
-    assert not [str(key) for key in state if not torch.equal(found[key], state[key])]
+    check_same(case, saved, pool)
 
 
 @pytest.mark.full

@@ -29,6 +29,7 @@ from toolkit.testing.parity import Distance, Trace, gather
 TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 STOP, MORE = 4, 6
 GLOBAL = 4  # micro-batches of a step, in every layout
+State = dict[TensorKey, torch.Tensor]
 
 
 def layout(stage: int | None, ranks: int, **more: Any) -> Cell:
@@ -43,7 +44,7 @@ def name(cell: Cell) -> str:
     return f"{'local' if cell.stage is None else f'zero{cell.stage}'}-{cell.ranks}"
 
 
-def save_and_go_on(rank: int, ranks: int, case: Cell, folder: Path) -> tuple[Trace, dict[TensorKey, torch.Tensor]]:
+def save_and_go_on(rank: int, ranks: int, case: Cell, folder: Path) -> tuple[Trace, State]:
     engine = make(case, rank)
     steps(engine, case, rank, 0, STOP)
     store = CheckpointStore(folder)
@@ -53,7 +54,7 @@ def save_and_go_on(rank: int, ranks: int, case: Cell, folder: Path) -> tuple[Tra
     return went_on, state
 
 
-def go_on(engine: Engine, case: Cell, rank: int) -> tuple[Trace, dict[TensorKey, torch.Tensor]]:
+def go_on(engine: Engine, case: Cell, rank: int) -> tuple[Trace, State]:
     """Six further steps, and all state after them (on rank 0)."""
     results = steps(engine, case, rank, STOP, STOP + MORE)
     state = gather(engine.shards(), rank, case.ranks)
@@ -80,7 +81,7 @@ class Saved:
         self._pool, self._folder = pool, folder
         self.of = cache(self._make)
 
-    def _make(self, case: Cell) -> tuple[Path, Trace, dict[TensorKey, torch.Tensor]]:
+    def _make(self, case: Cell) -> tuple[Path, Trace, State]:
         folder = self._folder / str(case)
         went_on, state = self._pool.run(save_and_go_on, case, folder, ranks=case.ranks)[0]
         return folder, went_on, state
@@ -127,13 +128,20 @@ SAME = [
 
 @pytest.mark.parametrize("case", SAME, ids=str)
 def test_same_layout_to_the_bit(case: Cell, saved: Saved, pool: RankPool) -> None:
+    check_same(case, saved, pool)
+
+
+def check_same(case: Any, saved: Saved, pool: RankPool) -> None:
     folder, went_on, state = saved.of(case)
-    (again, found), = pool.run(resume, case, [folder], ranks=case.ranks)[0]
+    assert_same(pool.run(resume, case, [folder], ranks=case.ranks)[0][0], (went_on, state))
+
+
+def assert_same(resumed: tuple[Trace, State], unbroken: tuple[Trace, State]) -> None:
+    (again, found), (went_on, state) = resumed, unbroken
     assert again.losses == went_on.losses
     assert again.norms == went_on.norms
     assert found.keys() == state.keys()
-    different = [str(key) for key in state if not torch.equal(found[key], state[key])]
-    assert not different
+    assert not [str(key) for key in state if not torch.equal(found[key], state[key])]
 
 
 def test_dropout_is_on(saved: Saved) -> None:
@@ -180,7 +188,7 @@ def copy(rank: int, ranks: int, case: Cell, source: Path, target: Path) -> None:
     engine.close()
 
 
-def load(rank: int, ranks: int, case: Cell, folders: Sequence[Path]) -> list[dict[TensorKey, torch.Tensor]]:
+def load(rank: int, ranks: int, case: Cell, folders: Sequence[Path]) -> list[State]:
     engine = make(case, rank)
     found = []
     for folder in folders:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
-from toolkit.families import megatron, settling
+from toolkit.families import settling, tables
 from toolkit.families.base import HubTensor, ModelShape, ParameterSpec, Traits
-from toolkit.families.megatron import Cut, MegatronTensor, Part
+from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, MegatronTensor, Part
 
 
 class Decoder:
@@ -76,19 +76,19 @@ class Decoder:
         return tuple(self._megatron(shape))
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        return megatron.config(shape, self.traits)
+        return tables.config(shape, self.traits)
 
     def _megatron(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         table, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
-        block = (megatron.same("input_layernorm.weight", "input_layernorm.weight", norm), *self.megatron_attention(shape),
-                 megatron.same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm), *self.megatron_feed_forward(shape))
-        yield megatron.same(megatron.EMBEDDING, "model.embed_tokens.weight", table, Cut.vocabulary)
+        block = (tables.same("input_layernorm.weight", "input_layernorm.weight", norm), *self.megatron_attention(shape),
+                 tables.same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm), *self.megatron_feed_forward(shape))
+        yield tables.same(EMBEDDING, "model.embed_tokens.weight", table, Cut.vocabulary)
         for layer in range(shape.num_hidden_layers):
             for tensor in block:
-                yield megatron.in_layer(tensor, layer, f"model.layers.{layer}.")
-        yield megatron.same("decoder.final_layernorm.weight", "model.norm.weight", norm)
+                yield tables.in_layer(tensor, layer, f"model.layers.{layer}.")
+        yield tables.same("decoder.final_layernorm.weight", "model.norm.weight", norm)
         if not shape.tie_word_embeddings:
-            yield megatron.same(megatron.OUTPUT, "lm_head.weight", table, Cut.vocabulary)
+            yield tables.same(OUTPUT, "lm_head.weight", table, Cut.vocabulary)
 
     def megatron_attention(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Within a block: linear_qkv [(A + 2K) * D, H], group after group, and linear_proj [H, A*D]."""
@@ -97,16 +97,16 @@ class Decoder:
             if kind == "weight" or self.traits.qkv_bias:
                 origin = (0,) * len(rest)
                 parts = tuple(Part(f"self_attn.{letter}_proj.{kind}", (first, *origin), (count, *rest), (row, *origin))
-                              for letter, first, count, row in megatron.query_groups(shape))
+                              for letter, first, count, row in tables.query_groups(shape))
                 yield MegatronTensor(f"self_attention.linear_qkv.{kind}", (rows, *rest), parts, Cut.rows)
-        yield megatron.same("self_attention.linear_proj.weight", "self_attn.o_proj.weight",
+        yield tables.same("self_attention.linear_proj.weight", "self_attn.o_proj.weight",
                             (shape.hidden_size, shape.num_attention_heads * shape.head_dim), Cut.columns)
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        yield megatron.stacked("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), (inner, hidden), Cut.gated)
-        yield megatron.same("mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, inner), Cut.columns)
+        yield tables.stacked("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), (inner, hidden), Cut.gated)
+        yield tables.same("mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, inner), Cut.columns)
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
         """FLOPs of the forward pass per token.

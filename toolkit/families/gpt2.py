@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError, Problem
-from toolkit.families import megatron, settling
+from toolkit.families import settling, tables
 from toolkit.families.base import HubTensor, ModelShape, Norm, ParameterSpec, Traits
-from toolkit.families.megatron import Cut, MegatronTensor, Part
+from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, MegatronTensor, Part
 
 PREFIX = "transformer."
 
@@ -70,21 +70,21 @@ class GPT2Family:
         return tuple(self._megatron(shape))
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        return megatron.config(shape, self.traits)
+        return tables.config(shape, self.traits)
 
     def _megatron(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         table, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
         block = tuple(self._megatron_block(shape))
-        yield megatron.same(megatron.EMBEDDING, f"{PREFIX}wte.weight", table, Cut.vocabulary)
-        yield megatron.same("embedding.position_embeddings.weight", f"{PREFIX}wpe.weight",
+        yield tables.same(EMBEDDING, f"{PREFIX}wte.weight", table, Cut.vocabulary)
+        yield tables.same("embedding.position_embeddings.weight", f"{PREFIX}wpe.weight",
                             (shape.max_position_embeddings, shape.hidden_size))
         for layer in range(shape.num_hidden_layers):
             for tensor in block:
-                yield megatron.in_layer(tensor, layer, f"{PREFIX}h.{layer}.")
+                yield tables.in_layer(tensor, layer, f"{PREFIX}h.{layer}.")
         for kind in ("weight", "bias"):
-            yield megatron.same(f"decoder.final_layernorm.{kind}", f"{PREFIX}ln_f.{kind}", norm)
+            yield tables.same(f"decoder.final_layernorm.{kind}", f"{PREFIX}ln_f.{kind}", norm)
         if not shape.tie_word_embeddings:
-            yield megatron.same(megatron.OUTPUT, "lm_head.weight", table, Cut.vocabulary)
+            yield tables.same(OUTPUT, "lm_head.weight", table, Cut.vocabulary)
 
     def _megatron_block(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Within a block, H hidden and F feed-forward: the fused projection's columns [H, 3H], queries before keys before values,
@@ -92,8 +92,8 @@ class GPT2Family:
         hidden, inner = shape.hidden_size, shape.intermediate_size
         for ours, theirs in (("ln_1", "input_layernorm"), ("ln_2", "pre_mlp_layernorm")):
             for kind in ("weight", "bias"):
-                yield megatron.same(f"{theirs}.{kind}", f"{ours}.{kind}", (hidden,))
-        groups = [("qkv".index(letter) * hidden + first, count, row) for letter, first, count, row in megatron.query_groups(shape)]
+                yield tables.same(f"{theirs}.{kind}", f"{ours}.{kind}", (hidden,))
+        groups = [("qkv".index(letter) * hidden + first, count, row) for letter, first, count, row in tables.query_groups(shape)]
         weight = tuple(Part("attn.c_attn.weight", (0, column), (hidden, count), (row, 0), True) for column, count, row in groups)
         bias = tuple(Part("attn.c_attn.bias", (column,), (count,), (row,)) for column, count, row in groups)
         yield MegatronTensor("self_attention.linear_qkv.weight", (3 * hidden, hidden), weight, Cut.rows)
@@ -101,8 +101,8 @@ class GPT2Family:
         for ours, theirs, size, cut in (("attn.c_proj", "self_attention.linear_proj", (hidden, hidden), Cut.columns),
                                         ("mlp.c_fc", "mlp.linear_fc1", (inner, hidden), Cut.rows),
                                         ("mlp.c_proj", "mlp.linear_fc2", (hidden, inner), Cut.columns)):
-            yield megatron.same(f"{theirs}.weight", f"{ours}.weight", size, cut, transposed=True)
-            yield megatron.same(f"{theirs}.bias", f"{ours}.bias", size[:1], cut if cut is Cut.rows else Cut.whole)
+            yield tables.same(f"{theirs}.weight", f"{ours}.weight", size, cut, transposed=True)
+            yield tables.same(f"{theirs}.bias", f"{ours}.bias", size[:1], cut if cut is Cut.rows else Cut.whole)
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
         """FLOPs of the forward pass per token: ``l * (8 h^2 + 4 h f + 4 s h) + 2 h V``.

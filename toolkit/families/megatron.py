@@ -12,13 +12,10 @@ Sources, in megatron/core: ``transformer/attention.py`` (linear_qkv holds, group
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from toolkit.families.base import ModelShape, Traits
+from typing import Any
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -155,72 +152,4 @@ def by_name(tensors: Iterable[MegatronTensor]) -> Mapping[str, MegatronTensor]:
     ``output_layer.weight``: that name leads to the embedding's entry then."""
     found = {tensor.name: tensor for tensor in tensors}
     found.setdefault(OUTPUT, found[EMBEDDING])
-    return found
-
-
-# -- What families make their tables of. Names are relative to a block until ``in_layer``.
-
-
-def same(name: str, canonical: str, shape: tuple[int, ...], cut: Cut = Cut.whole, *, transposed: bool = False) -> MegatronTensor:
-    """One canonical tensor under another name; ``shape`` is the Megatron-core tensor's."""
-    extent = shape[::-1] if transposed else shape
-    return MegatronTensor(name, shape, (Part(canonical, (0,) * len(shape), extent, (0,) * len(shape), transposed),), cut)
-
-
-def stacked(name: str, canonical: tuple[str, ...], shape: tuple[int, int], cut: Cut) -> MegatronTensor:
-    """Canonical tensors of ``shape``, each, one below the other."""
-    rows, columns = shape
-    parts = tuple(Part(one, (0, 0), shape, (index * rows, 0)) for index, one in enumerate(canonical))
-    return MegatronTensor(name, (len(canonical) * rows, columns), parts, cut)
-
-
-def expert(name: str, canonical: str, shape: tuple[int, int], cut: Cut, number: int) -> MegatronTensor:
-    """Expert ``number`` of a canonical tensor ``[E, *shape]``."""
-    return MegatronTensor(name, shape, (Part(canonical, (number, 0, 0), (1, *shape), (0, 0)),), cut, expert=number)
-
-
-def query_groups(shape: ModelShape) -> Iterator[tuple[str, int, int, int]]:
-    """What linear_qkv is made of, from its first row on: (q, k or v; first row in its own projection; rows; row in linear_qkv).
-
-    Group after group, a key-value head each: the queries that attend to it, its key, its value.
-    """
-    row = 0
-    for group in range(shape.num_key_value_heads):
-        queries = shape.num_attention_heads // shape.num_key_value_heads * shape.head_dim
-        for letter, rows in (("q", queries), ("k", shape.head_dim), ("v", shape.head_dim)):
-            yield letter, group * rows, rows, row
-            row += rows
-
-
-def in_layer(tensor: MegatronTensor, layer: int, prefix: str) -> MegatronTensor:
-    """``tensor``, named within a block, as that of block ``layer``; ``prefix`` is the block's in canonical names."""
-    parts = tuple(replace(part, canonical=prefix + part.canonical) for part in tensor.parts)
-    return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}", parts=parts, layer=layer)
-
-
-def config(shape: ModelShape, traits: Traits) -> dict[str, Any]:
-    """See ``Family.megatron_config``."""
-    found: dict[str, Any] = {
-        "normalization": traits.norm.value,
-        "gated_linear_unit": traits.gated,
-        "activation_func": "silu" if traits.gated else "gelu_tanh",
-        "add_bias_linear": traits.biases,
-        "add_qkv_bias": traits.qkv_bias,
-        "qk_layernorm": traits.qk_norm,
-        "num_query_groups": shape.num_key_value_heads,
-        "attention_dropout": shape.dropout,
-        "hidden_dropout": shape.dropout if traits.hidden_dropout else 0.0,
-        "position_embedding_type": "rope" if traits.rotary else "learned_absolute",
-        "rotary_base": shape.rope_theta,
-    }
-    if traits.experts:
-        found |= {
-            "num_moe_experts": shape.num_local_experts,
-            "moe_router_topk": shape.num_experts_per_tok,
-            "moe_router_pre_softmax": False,  # softmax over the chosen experts: the same as renormalising over them
-            "moe_ffn_hidden_size": shape.intermediate_size,
-            "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": shape.router_aux_loss_coef,
-            "moe_grouped_gemm": False,
-        }
     return found

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError, Problem
-from toolkit.families import megatron
+from toolkit.families import tables
 from toolkit.families.base import HubTensor, ModelShape, ParameterSpec, Traits
 from toolkit.families.decoder import Decoder
 from toolkit.families.megatron import Cut, MegatronTensor
@@ -58,11 +58,11 @@ class Mixtral(Decoder):
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Within a block: router [E, H]; of each expert linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        yield megatron.same("mlp.router.weight", "mlp.gate.weight", (shape.num_local_experts, hidden))
+        yield tables.same("mlp.router.weight", "mlp.gate.weight", (shape.num_local_experts, hidden))
         for number in range(shape.num_local_experts):
             prefix = f"mlp.experts.local_experts.{number}"
-            yield megatron.expert(f"{prefix}.linear_fc1.weight", "mlp.experts.gate_up_proj", (2 * inner, hidden), Cut.gated, number)
-            yield megatron.expert(f"{prefix}.linear_fc2.weight", "mlp.experts.down_proj", (hidden, inner), Cut.columns, number)
+            yield tables.expert(f"{prefix}.linear_fc1.weight", "mlp.experts.gate_up_proj", (2 * inner, hidden), Cut.gated, number)
+            yield tables.expert(f"{prefix}.linear_fc2.weight", "mlp.experts.down_proj", (hidden, inner), Cut.columns, number)
 
     def hub_tensors(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
         prefix, block, rest = spec.name.partition(".mlp.")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
-from toolkit.families import megatron, settling
+from toolkit.families import settling, tables
 from toolkit.families.base import ModelShape, Traits
 from toolkit.families.decoder import Decoder
 from toolkit.families.megatron import MegatronTensor
@@ -40,7 +40,7 @@ class Qwen3(Decoder):
     def megatron_attention(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         yield from super().megatron_attention(shape)
         for letter in ("q", "k"):
-            yield megatron.same(f"self_attention.{letter}_layernorm.weight", f"self_attn.{letter}_norm.weight", (shape.head_dim,))
+            yield tables.same(f"self_attention.{letter}_layernorm.weight", f"self_attn.{letter}_norm.weight", (shape.head_dim,))
 
     def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
         return {**super().hugging_face_config(shape), **self.fixed}

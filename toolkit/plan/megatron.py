@@ -14,7 +14,6 @@ from toolkit.config.schema import OptimizerName, Precision, RunConfig
 from toolkit.config.vendor_megatron import megatron_keys
 from toolkit.families import get
 from toolkit.families.base import ModelShape
-from toolkit.families.megatron import config as family_config
 from toolkit.layout.axes import Axes
 from toolkit.plan.types import Device, World
 
@@ -27,7 +26,7 @@ def settings(config: RunConfig, world: World, axes: Axes, shape: ModelShape) -> 
     """Sections ``transformer``, ``ddp``, ``optimizer`` (fields of TransformerConfig, DistributedDataParallelConfig and
     OptimizerConfig) and ``model`` (arguments of GPTModel)."""
     transformer, ddp, optimizer = megatron_keys(config)
-    family = family_config(shape, get(shape.family).traits)
+    family = get(shape.family).megatron_config(shape)
     return {
         "transformer": {**_transformer_defaults(config), **transformer, **_transformer(config, axes, shape, family)},
         "ddp": {**_ddp_defaults(config, world), **ddp, **_ddp(config)},
