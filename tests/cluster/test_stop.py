@@ -38,7 +38,8 @@ sys.exit(75)
 
 def waiter(arm: bool = True, *, grace: float = 0, save: float = 0, watched: int = 0) -> subprocess.Popen[str]:
     argv = [sys.executable, "-c", WAITER, "arm" if arm else "unarmed", str(grace), str(save), str(watched)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # the tests may run under nohup
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process

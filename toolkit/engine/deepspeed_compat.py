@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -30,7 +31,7 @@ def load(device: Device, local_rank: int) -> ModuleType:
     deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     if device is Device.CPU:
         _import_muon_without_compiling()
-        _allow_fp16_on_any_cpu()
+        _allow_fp16_on_any_cpu(deepspeed.DeepSpeedEngine)
     silence_memory_reports()
     if deepspeed.comm.comm.cdb is not None and not _adopted_group_lives():
         _forget_groups()
@@ -80,11 +81,26 @@ def _import_muon_without_compiling() -> None:
         compiler.compile = original
 
 
-def _allow_fp16_on_any_cpu() -> None:
-    """It refuses fp16 where oneDNN has no fast kernels for it (most CPUs without AVX512-FP16); torch computes it everywhere."""
+def _allow_fp16_on_any_cpu(engine: Any) -> None:
+    """An engine refuses fp16 where oneDNN has no fast kernels for it (most CPUs without AVX512-FP16); torch computes it everywhere.
+
+    Nobody but its sanity check is told so: Muon chooses the precision of its own arithmetic by the same answer.
+    """
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().is_fp16_supported = lambda: True
+    if hasattr(engine._do_sanity_check, "__wrapped__"):
+        return
+    check, accelerator = engine._do_sanity_check, get_accelerator()
+
+    @functools.wraps(check)
+    def allowing(self: Any) -> None:
+        accelerator.is_fp16_supported = lambda: True
+        try:
+            check(self)
+        finally:
+            del accelerator.is_fp16_supported
+
+    engine._do_sanity_check = allowing
 
 
 def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:
