@@ -49,3 +49,10 @@ def set_accumulation(engine: Any, micro_batches: int) -> None:
     engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * micro_batches * engine.dp_world_size)
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = micro_batches
+
+
+def forget_grid() -> None:
+    """The module that sends activations keeps the grid of the last engine, and its groups with it: the process's threads add up."""
+    from deepspeed.runtime.pipe import p2p
+
+    p2p._grid = p2p._groups = None

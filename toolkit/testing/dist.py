@@ -12,6 +12,7 @@ arguments and results are pickled. The server lives as long as the process that 
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -198,6 +199,7 @@ def _serve(number: int) -> None:
 
     for name in PRELOAD:
         importlib.import_module(name)
+    gc.freeze()  # what is imported is never garbage: a rank's collections need not look at it
     asked = socket.socket(fileno=number)
     children: set[int] = set()
     while True:
@@ -264,3 +266,4 @@ def _case(task: bytes) -> Any:
         return answer
     finally:
         dist.destroy_process_group()
+        gc.collect()  # engines are circles that hold groups, and a group of gloo is threads that wake a hundred times a second

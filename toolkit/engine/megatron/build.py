@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -96,6 +97,7 @@ class Built:
         """Let go of memory: hooks and configuration refer to each other."""
         for name in ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func"):
             setattr(self._config, name, None)
+        RotaryEmbedding.forward.cache_clear()  # a cache of the class, which keeps every module that ever asked, and its groups
         self.chunks.clear()
         del self.optimizer, self.state
 
