@@ -20,7 +20,7 @@ from tests.engine.test_resume import Saved, check_pairs, check_same
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.megatron import cpu
-from toolkit.plan.types import RunPlan
+from toolkit.plan.types import Device, RunPlan
 from toolkit.testing import matrix
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
 from toolkit.testing.matrix import Case, deepspeed, megatron
@@ -183,3 +183,22 @@ def test_others_keep_their_torch(fresh: RankPool) -> None:
     kind, moved = fresh.run(outside)[0]
     assert kind == "torch.FloatTensor"
     assert moved in ("AssertionError", "RuntimeError")
+
+
+def refusal(rank: int, ranks: int, plan: RunPlan) -> str | None:
+    cpu.enable()
+    from toolkit.engine.megatron.model import refuse_ignored
+    from toolkit.errors import PlanError
+
+    try:
+        refuse_ignored(plan)
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def test_what_only_transformer_engine_does_is_refused_without_it(pool: RankPool) -> None:
+    """Here it is not installed; the plan, of a GPU machine, cannot know."""
+    fp8, plain = (megatron("llama", own=own, label="own").plan(Case.ADAM, Device.CUDA) for own in ((("fp8", "hybrid"),), ()))
+    assert "engine.megatron.fp8=hybrid" in (pool.run(refusal, fp8, ranks=1)[0] or "")
+    assert pool.run(refusal, plain, ranks=1)[0] is None

@@ -16,7 +16,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
+from toolkit.config.vendor import show
+from toolkit.config.vendor_megatron import TRANSFORMER_ENGINE
 from toolkit.engine.megatron.attention import Attention, Norm
+from toolkit.errors import PlanError, Problem
 from toolkit.plan.types import Device, RunPlan
 
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
@@ -87,6 +90,23 @@ def layer_spec(plan: RunPlan, config: TransformerConfig, stage: int | None) -> T
             if getattr(attention, name) not in (None, IdentityOp):
                 setattr(attention, name, Norm)
     return spec
+
+
+def refuse_ignored(plan: RunPlan) -> None:
+    """The plan knows the device, and not whether Transformer Engine is installed on it.
+
+    Raises:
+        PlanError: the run has settings that only its layers carry out; others ignore them silently.
+    """
+    if uses_transformer_engine(plan):
+        return
+    problems = [
+        Problem(f"engine.megatron.{name}", f"engine.megatron.{name}={show(value)}, and Transformer Engine is not installed",
+                "it is done by Transformer Engine's layers; other layers ignore it silently", "install transformer-engine, or leave it out")
+        for name, value in plan.config.engine.megatron.items() if name in TRANSFORMER_ENGINE
+    ]
+    if problems:
+        raise PlanError(*problems)
 
 
 def uses_transformer_engine(plan: RunPlan) -> bool:

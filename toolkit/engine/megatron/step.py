@@ -36,7 +36,9 @@ class MegatronEngine:
         mends.apply()
         from toolkit.engine.megatron import groups
         from toolkit.engine.megatron.build import Built
+        from toolkit.engine.megatron.model import refuse_ignored
 
+        refuse_ignored(plan)
         self._plan, self._objective = plan, objective
         self._at = plan.axes.coordinates(rank)
         self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
