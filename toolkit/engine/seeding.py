@@ -15,17 +15,18 @@ from toolkit.layout.axes import Coordinates
 
 
 def reseed(seed: int, step: int, at: Coordinates, micro_batch: int = 0) -> None:
-    """Seed torch on every device for one micro-batch of optimizer step ``step`` on the rank at ``at``.
-
-    A hash rather than a sum of the parts: neighbouring steps and ranks get streams that have nothing in common.
-    """
-    place = f"{seed}/{step}/{micro_batch}/{at.data}/{at.tensor}/{at.pipeline}/{at.context}"
-    number = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
+    """Seed torch on every device for one micro-batch of optimizer step ``step`` on the rank at ``at``."""
+    number = seed_of(seed, step, micro_batch, at.data, at.tensor, at.pipeline, at.context)
     # What torch.manual_seed does, less the devices that this process does not use: for each of those it keeps a stack trace, a
     # millisecond a call.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
+
+
+def seed_of(*place: int) -> int:
+    """A hash rather than a sum of the parts: neighbouring steps and ranks get streams that have nothing in common."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, place)).encode(), digest_size=7).digest(), "big")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ loaders, schedulers and checkpoints stay unused: those are this toolkit's own, a
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -168,8 +167,8 @@ class MegatronEngine:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         at = self._at
-        place = f"{self._plan.config.train.seed}/{step}/{micro_batch}/{chunk}/{at.data}/{at.pipeline}/{at.context}"
-        model_parallel_cuda_manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=6).digest(), "big"))
+        seed = self._plan.config.train.seed
+        model_parallel_cuda_manual_seed(seeding.seed_of(seed, step, micro_batch, chunk, at.data, at.pipeline, at.context))
 
     def _speaks_for_data(self) -> bool:
         """Whether this rank counts the units of its micro-batches: its tensor, context and pipeline peers have the same ones."""
