@@ -37,7 +37,9 @@ ENGINES = {
     "deepspeed-dp2-zero1": ("engine=deepspeed", "zero=stage1"),
     "deepspeed-dp2-zero3": ("engine=deepspeed", "zero=stage3"),
     "deepspeed-tp2-zero1": ("engine=deepspeed", "zero=stage1", "parallel.tensor=2"),
-    "deepspeed-pp2-zero1": ("engine=deepspeed", "zero=stage1", "parallel.pipeline=2", "train.micro_batch=4"),
+    # Micro-batches are added up in fp32, as the plan advises where there are several.
+    "deepspeed-pp2-zero1": ("engine=deepspeed", "zero=stage1", "parallel.pipeline=2", "train.micro_batch=4",
+                            "+engine.deepspeed.data_types.grad_accum_dtype=fp32"),
     "megatron-dp2-zero1": ("engine=megatron", "zero=stage1"),
     "megatron-tp2": ("engine=megatron", "zero=stage0", "parallel.tensor=2"),
     "megatron-pp2": ("engine=megatron", "zero=stage0", "parallel.pipeline=2", "train.micro_batch=4"),
