@@ -19,9 +19,8 @@ import pytest
 import torch
 
 from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, FP16, SGD, Cell, WithoutMoments, cell, make, steps, trace
+from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, far, oracle
 from tests.engine.test_memory import Bytes, gradients, states, weights
-from tests.engine.test_parity import TOLERANCE, doubling, duplicating, far, oracle
-from tests.engine.test_parity import doubled as doubled_oracle
 from tests.engine.test_resume import assert_same, resume, save_and_go_on
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import Reader
@@ -33,7 +32,7 @@ from toolkit.engine.protocol import EvalResult, StepResult
 from toolkit.plan.memory import stage_memory
 from toolkit.plan.types import MemoryPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, Trace, check, check_control
+from toolkit.testing.parity import Distance, Trace, check
 from toolkit.testing.tiny import FAMILIES, micro_batches
 
 
@@ -80,19 +79,6 @@ def test_core(case: Cell, pool: RankPool) -> None:
 @pytest.mark.parametrize("case", [case for case in everything() if case not in CORE], ids=str)
 def test_everything(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
-
-
-def check_cell(case: Cell, pool: RankPool) -> None:
-    """As tests/engine/test_parity.py does it; and all ranks give the same results, the stages in the middle too."""
-    traces = pool.run(trace, case, ranks=case.ranks)
-    found, right = traces[0], oracle(case.oracle())
-    print(found.distance(right))
-    assert all(other.results == found.results for other in traces)
-    if set(SGD) <= {key for key, _ in case.more}:
-        check_control(doubled_oracle(case.oracle()), right, TOLERANCE)
-        assert found.distance(right).times(TOLERANCE) <= 1, f"{found.distance(right)} against {TOLERANCE}"
-    else:
-        check(found, right, TOLERANCE)
 
 
 # -- Controls
