@@ -1,0 +1,72 @@
+"""Where documents begin in windows, and what windows cost them, against the same written out.
+
+    pytest tests/data/test_documents.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.data.documents import position_ids, waste
+
+END = 0
+
+
+def written_out(row: list[int]) -> list[int]:
+    places, place = [], 0
+    for token in row[:-1]:
+        places.append(place)
+        place = 0 if token == END else place + 1
+    return places
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 12).flatmap(lambda width: st.lists(st.lists(st.sampled_from([END, 1, 2, -100]), min_size=width + 1, max_size=width + 1),
+                                                         min_size=1, max_size=5)))
+def test_positions_begin_anew_after_each_end(rows: list[list[int]]) -> None:
+    found = position_ids(np.array(rows, dtype=np.int64), END)
+    assert found.dtype == np.int64
+    assert found.tolist() == [written_out(row) for row in rows]
+
+
+def test_positions_of_other_tokens_are_others() -> None:
+    """The control: another token as the end."""
+    window = np.array([[5, END, 7, 8, END, 9]])
+    assert position_ids(window, END).tolist() == [[0, 1, 0, 1, 2]]
+    assert position_ids(window, 7).tolist() == [[0, 1, 2, 0, 1]]
+
+
+def counted(lengths: list[int], size: int) -> tuple[float, float]:
+    """Documents cut and tokens without their document's beginning, counted token by token over every first edge."""
+    cut = lost = 0
+    for shift in range(size):
+        place = shift
+        for length in lengths:
+            windows = [(place + token) // size for token in range(length)]
+            cut += len(set(windows)) > 1
+            lost += sum(window != windows[0] for window in windows)
+            place += length
+    return cut / size, lost / size
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_waste_is_the_mean_over_all_shifts(size: int) -> None:
+    lengths = np.random.default_rng(size).integers(0, 20, 40).astype(np.int32)
+    cut, lost = counted(lengths.tolist(), size)
+    found = waste(lengths, size)
+    assert (found.documents, found.tokens) == (40, lengths.sum())
+    assert found.cut == pytest.approx(cut / 40)
+    assert found.lost == pytest.approx(lost / lengths.sum())
+    assert found.longer == pytest.approx((lengths > size).mean())
+
+
+def test_waste_grows_with_shorter_windows_and_is_none_without_documents() -> None:
+    lengths = np.random.default_rng(0).integers(1, 3000, 1000)
+    shares = [waste(lengths, size).lost for size in (128, 512, 2048, 8192)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] - shares[-1] > 0.5
+    nothing = waste(np.array([], dtype=np.int32), 128)
+    assert (nothing.documents, nothing.cut, nothing.longer, nothing.lost) == (0, 0, 0, 0)
