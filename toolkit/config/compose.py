@@ -1,4 +1,4 @@
-"""Groups, experiments and overrides become one typed :class:`RunConfig`; and a configuration becomes text and back, exactly.
+"""Groups, experiments and overrides become one typed configuration; and a :class:`RunConfig` becomes text and back, exactly.
 
 Hydra composes and nothing else: no output folder, no logging, no decorator. Nothing of it, and no ``DictConfig``, leaves this folder.
 """
@@ -20,10 +20,10 @@ from omegaconf.errors import InterpolationValidationError, OmegaConfBaseExceptio
 
 from toolkit.config import keys, search
 from toolkit.config.overrides import Words, read, schema, unknown_key, wrong_value
+from toolkit.config.prepare import PrepareConfig
+from toolkit.config.roots import PREPARE, RUN, Root
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, Problem
-
-SCHEMA = "run_schema"  # conf/config.yaml begins with it
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
@@ -32,7 +32,16 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: with every mistake that can be told apart, each with the value seen, the rule and the remedy.
     """
-    return _typed(_composed(read(overrides)))
+    config = _typed(_composed(read(overrides), RUN))
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def compose_prepare(overrides: Sequence[str]) -> PrepareConfig:
+    """The same for ``launch/prepare.py``."""
+    config = _typed(_composed(read(overrides, PREPARE), PREPARE), PREPARE)
+    assert isinstance(config, PrepareConfig)
+    return config
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -65,36 +74,36 @@ def from_yaml(text: str) -> RunConfig:
 # -- composing
 
 
-def _composed(words: Words) -> DictConfig:
-    config = _hydra(words, words.overrides)
+def _composed(words: Words, root: Root) -> DictConfig:
+    config = _hydra(words, words.overrides, root)
     if not words.changes:
         return config
     # What an experiment's file sets below an open key may be changed without a plus; nothing else.
     absent = [text for text in words.changes if not _present(config, text.partition("=")[0])]
     if absent:
-        raise ConfigError(*(_needs_plus(text) for text in absent))
-    return _hydra(words, words.overrides + words.changes)
+        raise ConfigError(*(_needs_plus(text, root) for text in absent))
+    return _hydra(words, words.overrides + words.changes, root)
 
 
-def _hydra(words: Words, overrides: list[str]) -> DictConfig:
-    ConfigStore.instance().store(name=SCHEMA, node=RunConfig, provider="toolkit")
+def _hydra(words: Words, overrides: list[str], root: Root) -> DictConfig:
+    ConfigStore.instance().store(name=root.schema, node=root.kind, provider="toolkit")
     own = [f"file://{folder}" for folder in words.search[1:]]
     try:
         with initialize_config_dir(str(search.ROOT), version_base="1.3"):
-            config = hydra_compose("config", [*overrides, f"hydra.searchpath={own}"] if own else overrides, return_hydra_config=True)
+            config = hydra_compose(root.file, [*overrides, f"hydra.searchpath={own}"] if own else overrides, return_hydra_config=True)
     except yaml.YAMLError as error:
         raise _no_yaml(error) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_answer(error)) from error
-    _check_given(words, config, overrides)
+        raise ConfigError(_answer(error, root)) from error
+    _check_given(words, config, overrides, root)
     with open_dict(config):
         del config["hydra"]
     return config
 
 
-def _check_given(words: Words, config: DictConfig, overrides: Sequence[str]) -> None:
+def _check_given(words: Words, config: DictConfig, overrides: Sequence[str], root: Root) -> None:
     """``KEY: ???`` in a chosen file leaves the key to the user. Merged over a default it would vanish, so the files are asked."""
-    defaults = keys.table()
+    defaults = keys.table(root)
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
     problems = []
     for group, choice in config.hydra.runtime.choices.items():
@@ -121,48 +130,48 @@ def _present(config: DictConfig, name: str) -> bool:
     return isinstance(inner, DictConfig) and last in inner
 
 
-def _needs_plus(text: str) -> Problem:
+def _needs_plus(text: str, root: Root) -> Problem:
     name = text.partition("=")[0]
-    root = next(root for root in keys.OPEN if name.startswith(root + "."))
-    return Problem(name, text, f"what stands below {root} is not of the schema, so it is added with a plus", f"write +{text}")
+    above = next(above for above in root.open if name.startswith(above + "."))
+    return Problem(name, text, f"what stands below {above} is not of the schema, so it is added with a plus", f"write +{text}")
 
 
 # -- from OmegaConf's tree to dataclasses
 
 
-def _typed(config: DictConfig) -> RunConfig:
+def _typed(config: DictConfig, root: Root = RUN) -> Any:
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
-    problems = [*_unknown(written), *_unresolved(config, written)]
+    problems = [*_unknown(written, root), *_unresolved(config, written, root)]
     if problems:
         raise ConfigError(*problems)
     sections: dict[str, Any] = {}
-    for field in fields(RunConfig):
+    for field in fields(root.kind):
         try:  # section by section, so that the mistakes of all are told
             value = config[field.name]
             sections[field.name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except ConfigError as error:
             problems += error.problems
         except OmegaConfBaseException as error:
-            problems.append(_answer(error))
+            problems.append(_answer(error, root))
     if problems:
         raise ConfigError(*problems)
-    return RunConfig(**sections)
+    return root.kind(**sections)
 
 
-def _unknown(written: Mapping[Any, Any], kind: type = RunConfig, prefix: str = "") -> Iterator[Problem]:
+def _unknown(written: Mapping[Any, Any], root: Root = RUN, kind: type | None = None, prefix: str = "") -> Iterator[Problem]:
     """Keys that the schema lacks. Hydra adds what a file or a plus brings in, whatever the types say."""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind or root.kind)
     for name, inner in written.items():
         hint = hints.get(str(name))
         if hint is None:
-            yield unknown_key(f"{prefix}{name}", f"{prefix}{name}")
+            yield unknown_key(f"{prefix}{name}", f"{prefix}{name}", root=root)
         elif is_dataclass(hint) and isinstance(inner, dict):
             assert isinstance(hint, type)
-            yield from _unknown(inner, hint, f"{prefix}{name}.")
+            yield from _unknown(inner, root, hint, f"{prefix}{name}.")
 
 
-def _unresolved(config: DictConfig, written: Mapping[Any, Any]) -> Iterator[Problem]:
+def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: Root) -> Iterator[Problem]:
     """Values that are missing, or that refer to a key that is not there or has a value of another type."""
     for name, value in keys.flatten(written).items():
         if value == "???":
@@ -173,7 +182,7 @@ def _unresolved(config: DictConfig, written: Mapping[Any, Any]) -> Iterator[Prob
                 if OmegaConf.is_config(found):
                     OmegaConf.to_container(found, resolve=True)
             except InterpolationValidationError:
-                yield wrong_value(name, f"{name}={value}")
+                yield wrong_value(name, f"{name}={value}", root)
             except OmegaConfBaseException as error:
                 why = str(error).splitlines()[0]
                 yield Problem(name, f"{name}={value}", f"${{KEY}} stands for the value of another key, by its full name ({why})",
@@ -214,7 +223,7 @@ def _no_yaml(error: yaml.YAMLError) -> ConfigError:
     return ConfigError(Problem(where, where, f"a configuration file is YAML ({why})", "mend that line"))
 
 
-def _answer(error: Exception) -> Problem:
+def _answer(error: Exception, root: Root = RUN) -> Problem:
     """The problem behind an exception of Hydra or OmegaConf."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     place = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
@@ -223,10 +232,10 @@ def _answer(error: Exception) -> Problem:
     if name == "exp" or name.startswith("exp.") or "@exp." in text:
         return Problem(name or "exp", place + text.removeprefix(place), "an experiment's file sets keys of the whole configuration",
                        "begin the file with the line: # @package _global_")
-    if name and name not in keys.table() and name not in keys.sections() and not keys.is_open(name):
-        return unknown_key(name, place + name)
+    if name and name not in keys.table(root) and name not in keys.sections(root) and not keys.is_open(name, root):
+        return unknown_key(name, place + name, root=root)
     if name:
-        return wrong_value(name, f"{place}{name}: {text}")
+        return wrong_value(name, f"{place}{name}: {text}", root)
     if text.startswith("Could not delete"):
         return Problem(text.split("'")[1], text, "only what an experiment's file sets can be deleted", "leave it out")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:

@@ -1,4 +1,4 @@
-"""The text of ``launch/train.py --help``: everything that can be written, from the schema's own source and the files in conf/."""
+"""The text of ``--help``: everything that can be written, from the schema's own source and the files in conf/."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from toolkit.config import keys, schema, search
+from toolkit.config import keys, search
 from toolkit.config.compose import compose
 from toolkit.config.overrides import EXPERIMENT, unknown_key
+from toolkit.config.roots import RUN, Root
 from toolkit.errors import ConfigError, ExitCode
 
 INTRODUCTION = """\
@@ -41,10 +42,10 @@ WORDS
 """
 
 
-def show_help(words: Sequence[str], above: str = "") -> ExitCode:
+def show_help(words: Sequence[str], above: str = "", root: Root = RUN) -> ExitCode:
     """Print the help on ``words``, below the text ``above``; or the mistake among them."""
     try:
-        text = help_text(words)
+        text = help_text(words, root)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -52,7 +53,7 @@ def show_help(words: Sequence[str], above: str = "") -> ExitCode:
     return ExitCode.DONE
 
 
-def help_text(words: Sequence[str] = ()) -> str:
+def help_text(words: Sequence[str] = (), root: Root = RUN) -> str:
     """All of it, or what belongs to ``words``: sections, groups and keys. Options and overrides among them are passed over.
 
     Raises:
@@ -60,27 +61,31 @@ def help_text(words: Sequence[str] = ()) -> str:
     """
     topics = [word for word in words if not word.startswith(("-", "+")) and "=" not in word]
     folders = search.folders(None)
-    groups = search.groups(folders)
+    groups = search.groups(folders) if root.grouped else ()
     if not topics:
+        sections = (_section(name, root) for name in ["", *keys.sections(root)])
+        all_keys = ["KEYS (with the value they have when nothing is chosen)", *sections]
+        if not root.grouped:
+            return "\n".join(all_keys)
         parts = [INTRODUCTION, _experiments(folders),
                  "GROUPS (the default is marked *)", *(_group(folders, name) for name in _ordered(groups)),
-                 "KEYS (with the value they have when nothing is chosen)", *(_section(name) for name in ["", *keys.sections()])]
+                 *all_keys]
         return "\n".join(part for part in parts if part)
-    return "\n".join(_topic(topic, folders, groups) for topic in topics)
+    return "\n".join(_topic(topic, folders, groups, root) for topic in topics)
 
 
-def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str]) -> str:
+def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: Root) -> str:
     parts = []
-    if topic == EXPERIMENT:
+    if topic == EXPERIMENT and root.grouped:
         parts.append(_experiments(folders))
     elif topic in groups:
         parts.append(_group(folders, topic))
-    if topic in keys.sections():
-        parts += [_section(name) for name in keys.sections() if name == topic or name.startswith(topic + ".")]
-    elif topic in keys.table():
-        parts.append("\n".join(_key(topic)))
+    if topic in keys.sections(root):
+        parts += [_section(name, root) for name in keys.sections(root) if name == topic or name.startswith(topic + ".")]
+    elif topic in keys.table(root):
+        parts.append("\n".join(_key(topic, root)))
     if not parts:
-        raise ConfigError(unknown_key(topic, f"--help {topic}", groups))
+        raise ConfigError(unknown_key(topic, f"--help {topic}", groups, root))
     return "\n".join(parts)
 
 
@@ -134,19 +139,18 @@ def _comment(folders: Sequence[Path], group: str, option: str) -> tuple[str, str
 # -- keys
 
 
-def _section(section: str) -> str:
+def _section(section: str, root: Root) -> str:
     """The keys that stand right in ``section``, not those of sections within it."""
     lines = [f"  {section}"] if section else []
-    for name, key in keys.table().items():
+    for name, key in keys.table(root).items():
         if key.section == section:
-            lines += _key(name)
+            lines += _key(name, root)
     return "\n".join(lines) + "\n"
 
 
-def _key(name: str) -> list[str]:
-    values = _values()
-    value = values.get(name, keys.table()[name].default)
-    return _labelled(f"    {name}={_show(value)}", _documents()[name], 44)
+def _key(name: str, root: Root) -> list[str]:
+    value = _values(root).get(name, keys.table(root)[name].default)
+    return _labelled(f"    {name}={_show(value)}", _documents(root)[name], 44)
 
 
 def _show(value: Any) -> str:
@@ -160,14 +164,15 @@ def _show(value: Any) -> str:
 
 
 @cache
-def _values() -> dict[str, Any]:
-    return keys.flatten(compose([]))
+def _values(root: Root) -> dict[str, Any]:
+    """What the defaults list sets besides the schema."""
+    return keys.flatten(compose([])) if root.grouped else {}
 
 
 @cache
-def _documents() -> dict[str, str]:
+def _documents(root: Root) -> dict[str, str]:
     """The string under each field of the schema, by the key's full name."""
-    tree = ast.parse(inspect.getsource(schema))
+    tree = ast.parse(inspect.getsource(sys.modules[root.kind.__module__]))
     by_class = {
         node.name: {
             field.target.id: inspect.cleandoc(text.value.value)
@@ -177,7 +182,7 @@ def _documents() -> dict[str, str]:
         }
         for node in tree.body if isinstance(node, ast.ClassDef)
     }
-    return dict(_walk(schema.RunConfig, "", by_class))
+    return dict(_walk(root.kind, "", by_class))
 
 
 def _walk(kind: type, prefix: str, by_class: dict[str, dict[str, str]]) -> Iterator[tuple[str, str]]:

@@ -9,10 +9,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from toolkit.config.schema import RunConfig
-
-# Keys below these are not the schema's: the engines' own settings, and the arguments of a user's module.
-OPEN = ("engine.deepspeed", "engine.megatron", "model.arguments")
+from toolkit.config.roots import RUN, Root
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +31,17 @@ class Key:
 
 
 @cache
-def table() -> Mapping[str, Key]:
-    """Every key of :class:`RunConfig`, in the order of the schema. Keys below ``OPEN`` are not in it."""
+def table(root: Root = RUN) -> Mapping[str, Key]:
+    """Every key of the schema, in its order. Keys below ``root.open`` are not in it."""
     found: dict[str, Key] = {}
-    _collect(RunConfig, "", found)
+    _collect(root.kind, "", found)
     return found
 
 
 @cache
-def sections() -> tuple[str, ...]:
+def sections(root: Root = RUN) -> tuple[str, ...]:
     """Every name that holds keys: ``train``, ``train.batch_ramp``, ..."""
-    return tuple(dict.fromkeys(key.section for key in table().values() if key.section))
+    return tuple(dict.fromkeys(key.section for key in table(root).values() if key.section))
 
 
 def _collect(kind: type, prefix: str, found: dict[str, Key]) -> None:
@@ -65,9 +62,9 @@ def _default(field: Field[Any]) -> Any:
     return field.default
 
 
-def is_open(name: str) -> bool:
+def is_open(name: str, root: Root = RUN) -> bool:
     """Whether ``name`` lies below a key that holds settings which are not the schema's."""
-    return any(name.startswith(root + ".") for root in OPEN)
+    return any(name.startswith(above + ".") for above in root.open)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -84,9 +81,9 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nearest(name: str) -> str | None:
+def nearest(name: str, root: Root = RUN) -> str | None:
     """The key or section that somebody who wrote ``name`` most likely meant; None where nothing is near."""
-    names = [*table(), *sections()]
+    names = [*table(root), *sections(root)]
     last = name.rpartition(".")[2]
     same_leaf = [known for known in names if known.rpartition(".")[2] == last]
     if same_leaf:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.config import keys, search
-from toolkit.config.schema import RunConfig
+from toolkit.config.roots import RUN, Root
 from toolkit.errors import ConfigError, Problem
 
 CONFIG_DIR = ("--config-dir", "-cd")
@@ -35,7 +35,7 @@ class Words:
     changes: list[str] = field(default_factory=list)
 
 
-def read(arguments: Sequence[str]) -> Words:
+def read(arguments: Sequence[str], root: Root = RUN) -> Words:
     """Check every argument.
 
     Raises:
@@ -43,7 +43,7 @@ def read(arguments: Sequence[str]) -> Words:
     """
     plain, own, problems = _options(arguments)
     words = Words(search.folders(own))
-    checker = _Checker(words.search)
+    checker = _Checker(words.search, root)
     for text in plain:
         try:
             override = OverridesParser.create().parse_override(text)
@@ -54,10 +54,10 @@ def read(arguments: Sequence[str]) -> Words:
         problems += found
         if found:
             continue
-        if override.type is OverrideType.CHANGE and keys.is_open(override.key_or_group):
+        if override.type is OverrideType.CHANGE and keys.is_open(override.key_or_group, root):
             words.changes.append(text)
         else:
-            words.overrides.append(_for_hydra(override))
+            words.overrides.append(_for_hydra(override, root))
     if problems:
         raise ConfigError(*problems)
     return words
@@ -87,7 +87,7 @@ def _options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Pro
     return plain, own, problems
 
 
-def _for_hydra(override: Override) -> str:
+def _for_hydra(override: Override, root: Root) -> str:
     """The override in the words that make Hydra do what was meant.
 
     A setting below an open key may be there already, from an experiment's file: it is added or changed. Where the schema says
@@ -95,11 +95,11 @@ def _for_hydra(override: Override) -> str:
     """
     assert override.input_line is not None
     text = override.input_line
-    if override.key_or_group in keys.OPEN:
+    if override.key_or_group in root.open:
         return "++" + text.lstrip("+")
-    if override.type is OverrideType.ADD and keys.is_open(override.key_or_group):
+    if override.type is OverrideType.ADD and keys.is_open(override.key_or_group, root):
         return "+" + text
-    key = keys.table().get(override.key_or_group)
+    key = keys.table(root).get(override.key_or_group)
     if key is not None and key.kinds == (str,) and isinstance(override.value(), int | float):
         name, _, value = text.partition("=")
         return f"{name}='{value.strip()}'"
@@ -107,18 +107,19 @@ def _for_hydra(override: Override) -> str:
 
 
 @cache
-def schema() -> DictConfig:
+def schema(root: Root = RUN) -> DictConfig:
     """The schema as OmegaConf's types, at its defaults. To be copied or merged from, not changed."""
-    return OmegaConf.structured(RunConfig)
+    return OmegaConf.structured(root.kind)
 
 
 class _Checker:
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, folders: Sequence[Path], root: Root) -> None:
         self.folders = folders
-        self.groups = search.groups(folders)
+        self.root = root
+        self.groups = search.groups(folders) if root.grouped else ()
 
     def unreadable(self, text: str, error: HydraException) -> Problem:
-        if "=" not in text and text in search.options(self.folders, EXPERIMENT):
+        if "=" not in text and EXPERIMENT in self.groups and text in search.options(self.folders, EXPERIMENT):
             return Problem(text, text, "an experiment is added with +exp=", f"write +exp={text}")
         name = text.partition("=")[0]
         if "=" not in text:
@@ -144,7 +145,7 @@ class _Checker:
                           "write run.dir=FOLDER for where a run goes, or --config-dir=FOLDER for your own files")
         elif name in self.groups:
             yield from self._group(override)
-        elif not keys.is_open(name):
+        elif not keys.is_open(name, self.root):
             yield from self._key(override)
 
     def _group(self, override: Override) -> Iterator[Problem]:
@@ -167,13 +168,13 @@ class _Checker:
 
     def _key(self, override: Override) -> Iterator[Problem]:
         name, text = override.key_or_group, override.input_line or ""
-        known = keys.table().get(name)
-        if known is None and name not in keys.sections():
-            yield unknown_key(name, text, self.groups)
+        known = keys.table(self.root).get(name)
+        if known is None and name not in keys.sections(self.root):
+            yield unknown_key(name, text, self.groups, self.root)
         elif override.type is OverrideType.DEL:
             yield Problem(name, text, "a key of the schema cannot be deleted",
                           f"write {name}=null" if known and known.nullable else f"leave it out: {name} then has its default")
-        elif override.type is OverrideType.ADD and name not in keys.OPEN:
+        elif override.type is OverrideType.ADD and name not in self.root.open:
             yield Problem(name, text, f"{name} is a key of the schema, which is changed without a plus", f"write {text.lstrip('+')}")
         else:
             yield from self._value(override)
@@ -181,22 +182,22 @@ class _Checker:
     def _value(self, override: Override) -> Iterator[Problem]:
         """Try the value on an empty configuration: the schema's types decide."""
         name, text = override.key_or_group, override.input_line or ""
-        config = schema().copy()
+        config = schema(self.root).copy()
         try:
             OmegaConf.update(config, name, override.value(), force_add=False)
         except OmegaConfBaseException as error:
             full_key = getattr(error, "full_key", None) or name
-            yield wrong_value(full_key if full_key in keys.table() else name, text)
+            yield wrong_value(full_key if full_key in keys.table(self.root) else name, text, self.root)
 
 
-def unknown_key(name: str, seen: str, groups: Sequence[str] = ()) -> Problem:
+def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: Root = RUN) -> Problem:
     """``name`` is no key: say what it may have meant."""
     above = name.rpartition(".")[0]
-    while above and above not in keys.table() and above not in keys.sections():
+    while above and above not in keys.table(root) and above not in keys.sections(root):
         above = above.rpartition(".")[0]
-    if above in keys.table():
+    if above in keys.table(root):
         return Problem(name, seen, f"{above} is a value, with nothing below it", f"write {above}=VALUE")
-    near = keys.nearest(name)
+    near = keys.nearest(name, root)
     if near is None and "." not in name:
         near = search.nearest_option(name, groups)
     top = name.partition(".")[0]
@@ -205,13 +206,13 @@ def unknown_key(name: str, seen: str, groups: Sequence[str] = ()) -> Problem:
     return Problem(name, seen, where, f"did you mean {near}? --help lists all" if near else "--help lists every key and group")
 
 
-def wrong_value(name: str, seen: str) -> Problem:
+def wrong_value(name: str, seen: str, root: Root = RUN) -> Problem:
     """``seen`` gives a value that the type of ``name`` does not take."""
-    key = keys.table().get(name)
-    if key is None and keys.is_open(name):
+    key = keys.table(root).get(name)
+    if key is None and keys.is_open(name, root):
         return Problem(name, seen, "a setting of the engine's own is one value or {a: 1, ...}", f"write +{name}=VALUE")
     if key is None:
-        inside = [known for known in keys.table() if known.startswith(name + ".")]
+        inside = [known for known in keys.table(root) if known.startswith(name + ".")]
         return Problem(name, seen, f"{name} is a section, not a value", f"set its keys one by one: {', '.join(inside[:4])}, ...")
     null = ", or null" if key.nullable else ""
     kind = _kind(key)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from toolkit.config.checks import at_least, check
 from toolkit.errors import ConfigError, Problem
 
 
@@ -31,6 +32,13 @@ class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+
+
+class Documents(Enum):
+    """What attention makes of documents that lie in one window."""
+
+    joined = "joined"
+    separate = "separate"
 
 
 class OptimizerName(Enum):
@@ -65,17 +73,6 @@ class WandbMode(Enum):
     disabled = "disabled"
 
 
-def _check(holds: bool, key: str, value: object, rule: str, remedy: str) -> None:
-    if not holds:
-        raise ConfigError(Problem(key=key, seen=f"{key}={value}", rule=rule, remedy=remedy))
-
-
-def _at_least(section: str, least: float, **values: float | None) -> None:
-    for name, value in values.items():
-        key = f"{section}.{name}"
-        _check(value is None or value >= least, key, value, f"{key} is at least {least}", f"write {key}={least} or more")
-
-
 @dataclass(kw_only=True, slots=True)
 class RunSection:
     name: str = "run"
@@ -87,7 +84,7 @@ class RunSection:
 
     def __post_init__(self) -> None:
         ok = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name)
-        _check(ok, "run.name", self.name, "a run's name is made of letters, digits, '.', '_' and '-'", "write run.name=my-run")
+        check(ok, "run.name", self.name, "a run's name is made of letters, digits, '.', '_' and '-'", "write run.name=my-run")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,12 +131,12 @@ class ModelConfig:
     """Probability, in [0, 1), for embeddings, attention and residuals where the family has them."""
 
     def __post_init__(self) -> None:
-        _at_least("model", 1, hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, head_dim=self.head_dim)
-        _at_least("model", 1, num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads)
-        _at_least("model", 1, num_key_value_heads=self.num_key_value_heads, vocab_size=self.vocab_size)
-        _at_least("model", 1, max_position_embeddings=self.max_position_embeddings)
-        _at_least("model", 1, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok)
-        _check(0 <= self.dropout < 1, "model.dropout", self.dropout, "a probability lies in [0, 1)", "write model.dropout=0.1")
+        at_least("model", 1, hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, head_dim=self.head_dim)
+        at_least("model", 1, num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads)
+        at_least("model", 1, num_key_value_heads=self.num_key_value_heads, vocab_size=self.vocab_size)
+        at_least("model", 1, max_position_embeddings=self.max_position_embeddings)
+        at_least("model", 1, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok)
+        check(0 <= self.dropout < 1, "model.dropout", self.dropout, "a probability lies in [0, 1)", "write model.dropout=0.1")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -164,7 +161,7 @@ class ParallelConfig:
     """Ranks that the experts are spread over; regroups data ranks."""
 
     def __post_init__(self) -> None:
-        _at_least("parallel", 1, tensor=self.tensor, pipeline=self.pipeline, context=self.context, expert=self.expert)
+        at_least("parallel", 1, tensor=self.tensor, pipeline=self.pipeline, context=self.context, expert=self.expert)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -173,7 +170,7 @@ class ZeroConfig:
     """0 plain data parallel; 1 shards optimizer states, 2 gradients too, 3 parameters too."""
 
     def __post_init__(self) -> None:
-        _check(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "ZeRO has stages 0 to 3", "write zero=stage0 ... zero=stage3")
+        check(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "ZeRO has stages 0 to 3", "write zero=stage0 ... zero=stage3")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -196,8 +193,8 @@ class PrecisionConfig:
     """fp16: the loss scale doubles after this many steps without overflow."""
 
     def __post_init__(self) -> None:
-        _at_least("precision", 0, initial_scale_power=self.initial_scale_power)
-        _at_least("precision", 1, scale_window=self.scale_window)
+        at_least("precision", 0, initial_scale_power=self.initial_scale_power)
+        at_least("precision", 1, scale_window=self.scale_window)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -210,11 +207,13 @@ class DataConfig:
     """stdlib: size of the byte-level BPE tokenizer that is trained on the text."""
     shuffle_seed: int = 0
     """Seed of the sample order; apart from train.seed, so that two runs can differ in weights and share their order."""
+    documents: Documents = Documents.joined
+    """joined: tokens see all that is before them in their window; separate: only their own document, and positions begin anew in it."""
 
     def __post_init__(self) -> None:
         remedy = "write data=stdlib, or data=prepared data.path=FOLDER"
-        _check(self.name in ("stdlib", "prepared"), "data.name", self.name, "data is stdlib or prepared", remedy)
-        _at_least("data", 257, vocab_size=self.vocab_size)
+        check(self.name in ("stdlib", "prepared"), "data.name", self.name, "data is stdlib or prepared", remedy)
+        at_least("data", 257, vocab_size=self.vocab_size)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -244,9 +243,9 @@ class TrainConfig:
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
 
     def __post_init__(self) -> None:
-        _at_least("train", 1, steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch)
-        _at_least("train", 1, sequence_length=self.sequence_length)
-        _at_least("train", 0, seed=self.seed)
+        at_least("train", 1, steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch)
+        at_least("train", 1, sequence_length=self.sequence_length)
+        at_least("train", 0, seed=self.seed)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -259,8 +258,8 @@ class EvalConfig:
     """Names of the splits of the data folder to evaluate on."""
 
     def __post_init__(self) -> None:
-        _at_least("eval", 0, every=self.every)
-        _at_least("eval", 1, batches=self.batches)
+        at_least("eval", 0, every=self.every)
+        at_least("eval", 1, batches=self.batches)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -287,9 +286,9 @@ class OptimConfig:
     """The global batch at which lr holds, for lr_scaling."""
 
     def __post_init__(self) -> None:
-        _at_least("optim", 0, lr=self.lr, weight_decay=self.weight_decay, eps=self.eps, clip=self.clip, momentum=self.momentum)
+        at_least("optim", 0, lr=self.lr, weight_decay=self.weight_decay, eps=self.eps, clip=self.clip, momentum=self.momentum)
         ok = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        _check(ok, "optim.betas", self.betas, "Adam takes two factors in [0, 1)", "write optim.betas=[0.9,0.95]")
+        check(ok, "optim.betas", self.betas, "Adam takes two factors in [0, 1)", "write optim.betas=[0.9,0.95]")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -304,8 +303,8 @@ class ScheduleConfig:
     """The learning rate after decay."""
 
     def __post_init__(self) -> None:
-        _at_least("schedule", 0, warmup=self.warmup, min_lr=self.min_lr)
-        _at_least("schedule", 1, decay=self.decay)
+        at_least("schedule", 0, warmup=self.warmup, min_lr=self.min_lr)
+        at_least("schedule", 1, decay=self.decay)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -324,8 +323,8 @@ class CheckpointConfig:
     """After the last step, also write the weights as a Hugging Face folder: <run.dir>/export."""
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint", 1, keep_last=self.keep_last)
-        _at_least("checkpoint", 0, keep_every=self.keep_every)
+        at_least("checkpoint", 1, keep_last=self.keep_last)
+        at_least("checkpoint", 0, keep_every=self.keep_every)
         parse_cadence(self.every)
 
 
@@ -364,7 +363,7 @@ class MonitorConfig:
     """After the last step, continue this text and show the result; null: do not."""
 
     def __post_init__(self) -> None:
-        _at_least("monitor", 1, every=self.every)
+        at_least("monitor", 1, every=self.every)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -381,8 +380,8 @@ class ClusterConfig:
     """Time between a signal and the end, in which a stopping run saves."""
 
     def __post_init__(self) -> None:
-        _at_least("cluster", 1, nodes=self.nodes, cpu_ranks=self.cpu_ranks, grace_seconds=self.grace_seconds)
-        _at_least("cluster", 0, gpus_per_node=self.gpus_per_node)
+        at_least("cluster", 1, nodes=self.nodes, cpu_ranks=self.cpu_ranks, grace_seconds=self.grace_seconds)
+        at_least("cluster", 0, gpus_per_node=self.gpus_per_node)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,0 +1,18 @@
+"""What ``__post_init__`` of the schemas asks of one value."""
+
+from __future__ import annotations
+
+from toolkit.errors import ConfigError, Problem
+
+
+def check(holds: bool, key: str, value: object, rule: str, remedy: str) -> None:
+    """Raises ConfigError unless it holds."""
+    if not holds:
+        raise ConfigError(Problem(key=key, seen=f"{key}={value}", rule=rule, remedy=remedy))
+
+
+def at_least(section: str, least: float, **values: float | None) -> None:
+    """Keys of ``section`` ("": of none) that are null or at least ``least``."""
+    for name, value in values.items():
+        key = f"{section}.{name}" if section else name
+        check(value is None or value >= least, key, value, f"{key} is at least {least}", f"write {key}={least} or more")
