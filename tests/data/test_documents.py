@@ -23,9 +23,12 @@ def written_out(row: list[int]) -> list[int]:
     return places
 
 
+def rows_of(width: int) -> st.SearchStrategy[list[list[int]]]:
+    return st.lists(st.lists(st.sampled_from([END, 1, 2, -100]), min_size=width + 1, max_size=width + 1), min_size=1, max_size=5)
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 12).flatmap(lambda width: st.lists(st.lists(st.sampled_from([END, 1, 2, -100]), min_size=width + 1, max_size=width + 1),
-                                                         min_size=1, max_size=5)))
+@given(st.integers(1, 12).flatmap(rows_of))
 def test_positions_begin_anew_after_each_end(rows: list[list[int]]) -> None:
     found = position_ids(np.array(rows, dtype=np.int64), END)
     assert found.dtype == np.int64
