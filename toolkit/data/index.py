@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from toolkit.data.digest import Digest, digest
+from toolkit.data.digest import broken, check_bytes, check_size, digest
 from toolkit.data.manifest import DataManifest, Shard, read_manifest
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
@@ -73,14 +73,14 @@ class IndexFile:
         with path.open("rb") as file:
             head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
-            raise _broken(path, f"{size} bytes, starting with {head[:9]!r}", "an .idx file starts with Megatron's header")
+            raise broken(path, f"{size} bytes, starting with {head[:9]!r}", "an .idx file starts with Megatron's header")
         _, version, code, sequences, ends = HEADER.unpack(head)
         if version != 1 or code not in CODES or ends < 1:
             seen = f"version={version}, dtype code={code}, document index of {ends}"
-            raise _broken(path, seen, "the header has version 1, a known dtype and a document index")
+            raise broken(path, seen, "the header has version 1, a known dtype and a document index")
         expected = HEADER.size + sequences * 12 + ends * 8
         if size != expected:
-            raise _broken(path, f"{size} bytes", f"with {sequences} sequences and {ends - 1} documents it has {expected} bytes")
+            raise broken(path, f"{size} bytes", f"with {sequences} sequences and {ends - 1} documents it has {expected} bytes")
         self.dtype = CODES[code]
         content = np.memmap(path, dtype=np.uint8, mode="r")
         places = (HEADER.size, HEADER.size + 4 * sequences, HEADER.size + 12 * sequences)
@@ -89,7 +89,7 @@ class IndexFile:
         self.documents = np.frombuffer(content, "<i8", ends, places[2])
         if self.documents[0] != 0 or self.documents[-1] != sequences:
             seen = f"documents from sequence {self.documents[0]} to {self.documents[-1]}"
-            raise _broken(path, seen, f"they cover sequences 0 to {sequences}")
+            raise broken(path, seen, f"they cover sequences 0 to {sequences}")
 
     @property
     def bin_bytes(self) -> int:
@@ -102,7 +102,7 @@ class IndexFile:
         gaps = np.flatnonzero(ends[:-1] != self.pointers[1:])
         if len(self.lengths) and (self.pointers[0] != 0 or gaps.size):
             seen = f"sequence {int(gaps[0]) + 1 if gaps.size else 0} starts elsewhere"
-            raise _broken(self.path, seen, "sequences follow one another from byte 0 on")
+            raise broken(self.path, seen, "sequences follow one another from byte 0 on")
 
 
 class TokenSource(Protocol):
@@ -211,40 +211,21 @@ def _check_tokenizer(manifest: DataManifest) -> None:
 
 
 def _check_bytes(manifest: DataManifest, shards: Sequence[Shard], progress: Progress) -> None:
-    total = sum(shard.bin.bytes + shard.idx.bytes for shard in shards)
-    with progress.task("verifying data", total=total, unit="B") as task:
-        for shard in shards:
-            for ending, expected in ((".bin", shard.bin), (".idx", shard.idx)):
-                file = _file(manifest, shard, ending, expected)
-                seen = digest(file)
-                if seen != expected:
-                    raise _broken(file, f"xxh3 {seen.xxh3_128}", f"the manifest says xxh3 {expected.xxh3_128}")
-                task.advance(expected.bytes, note=file.name)
-
-
-def _file(manifest: DataManifest, shard: Shard, ending: str, expected: Digest) -> Path:
-    file = manifest.folder / f"{shard.name}{ending}"
-    size = file.stat().st_size if file.is_file() else None
-    if size != expected.bytes:
-        raise _broken(file, "absent" if size is None else f"{size} bytes", f"the manifest says {expected.bytes} bytes")
-    return file
+    check_bytes([(manifest.folder / f"{shard.name}{ending}", expected)
+                 for shard in shards for ending, expected in ((".bin", shard.bin), (".idx", shard.idx))], progress)
 
 
 def _index(manifest: DataManifest, shard: Shard) -> IndexFile:
-    index = IndexFile(_file(manifest, shard, ".idx", shard.idx))
+    index = IndexFile(check_size(manifest.folder / f"{shard.name}.idx", shard.idx))
     seen = (index.dtype.name, len(index.documents) - 1, index.bin_bytes // index.dtype.itemsize, index.bin_bytes)
     expected = (manifest.dtype, shard.documents, shard.tokens, shard.bin.bytes)
     if seen != expected:
         words = "dtype {}, {} documents, {} tokens, {} bytes"
-        raise _broken(index.path, words.format(*seen), f"the manifest says {words.format(*expected)}")
+        raise broken(index.path, words.format(*seen), f"the manifest says {words.format(*expected)}")
     return index
 
 
 def _map(manifest: DataManifest, shard: Shard) -> npt.NDArray[Any]:
     """The tokens of one shard. A plain array: slicing a memmap object costs more than reading a short window."""
     dtype = _index(manifest, shard).dtype
-    return np.asarray(np.memmap(_file(manifest, shard, ".bin", shard.bin), dtype=dtype, mode="r"))
-
-
-def _broken(path: Path, seen: str, rule: str) -> InputError:
-    return InputError(Problem(str(path), f"{path}: {seen}", rule, "restore the file, or prepare the data again"))
+    return np.asarray(np.memmap(check_size(manifest.folder / f"{shard.name}.bin", shard.bin), dtype=dtype, mode="r"))

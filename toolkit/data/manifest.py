@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,13 @@ from toolkit.data.digest import Digest
 from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Format 1 had no recipe, no versions and no other files; each of its documents ends with end_of_text, as that field said.
+READABLE = (1, FORMAT_VERSION)
 NAME = "manifest.json"
+KIND = "tokens"  # of a manifest that names none
+# What a folder holds -> the option that reads it.
+REMEDIES = {KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,8 @@ class TokenizerInfo:
     folder: str
     hash: str  # xxh3-128 of tokenizer.json
     size: int  # of the vocabulary, special tokens included
-    end_of_text: int  # id of the token that ends every document
+    end_of_text: int
+    ends_documents: bool = True  # end_of_text is the last token of every document, and stands nowhere else
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,9 @@ class DataManifest:
     origin: Origin
     tokenizer: TokenizerInfo
     splits: Mapping[str, Split]
+    files: Mapping[str, Digest] = field(default_factory=dict)  # beside the shards: path below the folder -> what it must be
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # the settings that decided the bytes, where launch/prepare.py made them
+    versions: Mapping[str, str] = field(default_factory=dict)  # packages that made them
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -100,11 +109,11 @@ def write_manifest(manifest: DataManifest, folder: Path) -> None:
     write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
 
 
-def read_manifest(path: str | Path) -> DataManifest:
-    """The manifest of the data folder ``path``.
+def read_content(path: str | Path, kind: str) -> tuple[Path, dict[str, Any]]:
+    """The manifest file of the data folder ``path`` and what it says, which is of ``kind`` and of this toolkit's format version.
 
     Raises:
-        InputError: there is none, it is of another format version, or it cannot be read.
+        InputError: there is none, it is of another kind or format version, or it cannot be read.
     """
     file = Path(path) / NAME
     remedy = "write data=stdlib, or make a data folder with launch/prepare.py and name it with data.path=FOLDER"
@@ -114,18 +123,40 @@ def read_manifest(path: str | Path) -> DataManifest:
         raise InputError(Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)) from error
     except ValueError as error:
         raise InputError(Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")) from error
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
-        seen, rule = f"format_version={version} in {file}", f"this toolkit reads data of format version {FORMAT_VERSION}"
+    if not isinstance(content, dict):
+        raise incomplete(file, TypeError(type(content).__name__))
+    found = content.get("kind", KIND)
+    if found != kind:
+        seen, rule = f"data.path={path} holds {found}", f"the kind of data chosen reads {kind}"
+        raise InputError(Problem("data.path", seen, rule, f"write {REMEDIES.get(str(found), 'the option of data= that reads it')}"))
+    version = content.get("format_version")
+    if version not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        seen, rule = f"format_version={version} in {file}", f"this toolkit reads data of format versions {known}"
         raise InputError(Problem("data.path", seen, rule, "prepare the data again"))
+    return file, content
+
+
+def incomplete(file: Path, error: Exception) -> InputError:
+    """Of a manifest that lacks a field, or has one that cannot be."""
+    seen = f"{file}: {type(error).__name__} {error}"
+    return InputError(Problem("data.path", seen, "the manifest has every field of its format", "prepare the data again"))
+
+
+def read_manifest(path: str | Path) -> DataManifest:
+    """The manifest of the data folder ``path``.
+
+    Raises:
+        InputError: there is none, it is of another format version, or it cannot be read.
+    """
+    file, content = read_content(path, KIND)
     try:
         manifest = _manifest(content, Path(path) / content["root"])
         if manifest.dtype not in ("uint16", "int32"):
             raise TypeError(f"dtype {manifest.dtype}")
         return manifest
     except (KeyError, TypeError, AttributeError) as error:
-        seen = f"{file}: {type(error).__name__} {error}"
-        raise InputError(Problem("data.path", seen, "the manifest has every field of its format", "prepare the data again")) from error
+        raise incomplete(file, error) from error
 
 
 def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
@@ -149,7 +180,9 @@ def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
 def _manifest(content: dict[str, Any], folder: Path) -> DataManifest:
     splits = {name: Split(tuple(_shard(shard) for shard in split["shards"])) for name, split in content["splits"].items()}
     origin, tokenizer = Origin(**content["origin"]), TokenizerInfo(**content["tokenizer"])
-    return DataManifest(folder=folder, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits)
+    files = {name: Digest(**seen) for name, seen in content.get("files", {}).items()}
+    return DataManifest(folder=folder, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits, files=files,
+                        recipe=content.get("recipe", {}), versions=content.get("versions", {}))
 
 
 def _shard(content: dict[str, Any]) -> Shard:

@@ -19,6 +19,33 @@ from toolkit.files import sync_folder, write_whole
 SHARD_BYTES = 2 << 30
 
 
+class HashedFile:
+    """A file that appears whole, under its name, when it is closed; hashed as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        self._file = self._partial.open("wb")
+        self._hasher = xxhash.xxh3_128()
+        self.bytes = 0
+
+    def write(self, content: bytes | memoryview) -> None:
+        self._file.write(content)
+        self._hasher.update(content)
+        self.bytes += memoryview(content).nbytes
+
+    def close(self) -> Digest:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._partial.replace(self._path)
+        return Digest(self.bytes, self._hasher.hexdigest())
+
+    def discard(self) -> None:
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
 class ShardWriter:
     """One ``<name>.bin`` and ``<name>.idx``. Bounded memory: four bytes a document."""
 
@@ -26,34 +53,27 @@ class ShardWriter:
         self._folder = folder
         self._name = name
         self._dtype = dtype
-        self._partial = folder / f"{name}.bin.partial-{os.getpid()}"
-        self._file = self._partial.open("wb")
-        self._hasher = xxhash.xxh3_128()
+        self._file = HashedFile(folder / f"{name}.bin")
         self._lengths = array("i")
-        self.bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        return self._file.bytes
 
     def add(self, document: npt.NDArray[Any]) -> None:
         """One document's tokens [tokens], its closing end-of-text included; every id fits the dtype."""
-        content = document.astype(self._dtype, copy=False).tobytes()
-        self._file.write(content)
-        self._hasher.update(content)
+        self._file.write(document.astype(self._dtype, copy=False).tobytes())
         self._lengths.append(len(document))
-        self.bytes += len(content)
 
     def close(self) -> Shard:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._partial.replace(self._folder / f"{self._name}.bin")
+        tokens = self._file.close()
         index = index_bytes(self._dtype, np.frombuffer(self._lengths, dtype=np.int32))
         write_whole(self._folder / f"{self._name}.idx", index)
         idx = Digest(len(index), xxhash.xxh3_128_hexdigest(index))
-        tokens = Digest(self.bytes, self._hasher.hexdigest())
-        return Shard(self._name, len(self._lengths), self.bytes // self._dtype.itemsize, tokens, idx)
+        return Shard(self._name, len(self._lengths), tokens.bytes // self._dtype.itemsize, tokens, idx)
 
     def discard(self) -> None:
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
+        self._file.discard()
 
 
 class SplitWriter:
