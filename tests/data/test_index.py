@@ -150,7 +150,7 @@ DAMAGE = {
     "no tokenizer": (lambda folder: (folder / "tokenizer/tokenizer.json").unlink(), "tokenizer.json"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
     "no JSON": (cut("manifest.json"), "manifest.json"),
-    "newer format": (set_manifest(format_version=2), "format_version=2"),
+    "newer format": (set_manifest(format_version=3), "format_version=3"),
     "a list": (lambda folder: (folder / "manifest.json").write_text("[]") and None, "manifest.json"),
     "missing field": (set_manifest(origin=None), "origin"),
     "unknown dtype": (set_manifest(dtype="float7"), "float7"),

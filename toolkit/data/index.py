@@ -194,6 +194,7 @@ def verify(path: str | Path, progress: Progress) -> DataManifest:
     """Read every byte of the data folder and compare. Raises InputError naming the first file that differs."""
     manifest = read_manifest(path)
     _check_tokenizer(manifest)
+    check_bytes([(manifest.folder / name, expected) for name, expected in manifest.files.items()], Progress.silent())
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     _check_bytes(manifest, shards, progress)
     for shard in shards:
