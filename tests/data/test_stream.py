@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan, documents, make_folder
 from toolkit.data import stream as stream_module
-from toolkit.data.index import open_split
+from toolkit.data.index import TokenSource, open_split
 from toolkit.data.prefetch import Prefetch
+from toolkit.data.samples import TokenWindows
 from toolkit.data.stream import Stream, rank_positions
 from toolkit.errors import CheckpointError, InputError
 from toolkit.plan.types import BatchPlan, RampStage
@@ -31,7 +32,17 @@ Ints = npt.NDArray[np.int64]
 
 
 def open_stream(tokens: int = 1000, length: int = 7, seed: int = 0, batch: BatchPlan | None = None, rank: int = 0) -> Stream:
-    return Stream(Counting(tokens), sequence_length=length, seed=seed, batch=batch or batch_plan(1, 1, 1), data_rank=rank)
+    return stream_of(Counting(tokens), length, seed, batch, rank)
+
+
+def stream_of(source: TokenSource, length: int, seed: int = 0, batch: BatchPlan | None = None, rank: int = 0) -> Stream:
+    windows = TokenWindows(source, length, seed)
+    return Stream({"train": windows}, None, seed=seed, batch=batch or batch_plan(1, 1, 1), data_rank=rank)
+
+
+def starts(stream: Stream, positions: Ints) -> Ints:
+    """What a window of ``Counting`` begins with is where it stands."""
+    return stream.samples(positions)[:, 0]
 
 
 def global_batch(streams: list[Stream], step: int) -> Ints:
@@ -65,8 +76,8 @@ def test_the_global_batch_does_not_know_its_layout(
     split = np.stack([rank_positions(plan, step, rank) for rank in range(ranks)])  # [rank, micro-batch, sample]
     assert np.array_equal(split.transpose(1, 0, 2).ravel(), alone)
     stream = open_stream(tokens, length, seed, plan)
-    read_by_rank = stream.starts(split.ravel()).reshape(split.shape)
-    assert np.array_equal(read_by_rank.transpose(1, 0, 2).ravel(), stream.starts(alone))
+    read_by_rank = starts(stream, split.ravel()).reshape(split.shape)
+    assert np.array_equal(read_by_rank.transpose(1, 0, 2).ravel(), starts(stream, alone))
     counters = np.concatenate([rank * 10**6 + step * size // ranks + np.arange(size // ranks) for rank in range(ranks)])
     assert ranks == 1 or not np.array_equal(np.sort(counters), alone)
 
@@ -84,7 +95,7 @@ def test_a_ramp_consumes_every_sample_once() -> None:
     plan = BatchPlan(micro_batch=2, global_batch=8, data_parallel=2, stages=stages)
     streams = [open_stream(batch=plan, rank=rank) for rank in range(2)]
     seen = np.concatenate([global_batch(streams, step) for step in range(6)])
-    assert np.array_equal(seen, open_stream().windows(np.arange(3 * 4 + 3 * 8)))
+    assert np.array_equal(seen, open_stream().samples(np.arange(3 * 4 + 3 * 8)))
     assert [len(next(streams[0].steps(step))) for step in (0, 2, 3)] == [1, 1, 2]
 
 
@@ -93,7 +104,7 @@ def test_a_ramp_consumes_every_sample_once() -> None:
 def test_an_epoch_predicts_its_tokens_once(tokens: int, length: int, seed: int, epoch: int) -> None:
     """Windows are consecutive tokens around the end; no token is predicted twice, fewer than a window's are left out."""
     stream = open_stream(tokens, length, seed)
-    windows = stream.windows(epoch * stream.samples_per_epoch + np.arange(stream.samples_per_epoch))
+    windows = stream.samples(epoch * (tokens // length) + np.arange(tokens // length))
     assert windows.shape == (tokens // length, length + 1)
     assert np.array_equal((windows[:, :1] + np.arange(length + 1)) % tokens, windows)
     targets = np.sort(windows[:, 1:].ravel())
@@ -103,7 +114,7 @@ def test_an_epoch_predicts_its_tokens_once(tokens: int, length: int, seed: int, 
 
 def test_windows_differ_between_epochs() -> None:
     stream = open_stream(7000)
-    first, second = (set(stream.starts(epoch * 1000 + np.arange(1000)).tolist()) for epoch in range(2))
+    first, second = (set(starts(stream, epoch * 1000 + np.arange(1000)).tolist()) for epoch in range(2))
     assert len(first) == len(second) == 1000
     assert len({start % 7 for start in first} & {start % 7 for start in second}) <= 6
     assert first != second
@@ -112,11 +123,12 @@ def test_windows_differ_between_epochs() -> None:
 def test_resume_anywhere_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across the borders of the chunks that are ordered and read at once."""
     monkeypatch.setattr(stream_module, "ORDERED_AT_ONCE", 40)
-    monkeypatch.setattr(stream_module, "READ_AT_ONCE", 150)
+    source = Counting(1000)
+    source.token_bytes = 1 << 10  # a block of 4 samples, of which 16 are read at once
     plan = batch_plan(2, 4, 1)
-    whole = list(itertools.islice(open_stream(batch=plan).steps(0), 60))
+    whole = list(itertools.islice(stream_of(source, 7, batch=plan).steps(0), 60))
     for step in (1, 9, 10, 11, 37):
-        resumed = open_stream(batch=plan).steps(step)
+        resumed = stream_of(source, 7, batch=plan).steps(step)
         for mine, theirs in zip(itertools.islice(resumed, 20), whole[step : step + 20], strict=True):
             assert np.array_equal(np.stack(mine), np.stack(theirs))
         resumed.close()
@@ -136,19 +148,20 @@ def test_tokens_of_files(tmp_path: Path) -> None:
     texts = documents(60, 300)
     make_folder(tmp_path / "data", {"train": texts}, shard_bytes=500)
     row = np.concatenate(texts)
-    stream = Stream(open_split(tmp_path / "data", "train"), sequence_length=9, seed=1, batch=batch_plan(4, 8, 1), data_rank=0)
+    stream = stream_of(open_split(tmp_path / "data", "train"), 9, 1, batch_plan(4, 8, 1))
     micro_batches = next(stream.steps(0))
     stream.close()
     assert [batch.shape for batch in micro_batches] == [(4, 10), (4, 10)]
     assert all(batch.dtype == np.int64 and batch.flags.c_contiguous for batch in micro_batches)
-    starts = stream.starts(np.arange(8))
-    assert np.array_equal(np.concatenate(micro_batches), row[(starts[:, None] + np.arange(10)) % len(row)])
+    _, epochs, numbers = stream.places(np.arange(8))
+    begins = TokenWindows(open_split(tmp_path / "data", "train"), 9, 1).starts(epochs, numbers)
+    assert np.array_equal(np.concatenate(micro_batches), row[(begins[:, None] + np.arange(10)) % len(row)])
 
 
 def test_too_short_a_split_is_refused() -> None:
     with pytest.raises(InputError, match=r"train\.sequence_length=7, split train has 7 tokens"):
         open_stream(7)
-    (only,) = open_stream(8).windows(np.arange(1))
+    (only,) = open_stream(8).samples(np.arange(1))
     assert len(only) == 8
 
 
@@ -189,7 +202,7 @@ def test_an_error_comes_out_where_the_samples_are_used() -> None:
         def read(self, starts: Ints, out: Ints) -> None:
             raise OSError("the disk is gone")
 
-    stream = Stream(Breaking(1000), sequence_length=7, seed=0, batch=batch_plan(1, 1, 1), data_rank=0)
+    stream = stream_of(Breaking(1000), 7)
     steps = stream.steps(0)
     with pytest.raises(OSError, match="the disk is gone"):
         next(steps)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,7 +109,8 @@ def checkpoints(store: FakeStore, timer: Timer | None = None, **changes: Any) ->
     announced: list[Path] = []
     told: list[str] = []
     plan = tiny_plan(**{f"checkpoint__{name}": value for name, value in changes.items()})
-    hook = Checkpoints(plan, FakeEngine(), store, {"order": "x"}, timer or Timer(None), rank=0, attempt=1,  # type: ignore[arg-type]
+    stream = SimpleNamespace(fingerprint=lambda: {"order": "x"}, state=lambda step: {})
+    hook = Checkpoints(plan, FakeEngine(), store, stream, timer or Timer(None), rank=0, attempt=1,  # type: ignore[arg-type]
                        announce=announced.append, tell=told.append)
     return hook, announced, told
 

@@ -32,7 +32,7 @@ def restored(found: Mapping[str, object], kind: SourceKind = SourceKind.RESUME, 
 
 
 def test_scalars_are_plain_json_and_restore_the_state() -> None:
-    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {"optimizer_step": 2})
+    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {"shard": 4}, {"optimizer_step": 2})
     assert json.loads(json.dumps(found)) == found
     assert found["step"] == 3
     assert found["consumed_samples"] == 24
@@ -43,7 +43,7 @@ def test_scalars_are_plain_json_and_restore_the_state() -> None:
 
 
 def test_a_longer_run_in_another_layout_is_the_same_run() -> None:
-    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {})
+    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
     assert restored(found, ranks=4, zero__stage=3, train__steps=50).step == 3
 
 
@@ -61,7 +61,7 @@ def test_consumed_samples_follow_a_batch_ramp() -> None:
     ({"identity": "00000000"}, "identity=00000000, here "), ({"seed": 4}, "seed=4, here 3"),
     ({"consumed_samples": 12}, "consumed_samples=12, here 24"), ({"data": {"order": "other"}}, "other data")])
 def test_another_run_is_refused_by_name_and_may_be_forked(change: dict[str, object], named: str) -> None:
-    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}) | change
+    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {}) | change
     with pytest.raises(CheckpointError) as refused:
         restored(found)
     assert named in str(refused.value)
@@ -75,7 +75,7 @@ def test_weights_without_a_step_are_refused_with_the_remedy() -> None:
 
 def test_the_engines_scalars_never_take_the_runs_names() -> None:
     with pytest.raises(AssertionError, match="step"):
-        scalars(tiny_plan(), TrainState(3), FINGERPRINT, {"step": 1})
+        scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {"step": 1})
 
 
 def test_namespaces() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,15 @@ Ints = npt.NDArray[np.int64]
 IGNORED = -100
 # Enough to know the frequencies of 10^5 tokens; counting all of a large data set would take minutes.
 COUNTED_TOKENS = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """One set to evaluate on. ``batches`` gives its global batches from the first, each as this rank's micro-batches
+    [micro_batch, ...]; all ranks have equally many."""
+
+    data_hash: str
+    batches: Callable[[], Iterator[list[npt.NDArray[Any]]]]
 
 
 def inputs_and_labels(tokens: Ints) -> tuple[Ints, Ints]:

@@ -108,6 +108,11 @@ def _cut(places: Ints, total: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
     return part, within, size + in_larger
 
 
+def epoch_shifts(seed: int, epochs: Ints, tokens: int) -> Ints:
+    """How far the first window of each epoch lies from the corpus's first token: epochs do not repeat their windows."""
+    return (keyed(keyed(root_key(seed), -2), epochs) % np.uint64(tokens)).astype(np.int64)
+
+
 def block_samples(sequence_length: int, bytes_per_token: int) -> int:
     """Windows in a block."""
     return max(1, BLOCK_BYTES // (sequence_length * bytes_per_token))
@@ -158,7 +163,3 @@ class Order:
         row = row + missing * (row >= short_end[where])
         slots, within = np.divmod(row, self._block)
         return permute(slots, blocks, key[where]) * self._block + within
-
-    def shifts(self, epochs: Ints, tokens: int) -> Ints:
-        """How far the first window of each epoch lies from the corpus's first token: epochs do not repeat their windows."""
-        return (keyed(keyed(self._key, -2), epochs) % np.uint64(tokens)).astype(np.int64)

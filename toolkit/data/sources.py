@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from toolkit.config.schema import DataConfig, RunConfig
 from toolkit.data.manifest import DataManifest, read_manifest
+from toolkit.data.samples import too_short
 from toolkit.data.stdlib import ensure
-from toolkit.data.stream import too_short
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 

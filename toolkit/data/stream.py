@@ -1,12 +1,7 @@
-"""Training samples in their order: which windows a step sees, read ahead by a thread.
+"""Samples for one data rank: whatever the layout, the global batch of a step is the same samples in the same order.
 
-A sample is a window of ``sequence_length + 1`` tokens; windows follow one another every ``sequence_length`` tokens over
-the concatenated documents, so every token but the first of a window is predicted once. An epoch's windows begin at its
-own shift and run around the end of the corpus, so there are ``tokens // sequence_length`` of them in each epoch and the
-few tokens that no window holds lie elsewhere each time.
-
-The state of a stream is a number: the samples consumed. ``BatchPlan`` gives it for a step, and nothing else is needed to
-continue on another number of ranks, with another micro-batch.
+A stream has no state of its own. Step -> positions in the run's order -> (source, place in it) -> (epoch, number) -> samples; so it
+starts at any step at the same cost, and a checkpoint needs the number of the step and a fingerprint of what is read.
 """
 
 from __future__ import annotations
@@ -14,32 +9,39 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from toolkit.data.index import TokenSource
-from toolkit.data.order import VERSION, Order, block_samples
+from toolkit.data import mixture as mixing
+from toolkit.data.mixture import Mixture
+from toolkit.data.order import VERSION, Order, keyed, root_key
 from toolkit.data.prefetch import Prefetch
-from toolkit.errors import CheckpointError, InputError, Problem
+from toolkit.data.samples import Samples
+from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
 
 # Steps are ordered, read and handed over by the chunk: the permutation alone is a hundred numpy calls, whatever it permutes.
 ORDERED_AT_ONCE = 4096  # samples
-READ_AT_ONCE = 1 << 16  # tokens: 512 KiB of int64, which stays in a core's cache
+READ_AT_ONCE = 4  # blocks of the source: for text 64 Ki tokens or 512 KiB of int64, which stays in a core's cache
 CHUNKS_AHEAD = 3  # of one step at least
 
 _FORK = "or start a new run from that state: run.fork=PATH"
-# What a fingerprint holds -> what to do where it differs.
+# What a fingerprint holds -> the key that it comes from, and what to do where it differs.
 _REMEDIES = {
-    "order": f"use the version of the toolkit that wrote the checkpoint, {_FORK}",
-    "data": f"point data.path to the data that the run began with, {_FORK}",
-    "tokenizer": f"point data.path to the data that the run began with, {_FORK}",
-    "seed": f"write data.shuffle_seed={{saved}}, {_FORK}",
-    "sequence_length": f"write train.sequence_length={{saved}}, {_FORK}",
+    "order": ("data.order", f"use the version of the toolkit that wrote the checkpoint, {_FORK}"),
+    "data": ("data.path", f"point data.path to the data that the run began with, {_FORK}"),
+    "tokenizer": ("data.path", f"point data.path to the data that the run began with, {_FORK}"),
+    "seed": ("data.shuffle_seed", f"write data.shuffle_seed={{saved}}, {_FORK}"),
+    "sequence_length": ("train.sequence_length", f"write train.sequence_length={{saved}}, {_FORK}"),
+    "mixture": ("data.sources", f"write the sources, weights and phases that the run began with, {_FORK}"),
 }
+_OTHERWISE = ("data.{key}", f"bring back what the run began with, {_FORK}")
 
 
 def rank_positions(batch: BatchPlan, step: int, data_rank: int) -> Ints:
@@ -61,29 +63,42 @@ def rank_places(accumulation: int, data_parallel: int, micro_batch: int, data_ra
     return places
 
 
+def source_seed(seed: int, name: str | None) -> int:
+    """The seed of one source of several, of its own, whatever the others are; ``name`` is None where there is only one."""
+    return seed if name is None else int(keyed(root_key(seed), xxhash.xxh3_64_intdigest(name.encode()) >> 1)[0])
+
+
 class Stream:
-    """One data rank's view of one split, endless.
+    """One data rank's view of its sources, endless.
 
     Worked example: ``BatchPlan(micro_batch=2, global_batch=8, data_parallel=2)``; in step 0 rank 0 reads samples
     ``[0, 1]`` and ``[4, 5]``, rank 1 reads ``[2, 3]`` and ``[6, 7]``.
     """
 
-    def __init__(self, source: TokenSource, *, sequence_length: int, seed: int, batch: BatchPlan, data_rank: int) -> None:
-        """Raises InputError where the split is shorter than one window."""
+    def __init__(self, sources: Mapping[str, Samples], mixture: Mixture | None, *, seed: int, batch: BatchPlan, data_rank: int) -> None:
+        """
+        Args:
+            sources: by name, in the order of the mixture's weights. Their samples are of one shape.
+            mixture: None where there is one source.
+            seed: of the order. That of a source of several is ``source_seed``.
+        """
         assert 0 <= data_rank < batch.data_parallel, f"rank {data_rank} of {batch.data_parallel}"
-        if source.tokens < sequence_length + 1:
-            raise InputError(too_short(source.tokens, sequence_length))
-        self._source = source
-        self._length = sequence_length
+        assert len(sources) == (1 if mixture is None else mixture.sources), f"{len(sources)} sources"
+        self._sources = dict(sources)
+        self._mixture = mixture
         self._seed = seed
         self._batch = batch
         self._rank = data_rank
-        self.samples_per_epoch = source.tokens // sequence_length
-        self._order = Order(self.samples_per_epoch, block_samples=block_samples(sequence_length, source.token_bytes), seed=seed)
-        self._open: weakref.WeakSet[Prefetch[list[Ints]]] = weakref.WeakSet()
+        self._samples = list(sources.values())
+        names = [None] if mixture is None else list(sources)
+        self._orders = [
+            Order(samples.count, block_samples=samples.block, seed=source_seed(seed, name))
+            for name, samples in zip(names, self._samples, strict=True)
+        ]
+        self._open: weakref.WeakSet[Prefetch[list[Array]]] = weakref.WeakSet()
 
-    def steps(self, first_step: int) -> Prefetch[list[Ints]]:
-        """This rank's micro-batches, one list a step from ``first_step`` on: each int64 [micro_batch, sequence_length + 1].
+    def steps(self, first_step: int) -> Prefetch[list[Array]]:
+        """This rank's micro-batches, one list a step from ``first_step`` on: each [micro_batch, ...], as the sources read them.
 
         Reading ahead begins at once; an error in it is raised by ``next``. Closing the iterator or the stream ends it.
         """
@@ -91,54 +106,69 @@ class Stream:
         self._open.add(steps)
         return steps
 
-    def windows(self, positions: Ints) -> Ints:
-        """The samples at ``positions`` [n] of the run's order: int64 [n, sequence_length + 1]."""
-        return self._read(self.starts(positions))
+    def samples(self, positions: Ints) -> Array:
+        """The samples at ``positions`` [n] of the run's order: [n, ...]."""
+        return self._read(*self.places(positions))
 
-    def starts(self, positions: Ints) -> Ints:
-        """The first token of each sample."""
-        epochs, windows = self._order(positions)
-        present, where = np.unique(epochs, return_inverse=True)
-        shifts = self._order.shifts(present, self._source.tokens)
-        return (windows * self._length + shifts[where]) % self._source.tokens
+    def places(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
+        """Where the samples at ``positions`` [n] stand: the number of the source, the epoch and the number in it, [n] each."""
+        if self._mixture is None:
+            return (np.zeros_like(positions), *self._orders[0](positions))
+        which, places = self._mixture(positions)
+        epochs, numbers = np.empty_like(places), np.empty_like(places)
+        for source, order in enumerate(self._orders):
+            at = np.flatnonzero(which == source)
+            if at.size:
+                epochs[at], numbers[at] = order(places[at])
+        return which, epochs, numbers
+
+    def consumed(self, step: int) -> dict[str, tuple[int, float]]:
+        """Samples and epochs that the first ``step`` steps take of each source."""
+        position = self._batch.at(step).first_sample
+        counts = [position] if self._mixture is None else self._mixture.counts(position)
+        return {name: (count, count / samples.count) for (name, samples), count in zip(self._sources.items(), counts, strict=True)}
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What, beside the consumed samples, decides every sample that follows. Plain JSON types."""
-        return {
-            "order": VERSION,
-            "data": self._source.data_hash,
-            "tokenizer": self._source.tokenizer_hash,
-            "seed": self._seed,
-            "sequence_length": self._length,
-        }
+        """What, beside the consumed samples, decides every sample that follows. Plain JSON types, O(sources)."""
+        own: dict[str, str | int] = {"order": VERSION, "seed": self._seed}
+        if self._mixture is None:
+            return own | self._samples[0].fingerprint()
+        for name, samples in self._sources.items():
+            found = samples.fingerprint()
+            own |= {key if key != "data" else f"data of {name}": value for key, value in found.items()}
+        return own | {"mixture": f"{mixing.VERSION} {mixing.digest(self._mixture)}"}
 
     def check_fingerprint(self, saved: Mapping[str, object]) -> None:
         """Raises CheckpointError naming everything in which the stream that was saved differs from this one."""
         mine = self.fingerprint()
-        problems = [
-            Problem(
-                f"data.{key}" if key != "sequence_length" else "train.sequence_length",
-                f"{key}={mine[key]}, the checkpoint has {key}={saved.get(key)}",
-                "a run continues on the samples and in the order it began with",
-                remedy.format(saved=saved.get(key)),
-            )
-            for key, remedy in _REMEDIES.items()
-            if saved.get(key) != mine[key]
-        ]
+        problems: list[Problem] = []
+        for name in mine.keys() | saved.keys():
+            if saved.get(name) != mine.get(name):
+                key, remedy = _REMEDIES.get(name.partition(" ")[0], _OTHERWISE)
+                problems.append(Problem(
+                    key.format(key=name), f"{name}={mine.get(name)}, the checkpoint has {name}={saved.get(name)}",
+                    "a run continues on the samples and in the order it began with", remedy.format(saved=saved.get(name))))
         if problems:
-            raise CheckpointError(*problems)
+            raise CheckpointError(*sorted(problems, key=lambda problem: problem.seen))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Nothing: the step decides."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
 
     def close(self) -> None:
         for steps in list(self._open):
             steps.close()
 
-    def _chunks(self, first_step: int) -> Iterator[list[list[Ints]]]:
-        """Consecutive steps, about READ_AT_ONCE tokens of them at a time."""
+    def _chunks(self, first_step: int) -> Iterator[list[list[Array]]]:
+        """Consecutive steps, about READ_AT_ONCE blocks of them at a time."""
         step = first_step
         while True:
             ahead = self._positions(step)
-            starts = self.starts(np.concatenate([positions.ravel() for positions in ahead]))
-            yield from self._read_chunks(ahead, starts)
+            places = self.places(np.concatenate([positions.ravel() for positions in ahead]))
+            yield from self._read_chunks(ahead, places)
             step += len(ahead)
 
     def _positions(self, step: int) -> list[Ints]:
@@ -150,43 +180,33 @@ class Stream:
             samples += ahead[-1].size
         return ahead
 
-    def _read_chunks(self, ahead: list[Ints], starts: Ints) -> Iterator[list[list[Ints]]]:
-        """``ahead``: the positions of each step; ``starts``: of all their samples, one after another."""
-        length = self._length + 1
+    def _read_chunks(self, ahead: list[Ints], places: tuple[Ints, Ints, Ints]) -> Iterator[list[list[Array]]]:
+        """``ahead``: the positions of each step; ``places``: of all their samples, one after another."""
+        at_once = READ_AT_ONCE * min(samples.block for samples in self._samples)
         first = at = 0
         while first < len(ahead):
-            last = first + max(1, READ_AT_ONCE // (ahead[first].size * length))
+            last = first + max(1, at_once // ahead[first].size)
             some = ahead[first:last]
             size = sum(positions.size for positions in some)
-            rows = self._read(starts[at : at + size])
-            chunk: list[list[Ints]] = []
+            which, epochs, numbers = (part[at : at + size] for part in places)
+            rows = self._read(which, epochs, numbers)
+            chunk: list[list[Array]] = []
             row = 0
             for positions in some:
-                chunk.append(list(rows[row : row + positions.size].reshape(*positions.shape, length)))
+                chunk.append(list(rows[row : row + positions.size].reshape(*positions.shape, *rows.shape[1:])))
                 row += positions.size
             yield chunk
             first, at = last, at + size
 
-    def _read(self, starts: Ints) -> Ints:
-        tokens, length = self._source.tokens, self._length + 1
-        rows = np.empty((len(starts), length), dtype=np.int64)
-        around = np.flatnonzero(starts + length > tokens)  # at most one window an epoch
-        if not around.size:
-            self._source.read(starts, rows)
-            return rows
-        within = np.flatnonzero(starts + length <= tokens)
-        straight = np.empty((len(within), length), dtype=np.int64)
-        self._source.read(starts[within], straight)
-        rows[within] = straight
-        for row in around.tolist():
-            before_end = tokens - int(starts[row])
-            self._source.read(starts[row : row + 1], rows[row : row + 1, :before_end])
-            self._source.read(np.zeros(1, dtype=np.int64), rows[row : row + 1, before_end:])
+    def _read(self, which: Ints, epochs: Ints, numbers: Ints) -> Array:
+        if self._mixture is None:
+            return self._samples[0].read(epochs, numbers)
+        rows: Array | None = None
+        for source in np.unique(which).tolist():
+            at = np.flatnonzero(which == source)
+            part = self._samples[source].read(epochs[at], numbers[at])
+            if rows is None:
+                rows = np.empty((len(which), *part.shape[1:]), dtype=part.dtype)
+            rows[at] = part
+        assert rows is not None, "reading no samples"
         return rows
-
-
-def too_short(tokens: int, sequence_length: int, split: str = "train") -> Problem:
-    """The problem of a split that does not fill one window."""
-    seen = f"train.sequence_length={sequence_length}, split {split} has {tokens} tokens"
-    remedy = f"write train.sequence_length={max(1, tokens - 1)} or less, or prepare more text"
-    return Problem("train.sequence_length", seen, "the data fills at least one window of sequence_length + 1 tokens", remedy)

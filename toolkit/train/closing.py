@@ -9,7 +9,6 @@ from pathlib import Path
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import newest, step_of
 from toolkit.checkpoint.formats.huggingface import export
-from toolkit.data.manifest import DataManifest
 from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.sink import Sink
 from toolkit.plan.types import RunPlan
@@ -20,12 +19,12 @@ Say = Callable[[str], None]
 TEMPERATURE = 0.7
 
 
-def finish(plan: RunPlan, directory: RunDirectory, data: DataManifest, sink: Sink, unigram: float | None, *, say: Say, tell: Say,
+def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink: Sink, unigram: float | None, *, say: Say, tell: Say,
            stop: Callable[[], object]) -> None:
     """After the last step of a run.
 
     Args:
-        data: that the run has read.
+        tokenizer: the folder of the tokenizer that made the run's text.
         unigram: the unigram model's loss on the first evaluation set, if it is known.
         say, tell: for results, for trouble.
         stop: whether to leave early.
@@ -33,13 +32,13 @@ def finish(plan: RunPlan, directory: RunDirectory, data: DataManifest, sink: Sin
     checkpoint = newest(directory.checkpoints)
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
-        export(open_reader(checkpoint), plan.shape, directory.export, tokenizer=data.tokenizer_folder)
+        export(open_reader(checkpoint), plan.shape, directory.export, tokenizer=tokenizer)
     _tell_speed(directory, say)
     _tell_losses(plan, directory, unigram, say)
     prompt = plan.config.monitor.prompt
     if prompt is not None and not stop():
         try:
-            text = _continuation(plan, checkpoint, data, prompt, stop)
+            text = _continuation(plan, checkpoint, tokenizer, prompt, stop)
             say(f"the model continues {prompt!r}:\n\n{prompt}{text}\n")
             sink.log_text("continuation", prompt + text)
         except Exception as error:  # noqa: BLE001  the training is done and saved; a sample of text does not change that
@@ -73,16 +72,18 @@ def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, 
         say(line)
 
 
-def _continuation(plan: RunPlan, checkpoint: Path | None, data: DataManifest, prompt: str, stop: Callable[[], object]) -> str:
-    from toolkit.data import tokenizer
+def _continuation(plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None, prompt: str, stop: Callable[[], object]) -> str:
+    from toolkit.data.tokenizer import load
     from toolkit.train.generate import continue_text, load_model
 
     if plan.shape is None:
         raise ValueError("monitor.prompt needs a family's model, not model.target")
+    if tokenizer is None:
+        raise ValueError("monitor.prompt needs data that are text")
     if checkpoint is None or step_of(checkpoint) != plan.config.train.steps:
         raise ValueError("monitor.prompt needs the weights of the last step: checkpoint.at_end=true")
     model = load_model(plan.shape, open_reader(checkpoint))
-    return continue_text(model, tokenizer.load(data.tokenizer_folder), prompt, temperature=TEMPERATURE, seed=plan.config.train.seed,
+    return continue_text(model, load(tokenizer), prompt, temperature=TEMPERATURE, seed=plan.config.train.seed,
                          context=plan.shape.max_position_embeddings, stop=stop)
 
 

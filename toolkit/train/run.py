@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from toolkit.checkpoint.directory import newest
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config.schema import parse_cadence
-from toolkit.data.evaluation import eval_batches, evaluation_targets, unigram_loss
-from toolkit.data.index import TokenSource, open_split
-from toolkit.data.manifest import read_manifest
-from toolkit.data.stream import Stream
+from toolkit.data.evaluation import EvalSet
+from toolkit.data.open import open_data
 from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine
 from toolkit.errors import ExitCode
@@ -24,7 +21,7 @@ from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory
 from toolkit.train import closing, place
 from toolkit.train.agree import Agreed, Exchange, check_same_data, exchange
-from toolkit.train.evaluation import Batches, Evaluation
+from toolkit.train.evaluation import Evaluation
 from toolkit.train.hooks import Hooks, Metrics, Plots, StatusFile
 from toolkit.train.loop import train
 from toolkit.train.saving import Checkpoints, Timer
@@ -57,15 +54,11 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         place.settle(plan)
         ranks = plan.world.ranks
         ask = exchange(ranks)
-        manifest = read_manifest(data or plan.config.data.path)
-        training = open_split(manifest.folder, "train")
-        sets = {name: open_split(manifest.folder, name) for name in plan.config.eval.sets} if plan.config.eval.every else {}
-        data_rank = plan.axes.coordinates(rank).data
-        stream = Stream(training, sequence_length=plan.config.train.sequence_length, seed=plan.config.data.shuffle_seed, batch=plan.batch,
-                        data_rank=data_rank)
+        reads = open_data(plan.config, plan.batch, plan.axes.coordinates(rank).data, data or plan.config.data.path)
+        stream = reads.stream
         stack.callback(stream.close)
-        check_same_data({**stream.fingerprint(), **{f"eval.sets {name}": source.data_hash for name, source in sets.items()}}, ranks)
-        beginning = find_beginning(plan, directory, stream.check_fingerprint)
+        check_same_data({**stream.fingerprint(), **{f"eval.sets {name}": one.data_hash for name, one in reads.sets.items()}}, ranks)
+        beginning = find_beginning(plan, directory, stream)
         state = beginning.state
         if rank == 0:
             directory.trim_after(state.step, attempt)
@@ -80,16 +73,15 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
             for words in take_up(plan, directory, beginning, attempt):
                 say(words)
         timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
-        unigram = functools.cache(lambda: unigram_of(plan, training, sets))
         hooks = Hooks(Metrics(plan, sink))
-        hooks.add(evaluation(plan, engine, task, sets, data_rank, hooks, ask, directory, rank))
+        hooks.add(evaluation(plan, engine, task, reads.sets, hooks, ask, directory, rank))
         hooks.add(Checkpoints(
             plan, engine, CheckpointStore(directory.checkpoints, plan.config.checkpoint.keep_last, plan.config.checkpoint.keep_every),
-            stream.fingerprint(), timer, rank=rank, attempt=attempt, announce=hooks.on_checkpoint,
+            stream, timer, rank=rank, attempt=attempt, announce=hooks.on_checkpoint,
             tell=tell if rank == 0 else lambda words: None))
         if rank == 0:
             hooks.add(StatusFile(directory, attempt, newest(directory.checkpoints)))
-            hooks.add(Plots(lambda: loss_curve(directory.path, unigram()), tell))
+            hooks.add(Plots(lambda: loss_curve(directory.path, reads.unigram()), tell))
 
         def agree() -> Agreed:
             stopping, due = ask([stop() is not None, rank == 0 and timer.due()])
@@ -100,7 +92,7 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         ended(code)
         try:
             if rank == 0 and code is ExitCode.DONE:
-                closing.finish(plan, directory, manifest, sink, unigram(), say=say, tell=tell, stop=stop)
+                closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), say=say, tell=tell, stop=stop)
             elif rank == 0:
                 say(f"stopped after step {state.step} of {plan.config.train.steps}, saved; the same command continues")
         finally:
@@ -108,24 +100,11 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         return code
 
 
-def evaluation(plan: RunPlan, engine: Engine, task: Task, sets: Mapping[str, TokenSource], data_rank: int, hooks: Hooks, ask: Exchange,
+def evaluation(plan: RunPlan, engine: Engine, task: Task, sets: Mapping[str, EvalSet], hooks: Hooks, ask: Exchange,
                directory: RunDirectory, rank: int) -> Evaluation:
-    length, batches = plan.config.train.sequence_length, plan.config.eval.batches
-
-    def batches_of(source: TokenSource) -> Callable[[], Batches]:
-        return lambda: eval_batches(source, length, batches, plan.batch, data_rank)
-
     def missing(step: int) -> bool:
         absent = rank == 0 and all(row["step"] != step for row in read_rows(directory.eval_file))
         return bool(ask([absent])[0])
 
-    return Evaluation(engine, task, {name: batches_of(source) for name, source in sets.items()}, every=plan.config.eval.every,
+    return Evaluation(engine, task, {name: one.batches for name, one in sets.items()}, every=plan.config.eval.every,
                       steps=plan.config.train.steps, missing=missing, announce=hooks.on_eval)
-
-
-def unigram_of(plan: RunPlan, training: TokenSource, sets: Mapping[str, TokenSource]) -> float | None:
-    """The unigram model's loss on the tokens of the first evaluation set; None without one."""
-    for source in sets.values():
-        targets = evaluation_targets(source, plan.config.train.sequence_length, plan.config.eval.batches, plan.batch.global_batch)
-        return unigram_loss(training, targets)
-    return None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint.store import CheckpointStore, PendingSave
 from toolkit.config.schema import parse_cadence
+from toolkit.data.open import SampleStream
 from toolkit.engine.protocol import Engine
 from toolkit.plan.types import RunPlan
 from toolkit.train import state
@@ -36,10 +36,10 @@ class Checkpoints(Hook):
     at the same step.
     """
 
-    def __init__(self, plan: RunPlan, engine: Engine, store: CheckpointStore, fingerprint: Mapping[str, Any], timer: Timer, *,
+    def __init__(self, plan: RunPlan, engine: Engine, store: CheckpointStore, stream: SampleStream, timer: Timer, *,
                  rank: int, attempt: int, announce: Callable[[Path], None], tell: Callable[[str], None]) -> None:
         self._plan, self._engine, self._store, self._timer = plan, engine, store, timer
-        self._fingerprint, self._rank, self._attempt = fingerprint, rank, attempt
+        self._stream, self._rank, self._attempt = stream, rank, attempt
         self._announce, self._tell = announce, tell
         self._every_steps = parse_cadence(plan.config.checkpoint.every).steps
         self._pending: PendingSave | None = None
@@ -59,7 +59,8 @@ class Checkpoints(Hook):
 
     def _save(self, step: int, background: bool) -> None:
         self._settle()
-        scalars = state.scalars(self._plan, state.TrainState(step), self._fingerprint, self._engine.scalars())
+        scalars = state.scalars(
+            self._plan, state.TrainState(step), self._stream.fingerprint(), self._stream.state(step), self._engine.scalars())
         background = background and not self._failed
         self._pending = self._store.save(
             step, self._engine.shards(), scalars, namespace=state.namespace(self._plan), rank=self._rank, ranks=self._plan.world.ranks,

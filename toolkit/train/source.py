@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import checkpoint_at, go_back, newest
 from toolkit.checkpoint.shard import Reader
+from toolkit.data.open import SampleStream
 from toolkit.engine.build import first_weights
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory, SourceKind, resolve_source
@@ -42,11 +43,11 @@ def take_up(plan: RunPlan, directory: RunDirectory, beginning: Beginning, attemp
     return [f"{names} of the steps that are run again {'are' if len(moved) > 1 else 'is'} now in {aside}, which nobody removes for you"]
 
 
-def find_beginning(plan: RunPlan, directory: RunDirectory, check_data: Callable[[Mapping[str, object]], None]) -> Beginning:
+def find_beginning(plan: RunPlan, directory: RunDirectory, stream: SampleStream) -> Beginning:
     """Without collectives: every rank comes to the same answer from the same files.
 
     Args:
-        check_data: see ``state.restore``.
+        stream: goes back to its state at that step, where a run is resumed.
 
     Raises:
         UserError: there is nothing to continue from, or it must not be continued from.
@@ -58,7 +59,10 @@ def find_beginning(plan: RunPlan, directory: RunDirectory, check_data: Callable[
         return Beginning(first_weights(plan), TrainState(), None, words)
     checkpoint = checkpoint_at(source.path) or source.path
     reader = open_reader(checkpoint, state.namespace(plan))
-    begins = state.restore(plan, reader, source.kind, checkpoint, check_data)
+    begins = state.restore(plan, reader, source.kind, checkpoint, stream.check_fingerprint)
+    if source.kind is SourceKind.RESUME:
+        recorded = reader.scalars.get(state.DATA_STATE)
+        stream.restore(recorded if isinstance(recorded, Mapping) else {})
     kind = "fork of" if source.kind is SourceKind.FORK else "continues from"
     return Beginning(reader, begins, checkpoint, f"{kind} {checkpoint}: {begins.step} steps are done")
 

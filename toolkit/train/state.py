@@ -20,6 +20,7 @@ from toolkit.plan.types import RunPlan
 from toolkit.rundir import SourceKind
 
 STEP, CONSUMED, DATA, IDENTITY, SEED, VERSIONS = "step", "consumed_samples", "data", "identity", "seed", "versions"
+DATA_STATE = "data_state"  # of a stream whose place does not follow from the step
 _RECORDED_PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers")
 
 
@@ -38,11 +39,12 @@ def namespace(plan: RunPlan) -> str:
     return families.get(plan.shape.family).namespace if plan.shape is not None else f"module/{plan.config.model.target}"
 
 
-def scalars(plan: RunPlan, state: TrainState, fingerprint: Mapping[str, Any], engine: Mapping[str, object]) -> dict[str, object]:
+def scalars(plan: RunPlan, state: TrainState, fingerprint: Mapping[str, Any], data_state: Mapping[str, Any],
+            engine: Mapping[str, object]) -> dict[str, object]:
     """What a checkpoint holds besides tensors: plain JSON types. The engine's own keys stand beside the run's."""
     own: dict[str, object] = {
-        STEP: state.step, CONSUMED: state.consumed_samples(plan), DATA: dict(fingerprint), IDENTITY: plan.identity,
-        SEED: plan.config.train.seed, VERSIONS: versions(),
+        STEP: state.step, CONSUMED: state.consumed_samples(plan), DATA: dict(fingerprint),
+        DATA_STATE: dict(data_state), IDENTITY: plan.identity, SEED: plan.config.train.seed, VERSIONS: versions(),
     }
     assert not own.keys() & engine.keys(), f"the engine's scalars take the run's names {sorted(own.keys() & engine.keys())}"
     return {**own, **engine}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from toolkit.data.documents import position_ids
 from toolkit.data.evaluation import IGNORED, inputs_and_labels
 from toolkit.engine.protocol import MicroBatch, Objective
 from toolkit.errors import ConfigError, Problem
@@ -24,11 +25,20 @@ class Task(Objective, Protocol):
 
 
 class Text(Task):
-    """Samples are int64 [micro_batch, sequence + 1]: the inputs, and shifted by one the labels, int64 [micro_batch, sequence] each."""
+    """Samples are int64 [micro_batch, sequence + 1]: the inputs, and shifted by one the labels, int64 [micro_batch, sequence] each.
+
+    With ``end_of_text``, the token that ends every document, documents are kept apart: ``position_ids`` begin anew in each.
+    """
+
+    def __init__(self, end_of_text: int | None = None) -> None:
+        self._end_of_text = end_of_text
 
     def collate(self, samples: np.ndarray, device: torch.device) -> MicroBatch:
         inputs, labels = inputs_and_labels(samples)
-        return {"input_ids": torch.from_numpy(inputs).to(device), "labels": torch.from_numpy(labels).to(device)}
+        found = {"input_ids": inputs, "labels": labels}
+        if self._end_of_text is not None:
+            found["position_ids"] = position_ids(samples, self._end_of_text)
+        return {name: torch.from_numpy(array).to(device) for name, array in found.items()}
 
     def units(self, batch: MicroBatch) -> int:
         return int((batch["labels"] != IGNORED).sum())
@@ -41,13 +51,14 @@ class NextToken(Text):
     dividing by the tokens leaves its weighted mean over the micro-batches. Evaluation is the cross-entropy alone.
     """
 
-    def __init__(self, auxiliary: float = 0.0) -> None:
+    def __init__(self, auxiliary: float = 0.0, end_of_text: int | None = None) -> None:
+        super().__init__(end_of_text)
         self._auxiliary = auxiliary
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         balanced = self._auxiliary != 0 and model.training
         extra = {"output_router_logits": True} if balanced else {}
-        output = model(input_ids=batch["input_ids"], use_cache=False, **extra)
+        output = model(input_ids=batch["input_ids"], use_cache=False, **_positions(batch), **extra)
         logits = output.logits.float().flatten(0, 1)
         loss = functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
         return loss + self._auxiliary * output.aux_loss.float() * self.units(batch) if balanced else loss
@@ -55,13 +66,15 @@ class NextToken(Text):
 
 class OwnLoss(Text):
     """For ``model.target``: ``forward(input_ids, labels)`` returns the mean loss over the labels that are not -100, as a tensor
-    or as ``loss`` of an object or mapping. The mean over no label (in the last batch of an evaluation) counts as nothing."""
+    or as ``loss`` of an object or mapping. The mean over no label (in the last batch of an evaluation) counts as nothing. Where
+    documents are kept apart it takes ``position_ids`` too."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, end_of_text: int | None = None) -> None:
+        super().__init__(end_of_text)
         self._target = target
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
-        output = model(input_ids=batch["input_ids"], labels=batch["labels"])
+        output = model(input_ids=batch["input_ids"], labels=batch["labels"], **_positions(batch))
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else getattr(output, "loss", output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise self._refusal(loss)
@@ -76,10 +89,15 @@ class OwnLoss(Text):
             "return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) from forward"))
 
 
-def text_task(plan: RunPlan) -> Task:
-    """Of the plan's model."""
+def _positions(batch: MicroBatch) -> MicroBatch:
+    """What a model is given beside tokens. From positions that begin anew transformers' models mask attention by document."""
+    return {name: tensor for name, tensor in batch.items() if name == "position_ids"}
+
+
+def text_task(plan: RunPlan, end_of_text: int | None = None) -> Task:
+    """Of the plan's model. ``end_of_text``: of data whose documents are kept apart (``data/documents.py``)."""
     model = plan.config.model
     if plan.shape is None:
         assert model.target is not None, "a plan without a shape is of model.target"
-        return OwnLoss(model.target)
-    return NextToken(plan.shape.router_aux_loss_coef)
+        return OwnLoss(model.target, end_of_text)
+    return NextToken(plan.shape.router_aux_loss_coef, end_of_text)
