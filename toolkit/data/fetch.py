@@ -1,0 +1,207 @@
+"""Many requests at once, each carried through failures and silence, in bounded time and with a bounded number of repetitions.
+
+An attempt that fails is repeated after a pause that doubles. One that takes much longer than answers usually do is not waited for:
+a second attempt starts beside it, and the first answer counts. A store in which every twentieth request stalls so costs a fraction
+of a second now and then, not its time limit.
+
+Attempts block threads, and these threads are joined when Python ends: a library's own threads that call back into a Python that is
+ending abort the process.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+TICK_SECONDS = 0.02  # how often the requests under way are looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What requests to a store may cost."""
+
+    in_flight: int = 64
+    """Requests of this process at once."""
+    part_bytes: int = 1 << 20
+    """The largest request; more is cut into several."""
+    connect_seconds: float = 5.0
+    silence_seconds: float = 5.0
+    """An attempt has failed when no byte came for so long: a stalled body too."""
+    request_seconds: float = 30.0
+    """An attempt has failed when it is not whole after so long."""
+    first_pause_seconds: float = 0.1
+    longest_pause_seconds: float = 5.0
+    """Before a failed attempt is repeated: the first pause, doubled each time up to the longest, times 0.5 to 1 at random."""
+    opening_seconds: float = 20.0
+    """No attempt starts later than this after the first while data are opened: a wrong address is told soon."""
+    reading_seconds: float = 300.0
+    """The same while training reads: a store that is away for some minutes does not end a run."""
+    second_after: float = 4.0
+    """A second attempt starts beside one that takes so many times as long as answers usually do ..."""
+    second_least_seconds: float = 0.1
+    second_most_seconds: float = 1.0
+    """... but no sooner and no later than these."""
+    second_share: float = 1 / 16
+    """At most this share of all requests, and 8 more, get a second attempt: a slow store is not loaded twice. 0: none."""
+
+
+class Transient(Exception):
+    """An attempt failed in a way that another may not. The text says how."""
+
+
+class Unanswered(Exception):
+    """A request failed until its time was over."""
+
+    def __init__(self, attempts: int, seconds: float, last: str) -> None:
+        self.attempts, self.seconds, self.last = attempts, seconds, last
+        super().__init__(f"{attempts} attempts in {seconds:.0f} s; the last: {last}")
+
+
+class Pace:
+    """How long answers of a store usually take, and what was asked of it. Shared by the threads that read from it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._usual: float | None = None
+        self.requests = 0
+        self.seconds = 0  # second attempts beside a first
+        self.repeated = 0  # attempts after a failed one
+
+    def begin(self, requests: int) -> None:
+        with self._lock:
+            self.requests += requests
+
+    def answered(self, seconds: float) -> None:
+        with self._lock:
+            self._usual = seconds if self._usual is None else 0.9 * self._usual + 0.1 * seconds
+
+    def repeat(self) -> None:
+        with self._lock:
+            self.repeated += 1
+
+    def second_due(self, waited_seconds: float) -> bool:
+        """Whether a request that waits so long gets a second attempt, which is then counted."""
+        limits = self._limits
+        with self._lock:
+            usual = limits.second_most_seconds if self._usual is None else limits.second_after * self._usual
+            patience = min(max(usual, limits.second_least_seconds), limits.second_most_seconds)
+            allowed = limits.second_share and self.seconds < 8 + limits.second_share * self.requests
+            due = bool(allowed) and waited_seconds > patience
+            self.seconds += due
+            return due
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="storage")
+
+
+class _Attempt(Generic[T]):
+    def __init__(self, job: _Job[T]) -> None:
+        self.job = job
+        self.began: float | None = None  # when a thread took it up
+
+
+class _Job(Generic[T]):
+    """One request. All fields but ``done`` belong to the thread that asked."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.call = call
+        self.running: list[_Attempt[T]] = []
+        self.attempts = 0
+        self.failures = 0
+        self.retry_at: float | None = None
+        self.done = False  # answered, or nobody waits any more
+        self.answer: T
+
+
+def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seconds: float) -> list[T]:
+    """The answers of ``calls``, in their order. Each call is one attempt; it may run in another thread, more than once, also at once.
+
+    Args:
+        seconds: no attempt starts later than so long after the first.
+
+    Raises:
+        Unanswered: a call raised Transient until then.
+        Exception: whatever else a call raised, at once.
+    """
+    answers: SimpleQueue[tuple[_Attempt[T], T | None, Exception | None]] = SimpleQueue()
+    pool, start = _threads(limits.in_flight), time.monotonic()
+    jobs = [_Job(call) for call in calls]
+    pace.begin(len(jobs))
+
+    def carry_out(attempt: _Attempt[T]) -> None:
+        if attempt.job.done:
+            return
+        attempt.began = time.monotonic()
+        try:
+            answers.put((attempt, attempt.job.call(), None))
+        except Exception as error:  # noqa: BLE001 - it is judged, and raised, by the thread that asked
+            answers.put((attempt, None, error))
+
+    def begin(job: _Job[T]) -> None:
+        attempt = _Attempt(job)
+        job.running.append(attempt)
+        job.attempts += 1
+        job.retry_at = None
+        pool.submit(carry_out, attempt)
+
+    def look_after(job: _Job[T], now: float) -> None:
+        if job.retry_at is not None and now >= job.retry_at:
+            pace.repeat()
+            begin(job)
+        elif len(job.running) == 1 and (began := job.running[0].began) is not None and pace.second_due(now - began):
+            begin(job)
+
+    try:
+        for job in jobs:
+            begin(job)
+        left, looked = len(jobs), start
+        while left:
+            try:
+                attempt, answer, error = answers.get(timeout=TICK_SECONDS)
+            except Empty:
+                pass
+            else:
+                job = attempt.job
+                job.running.remove(attempt)
+                if job.done:
+                    continue
+                if error is None:
+                    assert attempt.began is not None
+                    pace.answered(time.monotonic() - attempt.began)
+                    job.answer, job.done = answer, True  # type: ignore[assignment]
+                    left -= 1
+                elif not isinstance(error, Transient):
+                    raise error
+                elif not job.running:  # no other attempt of it is under way
+                    job.retry_at = time.monotonic() + _pause(job.failures, limits)
+                    job.failures += 1
+                    if job.retry_at - start > seconds:
+                        raise Unanswered(job.attempts, time.monotonic() - start, str(error))
+            now = time.monotonic()
+            if now - looked >= TICK_SECONDS:
+                looked = now
+                for job in jobs:
+                    if not job.done:
+                        look_after(job, now)
+    finally:
+        for job in jobs:
+            job.done = True  # what no thread has taken up yet is left
+    return [job.answer for job in jobs]
+
+
+def _pause(failures: int, limits: Limits) -> float:
+    """Random, so that ranks that failed together do not come back together. No result depends on it."""
+    longest = min(limits.longest_pause_seconds, limits.first_pause_seconds * 2**failures)
+    return longest * random.uniform(0.5, 1.0)

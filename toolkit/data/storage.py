@@ -1,0 +1,267 @@
+"""Folders that data are read from: on this machine, or in a store by its URL (``s3://``, ``gs://``, ``az://``, ``http(s)://``).
+
+    folder = open_folder("s3://bucket/corpus")
+    folder.read_bytes("manifest.json")
+    folder.read_range("train-00000.bin", 4096, 8192)
+
+Stores are spoken to by obstore, whose credentials come from the environment or the instance. No text of this module holds what a
+library or a server said: that may name keys, signatures and tokens. It holds a status, a kind of failure, and a place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from toolkit.config.urls import credentials_remedy, is_url, url_problem
+from toolkit.data.fetch import Limits, Pace, Transient, Unanswered, fetch_all
+from toolkit.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+T = TypeVar("T")
+Buffer = bytes | memoryview
+# A store on another port or machine may be named with http: the operator's own words in the environment, as for the AWS tools.
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_INSTANCE = ("169.254.169.254", "metadata.google.internal", "MissingAccount", "MissingCredentials")
+
+
+class Url(str):
+    """A folder or file in a store. ``/`` joins, as for a Path."""
+
+    __slots__ = ()
+
+    def __truediv__(self, name: str) -> Url:
+        parts = [part for part in name.split("/") if part not in ("", ".")]
+        return Url("/".join([self.rstrip("/"), *parts]))
+
+
+Place = Path | Url
+
+
+class StorageError(OSError):
+    """A store did not answer while training read from it. Starting again may help, so it is no mistake of the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes ``start .. end`` of the file ``name``."""
+
+    name: str
+    start: int
+    end: int
+
+
+class Folder(Protocol):
+    """Where files lie. Reading is safe in several threads.
+
+    Every method raises InputError where a file is absent, may not be read or has changed since it was first seen, or is shorter than
+    a range of it; and StorageError where a store does not answer.
+    """
+
+    @property
+    def place(self) -> Place: ...
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """Bytes of each file."""
+
+    def size(self, name: str) -> int:
+        return self.sizes([name])[0]
+
+    def read_bytes(self, name: str) -> bytes:
+        """The whole file."""
+
+    def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
+        """Each range, none of them empty; from a store all at once, each one request."""
+
+    def read_range(self, name: str, start: int, end: int) -> Buffer:
+        return self.read_ranges([Range(name, start, end)])[0]
+
+
+def place_of(path: str | Path, key: str = "data.path") -> Place:
+    """``file:///folder`` is the folder itself. Raises InputError where ``path`` is a URL that may not be written."""
+    if not is_url(path) or isinstance(path, Path):
+        return Path(path)
+    problem = url_problem(key, path)
+    if problem is not None:
+        raise InputError(problem)
+    return Path(unquote(urlsplit(path).path)) if path.startswith("file://") else Url(path.rstrip("/"))
+
+
+def open_folder(path: str | Path, limits: Limits | None = None) -> Folder:
+    """Opens nothing yet: the first reading tells whether the folder is there. Raises InputError as ``place_of`` does."""
+    place, limits = place_of(path), limits or Limits()
+    return StoreFolder(_store(place, limits), place, limits) if isinstance(place, Url) else LocalFolder(place)
+
+
+class LocalFolder(Folder):
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return [self._of(name, lambda file: file.stat().st_size) for name in names]
+
+    def read_bytes(self, name: str) -> bytes:
+        return self._of(name, Path.read_bytes)
+
+    def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
+        return [self._of(range.name, partial(_pread, range=range)) for range in ranges]
+
+    def _of(self, name: str, read: Any) -> Any:
+        try:
+            return read(self.place / name)
+        except OSError as error:
+            seen, remedy = f"{self.place / name}: {error.strerror or error}", "restore it, or prepare the data again"
+            raise InputError(Problem("data.path", seen, "the file is there and can be read", remedy)) from error
+
+
+def _pread(file: Path, range: Range) -> bytes:
+    with file.open("rb") as opened:
+        content = os.pread(opened.fileno(), range.end - range.start, range.start)
+    if len(content) < range.end - range.start:
+        raise OSError(f"ends before byte {range.end}")
+    return content
+
+
+class StoreFolder(Folder):
+    """A prefix of a store. Every answer's size and entity tag must be those of the first one about that file."""
+
+    def __init__(self, store: ObjectStore, place: Url, limits: Limits, *, reading: StoreFolder | None = None) -> None:
+        """
+        Args:
+            store: whose root is the folder.
+            reading: the folder that this one goes on from, with the patience of training.
+        """
+        self.place = place
+        self.limits = limits
+        self.pace = reading.pace if reading else Pace(limits)
+        self._store = store
+        self._seen: dict[str, tuple[int, str | None]] = reading._seen if reading else {}
+        self._reading = reading is not None
+
+    def for_reading(self) -> StoreFolder:
+        """The same folder with the patience of training: a store that is away for a while is waited for."""
+        return StoreFolder(self._store, self.place, self.limits, reading=self)
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return self._fetch(names, [partial(self._head, name) for name in names])
+
+    def read_bytes(self, name: str) -> bytes:
+        """The first request tells how much more there is."""
+        first = bytes(self._fetch([name], [partial(self._get, name, 0, self.limits.part_bytes, whole=False)])[0])
+        size = self._seen[name][0]
+        cuts = range(len(first), size, self.limits.part_bytes)
+        rest = self.read_ranges([Range(name, cut, min(cut + self.limits.part_bytes, size)) for cut in cuts])
+        return b"".join([first, *rest])
+
+    def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
+        calls = [partial(self._get, range.name, range.start, range.end) for range in ranges]
+        return self._fetch([range.name for range in ranges], calls)
+
+    def _fetch(self, names: Sequence[str], calls: Sequence[Any]) -> list[Any]:
+        seconds = self.limits.reading_seconds if self._reading else self.limits.opening_seconds
+        try:
+            return fetch_all(calls, self.pace, self.limits, seconds)
+        except Unanswered as error:
+            seen = f"{self.place}: {error}"
+        if self._reading:
+            raise StorageError(seen)
+        remedy = f"check the address and the network; {credentials_remedy(self.place)}"
+        raise InputError(Problem("data.path", seen, "the store answers", remedy))
+
+    def _head(self, name: str) -> int:
+        import obstore
+
+        return self._agree(name, self._ask(name, lambda: obstore.head(self._store, name)))
+
+    def _get(self, name: str, start: int, end: int, *, whole: bool = True) -> Buffer:
+        """One attempt. ``whole``: the range lies within the file."""
+        import obstore
+
+        def ask() -> tuple[Any, tuple[int, int], memoryview]:
+            result = obstore.get(self._store, name, options={"range": (start, end)})
+            return result.meta, result.range, memoryview(result.bytes())
+
+        meta, seen, content = self._ask(name, ask)
+        size = self._agree(name, meta)
+        if whole and end > size:
+            raise _problem(f"{self.place / name}: {size} bytes", f"it has the bytes {start} to {end}", "restore the file")
+        if seen != (start, min(end, size)) or len(content) != seen[1] - seen[0]:
+            raise Transient(f"bytes {seen[0]} to {seen[0] + len(content)} came where {start} to {end} were asked for")
+        return content
+
+    def _ask(self, name: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - every kind is told apart there
+            judged = _judged(error, self.place / name)
+        raise judged  # outside, so that it does not carry the library's error with it
+
+    def _agree(self, name: str, meta: Any) -> int:
+        size, tag = meta["size"], meta["e_tag"]
+        first_size, first_tag = self._seen.setdefault(name, (size, tag))
+        if size != first_size or (tag is not None and first_tag is not None and tag != first_tag):
+            seen = f"{self.place / name} changed while it was read: {first_size} bytes, tag {first_tag}; now {size} bytes, tag {tag}"
+            rule = "the files of a data folder stay as they are"
+            raise _problem(seen, rule, "restore the file, or put new data into a folder of its own")
+        return size
+
+
+def _store(url: Url, limits: Limits) -> ObjectStore:
+    """Repetitions and their pauses are ours (fetch.py): obstore's own would hide how long a request takes."""
+    from obstore.store import from_url
+
+    plain = url.startswith("http://") or any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    seconds = {"connect_timeout": limits.connect_seconds, "read_timeout": limits.silence_seconds, "timeout": limits.request_seconds}
+    options: Any = {name: timedelta(seconds=value) for name, value in seconds.items()} | {"allow_http": plain}
+    try:
+        return from_url(url, client_options=options, retry_config={"max_retries": 0})
+    except Exception as error:  # noqa: BLE001 - every kind is told apart there
+        judged = _judged(error, url)
+    if isinstance(judged, InputError):
+        raise judged
+    raise _problem(f"{url}: {judged}", "the store can be opened with what the environment says", credentials_remedy(url))
+
+
+def _judged(error: Exception, place: Url) -> InputError | Transient:
+    """What a failure of obstore means, in words of our own.
+
+    obstore has one exception for most failures and tells them apart in its text only, so that is searched, never shown.
+    """
+    from obstore import exceptions
+
+    text = str(error)
+    found = re.search(r"status code: (\d{3})", text)
+    status = int(found[1]) if found else None
+    if any(word in text for word in _INSTANCE):
+        return Transient("no credentials in the environment, and this machine's instance gives none")
+    if isinstance(error, FileNotFoundError):
+        what = "no such bucket" if "NoSuchBucket" in text or "NoSuchContainer" in text else "absent"
+        return _problem(f"{place}: {what}", "the store holds the data folder with every file of its manifest",
+                        "check data.path, or copy the missing files there")
+    if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
+        rule = "the store lets this machine read the data (some answer 403 for a file that is absent, too)"
+        return _problem(f"{place}: refused with status {status or 403}", rule, credentials_remedy(place))
+    if isinstance(error, exceptions.NotSupportedError) or "non-partial response" in text:
+        return _problem(f"{place}: the whole file came where a range was asked for", "the server answers requests for ranges",
+                        "serve the folder with a server that does, or copy it to this machine")
+    if status is not None and 300 <= status < 500 and status not in (408, 429):
+        remedy = f"check the address, the region (AWS_REGION) and the clock; {credentials_remedy(place)}"
+        return _problem(f"{place}: refused with status {status}", "the store answers with the file", remedy)
+    if status is not None:
+        return Transient(f"status {status}")
+    if "kind: Timeout" in text or "TimedOut" in text:
+        return Transient("silent for too long")
+    return Transient("the connection failed or broke off")
+
+
+def _problem(seen: str, rule: str, remedy: str) -> InputError:
+    return InputError(Problem("data.path", seen, rule, remedy))
