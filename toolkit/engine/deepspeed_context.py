@@ -19,7 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from toolkit.engine.documents import visible
+
 NAME = "deepspeed_ulysses"
+POSITIONS = "position_ids"
 
 
 def spread(module: Any, *, ranks: int, index: int) -> None:
@@ -35,8 +38,9 @@ def spread(module: Any, *, ranks: int, index: int) -> None:
 
 
 def piece(batch: Mapping[str, torch.Tensor], *, ranks: int, index: int) -> dict[str, torch.Tensor]:
-    """Piece ``index`` of ``ranks`` of a micro-batch whose tensors are [micro_batch, sequence, ...]."""
-    return {name: tensor.chunk(ranks, dim=1)[index] for name, tensor in batch.items()}
+    """Piece ``index`` of ``ranks`` of a micro-batch whose tensors are [micro_batch, sequence, ...]. Positions stay whole: where
+    documents begin in the whole sequence is what attention needs of them, and ``_place`` takes the piece's."""
+    return {name: tensor if name == POSITIONS else tensor.chunk(ranks, dim=1)[index] for name, tensor in batch.items()}
 
 
 def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
@@ -45,6 +49,7 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
 
     Args:
         query: [batch, heads, piece, head_dim]; ``key`` and ``value`` have as many heads or fewer.
+        attention_mask: bool [batch, 1, sequence, sequence], True where a query sees a key; None: all that is not after it.
 
     Returns:
         [batch, piece, heads, head_dim]
@@ -52,26 +57,32 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.sequence.layer import DistributedAttention
 
-    assert attention_mask is None, "sequences are whole: nothing but causality is masked"
     group = parallel_state_sp.get_sequence_parallel_group()
     if key.shape[1] % dist.get_world_size(group):  # a rank gets whole heads: each query head brings its own key and value
         shared = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     whole = DistributedAttention(_local, group, scatter_idx=2, gather_idx=1)
-    return whole(*(part.transpose(1, 2) for part in (query, key, value)), 0, dropout=dropout, scaling=scaling), None
+    parts = (part.transpose(1, 2) for part in (query, key, value))
+    return whole(*parts, 0, mask=attention_mask, dropout=dropout, scaling=scaling), None
 
 
-def _local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, dropout: float, scaling: float | None) -> torch.Tensor:
+def _local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None, dropout: float,
+           scaling: float | None) -> torch.Tensor:
     """[batch, sequence, heads / ranks, head_dim] each, and so the result."""
     grouped = key.shape[2] != query.shape[2]
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    found = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
+    found = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout,
+                                                    scale=scaling, enable_gqa=grouped)
     return found.transpose(1, 2)
 
 
 def _place(index: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A piece's tokens have their positions in the whole sequence."""
-    tokens = named["input_ids"]
+    """A piece's tokens have their positions in the whole sequence, or in the documents that it is made of."""
+    tokens, whole = named["input_ids"], named.get(POSITIONS)
     length = tokens.shape[1]
-    named["position_ids"] = torch.arange(index * length, (index + 1) * length, device=tokens.device).unsqueeze(0)
+    mine = slice(index * length, (index + 1) * length)
+    if whole is None:
+        named[POSITIONS] = torch.arange(mine.start, mine.stop, device=tokens.device).unsqueeze(0)
+    else:
+        named |= {POSITIONS: whole[:, mine], "attention_mask": visible(whole)}  # four-dimensional: transformers hands it on as it is
     return arguments, named

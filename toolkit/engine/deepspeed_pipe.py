@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline, ZeRO 0 and 1: the blocks of a family's model spread over ranks, micro-batches one behind the other (1F1B).
 
-Pipeline peers get the same micro-batches. The first stage uses their tokens and the last one their labels; the others count their
-units, so that no rank needs to be told by what the loss is divided.
+Pipeline peers get the same micro-batches. The first stage uses their tokens and the last one their labels; all count their units, so
+that no rank needs to be told by what the loss is divided, and take the positions in documents that are kept apart.
 """
 
 from __future__ import annotations
@@ -109,12 +109,13 @@ class DeepSpeedPipelineEngine:
         return state.partitions(self._ds.optimizer, self._places, rank=self._at.data, ranks=self._plan.axes.data)
 
     def _expect(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Stages tell each other the shape of activations once, and keep buffers of it."""
+        """Before a step. Stages tell each other the shape of activations once, and keep buffers of it."""
         shape, *others = {batch["input_ids"].shape for batch in micro_batches}
         assert not others, f"micro-batches of one step have one shape, not {[shape, *others]}"
         if shape != self._shape:
             self._ds.reset_activation_shape()
             self._shape = shape
+        self._module.layer.positions = iter([batch.get("position_ids") for batch in micro_batches])
 
     def _reseed(self, layer: nn.Module, _: object) -> None:
         """Before each micro-batch of training. Its backward, which runs among forwards of others, draws nothing: recomputed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,13 @@ class StageLayer(nn.Module):
 
     One layer a stage: transformers' own forward makes masks and rotary embeddings once for all blocks of the stage and checkpoints
     activations block by block, and weights keep their canonical names.
+
+    Attributes:
+        positions: ``position_ids`` of the micro-batches of a step (None: their tokens' places), taken in turn: stages tell each
+            other hidden states only, and pipeline peers have the same micro-batches.
     """
+
+    positions: Iterator[torch.Tensor | None]
 
     def __init__(self, plan: RunPlan, device: torch.device, stage: int) -> None:
         super().__init__()
@@ -37,7 +43,7 @@ class StageLayer(nn.Module):
         replace_parameters(self.stage, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.stage(given)
+        hidden: torch.Tensor = self.stage(given, next(self.positions))
         return hidden
 
 

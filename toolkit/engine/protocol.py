@@ -12,7 +12,8 @@ from torch import nn
 from toolkit.checkpoint.shard import Reader, Shard
 
 # Tensors of one micro-batch by name; in the text task ``input_ids`` and ``labels``, both int64 [micro_batch, sequence];
-# ``labels`` are already shifted, -100 where masked.
+# ``labels`` are already shifted, -100 where masked. Where documents are kept apart also ``position_ids``, int64 of the same shape: 0 at
+# the first token of each document, and attention stays inside it.
 MicroBatch = Mapping[str, torch.Tensor]
 
 

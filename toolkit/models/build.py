@@ -31,7 +31,7 @@ def build_model(plan: RunPlan, device: torch.device | str, *, meta: bool = False
     meta = meta or device.type == "meta"
     place = torch.device("cpu") if device.type == "meta" else device
     if plan.shape is None:
-        module = build_target(plan.config.model, plan.config.train.seed)
+        module = build_target(plan.config.model, plan.config.train.seed, documents=plan.config.data.documents)
         if meta:
             replace_parameters(module, lambda parameter: torch.empty_like(parameter, device="meta"))
     else:

@@ -26,8 +26,9 @@ class StageModel(nn.Module):
         self.model = model
         self._input = "input_ids" if takes_ids else "inputs_embeds"
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        output: Any = self.model(**{self._input: given}, use_cache=False)
+    def forward(self, given: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """``position_ids`` [micro-batch, sequence] where documents are kept apart: every stage makes its mask from them."""
+        output: Any = self.model(**{self._input: given}, position_ids=position_ids, use_cache=False)
         logits: torch.Tensor = output.logits
         return logits
 

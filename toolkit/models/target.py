@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 
 import torch
 from torch import nn
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.schema import Documents, ModelConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.target import check_target
 
 
-def build_target(model: ModelConfig, seed: int) -> nn.Module:
+def build_target(model: ModelConfig, seed: int, *, documents: Documents = Documents.joined) -> nn.Module:
     """The module on the CPU with the weights that its constructor draws under ``seed``; random state outside is unchanged.
+
+    With ``documents`` kept apart its forward takes ``position_ids`` beside ``input_ids`` and ``labels``.
 
     Raises:
         ConfigError: there is no such class, it refuses its arguments, or it is no module that can be trained here.
@@ -34,6 +37,8 @@ def build_target(model: ModelConfig, seed: int) -> nn.Module:
         raise _problem(model, f"it gives a {type(module).__name__}", "model.target gives a torch.nn.Module",
                        "name a class derived from torch.nn.Module, or a function that returns one")
     _check(module, model)
+    if documents is Documents.separate:
+        _check_takes_positions(module, model)
     return module
 
 
@@ -58,6 +63,14 @@ def _check(module: nn.Module, model: ModelConfig) -> None:
             raise _problem(model, f"its {name} ({type(part).__name__}) keeps running statistics",
                            "state that training changes is a parameter: ranks would disagree on other state, and checkpoints lack it",
                            "take LayerNorm or GroupNorm, or write track_running_stats=False")
+
+
+def _check_takes_positions(module: nn.Module, model: ModelConfig) -> None:
+    parameters = inspect.signature(module.forward).parameters
+    if "position_ids" not in parameters:  # one that takes any name may as well ignore it
+        raise _problem(model, f"its forward({', '.join(parameters)}) has no position_ids, and data.documents=separate",
+                       "a model that keeps documents apart is told where they begin: position_ids is 0 at the first token of each",
+                       "write forward(input_ids, labels, position_ids) and mask attention by them, or data.documents=joined")
 
 
 def _problem(model: ModelConfig, seen: str, rule: str, remedy: str) -> ConfigError:

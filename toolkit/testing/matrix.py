@@ -13,7 +13,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
 
-from toolkit.config.schema import EngineName, OptimizerName
+from toolkit.config.schema import Documents, EngineName, OptimizerName
 from toolkit.errors import InputError, Problem
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
@@ -55,6 +55,7 @@ class Cell:
     layers: int = 2
     vocabulary: int = VOCABULARY
     recompute: bool = False
+    documents: bool = False  # kept apart, in samples that are made of them
     own: tuple[tuple[str, Any], ...] = ()  # the engine's own settings
     label: str = ""  # what the name says of the settings above
     excess: Excess | None = field(default=None, compare=False)
@@ -70,7 +71,7 @@ class Cell:
         parts = [f"{short}{size}" for short, size in sizes if size > 1]
         if self.engine is EngineName.deepspeed or self.zero:
             parts.append(f"zero{self.zero}")
-        return "-".join([*(parts or ["one"]), *([self.label] if self.label else [])])
+        return "-".join([*(parts or ["one"]), *([self.label] if self.label else []), *(["documents"] if self.documents else [])])
 
     @property
     def name(self) -> str:
@@ -81,7 +82,8 @@ class Cell:
         changes: dict[str, Any] = {
             "engine__name": self.engine, "zero__stage": self.zero, "parallel__tensor": self.tensor, "parallel__pipeline": self.pipeline,
             "parallel__context": self.context, "parallel__expert": self.expert, "model__num_hidden_layers": self.layers,
-            "model__vocab_size": self.vocabulary, "train__activation_checkpointing": self.recompute, **case.settings,
+            "model__vocab_size": self.vocabulary, "train__activation_checkpointing": self.recompute,
+            "data__documents": Documents.separate if self.documents else Documents.joined, **case.settings,
             **more,
         }
         if self.own:
@@ -91,7 +93,7 @@ class Cell:
 
     def oracle(self) -> Cell:
         """The same model, samples and first weights on ``local``: equal for all layouts of a family with the same sizes."""
-        return Cell(engine=EngineName.local, family=self.family, layers=self.layers, vocabulary=self.vocabulary)
+        return Cell(engine=EngineName.local, family=self.family, layers=self.layers, vocabulary=self.vocabulary, documents=self.documents)
 
     @property
     def allowed(self) -> Differences:
@@ -148,6 +150,13 @@ CORE: tuple[Cell, ...] = (
     deepspeed("qwen2", 1, tensor=2),
     deepspeed("qwen3", 3, data=2),
     deepspeed("mixtral", 1, data=2, expert=2),
+    *(megatron(family, documents=True) for family in ("llama", "gpt2")),
+    megatron("llama", tensor=2, label="sp", documents=True),
+    megatron("llama", pipeline=2, documents=True),
+    megatron("llama", context=2, documents=True),
+    deepspeed("llama", 2, data=2, documents=True),
+    deepspeed("llama", 1, pipeline=2, documents=True),
+    deepspeed("llama", 1, context=2, documents=True),
 )
 
 FURTHER: tuple[Cell, ...] = (
@@ -204,6 +213,20 @@ FURTHER: tuple[Cell, ...] = (
     deepspeed("qwen3", 1, pipeline=2),
     deepspeed("qwen3", 2, context=2),
     deepspeed("mixtral", 2, data=2, expert=2),
+    *(megatron(family, documents=True) for family in ("qwen2", "qwen3", "mixtral")),
+    megatron("gpt2", tensor=2, pipeline=2, label="sp", documents=True),  # learned positions
+    megatron("gpt2", context=2, documents=True),
+    megatron("llama", pipeline=2, layers=4, label="vpp2", own=VPP, documents=True),
+    megatron("llama", tensor=2, context=2, label="sp", documents=True),
+    megatron("llama", tensor=2, label="sp-full", recompute=True, documents=True),
+    megatron("llama", tensor=2, label="sp-selective", own=SELECTIVE, documents=True),
+    deepspeed("llama", 3, data=2, label="full", recompute=True, documents=True),
+    deepspeed("llama", 1, tensor=2, documents=True),
+    deepspeed("llama", 1, pipeline=2, label="full", recompute=True, documents=True),
+    deepspeed("gpt2", 1, pipeline=2, documents=True),
+    deepspeed("gpt2", 2, context=2, documents=True),
+    deepspeed("qwen3", 2, context=2, label="full", recompute=True, documents=True),
+    deepspeed("mixtral", 2, data=2, expert=2, documents=True),
 )
 
 ALL: tuple[Cell, ...] = CORE + FURTHER

@@ -9,6 +9,7 @@ import torch
 from toolkit import families
 from toolkit.config.schema import (
     DataConfig,
+    Documents,
     EngineConfig,
     EngineName,
     ModelConfig,
@@ -24,6 +25,7 @@ from toolkit.plan.types import Device, RunPlan, World
 from toolkit.train.task import IGNORED
 
 VOCABULARY, LENGTH, MICRO_BATCH, GLOBAL_BATCH = 264, 32, 2, 8
+END_OF_TEXT = 256  # where samples are of documents
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -61,22 +63,41 @@ def tiny_plan(family: str | None = "llama", *, ranks: int = 1, **changes: Any) -
     return make_plan(tiny_config(family, **changes), World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True))
 
 
-def sample(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, int64 [LENGTH]: counting in steps of 1 to 3; how many labels are masked differs by sample."""
+def sample(number: int) -> dict[str, torch.Tensor]:
+    """Inputs and labels, int64 [LENGTH]: counting in steps of 1 to 3; how many labels are masked differs by sample."""
     generator = torch.Generator().manual_seed(7919 * number + 1)
     first, stride, masked = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 256), (1, 4), (0, LENGTH - 4)))
-    row = (first + stride * torch.arange(LENGTH + 1)) % 256
+    return _shifted((first + stride * torch.arange(LENGTH + 1)) % 256, masked)
+
+
+def sample_of_documents(number: int) -> dict[str, torch.Tensor]:
+    """As ``sample``, of documents of 1 to 12 tokens, each counting in steps of its own and closed by END_OF_TEXT: what a token is
+    followed by depends on what is before it in its document, and on nothing in another. With ``position_ids``."""
+    generator = torch.Generator().manual_seed(7919 * number + 1)
+    rows: list[torch.Tensor] = []
+    while sum(map(len, rows)) <= LENGTH:
+        first, stride, length = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 256), (1, 4), (1, 13)))
+        rows.append((first + stride * torch.arange(length)) % 256)
+        rows[-1][-1] = END_OF_TEXT
+    masked = int(torch.randint(0, LENGTH // 2, (), generator=generator))
+    places = torch.cat([torch.arange(len(row)) for row in rows])
+    return {**_shifted(torch.cat(rows)[: LENGTH + 1], masked), "position_ids": places[:LENGTH]}
+
+
+def _shifted(row: torch.Tensor, masked: int) -> dict[str, torch.Tensor]:
     labels = row[1:].clone()
     labels[:masked] = IGNORED
-    return row[:-1], labels
+    return {"input_ids": row[:-1], "labels": labels}
 
 
 def micro_batches(plan: RunPlan, step: int, data_rank: int = 0) -> list[MicroBatch]:
-    """A data rank's part of the global batch of ``step``, which is the same samples in every layout."""
+    """A data rank's part of the global batch of ``step``, which is the same samples in every layout; of documents, with their
+    ``position_ids``, where the plan keeps them apart."""
+    make = sample_of_documents if plan.config.data.documents is Documents.separate else sample
     batch, size, ranks = plan.batch.at(step), plan.batch.micro_batch, plan.batch.data_parallel
     found: list[MicroBatch] = []
     for number in range(batch.accumulation):
         first = batch.first_sample + (number * ranks + data_rank) * size
-        tokens, labels = zip(*(sample(first + index) for index in range(size)), strict=True)
-        found.append({"input_ids": torch.stack(tokens), "labels": torch.stack(labels)})
+        rows = [make(first + index) for index in range(size)]
+        found.append({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
     return found

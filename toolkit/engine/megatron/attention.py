@@ -14,6 +14,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
+from toolkit.engine.documents import visible
+
 
 class Norm:
     """torch's norm. Under sequence parallelism each rank normalises its own tokens; only the gradients of the weights must be
@@ -47,13 +49,17 @@ class Attention(MegatronModule):
                 attn_mask_type: AttnMaskType | None = None, attention_bias: torch.Tensor | None = None, packed_seq_params: Any = None,
                 ) -> torch.Tensor:
         """Causal. ``query`` [sequence, batch, heads, head_dim], ``key`` and ``value`` with key-value heads; the answer is
-        [sequence, batch, heads * head_dim]. ``sequence`` is this rank's part."""
+        [sequence, batch, heads * head_dim]. ``sequence`` is this rank's part.
+
+        ``attention_mask``: None, or bool as ``document_mask`` makes it, True where a query sees a key. (Megatron-core's own
+        attention would mask where it is True; this one stands in all layers of a model that is given a mask.)
+        """
         assert attention_bias is None, "this attention has no bias"
         assert packed_seq_params is None, "this attention does not know packed sequences"
         length, batch, heads, _ = query.shape
-        mask = None
+        mask = attention_mask
         if self._group is not None:
-            mask = self._mask(length, query.device)
+            mask = self._mask(length, query.device) if mask is None else mask
             key, value = _Gather.apply(key, self._group), _Gather.apply(value, self._group)
         dropout = self._dropout if self.training else 0.0
         # Heads differ between tensor ranks, so their masks do; under sequence parallelism the caller has forked already.
@@ -67,9 +73,25 @@ class Attention(MegatronModule):
     def _mask(self, length: int, device: torch.device) -> torch.Tensor:
         """bool [length, whole sequence]: True where a query sees a key."""
         assert self._group is not None
-        size, rank = self._group.size(), self._group.rank()
-        keys = torch.cat([_positions(length, peer, size, device) for peer in range(size)])
-        return keys[None, :] <= _positions(length, rank, size, device)[:, None]
+        queries, keys = _places(length, self._group, device)
+        return keys[None, :] <= queries[:, None]
+
+
+def document_mask(position_ids: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """bool [batch, 1, this rank's part, whole sequence]: True where a query sees a key, in the order in which ``Attention`` has them.
+
+    ``position_ids``: int64 [batch, whole sequence], 0 at the first token of each document. ``group``: context ranks.
+    """
+    if group is None:
+        return visible(position_ids)
+    return visible(position_ids, *_places(position_ids.shape[1] // group.size(), group, position_ids.device))
+
+
+def _places(length: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places in the whole sequence: of this context rank's ``length`` tokens, and of all ranks' as they are gathered."""
+    size = group.size()
+    every = [_positions(length, peer, size, device) for peer in range(size)]
+    return every[group.rank()], torch.cat(every)
 
 
 def _positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -14,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from toolkit.config.schema import Precision
+from toolkit.engine.megatron.attention import document_mask
 from toolkit.engine.megatron.model import build_chunks, transformer_config
 from toolkit.engine.megatron.state import State, inner_optimizers, kept
 from toolkit.engine.precision import LossScaler
@@ -60,10 +62,13 @@ class Built:
         self._config.grad_scale_func = self.optimizer.scale_loss
 
     def cut(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """This context rank's part of a micro-batch, with the places of its tokens in the sequence."""
+        """This context rank's part of a micro-batch: with the places of its tokens in the sequence, or where documents are kept apart
+        in those, and the mask of its attention. Rotary positions run on in any case: only their differences count."""
         tokens = batch["input_ids"]
-        found = {**batch, "position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)}
-        return get_batch_on_this_cp_rank(found) if self._parallel_context else found
+        group = parallel_state.get_context_parallel_group() if self._parallel_context else None
+        mask = {"attention_mask": document_mask(batch["position_ids"], group)} if "position_ids" in batch else {}
+        found = {"position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), **batch}
+        return {**(get_batch_on_this_cp_rank(found) if self._parallel_context else found), **mask}
 
     def settle_weights(self) -> None:
         """Wait for weights that are still on their way from the ranks that stepped them. Collective where the gather overlaps."""

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
+from toolkit.config.schema import Documents
 from toolkit.config.vendor import show
 from toolkit.config.vendor_megatron import TRANSFORMER_ENGINE
 from toolkit.engine.megatron.attention import Attention, Norm
@@ -75,9 +76,17 @@ def _build(plan: RunPlan, config: TransformerConfig, stage: int | None) -> Model
 
 
 def layer_spec(plan: RunPlan, config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers where they are installed and there is a GPU, else Megatron-core's own with torch's attention."""
+    """Transformer Engine's layers where they are installed and there is a GPU, else Megatron-core's own with torch's attention.
+
+    Where documents are kept apart attention is torch's in both: Transformer Engine's fast kernels take documents only as one long
+    row of padded ones, which neither stages nor context ranks could cut."""
     if uses_transformer_engine(plan):
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+        if plan.config.data.documents is Documents.separate:
+            spec = copy.deepcopy(spec)  # its layers are one object
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = Attention
+        return spec
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage)
     spec = copy.deepcopy(spec)  # its layers are one object
     spec.layer_norm = Norm

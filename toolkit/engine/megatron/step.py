@@ -137,7 +137,7 @@ class MegatronEngine:
                 self._reseed(step, number, places.index(numbers))
             batch = self._built.cut(micro_batches[number])
             labels = batch["labels"]
-            losses = chunk(batch["input_ids"], batch["position_ids"], None, labels=labels)
+            losses = chunk(batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=labels)
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 total = (output.float() * (labels != IGNORED)).sum()
