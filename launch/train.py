@@ -86,11 +86,11 @@ def take_part(launch: Launch, overrides: Sequence[str], ending: Ending, stop: St
 
 def make_data_ready(plan: RunPlan) -> str:
     """The folder of the run's data, which are there and are what the run needs; else nothing of an engine is started."""
-    from toolkit.data.sources import ready_for
+    from toolkit.data.open import ready_for
     from toolkit.progress import Progress
 
     with Progress() as progress:
-        return str(ready_for(plan.config, plan.shape.vocab_size if plan.shape is not None else None, progress).folder)
+        return ready_for(plan.config, plan.shape.vocab_size if plan.shape is not None else None, progress)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import pytest
 from tests.data.made import make_folder
 from toolkit.config.schema import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from toolkit.data.manifest import DataManifest
-from toolkit.data.sources import data_problems, ready, ready_for
+from toolkit.data.open import ready_for
+from toolkit.data.sources import data_problems, ready
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -42,7 +43,7 @@ def test_nothing_wrong(manifest: DataManifest) -> None:
     assert data_problems(run_config(manifest, vocab_size=None), manifest) == []
     assert data_problems(run_config(manifest, every=0, sets=["absent"]), manifest) == []
     assert ready(run_config(manifest).data, Progress.silent()) == manifest
-    assert ready_for(run_config(manifest), None, Progress.silent()) == manifest
+    assert ready_for(run_config(manifest), None, Progress.silent()) == str(manifest.folder)
 
 
 def test_each_problem_has_value_rule_remedy(manifest: DataManifest) -> None:

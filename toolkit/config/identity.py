@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import Any
 
 from toolkit.config.keys import flatten, table
@@ -24,7 +25,7 @@ CARRIAGE = frozenset({
     "optim.kernel",  # the same update by another implementation
     # Where the data lies on this machine. Which data it is, the stream's fingerprint says: resuming with other samples is
     # refused by it, and a moved folder resumes.
-    "data.path",
+    "data.path", "data.sources.*.path",
 })
 
 
@@ -37,6 +38,11 @@ def identity(config: RunConfig) -> str:
     decisive = {name: value for name, value in _decisive(config).items() if name not in keys or value != _plain(name, keys[name].default)}
     text = json.dumps(decisive, sort_keys=True, separators=(",", ":"), allow_nan=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def carried(name: str) -> bool:
+    """Whether the key ``name`` says how a run is carried out."""
+    return any(fnmatchcase(name, pattern) for pattern in CARRIAGE)
 
 
 def identity_differences(a: RunConfig, b: RunConfig) -> list[str]:
@@ -54,7 +60,7 @@ def _decisive(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section in SECTIONS:
         found |= flatten(getattr(config, section), section + ".")
-    return {name: _plain(name, value) for name, value in found.items() if name not in CARRIAGE}
+    return {name: _plain(name, value) for name, value in found.items() if not carried(name)}
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -210,7 +211,7 @@ def wrong_value(name: str, seen: str, root: Root = RUN) -> Problem:
     """``seen`` gives a value that the type of ``name`` does not take."""
     key = keys.table(root).get(name)
     if key is None and keys.is_open(name, root):
-        return Problem(name, seen, "a setting of the engine's own is one value or {a: 1, ...}", f"write +{name}=VALUE")
+        return Problem(name, seen, "a setting below an open key is one value or {a: 1, ...}", f"write +{name}=VALUE")
     if key is None:
         inside = [known for known in keys.table(root) if known.startswith(name + ".")]
         return Problem(name, seen, f"{name} is a section, not a value", f"set its keys one by one: {', '.join(inside[:4])}, ...")
@@ -224,7 +225,7 @@ def _kind(key: keys.Key) -> str:
     if key.choices:
         return f"one of {', '.join(key.choices)}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list[float]: "a list of numbers",
-             list[str]: "a list of texts"}
+             list[str]: "a list of texts", list[Any]: "a list"}
     return " or ".join(names.get(kind, "a dictionary") for kind in key.kinds)
 
 

@@ -25,5 +25,5 @@ class Root:
     open: tuple[str, ...] = ()
 
 
-RUN = Root(RunConfig, "config", "run_schema", grouped=True, open=("engine.deepspeed", "engine.megatron", "model.arguments"))
+RUN = Root(RunConfig, "config", "run_schema", grouped=True, open=("engine.deepspeed", "engine.megatron", "model.arguments", "data.sources"))
 PREPARE = Root(PrepareConfig, "prepare", "prepare_schema", grouped=False)

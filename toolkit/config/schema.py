@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from toolkit.config import mixture
 from toolkit.config.checks import at_least, check
 from toolkit.errors import ConfigError, Problem
 
@@ -200,7 +201,8 @@ class PrecisionConfig:
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     name: str = "stdlib"
-    """stdlib (the running Python's own source files, made ready on first use) or prepared (a folder by launch/prepare.py)."""
+    """stdlib (the running Python's own source files, made ready on first use), prepared (a folder by launch/prepare.py), mixture
+    (several of these) or arrays (labelled images in a folder of records)."""
     path: str = "data/stdlib"
     """Folder with train and validation shards, tokenizer and manifest."""
     vocab_size: int = 4096
@@ -210,10 +212,25 @@ class DataConfig:
     documents: Documents = Documents.joined
     """joined: tokens see all that is before them in their window; separate: only their own document, and positions begin anew in it."""
 
+    sources: dict[str, Any] = field(default_factory=dict)
+    """mixture: NAME: {path: FOLDER, weight: 0.7} of each source, given as +data.sources.NAME.path=FOLDER +data.sources.NAME.weight=0.7.
+    Only the ratios of weights matter; without one it is 1."""
+    phases: list[Any] = field(default_factory=list)
+    """mixture: other weights from a step on, [{from_step: 1000, weights: {NAME: 0.5, ...}}, ...]; 0 lets a source rest."""
+
     def __post_init__(self) -> None:
-        remedy = "write data=stdlib, or data=prepared data.path=FOLDER"
-        check(self.name in ("stdlib", "prepared"), "data.name", self.name, "data is stdlib or prepared", remedy)
+        kinds = ("stdlib", "prepared", "mixture", "arrays")
+        remedy = "write data=stdlib, data=prepared data.path=FOLDER, or data=mixture and its data.sources"
+        check(self.name in kinds, "data.name", self.name, f"data is one of {', '.join(kinds)}", remedy)
+        mistakes = list(mixture.problems(self.sources, self.phases))
+        if mistakes:
+            raise ConfigError(*mistakes)
         at_least("data", 257, vocab_size=self.vocab_size)
+
+    @property
+    def images(self) -> bool:
+        """Samples are labelled images, not text."""
+        return self.name == "arrays"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from toolkit.config.mixture import RAREST
 from toolkit.data.order import keyed, permute, root_key
 
 Ints = npt.NDArray[np.int64]
@@ -32,8 +33,7 @@ Ints = npt.NDArray[np.int64]
 # Names this mapping, constants included: a run resumes only under the name it started with.
 VERSION = "blocks-1"
 
-BLOCK = 4096  # slots; longer where a source is rarer than that
-RAREST = Fraction(1, 1_000_000)  # of all samples: bounds the block, which counting in the middle of it reads
+BLOCK = 4096  # slots; longer where a source is rarer than that, up to 2^20
 
 
 @dataclass(frozen=True, slots=True)

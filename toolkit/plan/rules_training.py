@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.config.schema import LrScaling, OptimizerName, ScheduleName, parse_cadence
+from toolkit.config.mixture import EXAMPLE
+from toolkit.config.schema import LrScaling, OptimizerName, ScheduleName, TrainConfig, parse_cadence
 from toolkit.errors import Problem
 from toolkit.plan.case import Case, Rule, refuse, warn
 from toolkit.plan.schedule import peak
@@ -23,6 +24,20 @@ def vocabulary_fits_the_model(case: Case) -> Iterator[Problem]:
     if shape is not None and data.name == "stdlib" and data.vocab_size > shape.vocab_size:
         yield refuse(case.config, "model.vocab_size data.vocab_size", "every token of the tokenizer has a row of the embedding",
                      f"write model.vocab_size={data.vocab_size}, or data.vocab_size={shape.vocab_size}")
+
+
+def mixture_is_whole(case: Case) -> Iterator[Problem]:
+    data, steps = case.config.data, case.config.train.steps
+    if data.name != "mixture" and (data.sources or data.phases):
+        yield Problem("data.sources", f"data.name={data.name} with data.sources or data.phases", "sources and phases belong to a mixture",
+                      "write data=mixture, or leave them out")
+    elif data.name == "mixture" and not data.sources:
+        yield Problem("data.sources", "data.name=mixture without data.sources", "a mixture has sources",
+                      f"write '{EXAMPLE}' and the others alike")
+    past = [phase["from_step"] for phase in data.phases if phase["from_step"] >= steps]
+    if past:
+        yield Problem("data.phases", f"data.phases from step {past[0]} on, train.steps={steps}", "every phase begins before the run ends",
+                      f"write train.steps={past[0] + 1} or more, or leave that phase out")
 
 
 def experts_belong_to_some_families(case: Case) -> Iterator[Problem]:
@@ -65,6 +80,23 @@ def own_model(case: Case) -> Iterator[Problem]:
                      "leave checkpoint.export out: the checkpoints hold the weights as safetensors")
     if config.monitor.prompt is not None:
         yield warn(config, "monitor.prompt model.target", "text is continued by the families' models only", "write monitor.prompt=null")
+
+
+def images_and_their_model(case: Case) -> Iterator[Problem]:
+    config = case.config
+    if not config.data.images:
+        return
+    if case.megatron:
+        yield refuse(config, "data.name engine.name", "Megatron-core builds the families' models itself, and they read tokens",
+                     "write engine=deepspeed")
+    if config.model.target is None:
+        yield refuse(config, "data.name model.family model.pretrained", "the families' models read tokens; images go to a module of your own",
+                     "write model=custom model.target=toolkit.models.vision.vit, or data=stdlib")
+    if config.monitor.prompt is not None:
+        yield refuse(config, "monitor.prompt data.name", "a model of images continues no text", "write monitor.prompt=null")
+    if config.train.sequence_length != TrainConfig().sequence_length:
+        yield warn(config, "train.sequence_length data.name", "an image has the shape that its records have",
+                   "leave train.sequence_length out")
 
 
 def momentum_is_used(case: Case) -> Iterator[Problem]:
@@ -142,7 +174,7 @@ def one_origin(case: Case) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
-    own_model, sequence_fits_the_model, vocabulary_fits_the_model, experts_belong_to_some_families, router_loss_depends_on_the_layout,
+    own_model, images_and_their_model, sequence_fits_the_model, vocabulary_fits_the_model, experts_belong_to_some_families, router_loss_depends_on_the_layout,
     momentum_is_used, learning_rate_scaling, schedule_fits_the_run, rates_are_ordered, evaluation_has_sets, checkpoints_are_written,
-    one_origin,
+    one_origin, mixture_is_whole,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.checkpoint.store import CheckpointStore, PendingSave
 from toolkit.config.schema import parse_cadence
-from toolkit.data.open import SampleStream
+from toolkit.data.kind import SampleStream
 from toolkit.engine.protocol import Engine
 from toolkit.plan.types import RunPlan
 from toolkit.train import state

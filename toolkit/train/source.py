@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import checkpoint_at, go_back, newest
 from toolkit.checkpoint.shard import Reader
-from toolkit.data.open import SampleStream
+from toolkit.data.kind import SampleStream
 from toolkit.engine.build import first_weights
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory, SourceKind, resolve_source

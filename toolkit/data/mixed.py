@@ -1,0 +1,83 @@
+"""Several folders of tokens as one: ``data=mixture``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from toolkit.config.mixture import SourceSetting, phases_of, sources_of
+from toolkit.config.schema import RunConfig
+from toolkit.data.index import open_split
+from toolkit.data.kind import Kind, RunData
+from toolkit.data.manifest import DataManifest, read_manifest
+from toolkit.data.mixture import Mixture, Phase
+from toolkit.data.samples import TokenWindows
+from toolkit.data.sources import split_problem, vocabulary_problem
+from toolkit.data.stream import Stream, source_seed
+from toolkit.data.text import text_sets, unigram
+from toolkit.errors import InputError, Problem
+from toolkit.plan.types import BatchPlan
+from toolkit.progress import Progress
+
+
+def mixture_of(config: RunConfig, batch: BatchPlan) -> Mixture:
+    """Of ``data.sources``, sorted by name, and ``data.phases``, whose steps become samples through the batch plan."""
+    phases = phases_of(config.data.sources, config.data.phases)
+    table = [Phase(batch.at(phase.from_step).first_sample, tuple(phase.weights.values())) for phase in phases]
+    return Mixture(table, config.data.shuffle_seed)
+
+
+def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
+    sources, problems = sources_of(config.data.sources), list[Problem]()
+    manifests: dict[str, DataManifest] = {}
+    for name, source in sources.items():
+        try:
+            manifests[name] = read_manifest(source.path)
+        except InputError as error:
+            problems += [Problem(f"data.sources.{name}.path", one.seen, one.rule, one.remedy) for one in error.problems]
+    problems += _problems(config, sources, manifests, vocab_size)
+    if problems:
+        raise InputError(*problems)
+    return str(next(iter(manifests.values())).folder)
+
+
+def _problems(config: RunConfig, sources: dict[str, SourceSetting], manifests: dict[str, DataManifest],
+              vocab_size: int | None) -> list[Problem]:
+    """Of the sources whose manifests could be read."""
+    found: list[Problem | None] = []
+    first: DataManifest | None = None
+    for name, manifest in manifests.items():
+        key, path = f"data.sources.{name}.path", sources[name].path
+        first = first or manifest
+        if manifest.tokenizer.hash != first.tokenizer.hash:
+            found.append(Problem(key, f"{key}={path}, made with the tokenizer {manifest.tokenizer.hash}, that of "
+                                 f"{next(iter(manifests))} with {first.tokenizer.hash}", "all sources are made with one tokenizer",
+                                 "prepare them again with one tokenizer"))
+        found += [vocabulary_problem(config, manifest, path, vocab_size), split_problem(config, manifest, "train", key, path)]
+    for name in config.eval.sets if config.eval.every else []:
+        source, _, split = name.partition("/")
+        if source not in sources or not split:
+            known = ",".join(f"{one}/validation" for one in sources)
+            found.append(Problem("eval.sets", f"eval.sets has {name}", "an evaluation set of a mixture is a source and a split of it",
+                                 f"write eval.sets=[{known}], or some of these"))
+        elif source in manifests:
+            found.append(split_problem(config, manifests[source], split, "eval.sets", sources[source].path))
+    return [problem for problem in found if problem is not None]
+
+
+def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
+    """``folder`` is of the first source; the others are not in it."""
+    sources, seed = sources_of(config.data.sources), config.data.shuffle_seed
+    manifests = {name: read_manifest(source.path) for name, source in sources.items()}
+    training = {name: open_split(manifest.folder, "train") for name, manifest in manifests.items()}
+    windows = {name: TokenWindows(split, config.train.sequence_length, source_seed(seed, name)) for name, split in training.items()}
+    stream = Stream(windows, mixture_of(config, batch), seed=seed, batch=batch, data_rank=data_rank)
+    sets = {}
+    for name in config.eval.sets if config.eval.every else []:
+        source, _, split = name.partition("/")
+        sets[name] = open_split(manifests[source].folder, split)
+    text = training[next(iter(sets)).partition("/")[0]] if sets else next(iter(training.values()))
+    return RunData(stream, text_sets(sets, config, batch, data_rank), next(iter(manifests.values())).tokenizer_folder,
+                   cache(lambda: unigram(config, batch, text, sets)))
+
+
+MIXTURE = Kind(_ready, _open)

@@ -1,0 +1,54 @@
+"""One folder of tokens: ``data=stdlib`` and ``data=prepared``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+
+from toolkit.config.schema import RunConfig
+from toolkit.data.evaluation import EvalSet, eval_batches, evaluation_targets, unigram_loss
+from toolkit.data.index import TokenSource, open_split
+from toolkit.data.kind import Kind, RunData
+from toolkit.data.manifest import read_manifest
+from toolkit.data.samples import TokenWindows
+from toolkit.data.sources import data_problems, ready
+from toolkit.data.stream import Stream
+from toolkit.errors import InputError
+from toolkit.plan.types import BatchPlan
+from toolkit.progress import Progress
+
+
+def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
+    manifest = ready(config.data, progress)
+    problems = data_problems(config, manifest, vocab_size)
+    if problems:
+        raise InputError(*problems)
+    return str(manifest.folder)
+
+
+def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
+    manifest = read_manifest(folder)
+    training = open_split(manifest.folder, "train")
+    sets = {name: open_split(manifest.folder, name) for name in config.eval.sets} if config.eval.every else {}
+    seed = config.data.shuffle_seed
+    windows = TokenWindows(training, config.train.sequence_length, seed)
+    stream = Stream({"train": windows}, None, seed=seed, batch=batch, data_rank=data_rank)
+    return RunData(stream, text_sets(sets, config, batch, data_rank), manifest.tokenizer_folder,
+                   cache(lambda: unigram(config, batch, training, sets)))
+
+
+def text_sets(sources: Mapping[str, TokenSource], config: RunConfig, batch: BatchPlan, data_rank: int) -> dict[str, EvalSet]:
+    length, batches = config.train.sequence_length, config.eval.batches
+    return {name: EvalSet(source.data_hash, partial(eval_batches, source, length, batches, batch, data_rank))
+            for name, source in sources.items()}
+
+
+def unigram(config: RunConfig, batch: BatchPlan, training: TokenSource, sets: Mapping[str, TokenSource]) -> float | None:
+    """See ``RunData.unigram``."""
+    for source in sets.values():
+        targets = evaluation_targets(source, config.train.sequence_length, config.eval.batches, batch.global_batch)
+        return unigram_loss(training, targets)
+    return None
+
+
+TEXT = Kind(_ready, _open)
