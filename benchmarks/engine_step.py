@@ -169,7 +169,7 @@ def _speed(plan: RunPlan, seconds: Sequence[float]) -> dict[str, Any]:
     gpu, flops = find(plan.world.gpu), flops_per_step(plan)
     return {
         "gpu": plan.world.gpu, "steps": len(seconds), "step_seconds": step, "step_seconds_95": bounds,
-        "tokens_per_second": plan.tokens_per_step / step,
+        "tokens_per_second": plan.units_per_step / step,
         "mfu": flops / step / gpu.peak_flops if gpu and flops else None,  # unknown GPU: unknown
     }
 

@@ -61,7 +61,7 @@ def test_worlds_of_many_sizes(ranks: int) -> None:
     assert plan.world.nodes == max(1, ranks // 8)
     assert plan.deepspeed is not None
     assert plan.deepspeed["gradient_accumulation_steps"] == 2048 // ranks
-    assert plan.tokens_per_step == 2048 * 32
+    assert plan.units_per_step == 2048 * 32
 
 
 def test_the_run_directory_is_the_runs_identity() -> None:

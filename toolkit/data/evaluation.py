@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.data.index import TokenSource
+from toolkit.data.samples import Samples
 from toolkit.data.stream import rank_places
 from toolkit.plan.types import BatchPlan
 
@@ -65,6 +66,20 @@ def _read(source: TokenSource, windows: Ints, samples: int, sequence_length: int
             length = min(sequence_length + 1, source.tokens - start)
             source.read(np.array([start], dtype=np.int64), rows[row : row + 1, :length])
     return rows
+
+
+def sample_batches(samples: Samples, batches: int, batch: BatchPlan, data_rank: int) -> Iterator[list[npt.NDArray[Any]]]:
+    """``eval_batches`` of samples of any kind: the split's first ones, as many as it has.
+
+    The last global batch may have fewer samples than places: its last micro-batches are shorter then, or empty, and all ranks still
+    have equally many.
+    """
+    count = min(batches * batch.global_batch, samples.count)
+    accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
+    places = rank_places(accumulation, batch.data_parallel, batch.micro_batch, data_rank)
+    for first in range(0, count, batch.global_batch):
+        numbers = [first + rows[first + rows < count] for rows in places]
+        yield [samples.read(np.zeros_like(some), some) for some in numbers]
 
 
 def evaluation_targets(source: TokenSource, sequence_length: int, batches: int, global_batch: int) -> Ints:

@@ -20,7 +20,7 @@ from toolkit.engine import deepspeed_load as moving
 from toolkit.engine import deepspeed_state as state
 from toolkit.engine import seeding
 from toolkit.engine.deepspeed_build import build
-from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.engine.protocol import LOSS, EvalResult, MicroBatch, Objective, StepResult, StepSettings
 from toolkit.plan.types import Device, RunPlan
 
 
@@ -90,21 +90,24 @@ class DeepSpeedEngine:
         )
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums: dict[str, torch.Tensor] = {}
+        units = 0
         # The module rather than DeepSpeed's engine: a forward of the engine counts as the start of a micro-step.
         module = self._ds.module
         module.eval()
         try:
             with torch.no_grad(), seeding.unchanged(self.device):
                 for batch in self._mine(micro_batches):
-                    sums[0] += self._objective.loss_sum(module, batch)
-                    sums[1] += self._objective.units(batch)
+                    for name, value in self._objective.eval_sums(module, batch).items():
+                        sums[name] = sums.get(name, 0) + value.double()
+                    units += self._objective.units(batch)
         finally:
             module.train()
             if self._stage == 3:
                 moving.release(self._ds.optimizer)
                 moving.regather(self._ds.optimizer)
-        return EvalResult(loss_sum=self._sum_over_ranks(sums[0]), tokens=int(self._sum_over_ranks(sums[1])))
+        whole = {name: self._sum_over_ranks(value) for name, value in sums.items()}
+        return EvalResult(whole.pop(LOSS), int(self._sum_over_ranks(units)), whole)
 
     def shards(self) -> list[Shard]:
         return moving.shards(self._ds.optimizer, self._partitions()) + self._frozen()

@@ -6,6 +6,7 @@ fp32 weights -> their rounding to the run's precision.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -18,7 +19,7 @@ from toolkit.engine import seeding
 from toolkit.engine.muon import Muon
 from toolkit.engine.optimizers import moments, torch_optimizers
 from toolkit.engine.precision import DTYPES, LossScaler
-from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.engine.protocol import LOSS, EvalResult, MicroBatch, Objective, StepResult, StepSettings
 from toolkit.engine.resume import LOSS_SCALER, OPTIMIZER_STEP, resumes, weight_key
 from toolkit.models.build import build_model
 from toolkit.plan.types import Device, RunPlan
@@ -108,13 +109,16 @@ class LocalEngine:
 
     @torch.no_grad()
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        sums: defaultdict[str, float] = defaultdict(float)
         self._module.eval()
         try:
             with seeding.unchanged(self.device):
-                loss_sum = sum(float(self._objective.loss_sum(self._module, batch)) for batch in micro_batches)
+                for batch in micro_batches:
+                    for name, value in self._objective.eval_sums(self._module, batch).items():
+                        sums[name] += float(value)
         finally:
             self._module.train()
-        return EvalResult(loss_sum=loss_sum, tokens=sum(self._objective.units(batch) for batch in micro_batches))
+        return EvalResult(sums.pop(LOSS), sum(self._objective.units(batch) for batch in micro_batches), sums)
 
     def shards(self) -> list[Shard]:
         found = [_shard(WEIGHT, name, parameter) for name, parameter in (self._parameters | self._frozen).items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,11 +17,18 @@ from toolkit.checkpoint.shard import Reader, Shard
 MicroBatch = Mapping[str, torch.Tensor]
 
 
+LOSS = "loss"
+
+
 class Objective(Protocol):
     """What a model is trained for: the seam that keeps text, images and other samples out of the engines."""
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         """Sum of the losses of the micro-batch's units (tokens, in text): a differentiable fp32 scalar."""
+
+    def eval_sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """What an evaluation adds up over all units: ``loss``, and what else tells how good a model is; always the same names."""
+        return {LOSS: self.loss_sum(model, batch)}
 
     def units(self, batch: MicroBatch) -> int:
         """How many unmasked units the micro-batch has; summed over the global batch they divide the loss."""
@@ -41,17 +48,18 @@ class StepResult:
 
     loss: float  # sum of token losses of the global batch / its unmasked tokens
     grad_norm: float  # before clipping
-    tokens: int  # unmasked
+    tokens: int  # unmasked units, whatever the task's are
     skipped: bool = False  # the fp16 loss scaler met an overflow: samples are consumed, weights are unchanged
     loss_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Sums over all ranks, so that several calls can be added up."""
+    """Sums over all ranks, so that several calls can be added up. ``others``: of ``Objective.eval_sums`` beside the loss."""
 
     loss_sum: float
     tokens: int
+    others: Mapping[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):

@@ -19,27 +19,29 @@ class ConsoleSink(NullSink):
     Args:
         steps, done: of the whole run, and of earlier attempts.
         every: steps between two updates of the display.
+        unit: what rows count: their ``<unit>_per_second`` is the speed.
     """
 
-    def __init__(self, progress: Progress, *, steps: int, done: int, every: int, say: Callable[[str], None] = say) -> None:
+    def __init__(self, progress: Progress, *, steps: int, done: int, every: int, unit: str = "tokens",
+                 say: Callable[[str], None] = say) -> None:
         self._task = progress.task("training", total=steps, unit="steps", done=done)
         self._steps, self._shown, self._every = steps, done, every
-        self._say = say
+        self._unit, self._say = unit, say
 
     def log_step(self, row: Row) -> None:
         step = row["step"]
         if step % self._every and step != self._steps:
             return
         skipped = f"  skipped, loss scale {row['loss_scale']:g}" if row.get("skipped") else ""
-        note = f"loss {row['loss']:.4f}  {quantity(row['tokens_per_second'], 'tokens')}/s{skipped}"
+        note = f"loss {row['loss']:.4f}  {quantity(row[f'{self._unit}_per_second'], self._unit)}/s{skipped}"
         self._task.advance(step - self._shown, note)
         self._shown = step
         if step == self._steps:
             self._task.finish()
 
     def log_eval(self, row: Row) -> None:
-        self._say(f"step {row['step']}: {row['set']} loss {row['loss']:.4f} (perplexity {_perplexity(row['loss'])}), "
-                  f"{row['seconds']:.1f} s")
+        meaning = f"accuracy {row['accuracy']:.1%}" if "accuracy" in row else f"perplexity {_perplexity(row['loss'])}"
+        self._say(f"step {row['step']}: {row['set']} loss {row['loss']:.4f} ({meaning}), {row['seconds']:.1f} s")
 
     def close(self, exit_code: int) -> None:
         self._task.finish()

@@ -17,11 +17,12 @@ POINTS = 2000  # of a line; more cannot be seen
 SMOOTHED = 50  # the smoothed curve's window is this part of all steps
 
 
-def loss_curve(run: str | Path, unigram: float | None = None) -> Path | None:
+def loss_curve(run: str | Path, unigram: float | None = None, per: str = "a token") -> Path | None:
     """Draw ``plots/loss.png`` of a run directory: training loss a step, its mean over a window, each evaluation set.
 
     Args:
         unigram: the unigram model's loss on the validation tokens, drawn as a line.
+        per: what the loss is a mean over: "a token", "an image".
 
     Returns:
         The picture, which appears whole; None while there is no step to show.
@@ -43,7 +44,7 @@ def loss_curve(run: str | Path, unigram: float | None = None) -> Path | None:
         axes.plot(*zip(*points, strict=True), color=f"C{number}", marker="o", markersize=4, linewidth=1.5, label=name)
     if unigram is not None:
         axes.axhline(unigram, color="grey", linestyle="--", linewidth=1, label=f"unigram model {unigram:.3f}")
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=folder.name)
+    axes.set(xlabel="step", ylabel=f"loss (nats {per})", title=folder.name)
     axes.grid(alpha=0.3)
     axes.legend()
     path = folder / "plots" / "loss.png"

@@ -34,7 +34,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
             "global_batch": plan.batch.global_batch,
             "data_parallel": plan.batch.data_parallel,
             "accumulation": _accumulation(plan),
-            "tokens_per_step": plan.tokens_per_step,
+            f"{plan.unit}_per_step": plan.units_per_step,
             "stages": [asdict(stage) for stage in plan.batch.stages],
         },
         "model": None if plan.shape is None else asdict(plan.shape),
@@ -53,7 +53,7 @@ def flops_per_step(plan: RunPlan) -> float | None:
     if plan.shape is None:
         return None
     forward = get(plan.shape.family).forward_flops(plan.shape, plan.config.train.sequence_length)
-    return FORWARD_AND_BACKWARD * forward * plan.tokens_per_step
+    return FORWARD_AND_BACKWARD * forward * plan.units_per_step
 
 
 def table(plan: RunPlan) -> RenderableType:
@@ -94,14 +94,14 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
                         f"{shape.num_attention_heads}/{shape.num_key_value_heads} heads, vocabulary {shape.vocab_size:,}")
     else:
         yield "model", f"{config.model.target}"
-    yield "batch", (f"{batch.global_batch} sequences of {config.train.sequence_length} = micro-batch {batch.micro_batch} x "
-                    f"{batch.data_parallel} data ranks x accumulation {_accumulation(plan)}")
+    samples = "images" if config.data.images else f"sequences of {config.train.sequence_length}"
+    yield "batch", (f"{batch.global_batch} {samples} = micro-batch {batch.micro_batch} x {batch.data_parallel} data ranks x "
+                    f"accumulation {_accumulation(plan)}")
     if len(batch.stages) > 1:
         first, last = batch.stages[0], batch.stages[-1]
         yield "batch ramp", f"from {first.size} in {len(batch.stages) - 1} stages; full from step {last.first_step:,} on"
-    last_step = batch.at(config.train.steps)
-    tokens = last_step.first_sample * config.train.sequence_length
-    yield "tokens", f"{plan.tokens_per_step:,} a step, {tokens:,} in {config.train.steps:,} steps"
+    total = batch.at(config.train.steps).first_sample * plan.units_per_sample
+    yield plan.unit, f"{plan.units_per_step:,} a step, {total:,} in {config.train.steps:,} steps"
     yield "learning rate", _rates(plan)
     flops = flops_per_step(plan)
     gpu = find(world.gpu)

@@ -108,5 +108,19 @@ class RunPlan:
     warnings: tuple[Problem, ...]
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.batch.global_batch * self.config.train.sequence_length
+    def unit(self) -> str:
+        """What losses are means over, in the plural; what speed is counted in."""
+        return "images" if self.config.data.images else "tokens"
+
+    @property
+    def per(self) -> str:
+        return "an image" if self.config.data.images else "a token"
+
+    @property
+    def units_per_step(self) -> int:
+        """Tokens or images of one optimizer step, masked ones included."""
+        return self.batch.global_batch * self.units_per_sample
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1 if self.config.data.images else self.config.train.sequence_length

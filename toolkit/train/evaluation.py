@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -26,12 +27,14 @@ class Evaluation(Hook):
         sets: by name; each call gives the same batches again.
         missing: whether a step has no row yet; equal on all ranks, which ask it together.
         announce: takes the row of each set.
+        unit: ``RunPlan.unit``.
     """
 
     def __init__(self, engine: Engine, task: Task, sets: Mapping[str, Callable[[], Batches]], *, every: int, steps: int,
-                 missing: Callable[[int], bool], announce: Callable[[Row], None], clock: Callable[[], float] = time.perf_counter) -> None:
+                 missing: Callable[[int], bool], announce: Callable[[Row], None], unit: str = "tokens",
+                 clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine, self._task, self._sets, self._every, self._steps = engine, task, sets, every, steps
-        self._missing, self._announce, self._clock = missing, announce, clock
+        self._missing, self._announce, self._unit, self._clock = missing, announce, unit, clock
 
     def on_start(self, step: int) -> None:
         if step and self._due(step) and self._missing(step):
@@ -50,8 +53,12 @@ class Evaluation(Hook):
 
     def _evaluate(self, step: int, name: str, batches: Batches) -> Row:
         began = self._clock()
-        loss_sum, tokens = 0.0, 0
+        loss_sum, units = 0.0, 0
+        others: defaultdict[str, float] = defaultdict(float)
         for samples in batches:
             result = self._engine.eval_step([self._task.collate(micro_batch, self._engine.device) for micro_batch in samples])
-            loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
-        return {"step": step, "set": name, "loss": loss_sum / tokens, "tokens": tokens, "seconds": self._clock() - began}
+            loss_sum, units = loss_sum + result.loss_sum, units + result.tokens
+            for other, total in result.others.items():
+                others[other] += total
+        means = {other: total / units for other, total in others.items()}
+        return {"step": step, "set": name, "loss": loss_sum / units, **means, self._unit: units, "seconds": self._clock() - began}

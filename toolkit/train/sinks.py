@@ -30,7 +30,7 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int) -> 
 
         sinks.append(WandbSink(run_dir=directory.path, identity=plan.identity, project=monitor.project, mode=monitor.wandb,
                                config=described(plan)))
-    sinks.append(ConsoleSink(Progress(), steps=steps, done=done, every=monitor.every))
+    sinks.append(ConsoleSink(Progress(), steps=steps, done=done, every=monitor.every, unit=plan.unit))
     return CompositeSink(sinks)
 
 
