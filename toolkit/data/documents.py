@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.data.index import TokenSource
+
 Ints = npt.NDArray[np.int64]
 
 LENGTHS_AT_ONCE = 1 << 20
+LOOKED_AT = 1 << 20
 
 
 def position_ids(tokens: Ints, end_of_text: int) -> Ints:
@@ -48,6 +51,19 @@ class Waste:
     cut: float  # of documents: in more than one window
     longer: float  # of documents: longer than a window, which no packing would keep whole
     lost: float  # of tokens: they see no beginning of their document, which an earlier window has
+
+    def __str__(self) -> str:
+        return (f"of {self.documents:,} documents {self.cut:.1%} are cut ({self.longer:.1%} are longer than a window), so that "
+                f"{self.lost:.1%} of tokens do not see where their document begins")
+
+
+def waste_of(source: TokenSource, end_of_text: int, sequence_length: int) -> Waste:
+    """As the first LOOKED_AT tokens of a split show it: documents are shuffled when they are written. Of the whole split, ``waste`` of
+    the lengths in its index says it (``launch/prepare.py inspect=FOLDER``)."""
+    tokens = np.empty((1, min(LOOKED_AT, source.tokens)), dtype=np.int64)
+    source.read(np.zeros(1, dtype=np.int64), tokens)
+    lengths = np.diff(np.flatnonzero(tokens[0] == end_of_text), prepend=-1)
+    return waste(lengths if len(lengths) else np.array([tokens.size]), sequence_length)  # the last one, which is not whole, counts alone
 
 
 def waste(lengths: npt.NDArray[Any], sequence_length: int) -> Waste:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from toolkit.config.schema import RunConfig
+from toolkit.data.documents import Waste
 from toolkit.data.evaluation import EvalSet
 from toolkit.data.records import RecordManifest
 from toolkit.plan.types import BatchPlan
@@ -49,6 +50,8 @@ class RunData:
         tokenizer: the folder that goes with exported weights; None where samples are not text.
         unigram: the loss of the unigram model on the first evaluation set, in nats a token; None without one. Takes a while.
         records: what the samples are where they are no text.
+        end_of_text: the token that ends every document, and stands nowhere else; None where samples are no text.
+        waste: what cutting windows costs the documents of each source, where its documents are known beforehand.
     """
 
     stream: SampleStream
@@ -56,6 +59,8 @@ class RunData:
     tokenizer: Path | None
     unigram: Callable[[], float | None]
     records: RecordManifest | None = None
+    end_of_text: int | None = None
+    waste: Callable[[], Mapping[str, Waste]] = dict
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,13 @@ from functools import cache
 
 from toolkit.config.mixture import SourceSetting, phases_of, sources_of
 from toolkit.config.schema import RunConfig
+from toolkit.data.documents import waste_of
 from toolkit.data.index import open_split
 from toolkit.data.kind import Kind, RunData
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.mixture import Mixture, Phase
 from toolkit.data.samples import TokenWindows
-from toolkit.data.sources import split_problem, vocabulary_problem
+from toolkit.data.sources import documents_problem, split_problem, vocabulary_problem
 from toolkit.data.stream import Stream, source_seed
 from toolkit.data.text import text_sets, unigram
 from toolkit.errors import InputError, Problem
@@ -52,7 +53,8 @@ def _problems(config: RunConfig, sources: dict[str, SourceSetting], manifests: d
             found.append(Problem(key, f"{key}={path}, made with the tokenizer {manifest.tokenizer.hash}, that of "
                                  f"{next(iter(manifests))} with {first.tokenizer.hash}", "all sources are made with one tokenizer",
                                  "prepare them again with one tokenizer"))
-        found += [vocabulary_problem(config, manifest, path, vocab_size), split_problem(config, manifest, "train", key, path)]
+        found += [vocabulary_problem(config, manifest, path, vocab_size), documents_problem(config, manifest, key, path),
+                  split_problem(config, manifest, "train", key, path)]
     for name in config.eval.sets if config.eval.every else []:
         source, _, split = name.partition("/")
         if source not in sources or not split:
@@ -76,8 +78,11 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
         source, _, split = name.partition("/")
         sets[name] = open_split(manifests[source].folder, split)
     text = training[next(iter(sets)).partition("/")[0]] if sets else next(iter(training.values()))
-    return RunData(stream, text_sets(sets, config, batch, data_rank), next(iter(manifests.values())).tokenizer_folder,
-                   cache(lambda: unigram(config, batch, text, sets)))
+    first = next(iter(manifests.values()))  # all have one tokenizer
+    end_of_text, length = first.tokenizer.end_of_text, config.train.sequence_length
+    return RunData(stream, text_sets(sets, config, batch, data_rank), first.tokenizer_folder,
+                   cache(lambda: unigram(config, batch, text, sets)), end_of_text=end_of_text,
+                   waste=lambda: {name: waste_of(split, end_of_text, length) for name, split in training.items()})
 
 
 MIXTURE = Kind(_ready, _open)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from toolkit.config.schema import DataConfig, RunConfig
+from toolkit.config.schema import DataConfig, Documents, RunConfig
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.samples import too_short
 from toolkit.data.stdlib import ensure
@@ -33,7 +33,8 @@ def data_problems(config: RunConfig, manifest: DataManifest, vocab_size: int | N
         vocab_size: rows of the embedding, where the plan knows better than ``model.vocab_size`` (``model.pretrained``).
     """
     path = config.data.path
-    problems = [vocabulary_problem(config, manifest, path, vocab_size), split_problem(config, manifest, "train", "data.path", path)]
+    problems = [vocabulary_problem(config, manifest, path, vocab_size), documents_problem(config, manifest, "data.path", path),
+                split_problem(config, manifest, "train", "data.path", path)]
     problems += [split_problem(config, manifest, name, "eval.sets", path) for name in config.eval.sets if config.eval.every]
     return [problem for problem in problems if problem is not None]
 
@@ -48,6 +49,15 @@ def vocabulary_problem(config: RunConfig, manifest: DataManifest, path: str, voc
     if config.data.name == "stdlib":
         remedy += f", or data.vocab_size={rows}"
     return Problem("model.vocab_size", seen, "every token has a row in the embedding", remedy)
+
+
+def documents_problem(config: RunConfig, manifest: DataManifest, key: str, path: str) -> Problem | None:
+    """Of the folder ``path`` that ``key`` names: windows are tokens alone, so documents end where a token says so."""
+    if config.data.documents is Documents.joined or manifest.tokenizer.ends_documents:
+        return None
+    return Problem("data.documents", f"data.documents=separate, {key}={path}, where not every document ends with end-of-text",
+                   "documents are kept apart where each ends with the tokenizer's end-of-text, which stands nowhere else",
+                   "prepare the data again with launch/prepare.py, or write data.documents=joined")
 
 
 def split_problem(config: RunConfig, manifest: DataManifest, split: str, key: str, path: str) -> Problem | None:

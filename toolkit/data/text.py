@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 
 from toolkit.config.schema import RunConfig
+from toolkit.data.documents import waste_of
 from toolkit.data.evaluation import EvalSet, eval_batches, evaluation_targets, unigram_loss
 from toolkit.data.index import TokenSource, open_split
 from toolkit.data.kind import Kind, RunData
@@ -33,8 +34,10 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
     seed = config.data.shuffle_seed
     windows = TokenWindows(training, config.train.sequence_length, seed)
     stream = Stream({"train": windows}, None, seed=seed, batch=batch, data_rank=data_rank)
+    end_of_text = manifest.tokenizer.end_of_text
     return RunData(stream, text_sets(sets, config, batch, data_rank), manifest.tokenizer_folder,
-                   cache(lambda: unigram(config, batch, training, sets)))
+                   cache(lambda: unigram(config, batch, training, sets)), end_of_text=end_of_text,
+                   waste=lambda: {"train": waste_of(training, end_of_text, config.train.sequence_length)})
 
 
 def text_sets(sources: Mapping[str, TokenSource], config: RunConfig, batch: BatchPlan, data_rank: int) -> dict[str, EvalSet]:
