@@ -27,7 +27,7 @@ def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
             if done.agreed.save or done.agreed.stop:
                 saved.append(done.step)
 
-    def agree() -> Agreed:
+    def agree(waited: float) -> Agreed:
         stop, save = ask([rank == 1 and state.step >= 5, rank == 0 and state.step == 3])
         return Agreed(stop=bool(stop), save=bool(save))
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory, RunState
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.agree import Agreed
+from toolkit.train.consumed import Consumption
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.hooks import PLOT_SECONDS, STATUS_SECONDS, Hook, Hooks, Metrics, Plots, StatusFile, StepDone
 from toolkit.train.saving import Checkpoints, Timer
@@ -31,17 +32,37 @@ from toolkit.train.task import NextToken
 # ---- metrics
 
 
-def written(tmp_path: Path, plan: RunPlan, done: StepDone) -> dict[str, Any]:
+def one_source(step: int) -> Mapping[str, tuple[int, float]]:
+    return {"train": (8 * step, step / 4)}
+
+
+def written(tmp_path: Path, plan: RunPlan, done: StepDone, consumed: Callable[..., Any] = one_source) -> dict[str, Any]:
     sink = JsonlSink(tmp_path / "metrics.jsonl", tmp_path / "eval.jsonl")
-    Metrics(plan, sink).on_step(done)
+    Metrics(plan, sink, consumed).on_step(done)
     return json.loads((tmp_path / "metrics.jsonl").read_text())
 
 
 def test_a_row_has_exactly_these_keys_in_full_precision(tmp_path: Path) -> None:
     result = StepResult(loss=1 / 3, grad_norm=2 / 3, tokens=1000)
-    row = written(tmp_path, tiny_plan(), StepDone(7, 0.1 + 0.2, result, 0.3, Agreed(), False))
-    assert row == {"step": 7, "loss": 1 / 3, "grad_norm": 2 / 3, "lr": 0.1 + 0.2, "tokens": 1000, "step_seconds": 0.3,
+    row = written(tmp_path, tiny_plan(), StepDone(7, 0.1 + 0.2, result, 0.3, Agreed(data_seconds=0.1), False))
+    assert row == {"step": 7, "loss": 1 / 3, "grad_norm": 2 / 3, "lr": 0.1 + 0.2, "tokens": 1000, "step_seconds": 0.3, "data_seconds": 0.1,
                    "tokens_per_second": 1000 / 0.3}
+
+
+def test_several_sources_add_their_epochs(tmp_path: Path) -> None:
+    done = StepDone(8, 0.1, StepResult(loss=1.0, grad_norm=1.0, tokens=10), 0.3, Agreed(), False)
+    row = written(tmp_path, tiny_plan(), done, lambda step: {"code": (step, 0.5), "web": (3 * step, 0.125)})
+    assert {name: row[name] for name in row if name.startswith("epochs")} == {"epochs/code": 0.5, "epochs/web": 0.125}
+
+
+def test_what_was_taken_is_told_once_a_step() -> None:
+    told: list[str] = []
+    hook = Consumption(lambda step: {"code": (1000 * step, 0.5), "web": (3000 * step, 1.25)}, told.append)
+    hook.on_eval({"step": 2})
+    hook.on_eval({"step": 2})
+    hook.on_checkpoint(Path("checkpoints/step-00000002"))
+    hook.on_checkpoint(Path("checkpoints/step-00000004"))
+    assert told == [f"step {step}: samples taken: code {step},000 (0.5 epochs), web {3 * step},000 (1.25 epochs)" for step in (2, 4)]
 
 
 def test_fp16_adds_the_loss_scale(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def carry_out(state: TrainState, steps: int, stop_at: int | None = None, **more:
     engine, recorder = FakeEngine(events, **more), Recorder(events)
     clock = more.get("clock") or FakeClock()
 
-    def agree() -> Agreed:
+    def agree(waited: float) -> Agreed:
         events.append("agree")
         return Agreed(stop=stop_at is not None and state.step >= stop_at)
 
@@ -108,15 +108,15 @@ def test_seconds_have_the_wait_for_samples_and_the_step_but_not_what_lies_betwee
         def on_step(self, done: StepDone) -> None:
             clock.now += 1000
 
-    seconds: list[float] = []
+    seconds: list[tuple[float, float]] = []
 
     class Seconds(Hook):
         def on_step(self, done: StepDone) -> None:
-            seconds.append(done.seconds)
+            seconds.append((done.seconds, done.agreed.data_seconds))
 
     train(tiny_plan(train__steps=3), FakeEngine(clock=clock, step_seconds=4.0), NextToken(), samples(0, clock, 2.0), TrainState(),
-          Hooks(Slow(), Seconds()), lambda: Agreed(), clock)
-    assert seconds == [6.0, 6.0, 6.0]  # 1,000 s of the slow hook are in none of them
+          Hooks(Slow(), Seconds()), lambda waited: Agreed(data_seconds=waited), clock)
+    assert seconds == [(6.0, 2.0)] * 3  # 1,000 s of the slow hook are in none of them
 
 
 def test_hooks_hear_every_event_in_the_order_they_were_added() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import email
 import json
 import math
+import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ import torch
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, Shard
 from toolkit.config.schema import EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
+from toolkit.data import stream as stream_module
 from toolkit.data.manifest import read_manifest
+from toolkit.data.samples import TokenWindows
 from toolkit.data.stdlib import ensure
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import CheckpointError, ExitCode, InputError, Problem
@@ -143,7 +147,7 @@ def test_a_run_leaves_what_people_and_programs_need(whole: Start, data: Path) ->
     assert Path(str(whole.status.checkpoint)).name == "step-00000006"
     rows = _jsonl(whole.directory.metrics_file)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert list(rows[0]) == ["step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second"]
+    assert list(rows[0]) == ["step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "data_seconds", "tokens_per_second"]
     assert all(row["tokens"] == 8 * 32 for row in rows)
     assert rows[0]["loss"] == pytest.approx(math.log(264), abs=0.3)
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -336,3 +340,31 @@ def test_published_weights_are_the_start(whole: Start, data: Path, tmp_path: Pat
 
     tuned = Start(tmp_path / "tuned", data, config=pretrained)
     assert tuned.rows()[0]["loss"] < exported.rows()[0]["loss"] - 0.05
+
+
+# ---- waiting for data
+
+
+def stall_share(start: Start) -> float:
+    rows = _jsonl(start.directory.metrics_file)[1:]
+    return sum(row["data_seconds"] for row in rows) / sum(row["step_seconds"] for row in rows)
+
+
+def test_a_loader_slowed_on_purpose_shows(whole: Start, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    """The control is the same run without the brake."""
+    read = TokenWindows.read
+
+    def slow(self: TokenWindows, epochs: Any, numbers: Any) -> Any:
+        time.sleep(0.2)
+        return read(self, epochs, numbers)
+
+    monkeypatch.setattr(TokenWindows, "read", slow)
+    monkeypatch.setattr(stream_module, "READ_AT_ONCE", 0)  # a step at a time
+    monkeypatch.setattr(stream_module, "CHUNKS_AHEAD", 1)
+    braked = Start(tmp_path / "run", data)
+    assert braked.rows() == whole.rows()
+    assert stall_share(braked) > 0.5 > 0.1 > stall_share(whole)
+    said = re.search(r"data stall: the steps after the first waited for samples in ([\d.]+)% of their time", capsys.readouterr().out)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(100 * stall_share(braked), abs=0.01)

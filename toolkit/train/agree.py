@@ -29,6 +29,7 @@ class Agreed:
 
     stop: bool = False  # some rank was asked to stop
     save: bool = False  # by rank 0's clock a checkpoint is due
+    data_seconds: float = 0.0  # that the rank which waited longest for its samples waited: the others wait for it
 
 
 def alone(values: Sequence[int]) -> list[int]:
@@ -44,7 +45,7 @@ class Together:
         self._group: ProcessGroup | None = None if whole else dist.new_group(backend="gloo", timeout=timedelta(seconds=PARTING_SECONDS))
 
     def __call__(self, values: Sequence[int]) -> list[int]:
-        flags = torch.tensor(values, dtype=torch.int32)
+        flags = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         return flags.tolist()
 

@@ -14,18 +14,20 @@ from toolkit.monitor.sink import Sink
 from toolkit.plan.types import RunPlan
 from toolkit.progress import quantity
 from toolkit.rundir import RunDirectory
+from toolkit.train.consumed import Consumed, words
 
 Say = Callable[[str], None]
 TEMPERATURE = 0.7
 
 
-def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink: Sink, unigram: float | None, *, say: Say, tell: Say,
-           stop: Callable[[], object]) -> None:
+def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink: Sink, unigram: float | None,
+           consumed: Consumed, *, say: Say, tell: Say, stop: Callable[[], object]) -> None:
     """After the last step of a run.
 
     Args:
         tokenizer: the folder of the tokenizer that made the run's text.
         unigram: the unigram model's loss on the first evaluation set, if it is known.
+        consumed: samples and epochs of each source that the run took.
         say, tell: for results, for trouble.
         stop: whether to leave early.
     """
@@ -33,7 +35,8 @@ def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink:
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
         export(open_reader(checkpoint), plan.shape, directory.export, tokenizer=tokenizer)
-    _tell_speed(directory, say)
+    _tell_speed(directory, plan.unit, say)
+    _tell_data(directory, consumed, say)
     _tell_losses(plan, directory, unigram, say)
     prompt = plan.config.monitor.prompt
     if prompt is not None and not stop():
@@ -50,12 +53,20 @@ def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink:
         say(line)
 
 
-def _tell_speed(directory: RunDirectory, say: Say) -> None:
+def _tell_speed(directory: RunDirectory, unit: str, say: Say) -> None:
     rows = list(read_rows(directory.metrics_file))
     if len(rows) > 1:
-        median = statistics.median(row["tokens_per_second"] for row in rows[1:])
-        say(f"median of the steps: {quantity(median, 'tokens')}/s, without the first, which has warm-up and compilation in it "
+        median = statistics.median(row[f"{unit}_per_second"] for row in rows[1:])
+        say(f"median of the steps: {quantity(median, unit)}/s, without the first, which has warm-up and compilation in it "
             f"({rows[0]['step_seconds']:.2f} s)")
+
+
+def _tell_data(directory: RunDirectory, consumed: Consumed, say: Say) -> None:
+    rows = [row for row in read_rows(directory.metrics_file) if "data_seconds" in row][1:]
+    if rows:
+        share = sum(row["data_seconds"] for row in rows) / sum(row["step_seconds"] for row in rows)
+        say(f"data stall: the steps after the first waited for samples in {share:.2%} of their time")
+    say(f"samples taken: {words(consumed)}")
 
 
 def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, say: Say) -> None:
@@ -64,7 +75,9 @@ def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, 
         if name not in rows:
             continue
         row = rows[name]
-        line = f"{name} loss after {row['step']} steps: {row['loss']:.4f} nats a token, on {row['tokens']:,} tokens"
+        line = f"{name} loss after {row['step']} steps: {row['loss']:.4f} nats {plan.per}, on {row[plan.unit]:,} {plan.unit}"
+        if "accuracy" in row:
+            line += f", {row['accuracy']:.1%} of them right"
         if number == 0 and unigram is not None:
             gain = unigram - row["loss"]
             better = f"the trained one is {abs(gain):.4f} {'better' if gain > 0 else 'worse'}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,18 +92,23 @@ class Hooks(Hook):
 class Metrics(Hook):
     """One row a step and one an evaluation, to the sinks."""
 
-    def __init__(self, plan: RunPlan, sink: Sink) -> None:
+    def __init__(self, plan: RunPlan, sink: Sink, consumed: Callable[[int], Mapping[str, tuple[int, float]]]) -> None:
+        """``consumed``: samples and epochs of each source after a step. Rows have the epochs where there are several sources."""
         self._scaled = plan.config.precision.name is Precision.fp16
-        self._sink = sink
+        self._unit = plan.unit
+        self._sink, self._consumed = sink, consumed
 
     def on_step(self, done: StepDone) -> None:
         result = done.result
         row = {
-            "step": done.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": done.lr, "tokens": result.tokens,
-            "step_seconds": done.seconds, "tokens_per_second": result.tokens / done.seconds,
+            "step": done.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": done.lr, self._unit: result.tokens,
+            "step_seconds": done.seconds, "data_seconds": done.agreed.data_seconds,
+            f"{self._unit}_per_second": result.tokens / done.seconds,
         }
         scaling = {"skipped": result.skipped, "loss_scale": result.loss_scale} if self._scaled else {}
-        self._sink.log_step({**row, **scaling})
+        consumed = self._consumed(done.step)
+        epochs = {f"epochs/{name}": epochs for name, (_, epochs) in consumed.items()} if len(consumed) > 1 else {}
+        self._sink.log_step({**row, **scaling, **epochs})
 
     def on_eval(self, row: Row) -> None:
         self._sink.log_eval(row)

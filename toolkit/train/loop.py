@@ -18,7 +18,7 @@ from toolkit.train.task import Task
 
 
 def train(plan: RunPlan, engine: Engine, task: Task, stream: Iterable[Sequence[np.ndarray]], state: TrainState, hooks: Hook,
-          agree: Callable[[], Agreed], clock: Callable[[], float] = time.perf_counter) -> ExitCode:
+          agree: Callable[[float], Agreed], clock: Callable[[], float] = time.perf_counter) -> ExitCode:
     """From ``state`` to the plan's last step, or to an agreed stop.
 
     A step's ``seconds`` run from when it begins to wait for its samples to when its result is known and the ranks have agreed;
@@ -26,17 +26,18 @@ def train(plan: RunPlan, engine: Engine, task: Task, stream: Iterable[Sequence[n
 
     Args:
         stream: this rank's micro-batches of the step that ``state`` is at, then of each following one.
-        agree: exchanges with the other ranks, once a step.
+        agree: exchanges with the other ranks, once a step; it is told for how many seconds this rank waited for its samples.
     """
     hooks.on_start(state.step)
     steps = range(state.step, plan.config.train.steps)
     began = clock()
     for step, samples in zip(steps, stream, strict=False):
+        waited = clock() - began
         lr = learning_rate(plan, step)
         batches = [task.collate(micro_batch, engine.device) for micro_batch in samples]
         result = engine.train_step(batches, StepSettings(step=step, lr=lr))
         state.step = step + 1
-        agreed = agree()
+        agreed = agree(waited)
         last = state.step == plan.config.train.steps
         hooks.on_step(StepDone(state.step, lr, result, clock() - began, agreed, last))
         if agreed.stop and not last:

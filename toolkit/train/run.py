@@ -7,8 +7,9 @@ from contextlib import ExitStack
 
 from toolkit.checkpoint.directory import newest
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.config.schema import parse_cadence
+from toolkit.config.schema import Documents, parse_cadence
 from toolkit.data.evaluation import EvalSet
+from toolkit.data.kind import RunData
 from toolkit.data.open import open_data
 from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine
@@ -21,6 +22,7 @@ from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory
 from toolkit.train import closing, place
 from toolkit.train.agree import Agreed, Exchange, check_same_data, exchange
+from toolkit.train.consumed import Consumption
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.hooks import Hooks, Metrics, Plots, StatusFile
 from toolkit.train.loop import train
@@ -28,6 +30,7 @@ from toolkit.train.saving import Checkpoints, Timer
 from toolkit.train.sinks import closed_with_code, open_sinks
 from toolkit.train.source import find_beginning, take_up
 from toolkit.train.task import Task, text_task
+from toolkit.train.vision import vision_task
 
 Stop = Callable[[], str | None]
 
@@ -66,14 +69,14 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         sink = open_sinks(plan, directory, state.step, rank)
         ended = stack.enter_context(closed_with_code(sink))
 
-        task = text_task(plan)
+        task = text_task(plan, end_of_text(plan, reads)) if reads.records is None else vision_task(plan, reads.records)
         engine = build_engine(plan, task, rank=rank, local_rank=local_rank)
         engine.load(beginning.reader)
         if rank == 0:
-            for words in take_up(plan, directory, beginning, attempt):
+            for words in (*take_up(plan, directory, beginning, attempt), *costs_of_windows(plan, reads)):
                 say(words)
         timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
-        hooks = Hooks(Metrics(plan, sink))
+        hooks = Hooks(Metrics(plan, sink, stream.consumed))
         hooks.add(evaluation(plan, engine, task, reads.sets, hooks, ask, directory, rank))
         hooks.add(Checkpoints(
             plan, engine, CheckpointStore(directory.checkpoints, plan.config.checkpoint.keep_last, plan.config.checkpoint.keep_every),
@@ -81,23 +84,41 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
             tell=tell if rank == 0 else lambda words: None))
         if rank == 0:
             hooks.add(StatusFile(directory, attempt, newest(directory.checkpoints)))
-            hooks.add(Plots(lambda: loss_curve(directory.path, reads.unigram()), tell))
+            if len(stream.consumed(0)) > 1:
+                hooks.add(Consumption(stream.consumed, say))
+            hooks.add(Plots(lambda: loss_curve(directory.path, reads.unigram(), plan.per), tell))
 
-        def agree() -> Agreed:
-            stopping, due = ask([stop() is not None, rank == 0 and timer.due()])
-            return Agreed(stop=bool(stopping), save=bool(due))
+        def agree(waited: float) -> Agreed:
+            stopping, due, microseconds = ask([stop() is not None, rank == 0 and timer.due(), round(waited * 1e6)])
+            return Agreed(stop=bool(stopping), save=bool(due), data_seconds=microseconds / 1e6)
 
         code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree)
         engine.close()
         ended(code)
         try:
             if rank == 0 and code is ExitCode.DONE:
-                closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), say=say, tell=tell, stop=stop)
+                closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step),
+                               say=say, tell=tell, stop=stop)
             elif rank == 0:
                 say(f"stopped after step {state.step} of {plan.config.train.steps}, saved; the same command continues")
         finally:
             ask([0])  # the others stay until rank 0 is through: leaving tears down what it may still need
         return code
+
+
+def end_of_text(plan: RunPlan, reads: RunData) -> int | None:
+    """None where documents are not kept apart."""
+    if plan.config.data.documents is Documents.joined:
+        return None
+    assert reads.end_of_text is not None, "what has no documents is refused with data.documents=separate"
+    return reads.end_of_text
+
+
+def costs_of_windows(plan: RunPlan, reads: RunData) -> list[str]:
+    """To people, where documents are kept apart."""
+    if plan.config.data.documents is Documents.joined:
+        return []
+    return [f"documents of {name} are kept apart: {cost} (in {cost.tokens:,} tokens looked at)" for name, cost in reads.waste().items()]
 
 
 def evaluation(plan: RunPlan, engine: Engine, task: Task, sets: Mapping[str, EvalSet], hooks: Hooks, ask: Exchange,
@@ -107,4 +128,4 @@ def evaluation(plan: RunPlan, engine: Engine, task: Task, sets: Mapping[str, Eva
         return bool(ask([absent])[0])
 
     return Evaluation(engine, task, {name: one.batches for name, one in sets.items()}, every=plan.config.eval.every,
-                      steps=plan.config.train.steps, missing=missing, announce=hooks.on_eval)
+                      steps=plan.config.train.steps, missing=missing, announce=hooks.on_eval, unit=plan.unit)
