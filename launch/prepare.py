@@ -1,10 +1,14 @@
-"""Make the data of a run ready and show what it is; training then finds it in place.
+"""Make text ready to train on: tokenised shards in Megatron's format, a manifest, statistics. Or see what such a folder is.
 
-    python launch/prepare.py data=stdlib                                      # the embedded text
-    python launch/prepare.py data=stdlib data.path=/tmp/text data.vocab_size=8192
-    python launch/prepare.py data=prepared data.path=FOLDER                    # read every byte of a data folder and compare
+    python launch/prepare.py input=books output=data/books                    # a folder of .txt, .jsonl[.gz|.zst], .parquet
+    python launch/prepare.py input='corpus/*.jsonl.zst' text=content tokenizer.path=gpt2 deduplicate=true output=data/corpus
+    python launch/prepare.py input=allenai/c4 format=dataset dataset.name=en output=data/c4      # any source of the package datasets
+    python launch/prepare.py inspect=data/books                               # verify every byte and show what it is
+    python launch/prepare.py input=stdlib                                     # the embedded text, as data=stdlib trains on it
 
-The words after the file's name are those of launch/train.py. Exit code: 0 done, 2 a mistake, named with its rule and remedy.
+Killed at any moment, the same command goes on where it was, and the result is the same to the byte, for any number of workers.
+Then train on it: python launch/train.py data=prepared data.path=data/books. Exit code: 0 done, 2 a mistake, named with its rule
+and remedy.
 """
 
 from __future__ import annotations
@@ -18,29 +22,36 @@ from toolkit.errors import ExitCode, UserError
 def main(arguments: Sequence[str]) -> int:
     if not {"--help", "-h"}.isdisjoint(arguments):
         from toolkit.config.help import show_help
+        from toolkit.config.roots import PREPARE
 
-        return show_help(arguments, above=__doc__ or "")
+        return show_help(arguments, above=__doc__ or "", root=PREPARE)
     try:
-        prepare(arguments)
+        show(arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
     return ExitCode.DONE
 
 
-def prepare(overrides: Sequence[str]) -> None:
-    """Raises UserError with every problem."""
-    from toolkit.config.compose import compose
-    from toolkit.data.index import verify
-    from toolkit.data.manifest import describe
-    from toolkit.data.sources import ready
+def show(overrides: Sequence[str]) -> None:
+    """Print what was made, or what is there. Raises UserError with every problem."""
+    from toolkit.config.compose import compose_prepare
     from toolkit.progress import Progress
 
-    data = compose(overrides).data
+    config = compose_prepare(overrides)
     with Progress() as progress:
-        manifest = ready(data, progress)
-        verify(manifest.folder, progress)
-    print("\n".join([f"data       {manifest.folder}", *describe(manifest)]))
+        if config.inspect is not None:
+            from toolkit.data.prepare.inspect import inspect
+
+            lines = inspect(config, progress)
+        else:
+            from toolkit.data.manifest import describe
+            from toolkit.data.prepare import report
+            from toolkit.data.prepare.run import prepare
+
+            manifest = prepare(config, progress)
+            lines = [f"data       {manifest.folder}", *describe(manifest), *report.describe(manifest.folder)]
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

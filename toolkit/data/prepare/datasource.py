@@ -1,0 +1,63 @@
+"""Any ``datasets`` source as rows: a folder that ``save_to_disk`` wrote, else whatever ``load_dataset`` streams (a folder or a hub id)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.prepare import DatasetConfig
+from toolkit.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+ROWS_AT_ONCE = 64
+
+
+def ranges(path: str, config: DatasetConfig, aim: int) -> Iterator[tuple[int, int, int]]:
+    """Ranges [start, end) of rows of about ``aim`` bytes, with their bytes; of a streamed dataset its shards, of unknown bytes."""
+    from datasets import Dataset
+
+    opened = _open(path, config.name, config.split, config.revision)
+    if not isinstance(opened, Dataset):
+        yield from ((number, number + 1, 0) for number in range(opened.num_shards))
+        return
+    rows = max(1, int(opened.num_rows * aim / max(1, opened.data.nbytes)))
+    for start in range(0, opened.num_rows, rows):
+        end = min(start + rows, opened.num_rows)
+        yield start, end, opened.data.nbytes * (end - start) // opened.num_rows
+
+
+def texts(path: str, config: DatasetConfig, column: str, start: int, end: int) -> Iterator[tuple[int, Any]]:
+    """(number, value) of ``column`` in a range of :func:`ranges`; the number is the row's, in its shard where it is streamed."""
+    from datasets import Dataset
+
+    opened = _open(path, config.name, config.split, config.revision)
+    whole = isinstance(opened, Dataset)
+    chosen: Any = opened.select(range(start, end)) if isinstance(opened, Dataset) else opened.shard(opened.num_shards, start)
+    number = start if whole else 0
+    for table in chosen.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
+        if column not in table.column_names:
+            seen, there = f"text={column}, no such column in {path}", ", ".join(table.column_names)
+            raise InputError(Problem("text", seen, f"the columns are {there}", "write text=COLUMN with one of them"))
+        for value in table.column(column).to_pylist():
+            yield number, value
+            number += 1
+
+
+@cache
+def _open(path: str, name: str | None, split: str, revision: str | None) -> Dataset | IterableDataset:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        if (Path(path) / "dataset_dict.json").is_file() or (Path(path) / "state.json").is_file():
+            saved = datasets.load_from_disk(path)
+            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+        return datasets.load_dataset(path, name, split=split, streaming=True, revision=revision)
+    except (KeyError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        seen = f"input={path} dataset.split={split}: {type(error).__name__} {error}"
+        remedy = "write input=FOLDER or a hub id that is reachable, with dataset.split=, dataset.name= and dataset.revision= as it has them"
+        raise InputError(Problem("input", seen, "the package datasets opens the input", remedy)) from error

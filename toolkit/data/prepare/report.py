@@ -1,0 +1,150 @@
+"""What became of the input: counts, lengths and their picture; and the manifest, which is written last."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import toolkit
+from toolkit.data.digest import digest
+from toolkit.data.index import IndexFile
+from toolkit.data.manifest import DataManifest, Origin, Split, TokenizerInfo, write_manifest
+from toolkit.data.prepare.merge import Piece, Written
+from toolkit.data.prepare.parts import SPLITS, Receipt
+from toolkit.data.prepare.plan import Plan
+from toolkit.files import write_whole
+
+SOURCES, REPORT, PICTURE = "sources.json", "report.json", "lengths.png"
+VERSIONED = ("tokenizers", "numpy", "xxhash")  # packages that decide bytes
+BINS_A_DOUBLING = 2
+LONGEST = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """
+    Attributes:
+        read: documents of the input. ``read = documents + equal + empty``.
+        equal: dropped since an equal one is kept.
+        empty: dropped since they hold no text.
+        replaced: of those kept or equal: with bytes that are not UTF-8, written as U+FFFD.
+        text_bytes: of all documents that are not empty, as UTF-8; bytes_per_token is over the same documents.
+        histogram: [shortest, documents] of each bin of lengths in tokens; a bin ends where the next begins.
+    """
+
+    read: int
+    documents: int
+    tokens: int
+    equal: int
+    empty: int
+    replaced: int
+    text_bytes: int
+    bytes_per_token: float
+    shortest: int
+    longest: int
+    mean: float
+    histogram: tuple[tuple[int, int], ...]
+
+
+def finish(
+    plan: Plan, output: Path, tokenizer: TokenizerInfo, dtype: np.dtype[Any], receipts: Sequence[Receipt], shards: Sequence[Piece],
+    done: Mapping[int, Written],
+) -> DataManifest:  # fmt: skip
+    """Write sources, report, picture and manifest into ``output``. The same input and recipe give the same bytes."""
+    made: dict[str, list[Any]] = {name: [] for name in SPLITS}
+    for number, piece in enumerate(shards):
+        if (shard := done[number].shard) is not None:
+            made[SPLITS[piece.split]].append(shard)
+    splits = {name: Split(tuple(found)) for name, found in made.items() if found}
+    statistics = _statistics(receipts, done.values(), splits, output)
+    write_whole(output / SOURCES, json.dumps(_sources(plan, receipts), indent=1) + "\n")
+    write_whole(output / REPORT, json.dumps(asdict(statistics), indent=1) + "\n")
+    draw(statistics, output / PICTURE)
+    files = [SOURCES, REPORT, PICTURE, *(path.relative_to(output).as_posix() for path in sorted((output / tokenizer.folder).rglob("*.*")))]
+    ends = TokenizerInfo(**{**asdict(tokenizer), "ends_documents": not any(receipt.inside for receipt in receipts)})
+    origin = Origin(plan.seen, plan.recipe["licence"], len(plan.sources), plan.bytes, digest(output / SOURCES).xxh3_128)
+    manifest = DataManifest(
+        folder=output, dtype=dtype.name, origin=origin, tokenizer=ends, splits=splits, recipe=plan.recipe, versions=versions(),
+        files={name: digest(output / name) for name in files},
+    )  # fmt: skip
+    write_manifest(manifest, output)
+    return manifest
+
+
+def versions() -> dict[str, str]:
+    python = ".".join(map(str, sys.version_info[:2]))
+    return {"toolkit": toolkit.__version__, "python": python, **{name: version(name) for name in VERSIONED}}
+
+
+def _sources(plan: Plan, receipts: Sequence[Receipt]) -> list[dict[str, Any]]:
+    """What was read, with the documents of each that are not empty; the files of a dataset are read as one."""
+    documents: Counter[int] = Counter()
+    for receipt in receipts:
+        documents.update(dict(receipt.sources))
+    found = []
+    for number, source in enumerate(plan.sources):
+        known = {"name": source.name, "format": source.format, "bytes": source.bytes, "xxh3_128": source.xxh3_128}
+        found.append(known if source.format == "dataset" else {**known, "documents": documents[number]})
+    return found
+
+
+def _statistics(receipts: Sequence[Receipt], done: Any, splits: Mapping[str, Split], output: Path) -> Statistics:
+    edges = np.unique((2 ** (np.arange(31 * BINS_A_DOUBLING + 1) / BINS_A_DOUBLING)).astype(np.int64))
+    counts = np.zeros(len(edges), dtype=np.int64)
+    shortest, longest = LONGEST, 0
+    for name in (shard.name for split in splits.values() for shard in split.shards):
+        lengths = IndexFile(output / f"{name}.idx").lengths
+        counts += np.bincount(np.searchsorted(edges, lengths, side="right") - 1, minlength=len(edges))
+        shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
+    documents, tokens = sum(split.documents for split in splits.values()), sum(split.tokens for split in splits.values())
+    text_bytes = sum(receipt.text_bytes for receipt in receipts)
+    before = sum(sum(receipt.tokens) for receipt in receipts)
+    used = np.flatnonzero(counts)
+    return Statistics(
+        read=sum(receipt.empty + receipt.equal + sum(receipt.kept) for receipt in receipts), documents=documents, tokens=tokens,
+        equal=sum(receipt.equal for receipt in receipts) + sum(one.equal for one in done),
+        empty=sum(receipt.empty for receipt in receipts), replaced=sum(receipt.replaced for receipt in receipts), text_bytes=text_bytes,
+        bytes_per_token=text_bytes / before, shortest=shortest, longest=longest, mean=tokens / documents,
+        histogram=tuple((int(edges[bin]), int(counts[bin])) for bin in range(used[0], used[-1] + 1)),
+    )  # fmt: skip
+
+
+def describe(output: Path) -> list[str]:
+    """Lines for people about the report of ``output``; none where launch/prepare.py did not write it."""
+    if not (output / REPORT).is_file():
+        return []
+    seen = Statistics(**json.loads((output / REPORT).read_bytes()))
+    lines = [f"documents  {seen.read:,} read, {seen.documents:,} kept; dropped: {seen.equal:,} equal to another, {seen.empty:,} empty"]
+    lengths = f"{seen.shortest:,} to {seen.longest:,} tokens, mean {seen.mean:,.0f}"
+    lines.append(f"           {lengths}, {seen.bytes_per_token:.2f} bytes a token: {output / PICTURE}")
+    if seen.replaced:
+        lines.append(f"           {seen.replaced:,} had bytes that are not UTF-8, written as U+FFFD")
+    return lines
+
+
+def draw(statistics: Statistics, path: Path) -> None:
+    """Documents by length in tokens, both axes logarithmic."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    starts: npt.NDArray[Any] = np.array([start for start, _ in statistics.histogram], dtype=np.float64)
+    counts = [count for _, count in statistics.histogram]
+    ends = np.append(starts[1:], starts[-1] * 2 ** (1 / BINS_A_DOUBLING))
+    axes.bar(starts, counts, width=ends - starts, align="edge", edgecolor="white", linewidth=0.5)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a document", ylabel="documents",
+             title=f"{statistics.documents:,} documents, {statistics.tokens:,} tokens")
+    FigureCanvasAgg(figure)
+    temporary = path.with_name(f".{path.name}.writing")
+    figure.savefig(temporary, format="png", metadata={"Software": None})
+    temporary.replace(path)

@@ -1,0 +1,237 @@
+"""``launch/prepare.py``: a folder of tokenised shards from text. Started again after any end, it goes on where it was.
+
+    OUTPUT/train-00000.bin .idx ..., validation-00000 ..., tokenizer/, sources.json, report.json, lengths.png
+    OUTPUT/manifest.json      written last: without it the folder is no data
+    OUTPUT/.work/             plan, parts and receipts, while it is made; about as large as the shards
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.keys import flatten
+from toolkit.config.prepare import PrepareConfig
+from toolkit.data import stdlib
+from toolkit.data.digest import digest
+from toolkit.data.index import token_dtype
+from toolkit.data.manifest import NAME as MANIFEST
+from toolkit.data.manifest import DataManifest, TokenizerInfo, read_manifest
+from toolkit.data.prepare import merge, report, tokenise
+from toolkit.data.prepare.parts import SPLITS, read_receipts
+from toolkit.data.prepare.plan import Listing, Plan, list_input, make_plan, read_plan, recipe
+from toolkit.data.prepare.vocabulary import ready_vocabulary, vocabulary
+from toolkit.data.prepare.work import each
+from toolkit.errors import InputError, Problem
+from toolkit.progress import Progress
+
+WORK = ".work"
+STDLIB = "stdlib"
+STDLIB_PATH = "data/stdlib"  # where training with data=stdlib finds it
+# Keys that the embedded text takes; the rest of how it is made is fixed, so that every machine has the same.
+STDLIB_KEYS = {"input", "output", "workers", "memory_mib", "sequence_length", "samples", "tokenizer.vocab_size"}
+
+
+def prepare(config: PrepareConfig, progress: Progress) -> DataManifest:
+    """Make the data folder, or find it made.
+
+    Raises:
+        InputError: the input cannot be read, changed meanwhile, or the output holds something else.
+    """
+    if config.input == STDLIB:
+        return _stdlib(config, progress)
+    output = output_folder(config)
+    listed = list_input(config)
+    if (output / MANIFEST).is_file():
+        return _found(config, listed, output, progress)
+    work = output / WORK
+    if output.is_dir() and not work.is_dir() and any(output.iterdir()):
+        raise _occupied(output, "it holds other files")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        with _alone(work):
+            if (output / MANIFEST).is_file():  # by a process that was here before us
+                return _found(config, listed, output, progress)
+            return _make(config, listed, work, output, progress)
+    except OSError as error:
+        rule, remedy = "the output folder can be written and has room", "name another one: output=FOLDER"
+        raise InputError(Problem("output", f"output={output}: {error}", rule, remedy)) from error
+
+
+def output_folder(config: PrepareConfig) -> Path:
+    if config.output is not None:
+        return Path(config.output)
+    assert config.input is not None
+    stem = Path(config.input).name.partition(".")[0]
+    if not stem or not all(letter.isalnum() or letter in "-_" for letter in stem):
+        remedy = "write output=FOLDER"
+        raise InputError(Problem("output", f"input={config.input} without output", "an input without a plain name needs an output", remedy))
+    return Path("data", stem)
+
+
+def _make(config: PrepareConfig, listed: Listing, work: Path, output: Path, progress: Progress) -> DataManifest:
+    plan = _plan(config, listed, work, progress)
+    workers = config.workers or os.cpu_count() or 1
+    for folder in (tokenise.PARTS, merge.SHARDS):
+        (work / folder).mkdir(exist_ok=True)
+    tokenizer = ready_vocabulary(config, plan, work, output, progress)
+    words = vocabulary(output, tokenizer)
+    left, before = tokenise.units_left(work / tokenise.PARTS, plan)
+    total = sum(unit.bytes for unit in plan.units)
+    with progress.task("tokenising", total=total or None, unit="B", done=before) as task:
+        each(partial(tokenise.tokenising, work, words), left, workers, task)
+    receipts = read_receipts(work / tokenise.PARTS)
+    if not sum(receipt.tokens[0] for receipt in receipts):
+        seen = f"input={config.input}: {sum(receipt.empty for receipt in receipts)} documents, none of them for training with text"
+        raise InputError(Problem("input", seen, f"the split {SPLITS[0]} gets a document", "give more text, or a smaller validation="))
+    shards = merge.pieces(receipts, words.dtype.itemsize, config.shard_mib << 20)
+    _write_shards(config, work, output, tokenizer, shards, workers, progress)
+    _check_unchanged(plan, listed)
+    manifest = report.finish(plan, output, tokenizer, words.dtype, receipts, shards, merge.written(work, shards))
+    shutil.rmtree(work)
+    return manifest
+
+
+def _write_shards(
+    config: PrepareConfig, work: Path, output: Path, tokenizer: TokenizerInfo, shards: list[merge.Piece], workers: int, progress: Progress
+) -> None:
+    for left_over in output.glob("*.partial-*"):  # of a killed process: nobody else writes while we hold the lock
+        left_over.unlink()
+    done = merge.written(work, shards)
+    left = [number for number in range(len(shards)) if number not in done]
+    begin = partial(merge.merging, work, output, token_dtype(tokenizer.size), shards, config.memory_mib << 20, config.deduplicate)
+    total, before = sum(piece.bytes for piece in shards), sum(shards[number].bytes for number in done)
+    with progress.task("writing shards", total=total, unit="B", done=before) as task:
+        each(begin, left, workers, task)
+
+
+def _plan(config: PrepareConfig, listed: Listing, work: Path, progress: Progress) -> Plan:
+    plan = read_plan(work)
+    if plan is None:
+        plan = make_plan(config, listed, progress)
+        plan.write(work)
+        return plan
+    problems = _differences(plan.recipe, config, work.parent, "is being made")
+    if problems:
+        raise InputError(*problems)
+    _check_unchanged(plan, listed)
+    return plan
+
+
+def _check_unchanged(plan: Plan, listed: Listing) -> None:
+    """The input is the one that was planned: names, sizes and times of change."""
+    planned = {source.name: (source.bytes, source.modified) for source in plan.sources}
+    again = list_input_again(listed)
+    for name in sorted({*planned, *again}):
+        if planned.get(name) != again.get(name):
+            how = "is new" if name not in planned else "is gone" if name not in again else "changed"
+            seen, rule = f"{Path(listed.root, name)} {how} since the preparation began", "the input stays as it is while it is prepared"
+            raise InputError(Problem("input", seen, rule, "restore it, or name another output: output=FOLDER"))
+
+
+def list_input_again(listed: Listing) -> dict[str, tuple[int, int]]:
+    """The files of a listing as they are now."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, _, size, modified in listed.files:
+        path = Path(listed.root, name)
+        if not modified:
+            found[name] = (size, modified)
+        elif path.is_file():
+            stat = path.stat()
+            found[name] = (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+# -- what is there already
+
+
+def _found(config: PrepareConfig, listed: Listing, output: Path, progress: Progress) -> DataManifest:
+    """The finished folder, if it is of this recipe and input."""
+    manifest = read_manifest(output)
+    problems = _differences(manifest.recipe, config, output, "was made")
+    if problems:
+        raise InputError(*problems)
+    _check_input(listed, output, progress)
+    shutil.rmtree(output / WORK, ignore_errors=True)  # killed after the manifest, before the end
+    return manifest
+
+
+def _differences(made: Any, config: PrepareConfig, output: Path, how: str) -> list[Problem]:
+    """A problem for each key of the recipe in which what is there differs from what is asked."""
+    if not made:
+        raise _occupied(output, "it was made by something else")
+    wanted = recipe(config)
+    return [
+        Problem(key, f"{key}={_shown(wanted.get(key))}, and output={output} {how} with {key}={_shown(made.get(key))}",
+                "an output is of one recipe; what is made stays",
+                f"write {key}={_shown(made.get(key))}, or name another output: output=FOLDER")
+        for key in [*made, *(key for key in wanted if key not in made)] if wanted.get(key) != made.get(key)
+    ]  # fmt: skip
+
+
+def _shown(value: Any) -> str:
+    """As it is typed."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_input(listed: Listing, output: Path, progress: Progress) -> None:
+    """The input is the one that ``output`` was made of. A file that was touched since is read and compared."""
+    made = {source["name"]: source for source in json.loads((output / report.SOURCES).read_bytes())}
+    since = (output / MANIFEST).stat().st_mtime_ns
+    names = {name for name, *_ in listed.files}
+    problem = next((f"{name} is new" for name in sorted(names - made.keys())), None)
+    problem = problem or next((f"{name} is gone" for name in sorted(made.keys() - names)), None)
+    touched = []
+    for name, _, size, modified in listed.files:
+        if problem is None and size != made[name]["bytes"]:
+            problem = f"{name} has {size} bytes, and had {made[name]['bytes']}"
+        elif modified and Path(listed.root, name).stat().st_ctime_ns > since:
+            touched.append(name)
+    if problem is None and touched:
+        with progress.task("comparing the input", total=len(touched), unit="files") as task:
+            for name in touched:
+                if digest(Path(listed.root, name)).xxh3_128 != made[name]["xxh3_128"]:
+                    problem = problem or f"{name} has another content"
+                task.advance()
+    if problem is not None:
+        seen, rule = f"input: {problem} since output={output} was made", "an output is of one input; what is made stays"
+        raise InputError(Problem("input", seen, rule, "name another output: output=FOLDER"))
+
+
+def _occupied(output: Path, why: str) -> InputError:
+    rule = "the output is a new folder, or one that this command began"
+    return InputError(Problem("output", f"output={output}: {why}", rule, "name another output: output=FOLDER"))
+
+
+# -- the embedded text, and being alone
+
+
+def _stdlib(config: PrepareConfig, progress: Progress) -> DataManifest:
+    plain = flatten(PrepareConfig(input=STDLIB))
+    problems = [
+        Problem(key, f"{key}={_shown(value)} with input=stdlib", "how the embedded text is made is fixed, but for its vocabulary",
+                "leave it out, or name files of your own: input=FOLDER")
+        for key, value in flatten(config).items() if key not in STDLIB_KEYS and value != plain[key]
+    ]  # fmt: skip
+    if problems:
+        raise InputError(*problems)
+    return stdlib.ensure(config.output or STDLIB_PATH, config.tokenizer.vocab_size, progress)
+
+
+@contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """The kernel lets go of the lock when its holder ends, however it ends."""
+    with (work / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            seen, rule = f"{work.parent} is being prepared by another process", "one process prepares a folder at a time"
+            raise InputError(Problem("output", seen, rule, "wait for it, or name another output: output=FOLDER")) from None
+        yield
