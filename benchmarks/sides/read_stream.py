@@ -1,0 +1,194 @@
+"""One contender in a process of its own; benchmarks/streaming.py says what to do. Prints one line of JSON.
+
+    python benchmarks/sides/read_stream.py toolkit speed --corpus FOLDER --files FOLDER [--seconds 2]
+
+    make    its files
+    speed   seconds to the first batch; then turns of it and of the floor, CPU nanoseconds a token of each; peak memory
+    order   one epoch in order: a number for each sample and the domain it begins in, and the state in its middle -> --out
+    resume  from that state (--state) on, as rank --rank of --ranks: seconds to the first batch, and the samples of the next batches
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: benchmarks/streaming.py is not what a contender imports by that name
+
+import numpy as np
+import psutil
+from sides.corpus import Corpus, domain_of, open_corpus
+from sides.streams import SIDES
+from sides.streams.common import CACHE, GLOBAL_BATCH, LENGTH, Opened, Place, Side
+from sides.streams.floor import sequential
+
+WARM_UP_SECONDS = 0.5
+FLOOR_BATCHES = 1000  # a turn of the floor: 16 M tokens, some 20 ms
+TURN_SECONDS = 0.15
+AFTER = 64  # global batches looked at after a resume
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("task", choices=("make", "speed", "order", "resume"))
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--files", type=Path, required=True, help="the folder of this contender's own files")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of turns")
+    parser.add_argument("--state", type=Path)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    side, corpus = SIDES[given.side], open_corpus(given.corpus)
+    settle(side)
+    if given.task == "make":
+        found = make(side, corpus, given.files)
+    elif given.task == "speed":
+        found = speed(side, corpus, given.files, given.seconds)
+    elif given.task == "order":
+        found = order(side, corpus, given.files, given.state, given.out)
+    else:
+        found = resume(side, corpus, given.files, given.state, given.out, Place(given.rank, given.ranks))
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # threads and workers of some contenders outlive what is measured
+
+
+def settle(side: Side) -> None:
+    """Imports, which no clock here counts, and one thread of torch's: all of them copy, none computes.
+
+    Raises PackageNotFoundError where the contender is not installed.
+    """
+    import torch
+
+    for package in side.packages:
+        metadata.version(package)
+
+    torch.set_num_threads(1)
+    for module in side.modules:
+        importlib.import_module(module)
+
+
+def make(side: Side, corpus: Corpus, files: Path) -> dict[str, Any]:
+    started = time.perf_counter()
+    if side.make is not None:
+        side.make(corpus, files)
+    return {"make_seconds": time.perf_counter() - started}
+
+
+def speed(side: Side, corpus: Corpus, files: Path, seconds: float) -> dict[str, Any]:
+    if (files / CACHE).is_dir():  # what a contender builds at its first start of all is part of that
+        shutil.rmtree(files / CACHE)
+    first_seconds, opened = first_batch(side, corpus, files, Place(), None)
+    floor = sequential(corpus, Place())
+    memory = [own_bytes()]
+    warm_until = time.perf_counter() + WARM_UP_SECONDS
+    while time.perf_counter() < warm_until:
+        next(opened.batches)
+    for _ in range(FLOOR_BATCHES):
+        next(floor)
+    memory.append(own_bytes())
+    turns: list[dict[str, float]] = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        started = tree_cpu_seconds()
+        floor_started = time.thread_time()
+        for _ in range(FLOOR_BATCHES):
+            next(floor)
+        floor_seconds = time.thread_time() - floor_started
+        # What the contender's threads do while the floor has its turn is the contender's: hence not this thread's time alone.
+        batches = take_for(opened, TURN_SECONDS)
+        cpu_seconds = tree_cpu_seconds() - started - floor_seconds
+        turns.append({"cpu_ns": cpu_seconds / (batches * GLOBAL_BATCH * LENGTH) * 1e9,
+                      "floor_cpu_ns": floor_seconds / (FLOOR_BATCHES * GLOBAL_BATCH * LENGTH) * 1e9})
+        memory.append(own_bytes())
+    return {"first_seconds": first_seconds, "turns": turns, "peak_bytes": max(memory),
+            "versions": {package: metadata.version(package) for package in side.packages}}
+
+
+def take_for(opened: Opened, seconds: float) -> int:
+    """Batches taken in about ``seconds``."""
+    batches, until = 0, time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        for _ in range(8):
+            next(opened.batches)
+        batches += 8
+    return batches
+
+
+def first_batch(side: Side, corpus: Corpus, files: Path, place: Place, state: bytes | None) -> tuple[float, Opened]:
+    """Seconds from opening to the first batch in hand. The batch is not put back."""
+    started = time.perf_counter()
+    opened = side.open(corpus, files, place, state)
+    batch = next(opened.batches)
+    seconds = time.perf_counter() - started
+    assert tuple(batch.shape) == (place.batch, LENGTH), f"{tuple(batch.shape)}"
+    assert str(batch.dtype) == "torch.int64", f"{batch.dtype}"
+    return seconds, opened
+
+
+def order(side: Side, corpus: Corpus, files: Path, state: Path, out: Path) -> dict[str, Any]:
+    """One epoch of whole global batches; the state before its middle one is kept."""
+    opened = side.open(corpus, files, Place(), None)
+    batches = corpus.tokens // LENGTH // GLOBAL_BATCH
+    numbers = np.empty((batches, GLOBAL_BATCH), dtype=np.uint64)
+    domains = np.empty((batches, GLOBAL_BATCH), dtype=np.int64)
+    size = 0
+    for index in range(batches):
+        if index == batches // 2:
+            size = state.write_bytes(opened.state())
+        rows = next(opened.batches).numpy()
+        numbers[index], domains[index] = numbers_of(rows), domain_of(rows)
+    np.savez(out, numbers=numbers, domains=domains)
+    return {"batches": batches, "state_at": batches // 2, "state_bytes": size}
+
+
+def resume(side: Side, corpus: Corpus, files: Path, state: Path, out: Path, place: Place) -> dict[str, Any]:
+    if place.ranks > 1:
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo", rank=place.rank, world_size=place.ranks)
+    kept = state.read_bytes()
+    started = time.perf_counter()
+    opened = side.open(corpus, files, place, kept)
+    first = next(opened.batches)
+    seconds = time.perf_counter() - started
+    rows = [first, *(next(opened.batches) for _ in range(AFTER - 1))]
+    np.save(out, np.stack([numbers_of(batch.numpy()) for batch in rows]))
+    return {"resume_seconds": seconds}
+
+
+def numbers_of(rows: np.ndarray) -> np.ndarray:
+    """A number for each of ``rows`` [batch, LENGTH] that other tokens would not give: uint64 [batch]."""
+    factors = np.random.default_rng(1).integers(1, 1 << 63, LENGTH, dtype=np.uint64) | np.uint64(1)
+    return (rows.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
+
+
+def tree_cpu_seconds() -> float:
+    """User and system time of this process, of its living children and of those that ended."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    living = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return sum(one.ru_utime + one.ru_stime for one in usage) + sum(one.user + one.system for one in living)
+
+
+def own_bytes() -> int:
+    """Memory of the process tree that is its own: anonymous and shared, not the page cache's (a map of a file is the kernel's to drop)."""
+    total = 0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        sizes = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines) if key in ("RssAnon", "RssShmem")}
+        total += sum(sizes.values()) << 10
+    return total
+
+
+if __name__ == "__main__":
+    main()

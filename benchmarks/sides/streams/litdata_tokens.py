@@ -1,0 +1,54 @@
+"""litdata: optimized token chunks and TokensLoader, as its page on training language models says."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from sides.corpus import Corpus, open_corpus
+from sides.streams.common import LENGTH, SEED, Counted, Opened, Place, Side
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK = LENGTH * 8012  # tokens: its page's
+
+
+def _documents(window: int, folder: str) -> Iterator[np.ndarray]:
+    """One input of ``optimize``: CHUNK tokens, as one row."""
+    yield np.array(open_corpus(Path(folder)).mapped()[window * CHUNK : (window + 1) * CHUNK])
+
+
+def make(corpus: Corpus, folder: Path) -> None:
+    import litdata
+
+    inputs = list(range(-(-corpus.tokens // CHUNK)))
+    litdata.optimize(functools.partial(_documents, folder=str(corpus.folder)), inputs, str(folder), chunk_size=CHUNK, num_workers=1,
+                     item_loader=litdata.TokensLoader())
+
+
+def open_tokens(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+    import litdata
+
+    dataset = litdata.StreamingDataset(str(folder), item_loader=litdata.TokensLoader(block_size=LENGTH), shuffle=True, drop_last=True,
+                                       seed=SEED)
+    loader = litdata.StreamingDataLoader(dataset, batch_size=place.batch, num_workers=0, drop_last=True)
+    if state:
+        loader.load_state_dict(json.loads(state))
+
+    def endless() -> Iterator[torch.Tensor]:
+        while True:
+            for batch in loader:
+                yield batch.long()
+
+    return Opened(Counted(endless()), lambda: json.dumps(loader.state_dict()).encode())
+
+
+SIDES = {
+    "litdata": Side("litdata TokensLoader", f"chunks of {CHUNK:,} uint16 tokens, StreamingDataLoader, shuffle=True, drop_last=True",
+                    ("litdata",), ("torch", "litdata"), open_tokens, make),
+}

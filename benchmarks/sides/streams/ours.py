@@ -1,0 +1,73 @@
+"""This toolkit's stream, over one source and over a mixture of three."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sides.corpus import PARTS, Corpus
+from sides.streams.common import GLOBAL_BATCH, LENGTH, SEED, Counted, Opened, Place, Side
+
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.data.samples import TokenWindows
+    from toolkit.plan.types import BatchPlan
+
+WEIGHTS = (3, 2, 1)
+
+
+def batch_plan(place: Place) -> BatchPlan:
+    from toolkit.plan.types import BatchPlan, RampStage
+
+    return BatchPlan(micro_batch=place.batch, global_batch=GLOBAL_BATCH, data_parallel=place.ranks,
+                     stages=(RampStage(GLOBAL_BATCH, 0, 0, None),))
+
+
+def _windows(folder: Path) -> TokenWindows:
+    from toolkit.data.index import open_split
+    from toolkit.data.samples import TokenWindows
+
+    return TokenWindows(open_split(folder, "train"), LENGTH, SEED)
+
+
+def open_one(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+    return _open({"train": corpus.folder}, None, place, state)
+
+
+def open_mixture(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+    return _open({part: corpus.folder / part for part in PARTS}, WEIGHTS, place, state)
+
+
+def _open(folders: dict[str, Path], weights: tuple[int, ...] | None, place: Place, state: bytes | None) -> Opened:
+    import torch
+
+    from toolkit.data.mixture import Mixture, Phase
+    from toolkit.data.stream import Stream
+
+    mixture = Mixture([Phase(0, tuple(Fraction(weight) for weight in weights))], SEED) if weights else None
+    sources = {name: _windows(folder) for name, folder in folders.items()}
+    stream = Stream(sources, mixture, seed=SEED, batch=batch_plan(place), data_rank=place.rank)
+    saved = json.loads(state) if state else {"step": 0}
+    if state:
+        stream.check_fingerprint(saved["fingerprint"])
+
+    def batches() -> Iterator[torch.Tensor]:
+        for micro_batches in stream.steps(saved["step"]):
+            for rows in micro_batches:  # int64 [batch, LENGTH + 1]: what is predicted comes with what is read
+                yield torch.from_numpy(rows)[:, :LENGTH]
+
+    counted = Counted(batches(), saved["step"])
+    return Opened(counted, lambda: json.dumps({"step": counted.taken, "fingerprint": stream.fingerprint()}).encode())
+
+
+_MODULES = ("numpy", "torch", "toolkit.data.index", "toolkit.data.mixture", "toolkit.data.stream", "toolkit.plan.types")
+SIDES = {
+    "toolkit": Side("this toolkit", "data/stream.py as a run opens it: one source, read ahead by its thread, windows of 2,049 of which "
+                    "2,048 are counted", ("numpy",), _MODULES, open_one, peer=False),
+    "toolkit-mixture": Side("this toolkit, mixture of three", f"thirds of the corpus, weights {WEIGHTS}", ("numpy",), _MODULES,
+                            open_mixture, peer=False),
+}

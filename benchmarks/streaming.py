@@ -1,0 +1,271 @@
+"""What a token costs on its way to the model: this toolkit's stream beside a memory map and the loaders that others use.
+
+    python benchmarks/streaming.py --peers-venv /tmp/peers        every contender: about 15 minutes on two cores, 3 GB of disk
+    python benchmarks/streaming.py --only floor toolkit           some of them
+    python benchmarks/streaming.py --report                       the table, docs/streaming.md and its picture from the JSON
+
+One fabricated corpus of 200 M tokens (benchmarks/sides/corpus.py) goes into each contender's own format. Every measurement is a
+process of its own in bounded time; rounds go through all contenders, so that a noisy machine shows as spread. In a process the
+contender takes turns with the floor (a memory map read in sequence): ratios are between neighbours in time. Peers come from
+benchmarks/peers.txt, in a virtual environment on top of this one, made where it is absent; one that is not there or fails says why.
+
+Written to benchmarks/results/streaming.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import streaming_report
+from sides.corpus import Corpus, domain_of, make_corpus
+from sides.mixing import at_scale, chi2_per_df
+from sides.read_stream import AFTER
+from sides.streams import SIDES
+from sides.streams.common import GLOBAL_BATCH, LENGTH
+
+from toolkit.cluster.parent import free_port
+from toolkit.progress import Progress
+
+BENCHMARKS = Path(__file__).resolve().parent
+RESULTS = BENCHMARKS / "results" / "streaming.json"
+PEERS = BENCHMARKS / "peers.txt"
+RANKS = 2  # of the resume on another number of ranks
+FLAT_SAMPLES = (10**6, 10**9, 10**12)
+QUIET_LOAD = 0.5  # of other processes, in cores: above it the figures say that the machine was busy
+
+
+class Failed(Exception):
+    """A contender's process ended with an error or not in time: the last line it said."""
+
+
+class Sides:
+    """Runs benchmarks/sides/read_stream.py for one contender after the other."""
+
+    def __init__(self, corpus: Corpus, python: Path, limit_seconds: float) -> None:
+        self._corpus, self._python, self._limit = corpus, python, limit_seconds
+
+    def files(self, name: str) -> Path:
+        """Contenders of one file format share it."""
+        return self._corpus.folder / "formats" / SIDES[name].open.__module__.rpartition(".")[2]
+
+    def make(self, name: str) -> dict[str, Any]:
+        files = self.files(name)
+        done = files / "made.json"
+        if not done.is_file():
+            if files.exists() and any(files.iterdir()):
+                raise SystemExit(f"{files} holds files of a making that did not end: empty it")
+            files.mkdir(parents=True, exist_ok=True)
+            done.write_text(json.dumps(self.run(name, "make")))
+        found: dict[str, Any] = json.loads(done.read_text())
+        return {**found, "disk_bytes": sum(file.stat().st_size for file in files.rglob("*") if file.is_file())}
+
+    def run(self, name: str, task: str, *words: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
+        return self.finish(self.start(name, task, *words, environ=environ))
+
+    def start(self, name: str, task: str, *words: str, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        script = str(BENCHMARKS / "sides" / "read_stream.py")
+        argv = [str(self._python), script, name, task, "--corpus", str(self._corpus.folder), "--files", str(self.files(name)), *words]
+        settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+                    "HF_DATASETS_CACHE": str(self._corpus.folder / "formats" / "hf-cache")}
+        return subprocess.Popen(argv, env={**os.environ, **settings, **(environ or {})}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, start_new_session=True)
+
+    def finish(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        try:
+            said, wrong = process.communicate(timeout=self._limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: workers that it started end with it
+            process.communicate()
+            raise Failed(f"not done after {self._limit:.0f} s") from None
+        if process.returncode:
+            lines = [line.strip() for line in wrong.splitlines() if line.strip()]
+            raise Failed(lines[-1][:300] if lines else f"exit code {process.returncode}")
+        found: dict[str, Any] = json.loads(said.splitlines()[-1])
+        return found
+
+
+def measure(sides: Sides, corpus: Corpus, names: Sequence[str], rounds: int, seconds: float, progress: Progress) -> dict[str, Any]:
+    """By name, what streaming_report.py shows."""
+    rows: dict[str, dict[str, Any]] = {}
+    shares = np.bincount(domain_of(corpus.windows(LENGTH))) / (corpus.tokens // LENGTH)
+    for name in names:
+        side = SIDES[name]
+        rows[name] = {"label": side.label, "settings": side.settings, "peer": side.peer, "failed": None, "speed": [], "resume_seconds": []}
+    with tempfile.TemporaryDirectory() as kept:
+        with progress.task("files and orders", total=len(names), unit="contenders") as task:
+            for name in names:
+                task.advance(0, note=name)
+                guarded(rows[name], lambda row, name=name: row.update(in_order(sides, name, Path(kept), shares)))
+                task.advance(1)
+        with progress.task("rounds", total=rounds * len(names), unit="turns") as task:
+            for number in range(rounds):
+                turned = [*names[number % len(names):], *names[: number % len(names)]]
+                for name in turned:
+                    task.advance(0, note=name)
+                    guarded(rows[name], lambda row, name=name: one_round(row, sides, name, Path(kept), seconds))
+                    task.advance(1)
+    return rows
+
+
+def guarded(row: dict[str, Any], work: Any) -> None:
+    """A contender that failed once is left out of what follows, and its row says why."""
+    if row["failed"] is None:
+        try:
+            work(row)
+        except Failed as error:
+            row["failed"] = str(error)
+
+
+def in_order(sides: Sides, name: str, kept: Path, shares: np.ndarray) -> dict[str, Any]:
+    made = sides.make(name)
+    state, out = kept / f"{name}.state", kept / f"{name}.npz"
+    found = sides.run(name, "order", "--state", str(state), "--out", str(out))
+    with np.load(out) as epoch:
+        numbers, domains = epoch["numbers"], epoch["domains"]
+    return {
+        **made, "state_bytes": found["state_bytes"], "chi2_per_df": chi2_per_df(domains.ravel(), shares),
+        "epoch_samples": int(numbers.size), "epoch_distinct": len(np.unique(numbers)),
+        "resume": verdict(numbers, resumed(sides, name, state, kept, 1), found["state_at"]),
+        "elastic": elastic(sides, name, state, kept, numbers, found["state_at"]),
+    }
+
+
+def elastic(sides: Sides, name: str, state: Path, kept: Path, numbers: np.ndarray, at: int) -> dict[str, Any]:
+    """Refusing another number of ranks is an answer, not a failure."""
+    try:
+        return verdict(numbers, resumed(sides, name, state, kept, RANKS), at)
+    except Failed as error:
+        return {"exact": False, "refused": str(error)}
+
+
+def resumed(sides: Sides, name: str, state: Path, kept: Path, ranks: int) -> np.ndarray:
+    """Numbers of the samples after a resume: [AFTER, GLOBAL_BATCH], the ranks' side by side."""
+    outs = [kept / f"{name}-{rank}.npy" for rank in range(ranks)]
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = [
+        sides.start(name, "resume", "--state", str(state), "--out", str(out), "--rank", str(rank), "--ranks", str(ranks),
+                    environ={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else None)
+        for rank, out in enumerate(outs)
+    ]
+    problems = []
+    for process in processes:
+        try:
+            sides.finish(process)
+        except Failed as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
+    return np.concatenate([np.load(out) for out in outs], axis=1)
+
+
+def verdict(numbers: np.ndarray, after: np.ndarray, at: int) -> dict[str, Any]:
+    """Whether the global batches after a resume are those of the run that was not interrupted; else how many of their samples it had
+    taken before."""
+    expected = numbers[at : at + AFTER]
+    exact = bool((np.sort(after, axis=1) == np.sort(expected, axis=1)).all())
+    return {"exact": exact, "taken_before": float(np.isin(after, numbers[:at]).mean())}
+
+
+def one_round(row: dict[str, Any], sides: Sides, name: str, kept: Path, seconds: float) -> None:
+    found = sides.run(name, "speed", "--seconds", str(seconds))
+    turns = found.pop("turns")
+    row["versions"] = found.pop("versions")
+    row["speed"].append({**found, **medians(turns)})
+    again = sides.run(name, "resume", "--state", str(kept / f"{name}.state"), "--out", str(kept / f"{name}-again.npy"))
+    row["resume_seconds"].append(again["resume_seconds"])
+
+
+def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of one process: the ratio is between neighbours in time."""
+    return {
+        "turns": len(turns), "cpu_ns": statistics.median(turn["cpu_ns"] for turn in turns),
+        "floor_cpu_ns": statistics.median(turn["floor_cpu_ns"] for turn in turns),
+        "ratio": statistics.median(turn["cpu_ns"] / turn["floor_cpu_ns"] for turn in turns),
+    }
+
+
+def flat(python: Path) -> list[dict[str, Any]]:
+    """This toolkit's costs on fabricated corpora, each in a process of its own."""
+    script = str(BENCHMARKS / "sides" / "flat.py")
+    return [json.loads(subprocess.run([str(python), script, str(samples)], check=True, capture_output=True, text=True, timeout=120).stdout)
+            for samples in FLAT_SAMPLES]
+
+
+def peers_python(venv: Path | None) -> Path:
+    """The Python that has the peers, made where ``venv`` is absent; without one, this Python."""
+    if venv is None:
+        return Path(sys.executable)
+    python = venv / "bin" / "python"
+    if not (venv / "made.txt").is_file():
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        ours = sysconfig.get_path("purelib")
+        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        places = subprocess.run([str(python), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+        # Its own packages come first; addsitedir reads the .pth files of ours, so this toolkit is found as well.
+        Path(places, "zz_below.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "-r", str(PEERS)], check=True)
+        (venv / "made.txt").write_text(PEERS.read_text())
+    return python
+
+
+def machine() -> dict[str, Any]:
+    model = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                  if line.startswith("model name")), platform.machine())
+    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "python": platform.python_version(), "kernel": platform.release()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--corpus", type=Path, help="where the corpus and its formats are kept; default: a temporary folder")
+    parser.add_argument("--tokens", type=int, default=200_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of turns in one process")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds that one process may take")
+    parser.add_argument("--peers-venv", type=Path, help="virtual environment of the peers; made there if absent")
+    parser.add_argument("--report", action="store_true", help="measure nothing: show and write what the JSON says")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    if not given.report:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps(run(given), indent=1) + "\n")
+    found = json.loads(given.out.read_text())
+    streaming_report.show(found)
+    if given.out == RESULTS:
+        streaming_report.write(found)
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    python = peers_python(given.peers_venv)
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as temporary, Progress() as progress:
+        corpus = make_corpus(given.corpus or Path(temporary, "corpus"), given.tokens)
+        rows = measure(Sides(corpus, python, given.limit), corpus, given.only, given.rounds, given.seconds, progress)
+    return {
+        "date": datetime.now(UTC).date().isoformat(), "machine": machine(), "load_before": before, "busy": before > QUIET_LOAD,
+        "versions": {name: metadata.version(name) for name in ("torch", "numpy")},
+        "settings": {"length": LENGTH, "global_batch": GLOBAL_BATCH, "tokens": corpus.tokens, "documents": corpus.documents,
+                     "seed": corpus.seed, "rounds": given.rounds, "seconds": given.seconds},
+        "rows": rows, "flat": flat(python), "at_scale": at_scale(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""What benchmarks/results/streaming.json says: a table for the terminal, docs/streaming.md and its picture. Measures nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+OURS = "toolkit"
+FLOOR = "floor"
+AIM = 1.6  # times the floor, in process
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """``value``: a number where less is better; None where there is nothing to compare."""
+
+    title: str
+    value: Callable[[Row, Mapping[str, Row]], float | None]
+    text: Callable[[float], str]
+    better_by: float = 1.05  # a peer counts as better from here on: the spread of a quiet machine
+
+
+def median_of(row: Row, key: str) -> float:
+    return statistics.median(speed[key] for speed in row["speed"])
+
+
+def _above_floor(row: Row, rows: Mapping[str, Row]) -> float | None:
+    if not rows.get(FLOOR) or rows[FLOOR]["failed"]:
+        return None
+    return max(speed["peak_bytes"] for speed in row["speed"]) - max(speed["peak_bytes"] for speed in rows[FLOOR]["speed"])
+
+
+def _inexact(answer: Mapping[str, Any]) -> float:
+    return 0.0 if answer["exact"] else 1.0
+
+
+COLUMNS = (
+    Column("CPU ns/token", lambda row, rows: median_of(row, "cpu_ns"), lambda value: f"{value:.2f}"),
+    Column("x floor", lambda row, rows: median_of(row, "ratio"), lambda value: f"{value:.2f}"),
+    Column("first batch s", lambda row, rows: median_of(row, "first_seconds"), lambda value: f"{value:.4f}"),
+    Column("resume s", lambda row, rows: statistics.median(row["resume_seconds"]), lambda value: f"{value:.4f}"),
+    Column("resume exact", lambda row, rows: _inexact(row["resume"]), lambda value: "no" if value else "yes"),
+    Column("exact on 2 ranks", lambda row, rows: _inexact(row["elastic"]), lambda value: "no" if value else "yes"),
+    Column("MiB above floor", _above_floor, lambda value: f"{value / 2**20:.0f}"),
+    Column("state bytes", lambda row, rows: row["state_bytes"], lambda value: f"{value:,.0f}"),
+    Column("chi2/df", lambda row, rows: row["chi2_per_df"], lambda value: f"{value:.2f}"),
+)
+
+
+def cells(row: Row, rows: Mapping[str, Row]) -> Iterator[str]:
+    for column in COLUMNS:
+        value = column.value(row, rows)
+        text = "" if value is None else column.text(value)
+        if column.title == "x floor":
+            ratios = [speed["ratio"] for speed in row["speed"]]
+            text += f" ({min(ratios):.2f} to {max(ratios):.2f})"
+        yield text
+
+
+def behind(rows: Mapping[str, Row]) -> list[str]:
+    """Where this toolkit is not ahead of every peer, and where it misses its aim: sentences."""
+    ours = rows.get(OURS)
+    if not ours or ours["failed"]:
+        return []
+    said = []
+    ratio = median_of(ours, "ratio")
+    if ratio > AIM:
+        said.append(f"{ratio:.2f} times the floor, where the aim is {AIM}.")
+    for column in COLUMNS:
+        mine = column.value(ours, rows)
+        for row in rows.values():
+            theirs = column.value(row, rows) if row["peer"] and not row["failed"] else None
+            if mine is not None and theirs is not None and theirs * column.better_by < mine:
+                said.append(f"{column.title}: {row['label']} has {column.text(theirs)}, this toolkit {column.text(mine)}.")
+    return said
+
+
+def show(found: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, rows = Console(), found["rows"]
+    table = Table(title=f"{found['settings']['tokens']:,} tokens, {'a busy' if found['busy'] else 'a quiet'} machine")
+    table.add_column("loader")
+    for column in COLUMNS:
+        table.add_column(column.title, justify="right")
+    for row in rows.values():
+        if row["failed"]:
+            table.add_row(row["label"], f"[red]failed: {row['failed']}[/red]", *[""] * (len(COLUMNS) - 1))
+        else:
+            table.add_row(row["label"], *cells(row, rows), style=None if row["peer"] else "bold")
+    console.print(table)
+    for sentence in behind(rows):
+        console.print(f"not ahead: {sentence}")
+
+
+def write(found: Mapping[str, Any]) -> None:
+    (DOCS / "streaming.md").write_text(page(found))
+    plot(found, DOCS / "streaming.png")
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """docs/streaming.md."""
+    rows, settings, machine = found["rows"], found["settings"], found["machine"]
+    there = {name: row for name, row in rows.items() if not row["failed"]}
+    versions = dict(found["versions"])
+    for row in there.values():
+        versions |= row["versions"]
+    busy = "" if not found["busy"] else (
+        f" **Taken on a busy machine** (load {found['load_before']:.1f} before it): compare ratios, and repeat it on a quiet one.")
+    scale = found["at_scale"]
+    lines = [
+        "# What a token costs on its way to the model", "",
+        "Written by `python benchmarks/streaming.py --peers-venv FOLDER` (`--report`: from the JSON); figures in",
+        "`benchmarks/results/streaming.json`.", "",
+        "![CPU time a token, first batch and resume of each loader](streaming.png)", "",
+        "| loader | " + " | ".join(column.title for column in COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|",
+        *(f"| {_strong(row)} | " + " | ".join(cells(row, rows)) + " |" for row in there.values()), "",
+        f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}; "
+        + ", ".join(f"{name} {version}" for name, version in sorted(versions.items())) + f"; {found['date']}.{busy}", "",
+    ]
+    for row in rows.values():
+        if row["failed"]:
+            lines += [f"Not measured: {row['label']}: {row['failed']}", ""]
+    said = behind(rows)
+    lines += ["Where this toolkit is not ahead:" if said else "In no column is a peer ahead by more than 5%.", ""]
+    lines += [*(f"- {one}" for one in said), ""] if said else []
+    lines += [f"- {row['label']} on two ranks: {_elastic_words(row['elastic'])}" for row in there.values() if not row["elastic"]["exact"]]
+    lines += ["", "## What was measured", "", _explained(settings), "", "## At any size", "",
+              "This toolkit on fabricated corpora (no file; all that order, thread and state cost), each in a process of its own:",
+              "", "| samples | first batch ms | resume ms | peak bytes allocated | state bytes |", "|---|---|---|---|---|",
+              *(f"| {one['samples']:.0e} | {one['first_batch_ms']:.1f} | {one['resume_ms']:.1f} | {one['peak_bytes']:,} | "
+                f"{one['state_bytes']:,} |" for one in found["flat"]), "",
+              "Mixing 4 million windows of 4 KiB (16 GB) sorted into 64 domains, chi2/df of domain counts per batch of 1,024 (1.0: a full "
+              "permutation; orders computed, not read): " + ", ".join(f"{name} {value:.2f}" for name, value in scale.items()) + ".", "",
+              "## What each was told", "",
+              *(f"- **{row['label']}**: {row['settings']}." for row in rows.values()), ""]
+    return "\n".join(lines)
+
+
+def _strong(row: Row) -> str:
+    return row["label"] if row["peer"] else f"**{row['label']}**"
+
+
+def _elastic_words(answer: Mapping[str, Any]) -> str:
+    if "refused" in answer:
+        return f"`{answer['refused']}`"
+    return f"other global batches; {answer['taken_before']:.0%} of their samples had been trained on before the stop"
+
+
+def _explained(settings: Mapping[str, Any]) -> str:
+    return f"""\
+One corpus, fabricated with seed {settings['seed']}: {settings['documents']:,} documents, {settings['tokens']:,} tokens of uint16, sorted by
+domain, in each contender's own format on a local disk, in the page cache. Each delivers int64 torch tensors [8, {settings['length']:,}] in
+the process that asks (no worker processes), one torch thread.
+
+- **CPU ns/token**: user and system time of the process tree. Each contender has {settings['rounds']} processes, each of
+  {settings['seconds']:.0f} s of turns with the floor in the same process; medians. **x floor**: the median over turns of the ratio to
+  the floor's turn before it; in brackets the smallest and the largest process.
+- **first batch, resume**: from opening to the first batch in hand, imports done before, in a fresh process. Resume is from the state
+  kept in the middle of the epoch; **exact** where the next 64 global batches are those of the run that was not stopped, on one rank and
+  on two ranks.
+- **MiB above floor**: peak anonymous and shared memory of the process tree, its imports included; maps of files are not counted.
+- **state bytes**: JSON of what a checkpoint keeps.
+- **chi2/df**: domain counts per batch of 1,024 samples over the epoch; 1.0 is a full permutation, 64 domains."""
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    rows = {name: row for name, row in found["rows"].items() if not row["failed"]}
+    panels = [column for column in COLUMNS if column.title in ("x floor", "first batch s", "resume s")]
+    titles = {"x floor": "CPU time a token, times the floor", "first batch s": "first batch, s", "resume s": "resume, s"}
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(13, 0.36 * len(rows) + 1.2), sharey=True, layout="constrained")
+    names = [row["label"] for row in rows.values()]
+    colours = ["C7" if name.startswith(FLOOR) else "C0" if not row["peer"] else "C1" for name, row in rows.items()]
+    for panel, column in zip(axes, panels, strict=True):
+        values = [column.value(row, rows) or 0.0 for row in rows.values()]
+        bars = panel.barh(names, values, color=colours)
+        panel.bar_label(bars, [column.text(value) for value in values], padding=3, fontsize=8)
+        panel.set_xscale("log")
+        panel.set_title(titles[column.title], fontsize=10)
+        panel.margins(x=0.25)
+    axes[0].invert_yaxis()
+    axes[0].axvline(AIM, color="C3", linewidth=1, linestyle=":")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
