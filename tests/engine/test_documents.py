@@ -1,0 +1,84 @@
+"""Documents kept apart in their windows: every engine against ``local``, and runs in which attention crosses them.
+
+    pytest tests/engine/test_documents.py
+
+A cell of every axis; ``-m full`` of test_matrix.py has all cells with both optimizers. That ``local`` is right, document by document,
+is said in tests/models/test_documents.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+
+from tests.engine.test_matrix import Oracles, changed, check, far, named, wrong_on_rank
+from toolkit.engine.protocol import MicroBatch
+from toolkit.plan.types import RunPlan
+from toolkit.testing.dist import RankPool
+from toolkit.testing.matrix import Case
+from toolkit.testing.tiny import micro_batches
+
+QUICK = ("deepspeed/llama/dp2-zero2", "deepspeed/llama/pp2-zero1", "deepspeed/llama/cp2-zero1",
+         "megatron/gpt2/one", "megatron/llama/tp2-sp", "megatron/llama/pp2", "megatron/llama/cp2")
+
+
+@pytest.fixture(scope="module")
+def oracles(pool: RankPool) -> Oracles:
+    return Oracles(pool)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_documents_are_apart_alike(name: str, pool: RankPool, oracles: Oracles) -> None:
+    check(named(f"{name}-documents"), Case.ADAM, pool, oracles)
+
+
+def joined(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
+    """The same samples, without a word of where documents begin."""
+    return [{name: tensor for name, tensor in batch.items() if name != "position_ids"} for batch in micro_batches(plan, step, data_rank)]
+
+
+def right(plan: RunPlan) -> Any:
+    return nullcontext()
+
+
+@contextmanager
+def forgotten_by_megatrons_last_stage(plan: RunPlan) -> Iterator[None]:
+    from megatron.core import parallel_state
+
+    from toolkit.engine.megatron.build import Built
+
+    cut = Built.cut
+
+    def without(self: Built, batch: MicroBatch) -> dict[str, Any]:
+        last = parallel_state.get_pipeline_model_parallel_rank() > 0
+        return {name: tensor for name, tensor in cut(self, batch).items() if name != "attention_mask" or not last}
+
+    with changed(Built, "cut", without):
+        yield
+
+
+@contextmanager
+def forgotten_by_deepspeeds_last_stage(plan: RunPlan) -> Iterator[None]:
+    from toolkit.models.stage import StageModel
+
+    forward = StageModel.forward
+    with changed(StageModel, "forward", lambda self, given, places: forward(self, given, places if self._input == "input_ids" else None)):
+        yield
+
+
+CONTROLS: dict[str, tuple[str, Callable[[RunPlan], Any], dict[str, Any]]] = {
+    "joined, DeepSpeed": ("deepspeed/llama/dp2-zero2", right, {"batches": joined}),
+    "joined, Megatron-core": ("megatron/gpt2/one", right, {"batches": joined}),
+    "no mask on the last stage, DeepSpeed": ("deepspeed/llama/pp2-zero1", forgotten_by_deepspeeds_last_stage, {}),
+    "no mask on the last stage, Megatron-core": ("megatron/llama/pp2", forgotten_by_megatrons_last_stage, {}),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls(name: str, pool: RankPool, oracles: Oracles) -> None:
+    cell_name, wrong, settings = CONTROLS[name]
+    cell = named(f"{cell_name}-documents")
+    far(cell, Case.ADAM, pool.run(wrong_on_rank, cell.plan(Case.ADAM), wrong, settings, ranks=cell.ranks)[0], oracles)
