@@ -38,6 +38,11 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> No
         sync_folder(path.parent)
 
 
+def user_cache() -> Path:
+    """Where this user keeps what can be made or fetched again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "deepspeed-megatron-toolkit"
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in ``folder`` durable: what was made, renamed or removed there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -48,6 +48,7 @@ def make_folder(folder: Path, splits: dict[str, Sequence[Ints]], vocab_size: int
     (folder / "tokenizer").mkdir(parents=True)
     file = folder / "tokenizer" / "tokenizer.json"
     file.write_text("{}")
+    file.with_name("tokenizer_config.json").write_text("{}")
     dtype, made = token_dtype(vocab_size), {}
     for name, texts in splits.items():
         with SplitWriter(folder, name, dtype, shard_bytes) as writer:

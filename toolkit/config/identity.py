@@ -23,9 +23,11 @@ CARRIAGE = frozenset({
     "train.micro_batch",  # the loss is divided by the units of the global batch, however that is cut
     "train.activation_checkpointing",  # recomputes the same activations
     "optim.kernel",  # the same update by another implementation
+    "data.cache.folder", "data.cache.gib",  # the same bytes from nearer by
     # Where the data lies on this machine. Which data it is, the stream's fingerprint says: resuming with other samples is
     # refused by it, and a moved folder resumes.
-    "data.path", "data.sources.*.path",
+    "data.path", "data.sources.*.path", "data.dataset.path", "data.dataset.tokenizer",
+    "data.dataset.workers",  # processes
 })
 
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from toolkit.config.urls import url_problem
 from toolkit.errors import Problem
 
 RAREST = Fraction(1, 1_000_000)
@@ -47,6 +48,10 @@ def problems(sources: Mapping[str, Any], phases: Sequence[Any]) -> Iterator[Prob
         key = f"data.sources.{name}"
         if not name or not all(c.isalnum() or c in "._-" for c in name):
             yield Problem(key, key, "a source's name is made of letters, digits, '.', '_' and '-'", "rename it")
+        url = url_problem(f"{key}.path", one["path"]) if isinstance(one, Mapping) and isinstance(one.get("path"), str) else None
+        if url is not None:  # what else is wrong would show the path
+            yield url
+            continue
         if not isinstance(one, Mapping) or not isinstance(one.get("path"), str) or one.keys() - {"path", "weight"}:
             yield Problem(key, f"{key}={one}", "a source has a path and may have a weight, and nothing else", f"write '{EXAMPLE}'")
         elif not _is_weight(one.get("weight", 1)):

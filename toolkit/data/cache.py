@@ -18,18 +18,26 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from toolkit.config.schema import DataCacheConfig
 from toolkit.data.order import BLOCK_BYTES
-from toolkit.data.storage import Buffer
+from toolkit.data.storage import Buffer, Folder, Range
 from toolkit.errors import InputError, Problem
 
+Block = tuple[str, int]  # file's name, number
+
 WAYS = 16
+FETCHED_BLOCKS = 32  # in one request: 1 MiB
+CLAIM_SECONDS = 5.0  # how long a block that another process fetches is waited for before it is fetched here too
+CLAIM_TICK_SECONDS = 0.002
 # 48 bytes: key of the block, hash of its bytes, length, nanoseconds since 1970.
 RECORD = np.dtype([("key", "<u8", 2), ("check", "<u8", 2), ("length", "<u8"), ("came", "<u8")])
 
@@ -101,14 +109,14 @@ class BlockCache:
         fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, self._claimed(file, number))
 
     def _claimed(self, file: str, number: int) -> int:
-        return self._place(file, number)[0][0] >> 1  # an offset in a file is 63 bits
+        return self._place(file, number)[0][0] >> 2  # an offset in a file has 63 bits
 
     def _place(self, file: str, number: int) -> tuple[tuple[int, int], int]:
         """The key of a block and the first of its slots. Blocks of one file lie in sets that follow one another: none is fuller."""
-        key = xxhash.xxh3_128_intdigest(f"{file} {number}")
+        key = xxhash.xxh3_128_intdigest(f"{file} {number}".encode())
         sets = self.slots // WAYS
         # A record of zeros is an empty slot, so no key is zero.
-        return ((key >> 64) | 1, key & (2**64 - 1)), (xxhash.xxh3_64_intdigest(file) + number) % sets * WAYS
+        return ((key >> 64) | 1, key & (2**64 - 1)), (xxhash.xxh3_64_intdigest(file.encode()) + number) % sets * WAYS
 
     def _holding(self, key: tuple[int, int], first: int) -> list[int]:
         keys = self._index["key"][first : first + WAYS]
@@ -134,6 +142,81 @@ def _check(key: tuple[int, int], content: Buffer) -> tuple[int, int]:
     """Of the bytes and of whose they are: another block's bytes in this slot are not taken for these."""
     whole = xxhash.xxh3_128_intdigest(content, seed=key[1])
     return whole >> 64, whole & (2**64 - 1)
+
+
+def cache_of(config: DataCacheConfig) -> BlockCache | None:
+    """The cache of a run, one in a process; None where none is asked for."""
+    return None if config.folder is None else _opened(Path(config.folder), config.gib)
+
+
+@cache
+def _opened(folder: Path, gib: float) -> BlockCache:
+    return BlockCache(folder, gib)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedFile:
+    """``content``: hash of the file's bytes, under which its blocks are kept."""
+
+    name: str
+    content: str
+    bytes: int
+
+
+def read_cached(cache: BlockCache, folder: Folder, files: Mapping[str, CachedFile], ranges: Sequence[Range]) -> list[Buffer]:
+    """The ranges, from the blocks that the cache has and from ``folder``, whose blocks are kept then.
+
+    Of the processes that share the cache one fetches a block and the others wait for it, for a bounded time.
+    """
+    wanted = dict.fromkeys((range.name, number) for range in ranges for number in blocks_of(range.start, range.end))
+    found: dict[Block, bytes] = {}
+    _look(cache, files, wanted, found)
+    mine = [block for block in wanted if block not in found and cache.claim(files[block[0]].content, block[1])]
+    try:
+        _look(cache, files, mine, found)  # another process may have put it there, and let go, in between
+        _fetch(cache, folder, files, [block for block in mine if block not in found], found)
+    finally:
+        for name, number in mine:
+            cache.release(files[name].content, number)
+    until = time.monotonic() + CLAIM_SECONDS
+    while (others := [block for block in wanted if block not in found]) and time.monotonic() < until:
+        time.sleep(CLAIM_TICK_SECONDS)
+        _look(cache, files, others, found)
+    _fetch(cache, folder, files, others, found)
+    return [_cut(found, range) for range in ranges]
+
+
+def _look(cache: BlockCache, files: Mapping[str, CachedFile], blocks: Iterable[Block], found: dict[Block, bytes]) -> None:
+    for name, number in blocks:
+        content = cache.get(files[name].content, number)
+        if content is not None:
+            found[name, number] = content
+
+
+def _fetch(cache: BlockCache, folder: Folder, files: Mapping[str, CachedFile], blocks: Sequence[Block], found: dict[Block, bytes]) -> None:
+    """Neighbours as one request of at most FETCHED_BLOCKS."""
+    rows: list[list[Block]] = []
+    for block in sorted(blocks):
+        last = rows[-1] if rows else None
+        if last and last[-1] == (block[0], block[1] - 1) and len(last) < FETCHED_BLOCKS:
+            last.append(block)
+        else:
+            rows.append([block])
+    if not rows:
+        return
+    spans = [Range(row[0][0], row[0][1] * BLOCK_BYTES, min((row[-1][1] + 1) * BLOCK_BYTES, files[row[0][0]].bytes)) for row in rows]
+    for row, content in zip(rows, folder.read_ranges(spans), strict=True):
+        for place, (name, number) in enumerate(row):
+            part = bytes(content[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES])
+            cache.put(files[name].content, number, part)
+            found[name, number] = part
+
+
+def _cut(found: Mapping[Block, bytes], range: Range) -> Buffer:
+    numbers = blocks_of(range.start, range.end)
+    joined = b"".join(found[range.name, number] for number in numbers)
+    start = range.start - numbers[0] * BLOCK_BYTES
+    return memoryview(joined)[start : start + range.end - range.start]
 
 
 def blocks_of(start: int, end: int) -> Sequence[int]:

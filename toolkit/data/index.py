@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from toolkit.data.digest import broken, check_bytes, check_size, digest
 from toolkit.data.manifest import DataManifest, Shard, read_manifest
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
+
+if TYPE_CHECKING:
+    from toolkit.data.cache import BlockCache
 
 Ints = npt.NDArray[np.int64]
 
@@ -174,10 +177,16 @@ class MappedTokens:
             number += 1
 
 
-def open_split(path: str | Path, split: str) -> MappedTokens:
-    """The tokens of ``split`` of the data folder ``path``.
+def open_split(
+    path: str | Path, split: str, *, cache: BlockCache | None = None, repeated: bool = False, surveyed: bool = False
+) -> TokenSource:
+    """The tokens of ``split`` of the data folder ``path``, which may be a URL.
 
-    Sizes, headers and the tokenizer are checked always, and all bytes of a split of up to 256 MiB.
+    Sizes, headers and the tokenizer are checked always, and on this machine all bytes of a split of up to 256 MiB.
+
+    Args:
+        cache, repeated: of data in a store, see ``RemoteTokens``.
+        surveyed: another process has done ``remote.survey`` for this start: ranks do not ask a store for every shard again.
 
     Raises:
         InputError: no such folder or split, or a file that is not what the manifest says.
@@ -185,6 +194,12 @@ def open_split(path: str | Path, split: str) -> MappedTokens:
     manifest = read_manifest(path)
     chosen = manifest.split(split)
     _check_tokenizer(manifest)
+    if manifest.url is not None:
+        from toolkit.data.remote import RemoteTokens, survey  # with it comes what speaks to stores
+
+        if not surveyed:
+            survey(manifest, [split])
+        return RemoteTokens(manifest, split, cache=cache, repeated=repeated)
     if sum(shard.bin.bytes + shard.idx.bytes for shard in chosen.shards) <= HASHED_AT_OPENING_BYTES:
         _check_bytes(manifest, chosen.shards, Progress.silent())
     return MappedTokens(manifest, split)

@@ -12,13 +12,15 @@ from typing import Any
 import xxhash
 
 from toolkit.data.digest import Digest
+from toolkit.data.storage import Place, Url, open_folder, place_of
 from toolkit.errors import InputError, Problem
-from toolkit.files import write_whole
+from toolkit.files import user_cache, write_whole
 
 FORMAT_VERSION = 2
 # Format 1 had no recipe, no versions and no other files; each of its documents ends with end_of_text, as that field said.
 READABLE = (1, FORMAT_VERSION)
 NAME = "manifest.json"
+TOKENIZER = "tokenizer.json"
 KIND = "tokens"  # of a manifest that names none
 # What a folder holds -> the option that reads it.
 REMEDIES = {KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
@@ -80,7 +82,8 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataManifest:
-    folder: Path  # where the files lie; not written
+    folder: Path  # where the files lie; not written. Of data in a store: where their tokenizer lies on this machine
+    url: Url | None = None  # of the folder, for data in a store; not written
     dtype: str  # of a token in .bin: uint16 or int32
     origin: Origin
     tokenizer: TokenizerInfo
@@ -93,32 +96,40 @@ class DataManifest:
     def tokenizer_folder(self) -> Path:
         return self.folder / self.tokenizer.folder
 
+    @property
+    def place(self) -> str:
+        """The folder, as ``data.path`` names it."""
+        return str(self.url or self.folder)
+
     def split(self, name: str) -> Split:
         """Raises InputError naming the splits that there are."""
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
-            raise InputError(Problem("data.path", f"split {name} of {self.folder}", "the data folder holds the split", remedy))
+            raise InputError(Problem("data.path", f"split {name} of {self.place}", "the data folder holds the split", remedy))
         return self.splits[name]
 
 
 def write_manifest(manifest: DataManifest, folder: Path) -> None:
     """Into ``folder``, which is ``manifest.folder`` or above it."""
-    fields = {name: value for name, value in asdict(manifest).items() if name != "folder"}
+    fields = {name: value for name, value in asdict(manifest).items() if name not in ("folder", "url")}
     root = manifest.folder.relative_to(folder).as_posix()
     content = {"format_version": FORMAT_VERSION, "root": root, **fields}
     write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
 
 
-def read_content(path: str | Path, kind: str) -> tuple[Path, dict[str, Any]]:
-    """The manifest file of the data folder ``path`` and what it says, which is of ``kind`` and of this toolkit's format version.
+def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tuple[Place, dict[str, Any]]:
+    """The manifest file of the data folder ``path`` and what it says, which is of ``kind`` and of one of the format versions ``readable``.
 
     Raises:
         InputError: there is none, it is of another kind or format version, or it cannot be read.
     """
-    file = Path(path) / NAME
+    place = place_of(path)
+    file = place / NAME
     remedy = "write data=stdlib, or make a data folder with launch/prepare.py and name it with data.path=FOLDER"
+    if isinstance(place, Url) and kind != KIND:
+        raise InputError(Problem("data.path", f"data.path={path}", f"data of the kind {kind} lie on this machine", "copy the folder here"))
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(open_folder(path).read_bytes(NAME) if isinstance(file, Url) else file.read_bytes())
     except OSError as error:
         raise InputError(Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)) from error
     except ValueError as error:
@@ -130,33 +141,65 @@ def read_content(path: str | Path, kind: str) -> tuple[Path, dict[str, Any]]:
         seen, rule = f"data.path={path} holds {found}", f"the kind of data chosen reads {kind}"
         raise InputError(Problem("data.path", seen, rule, f"write {REMEDIES.get(str(found), 'the option of data= that reads it')}"))
     version = content.get("format_version")
-    if version not in READABLE:
-        known = " and ".join(map(str, READABLE))
+    if version not in readable:
+        known = " and ".join(map(str, readable))
         seen, rule = f"format_version={version} in {file}", f"this toolkit reads data of format versions {known}"
         raise InputError(Problem("data.path", seen, rule, "prepare the data again"))
     return file, content
 
 
-def incomplete(file: Path, error: Exception) -> InputError:
+def incomplete(file: Place, error: Exception) -> InputError:
     """Of a manifest that lacks a field, or has one that cannot be."""
     seen = f"{file}: {type(error).__name__} {error}"
     return InputError(Problem("data.path", seen, "the manifest has every field of its format", "prepare the data again"))
 
 
 def read_manifest(path: str | Path) -> DataManifest:
-    """The manifest of the data folder ``path``.
+    """The manifest of the data folder ``path``, which may be a URL: then its tokenizer is copied to this machine.
 
     Raises:
         InputError: there is none, it is of another format version, or it cannot be read.
     """
-    file, content = read_content(path, KIND)
+    file, content = read_content(path, KIND, READABLE)
     try:
-        manifest = _manifest(content, Path(path) / content["root"])
+        manifest = _manifest(content, place_of(path) / content["root"])
         if manifest.dtype not in ("uint16", "int32"):
             raise TypeError(f"dtype {manifest.dtype}")
-        return manifest
     except (KeyError, TypeError, AttributeError) as error:
         raise incomplete(file, error) from error
+    if manifest.url is not None:
+        _fetch_tokenizer(manifest)
+    return manifest
+
+
+def _fetch_tokenizer(manifest: DataManifest) -> None:
+    """Copy the tokenizer's files from the store to ``manifest.folder``, which is named after their hash, unless they are there.
+
+    Raises InputError where one is absent or differs, or the copy cannot be written.
+    """
+    assert manifest.url is not None, "a folder on this machine is read where it lies"
+    below = f"{manifest.tokenizer.folder}/"
+    # Before format 2 the manifest named none of them.
+    others = [name for name in manifest.files if name.startswith(below) and name != below + TOKENIZER] or [f"{below}tokenizer_config.json"]
+    names = [*others, below + TOKENIZER]  # the last one written says that all are there
+    if all((manifest.folder / name).is_file() for name in names):
+        return
+    contents = dict(zip(names, open_folder(manifest.url).read_files(names), strict=True))
+    for name, content in contents.items():
+        seen = xxhash.xxh3_128_hexdigest(content)
+        expected = manifest.tokenizer.hash if name == below + TOKENIZER else None
+        expected = manifest.files[name].xxh3_128 if name in manifest.files else expected
+        if expected not in (None, seen):
+            rule = f"the tokenizer beside the tokens made them: xxh3 {expected}"
+            remedy = "put back the tokenizer that made the tokens, or prepare the data again"
+            raise InputError(Problem("data.path", f"{manifest.url / name}: xxh3 {seen}", rule, remedy))
+    try:
+        for name, content in contents.items():
+            (manifest.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(manifest.folder / name, content, durable=False)
+    except OSError as error:
+        seen, remedy = f"{manifest.folder}: {error.strerror or error}", "name a folder that can be written: XDG_CACHE_HOME=FOLDER"
+        raise InputError(Problem("XDG_CACHE_HOME", seen, "the tokenizer of data in a store is copied to this machine", remedy)) from error
 
 
 def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
@@ -168,7 +211,8 @@ def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
     newest = read_manifest(path)
     if newest.tokenizer.hash == tokenizer:
         return newest
-    for folder in sorted(file.parent for file in Path(path).glob(f"*/{NAME}")):
+    generations = [] if newest.url else Path(path).glob(f"*/{NAME}")  # a store is not listed
+    for folder in sorted(file.parent for file in generations):
         with suppress(InputError):  # of another format version: not the one that is looked for
             manifest = read_manifest(folder)
             if manifest.tokenizer.hash == tokenizer:
@@ -177,11 +221,13 @@ def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
                              "text is made with the tokenizer that the model was trained with", "name the folder that has it"))
 
 
-def _manifest(content: dict[str, Any], folder: Path) -> DataManifest:
+def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
     splits = {name: Split(tuple(_shard(shard) for shard in split["shards"])) for name, split in content["splits"].items()}
     origin, tokenizer = Origin(**content["origin"]), TokenizerInfo(**content["tokenizer"])
     files = {name: Digest(**seen) for name, seen in content.get("files", {}).items()}
-    return DataManifest(folder=folder, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits, files=files,
+    url = place if isinstance(place, Url) else None
+    folder = place if isinstance(place, Path) else user_cache() / "tokenizers" / tokenizer.hash
+    return DataManifest(folder=folder, url=url, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits, files=files,
                         recipe=content.get("recipe", {}), versions=content.get("versions", {}))
 
 

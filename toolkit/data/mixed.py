@@ -6,11 +6,13 @@ from functools import cache
 
 from toolkit.config.mixture import SourceSetting, phases_of, sources_of
 from toolkit.config.schema import RunConfig
+from toolkit.data.cache import cache_of
 from toolkit.data.documents import waste_of
 from toolkit.data.index import open_split
 from toolkit.data.kind import Kind, RunData
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.mixture import Mixture, Phase
+from toolkit.data.remote import survey
 from toolkit.data.samples import TokenWindows
 from toolkit.data.sources import documents_problem, split_problem, vocabulary_problem
 from toolkit.data.stream import Stream, source_seed
@@ -38,7 +40,11 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
     problems += _problems(config, sources, manifests, vocab_size)
     if problems:
         raise InputError(*problems)
-    return str(next(iter(manifests.values())).folder)
+    for name, manifest in manifests.items():
+        if manifest.url is not None:
+            sets = [one.partition("/")[2] for one in config.eval.sets if config.eval.every and one.partition("/")[0] == name]
+            survey(manifest, ["train", *sets])
+    return next(iter(manifests.values())).place
 
 
 def _problems(config: RunConfig, sources: dict[str, SourceSetting], manifests: dict[str, DataManifest],
@@ -70,13 +76,14 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
     """``folder`` is of the first source; the others are not in it."""
     sources, seed = sources_of(config.data.sources), config.data.shuffle_seed
     manifests = {name: read_manifest(source.path) for name, source in sources.items()}
-    training = {name: open_split(manifest.folder, "train") for name, manifest in manifests.items()}
+    kept = cache_of(config.data.cache)
+    training = {name: open_split(manifest.place, "train", cache=kept, surveyed=True) for name, manifest in manifests.items()}
     windows = {name: TokenWindows(split, config.train.sequence_length, source_seed(seed, name)) for name, split in training.items()}
     stream = Stream(windows, mixture_of(config, batch), seed=seed, batch=batch, data_rank=data_rank)
     sets = {}
     for name in config.eval.sets if config.eval.every else []:
         source, _, split = name.partition("/")
-        sets[name] = open_split(manifests[source].folder, split)
+        sets[name] = open_split(manifests[source].place, split, cache=kept, repeated=True, surveyed=True)
     text = training[next(iter(sets)).partition("/")[0]] if sets else next(iter(training.values()))
     first = next(iter(manifests.values()))  # all have one tokenizer
     end_of_text, length = first.tokenizer.end_of_text, config.train.sequence_length

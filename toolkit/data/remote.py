@@ -7,25 +7,23 @@ while the cache holds it, for all its ranks and for later epochs and runs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from toolkit.data.cache import BlockCache, blocks_of
-from toolkit.data.manifest import DataManifest, Shard
-from toolkit.data.order import BLOCK_BYTES
-from toolkit.data.storage import Buffer, Folder, Range, StoreFolder
+from toolkit.data.cache import BlockCache, CachedFile, read_cached
+from toolkit.data.fetch import Limits
+from toolkit.data.index import CODES, HEADER, MAGIC
+from toolkit.data.manifest import DataManifest, Shard, Split
+from toolkit.data.storage import Buffer, Range, StoreFolder, Url, open_folder
 from toolkit.errors import InputError, Problem
 
 Ints = npt.NDArray[np.int64]
+Span = tuple[int, int, int]  # shard, first byte, end
 
-CLAIM_SECONDS = 5.0  # how long a block that another rank fetches is waited for before it is fetched here too
-CLAIM_TICK_SECONDS = 0.002
+KEPT_BYTES = 64 << 20  # of a split that is read again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +50,12 @@ def pieces_of(starts: Ints, length: int, ends: Ints, token_bytes: int) -> list[P
     return found
 
 
-def spans_of(pieces: Sequence[Piece], token_bytes: int, longest: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Pieces that touch or overlap as one span (shard, start, end) of at most ``longest`` bytes, unless a piece itself is longer.
+def spans_of(pieces: Sequence[Piece], token_bytes: int, longest: int) -> tuple[list[Span], list[int]]:
+    """Pieces that touch or overlap as one span of at most ``longest`` bytes, unless a piece itself is longer.
 
     Returns the spans and for each piece the number of its span.
     """
-    spans: list[tuple[int, int, int]] = []
+    spans: list[Span] = []
     where = [0] * len(pieces)
     for number in sorted(range(len(pieces)), key=lambda number: (pieces[number].shard, pieces[number].start)):
         piece = pieces[number]
@@ -73,23 +71,77 @@ def spans_of(pieces: Sequence[Piece], token_bytes: int, longest: int) -> tuple[l
     return spans, where
 
 
-class RemoteTokens:
-    """A split in a store: a ``TokenSource``."""
+def survey(manifest: DataManifest, names: Sequence[str]) -> None:
+    """Sizes and headers of every file of the splits ``names``: two small requests a shard, all at once.
 
-    def __init__(self, manifest: DataManifest, split: str, folder: Folder, cache: BlockCache | None = None) -> None:
-        """Of files that were checked: see ``open_remote``."""
+    Raises InputError naming the first file that is absent or is not what the manifest says.
+    """
+    shards = [shard for name in names for shard in _filled(manifest.split(name))]
+    folder = _folder(manifest)
+    heads = [Range(f"{shard.name}.idx", 0, HEADER.size) for shard in shards]
+    # One byte of .bin tells its size, and that it may be read.
+    contents = folder.read_ranges([*heads, *(Range(f"{shard.name}.bin", 0, 1) for shard in shards)])
+    for shard, head in zip(shards, contents, strict=False):
+        for ending, expected in ((".bin", shard.bin), (".idx", shard.idx)):
+            size = folder.size(f"{shard.name}{ending}")
+            if size != expected.bytes:
+                raise _broken(folder.place / f"{shard.name}{ending}", f"{size} bytes", f"the manifest says {expected.bytes} bytes")
+        _check_header(folder.place / f"{shard.name}.idx", bytes(head), manifest, shard)
+
+
+def _check_header(place: Url, head: bytes, manifest: DataManifest, shard: Shard) -> None:
+    magic, version, code, sequences, ends = HEADER.unpack(head)
+    if magic != MAGIC or version != 1 or code not in CODES:
+        raise _broken(place, f"starting with {magic!r}, version={version}, dtype code={code}", "an .idx file starts with Megatron's header")
+    seen = (CODES[code].name, ends - 1, HEADER.size + sequences * 12 + ends * 8)
+    expected = (manifest.dtype, shard.documents, shard.idx.bytes)
+    if seen != expected:
+        words = "dtype {}, {} documents, {} bytes"
+        raise _broken(place, words.format(*seen), f"the manifest says {words.format(*expected)}")
+
+
+def _filled(split: Split) -> list[Shard]:
+    return [shard for shard in split.shards if shard.tokens]
+
+
+def _folder(manifest: DataManifest, limits: Limits | None = None) -> StoreFolder:
+    assert manifest.url is not None, f"{manifest.folder} lies on this machine"
+    folder = open_folder(manifest.url, limits)
+    assert isinstance(folder, StoreFolder)
+    return folder
+
+
+def _broken(place: Url, seen: str, rule: str) -> InputError:
+    return InputError(Problem("data.path", f"{place}: {seen}", rule, "restore the file, or prepare the data again"))
+
+
+class RemoteTokens:
+    """A split in a store: a ``TokenSource``. An answer about a file of another size than the manifest says is an InputError."""
+
+    def __init__(
+        self, manifest: DataManifest, split: str, *, cache: BlockCache | None = None, repeated: bool = False, limits: Limits | None = None
+    ) -> None:
+        """
+        Args:
+            cache: where blocks are kept; None: windows are fetched exactly.
+            repeated: the same windows are read again and again (an evaluation): up to KEPT_BYTES of them stay in memory.
+        """
         self.manifest = manifest
         self.split = manifest.split(split)
         self.tokens = self.split.tokens
         self.vocab_size = manifest.tokenizer.size
         self.data_hash = self.split.data_hash
         self.tokenizer_hash = manifest.tokenizer.hash
-        self.folder = folder
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
         self.token_bytes = self._dtype.itemsize
-        self._cache = cache
-        self._shards = [shard for shard in self.split.shards if shard.tokens]
+        self._shards = _filled(self.split)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
+        self._names = [f"{shard.name}.bin" for shard in self._shards]
+        sizes = {name: shard.bin.bytes for name, shard in zip(self._names, self._shards, strict=True)}
+        self.folder = _folder(manifest, limits).for_reading(sizes)
+        self._cache = cache
+        self._room = KEPT_BYTES if repeated else 0
+        self._kept: dict[Span, Buffer] = {}
 
     def read(self, starts: Ints, out: Ints) -> None:
         length = out.shape[1]
@@ -99,10 +151,24 @@ class RemoteTokens:
         assert starts.min() >= 0, f"start {starts.min()}"
         assert starts.max() + length <= self.tokens, f"window {starts.max()} + {length} of {self.tokens} tokens"
         pieces = pieces_of(starts, length, self._ends, self.token_bytes)
-        longest = self.folder.limits.part_bytes if isinstance(self.folder, StoreFolder) else 1 << 20
-        spans, where = spans_of(pieces, self.token_bytes, longest)
-        contents = self._read_spans(spans, longest)
+        spans, where = spans_of(pieces, self.token_bytes, self.folder.limits.part_bytes)
+        contents = self._contents(spans)
         for piece, number in zip(pieces, where, strict=True):
-            offset = piece.start - spans[number][1]
-            tokens = np.frombuffer(contents[number], self._dtype, piece.count, offset)
+            tokens = np.frombuffer(contents[number], self._dtype, piece.count, piece.start - spans[number][1])
             out[piece.row, piece.column : piece.column + piece.count] = tokens
+
+    def _contents(self, spans: list[Span]) -> list[Buffer]:
+        missing = [span for span in spans if span not in self._kept]
+        fetched = dict(zip(missing, self._read(missing), strict=True))
+        for span, content in fetched.items():
+            if len(content) <= self._room:
+                self._kept[span] = content
+                self._room -= len(content)
+        return [fetched[span] if span in fetched else self._kept[span] for span in spans]
+
+    def _read(self, spans: list[Span]) -> list[Buffer]:
+        ranges = [Range(self._names[shard], start, end) for shard, start, end in spans]
+        if self._cache is None:
+            return self.folder.read_ranges(ranges)
+        files = {name: CachedFile(name, shard.bin.xxh3_128, shard.bin.bytes) for name, shard in zip(self._names, self._shards, strict=True)}
+        return read_cached(self._cache, self.folder, files, ranges)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Buffer = bytes | memoryview
 # A store on another port or machine may be named with http: the operator's own words in the environment, as for the AWS tools.
+_TOLD = ("AWS_", "AZURE_", "GOOGLE_")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+STAYS = "the files of a data folder stay as they are"
+RESTORE = "restore the file, or put new data into a folder of its own"
 _INSTANCE = ("169.254.169.254", "metadata.google.internal", "MissingAccount", "MissingCredentials")
 
 
@@ -67,8 +70,7 @@ class Folder(Protocol):
     a range of it; and StorageError where a store does not answer.
     """
 
-    @property
-    def place(self) -> Place: ...
+    place: Place
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Bytes of each file."""
@@ -76,8 +78,11 @@ class Folder(Protocol):
     def size(self, name: str) -> int:
         return self.sizes([name])[0]
 
+    def read_files(self, names: Sequence[str]) -> list[bytes]:
+        """Each whole file."""
+
     def read_bytes(self, name: str) -> bytes:
-        """The whole file."""
+        return self.read_files([name])[0]
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
         """Each range, none of them empty; from a store all at once, each one request."""
@@ -99,18 +104,23 @@ def place_of(path: str | Path, key: str = "data.path") -> Place:
 def open_folder(path: str | Path, limits: Limits | None = None) -> Folder:
     """Opens nothing yet: the first reading tells whether the folder is there. Raises InputError as ``place_of`` does."""
     place, limits = place_of(path), limits or Limits()
-    return StoreFolder(_store(place, limits), place, limits) if isinstance(place, Url) else LocalFolder(place)
+    if isinstance(place, Path):
+        return LocalFolder(place)
+    told = frozenset(item for item in os.environ.items() if item[0].startswith(_TOLD))
+    return StoreFolder(_store(place, limits, told), place, limits)
 
 
 class LocalFolder(Folder):
+    place: Path
+
     def __init__(self, place: Path) -> None:
         self.place = place
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         return [self._of(name, lambda file: file.stat().st_size) for name in names]
 
-    def read_bytes(self, name: str) -> bytes:
-        return self._of(name, Path.read_bytes)
+    def read_files(self, names: Sequence[str]) -> list[bytes]:
+        return [self._of(name, Path.read_bytes) for name in names]
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
         return [self._of(range.name, partial(_pread, range=range)) for range in ranges]
@@ -134,39 +144,48 @@ def _pread(file: Path, range: Range) -> bytes:
 class StoreFolder(Folder):
     """A prefix of a store. Every answer's size and entity tag must be those of the first one about that file."""
 
-    def __init__(self, store: ObjectStore, place: Url, limits: Limits, *, reading: StoreFolder | None = None) -> None:
+    place: Url
+
+    def __init__(self, store: ObjectStore, place: Url, limits: Limits, sizes: Mapping[str, int] | None = None) -> None:
         """
         Args:
             store: whose root is the folder.
-            reading: the folder that this one goes on from, with the patience of training.
+            sizes: what files must be. With it the folder has the patience of training: a store that is away for a while is waited for.
         """
         self.place = place
         self.limits = limits
-        self.pace = reading.pace if reading else Pace(limits)
+        self.pace = Pace(limits)
         self._store = store
-        self._seen: dict[str, tuple[int, str | None]] = reading._seen if reading else {}
-        self._reading = reading is not None
+        self._seen: dict[str, tuple[int, str | None]] = {name: (size, None) for name, size in (sizes or {}).items()}
+        self._reading = sizes is not None
 
-    def for_reading(self) -> StoreFolder:
-        """The same folder with the patience of training: a store that is away for a while is waited for."""
-        return StoreFolder(self._store, self.place, self.limits, reading=self)
+    def for_reading(self, sizes: Mapping[str, int]) -> StoreFolder:
+        return StoreFolder(self._store, self.place, self.limits, sizes)
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        return self._fetch(names, [partial(self._head, name) for name in names])
+        """Files that were read before are not asked for again: every answer tells the size, and must agree."""
+        new = [name for name in dict.fromkeys(names) if name not in self._seen]
+        self._fetch([partial(self._head, name) for name in new])
+        return [self._seen[name][0] for name in names]
 
-    def read_bytes(self, name: str) -> bytes:
-        """The first request tells how much more there is."""
-        first = bytes(self._fetch([name], [partial(self._get, name, 0, self.limits.part_bytes, whole=False)])[0])
-        size = self._seen[name][0]
-        cuts = range(len(first), size, self.limits.part_bytes)
-        rest = self.read_ranges([Range(name, cut, min(cut + self.limits.part_bytes, size)) for cut in cuts])
-        return b"".join([first, *rest])
+    def read_files(self, names: Sequence[str]) -> list[bytes]:
+        """The first request for each tells how much more there is."""
+        firsts = self._fetch([partial(self._get, name, 0, self.limits.part_bytes, whole=False) for name in names])
+        more = [Range(name, len(first), self._seen[name][0]) for name, first in zip(names, firsts, strict=True)
+                if len(first) < self._seen[name][0]]
+        rest = dict(zip((one.name for one in more), self.read_ranges(more), strict=True))
+        return [b"".join([first, rest.get(name, b"")]) for name, first in zip(names, firsts, strict=True)]
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
-        calls = [partial(self._get, range.name, range.start, range.end) for range in ranges]
-        return self._fetch([range.name for range in ranges], calls)
+        """A range longer than ``part_bytes`` is several requests."""
+        part = self.limits.part_bytes
+        cuts = [range(one.start, one.end, part) for one in ranges]
+        calls = [partial(self._get, one.name, start, min(start + part, one.end)) for one, starts in zip(ranges, cuts, strict=True)
+                 for start in starts]
+        contents = iter(self._fetch(calls))
+        return [next(contents) if len(starts) == 1 else b"".join(next(contents) for _ in starts) for starts in cuts]
 
-    def _fetch(self, names: Sequence[str], calls: Sequence[Any]) -> list[Any]:
+    def _fetch(self, calls: Sequence[Any]) -> list[Any]:
         seconds = self.limits.reading_seconds if self._reading else self.limits.opening_seconds
         try:
             return fetch_all(calls, self.pace, self.limits, seconds)
@@ -208,18 +227,24 @@ class StoreFolder(Folder):
     def _agree(self, name: str, meta: Any) -> int:
         size, tag = meta["size"], meta["e_tag"]
         first_size, first_tag = self._seen.setdefault(name, (size, tag))
-        if size != first_size or (tag is not None and first_tag is not None and tag != first_tag):
-            seen = f"{self.place / name} changed while it was read: {first_size} bytes, tag {first_tag}; now {size} bytes, tag {tag}"
-            rule = "the files of a data folder stay as they are"
-            raise _problem(seen, rule, "restore the file, or put new data into a folder of its own")
+        if first_tag is None:
+            self._seen[name] = (first_size, tag)
+        elif tag is not None and tag != first_tag:
+            raise _problem(f"{self.place / name} changed while it was read: tag {first_tag}, now {tag}", STAYS, RESTORE)
+        if size != first_size:
+            raise _problem(f"{self.place / name}: {size} bytes, of {first_size} that it had or should have", STAYS, RESTORE)
         return size
 
 
-def _store(url: Url, limits: Limits) -> ObjectStore:
-    """Repetitions and their pauses are ours (fetch.py): obstore's own would hide how long a request takes."""
+@lru_cache(maxsize=32)
+def _store(url: Url, limits: Limits, told: frozenset[tuple[str, str]]) -> ObjectStore:
+    """One for all that read a URL: its connections stay open. ``told``: what the environment says of stores; another, another store.
+
+    Repetitions and their pauses are ours (fetch.py): obstore's own would hide how long a request takes.
+    """
     from obstore.store import from_url
 
-    plain = url.startswith("http://") or any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    plain = url.startswith("http://") or any(name in _ENDPOINTS and value.startswith("http://") for name, value in told)
     seconds = {"connect_timeout": limits.connect_seconds, "read_timeout": limits.silence_seconds, "timeout": limits.request_seconds}
     options: Any = {name: timedelta(seconds=value) for name, value in seconds.items()} | {"allow_http": plain}
     try:
@@ -253,6 +278,8 @@ def _judged(error: Exception, place: Url) -> InputError | Transient:
     if isinstance(error, exceptions.NotSupportedError) or "non-partial response" in text:
         return _problem(f"{place}: the whole file came where a range was asked for", "the server answers requests for ranges",
                         "serve the folder with a server that does, or copy it to this machine")
+    if status == 416:
+        return _problem(f"{place}: ends before the bytes that were asked for", "the file is as long as its manifest says", RESTORE)
     if status is not None and 300 <= status < 500 and status not in (408, 429):
         remedy = f"check the address, the region (AWS_REGION) and the clock; {credentials_remedy(place)}"
         return _problem(f"{place}: refused with status {status}", "the store answers with the file", remedy)

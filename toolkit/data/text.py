@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from functools import cache, partial
 
 from toolkit.config.schema import RunConfig
+from toolkit.data.cache import cache_of
 from toolkit.data.documents import waste_of
 from toolkit.data.evaluation import EvalSet, eval_batches, evaluation_targets, unigram_loss
 from toolkit.data.index import TokenSource, open_split
 from toolkit.data.kind import Kind, RunData
 from toolkit.data.manifest import read_manifest
+from toolkit.data.remote import survey
 from toolkit.data.samples import TokenWindows
 from toolkit.data.sources import data_problems, ready
 from toolkit.data.stream import Stream
@@ -24,13 +26,17 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
     problems = data_problems(config, manifest, vocab_size)
     if problems:
         raise InputError(*problems)
-    return str(manifest.folder)
+    if manifest.url is not None:
+        survey(manifest, ["train", *(config.eval.sets if config.eval.every else [])])
+    return manifest.place
 
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
     manifest = read_manifest(folder)
-    training = open_split(manifest.folder, "train")
-    sets = {name: open_split(manifest.folder, name) for name in config.eval.sets} if config.eval.every else {}
+    kept = cache_of(config.data.cache)
+    training = open_split(manifest.place, "train", cache=kept, surveyed=True)
+    sets = {name: open_split(manifest.place, name, cache=kept, repeated=True, surveyed=True)
+            for name in (config.eval.sets if config.eval.every else [])}
     seed = config.data.shuffle_seed
     windows = TokenWindows(training, config.train.sequence_length, seed)
     stream = Stream({"train": windows}, None, seed=seed, batch=batch, data_rank=data_rank)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from toolkit.config.vendors import megatron, models, node, source, trace
 from toolkit.config.vendors.node import Node
+from toolkit.files import user_cache
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,11 @@ def _schema(package: Package) -> Node | None:
 
 def cache_file(package: Package, folder: Path) -> Path:
     """Named after the version, the source that is read first, and these readers: a change of any of them reads anew."""
-    place = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "deepspeed-megatron-toolkit"
     read_first = (folder / package.first).stat()
     parts = [f"{folder} {read_first.st_size} {read_first.st_mtime_ns}"]
     parts += [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (megatron, models, node, source, trace)]
     mark = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
-    return place / f"{package.distribution}-{version(package.distribution)}-{mark}.json"
+    return user_cache() / f"{package.distribution}-{version(package.distribution)}-{mark}.json"
 
 
 def _load(file: Path) -> Node | None:

@@ -1,0 +1,206 @@
+"""Loopback stores: a folder as an S3 bucket or over HTTP, with the delays, failures and refusals that a test asks for.
+
+GET with Range, HEAD and entity tags are all that reading needs; S3 and HTTP differ in the words of their refusals only.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+import xxhash
+
+BUCKET = "corpus"
+# What the environment of a test holds, and no output may.
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": "AKIATESTTESTTESTTEST",
+    "AWS_SECRET_ACCESS_KEY": "s3cr3t/do+not/show",
+    "AWS_SESSION_TOKEN": "t0k3n-do-not-show",
+}
+
+
+@dataclass
+class Faults:
+    """What a store does wrong: shares of its requests, chosen at random under ``seed``."""
+
+    latency_seconds: float = 0.0
+    failing: float = 0.0  # 500, 503, a reset connection or a body that breaks off, in turn
+    stalled: float = 0.0  # headers and half of the body, then silence
+    seed: int = 0
+    forbidden: bool = False
+    silence_seconds: float = 8.0
+
+
+@dataclass
+class Store:
+    """A folder that is served, and what was asked of it."""
+
+    root: Path
+    faults: Faults = field(default_factory=Faults)
+    port: int = 0
+    requests: Counter[str] = field(default_factory=Counter)  # by file
+    faulty: Counter[str] = field(default_factory=Counter)  # by kind of fault
+    served_bytes: int = 0  # of bodies that were sent whole
+    signed: int = 0  # requests with a signature
+    kept: dict[Path, tuple[int, bytes, str]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def http(self) -> str:
+        return f"http://127.0.0.1:{self.port}/{BUCKET}"
+
+    @property
+    def s3(self) -> str:
+        return f"s3://{BUCKET}"
+
+    def content(self, file: Path) -> tuple[bytes, str]:
+        """The bytes and their entity tag."""
+        stat = file.stat()
+        kept = self.kept.get(file)
+        if kept is None or kept[0] != stat.st_mtime_ns:
+            content = file.read_bytes()
+            kept = self.kept[file] = (stat.st_mtime_ns, content, f'"{xxhash.xxh3_64_hexdigest(content)}"')
+        return kept[1:]
+
+    def forget(self) -> None:
+        """Count from here."""
+        with self.lock:
+            self.requests.clear()
+            self.faulty.clear()
+            self.served_bytes = 0
+
+
+def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
+    chance = random.Random(store.faults.seed)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = 1 << 16  # a header and a small body are one packet
+        disable_nagle_algorithm = True
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def _answer(self, *, body: bool) -> None:
+            faults = store.faults
+            bucket, _, key = unquote(self.path.partition("?")[0]).lstrip("/").partition("/")
+            with store.lock:
+                store.requests[key] += 1
+                store.signed += "Authorization" in self.headers
+                dice, kind = chance.random(), chance.randrange(4)
+            time.sleep(faults.latency_seconds)
+            if faults.forbidden:
+                return self._refuse(HTTPStatus.FORBIDDEN, "InvalidAccessKeyId", body)
+            if bucket != BUCKET:
+                return self._refuse(HTTPStatus.NOT_FOUND, "NoSuchBucket", body)
+            file = store.root / key
+            if not file.is_file():
+                return self._refuse(HTTPStatus.NOT_FOUND, "NoSuchKey", body)
+            failing, stalled = dice < faults.failing, faults.failing <= dice < faults.failing + faults.stalled
+            if failing:
+                with store.lock:
+                    store.faulty[("500", "503", "reset", "cut")[kind]] += 1
+                if kind < 2:
+                    return self._refuse((HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)[kind], "SlowDown", body)
+                if kind == 2:
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    self.connection.close()
+                    self.close_connection = True
+                    return None
+            self._send(file, body, cut=failing, stalled=stalled)
+
+        def _send(self, file: Path, body: bool, *, cut: bool, stalled: bool) -> None:
+            content, tag = store.content(file)
+            start, end, asked = 0, len(content), self.headers.get("Range")
+            if asked:
+                first, _, last = asked.removeprefix("bytes=").partition("-")
+                start, end = int(first), min(int(last) + 1, end)
+                if start >= len(content):
+                    return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "InvalidRange", body)
+            self.send_response(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK)
+            if asked:
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
+            self.send_header("Content-Length", str(end - start))
+            self.send_header("ETag", tag)
+            self.send_header("Last-Modified", "Sat, 21 Nov 2026 12:00:00 GMT")
+            self.end_headers()
+            if not body:
+                return
+            if cut or stalled:
+                self.wfile.write(content[start : (start + end) // 2])
+                self.wfile.flush()
+                self.close_connection = True
+                if stalled:
+                    with store.lock:
+                        store.faulty["stalled"] += 1
+                    time.sleep(store.faults.silence_seconds)
+                return
+            self.wfile.write(content[start:end])
+            with store.lock:
+                store.served_bytes += end - start
+
+        def _refuse(self, status: HTTPStatus, code: str, body: bool) -> None:
+            """As S3 does: the body of a refusal names the key that was used."""
+            content = f"<Error><Code>{code}</Code><AWSAccessKeyId>{SECRETS['AWS_ACCESS_KEY_ID']}</AWSAccessKeyId></Error>".encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+    return Handler
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 256
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that has gone: it read enough elsewhere
+
+
+@contextmanager
+def served(root: Path, **faults: Any) -> Iterator[Store]:
+    """``root`` as ``store.http``, and as ``store.s3`` for whoever has ``environment(store)``."""
+    store = Store(root, Faults(**faults))
+    server = _Server(("127.0.0.1", 0), _handler(store))
+    store.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield store
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def environment(store: Store) -> dict[str, str]:
+    """For a process that reads ``store.s3``."""
+    return {**SECRETS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{store.port}", "AWS_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, store: Store, cache_home: Path) -> None:
+    for name, value in environment(store).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
