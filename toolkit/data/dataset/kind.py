@@ -1,0 +1,71 @@
+"""``data=dataset`` as the rest knows it: made ready before ranks start, opened by each of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.config.schema import RunConfig
+from toolkit.data.dataset import source as sources
+from toolkit.data.dataset.documents import ArrowDocuments, Documents, StreamedDocuments
+from toolkit.data.dataset.encode import Encoders
+from toolkit.data.dataset.lanes import lanes_of
+from toolkit.data.dataset.ready import Opened, ensure
+from toolkit.data.dataset.stream import DatasetStream
+from toolkit.data.index import open_split
+from toolkit.data.kind import Kind, RunData
+from toolkit.data.manifest import read_manifest
+from toolkit.data.sources import split_problem, vocabulary_problem
+from toolkit.data.text import text_sets
+from toolkit.data.tokenizer import FILE
+from toolkit.errors import InputError
+from toolkit.plan.types import BatchPlan
+from toolkit.progress import Progress
+
+
+def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
+    manifest = ensure(config, progress)
+    tokenizer = str(config.data.dataset.tokenizer)
+    problems = [vocabulary_problem(config, manifest, tokenizer, vocab_size)]
+    problems += [split_problem(config, manifest, name, "eval.sets", str(config.data.dataset.path))
+                 for name in config.eval.sets if config.eval.every]
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise InputError(*found)
+    return str(manifest.folder)
+
+
+def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
+    data, seed = config.data.dataset, config.data.shuffle_seed
+    manifest, opened = read_manifest(folder), Opened.read(folder)
+    if opened.files:
+        documents: Documents = ArrowDocuments(opened.files, data.text, seed)
+    else:
+        pinned = replace(data, revision=opened.revision)
+        documents = StreamedDocuments(lambda: sources.find(pinned).stream(data.split), data.text, lanes_of(batch, data_rank),
+                                      batch.global_batch)
+    dtype = np.dtype(np.uint16 if manifest.tokenizer.size <= 1 << 16 else np.uint32)
+    encoders = partial(Encoders, manifest.tokenizer_folder / FILE, end_of_text=manifest.tokenizer.end_of_text, dtype=dtype,
+                       held_out=data.validation, count=data.workers)
+    stream = DatasetStream(documents, encoders, fingerprint=opened.fingerprint, sequence_length=config.train.sequence_length,
+                           seed=seed, batch=batch, data_rank=data_rank, gather=everyone)
+    sets = {name: open_split(manifest.folder, name) for name in config.eval.sets} if config.eval.every else {}
+    return RunData(stream, text_sets(sets, config, batch, data_rank), Path(manifest.tokenizer_folder), lambda: None)
+
+
+def everyone(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank gave. A collective, where there are several."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [state]
+    states = [state] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return states
+
+
+DATASET = Kind(_ready, _open)

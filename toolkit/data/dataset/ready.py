@@ -1,0 +1,193 @@
+"""What a run on a dataset needs before it starts: the dataset itself, the tokenizer, and the evaluation sets.
+
+    data/dataset/<fingerprint>/    source.json: what training reads; tokenizer/; manifest.json and shards of the evaluation sets
+
+So a run's data folder is one as launch/prepare.py makes it, but without a training split: evaluation, export and generation find in
+it what they find in any other. The folder is small: evaluation sets have the tokens that an evaluation reads and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import xxhash
+
+from toolkit.config.schema import DatasetConfig, RunConfig
+from toolkit.data import tokenizer as tokenizers
+from toolkit.data.dataset import source as sources
+from toolkit.data.dataset import tokenizer
+from toolkit.data.dataset.documents import ArrowDocuments, as_texts, text_of
+from toolkit.data.dataset.encode import Texts
+from toolkit.data.dataset.worker import is_held_out
+from toolkit.data.index import token_dtype
+from toolkit.data.manifest import NAME, DataManifest, Origin, Split, TokenizerInfo, read_manifest, write_manifest
+from toolkit.data.write import SplitWriter
+from toolkit.errors import InputError, Problem
+from toolkit.files import sync_folder, write_whole
+from toolkit.progress import Progress
+
+SOURCE = "source.json"
+HELD_OUT = "validation"  # the evaluation set of documents that data.dataset.validation holds out
+NAMED_FILES = 16  # of so few files each has its hash in the fingerprint, and a changed one is named
+RECIPE = 1  # raise it when the same words would give other evaluation sets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What ``source.json`` holds: everything that a rank needs to read the training split without asking the hub.
+
+    Attributes:
+        files: arrow files of the training split, in the order of their rows; none of a stream.
+        revision: the commit of a dataset on the hub.
+        fingerprint: of the dataset's bytes, its columns and the tokenizer.
+    """
+
+    files: tuple[str, ...]
+    revision: str | None
+    fingerprint: Mapping[str, str | int]
+
+    @staticmethod
+    def read(folder: str | Path) -> Opened:
+        content = json.loads((Path(folder) / SOURCE).read_text(encoding="utf-8"))
+        return Opened(files=tuple(content["files"]), revision=content["revision"], fingerprint=content["fingerprint"])
+
+
+def ensure(config: RunConfig, progress: Progress) -> DataManifest:
+    """Find or make the data folder of the run, in ``data.path``.
+
+    Any number of processes may call it at once; the first that is done gives the folder its name.
+
+    Raises:
+        InputError: dataset, split, column or tokenizer are absent, or are not what the run needs.
+    """
+    data, path = config.data.dataset, Path(config.data.path)
+    if data.streaming and config.train.batch_ramp.start is not None:
+        raise InputError(Problem("train.batch_ramp", f"train.batch_ramp.start={config.train.batch_ramp.start}, data.dataset.streaming=true",
+                                 "places that a batch grows into wait for their documents, which a stream would have to keep in memory",
+                                 "leave out data.dataset.streaming or train.batch_ramp"))
+    found = sources.find(data)
+    sources.check(found, data, data.split, "data.dataset.split")
+    wanted = list(config.eval.sets) if config.eval.every else []
+    held_out = [HELD_OUT] if data.validation and HELD_OUT in wanted else []
+    for name in wanted:
+        if name not in held_out:
+            _check_set(found, data, name)
+    partial = path / f".{os.urandom(4).hex()}.partial"
+    try:
+        partial.mkdir(parents=True)
+        try:
+            return _make(config, found, [name for name in wanted if name not in held_out], held_out, partial, progress)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise InputError(Problem("data.path", f"data.path={path}: {error}", "the tokenizer and the evaluation sets can be kept there",
+                                 "name a folder that can be written and has room: data.path=FOLDER")) from error
+
+
+def _make(config: RunConfig, found: sources.Source, named: list[str], held_out: list[str], partial: Path,
+          progress: Progress) -> DataManifest:
+    data = config.data.dataset
+    info = tokenizer.place(data, partial)
+    with progress.task(f"opening {data.path}", unit="splits") as task:
+        digests = {split: found.digests(split) for split in {data.split, *named}}
+        training = _opened(found, data, data.split, digests[data.split], info)
+        task.advance()
+        evaluated = {name: _documents(found, data, name, config.data.shuffle_seed) for name in named}
+        task.advance(len(named))
+    tokens = config.eval.batches * config.train.global_batch * config.train.sequence_length + 1
+    decisive = [RECIPE, training.fingerprint, training.files, tokens, {name: digests[name] for name in named}, held_out]
+    generation = partial.parent / xxhash.xxh3_128_hexdigest(json.dumps(decisive, sort_keys=True).encode())[:12]
+    if not (generation / NAME).is_file():
+        splits = {name: _write(partial, name, documents.in_file_order(), info, tokens, progress, share=None)
+                  for name, documents in evaluated.items()}
+        for name in held_out:
+            texts = _training_texts(found, data, training, config.data.shuffle_seed)
+            splits[name] = _write(partial, name, texts, info, tokens, progress, share=data.validation)
+        write_whole(partial / SOURCE, json.dumps(asdict(training), indent=1) + "\n")
+        origin = Origin(f"the dataset {data.path}, read while training", "not stated", len(digests[data.split]), 0,
+                        str(training.fingerprint["data"]))
+        manifest = DataManifest(folder=partial, dtype=token_dtype(info.size).name, origin=origin, tokenizer=info, splits=splits)
+        write_manifest(manifest, partial)
+        if (partial.parent / generation.name).exists() and not (generation / NAME).is_file():
+            shutil.rmtree(generation)  # somebody emptied it
+        try:
+            partial.replace(generation)
+        except OSError:
+            if not (generation / NAME).is_file():
+                raise
+        sync_folder(generation.parent)
+    write_manifest(read_manifest(generation), generation.parent)  # as in every data folder: what was asked for last
+    return read_manifest(generation)
+
+
+def _opened(found: sources.Source, data: DatasetConfig, split: str, digests: dict[str, str], info: TokenizerInfo) -> Opened:
+    """The training split: fetched and made into arrow files, or of a stream looked at."""
+    fingerprint: dict[str, str | int] = {
+        "data": xxhash.xxh3_128_hexdigest(json.dumps([data.name, digests, data.streaming], sort_keys=True).encode()),
+        "split": split, "text": ",".join(data.text), "validation": str(data.validation), "tokenizer": info.hash,
+        "end_of_text": info.end_of_text,
+    }
+    if len(digests) <= NAMED_FILES:
+        fingerprint |= {f"file {name}": value for name, value in digests.items()}
+    if data.streaming:
+        stream = found.stream(split)
+        features = stream.features or stream._resolve_features().features
+        sources.check_columns(data, features)
+        return Opened(files=(), revision=found.revision, fingerprint=fingerprint)
+    arrow = found.arrow(split)
+    sources.check_columns(data, arrow.features)
+    return Opened(files=arrow.files, revision=found.revision, fingerprint=fingerprint)
+
+
+def _check_set(found: sources.Source, data: DatasetConfig, name: str) -> None:
+    if name in found.splits:
+        return
+    remedy = f"there are: {', '.join(found.splits)}"
+    if name == HELD_OUT:
+        remedy += "; or hold documents out of training: data.dataset.validation=0.005"
+    rule = "an evaluation set is a split of the dataset"
+    raise InputError(Problem("eval.sets", f"eval.sets={name}, which {data.path} has not", rule, remedy))
+
+
+def _documents(found: sources.Source, data: DatasetConfig, split: str, seed: int) -> ArrowDocuments:
+    arrow = found.arrow(split)
+    sources.check_columns(data, arrow.features)
+    return ArrowDocuments(arrow.files, data.text, seed)
+
+
+def _training_texts(found: sources.Source, data: DatasetConfig, training: Opened, seed: int) -> Iterator[Texts]:
+    if training.files:
+        yield from ArrowDocuments(training.files, data.text, seed).in_file_order()
+        return
+    for table in found.stream(data.split).select_columns(list(data.text)).with_format("arrow").iter(batch_size=1000):
+        yield as_texts(text_of(table.combine_chunks().to_batches()[0]))
+
+
+def _write(folder: Path, name: str, batches: Iterator[Texts], info: TokenizerInfo, tokens: int, progress: Progress, *,
+           share: float | None) -> Split:
+    """The first ``tokens`` tokens of a set, in whole documents; of those held out, where ``share`` of them are."""
+    from tokenizers import Tokenizer
+
+    opened = Tokenizer.from_file(str(folder / info.folder / tokenizers.FILE))
+    opened.no_truncation()
+    opened.no_padding()
+    made = 0
+    dtype = token_dtype(info.size)
+    with progress.task(f"tokenising {name}", total=tokens, unit="tokens") as task, SplitWriter(folder, name, dtype) as writer:
+        for text, ends in batches:
+            documents = [bytes(text[first:last]) for first, last in pairwise([0, *ends.tolist()])]
+            chosen = [document.decode() for document in documents if share is None or is_held_out(document, share)]
+            for document in tokenizers.encode(opened, chosen, info.end_of_text):
+                if made < tokens:
+                    writer.add(document)
+                    made += len(document)
+            task.advance(min(made, tokens) - task.done)
+            if made >= tokens:
+                break
+        return writer.close()
