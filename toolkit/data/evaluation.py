@@ -60,11 +60,14 @@ def eval_batches(source: TokenSource, sequence_length: int, batches: int, batch:
 
 def _read(source: TokenSource, windows: Ints, samples: int, sequence_length: int) -> Ints:
     rows = np.full((len(windows), sequence_length + 1), IGNORED, dtype=np.int64)
-    for row, window in enumerate(windows.tolist()):
-        if window < samples:
-            start = window * sequence_length
-            length = min(sequence_length + 1, source.tokens - start)
-            source.read(np.array([start], dtype=np.int64), rows[row : row + 1, :length])
+    starts = windows * sequence_length
+    lengths = np.where(windows < samples, np.minimum(sequence_length + 1, source.tokens - starts), 0)
+    # By length, that is whole ones and perhaps a last one: a source in a store answers all that is asked of it in one turn.
+    for length in np.unique(lengths[lengths > 0]).tolist():
+        some = np.flatnonzero(lengths == length)
+        read = np.empty((len(some), length), dtype=np.int64)
+        source.read(starts[some], read)
+        rows[some, :length] = read
     return rows
 
 
