@@ -1,26 +1,23 @@
-"""What a run asks of its data and does not find; and launch/prepare.py.
+"""What a run asks of its data and does not find.
 
     pytest tests/data/test_sources.py
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.data.made import make_folder
-from toolkit.config.schema import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from toolkit.config.schema import DataConfig, Documents, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from toolkit.data.manifest import DataManifest
 from toolkit.data.open import ready_for
 from toolkit.data.sources import data_problems, ready
 from toolkit.errors import InputError
 from toolkit.progress import Progress
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -68,6 +65,18 @@ def test_each_problem_has_value_rule_remedy(manifest: DataManifest) -> None:
     assert len(caught.value.problems) == 4
 
 
+def test_documents_are_kept_apart_where_a_token_ends_them(manifest: DataManifest) -> None:
+    config = run_config(manifest)
+    config.data.documents = Documents.separate
+    assert data_problems(config, manifest) == []
+    silent = replace(manifest, tokenizer=replace(manifest.tokenizer, ends_documents=False))
+    (problem,) = data_problems(config, silent)
+    assert problem.key == "data.documents"
+    assert str(manifest.folder) in problem.seen
+    assert "data.documents=joined" in problem.remedy
+    assert data_problems(run_config(manifest), silent) == []
+
+
 def test_no_training_split(tmp_path: Path) -> None:
     manifest = make_folder(tmp_path / "data", {"validation": [np.arange(100)]})
     (problem,) = data_problems(run_config(manifest), manifest)
@@ -77,17 +86,3 @@ def test_no_training_split(tmp_path: Path) -> None:
 def test_a_folder_without_data(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"manifest\.json"):
         ready(DataConfig(name="prepared", path=str(tmp_path)), Progress.silent())
-
-
-def test_prepare_shows_what_there_is_and_finds_damage(manifest: DataManifest) -> None:
-    command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "data=prepared", f"data.path={manifest.folder}"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert shown.returncode == 0, shown.stderr
-    assert "100 tokens" in shown.stdout
-    content = bytearray((manifest.folder / "train-00000.bin").read_bytes())
-    content[50] ^= 4
-    (manifest.folder / "train-00000.bin").write_bytes(content)
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "train-00000.bin" in refused.stderr
-    assert "Traceback" not in refused.stderr
