@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,7 @@ class RecordWriter:
         self._partial = self._folder.with_name(f".{self._folder.name}.{os.urandom(4).hex()}.writing")
         self._partial.mkdir()
         self._splits: dict[str, _SplitWriter] = {}
+        self._manifest: RecordManifest | None = None
 
     def add(self, split: str, /, **values: npt.ArrayLike) -> None:
         """One record at the end of ``split``: a value for every field, of its shape.
@@ -75,7 +77,13 @@ class RecordWriter:
             self._splits[split] = _SplitWriter(self._partial, split, self._dtype, self._shard_bytes)
         self._splits[split].add(values)
 
-    def close(self) -> RecordManifest:
+    @property
+    def manifest(self) -> RecordManifest:
+        """Of the folder, once it is there."""
+        assert self._manifest is not None, "a writer that is closed"
+        return self._manifest
+
+    def close(self) -> None:
         """Finish the folder and put it in its place. Raises InputError where there is no record."""
         if not self._splits:
             raise _problem("no record", "a folder of records holds some", "add records before closing the writer")
@@ -86,7 +94,7 @@ class RecordWriter:
         write_manifest(manifest)
         self._partial.replace(self._folder)
         sync_folder(self._folder.parent)
-        return RecordManifest(folder=self._folder, origin=self._origin, fields=self._fields, record_bytes=size, splits=splits)
+        self._manifest = replace(manifest, folder=self._folder)
 
     def discard(self) -> None:
         """Leave nothing behind."""

@@ -16,7 +16,9 @@ def vit(*, bands: int = 12, image_size: int = 64, patch_size: int = 8, classes: 
     """
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(
-        num_channels=bands, image_size=image_size, patch_size=patch_size, num_labels=classes, hidden_size=hidden_size,
+    config = ViTConfig(
+        num_channels=bands, image_size=image_size, patch_size=patch_size, hidden_size=hidden_size,
         intermediate_size=intermediate_size or 4 * hidden_size, num_hidden_layers=num_hidden_layers,
-        num_attention_heads=num_attention_heads, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
+        num_attention_heads=num_attention_heads, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    config.num_labels = classes
+    return ViTForImageClassification(config)

@@ -86,11 +86,11 @@ def images_and_their_model(case: Case) -> Iterator[Problem]:
     config = case.config
     if not config.data.images:
         return
-    if case.megatron:
+    if config.model.target is None and case.megatron:
         yield refuse(config, "data.name engine.name", "Megatron-core builds the families' models itself, and they read tokens",
                      "write engine=deepspeed")
-    if config.model.target is None:
-        yield refuse(config, "data.name model.family model.pretrained", "the families' models read tokens; images go to a module of your own",
+    elif config.model.target is None:
+        yield refuse(config, "data.name model.family model.pretrained", "the families read tokens; images go to a module of your own",
                      "write model=custom model.target=toolkit.models.vision.vit, or data=stdlib")
     if config.monitor.prompt is not None:
         yield refuse(config, "monitor.prompt data.name", "a model of images continues no text", "write monitor.prompt=null")
@@ -174,7 +174,7 @@ def one_origin(case: Case) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
-    own_model, images_and_their_model, sequence_fits_the_model, vocabulary_fits_the_model, experts_belong_to_some_families, router_loss_depends_on_the_layout,
-    momentum_is_used, learning_rate_scaling, schedule_fits_the_run, rates_are_ordered, evaluation_has_sets, checkpoints_are_written,
+    own_model, images_and_their_model, sequence_fits_the_model, vocabulary_fits_the_model, experts_belong_to_some_families,
+    router_loss_depends_on_the_layout, momentum_is_used, learning_rate_scaling, schedule_fits_the_run, rates_are_ordered, evaluation_has_sets, checkpoints_are_written,
     one_origin, mixture_is_whole,
 )

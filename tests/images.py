@@ -1,0 +1,61 @@
+"""A small vision transformer on small made-up tiles: plans, and the micro-batches of a stream as ``testing/parity.py`` asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.config.schema import EngineName, ModelConfig, RunConfig
+from toolkit.data.arrays import ARRAYS
+from toolkit.data.records import RecordManifest, read_records
+from toolkit.data.stream import Stream, rank_positions
+from toolkit.data.tiles import make_tiles
+from toolkit.engine.protocol import MicroBatch
+from toolkit.plan import make_plan
+from toolkit.plan.types import Device, RunPlan, World
+from toolkit.testing.parity import Trace, run
+from toolkit.testing.tiny import tiny_config
+from toolkit.train.vision import Vision, vision_task
+
+BANDS, SIZE, CLASSES = 4, 16, 4
+VIT: dict[str, Any] = {"bands": BANDS, "image_size": SIZE, "patch_size": 4, "classes": CLASSES, "hidden_size": 32, "num_hidden_layers": 2,
+                       "num_attention_heads": 2}
+
+
+def make_small_tiles(folder: Path, **splits: int) -> RecordManifest:
+    return make_tiles(folder, splits, bands=BANDS, size=SIZE, classes=CLASSES)
+
+
+def use_images(config: RunConfig, folder: Path) -> None:
+    """Make of a run on text one on the tiles of ``folder``."""
+    config.model = ModelConfig(target="toolkit.models.vision.vit", arguments=dict(VIT))
+    config.data.name, config.data.path = "arrays", str(folder)
+
+
+def image_plan(folder: Path, *, ranks: int = 1, **changes: Any) -> RunPlan:
+    """Keys as ``tiny_config`` takes them; ``local`` on one rank and ``deepspeed`` on several."""
+    config = tiny_config(None, train__sequence_length=128, **changes)
+    use_images(config, folder)
+    config.engine.name = EngineName.local if ranks == 1 else EngineName.deepspeed
+    return make_plan(config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True))
+
+
+def image_task(plan: RunPlan) -> Vision:
+    task = vision_task(plan, read_records(plan.config.data.path))
+    assert isinstance(task, Vision)
+    return task
+
+
+def image_batches(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
+    """A data rank's part of the global batch of ``step``, through the stream of the run."""
+    stream = ARRAYS.open(plan.config, plan.batch, data_rank, plan.config.data.path).stream
+    assert isinstance(stream, Stream)
+    task, positions = image_task(plan), rank_positions(plan.batch, step, data_rank)
+    return [task.collate(stream.samples(some), torch.device("cpu")) for some in positions]
+
+
+def trace_images(rank: int, ranks: int, plan: RunPlan, steps: int = 20) -> Trace:
+    assert ranks == plan.axes.size
+    return run(plan, rank=rank, steps=steps, task=image_task(plan), batches=image_batches)
