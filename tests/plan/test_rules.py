@@ -15,6 +15,7 @@ from tests.plan.cases import CPU, SMALL, h100s, run_config
 from toolkit.config.schema import (
     BatchRampConfig,
     CheckpointConfig,
+    Documents,
     EngineName,
     EvalConfig,
     LrScaling,
@@ -197,6 +198,20 @@ def test_a_silently_wrong_key_of_the_users_own_is_refused(key: str) -> None:
     keyed = [problem for problem in found if f"engine.deepspeed.{key}".startswith(problem.key)]
     assert len(keyed) == len(found) == 1, "\n".join(map(str, found))
     assert found[0].severity is Severity.ERROR
+
+
+@pytest.mark.parametrize("name", ["cp_comm_type", "fp8_multi_head_attention", "cuda_graph_impl"])
+def test_what_torchs_attention_does_not_do_is_refused_with_documents_apart(name: str) -> None:
+    own = {name: {"cp_comm_type": "p2p", "cuda_graph_impl": "local"}.get(name, True)}
+    changes = {"engine__name": EngineName.megatron, "engine__megatron": own}
+    found = problems_of({**changes, "data__documents": Documents.separate}, h100s(2, 2))
+    assert [problem.key for problem in found if "documents" in problem.rule] == [f"engine.megatron.{name}"]
+    assert not [problem for problem in problems_of(changes, h100s(2, 2)) if "documents" in problem.rule]
+
+
+def test_images_have_no_documents() -> None:
+    found = problems_of({"data__name": "arrays", "data__documents": Documents.separate})
+    assert "data.documents" in [problem.key for problem in found]
 
 
 def test_keys_that_only_tune_pass() -> None:

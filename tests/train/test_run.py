@@ -20,7 +20,7 @@ import torch
 
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, Shard
-from toolkit.config.schema import EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
+from toolkit.config.schema import Documents, EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
 from toolkit.data import stream as stream_module
 from toolkit.data.manifest import read_manifest
 from toolkit.data.samples import TokenWindows
@@ -193,6 +193,30 @@ def test_evaluation_has_no_effect_on_training(whole: Start, data: Path, tmp_path
     assert without.rows() == whole.rows()
     assert same(without.state(), whole.state())
     assert without.evals() == []
+
+
+def test_documents_are_kept_apart_in_training_and_evaluation(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In windows of many documents, stopped and resumed; joined, the same samples have other losses."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(200):
+        (texts / f"{number}.py").write_text(f"x{number} = {number * number}\n")
+    ensure(tmp_path / "data", 257, root=texts)
+    settings = {"data__documents": Documents.separate, "optim__lr": 1e-2}
+    separate = Start(tmp_path / "separate", tmp_path / "data", **settings)
+    said = capfd.readouterr().out
+    assert re.search(r"documents of train are kept apart: of 1\d\d documents \d\d\.\d% are cut \(0\.0% are longer", said), said
+    joined = Start(tmp_path / "joined", tmp_path / "data", optim__lr=1e-2)
+    assert "kept apart" not in capfd.readouterr().out
+    for ours, theirs in ((separate.rows(), joined.rows()), (separate.evals(), joined.evals())):
+        assert len(ours) == len(theirs)
+        assert ours[-1] != theirs[-1]
+    assert [row["tokens"] for row in separate.rows()] == [row["tokens"] for row in joined.rows()]
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(separate.rows(), joined.rows(), strict=True)) > 1e-3
+    Start(tmp_path / "resumed", tmp_path / "data", stop_after=3, **settings)
+    resumed = Start(tmp_path / "resumed", tmp_path / "data", **settings)
+    assert resumed.rows() == separate.rows()
+    assert resumed.evals() == separate.evals()
 
 
 def test_dropout_is_at_work(whole: Start, data: Path, tmp_path: Path) -> None:

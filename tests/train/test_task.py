@@ -39,6 +39,15 @@ def test_collate_shifts_and_masks() -> None:
     assert NextToken().units(batch) == 4
 
 
+def test_collate_says_where_documents_begin() -> None:
+    samples = np.array([[5, 9, 7, 8, 9], [1, 2, 9, IGNORED, IGNORED]])
+    assert "position_ids" not in NextToken().collate(samples, CPU)
+    for task in (NextToken(end_of_text=9), OwnLoss("my.Model", end_of_text=9)):
+        batch = task.collate(samples, CPU)
+        assert batch["position_ids"].tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]
+        assert batch["labels"].tolist() == [[9, 7, 8, 9], [2, 9, IGNORED, IGNORED]]
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_next_token_sums_over_unmasked_labels(family: str) -> None:
     plan = tiny_plan(family)
