@@ -175,6 +175,6 @@ def one_origin(case: Case) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     own_model, images_and_their_model, sequence_fits_the_model, vocabulary_fits_the_model, experts_belong_to_some_families,
-    router_loss_depends_on_the_layout, momentum_is_used, learning_rate_scaling, schedule_fits_the_run, rates_are_ordered, evaluation_has_sets, checkpoints_are_written,
-    one_origin, mixture_is_whole,
+    router_loss_depends_on_the_layout, momentum_is_used, learning_rate_scaling, schedule_fits_the_run, rates_are_ordered,
+    evaluation_has_sets, checkpoints_are_written, one_origin, mixture_is_whole,
 )

@@ -1,0 +1,58 @@
+"""A vision transformer on records under ZeRO, against ``local``: the same images in the same order, the same losses.
+
+    pytest tests/engine/test_images.py
+    pytest tests/engine/test_images.py -m full     the other stages, more ranks, bf16
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.images import image_plan, make_small_tiles, trace_images
+from toolkit.config.schema import Precision
+from toolkit.testing.dist import RankPool
+from toolkit.testing.parity import Distance, Trace, check, check_control
+
+TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
+BATCH: dict[str, Any] = {"train__global_batch": 16, "train__micro_batch": 4, "optim__lr": 3e-3}
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images") / "tiles"
+    make_small_tiles(folder, train=256)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(tiles: Path) -> Trace:
+    return trace_images(0, 1, image_plan(tiles, **BATCH))
+
+
+def test_zero_2_on_two_ranks_is_local(tiles: Path, oracle: Trace, pool: RankPool) -> None:
+    traces = pool.run(trace_images, image_plan(tiles, ranks=2, zero__stage=2, **BATCH), ranks=2)
+    check(traces[0], oracle, TOLERANCE)
+    assert traces[0].results == traces[1].results
+
+
+def test_another_order_is_another_run(tiles: Path, oracle: Trace) -> None:
+    """The control: the same images over the epoch, shuffled by another seed."""
+    plan = image_plan(tiles, data__shuffle_seed=1, **BATCH)
+    check_control(trace_images(0, 1, plan), oracle, TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "ranks", "micro"), [(0, 2, 8), (1, 2, 2), (2, 4, 1), (3, 2, 4), (3, 4, 2)])
+def test_every_stage_is_local(stage: int, ranks: int, micro: int, tiles: Path, oracle: Trace, pool: RankPool) -> None:
+    plan = image_plan(tiles, ranks=ranks, zero__stage=stage, **{**BATCH, "train__micro_batch": micro})
+    check(pool.run(trace_images, plan, ranks=ranks)[0], oracle, TOLERANCE)
+
+
+@pytest.mark.full
+def test_bf16_learns(tiles: Path, oracle: Trace, pool: RankPool) -> None:
+    plan = image_plan(tiles, ranks=2, zero__stage=2, precision__name=Precision.bf16, **BATCH)
+    losses = pool.run(trace_images, plan, ranks=2)[0].losses
+    assert max(abs(a - b) for a, b in zip(losses, oracle.losses, strict=True)) < 0.1
