@@ -90,5 +90,5 @@ class PrepareConfig:
               "write validation=0.005")
         at_least("", 0, seed=self.seed, samples=self.samples)
         at_least("", 1, shard_mib=self.shard_mib, workers=self.workers, memory_mib=self.memory_mib, sequence_length=self.sequence_length)
-        check((self.input is None) != (self.inspect is None), "input", f"{self.input} and inspect={self.inspect}",
+        check((self.input is None) != (self.inspect is None), "input", f"{self.input or 'null'}, inspect={self.inspect or 'null'}",
               "something is prepared (input=) or inspected (inspect=)", "write input=FOLDER or inspect=FOLDER; --help shows all")

@@ -69,7 +69,8 @@ def finish(
     write_whole(output / SOURCES, json.dumps(_sources(plan, receipts), indent=1) + "\n")
     write_whole(output / REPORT, json.dumps(asdict(statistics), indent=1) + "\n")
     draw(statistics, output / PICTURE)
-    files = [SOURCES, REPORT, PICTURE, *(path.relative_to(output).as_posix() for path in sorted((output / tokenizer.folder).rglob("*.*")))]
+    beside = (path for path in sorted((output / tokenizer.folder).rglob("*")) if path.is_file())
+    files = [SOURCES, REPORT, PICTURE, *(path.relative_to(output).as_posix() for path in beside)]
     ends = TokenizerInfo(**{**asdict(tokenizer), "ends_documents": not any(receipt.inside for receipt in receipts)})
     origin = Origin(plan.seen, plan.recipe["licence"], len(plan.sources), plan.bytes, digest(output / SOURCES).xxh3_128)
     manifest = DataManifest(
@@ -120,12 +121,15 @@ def _statistics(receipts: Sequence[Receipt], done: Any, splits: Mapping[str, Spl
 
 def describe(output: Path) -> list[str]:
     """Lines for people about the report of ``output``; none where launch/prepare.py did not write it."""
-    if not (output / REPORT).is_file():
-        return []
-    seen = Statistics(**json.loads((output / REPORT).read_bytes()))
-    lines = [f"documents  {seen.read:,} read, {seen.documents:,} kept; dropped: {seen.equal:,} equal to another, {seen.empty:,} empty"]
+    file = output / REPORT
+    return [*describe_report(file.read_bytes()), f"           lengths as a picture: {output / PICTURE}"] if file.is_file() else []
+
+
+def describe_report(content: bytes) -> list[str]:
+    seen = Statistics(**json.loads(content))
     lengths = f"{seen.shortest:,} to {seen.longest:,} tokens, mean {seen.mean:,.0f}"
-    lines.append(f"           {lengths}, {seen.bytes_per_token:.2f} bytes a token: {output / PICTURE}")
+    lines = [f"documents  {seen.read:,} read, {seen.documents:,} kept; dropped: {seen.equal:,} equal to another, {seen.empty:,} empty",
+             f"           {lengths}; {seen.bytes_per_token:.2f} bytes a token"]
     if seen.replaced:
         lines.append(f"           {seen.replaced:,} had bytes that are not UTF-8, written as U+FFFD")
     return lines

@@ -87,6 +87,7 @@ def _make(config: PrepareConfig, listed: Listing, work: Path, output: Path, prog
     total = sum(unit.bytes for unit in plan.units)
     with progress.task("tokenising", total=total or None, unit="B", done=before) as task:
         each(partial(tokenise.tokenising, work, words), left, workers, task)
+    assert not tokenise.units_left(work / tokenise.PARTS, plan)[0], "every unit is done"
     receipts = read_receipts(work / tokenise.PARTS)
     if not sum(receipt.tokens[0] for receipt in receipts):
         seen = f"input={config.input}: {sum(receipt.empty for receipt in receipts)} documents, none of them for training with text"

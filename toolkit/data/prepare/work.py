@@ -65,6 +65,7 @@ def _watch(processes: Sequence[Any], ends: Sequence[Connection], done: Any, task
         for sentinel in ended:
             assert isinstance(sentinel, int)
             process, end = running.pop(sentinel)
+            process.join()  # its end shows before its code does
             if process.exitcode:
                 raise _failure(process.exitcode, end)
 

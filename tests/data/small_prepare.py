@@ -1,0 +1,15 @@
+"""launch/prepare.py with units and parts of some kilobytes, in every process of it: little text is much work to be killed in."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launch.prepare import main
+from toolkit.data.prepare import plan, tokenise
+
+plan.LEAST_UNIT_BYTES = plan.MOST_UNIT_BYTES = 16 << 10
+tokenise.PART_BYTES, tokenise.TEXT_AT_ONCE = 6 << 10, 2 << 10
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,482 @@
+"""From text to shards: the same documents from every form, the same bytes however the work is cut, and mistakes by name.
+
+    pytest tests/data/test_prepare.py
+    pytest -m full tests/data/test_prepare.py     # memory, megatron-core's reader, the whole standard library
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from tests.data.texts import (
+    documents_of,
+    files_of,
+    goes_to_validation,
+    made_texts,
+    prepared,
+    small_tokenizer,
+    texts_of,
+    write_gz,
+    write_jsonl,
+    write_zst,
+)
+from toolkit.config.prepare import DatasetConfig, InputFormat, PrepareConfig, TokenizerConfig
+from toolkit.data import tokenizer as bpe
+from toolkit.data.index import verify
+from toolkit.data.manifest import read_manifest
+from toolkit.data.prepare import merge, plan, tokenise
+from toolkit.data.prepare.keys import Keys
+from toolkit.data.prepare.run import output_folder, prepare
+from toolkit.errors import InputError
+from toolkit.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = made_texts(300)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 documents, three of them twice and one empty, in two files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_jsonl(folder / "a.jsonl", [*TEXTS[:100], "", *TEXTS[:3]])
+    write_jsonl(folder / "b" / "c.jsonl", TEXTS[100:])
+    return folder
+
+
+def small_units(monkeypatch: pytest.MonkeyPatch, unit: int = 9000, part: int = 4000, batch: int = 500) -> None:
+    monkeypatch.setattr(plan, "LEAST_UNIT_BYTES", unit)
+    monkeypatch.setattr(plan, "MOST_UNIT_BYTES", unit)
+    monkeypatch.setattr(tokenise, "PART_BYTES", part)
+    monkeypatch.setattr(tokenise, "TEXT_AT_ONCE", batch)
+
+
+# -- the same bytes
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_the_same_bytes_however_the_work_is_cut(
+    deduplicate: bool, corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(corpus, tmp_path / "whole", tokenizer, deduplicate=deduplicate)
+    small_units(monkeypatch)
+    prepared(corpus, tmp_path / "cut", tokenizer, deduplicate=deduplicate, memory_mib=1)
+    whole, cut = files_of(tmp_path / "whole"), files_of(tmp_path / "cut")
+    assert whole == cut
+    assert {"train-00000.bin", "train-00000.idx", "validation-00000.bin", "lengths.png", "report.json", "sources.json"} < whole.keys()
+    assert not any(name.startswith(".") for name in whole)
+    assert verify(tmp_path / "cut", Progress.silent()).tokenizer.ends_documents
+    prepared(corpus, tmp_path / "seed", tokenizer, deduplicate=deduplicate, seed=1)  # the control: what must differ does
+    other = files_of(tmp_path / "seed")
+    assert other["train-00000.bin"] != whole["train-00000.bin"]
+    assert sorted(texts_of(tmp_path / "seed", "train")) == sorted(texts_of(tmp_path / "whole", "train"))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_same_bytes_for_any_number_of_processes(
+    workers: int, corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(corpus, tmp_path / "one", tokenizer)
+    small_units(monkeypatch)
+    prepared(corpus, tmp_path / "many", tokenizer, workers=workers)
+    assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
+
+
+def test_shards_are_ranges_of_one_order(corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one shard or many, merged in slices or whole: the same documents follow one another."""
+    prepared(corpus, tmp_path / "one", tokenizer)
+    whole = merge.pieces
+    monkeypatch.setattr(merge, "pieces", lambda receipts, size, _: whole(receipts, size, 3000))
+    monkeypatch.setattr(merge.Piece, "bounds", lambda piece, _, bounds=merge.Piece.bounds: bounds(piece, 3))
+    small_units(monkeypatch)
+    manifest = prepared(corpus, tmp_path / "many", tokenizer)
+    assert len(manifest.splits["train"].shards) > 3
+    for split in ("train", "validation"):
+        assert documents_of(tmp_path / "many", split) == documents_of(tmp_path / "one", split)
+
+
+def test_ranges_of_keys_meet_and_cover_all() -> None:
+    for of, slices in ((1, 1), (3, 1), (7, 5), (1000, 3)):
+        found = [bounds for number in range(of) for bounds in merge.Piece(0, number, of, 1).bounds(slices)]
+        assert (found[0][0], found[-1][1]) == (0, 1 << 64)
+        assert all(before[1] == after[0] for before, after in pairwise(found))
+
+
+# -- which documents, where
+
+
+def test_every_document_once_and_on_its_side(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+    prepared(corpus, tmp_path / "all", tokenizer)
+    wanted = Counter([*TEXTS, *TEXTS[:3]])
+    found = {split: texts_of(tmp_path / "all", split) for split in ("train", "validation")}
+    assert Counter([*found["train"], *found["validation"]]) == wanted
+    assert all(goes_to_validation(text) == (split == "validation") for split, texts in found.items() for text in texts)
+    report = json.loads((tmp_path / "all" / "report.json").read_text())
+    assert (report["read"], report["documents"], report["empty"], report["equal"]) == (304, 303, 1, 0)
+    assert report["text_bytes"] == sum(len(text.encode()) for text in wanted.elements())
+    assert report["tokens"] == sum(split.tokens for split in read_manifest(tmp_path / "all").splits.values())
+    assert sum(count for _, count in report["histogram"]) == 303
+    sources = json.loads((tmp_path / "all" / "sources.json").read_text())
+    assert [(source["name"], source["documents"]) for source in sources] == [("a.jsonl", 103), ("b/c.jsonl", 200)]
+
+
+def test_documents_are_shuffled_over_files(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+    prepared(corpus, tmp_path / "data", tokenizer, validation=0.0)
+    assert "validation" not in read_manifest(tmp_path / "data").splits
+    numbers = [int(text.split()[0]) for text in texts_of(tmp_path / "data", "train")]
+    assert 0.4 < np.mean([before < after for before, after in pairwise(numbers)]) < 0.6  # 1 where they stand as they were read
+
+
+def test_equal_documents_are_kept_once_if_asked(corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a part and over parts; and a test of text bytes, not of tokens or names."""
+    small_units(monkeypatch)
+    prepared(corpus, tmp_path / "once", tokenizer, deduplicate=True)
+    assert sorted([*texts_of(tmp_path / "once", "train"), *texts_of(tmp_path / "once", "validation")]) == sorted(TEXTS)
+    assert json.loads((tmp_path / "once" / "report.json").read_text())["equal"] == 3
+
+
+@given(st.data())
+@examples(max_examples=12, deadline=None)
+def test_dedup_and_split_do_not_depend_on_the_rest(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, data: st.DataObject) -> None:
+    """Whatever stands before, after or beside it, however often and in however large parts: one of each, on the side of its content."""
+    texts = data.draw(st.lists(st.text("ab \n\0é", min_size=1, max_size=6), min_size=4, max_size=30))
+    seed, share = data.draw(st.integers(0, 2**32)), data.draw(st.sampled_from([0.2, 0.6]))
+    folder = tmp_path_factory.mktemp("property")
+    write_jsonl(folder / "in.jsonl", texts)
+    with pytest.MonkeyPatch.context() as patch:
+        small_units(patch, *data.draw(st.tuples(st.integers(20, 400), st.integers(1, 60), st.integers(1, 40))))
+        if all(goes_to_validation(text, share) for text in texts):
+            with pytest.raises(InputError, match="the split train gets a document"):
+                prepared(folder / "in.jsonl", folder / "out", tokenizer, deduplicate=True, seed=seed, validation=share)
+            return
+        prepared(folder / "in.jsonl", folder / "out", tokenizer, deduplicate=True, seed=seed, validation=share)
+    train, validation = (texts_of(folder / "out", split) for split in ("train", "validation"))
+    assert sorted(train) == sorted({text for text in texts if not goes_to_validation(text, share)})
+    assert sorted(validation) == sorted({text for text in texts if goes_to_validation(text, share)})
+
+
+@given(st.binary(), st.integers(0, 2**32), st.floats(0, 0.9), st.floats(0, 0.09))
+def test_a_larger_validation_split_holds_the_smaller_one(content: bytes, seed: int, share: float, more: float) -> None:
+    smaller, larger = (Keys(seed=seed, validation=size, by_content=True) for size in (share, share + more))
+    assert not smaller.is_validation(content) or larger.is_validation(content)
+    assert smaller(content, "a", 1)[1] == Keys(seed=seed + 1, validation=share, by_content=False)(content, "b", 2)[1]
+
+
+# -- every form of input
+
+
+def test_every_form_gives_the_same_documents(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    import pyarrow.parquet
+    from datasets import Dataset, DatasetDict
+
+    small_units(monkeypatch)
+    texts = [text.replace("\n", " ") for text in TEXTS[:60]]
+    lines = "".join(f"{text}\n" for text in texts).encode()
+    jsonl = write_jsonl(tmp_path / "plain" / "a.jsonl", texts).read_bytes()
+    forms: dict[str, tuple[Path, dict[str, object]]] = {"jsonl": (tmp_path / "plain", {})}
+
+    def form(name: str, **options: object) -> Path:
+        (tmp_path / name).mkdir()
+        forms[name] = tmp_path / name, options
+        return tmp_path / name
+
+    folder = form("text")
+    for number, text in enumerate(texts):
+        (folder / f"{number:02}.txt").write_text(text)
+    (folder / ".hidden").write_text("not read")
+    (form("lines", format=InputFormat.lines) / "a.txt").write_bytes(lines.replace(b"\n", b"\r\n").removesuffix(b"\r\n"))
+    write_gz(form("lines.gz", format=InputFormat.lines) / "a.txt.gz", lines)
+    write_gz(form("gz") / "a.jsonl.gz", jsonl)
+    write_zst(form("zst") / "a.jsonl.zst", jsonl)
+    table = pyarrow.table({"body": texts, "other": range(60)})
+    pyarrow.parquet.write_table(table, form("parquet", text="body") / "a.parquet", row_group_size=7)
+    Dataset.from_dict({"text": texts}).save_to_disk(form("saved", format=InputFormat.dataset), num_shards=3)
+    mixed = DatasetDict({"train": Dataset.from_dict({"text": ["no"]}), "test": Dataset.from_dict({"text": texts})})
+    mixed.save_to_disk(form("saved splits", format=InputFormat.dataset, dataset=DatasetConfig(split="test")))
+    folder = form("streamed", format=InputFormat.dataset)
+    for number in range(3):
+        write_jsonl(folder / f"{number}.jsonl", texts[number * 20 : number * 20 + 20])
+    folder = form("together")
+    write_jsonl(folder / "a.jsonl", texts[:20])
+    write_zst(folder / "b.jsonl.zst", write_jsonl(tmp_path / "scratch" / "b.jsonl", texts[20:59]).read_bytes())
+    (folder / "c").mkdir()
+    (folder / "c" / "d.txt").write_text(texts[59])
+
+    made = {}
+    for name, (source, options) in forms.items():
+        manifest = prepared(source, tmp_path / "out" / name, tokenizer, deduplicate=True, **options)
+        made[name] = [documents_of(manifest.folder, split) for split in ("train", "validation")]
+    assert sorted([*texts_of(tmp_path / "out" / "jsonl", "train"), *texts_of(tmp_path / "out" / "jsonl", "validation")]) == sorted(texts)
+    for name, found in made.items():  # by content, so in the same order too
+        assert found == made["jsonl"], name
+
+
+def test_a_pattern_chooses_files(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+    prepared(f"{corpus}/**/c.jsonl", tmp_path / "data", tokenizer)
+    sources = json.loads((tmp_path / "data" / "sources.json").read_text())
+    assert [source["name"] for source in sources] == ["b/c.jsonl"]
+
+
+def test_what_is_not_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "in" / "half.jsonl").write_text('{"text": "half \\ud800 pair"}\n{"text": "whole \\ud83d\\ude42 pair"}\n{"text": null}\n')
+    prepared(tmp_path / "in", tmp_path / "data", tokenizer, validation=0.0)
+    assert sorted(texts_of(tmp_path / "data", "train")) == ["caf\N{REPLACEMENT CHARACTER}", "half \N{REPLACEMENT CHARACTER}\
+\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} pair", "whole 🙂 pair"]
+    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert (report["replaced"], report["empty"], report["read"]) == (2, 1, 4)
+
+
+# -- tokenizers
+
+
+def test_a_tokenizer_is_trained_here_on_what_trains(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PrepareConfig(input=str(corpus), output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300), workers=1,
+                           validation=0.3)  # fmt: skip
+    seen: list[str] = []
+    train = bpe.train_bpe
+    monkeypatch.setattr(bpe, "train_bpe", lambda texts, size: train((seen.append(text) or text for text in texts), size))
+    manifest = prepare(config, Progress.silent())
+    assert manifest.tokenizer.size == 300
+    assert Counter(seen) == Counter(text for text in [*TEXTS, *TEXTS[:3]] if not goes_to_validation(text, 0.3))
+
+
+def test_any_tokenizer_of_transformers(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+    """A folder that AutoTokenizer opens, with settings that would spoil documents: cut, padded, wrapped in special tokens."""
+    from tokenizers import Tokenizer, processors
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    backend = Tokenizer.from_file(str(tokenizer))
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
+    backend.enable_truncation(5)
+    backend.enable_padding(length=50)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path / "theirs")
+    manifest = prepared(corpus, tmp_path / "data", TokenizerConfig(path=str(tmp_path / "theirs")), validation=0.0)
+    assert manifest.tokenizer.end_of_text == backend.token_to_id("</s>") == 401
+    assert sorted(texts_of(tmp_path / "data", "train")) == sorted([*TEXTS, *TEXTS[:3]])
+    opened = AutoTokenizer.from_pretrained(manifest.tokenizer_folder)
+    assert (opened.eos_token_id, len(opened)) == (401, manifest.tokenizer.size)
+
+
+def test_a_document_that_makes_the_ending_token_is_told(tmp_path: Path) -> None:
+    """Whether documents end where the token stands is counted, not assumed."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"stop": 0, "go": 1}, unk_token="go"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    for text, ends in (("go go", True), ("go stop go", False)):
+        write_jsonl(tmp_path / f"{ends}.jsonl", [text])
+        given = TokenizerConfig(path=str(tmp_path / "tokenizer.json"), end_of_text="stop")
+        assert prepared(tmp_path / f"{ends}.jsonl", tmp_path / f"out-{ends}", given, validation=0.0).tokenizer.ends_documents is ends
+
+
+# -- done before, and mistakes
+
+
+def test_prepared_again_it_is_found_and_nothing_is_written(
+    corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepared(corpus, tmp_path / "data", tokenizer)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
+    monkeypatch.setattr(tokenise, "tokenising", None)
+    assert prepared(corpus, tmp_path / "data", tokenizer, workers=3, memory_mib=9) == first  # carriage may differ
+    for file in corpus.rglob("*.jsonl"):
+        file.touch()  # read and compared, not believed
+    assert prepared(corpus, tmp_path / "data", tokenizer) == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
+
+
+def test_another_recipe_or_input_is_refused_by_name(tokenizer: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20]).parent
+    output = tmp_path / "data"
+    prepared(source, output, tokenizer)
+    made = files_of(output)
+    with pytest.raises(InputError) as caught:
+        prepared(source, output, tokenizer, seed=3, deduplicate=True, licence="CC0-1.0")
+    assert {problem.key for problem in caught.value.problems} == {"seed", "deduplicate", "licence"}
+    assert "seed=0" in caught.value.problems[1].remedy + caught.value.problems[0].remedy
+    content = (source / "a.jsonl").read_bytes()
+    changes: dict[str, Callable[[], object]] = {
+        "a.jsonl has another content": lambda: (source / "a.jsonl").write_bytes(content.replace(b"data", b"DATA")),
+        "a.jsonl has": lambda: (source / "a.jsonl").write_bytes(content[:-1]),
+        "b.jsonl is new": lambda: ((source / "a.jsonl").write_bytes(content), write_jsonl(source / "b.jsonl", ["x"])),
+        "a.jsonl is gone": lambda: ((source / "a.jsonl").unlink(), (source / "b.jsonl").unlink(), write_jsonl(source / "z.jsonl", ["x"])),
+    }
+    for seen, change in changes.items():
+        change()
+        with pytest.raises(InputError, match="gone|is new" if "gone" in seen else seen):
+            prepared(source, output, tokenizer)
+    assert files_of(output) == made
+    other = small_tokenizer(tmp_path / "other")
+    other.write_text(other.read_text().replace("garden", "gerden") + " ")
+    with pytest.raises(InputError, match=r"tokenizer\.path"):
+        prepared(source, output, other)
+
+
+def test_an_input_that_changes_meanwhile_is_refused(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20])
+    units = tokenise.units_left
+    monkeypatch.setattr(tokenise, "units_left", lambda *args: (write_jsonl(source, TEXTS[:21]), units(*args))[1])
+    with pytest.raises(InputError, match=r"a\.jsonl changed since the preparation began"):
+        prepared(source, tmp_path / "data", tokenizer)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=r"a\.jsonl changed since the preparation began"):
+        prepared(source, tmp_path / "data", tokenizer)
+    with pytest.raises(InputError, match="seed=0"):
+        prepared(source, tmp_path / "data", tokenizer, seed=5)
+
+
+def one(name: str, content: bytes, **options: object) -> tuple[str, bytes, dict[str, object]]:
+    return name, content, options
+
+
+MISTAKES = {
+    "no such": (one("", b""), "input", "a file, a folder"),
+    "line 2": (one("a.jsonl.gz", b"", gz=b'{"text": "a"}\n{"text": \n'), "input", "line 2"),
+    "the line at byte 14": (one("a.jsonl", b'{"text": "a"}\n{"text": \n'), "input", "the line at byte 14"),
+    "no field": (one("a.jsonl", b'{"body": "a"}\n'), "text", "text=text, no such field"),
+    "no object": (one("a.jsonl", b'["a"]\n'), "text", "no such field"),
+    "no text": (one("a.jsonl", b'{"text": 3}\n'), "text", "text=3"),
+    "no column": (one("a.parquet", b"", parquet=True), "text", "text=text, no such column"),
+    "no Parquet": (one("a.parquet", b"nothing"), "input", "a.parquet"),
+    "truncated gz": (one("a.jsonl.gz", b"", gz=b'{"text": "a"}\n' * 99, cut=5), "input", "a.jsonl.gz"),
+    "no training text": (one("a.jsonl", b'{"text": ""}\n\n'), "input", "2 documents"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named(mistake: str, tokenizer: Path, tmp_path: Path) -> None:
+    (name, content, options), key, seen = MISTAKES[mistake]
+    source = tmp_path / "in" / name if name else tmp_path / "absent"
+    if name:
+        source.parent.mkdir()
+        source.write_bytes(content)
+    if "gz" in options:
+        write_gz(source, options["gz"])  # type: ignore[arg-type]
+        source.write_bytes(source.read_bytes()[: -options.get("cut", 0) or None])  # type: ignore[operator]
+    if "parquet" in options:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), source)
+    with pytest.raises(InputError) as caught:
+        prepared(source, tmp_path / "data", tokenizer)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert seen in problem.seen or seen in problem.rule
+    assert not (tmp_path / "data" / "manifest.json").exists()
+
+
+def test_a_mistake_in_a_worker_is_told_by_the_command(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_units(monkeypatch, unit=100)
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:5])
+    (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() + b"{\n")
+    with pytest.raises(InputError, match=r"every line of a \.jsonl file is JSON"):
+        prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, workers=2)
+
+
+def test_outputs_and_tokenizers_that_cannot_be(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(InputError, match="it holds other files"):
+        prepared(corpus, tmp_path / "mine", tokenizer)
+    with pytest.raises(InputError, match="the output folder can be written"):
+        prepared(corpus, tmp_path / "mine" / "letter.txt" / "data", tokenizer)
+    with pytest.raises(InputError, match=r"tokenizer\.end_of_text=None"):
+        prepared(corpus, tmp_path / "a", TokenizerConfig(path=str(tokenizer)))
+    with pytest.raises(InputError, match="<eod> is none of it"):
+        prepared(corpus, tmp_path / "b", TokenizerConfig(path=str(tokenizer), end_of_text="<eod>"))
+    with pytest.raises(InputError, match=r"tokenizer\.path=.*absent"):
+        prepared(corpus, tmp_path / "c", TokenizerConfig(path=str(tmp_path / "absent")))
+    with pytest.raises(InputError, match="seed=1 with input=stdlib"):
+        prepare(PrepareConfig(input="stdlib", seed=1), Progress.silent())
+    assert output_folder(PrepareConfig(input="corpora/books.jsonl.zst")) == Path("data/books")
+    with pytest.raises(InputError, match="needs an output"):
+        output_folder(PrepareConfig(input="corpora/*.jsonl"))
+
+
+# -- large, or with others
+
+
+MEMORY = """
+import resource, sys
+from launch.prepare import main
+assert main(sys.argv[1:]) == 0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.full
+def test_memory_does_not_grow_with_the_input(tokenizer: Path, tmp_path: Path) -> None:
+    """Peak memory of the process that does all the work, on 32 MB and 128 MB; only keys and the plan grow, by bytes a document."""
+    peaks = []
+    text = " ".join(made_texts(400))
+    for times in (1, 4):
+        folder = tmp_path / f"in{times}"
+        texts = [f"{number} {text[number % 999 : number % 999 + 8000]}" for number in range(4000 * times)]
+        write_jsonl(folder / "a.jsonl", texts)
+        words = [f"input={folder}", f"output={tmp_path / f'out{times}'}", "workers=1", "memory_mib=4", f"tokenizer.path={tokenizer}",
+                 "tokenizer.end_of_text='<|endoftext|>'"]  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", MEMORY, *words], capture_output=True, text=True, timeout=280, check=True, cwd=ROOT)
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    print(f"peak RSS: {peaks[0]:.0f} MiB and {peaks[1]:.0f} MiB")
+    assert peaks[1] - peaks[0] < 30, peaks
+    assert peaks[1] < 600, peaks
+
+
+MEGATRON = """
+import sys
+import numpy
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+read = IndexedDataset(sys.argv[1])
+print(len(read), [numpy.asarray(read[number]).tolist() for number in range(len(read))])
+"""
+
+
+@pytest.mark.full
+def test_megatron_reads_it(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="the extra `megatron` is not installed")
+    prepared(corpus, tmp_path / "data", tokenizer)
+    command = [sys.executable, "-c", MEGATRON, str(tmp_path / "data" / "train-00000")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    documents = documents_of(tmp_path / "data", "train")
+    assert done.stdout.splitlines()[-1] == f"{len(documents)} {documents}"
+
+
+@pytest.mark.full
+def test_the_commands_of_the_docs(tmp_path: Path) -> None:
+    """docs/data.md, section Preparing: its commands as written, where the text they name is."""
+    import re
+
+    write_jsonl(tmp_path / "books" / "one.jsonl", TEXTS)
+    section = (ROOT / "docs" / "data.md").read_text().partition("## Preparing")[2].partition("\n## ")[0]
+    commands = [line.partition("#")[0].strip() for line in re.findall(r"^    (python launch/prepare\.py .*)$", section, re.MULTILINE)]
+    assert len(commands) >= 4
+    for command in commands:
+        began = time.monotonic()
+        words = command.replace("python launch/", f"{sys.executable} {ROOT}/launch/")
+        done = subprocess.run(words, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        print(f"{time.monotonic() - began:.1f} s: {command}")

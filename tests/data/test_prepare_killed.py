@@ -1,0 +1,175 @@
+"""Killed with ``kill -9`` in the middle of the work and started again: the same bytes, and nothing is done twice.
+
+    pytest tests/data/test_prepare_killed.py
+    pytest -m full tests/data/test_prepare_killed.py      # many kills, at any time; another number of processes each time
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.data.texts import documents_of, files_of, made_texts, prepared, small_tokenizer, write_gz, write_jsonl
+from toolkit.config.compose import compose_prepare
+from toolkit.data.prepare import merge, tokenise
+from toolkit.data.prepare.parts import Receipt, read_receipts
+from toolkit.data.prepare.run import prepare
+from toolkit.errors import InputError
+from toolkit.progress import Progress
+
+SMALL = Path(__file__).with_name("small_prepare.py")
+TEXTS = made_texts(1500, seed=5)
+
+
+class Case:
+    """A corpus, its preparation that was never killed, and a command for one that will be."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        """One file that is read in ranges, and one that can only be read from its beginning: a unit of many parts."""
+        self.output = folder / "killed"
+        write_jsonl(folder / "in" / "a.jsonl", TEXTS[:1000])
+        compressed = folder / "in" / "b.jsonl.gz"
+        write_gz(compressed, write_jsonl(folder / "scratch.jsonl", TEXTS[1000:] * 2).read_bytes())
+        tokenizer = small_tokenizer(folder / "tokenizer")
+        # The same words for both: the input's name stands in the manifest.
+        prepared(folder / "in", folder / "whole", tokenizer, deduplicate=True, workers=1)
+        self.whole = files_of(folder / "whole")
+        self.words = [f"input={folder / 'in'}", f"output={self.output}", "validation=0.5", "deduplicate=true",
+                      f"tokenizer.path={tokenizer}", "tokenizer.end_of_text='<|endoftext|>'"]  # fmt: skip
+        self.workers = workers
+
+    @property
+    def receipts(self) -> int:
+        return len(list((self.output / ".work" / tokenise.PARTS).glob("*.json")))
+
+    def killed_when(self, holds: Callable[[], bool]) -> bool:
+        """Start it and kill the process that was started when ``holds``; its workers must end by themselves. False: it was done before."""
+        command = [sys.executable, str(SMALL), *self.words, f"workers={self.workers}"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        children: list[psutil.Process] = []
+        try:
+            while not holds():
+                if process.poll() is not None:
+                    assert process.returncode == 0, process.communicate()[0]
+                    return False
+                time.sleep(0.001)
+            children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        finally:
+            process.kill()
+            process.wait(10)
+        gone, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive, f"{len(gone)} ended with their parent, {alive} did not"
+        return not (self.output / "manifest.json").exists()
+
+    def finished(self) -> bool:
+        return not self.killed_when(lambda: False)
+
+
+def test_killed_while_it_tokenises(tmp_path: Path) -> None:
+    """Twice, at random parts of about sixty; then done by this process, which tokenises exactly the documents that are left."""
+    case, seed = Case(tmp_path, workers=2), random.randrange(10**6)
+    print(f"seed {seed}")
+    random_ = random.Random(seed)
+    for lowest, highest in ((3, 15), (16, 30)):
+        wanted = random_.randint(lowest, highest)
+        assert case.killed_when(lambda wanted=wanted: case.receipts >= wanted), "killed in the work"
+        assert lowest <= case.receipts < 50
+    done = read_receipts(case.output / ".work" / tokenise.PARTS)
+    read = sum(map(documents_in, done))
+    assert 0 < read < 2000
+    encoded = in_this_process(case)
+    assert files_of(case.output) == case.whole
+    assert sum(encoded) == 2000 - read  # with receipts ignored it were 2000: see the control
+
+
+def test_control_without_receipts_all_is_done_again(tmp_path: Path) -> None:
+    case = Case(tmp_path, workers=2)
+    assert case.killed_when(lambda: case.receipts >= 10)
+    for path in (case.output / ".work" / tokenise.PARTS).glob("*.json"):
+        path.unlink()
+    assert sum(in_this_process(case)) == 2000
+    assert files_of(case.output) == case.whole
+
+
+def documents_in(receipt: Receipt) -> int:
+    return sum(receipt.kept) + receipt.equal + receipt.empty
+
+
+def in_this_process(case: Case) -> list[int]:
+    """Finish a preparation; the documents of each batch that was tokenised."""
+    batches: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        add = tokenise._Part.add
+        patch.setattr(tokenise._Part, "add", lambda part, batch, words: (batches.append(len(batch)), add(part, batch, words))[1])
+        prepare(compose_prepare([*case.words, "workers=1"]), Progress.silent())
+    return batches
+
+
+def test_killed_while_it_writes_shards(tmp_path: Path) -> None:
+    case = Case(tmp_path, workers=1)
+    with pytest.MonkeyPatch.context() as patch:  # killed between two slices of the second shard: as exactly as only a fault can be
+        patch.setattr(merge, "pieces", lambda *args, pieces=merge.pieces: pieces(*args[:2], 9000))
+        slices = merge._slice
+
+        def failing(*args: object) -> int:
+            if (case.output / ".work" / merge.SHARDS / "train-00001.json").exists():
+                raise KeyboardInterrupt
+            return slices(*args)  # type: ignore[arg-type]
+
+        patch.setattr(merge, "_slice", failing)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(compose_prepare([*case.words, "workers=1"]), Progress.silent())
+        written = {path.name: path.stat().st_mtime_ns for path in case.output.glob("*.bin")}
+        assert set(written) == {"train-00000.bin", "train-00001.bin"}
+        (case.output / f"train-00002.bin.partial-{os.getpid()}").write_bytes(b"of a killed process")
+        patch.setattr(merge, "_slice", slices)
+        prepare(compose_prepare([*case.words, "workers=1"]), Progress.silent())
+        assert {name: (case.output / name).stat().st_mtime_ns for name in written} == written
+        assert not list(case.output.glob("*.partial*"))
+    assert (case.output / "report.json").read_bytes() == case.whole["report.json"]
+    assert documents_of(case.output, "train") == documents_of(case.output.with_name("whole"), "train")
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    case = Case(tmp_path, workers=1)
+    process = subprocess.Popen([sys.executable, str(SMALL), *case.words, "workers=1"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        while not case.receipts:
+            assert process.poll() is None
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(InputError, match="is being prepared by another process"):
+            prepare(compose_prepare([*case.words, "workers=1"]), Progress.silent())
+    finally:
+        process.kill()
+        process.wait(10)
+    assert case.finished()
+    assert files_of(case.output) == case.whole
+
+
+@pytest.mark.full
+def test_killed_at_any_time_many_times(tmp_path: Path) -> None:
+    """After random times from its start on, with another number of processes each time, until it is done."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    random_, case, inside = random.Random(seed), Case(tmp_path, workers=1), 0
+    for _ in range(40):
+        case.workers = random_.randint(1, 3)
+        before = case.receipts
+        began, wait = time.monotonic(), random_.uniform(0.2, 2.5)
+        killed = case.killed_when(lambda began=began, wait=wait: time.monotonic() - began > wait)
+        inside += killed and case.receipts > before
+        if not killed:
+            break
+    assert inside >= 1, "killed in the work at least once"
+    assert case.finished()
+    assert files_of(case.output) == case.whole

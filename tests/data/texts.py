@@ -1,0 +1,91 @@
+"""Text to prepare: made documents with what real ones have, written in every form that is read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from toolkit.config.prepare import PrepareConfig, TokenizerConfig
+from toolkit.data import tokenizer as bpe
+from toolkit.data.index import IndexFile
+from toolkit.data.manifest import DataManifest, read_manifest
+from toolkit.data.prepare.run import prepare
+from toolkit.progress import Progress
+
+WORDS = ["the", "of", "data", "token", "naïve", "数", "ship", "river", "", "stone\tfor\nevery", "🙂", "<|endoftext|>", "def", "garden"]
+
+
+def made_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
+    """No two are equal and none is empty."""
+    random_ = random.Random(seed)
+    return [f"{number} " + " ".join(random_.choices(WORDS, k=random_.randint(1, longest))) for number in range(count)]
+
+
+def small_tokenizer(folder: Path) -> Path:
+    """A tokenizer.json of 400 tokens whose <|endoftext|> is id 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    bpe.train_bpe(made_texts(200, seed=99), 400).save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def write_jsonl(path: Path, texts: list[str], name: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(json.dumps({"id": number, name: text}).encode() + b"\n" for number, text in enumerate(texts)))
+    return path
+
+
+def write_gz(path: Path, content: bytes) -> None:
+    """Of two members, as several writers that append leave it."""
+    middle = len(content) // 2
+    path.write_bytes(gzip.compress(content[:middle], mtime=0) + gzip.compress(content[middle:], mtime=0))
+
+
+def write_zst(path: Path, content: bytes) -> None:
+    import pyarrow
+
+    codec, middle = pyarrow.Codec("zstd"), len(content) // 3
+    path.write_bytes(codec.compress(content[:middle], asbytes=True) + codec.compress(content[middle:], asbytes=True))
+
+
+def settings(source: object, output: Path, tokenizer: Path | TokenizerConfig, **changes: object) -> PrepareConfig:
+    """With half of the documents for validation, unless ``changes`` say otherwise: both splits are filled."""
+    given = TokenizerConfig(path=str(tokenizer), end_of_text=bpe.END_OF_TEXT) if isinstance(tokenizer, Path) else tokenizer
+    options: dict[str, object] = {"tokenizer": given, "workers": 1, "validation": 0.5, **changes}
+    return PrepareConfig(input=str(source), output=str(output), **options)  # type: ignore[arg-type]
+
+
+def prepared(source: object, output: Path, tokenizer: Path | TokenizerConfig, **changes: object) -> DataManifest:
+    return prepare(settings(source, output, tokenizer, **changes), Progress.silent())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def documents_of(folder: Path, split: str) -> list[list[int]]:
+    """The tokens of each document of a split, in order."""
+    manifest = read_manifest(folder)
+    found: list[list[int]] = []
+    for shard in manifest.splits[split].shards if split in manifest.splits else ():
+        row = np.fromfile(folder / f"{shard.name}.bin", manifest.dtype)
+        lengths = IndexFile(folder / f"{shard.name}.idx").lengths
+        found += [part.tolist() for part in np.split(row, np.cumsum(lengths)[:-1])]
+    return found
+
+
+def texts_of(folder: Path, split: str) -> list[str]:
+    """The documents of a split as text, without the end-of-text that each must end with."""
+    manifest = read_manifest(folder)
+    end, tokenizer = manifest.tokenizer.end_of_text, bpe.load(manifest.tokenizer_folder)
+    documents = documents_of(folder, split)
+    assert all(document[-1] == end and end not in document[:-1] for document in documents)
+    return [tokenizer.decode(document[:-1], skip_special_tokens=False) for document in documents]
+
+
+def goes_to_validation(text: str, share: float = 0.5) -> bool:
+    return int.from_bytes(xxhash.xxh3_128_digest(text.encode())[:8]) < int(share * 2**64)
