@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.engine.test_memory import SIZES, Bytes, storages
-from toolkit.config.schema import EngineName, Precision
+from toolkit.config.schema import Documents, EngineName, Precision
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.families.base import ModelShape
 from toolkit.plan.activations_megatron import Layout, block_bytes
@@ -26,6 +26,7 @@ from toolkit.testing.tiny import LENGTH, MICRO_BATCH, micro_batches, tiny_plan
 from toolkit.train.task import text_task
 
 BF16 = {"precision__name": Precision.bf16}
+APART = {"data__documents": Documents.separate}
 LAYERS = {"num_layers_in_first_pipeline_stage": 2}
 EXPERTS = {"model__hidden_size": 64, "model__intermediate_size": 96, "model__num_hidden_layers": 4, "model__vocab_size": 1501}
 
@@ -126,7 +127,7 @@ def _saved(plan: RunPlan, rank: int) -> int:
 
     batch = engine._built.cut(micro_batches(plan, 0)[0])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses = chunk(batch["input_ids"], batch["position_ids"], None, labels=batch["labels"])
+        losses = chunk(batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
     assert losses.requires_grad
     found = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
     engine.close()
@@ -137,10 +138,13 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}), "llama-bf16": ("llama", BF16), "gpt2": ("gpt2", {}), "qwen3-bf16": ("qwen3", BF16),
     "mixtral": ("mixtral", {}), "tp2-sp": ("llama", {"parallel__tensor": 2}), "mixtral-tp2": ("mixtral", {"parallel__tensor": 2}),
     "tp2": ("llama", {"parallel__tensor": 2, "engine__megatron": {"sequence_parallel": False}}), "cp2": ("llama", {"parallel__context": 2}),
+    "documents": ("llama", APART), "documents-bf16": ("llama", BF16 | APART), "documents-gpt2": ("gpt2", APART),
+    "documents-qwen3": ("qwen3", APART), "documents-qwen3-bf16": ("qwen3", BF16 | APART),
+    "documents-tp2-sp": ("llama", {"parallel__tensor": 2, **APART}), "documents-cp2": ("llama", {"parallel__context": 2, **APART}),
 }
 
 
-QUICK = ("llama-bf16", "mixtral", "tp2-sp")
+QUICK = ("llama-bf16", "mixtral", "tp2-sp", "documents-bf16")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in BLOCKS])
@@ -154,5 +158,6 @@ def test_a_block_keeps_what_the_formula_says(name: str, pool: RankPool) -> None:
     axes, shape = plans[0].axes, plans[0].shape
     assert shape is not None
     layout = Layout(tokens=MICRO_BATCH * LENGTH // axes.context, sequences=MICRO_BATCH, context=axes.context, tensor=axes.tensor,
-                    spread=axes.tensor if name != "tp2" else 1, element=2 if "bf16" in name else 4, fused_norms=False)
+                    spread=axes.tensor if name != "tp2" else 1, element=2 if "bf16" in name else 4, fused_norms=False,
+                    documents="documents" in name)
     assert block_bytes(shape, layout) == pytest.approx((deep - shallow) / 2, rel=0.01)

@@ -28,8 +28,8 @@ def small(family: str, layers: int = 1) -> ModelShape:
     return get(family).settle(model)
 
 
-def saved_bytes(family: str, layers: int, dtype: torch.dtype) -> int:
-    """Bytes of distinct storages that autograd saves in a forward pass, without weights."""
+def saved_bytes(family: str, layers: int, dtype: torch.dtype, apart: bool = False) -> int:
+    """Bytes of distinct storages that autograd saves in a forward pass, without weights; with a mask for documents that are apart."""
     shape = small(family, layers)
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**get(family).hugging_face_config(shape))
@@ -45,18 +45,20 @@ def saved_bytes(family: str, layers: int, dtype: torch.dtype) -> int:
 
     ids = torch.randint(0, 97, (BATCH, LENGTH))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = model(input_ids=ids, use_cache=False).logits
+        places = (torch.arange(LENGTH) % 20).expand_as(ids) if apart else None
+        logits = model(input_ids=ids, position_ids=places, use_cache=False).logits
     assert logits.requires_grad
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["joined", "documents"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_layer_keeps_what_the_formula_says(family: str, dtype: str) -> None:
+def test_a_layer_keeps_what_the_formula_says(family: str, dtype: str, apart: bool) -> None:
     """The difference of two depths is one layer, whatever the ends of the model keep."""
     kind = getattr(torch, dtype)
-    measured = (saved_bytes(family, 3, kind) - saved_bytes(family, 1, kind)) / 2 / (BATCH * LENGTH)
-    predicted = layer_bytes(small(family), 4 if dtype == "float32" else 2)
+    measured = (saved_bytes(family, 3, kind, apart) - saved_bytes(family, 1, kind, apart)) / 2 / (BATCH * LENGTH)
+    predicted = layer_bytes(small(family), 4 if dtype == "float32" else 2, seen=LENGTH if apart else 0)
     assert predicted == pytest.approx(measured, rel=0.02 if family == "mixtral" else 0.003)  # where tokens go to experts is chance
 
 

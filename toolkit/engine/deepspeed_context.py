@@ -69,6 +69,8 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
 def _local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None, dropout: float,
            scaling: float | None) -> torch.Tensor:
     """[batch, sequence, heads / ranks, head_dim] each, and so the result."""
+    if mask is not None and key.shape[2] != query.shape[2]:  # on GPUs no fused kernel takes a mask and grouped keys
+        key, value = (part.repeat_interleave(query.shape[2] // part.shape[2], dim=2) for part in (key, value))
     grouped = key.shape[2] != query.shape[2]
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     found = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout,

@@ -23,7 +23,7 @@ FP32 = 4
 
 
 def activation_bytes(shape: ModelShape, *, micro_batch: int, sequence_length: int, element: int, checkpointing: bool,
-                     layers: int | None = None, in_flight: int = 1, head: bool = True, tensor: int = 1) -> int:
+                     layers: int | None = None, in_flight: int = 1, head: bool = True, tensor: int = 1, seen: int = 0) -> int:
     """Bytes on a rank at the peak: the beginning of backward.
 
     Args:
@@ -32,27 +32,31 @@ def activation_bytes(shape: ModelShape, *, micro_batch: int, sequence_length: in
         in_flight: micro-batches whose activations a pipeline stage keeps at a time.
         head: the rank has the output layer.
         tensor: ranks that share the matrices inside a block; what stands between blocks is whole on each.
+        seen: where a mask keeps documents apart, the keys that this rank's mask has for each of its tokens; 0: there is no mask.
     """
     layers = shape.num_hidden_layers if layers is None else layers
-    layer = layer_bytes(shape, element, tensor)
+    layer = layer_bytes(shape, element, tensor, seen)
     boundary = element * shape.hidden_size
     # Checkpointing keeps each block's input, and one block while it is recomputed.
     kept = in_flight * layers * boundary + layer if checkpointing else in_flight * layers * layer
-    return micro_batch * sequence_length * (kept + (head_bytes(shape, element) if head else 0))
+    return micro_batch * sequence_length * (kept + in_flight * seen + (head_bytes(shape, element) if head else 0))
 
 
-def layer_bytes(shape: ModelShape, element: int, tensor: int = 1) -> int:
-    """Bytes a token of one block."""
+def layer_bytes(shape: ModelShape, element: int, tensor: int = 1, seen: int = 0) -> int:
+    """Bytes a token of one block. With a mask each block keeps it in its own precision, and keys and values as wide as queries: fused
+    kernels take no grouped ones then. The mask itself, a byte a key, is one for all blocks."""
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     # queries, keys and values after rotation, the output, and its log-sum-exp
-    attention = element * (2 * queries + 2 * keys) + FP32 * shape.num_attention_heads
+    attention = element * (2 * queries + 2 * (queries if seen else keys)) + FP32 * shape.num_attention_heads
     traits = get(shape.family).traits
     if traits.qk_norm:  # as rms_norm_bytes, less the outputs: rotating keeps none of what it rotates
         attention += (FP32 + element) * (queries + keys) + FP32 * (shape.num_attention_heads + shape.num_key_value_heads)
     if traits.norm is Norm.layer:
         # Two layer norms keep input, output, mean and deviation; gelu as a formula of tensors keeps five of width f.
-        return 2 * (2 * element * shape.hidden_size + 2 * FP32) + -(-(attention + 5 * element * shape.intermediate_size) // tensor)
-    return 2 * rms_norm_bytes(shape, element) + -(-(attention + feed_forward_bytes(shape, element)) // tensor)
+        norms, inside = 2 * (2 * element * shape.hidden_size + 2 * FP32), attention + 5 * element * shape.intermediate_size
+    else:
+        norms, inside = 2 * rms_norm_bytes(shape, element), attention + feed_forward_bytes(shape, element)
+    return norms + -(-inside // tensor) + element * seen
 
 
 def rms_norm_bytes(shape: ModelShape, element: int) -> int:

@@ -7,7 +7,8 @@ As plan/activations.py, tensor by tensor after Korthikanti et al., 2205.05198, s
 - values stay in the output of the fused query-key-value projection, which is kept whole
 - a gated feed-forward keeps gate and up in one tensor, the activated gate, a copy of up (up + 0), and their product: five of width f
 - the vocabulary is divided too, and the cross-entropy overwrites its fp32 logits
-- context ranks gather keys and values and keep them with a mask, a row of the whole sequence for each of their positions
+- context ranks gather keys and values and keep them with a mask, a row of the whole sequence for each of their positions; where a mask
+  keeps documents apart every rank does, for each sequence; with a mask keys and values are kept as wide as queries
 - a pipeline stage keeps several micro-batches: stage i of p has p - i of them in flight; with v virtual stages
   2 (p - i - 1) + (v - 1) p + 1 of its chunks
 
@@ -36,6 +37,7 @@ class Layout:
     spread: int
     element: int
     fused_norms: bool
+    documents: bool = False  # kept apart by a mask
 
     @property
     def positions(self) -> int:
@@ -52,7 +54,8 @@ def block_bytes(shape: ModelShape, layout: Layout, recomputed: frozenset[str] = 
     if not {"mlp", "moe"} & recomputed:
         inside += _feed_forward(shape, layout, gated=traits.gated)
     rotations = 4 * element * shape.head_dim if traits.rotary else 0
-    mask = element * layout.positions * layout.context if layout.context > 1 else 0  # a row of it
+    masks = layout.sequences if layout.documents else int(layout.context > 1)
+    mask = element * layout.positions * layout.context * masks  # a row of each
     return layout.tokens * (norms // layout.spread + inside) + layout.positions * (rotations + mask)
 
 
@@ -86,7 +89,10 @@ def _attention(shape: ModelShape, layout: Layout, recomputed: frozenset[str]) ->
     traits, element = get(shape.family).traits, layout.element
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     if layout.context > 1:
-        kept = element * (2 * queries + 2 * keys * layout.context)  # queries and output; all ranks' keys and values
+        kept = element * (2 * queries + 2 * queries * layout.context)  # queries and output; all ranks' keys and values
+    elif layout.documents and keys < queries:  # copies of keys and values; norms of keys in their own precision keep the fused projection
+        projection = queries + 2 * keys if traits.qk_norm and (element == FP32 or layout.fused_norms) else 0
+        kept = element * (4 * queries + projection)
     elif traits.rotary:
         kept = element * (3 * queries + 3 * keys)  # rotated queries and keys, the fused projection, the output
     else:

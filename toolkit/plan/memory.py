@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from toolkit.config.schema import EngineName, OptimConfig, OptimizerName, Place, Precision, RunConfig
+from toolkit.config.schema import Documents, EngineName, OptimConfig, OptimizerName, Place, Precision, RunConfig
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import memory_megatron
@@ -165,7 +165,8 @@ def stage_memory(config: RunConfig, shape: ModelShape, parameters: Sequence[Para
         activations = activation_bytes(
             shape, micro_batch=batch.micro_batch, sequence_length=max(1, config.train.sequence_length // axes.context), element=run.element,
             checkpointing=config.train.activation_checkpointing, layers=layers, in_flight=min(len(held) - number, micro_batches),
-            head=number == len(held) - 1, tensor=axes.tensor)
+            head=number == len(held) - 1, tensor=axes.tensor,
+            seen=config.train.sequence_length * axes.context if config.data.documents is Documents.separate else 0)
         found.append(MemoryPlan(parameters=states.parameters, gradients=states.gradients, optimizer=states.optimizer,
                                 activations=activations, host=states.host, nvme=states.nvme, buffers=states.buffers))
     return found

@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.config.schema import OptimConfig, OptimizerName, Precision, RunConfig
+from toolkit.config.schema import Documents, OptimConfig, OptimizerName, Precision, RunConfig
 from toolkit.families import get
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import EMBEDDING, Cut, MegatronTensor
@@ -49,7 +49,7 @@ def stage_memory(config: RunConfig, shape: ModelShape, axes: Axes, batch: BatchP
     layout = Layout(
         tokens=max(1, batch.micro_batch * config.train.sequence_length // axes.context), sequences=batch.micro_batch,
         context=axes.context, tensor=axes.tensor, spread=spread, element=FP32 if config.precision.name is Precision.fp32 else 2,
-        fused_norms=device is Device.CUDA)
+        fused_norms=device is Device.CUDA, documents=config.data.documents is Documents.separate)
     gathered = 0 if spread == 1 else layout.tokens * layout.element * shape.hidden_size
     chunks = virtual_stages(config)
     found = []

@@ -61,6 +61,8 @@ class Attention(MegatronModule):
         if self._group is not None:
             mask = self._mask(length, query.device) if mask is None else mask
             key, value = _Gather.apply(key, self._group), _Gather.apply(value, self._group)
+        if mask is not None and heads != key.shape[2]:  # on GPUs no fused kernel takes a mask and grouped keys
+            key, value = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (key, value))
         dropout = self._dropout if self.training else 0.0
         # Heads differ between tensor ranks, so their masks do; under sequence parallelism the caller has forked already.
         drawing = nullcontext() if dropout == 0 or self.config.sequence_parallel else get_cuda_rng_tracker().fork()
