@@ -105,6 +105,7 @@ class _Table:
         self._denominator = math.lcm(*(share.denominator for share in shares))
         self._numerators = np.array([int(share * self._denominator) for share in shares], dtype=object)
         self._key = key
+        self._counted: tuple[int, npt.NDArray[np.uint16]] | None = None  # a block and the sources of its slots: counting goes step by step
 
     def ends(self, samples: Ints) -> Ints:
         """Of the first ``samples`` [n] of the phase, those that go to each source or to one before it: [n, sources]."""
@@ -132,8 +133,11 @@ class _Table:
         """What each source gives in the blocks before slot ``slots``, and in its own block before it: [sources] each."""
         block = slots // self._block if self._blocks is None else min(slots // self._block, self._blocks - 1)
         first = block * self._block
-        which, _ = self(np.arange(first, slots, dtype=np.int64))
-        return self.before(np.array([first]))[0], np.bincount(which, minlength=len(self._numerators))
+        if self._counted is None or self._counted[0] != block:
+            end = int(self._end(np.array([block]))[0])
+            self._counted = block, self(np.arange(first, end, dtype=np.int64))[0].astype(np.uint16)
+        inside = self._counted[1][: slots - first]
+        return self.before(np.array([first]))[0], np.bincount(inside, minlength=len(self._numerators))
 
     def _end(self, blocks: Ints) -> Ints:
         """The slot after each block."""

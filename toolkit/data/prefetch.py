@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+JOIN_SECONDS = 10.0  # a thread ends after the chunk that it is making
 
 
 class _Buffer(Generic[T]):
@@ -62,6 +65,26 @@ class _Buffer(Generic[T]):
             self._changed.notify_all()
 
 
+_running: dict[threading.Thread, _Buffer[Any]] = {}
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that is inside numpy when the interpreter goes away takes the process down with it: none is left by then."""
+    running = dict(_running)
+    for buffer in running.values():
+        buffer.close()
+    for thread in running:
+        thread.join(timeout=JOIN_SECONDS)
+
+
+def _work(buffer: _Buffer[T], chunks: Iterable[T]) -> None:
+    try:
+        buffer.fill(chunks)
+    finally:
+        _running.pop(threading.current_thread(), None)
+
+
 class Prefetch(Iterator[T]):
     """The items of ``chunks``, one by one; at most ``depth`` chunks are ready ahead.
 
@@ -74,7 +97,8 @@ class Prefetch(Iterator[T]):
         buffer: _Buffer[Sequence[T]] = _Buffer(depth)
         self._buffer = buffer
         self._chunk: Iterator[T] = iter(())
-        self._thread = threading.Thread(target=buffer.fill, args=(chunks,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_work, args=(buffer, chunks), name=name, daemon=True)
+        _running[self._thread] = buffer
         self._finalizer = weakref.finalize(self, buffer.close)
         self._thread.start()
 
@@ -89,4 +113,4 @@ class Prefetch(Iterator[T]):
     def close(self) -> None:
         self._finalizer()
         self._chunk = iter(())
-        self._thread.join(timeout=10)  # it ends after the chunk it is making
+        self._thread.join(timeout=JOIN_SECONDS)

@@ -97,12 +97,13 @@ class Stream:
         ]
         self._open: weakref.WeakSet[Prefetch[list[Array]]] = weakref.WeakSet()
 
-    def steps(self, first_step: int) -> Prefetch[list[Array]]:
-        """This rank's micro-batches, one list a step from ``first_step`` on: each [micro_batch, ...], as the sources read them.
+    def steps(self, first_step: int, stride: int = 1) -> Prefetch[list[Array]]:
+        """This rank's micro-batches, one list a step: each [micro_batch, ...], as the sources read them.
 
-        Reading ahead begins at once; an error in it is raised by ``next``. Closing the iterator or the stream ends it.
+        The steps are ``first_step`` and every ``stride``-th after it. Reading ahead begins at once; an error in it is raised by
+        ``next``. Closing the iterator or the stream ends it.
         """
-        steps = Prefetch(self._chunks(first_step), CHUNKS_AHEAD, name="data-stream")
+        steps = Prefetch(self._chunks(first_step, stride), CHUNKS_AHEAD, name="data-stream")
         self._open.add(steps)
         return steps
 
@@ -122,9 +123,13 @@ class Stream:
                 epochs[at], numbers[at] = order(places[at])
         return which, epochs, numbers
 
+    def first_sample(self, step: int) -> int:
+        """The position in the run's order at which ``step`` begins, over all ranks."""
+        return self._batch.at(step).first_sample
+
     def consumed(self, step: int) -> dict[str, tuple[int, float]]:
         """Samples and epochs that the first ``step`` steps take of each source."""
-        position = self._batch.at(step).first_sample
+        position = self.first_sample(step)
         counts = [position] if self._mixture is None else self._mixture.counts(position)
         return {name: (count, count / samples.count) for (name, samples), count in zip(self._sources.items(), counts, strict=True)}
 
@@ -162,21 +167,21 @@ class Stream:
         for steps in list(self._open):
             steps.close()
 
-    def _chunks(self, first_step: int) -> Iterator[list[list[Array]]]:
-        """Consecutive steps, about READ_AT_ONCE blocks of them at a time."""
+    def _chunks(self, first_step: int, stride: int) -> Iterator[list[list[Array]]]:
+        """Steps, about READ_AT_ONCE blocks of them at a time."""
         step = first_step
         while True:
-            ahead = self._positions(step)
+            ahead = self._positions(step, stride)
             places = self.places(np.concatenate([positions.ravel() for positions in ahead]))
             yield from self._read_chunks(ahead, places)
-            step += len(ahead)
+            step += len(ahead) * stride
 
-    def _positions(self, step: int) -> list[Ints]:
-        """Of the steps from ``step`` on, until there are ORDERED_AT_ONCE."""
+    def _positions(self, step: int, stride: int) -> list[Ints]:
+        """Of every ``stride``-th step from ``step`` on, until there are ORDERED_AT_ONCE."""
         ahead: list[Ints] = []
         samples = 0
         while samples < ORDERED_AT_ONCE:
-            ahead.append(rank_positions(self._batch, step + len(ahead), self._rank))
+            ahead.append(rank_positions(self._batch, step + len(ahead) * stride, self._rank))
             samples += ahead[-1].size
         return ahead
 

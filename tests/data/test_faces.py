@@ -1,0 +1,99 @@
+"""The stream as PyTorch's data sets: the same samples with any number of workers, and a state that fits another.
+
+    pytest tests/data/test_faces.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.data.made import batch_plan
+from tests.data.test_mixture import mixed
+from toolkit.data.faces import Positions, Steps
+from toolkit.data.stream import Stream
+from toolkit.errors import CheckpointError
+
+STEPS = 12
+
+
+def stream(micro_batch: int = 2, ranks: int = 2, rank: int = 0, **changes: Any) -> Stream:
+    return mixed(batch=batch_plan(micro_batch, 8, ranks), rank=rank, **changes)
+
+
+def straight(steps: int = STEPS) -> list[np.ndarray]:
+    mine = stream()
+    items = [np.stack(step) for step in itertools.islice(mine.steps(0), steps)]
+    mine.close()
+    return items
+
+
+def same(found: Iterable[torch.Tensor], expected: Iterable[np.ndarray]) -> bool:
+    return all(np.array_equal(a.numpy(), b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_torchs_own_loader(workers: int) -> None:
+    loader = DataLoader(Steps(stream(), STEPS), batch_size=None, num_workers=workers)
+    assert same(loader, straight())
+    data = Steps(stream(), STEPS)
+    data.load_state_dict(json.loads(json.dumps(data.state_at(5))))
+    assert same(DataLoader(data, batch_size=None, num_workers=workers), straight()[5:])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("stop", [1, 4])
+def test_torchdatas_stateful_loader(workers: int, stop: int) -> None:
+    loader = StatefulDataLoader(Steps(stream(), STEPS), batch_size=None, num_workers=workers)
+    iterator = iter(loader)
+    assert same(itertools.islice(iterator, stop), straight(stop))
+    saved = loader.state_dict()
+    resumed = StatefulDataLoader(Steps(stream(), STEPS), batch_size=None, num_workers=workers)
+    resumed.load_state_dict(saved)
+    assert same(resumed, straight()[stop:])
+
+
+def test_a_state_fits_other_ranks_and_stays_small() -> None:
+    data = Steps(stream(), STEPS)
+    assert same(map(torch.from_numpy, itertools.islice(data, 3)), straight(3))
+    state = json.loads(json.dumps(data.state_dict()))
+    assert (state["step"], state["samples"]) == (3, 24)
+    assert len(json.dumps(state)) <= 1024
+    parts = []
+    for rank in range(4):
+        other = Steps(stream(1, 4, rank), STEPS)
+        other.load_state_dict(state)
+        parts.append(next(iter(other)))
+    both = [next(iter(Steps(stream(2, 2, rank), STEPS, first_step=3))) for rank in range(2)]
+    assert np.array_equal(np.stack(parts, axis=1).reshape(8, -1), np.stack(both, axis=1).reshape(8, -1))
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    state = Steps(stream(), STEPS).state_at(3)
+    with pytest.raises(CheckpointError, match="sample 48, the state's at 24"):
+        Steps(mixed(batch=batch_plan(2, 16, 2)), STEPS).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"write data\.shuffle_seed=3"):
+        Steps(stream(seed=4), STEPS).load_state_dict(state)
+
+
+def test_positions() -> None:
+    """Map-style: all ranks' samples in the run's order, alone, as batches and from the end."""
+    mine = stream()
+    data = Positions(mine, 40)
+    whole = mine.samples(np.arange(40))
+    assert len(data) == 40
+    assert np.array_equal(np.stack([data[i] for i in range(40)]), whole)
+    assert np.array_equal(data[-1], whole[39])
+    for workers in (0, 2):
+        assert np.array_equal(torch.cat(list(DataLoader(data, batch_size=16, num_workers=workers))).numpy(), whole)
+    for beyond in (40, -41):
+        with pytest.raises(IndexError):
+            data[beyond]

@@ -1,0 +1,268 @@
+"""Several sources as one: exact shares, every sample once an epoch, the same for any layout, resumable anywhere.
+
+    pytest tests/data/test_mixture.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import islice
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.made import Counting, batch_plan
+from toolkit.data import stream as stream_module
+from toolkit.data.mixture import BLOCK, VERSION, Mixture, Phase, digest
+from toolkit.data.samples import TokenWindows
+from toolkit.data.stream import Stream, rank_positions, source_seed
+from toolkit.errors import CheckpointError
+from toolkit.plan.types import BatchPlan, RampStage
+
+Ints = npt.NDArray[np.int64]
+LENGTH = 7
+
+
+def phases(*table: tuple[int, Sequence[float]]) -> list[Phase]:
+    return [Phase(first, tuple(Fraction(str(weight)) for weight in weights)) for first, weights in table]
+
+
+HALF_AND_MORE = phases((0, (5, 3, 0)), (60, (1, 1, 1)), (100, (0, 0.25, 0.75)))
+
+
+class Named(Counting):
+    """Its tokens say which source they are of."""
+
+    def __init__(self, tokens: int, number: int) -> None:
+        super().__init__(tokens)
+        self.data_hash = f"{tokens} tokens of source {number}"
+        self._first = number << 32
+
+    def read(self, starts: Ints, out: Ints) -> None:
+        super().read(starts, out)
+        out += self._first
+
+
+def mixed(sizes: Sequence[int] = (200, 90, 50), table: Sequence[Phase] = HALF_AND_MORE, seed: int = 3, batch: BatchPlan | None = None,
+          rank: int = 0) -> Stream:
+    names = ["code", "maths", "web", "x", "y"][: len(sizes)]
+    sources = {name: TokenWindows(Named(size, number), LENGTH, source_seed(seed, name))
+               for number, (name, size) in enumerate(zip(names, sizes, strict=True))}
+    return Stream(sources, Mixture(table, seed), seed=seed, batch=batch or batch_plan(1, 1, 1), data_rank=rank)
+
+
+@st.composite
+def tables(draw: st.DrawFn, longest: int = 3 * BLOCK) -> list[Phase]:
+    sources = draw(st.integers(1, 5))
+    weight = st.sampled_from([0, 0, 1, 2, 0.1, 0.7, 1 / 3, 1e-3, 100])
+    weights = st.lists(weight, min_size=sources, max_size=sources).filter(lambda some: sum(some) > 0)
+    lengths = draw(st.lists(st.integers(1, longest), max_size=3))
+    firsts = np.cumsum([0, *lengths]).tolist()
+    return phases(*((first, draw(weights)) for first in firsts))
+
+
+SEEDS = st.integers(0, 2**40)
+
+
+def test_worked_example() -> None:
+    """Every source's places come without a gap, and the shares of whole blocks are exact."""
+    mixture = Mixture(phases((0, (3, 1))), 0)
+    for blocks in (1, 2, 7):
+        assert mixture.counts(blocks * BLOCK) == [3 * blocks * BLOCK // 4, blocks * BLOCK // 4]
+    sources, places = mixture(np.arange(2 * BLOCK))
+    for source in range(2):
+        mine = places[sources == source]
+        assert np.array_equal(np.sort(mine), np.arange(len(mine)))
+
+
+@given(table=tables(), seed=SEEDS, more=st.integers(1, 2 * BLOCK), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_each_phase_goes_on_where_the_last_one_left_every_source(table: list[Phase], seed: int, more: int, data: st.DataObject) -> None:
+    mixture = Mixture(table, seed)
+    end = table[-1].first_sample + more
+    sources, places = mixture(np.arange(end))
+    firsts = [phase.first_sample for phase in table]
+    for number, (first, last) in enumerate(zip(firsts, [*firsts[1:], end], strict=True)):
+        before, after = mixture.counts(first), mixture.counts(last)
+        assert after == np.bincount(sources[:last], minlength=mixture.sources).tolist()
+        weights = table[number].weights
+        for source, weight in enumerate(weights):
+            mine = places[first:last][sources[first:last] == source]
+            assert len(np.unique(mine)) == len(mine)
+            assert not len(mine) or mine.min() >= before[source]
+            assert weight > 0 or not len(mine)
+            if number < len(table) - 1:  # a phase ends with whole prefixes, and its shares are exact but for less than a sample
+                assert np.array_equal(np.sort(mine), np.arange(before[source], after[source]))
+                assert abs(len(mine) - weight / sum(weights) * (last - first)) < 1
+    stop = data.draw(st.integers(0, end))
+    assert mixture.counts(stop) == np.bincount(sources[:stop], minlength=mixture.sources).tolist()
+    picked = np.array(data.draw(st.lists(st.integers(0, end - 1), max_size=20)), dtype=np.int64)
+    again = mixture(picked)
+    assert np.array_equal(again[0], sources[picked])
+    assert np.array_equal(again[1], places[picked])
+
+
+@given(weights=st.lists(st.sampled_from([1, 0.1, 0.37, 1 / 3, 5e-5, 0]), min_size=2, max_size=6).filter(lambda some: sum(some) > 0),
+       seed=SEEDS, position=st.integers(0, 10**15))
+@settings(max_examples=30, deadline=None)
+def test_anywhere_places_follow_the_shares(weights: list[float], seed: int, position: int) -> None:
+    """At a position no run reaches step by step: counts are the exact shares but for one block, and places are near them."""
+    table = phases((0, weights))
+    mixture = Mixture(table, seed)
+    shares = [weight / sum(table[0].weights) for weight in table[0].weights]
+    block = max([Fraction(BLOCK), *(2 / share for share in shares if share)])
+    for count, share in zip(mixture.counts(position), shares, strict=True):
+        assert abs(count - share * position) <= block * share + 1
+    sources, places = mixture(position + np.arange(100))
+    for source in np.unique(sources).tolist():
+        assert (np.abs(places[sources == source] - float(shares[source]) * position) <= float(block * shares[source]) + 101).all()
+
+
+def test_batches_have_nearly_their_shares() -> None:
+    """The variance of a source's count in a batch of 256 is below that of independent draws. The control, sources one after another
+    in each block, is far above."""
+    mixture = Mixture(phases((0, (0.7, 0.2, 0.1))), 11)
+    sources, _ = mixture(np.arange(64 * BLOCK))
+
+    def spread(sources: Ints) -> float:
+        counts = np.stack([np.bincount(batch, minlength=3) for batch in sources.reshape(-1, 256)])
+        expected = 256 * np.array([0.7, 0.2, 0.1])
+        return float(((counts - expected) ** 2 / expected).sum(axis=1).mean() / 2)
+
+    assert 0.8 < spread(sources) < 1.0  # without replacement: 1 - 256 / 4096 of independent draws'
+    assert spread(np.sort(sources.reshape(-1, BLOCK), axis=1).ravel()) > 20
+
+
+def test_a_rare_source_keeps_its_share() -> None:
+    """Rarer than once a block: blocks grow. (With blocks of 4,096 slots it could be asked for -1 samples.)"""
+    mixture = Mixture(phases((0, (1, 0.0001, 0.0001))), 0)
+    counts = [mixture.counts(10**9), mixture.counts(10**9 + 10**6)]
+    for source in (1, 2):
+        assert counts[1][source] - counts[0][source] == pytest.approx(100, abs=2)
+    sources, places = mixture(np.arange(10**5))
+    mine = places[sources == 2]
+    assert len(mine) == pytest.approx(10, abs=3)
+    assert len(np.unique(mine)) == len(mine)
+
+
+# -- the stream over a mixture
+
+LAYOUTS = [(12, 1), (1, 12), (3, 4), (2, 3), (1, 1), (6, 2)]
+
+
+def global_batches(streams: Sequence[Stream], first_step: int, steps: int) -> list[Ints]:
+    """What all ranks see, in the order of the global batch: micro-batch by micro-batch, rank by rank."""
+    ranks = [list(islice(stream.steps(first_step), steps)) for stream in streams]
+    for stream in streams:
+        stream.close()
+    return [np.concatenate([micro_batch for of_all_ranks in zip(*step, strict=True) for micro_batch in of_all_ranks])
+            for step in zip(*ranks, strict=True)]
+
+
+@given(sizes=st.lists(st.integers(LENGTH + 1, 2000), min_size=3, max_size=3), seed=SEEDS,
+       stops=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 4)), min_size=1, max_size=4))
+@settings(max_examples=15, deadline=None)
+def test_stopped_anywhere_and_gone_on_with_other_ranks(sizes: list[int], seed: int, stops: list[tuple[tuple[int, int], int]]) -> None:
+    """The samples of a run that changes its ranks at every stop are those of one rank that never stopped."""
+    with patch.object(stream_module, "ORDERED_AT_ONCE", 40):  # borders of chunks come in, and little is read ahead
+        whole = global_batches([mixed(sizes, seed=seed, batch=batch_plan(12, 12, 1))], 0, sum(steps for _, steps in stops))
+        found: list[Ints] = []
+        for (micro, ranks), steps in stops:
+            streams = [mixed(sizes, seed=seed, batch=batch_plan(micro, 12, ranks), rank=rank) for rank in range(ranks)]
+            found += global_batches(streams, len(found), steps)
+    assert np.array_equal(np.stack(found), np.stack(whole))
+
+
+@given(power=st.integers(0, 10), odd=st.sampled_from([1, 3]), step=st.integers(0, 10**6), table=tables(), seed=SEEDS)
+@settings(max_examples=15, deadline=None)
+def test_up_to_1024_ranks(power: int, odd: int, step: int, table: list[Phase], seed: int) -> None:
+    """Sources, epochs and numbers of a step on all ranks are those on one. A control with a counter and a draw of its own on each
+    rank, as loaders with per-rank mixing have them, is not."""
+    size, ranks = 1024 * odd, 2**power
+    sizes = [1000 * (number + 1) for number in range(len(table[0].weights))]
+    plan = batch_plan(size // ranks // odd, size, ranks)
+    split = np.stack([rank_positions(plan, step, rank) for rank in range(ranks)])
+    stream = mixed(sizes, table, seed, plan)
+    by_rank = [part.reshape(split.shape).transpose(1, 0, 2).ravel() for part in stream.places(split.ravel())]
+    alone = stream.places(step * size + np.arange(size))
+    assert all(np.array_equal(a, b) for a, b in zip(by_rank, alone, strict=True))
+
+    def drawn(ranks: int) -> Ints:
+        """Source and count in it, by a generator on each rank: what it consumed in its first step."""
+        share = size // ranks
+        parts = []
+        for rank in range(ranks):
+            sources = np.random.default_rng([seed, rank]).integers(0, 3, share)
+            counts = (np.cumsum(np.eye(3, dtype=np.int64)[sources], axis=0) - 1)[np.arange(share), sources]
+            parts.append(sources << 32 | counts * ranks + rank)
+        return np.sort(np.concatenate(parts))
+
+    assert ranks == 1 or not np.array_equal(drawn(ranks), drawn(1))
+
+
+@given(sizes=st.lists(st.integers(LENGTH + 1, 300), min_size=2, max_size=4), seed=SEEDS,
+       weights=st.lists(st.sampled_from([1, 2, 0.3]), min_size=4, max_size=4))
+@settings(max_examples=20, deadline=None)
+def test_every_sample_stands_once_in_each_epoch_of_its_source(sizes: list[int], seed: int, weights: list[float]) -> None:
+    stream = mixed(sizes, phases((0, weights[: len(sizes)]), (1000, weights[-len(sizes):])), seed)
+    sources, epochs, numbers = stream.places(np.arange(1000 + 2 * BLOCK))
+    for number, (samples, (count, taken)) in enumerate(zip(sizes, stream.consumed(1000 + 2 * BLOCK).values(), strict=True)):
+        mine = sources == number
+        a_epoch = samples // LENGTH
+        assert count == mine.sum()
+        assert taken == count / a_epoch
+        for epoch in range(count // a_epoch - 1):  # the last is under way in the middle of a block
+            assert np.array_equal(np.sort(numbers[mine & (epochs == epoch)]), np.arange(a_epoch))
+
+
+def test_a_batch_ramp_and_a_phase_in_it() -> None:
+    stages = (RampStage(4, 0, 0, 3), RampStage(8, 3, 12, None))
+    plan = BatchPlan(micro_batch=2, global_batch=8, data_parallel=2, stages=stages)
+    table = phases((0, (1, 0, 0)), (plan.at(4).first_sample, (0, 0, 1)))
+    streams = [mixed(table=table, batch=plan, rank=rank) for rank in range(2)]
+    seen = np.concatenate(global_batches(streams, 0, 6))
+    assert (seen[:, 0] >> 32).tolist() == [0] * 20 + [2] * 16
+    assert {name: count for name, (count, _) in streams[0].consumed(5).items()} == {"code": 20, "maths": 0, "web": 8}
+
+
+def test_one_source_is_a_mixture_of_one_at_no_cost() -> None:
+    source = TokenWindows(Counting(10**6), LENGTH, 5)
+    alone = Stream({"train": source}, None, seed=5, batch=batch_plan(1, 1, 1), data_rank=0)
+    ids, epochs, numbers = alone.places(np.arange(500))
+    assert not ids.any()
+    assert len({(e, n) for e, n in zip(epochs.tolist(), numbers.tolist(), strict=True)}) == 500
+    assert "mixture" not in alone.fingerprint()
+    assert alone.consumed(7) == {"train": (7, 7 / source.count)}
+
+
+def test_the_seed_of_a_source_is_its_own() -> None:
+    """It depends on its name, and not on what else is in the mixture."""
+    assert source_seed(7, None) == 7
+    assert len({source_seed(seed, name) for seed in range(3) for name in ("a", "b", "c")}) == 9
+
+
+def test_the_fingerprint_says_what_differs() -> None:
+    mine = mixed()
+    assert len(str(mine.fingerprint())) < 500
+    changes = {"data of maths": (mixed((200, 91, 50)), "data.path"), "mixture": (mixed(table=phases((0, (5, 3, 1)))), "data.sources"),
+               "seed": (mixed(seed=4), "data.shuffle_seed")}
+    for name, (other, key) in changes.items():
+        with pytest.raises(CheckpointError) as caught:
+            mine.check_fingerprint(other.fingerprint())
+        (problem,) = caught.value.problems
+        assert (problem.key, problem.seen.partition("=")[0]) == (key, name)
+    mine.check_fingerprint(mixed().fingerprint())
+    assert digest(Mixture(phases((0, (1, 2))), 0)) == digest(Mixture(phases((0, (2, 4))), 1)), "ratios matter, the seed stands beside"
+
+
+def test_the_version_names_this_mapping() -> None:
+    """A change that moves samples needs a new name: runs resume only under the one they started with."""
+    assert VERSION == "blocks-1"
+    sources, places = Mixture(phases((0, (3, 1)), (10, (1, 1))), 0)(np.array([0, 1, 2, 9, 10, 11, 10**12]))
+    assert sources.tolist() == [0, 1, 0, 0, 1, 1, 1]
+    assert places.tolist() == [2, 2, 3, 1, 248, 811, 499999999597]
