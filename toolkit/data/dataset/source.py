@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,8 @@ def find(data: DatasetConfig) -> Source:
         hub.online()
     with _named(data):
         builder = load_dataset_builder(**arguments, name=data.name, revision=data.revision)
+    if not all((builder.config.data_files or {"": [path]}).values()):
+        raise InputError(_path_problem(data, "the dataset's files are there", "correct the pattern; no file matches it"))
     return _Built(builder, data, local=_is_local(path))
 
 
@@ -172,8 +175,9 @@ def file_digests(files: Sequence[Path]) -> dict[str, str]:
 
     Of large files a hash of their size and of places spread over them: a change elsewhere that keeps the size is not seen.
     """
-    parents = [file.absolute().parent for file in files]
-    shared = next(folder for folder in (parents[0], *parents[0].parents) if all(folder in (one, *one.parents) for one in parents))
+    if not files:
+        return {}
+    shared = os.path.commonpath([file.absolute().parent for file in files])
     whole = sum(file.stat().st_size for file in files) <= HASHED_BYTES
     return {file.absolute().relative_to(shared).as_posix(): _hash(file, whole) for file in files}
 
