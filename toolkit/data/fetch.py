@@ -1,7 +1,7 @@
 """Many requests at once, each carried through failures and silence, in bounded time and with a bounded number of repetitions.
 
 An attempt that fails is repeated after a pause that doubles. One that takes much longer than answers usually do is not waited for:
-a second attempt starts beside it, and the first answer counts. A store in which every twentieth request stalls so costs a fraction
+another attempt starts beside it, and the first answer counts. A store in which every twentieth request stalls so costs a fraction
 of a second now and then, not its time limit.
 
 Attempts block threads, and these threads are joined when Python ends: a library's own threads that call back into a Python that is
@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+AT_ONCE = 3  # attempts of one request
 TICK_SECONDS = 0.02  # how often the requests under way are looked at
 
 
@@ -45,13 +46,13 @@ class Limits:
     """No attempt starts later than this after the first while data are opened: a wrong address is told soon."""
     reading_seconds: float = 300.0
     """The same while training reads: a store that is away for some minutes does not end a run."""
-    second_after: float = 4.0
-    """A second attempt starts beside one that takes so many times as long as answers usually do ..."""
-    second_least_seconds: float = 0.1
-    second_most_seconds: float = 1.0
+    another_after: float = 4.0
+    """Another attempt starts beside one that takes so many times as long as answers usually do ..."""
+    another_least_seconds: float = 0.1
+    another_most_seconds: float = 1.0
     """... but no sooner and no later than these."""
-    second_share: float = 1 / 16
-    """At most this share of all requests, and 8 more, get a second attempt: a slow store is not loaded twice. 0: none."""
+    another_share: float = 1 / 16
+    """At most this share of all requests, and 8 more, get another attempt so: a slow store is not loaded twice. 0: none."""
 
 
 class Transient(Exception):
@@ -74,7 +75,7 @@ class Pace:
         self._lock = threading.Lock()
         self._usual: float | None = None
         self.requests = 0
-        self.seconds = 0  # second attempts beside a first
+        self.others = 0  # attempts beside one under way
         self.repeated = 0  # attempts after a failed one
 
     def begin(self, requests: int) -> None:
@@ -89,15 +90,15 @@ class Pace:
         with self._lock:
             self.repeated += 1
 
-    def second_due(self, waited_seconds: float) -> bool:
-        """Whether a request that waits so long gets a second attempt, which is then counted."""
+    def another_due(self, waited_seconds: float) -> bool:
+        """Whether a request that waits so long gets another attempt, which is then counted."""
         limits = self._limits
         with self._lock:
-            usual = limits.second_most_seconds if self._usual is None else limits.second_after * self._usual
-            patience = min(max(usual, limits.second_least_seconds), limits.second_most_seconds)
-            allowed = limits.second_share and self.seconds < 8 + limits.second_share * self.requests
+            usual = limits.another_most_seconds if self._usual is None else limits.another_after * self._usual
+            patience = min(max(usual, limits.another_least_seconds), limits.another_most_seconds)
+            allowed = limits.another_share and self.others < 8 + limits.another_share * self.requests
             due = bool(allowed) and waited_seconds > patience
-            self.seconds += due
+            self.others += due
             return due
 
 
@@ -160,7 +161,7 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
         if job.retry_at is not None and now >= job.retry_at:
             pace.repeat()
             begin(job)
-        elif len(job.running) == 1 and (began := job.running[0].began) is not None and pace.second_due(now - began):
+        elif 0 < len(job.running) < AT_ONCE and (began := job.running[-1].began) is not None and pace.another_due(now - began):
             begin(job)
 
     try:
