@@ -45,6 +45,7 @@ ROUNDS = [[word for word in words if word] for words in zip_longest(
     *([f"{group}={option}" for option in search.options(FOLDERS, group)] for group in GROUPS))]
 # What some options leave to the user.
 GIVEN = {"model=custom": "model.target=my.Model", "model=pretrained": "model.pretrained=folder", "data=prepared": "data.path=folder",
+         "data=arrays": "data.path=folder",
          "offload=nvme": "offload.nvme_path=/disk"}
 
 

@@ -35,6 +35,7 @@ FITS: dict[str, tuple[tuple[str, ...], World, set[str]]] = {
     "llama_8b_zero3_offload": ((), h100s(8), set()),
     "qwen2_7b": (SHARDED, h100s(64), set()),
     "qwen3_8b": (SHARDED, h100s(64), set()),
+    "vit_tiles": (("zero=stage2",), CPU, set()),
     "mixtral_8x7b": (SHARDED, h100s(64), {"model.router_aux_loss_coef"}),
 }
 
@@ -48,7 +49,7 @@ def test_every_experiment_fits_its_cluster(name: str) -> None:
     words, world, warned = FITS[name]
     plan = make_plan(compose([f"+exp={name}", *words]), world)
     assert {problem.key for problem in plan.warnings} == warned
-    assert plan.memory is not None
+    assert (plan.memory is None) == (name == "vit_tiles"), "of a module of the user's own sizes are unknown"
     assert plan.config.train.steps > plan.config.schedule.warmup
 
 

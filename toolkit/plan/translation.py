@@ -27,7 +27,8 @@ ENGINES = (EngineName.local, EngineName.deepspeed, EngineName.megatron)
 GROUPS = ("model", "zero", "offload", "precision", "optim", "schedule", "checkpoint", "data", "monitor", "debug")
 # What an option leaves to the user.
 GIVEN: dict[str, dict[str, Any]] = {
-    "model=custom": {"target": "my.package.Model"}, "data=prepared": {"path": "data/mine"}, "offload=nvme": {"nvme_path": "/local_nvme"},
+    "model=custom": {"target": "my.package.Model"}, "data=prepared": {"path": "data/mine"},
+    "data=arrays": {"path": "data/tiles"}, "offload=nvme": {"nvme_path": "/local_nvme"},
 }
 DESCRIBED = ("model=pretrained",)  # a folder says what it is: as its family
 AXES = ("tensor", "pipeline", "context", "expert")
@@ -43,7 +44,7 @@ KEYS: tuple[tuple[str, ...], ...] = (
     ("train.batch_ramp.start=16", "train.batch_ramp.increment=16", "train.batch_ramp.samples=100"),
     ("model.dropout=0.1",), ("model.tie_word_embeddings=true",), ("model.vocab_size=4099",), ("optim.clip=0.0",),
     ("optim=sgd", "optim.momentum=0.9"), ("optim.kernel=torch",), ("optim.kernel=fused",), ("optim.kernel=cpu",),
-    ("checkpoint.background=true",), ("checkpoint.export=true",),
+    ("checkpoint.background=true",), ("checkpoint.export=true",), ("data.documents=separate",),
 )
 MACHINE = World(ranks=8, ranks_per_node=8, device=Device.CUDA, gpu="h100", has_libaio=True, has_compiler=True)
 CLUSTER = replace(MACHINE, ranks=64)
