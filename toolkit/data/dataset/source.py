@@ -124,7 +124,7 @@ class _Built(Source):
     def arrow(self, split: str) -> ArrowSplit:
         with _named(self._data):
             self._builder.download_and_prepare()
-            return _arrow_split(self._builder.as_dataset(split=split))
+            return _arrow_split(self._builder.as_dataset(split=split), self._data, split)
 
     def stream(self, split: str) -> IterableDataset:
         with _named(self._data):
@@ -149,8 +149,10 @@ class _Saved(Source):
     def arrow(self, split: str) -> ArrowSplit:
         from datasets import load_from_disk
 
+        if not self._arrow_files(split):
+            raise _no_rows(self._data, split)
         with _named(self._data):
-            return _arrow_split(load_from_disk(str(self._folders[split])))
+            return _arrow_split(load_from_disk(str(self._folders[split])), self._data, split)
 
     def stream(self, split: str) -> IterableDataset:
         raise InputError(Problem("data.dataset.streaming", "data.dataset.streaming=true of a folder by save_to_disk",
@@ -162,12 +164,16 @@ class _Saved(Source):
         return [folder / file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
 
 
-def _arrow_split(dataset: Dataset) -> ArrowSplit:
+def _arrow_split(dataset: Dataset, data: DatasetConfig, split: str) -> ArrowSplit:
     files = tuple(file["filename"] for file in dataset.cache_files)
     if not files or not dataset.num_rows:
-        raise InputError(Problem("data.dataset.split", f"{dataset.num_rows} rows in {len(files)} arrow files",
-                                 "a split that is trained on has rows, in files", "name another split or another dataset"))
+        raise _no_rows(data, split)
     return ArrowSplit(files, dataset.features)
+
+
+def _no_rows(data: DatasetConfig, split: str) -> InputError:
+    return InputError(Problem("data.dataset.split", f"split {split} of {data.path} has 0 rows", "a split that is read has rows",
+                              "name another split or another dataset"))
 
 
 def file_digests(files: Sequence[Path]) -> dict[str, str]:
