@@ -45,10 +45,11 @@ def continuation(given: argparse.Namespace) -> str:
     from toolkit.checkpoint import open_reader
     from toolkit.checkpoint.store import CheckpointStore
     from toolkit.config.compose import from_yaml
+    from toolkit.data.sources import text_folder
     from toolkit.train.generate import continue_text, load_model, load_tokenizer, shape_of
 
     shape = shape_of(model)
-    data = given.data or from_yaml(directory.config_file.read_text(encoding="utf-8")).data.path
+    data = given.data or text_folder(from_yaml(directory.config_file.read_text(encoding="utf-8")).data)
     weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
     reader = open_reader(weights)
     module, tokenizer = load_model(shape, reader), load_tokenizer(data, reader)

@@ -21,6 +21,7 @@ class Counting:
     """A source whose tokens are their own positions: what a window holds tells where it came from."""
 
     token_bytes = 2
+    dtype = np.dtype(np.int64)
     vocab_size = 1 << 40
     data_hash = "data"
     tokenizer_hash = "tokenizer"
@@ -43,11 +44,12 @@ def documents(count: int, vocab_size: int, seed: int = 0, longest: int = 50) -> 
     return [random.integers(0, vocab_size, random.integers(1, longest + 1)) for _ in range(count)]
 
 
-def make_folder(folder: Path, splits: dict[str, Sequence[Ints]], vocab_size: int = 300, shard_bytes: int = SHARD_BYTES) -> DataManifest:
+def make_folder(folder: Path, splits: dict[str, Sequence[Ints]], vocab_size: int = 300, shard_bytes: int = SHARD_BYTES,
+                tokenizer: str = "{}") -> DataManifest:
     """A data folder of these documents, with a stand-in for a tokenizer."""
     (folder / "tokenizer").mkdir(parents=True)
     file = folder / "tokenizer" / "tokenizer.json"
-    file.write_text("{}")
+    file.write_text(tokenizer)
     file.with_name("tokenizer_config.json").write_text("{}")
     dtype, made = token_dtype(vocab_size), {}
     for name, texts in splits.items():

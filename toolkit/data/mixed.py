@@ -36,7 +36,9 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
         try:
             manifests[name] = read_manifest(source.path)
         except InputError as error:
-            problems += [Problem(f"data.sources.{name}.path", one.seen, one.rule, one.remedy) for one in error.problems]
+            key = f"data.sources.{name}.path"
+            problems += [Problem(key, f"{key}={source.path}: {one.seen.removeprefix(f'data.path={source.path}: ')}", one.rule,
+                                 one.remedy.replace("data.path=", f"{key}=")) for one in error.problems]
     problems += _problems(config, sources, manifests, vocab_size)
     if problems:
         raise InputError(*problems)

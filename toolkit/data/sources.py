@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from toolkit.config.mixture import sources_of
 from toolkit.config.schema import DataConfig, Documents, RunConfig
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.samples import too_short
@@ -24,6 +25,11 @@ def ready(data: DataConfig, progress: Progress) -> DataManifest:
         InputError: the folder is absent or cannot be read.
     """
     return _READY[data.name](data, progress)
+
+
+def text_folder(data: DataConfig) -> str:
+    """The folder whose tokenizer made a run's text: of a mixture any source's, since all have one."""
+    return sources_of(data.sources)[min(data.sources)].path if data.sources else data.path
 
 
 def data_problems(config: RunConfig, manifest: DataManifest, vocab_size: int | None = None) -> list[Problem]:

@@ -1,0 +1,121 @@
+"""Whole runs on several sources: weights that change, a resume, what is reported, and what is refused before anything starts.
+
+    pytest tests/train/test_run_mixture.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.made import documents, make_folder
+from tests.train.test_run import Start, _jsonl, same
+from toolkit.config.compose import compose
+from toolkit.config.schema import EvalConfig, RunConfig
+from toolkit.data.open import ready_for
+from toolkit.errors import ExitCode, InputError, UserError
+from toolkit.plan import make_plan
+from toolkit.plan.types import Device, World
+from toolkit.progress import Progress
+
+PHASES = [{"from_step": 3, "weights": {"code": 1, "web": 0}}]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("sources")
+    for number, name in enumerate(("code", "web")):
+        make_folder(root / name, {split: documents(40, 260, seed=number) for split in ("train", "validation")}, vocab_size=264)
+    make_folder(root / "other", {"train": documents(40, 260)}, vocab_size=264, tokenizer="{ }")
+    return {name: str(root / name) for name in ("code", "web", "other")}
+
+
+def sources(folders: dict[str, str]) -> dict[str, Any]:
+    return {"web": {"path": folders["web"], "weight": 3}, "code": {"path": folders["code"]}}
+
+
+def mixture_of(folders: dict[str, str], phases: list[Any] = PHASES) -> Callable[[RunConfig], None]:
+    def change(config: RunConfig) -> None:
+        config.data.name, config.data.sources, config.data.phases = "mixture", sources(folders), phases
+        config.eval = EvalConfig(every=3, batches=1, sets=["web/validation", "code/validation"])
+    return change
+
+
+def test_a_run_on_a_mixture_that_changes(folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(folders["code"])
+    whole = Start(tmp_path / "whole", path, config=mixture_of(folders))
+    rows = _jsonl(whole.directory.metrics_file)
+    assert all(0 < row["epochs/web"] < row["epochs/code"] * 4 for row in rows[2:])
+    assert rows[5]["epochs/web"] == rows[2]["epochs/web"], "it rests from the fourth step on"
+    assert [name for _, name, _ in whole.evals()] == ["web/validation", "code/validation"] * 2
+    said = capsys.readouterr().out
+    assert said.count("step 3: samples taken: code ") == 1
+    assert "\nsamples taken: code " in said
+
+    assert Start(tmp_path / "parts", path, stop_after=2, config=mixture_of(folders)).code is ExitCode.STOPPED
+    resumed = Start(tmp_path / "parts", path, config=mixture_of(folders))
+    assert resumed.rows() == whole.rows()
+    assert same(resumed.state(), whole.state())
+
+    with pytest.raises(UserError, match=r"holds another run \(data\.phases: "):
+        Start(tmp_path / "parts", path, config=mixture_of(folders, []))
+
+
+def composed(folders: dict[str, str], *words: str) -> RunConfig:
+    return compose(["model=llama", "model.vocab_size=264", "data=mixture", "eval.every=1", "eval.sets=[web/validation]",
+                    *(f"+data.sources.{name}.path={folders[name]}" for name in ("code", "web")), *words])
+
+
+def test_words_give_a_mixture(folders: dict[str, str]) -> None:
+    config = composed(folders, "+data.sources.web.weight=0.7", "data.phases=[{from_step: 10, weights: {code: 0.5, web: 0.5}}]")
+    assert config.data.sources == {"code": {"path": folders["code"]}, "web": {"path": folders["web"], "weight": 0.7}}
+    assert config.data.phases == [{"from_step": 10, "weights": {"code": 0.5, "web": 0.5}}]
+    assert ready_for(config, None, Progress.silent()) == folders["code"]
+
+
+WRITTEN = {
+    "+data.sources.web.weight=-1": "a weight is a number from 0 on",
+    "+data.sources.web.weight=none": "a weight is a number from 0 on",
+    "+data.sources.web.weights=1": "a source has a path and may have a weight",
+    "+data.sources.web.weight=1e-9": "at least one sample in a million",
+    "+data.sources.x=7": "a source has a path",
+    "data.phases=[{from_step: 5, weights: {code: 1}}]": "missing: web",
+    "data.phases=[{from_step: 5, weights: {code: 1, web: 1, x: 1}}]": "unknown: x",
+    "data.phases=[{from_step: 5, weights: {code: 0, web: 0}}]": "all weights are 0",
+    "data.phases=[{from_step: -5, weights: {code: 1, web: 1}}]": "a whole number from 0 on",
+    "data.phases=[{from: 5}]": "a whole number from 0 on",
+    "data.phases=[{from_step: 5, weights: {code: 1, web: 1}}, {from_step: 5, weights: {code: 1, web: 1}}]": "in the order of their steps",
+    "data.phases=[{from_step: 100, weights: {code: 1, web: 1}}]": "train.steps=101",
+    "data.name=stdlib": "sources and phases belong to a mixture",
+}
+
+
+@pytest.mark.parametrize("word", WRITTEN)
+def test_mistakes_are_refused_before_the_start(word: str, folders: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=WRITTEN[word]):
+        make_plan(composed(folders, word), World(ranks=1, ranks_per_node=1, device=Device.CPU))
+
+
+def test_a_mixture_of_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="a mixture has sources"):
+        make_plan(compose(["data=mixture"]), World(ranks=1, ranks_per_node=1, device=Device.CPU))
+
+
+FOUND = {
+    "+data.sources.other.path={other}": "all sources are made with one tokenizer",
+    "+data.sources.web.path=/nowhere": "data.sources.web.path",
+    "train.sequence_length=100000": "train.sequence_length",
+    "eval.sets=[validation]": r"eval.sets=\[code/validation,web/validation\]",
+    "eval.sets=[web/test]": "no split test",
+    "model.vocab_size=263": "every token has a row",
+}
+
+
+@pytest.mark.parametrize("word", FOUND)
+def test_what_the_sources_lack_is_refused_before_the_start(word: str, folders: dict[str, str]) -> None:
+    config = composed(folders, word.format(**folders))
+    with pytest.raises(InputError, match=FOUND[word]):
+        ready_for(config, None, Progress.silent())
