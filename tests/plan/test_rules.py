@@ -152,7 +152,6 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"model__target": "Model", "model__family": None}, CPU, "model.target", "dotted path"),
     ({"model__target": "mine.Model", "model__family": None, "train__activation_checkpointing": True}, CPU,
      "train.activation_checkpointing", "torch.utils.checkpoint"),
-    ({"model__target": "mine.Model", "model__family": None, "checkpoint__export": True}, CPU, "checkpoint.export", "safetensors"),
     ({"model__target": "mine.Model", "model__family": None, "monitor__prompt": "def "}, CPU, "monitor.prompt", "null"),
     ({"model__arguments": {"width": 3}}, CPU, "model.arguments", "model.target"),
     ({"model": replace(MIXTRAL, router_aux_loss_coef=0.01)}, CPU, "model.router_aux_loss_coef", "micro-batch"),

@@ -53,7 +53,7 @@ def start(folder: Path, tiles: Path, stop_after: int | None = None, **changes: A
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiles: Path) -> Start:
-    return start(tmp_path_factory.mktemp("runs") / "whole", tiles)
+    return start(tmp_path_factory.mktemp("runs") / "whole", tiles, checkpoint__export=True)
 
 
 def evaluations(run: Start) -> list[dict[str, Any]]:
@@ -81,6 +81,18 @@ def test_stopped_and_resumed_is_bitwise_never_stopped(whole: Start, tiles: Path,
     assert resumed.rows() == whole.rows()
     assert [row[2] for row in resumed.evals()] == [row[2] for row in whole.evals()]
     assert same(resumed.state(), whole.state())
+
+
+def test_transformers_opens_what_it_exports(whole: Start, tiles: Path) -> None:
+    from transformers import AutoModelForImageClassification
+
+    model = AutoModelForImageClassification.from_pretrained(whole.directory.export).eval()
+    task, records = image_task(image_plan(tiles)), open_records(tiles, "validation")
+    with torch.no_grad():
+        sums = task.eval_sums(model, task.collate(records.read(np.zeros(50, dtype=np.int64), np.arange(50)), CPU))
+    last = evaluations(whole)[-1]
+    assert float(sums["loss"]) / 50 == pytest.approx(last["loss"], abs=1e-5)
+    assert int(sums["accuracy"]) == round(50 * last["accuracy"])
 
 
 def test_other_records_are_refused_by_name(whole: Start, tiles: Path, tmp_path: Path) -> None:

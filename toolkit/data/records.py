@@ -188,6 +188,7 @@ def read_records(path: str | Path) -> RecordManifest:
         InputError: there is none, it is of another kind or format version, or it contradicts itself.
     """
     file, content = read_content(path, KIND, (FORMAT_VERSION,))
+    assert isinstance(file, Path), "read_content refuses a URL for what is read from this machine"
     try:
         manifest = RecordManifest(
             folder=Path(path), origin=RecordOrigin(**content["origin"]), record_bytes=int(content["record_bytes"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +41,15 @@ def build_target(model: ModelConfig, seed: int, *, documents: Documents = Docume
     if documents is Documents.separate:
         _check_takes_positions(module, model)
     return module
+
+
+def configuration(model: ModelConfig, seed: int) -> dict[str, Any] | None:
+    """What transformers opens an exported ``model.target`` by (``config.json``); None where the module is none of its own."""
+    module = build_target(model, seed)
+    config: Any = getattr(module, "config", None)
+    if not hasattr(module, "save_pretrained") or not hasattr(config, "to_diff_dict"):
+        return None
+    return {**config.to_diff_dict(), "model_type": config.model_type, "architectures": [type(module).__name__]}
 
 
 def _find(model: ModelConfig) -> type[nn.Module]:

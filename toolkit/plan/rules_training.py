@@ -75,9 +75,6 @@ def own_model(case: Case) -> Iterator[Problem]:
     if config.train.activation_checkpointing:
         yield refuse(config, "train.activation_checkpointing model.target", "what to recompute inside a model of your own is for it to say",
                      "leave train.activation_checkpointing out and call torch.utils.checkpoint in the model")
-    if config.checkpoint.export:
-        yield refuse(config, "checkpoint.export model.target", "the Hugging Face format needs a family's names",
-                     "leave checkpoint.export out: the checkpoints hold the weights as safetensors")
     if config.monitor.prompt is not None:
         yield warn(config, "monitor.prompt model.target", "text is continued by the families' models only", "write monitor.prompt=null")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import newest, step_of
 from toolkit.checkpoint.formats.huggingface import export
+from toolkit.models.target import configuration
 from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.sink import Sink
 from toolkit.plan.types import RunPlan
@@ -34,7 +35,8 @@ def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink:
     checkpoint = newest(directory.checkpoints)
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
-        export(open_reader(checkpoint), plan.shape, directory.export, tokenizer=tokenizer)
+        config = None if plan.shape is not None else configuration(plan.config.model, plan.config.train.seed)
+        export(open_reader(checkpoint), plan.shape, directory.export, tokenizer=tokenizer, config=config)
     _tell_speed(directory, plan.unit, say)
     _tell_data(directory, consumed, say)
     _tell_losses(plan, directory, unigram, say)

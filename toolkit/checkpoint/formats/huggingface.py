@@ -139,14 +139,15 @@ class _Export:
 
 
 def export(reader: Reader, shape: ModelShape | None, folder: str | Path, *, dtype: str | None = None, tokenizer: Path | None = None,
-           shard_bytes: int = SHARD_BYTES) -> Path:
+           config: Mapping[str, Any] | None = None, shard_bytes: int = SHARD_BYTES) -> Path:
     """Write the weights as a folder that ``AutoModelForCausalLM.from_pretrained`` opens.
 
     Args:
         reader: of a checkpoint; the weights are read from master weights where ``dtype`` is wider than what is stored.
-        shape: None for ``model.target``: one ``model.safetensors`` of the state dict, without a configuration.
+        shape: None for ``model.target``: one ``model.safetensors`` of the state dict.
         dtype: torch's name (``bfloat16``); None: as the weights are stored.
         tokenizer: a folder whose tokenizer files are copied.
+        config: of ``model.target``, where its module is transformers' own; without it there is no ``config.json``.
         shard_bytes: a file holds no more than this, except for a single larger tensor.
 
     Returns:
@@ -167,8 +168,9 @@ def export(reader: Reader, shape: ModelShape | None, folder: str | Path, *, dtyp
     try:
         _write_weights(temporary, tensors, dtypes, reader, shard_bytes)
         if shape is not None:
-            config = {**families.get(shape.family).hugging_face_config(shape), "dtype": dtype or _commonest(dtypes)}
-            write_whole(temporary / CONFIG, json.dumps(config, indent=2) + "\n")
+            config = families.get(shape.family).hugging_face_config(shape)
+        if config is not None:
+            write_whole(temporary / CONFIG, json.dumps({**config, "dtype": dtype or _commonest(dtypes)}, indent=2) + "\n")
         for name in TOKENIZER_FILES if tokenizer is not None else ():
             assert tokenizer is not None
             if (tokenizer / name).is_file():
