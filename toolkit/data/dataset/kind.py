@@ -54,7 +54,8 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
     stream = DatasetStream(documents, encoders, fingerprint=opened.fingerprint, sequence_length=config.train.sequence_length,
                            seed=seed, batch=batch, data_rank=data_rank, gather=everyone)
     sets = {name: open_split(manifest.folder, name) for name in config.eval.sets} if config.eval.every else {}
-    return RunData(stream, text_sets(sets, config, batch, data_rank), Path(manifest.tokenizer_folder), lambda: None)
+    return RunData(stream, text_sets(sets, config, batch, data_rank), Path(manifest.tokenizer_folder), lambda: None,
+                   end_of_text=manifest.tokenizer.end_of_text)
 
 
 def everyone(state: dict[str, Any]) -> list[dict[str, Any]]:
