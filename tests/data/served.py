@@ -154,9 +154,9 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                         store.faulty["stalled"] += 1
                     time.sleep(store.faults.silence_seconds)
                 return
-            self.wfile.write(content[start:end])
-            with store.lock:
+            with store.lock:  # before: who asked may count as soon as it has the last byte
                 store.served_bytes += end - start
+            self.wfile.write(content[start:end])
 
         def _refuse(self, status: HTTPStatus, code: str, body: bool) -> None:
             """As S3 does: the body of a refusal names the key that was used."""

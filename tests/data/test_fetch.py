@@ -71,7 +71,24 @@ def test_a_definite_answer_ends_the_rest() -> None:
     with pytest.raises(KeyError):
         fetch_all(calls, Pace(QUICK), QUICK, seconds=30)
     time.sleep(0.2)
-    assert len(started) < 500  # those that no thread had taken up are left
+    assert len(started) <= QUICK.in_flight  # the others are left
+
+
+def test_so_many_and_no_more_at_once() -> None:
+    under_way, most = [0], [0]
+    lock = threading.Lock()
+
+    def call() -> int:
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        time.sleep(0.01)
+        with lock:
+            under_way[0] -= 1
+        return 1
+
+    assert sum(fetch_all([call] * 100, Pace(QUICK), Limits(in_flight=7, another_share=0), seconds=30)) == 100
+    assert most[0] == 7
 
 
 def test_silence_is_passed_by_another_attempt() -> None:
@@ -101,11 +118,3 @@ def test_other_attempts_are_few() -> None:
     pace.begin(160)
     assert not pace.another_due(0.099)
     assert pace.another_due(0.11)
-
-
-def test_threads_end_with_python() -> None:
-    """They are not daemons: one that came back from a library into a Python that is ending would abort it."""
-    fetch_all([lambda: 1], Pace(QUICK), QUICK, seconds=1)
-    storage = [thread for thread in threading.enumerate() if thread.name.startswith("storage")]
-    assert storage
-    assert not any(thread.daemon for thread in storage)

@@ -4,8 +4,8 @@ An attempt that fails is repeated after a pause that doubles. One that takes muc
 another attempt starts beside it, and the first answer counts. A store in which every twentieth request stalls so costs a fraction
 of a second now and then, not its time limit.
 
-Attempts block threads, and these threads are joined when Python ends: a library's own threads that call back into a Python that is
-ending abort the process.
+Attempts block threads, which are joined when Python ends. The asynchronous functions of a library whose own threads call back into
+Python would need fewer, but such a thread that finds Python ending aborts the process.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 AT_ONCE = 3  # attempts of one request
+THREADS = 256  # of a process, made as they are needed
 TICK_SECONDS = 0.02  # how often the requests under way are looked at
 
 
@@ -31,7 +33,7 @@ class Limits:
     """What requests to a store may cost."""
 
     in_flight: int = 64
-    """Requests of this process at once."""
+    """Requests of one reading at once. Attempts that are no longer waited for come on top, THREADS in all."""
     part_bytes: int = 1 << 20
     """The largest request; more is cut into several."""
     connect_seconds: float = 5.0
@@ -51,7 +53,7 @@ class Limits:
     another_least_seconds: float = 0.1
     another_most_seconds: float = 1.0
     """... but no sooner and no later than these."""
-    another_share: float = 1 / 16
+    another_share: float = 1 / 8
     """At most this share of all requests, and 8 more, get another attempt so: a slow store is not loaded twice. 0: none."""
 
 
@@ -103,8 +105,8 @@ class Pace:
 
 
 @cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="storage")
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="storage")
 
 
 class _Attempt(Generic[T]):
@@ -137,7 +139,7 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
         Exception: whatever else a call raised, at once.
     """
     answers: SimpleQueue[tuple[_Attempt[T], T | None, Exception | None]] = SimpleQueue()
-    pool, start = _threads(limits.in_flight), time.monotonic()
+    pool, start = _threads(), time.monotonic()
     jobs = [_Job(call) for call in calls]
     pace.begin(len(jobs))
 
@@ -165,8 +167,9 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
             begin(job)
 
     try:
-        for job in jobs:
-            begin(job)
+        waiting = deque(jobs)
+        for _ in range(min(limits.in_flight, len(jobs))):
+            begin(waiting.popleft())
         left, looked = len(jobs), start
         while left:
             try:
@@ -183,6 +186,8 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
                     pace.answered(time.monotonic() - attempt.began)
                     job.answer, job.done = answer, True  # type: ignore[assignment]
                     left -= 1
+                    if waiting:
+                        begin(waiting.popleft())
                 elif not isinstance(error, Transient):
                     raise error
                 elif not job.running:  # no other attempt of it is under way
