@@ -45,7 +45,7 @@ ROUNDS = [[word for word in words if word] for words in zip_longest(
     *([f"{group}={option}" for option in search.options(FOLDERS, group)] for group in GROUPS))]
 # What some options leave to the user.
 GIVEN = {"model=custom": "model.target=my.Model", "model=pretrained": "model.pretrained=folder", "data=prepared": "data.path=folder",
-         "data=arrays": "data.path=folder",
+         "data=arrays": "data.path=folder", "data=dataset": "data.dataset.path=corpus.jsonl data.dataset.tokenizer=folder",
          "offload=nvme": "offload.nvme_path=/disk"}
 
 
@@ -62,7 +62,7 @@ def plain(value: Any) -> bool:
 
 @pytest.mark.parametrize("options", ROUNDS, ids=lambda options: " ".join(options))
 def test_every_option_composes(options: list[str]) -> None:
-    config = compose([*options, *(given for option, given in GIVEN.items() if option in options)])
+    config = compose([*options, *(word for option, given in GIVEN.items() if option in options for word in given.split())])
     assert plain(config)
     assert from_yaml(to_yaml(config)) == config
     assert not vendor.problems(config)

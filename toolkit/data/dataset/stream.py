@@ -24,8 +24,8 @@ State = dict[str, Any]
 Gather = Callable[[State], list[State]]  # what each rank gave, on every rank
 
 VERSION = "lanes-1"  # names what lane has which document, and in what order
-AHEAD_TOKENS = 1 << 17  # of a rank, made or under way; a lane has two windows at least
-REQUEST_TOKENS = 1 << 14  # about as many a request: 15 ms of tokenising
+AHEAD_TOKENS = 1 << 18  # of a rank, made or under way; a lane has two windows at least
+REQUEST_TOKENS = 1 << 15  # about as many a request: 30 ms of tokenising, beside which sending it is little
 STEPS_AHEAD = 3
 GUESSED_TOKENS = 500.0  # of a document, until some are known
 PASSED_EVERY = 64  # steps
