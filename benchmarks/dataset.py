@@ -1,0 +1,122 @@
+"""What training straight from a dataset costs the CPU: nanoseconds a token, and how much of it is the tokenizer itself.
+
+    python benchmarks/dataset.py [--megabytes 12] [--seconds 15] [--output benchmarks/results/dataset.json]
+
+The text is Python's standard library, a row each 2,000 characters, in one JSONL file; the tokenizer is trained on it. The floor is
+one process that calls ``encode_batch_fast`` on the same rows and does nothing with what it returns. Everything is counted as
+CPU time over the whole process tree, so that it holds on a busy machine too, within the noise of shared caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sysconfig
+import tempfile
+import time
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import DataConfig, DatasetConfig, RunConfig, TrainConfig
+from toolkit.data import tokenizer as bpe
+from toolkit.data.dataset.stream import DatasetStream
+from toolkit.data.open import open_data, ready_for
+from toolkit.data.stdlib import source_texts
+from toolkit.files import write_whole
+from toolkit.plan.types import BatchPlan, RampStage
+from toolkit.progress import Progress
+
+CHARACTERS, VOCABULARY = 2000, 16384
+LENGTH, BATCH = 2048, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=12, help="of text")
+    parser.add_argument("--seconds", type=float, default=15, help="CPU time of each measurement, about")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/dataset.json"))
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
+        rows = make(folder, asked.megabytes * 1_000_000)
+        results: list[dict[str, Any]] = [floor(folder, rows, asked.seconds)]
+        for streaming, workers in ((False, 1), (False, 2), (True, 2)):
+            results.append(ours(folder, streaming, workers, asked.seconds))
+    for result in results:
+        result["tokenizer_share"] = round(results[0]["cpu_ns_per_token"] / result["cpu_ns_per_token"], 3)
+        print(json.dumps(result))
+    versions = {package: version(package) for package in ("tokenizers", "datasets", "pyarrow", "numpy")}
+    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(), **versions}
+    write_whole(asked.output, json.dumps({"machine": machine, "window": LENGTH, "batch": BATCH, "vocabulary": VOCABULARY,
+                                          "rows": len(rows), "results": results}, indent=1) + "\n")
+
+
+def make(folder: Path, size: int) -> list[str]:
+    text = "".join(content.decode("utf-8", errors="replace") for _, content in source_texts(Path(sysconfig.get_path("stdlib"))))[:size]
+    rows = [text[first : first + CHARACTERS] for first in range(0, len(text), CHARACTERS)]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    bpe.save(bpe.train_bpe(rows, VOCABULARY), folder)
+    return rows
+
+
+def floor(folder: Path, rows: list[str], seconds: float) -> dict[str, Any]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = bpe.load(folder / bpe.FOLDER)
+    tokenizer.encode_special_tokens = True
+    tokens, at, began = 0, 0, time.process_time()
+    while time.process_time() - began < seconds:
+        tokens += sum(map(len, tokenizer.encode_batch_fast(rows[at : at + 32], add_special_tokens=False)))
+        at = (at + 32) % len(rows)
+    return {"what": "encode_batch_fast alone", "tokens": tokens, "cpu_ns_per_token": round((time.process_time() - began) * 1e9 / tokens, 1)}
+
+
+def ours(folder: Path, streaming: bool, workers: int, seconds: float) -> dict[str, Any]:
+    dataset = DatasetConfig(path=str(folder / "corpus.jsonl"), tokenizer=str(folder / bpe.FOLDER), streaming=streaming, workers=workers)
+    config = RunConfig(data=DataConfig(name="dataset", path=str(folder / "data"), dataset=dataset),
+                       train=TrainConfig(global_batch=BATCH, sequence_length=LENGTH))
+    batch = BatchPlan(micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),))
+    opened_at = time.perf_counter()
+    ready = ready_for(config, None, Progress.silent())
+    ready_seconds, opened_at = time.perf_counter() - opened_at, time.perf_counter()
+    stream = open_data(config, batch, 0, ready).stream
+    assert isinstance(stream, DatasetStream)
+    steps = stream.steps(0)
+    next(steps)
+    first_seconds = time.perf_counter() - opened_at
+    for _ in islice(steps, 20):  # what was read ahead at the start is over
+        pass
+    pids = [os.getpid(), *stream._encoders.pids] if stream._encoders is not None else []
+    before, counted, began = [cpu_seconds(pid) for pid in pids], 0, time.perf_counter()
+    while sum(map(cpu_seconds, pids)) - sum(before) < seconds:
+        counted += sum(1 for _ in islice(steps, 20))
+    spent = [cpu_seconds(pid) - one for pid, one in zip(pids, before, strict=True)]
+    wall = time.perf_counter() - began
+    at = stream._at
+    resume_at = time.perf_counter()
+    state = stream.state(at)
+    stream.close()
+    resumed = open_data(config, batch, 0, ready).stream
+    resumed.restore(state)
+    next(iter(resumed.steps(at)))
+    resume_seconds = time.perf_counter() - resume_at
+    resumed.close()
+    tokens = counted * BATCH * LENGTH
+    return {"what": f"data=dataset, {'streaming' if streaming else 'map-style'}, {workers} workers", "tokens": tokens,
+            "cpu_ns_per_token": round(sum(spent) * 1e9 / tokens, 1), "of_the_rank_itself": round(spent[0] * 1e9 / tokens, 1),
+            "tokens_per_second": round(tokens / wall), "ready_seconds": round(ready_seconds, 2),
+            "first_batch_seconds": round(first_seconds, 2), "resume_seconds": round(resume_seconds, 2),
+            "state_bytes": len(json.dumps(state))}
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()
