@@ -19,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.made import batch_plan, documents, make_folder
+from tests.data.served import served
 from tests.data.test_stream import global_batch
 from toolkit.data import write_records
+from toolkit.data.cache import BlockCache
 from toolkit.data.evaluation import sample_batches
 from toolkit.data.index import open_split
 from toolkit.data.records import DTYPES, Records, describe, open_records, read_records, verify_records
@@ -277,3 +279,31 @@ def test_an_evaluation_takes_the_first_records_once(count: int, batches: int, se
         assert {len(batch) for of_rank in found for batch in of_rank} == {8 // micro // ranks}, "as many micro-batches on each rank"
         everything = [number for of_rank in found for batch in of_rank for samples in batch for number in numbers(samples)]
         assert sorted(everything) == list(range(seen))
+
+
+# -- in a store
+
+
+def test_a_store_gives_the_same_records(tmp_path: Path) -> None:
+    """In any order, by one request each; with a cache the second epoch asks for nothing."""
+    make(tmp_path / "records", 60, shard_bytes=136 * 25)
+    here = open_records(tmp_path / "records", "train")
+    numbers = np.random.default_rng(0).permutation(60)[:40]
+    epochs = np.zeros_like(numbers)
+    with served(tmp_path) as store:
+        there = open_records(f"{store.http}/records", "train")
+        assert there.fingerprint() == here.fingerprint()
+        store.forget()
+        assert there.read(epochs, numbers).tobytes() == here.read(epochs, numbers).tobytes()
+        assert (sum(store.requests.values()), store.served_bytes) == (40, 40 * 136)
+        kept = open_records(f"{store.http}/records", "train", cache=BlockCache(tmp_path / "cache", 1.0))
+        kept.read(epochs, numbers)
+        store.forget()
+        assert kept.read(epochs, numbers).tobytes() == here.read(epochs, numbers).tobytes()
+        assert sum(store.requests.values()) == 0
+        cut = tmp_path / "records/train-00001.records"
+        cut.write_bytes(cut.read_bytes()[:-1])
+        with pytest.raises(InputError, match=r"train-00001\.records: 3399 bytes"):
+            open_records(f"{store.http}/records", "train")
+        with pytest.raises(InputError, match="absent"):
+            open_records(f"{store.http}/nowhere", "train")

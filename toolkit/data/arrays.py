@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from toolkit.config.schema import RunConfig
+from toolkit.data.cache import cache_of
 from toolkit.data.evaluation import EvalSet, sample_batches
 from toolkit.data.kind import Kind, RunData
-from toolkit.data.records import RecordManifest, open_records, read_records
+from toolkit.data.records import RecordManifest, open_records, read_records, survey
 from toolkit.data.stream import Stream
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import BatchPlan
@@ -18,15 +19,18 @@ IMAGE, LABEL = "image", "label"
 
 
 def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
-    problems = list(record_problems(config, read_records(config.data.path)))
+    manifest = read_records(config.data.path)
+    problems = list(record_problems(config, manifest))
     if problems:
         raise InputError(*problems)
+    survey(manifest, ["train", *(config.eval.sets if config.eval.every else [])])
     return config.data.path
 
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
-    training = open_records(folder, "train")
-    sets = {name: open_records(folder, name) for name in config.eval.sets} if config.eval.every else {}
+    kept = cache_of(config.data.cache)
+    training = open_records(folder, "train", cache=kept, surveyed=True)
+    sets = {name: open_records(folder, name, cache=kept, surveyed=True) for name in (config.eval.sets if config.eval.every else [])}
     stream = Stream({"train": training}, None, seed=config.data.shuffle_seed, batch=batch, data_rank=data_rank)
     batches = {name: EvalSet(str(records.fingerprint()["data"]), partial(sample_batches, records, config.eval.batches, batch, data_rank))
                for name, records in sets.items()}

@@ -117,25 +117,18 @@ def write_manifest(manifest: DataManifest, folder: Path) -> None:
     write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
 
 
+def kind_of(path: str | Path) -> str:
+    """What the data folder ``path`` holds. Raises InputError where it has no manifest that can be read."""
+    return str(_content(path)[1].get("kind", KIND))
+
+
 def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tuple[Place, dict[str, Any]]:
     """The manifest file of the data folder ``path`` and what it says, which is of ``kind`` and of one of the format versions ``readable``.
 
     Raises:
         InputError: there is none, it is of another kind or format version, or it cannot be read.
     """
-    place = place_of(path)
-    file = place / NAME
-    remedy = "write data=stdlib, or make a data folder with launch/prepare.py and name it with data.path=FOLDER"
-    if isinstance(place, Url) and kind != KIND:
-        raise InputError(Problem("data.path", f"data.path={path}", f"data of the kind {kind} lie on this machine", "copy the folder here"))
-    try:
-        content = json.loads(open_folder(path).read_bytes(NAME) if isinstance(file, Url) else file.read_bytes())
-    except OSError as error:
-        raise InputError(Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)) from error
-    except ValueError as error:
-        raise InputError(Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")) from error
-    if not isinstance(content, dict):
-        raise incomplete(file, TypeError(type(content).__name__))
+    file, content = _content(path)
     found = content.get("kind", KIND)
     if found != kind:
         seen, rule = f"data.path={path} holds {found}", f"the kind of data chosen reads {kind}"
@@ -145,6 +138,21 @@ def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tupl
         known = " and ".join(map(str, readable))
         seen, rule = f"format_version={version} in {file}", f"this toolkit reads data of format versions {known}"
         raise InputError(Problem("data.path", seen, rule, "prepare the data again"))
+    return file, content
+
+
+def _content(path: str | Path) -> tuple[Place, dict[str, Any]]:
+    place = place_of(path)
+    file = place / NAME
+    remedy = "write data=stdlib, or make a data folder with launch/prepare.py and name it with data.path=FOLDER"
+    try:
+        content = json.loads(open_folder(path).read_bytes(NAME) if isinstance(file, Url) else file.read_bytes())
+    except OSError as error:
+        raise InputError(Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)) from error
+    except ValueError as error:
+        raise InputError(Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")) from error
+    if not isinstance(content, dict):
+        raise incomplete(file, TypeError(type(content).__name__))
     return file, content
 
 

@@ -19,19 +19,23 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from toolkit.data.digest import Digest, broken, check_bytes, check_size
+from toolkit.data.digest import Digest, check_bytes, check_size
 from toolkit.data.index import HASHED_AT_OPENING_BYTES
 from toolkit.data.manifest import NAME, incomplete, read_content
 from toolkit.data.order import BLOCK_BYTES
+from toolkit.data.storage import Place, Url, place_of
 from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole
 from toolkit.progress import Progress
+
+if TYPE_CHECKING:
+    from toolkit.data.cache import BlockCache
 
 Ints = npt.NDArray[np.int64]
 
@@ -94,7 +98,7 @@ class RecordOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordManifest:
-    folder: Path  # where the files lie; not written
+    folder: Place  # where the files lie, perhaps in a store; not written
     origin: RecordOrigin
     fields: tuple[Field, ...]
     record_bytes: int
@@ -126,58 +130,103 @@ class RecordManifest:
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
 
-class Records:
-    """``Samples`` of a split in local files, mapped: opening costs nothing that grows with the data; ranks share the page cache."""
+class Rows(Protocol):
+    """The bytes of a split's records, wherever they are kept."""
 
-    def __init__(self, manifest: RecordManifest, split: str) -> None:
+    def take(self, numbers: Ints) -> npt.NDArray[np.uint8]:
+        """The records ``numbers`` [n]: [n, record_bytes]."""
+
+
+class MappedRows:
+    """Local files, mapped: opening costs nothing that grows with the data, and ranks share the page cache."""
+
+    def __init__(self, files: Sequence[tuple[Path, Digest]], row_bytes: int) -> None:
         """Raises InputError where a file is absent or has another size than the manifest says."""
+        # Bytes rather than structs, which numpy may copy field by field; plain arrays, since indexing a memmap object costs more.
+        self._shards = [
+            np.asarray(np.memmap(check_size(file, expected), dtype=np.uint8, mode="r", shape=(expected.bytes // row_bytes, row_bytes)))
+            for file, expected in files
+        ]
+        self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
+
+    def take(self, numbers: Ints) -> npt.NDArray[np.uint8]:
+        if len(self._shards) == 1:
+            return self._shards[0].take(numbers, axis=0)
+        rows = np.empty((len(numbers), self._shards[0].shape[1]), dtype=np.uint8)
+        which = np.searchsorted(self._ends, numbers, side="right")
+        for number in np.unique(which).tolist():
+            at = np.flatnonzero(which == number)
+            shard = self._shards[number]
+            rows[at] = shard.take(numbers[at] - (int(self._ends[number]) - len(shard)), axis=0)
+        return rows
+
+
+class Records:
+    """``Samples`` of one split."""
+
+    def __init__(self, manifest: RecordManifest, split: str, rows: Rows) -> None:
         self.manifest = manifest
         self.split = manifest.split(split)
         self.dtype = manifest.dtype
         self.count = self.split.records
         self.block = max(1, BLOCK_BYTES // manifest.record_bytes)
         self._name = split
-        # Bytes rather than structs, which numpy may copy field by field.
-        self._shards = [_map(manifest, shard) for shard in self.split.shards]
-        self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
+        self._rows = rows
 
     def read(self, epochs: Ints, numbers: Ints) -> npt.NDArray[np.void]:
         """The records ``numbers`` [n], the same in every epoch: [n] structs, whose fields are arrays [n, *shape]."""
         assert not numbers.size or (numbers.min() >= 0 and numbers.max() < self.count), f"records of 0 .. {self.count}: {numbers}"
-        if len(self._shards) == 1:
-            rows = self._shards[0].take(numbers, axis=0)
-        else:
-            rows = np.empty((len(numbers), self.dtype.itemsize), dtype=np.uint8)
-            which = np.searchsorted(self._ends, numbers, side="right")
-            for number in np.unique(which).tolist():
-                at = np.flatnonzero(which == number)
-                shard = self._shards[number]
-                rows[at] = shard.take(numbers[at] - (int(self._ends[number]) - len(shard)), axis=0)
-        return rows.view(self.dtype)[:, 0]
+        return self._rows.take(numbers).view(self.dtype)[:, 0]
 
     def fingerprint(self) -> dict[str, str | int]:
         return {"data": self.manifest.data_hash(self._name)}
 
 
-def open_records(path: str | Path, split: str) -> Records:
-    """The records of ``split`` of the data folder ``path``.
+def open_records(path: str | Path, split: str, *, cache: BlockCache | None = None, surveyed: bool = False) -> Records:
+    """The records of ``split`` of the data folder ``path``, which may be a URL.
 
-    Sizes are checked always, and all bytes of a split of up to 256 MiB.
+    Sizes are checked always, and on this machine all bytes of a split of up to 256 MiB.
+
+    Args:
+        cache: of records in a store, see ``remote_records.StoreRows``.
+        surveyed: another process has done ``survey`` for this start: ranks do not ask a store for every shard again.
 
     Raises:
         InputError: no such folder or split, or a file that is not what the manifest says.
     """
     manifest = read_records(path)
-    files = _files(manifest, manifest.split(split).shards)
+    names = _names(manifest.split(split).shards)
+    if isinstance(manifest.folder, Url):
+        from toolkit.data.remote_records import StoreRows
+
+        if not surveyed:
+            survey(manifest, [split])
+        return Records(manifest, split, StoreRows(manifest.folder, names, manifest.record_bytes, cache=cache))
+    files = [(manifest.folder / name, expected) for name, expected in names]
     if sum(expected.bytes for _, expected in files) <= HASHED_AT_OPENING_BYTES:
         check_bytes(files, Progress.silent())
-    return Records(manifest, split)
+    return Records(manifest, split, MappedRows(files, manifest.record_bytes))
+
+
+def survey(manifest: RecordManifest, splits: Sequence[str]) -> None:
+    """Before ranks start: every file of ``splits`` is there and as long as the manifest says. Raises InputError."""
+    names = [name for split in splits for name in _names(manifest.split(split).shards)]
+    if isinstance(manifest.folder, Url):
+        from toolkit.data.remote_records import survey_files  # with it comes what speaks to stores
+
+        survey_files(manifest.folder, names)
+    else:
+        for name, expected in names:
+            check_size(manifest.folder / name, expected)
 
 
 def verify_records(path: str | Path, progress: Progress) -> RecordManifest:
-    """Read every byte of the data folder and compare. Raises InputError naming the first file that differs."""
+    """Read every byte of a data folder on this machine and compare. Raises InputError naming the first file that differs."""
     manifest = read_records(path)
-    check_bytes(_files(manifest, [shard for split in manifest.splits.values() for shard in split.shards]), progress)
+    if isinstance(manifest.folder, Url):
+        raise InputError(Problem("inspect", f"{path} lies in a store", "records are verified on a disk", "copy the folder here first"))
+    names = _names([shard for split in manifest.splits.values() for shard in split.shards])
+    check_bytes([(manifest.folder / name, expected) for name, expected in names], progress)
     return manifest
 
 
@@ -188,10 +237,9 @@ def read_records(path: str | Path) -> RecordManifest:
         InputError: there is none, it is of another kind or format version, or it contradicts itself.
     """
     file, content = read_content(path, KIND, (FORMAT_VERSION,))
-    assert isinstance(file, Path), "read_content refuses a URL for what is read from this machine"
     try:
         manifest = RecordManifest(
-            folder=Path(path), origin=RecordOrigin(**content["origin"]), record_bytes=int(content["record_bytes"]),
+            folder=place_of(path), origin=RecordOrigin(**content["origin"]), record_bytes=int(content["record_bytes"]),
             fields=tuple(Field(**{**field, "shape": tuple(field["shape"])}) for field in content["fields"]),
             splits={name: _split(split) for name, split in content["splits"].items()})
         if not {field.dtype for field in manifest.fields} <= set(DTYPES):
@@ -203,12 +251,14 @@ def read_records(path: str | Path) -> RecordManifest:
         for shard in split.shards:
             if shard.records * manifest.record_bytes != shard.file.bytes or not shard.records:
                 seen = f"{shard.name} of split {name}: {shard.records} records of {manifest.record_bytes} bytes in {shard.file.bytes} bytes"
-                raise broken(file, seen, "a shard is whole records, at least one")
+                raise InputError(Problem("data.path", f"{file}: {seen}", "a shard is whole records, at least one",
+                                         "restore the file, or write the records again"))
     return manifest
 
 
 def write_manifest(manifest: RecordManifest) -> None:
-    """Into ``manifest.folder``."""
+    """Into ``manifest.folder``, which is on this machine."""
+    assert isinstance(manifest.folder, Path), f"{manifest.folder} is read only"
     content = {name: value for name, value in asdict(manifest).items() if name != "folder"}
     write_whole(manifest.folder / NAME, json.dumps({"format_version": FORMAT_VERSION, "kind": KIND, **content}, indent=1) + "\n")
 
@@ -234,11 +284,5 @@ def _split(content: Mapping[str, Any]) -> RecordSplit:
     return RecordSplit(shards, {name: Statistics(tuple(of["mean"]), tuple(of["std"]), of["least"], of["most"]) for name, of in found})
 
 
-def _files(manifest: RecordManifest, shards: Sequence[RecordShard]) -> list[tuple[Path, Digest]]:
-    return [(manifest.folder / f"{shard.name}{ENDING}", shard.file) for shard in shards]
-
-
-def _map(manifest: RecordManifest, shard: RecordShard) -> npt.NDArray[np.uint8]:
-    """uint8 [records, record_bytes]. A plain array: indexing a memmap object costs more than reading a short record."""
-    file = check_size(manifest.folder / f"{shard.name}{ENDING}", shard.file)
-    return np.asarray(np.memmap(file, dtype=np.uint8, mode="r", shape=(shard.records, manifest.record_bytes)))
+def _names(shards: Sequence[RecordShard]) -> list[tuple[str, Digest]]:
+    return [(f"{shard.name}{ENDING}", shard.file) for shard in shards]

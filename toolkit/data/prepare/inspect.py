@@ -1,6 +1,6 @@
 """``inspect=PATH``: verify every byte of a data folder, and tell what it is.
 
-Memory: four bytes a document of the largest split, and the index of one shard.
+Memory: some twenty bytes a document of the largest split, and the index of one shard.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.config.prepare import PrepareConfig
+from toolkit.data import records
 from toolkit.data import tokenizer as bpe
 from toolkit.data.digest import Digest
 from toolkit.data.documents import waste
 from toolkit.data.index import HEADER, verify
-from toolkit.data.manifest import DataManifest, Split, describe, read_manifest
+from toolkit.data.manifest import DataManifest, Split, describe, kind_of, read_manifest
 from toolkit.data.prepare import report
+from toolkit.data.prepare.plan import as_typed
 from toolkit.data.storage import Folder, open_folder
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
@@ -36,11 +38,14 @@ Lengths = npt.NDArray[np.int32]
 def inspect(config: PrepareConfig, progress: Progress) -> list[str]:
     """Lines for people. Raises InputError naming the first file that is not what the manifest says."""
     assert config.inspect is not None
+    if kind_of(config.inspect) == records.KIND:
+        found = records.verify_records(config.inspect, progress)
+        return [f"data       {found.folder}: every file is what the manifest says", *records.describe(found)]
     manifest = verified(config.inspect, progress)
     folder = open_folder(str(manifest.url or manifest.folder))
     lines = [f"data       {manifest.place}: every file is what the manifest says", *describe(manifest)]
     if manifest.recipe:
-        lines.append("recipe     " + " ".join(f"{key}={value}" for key, value in manifest.recipe.items() if value is not None))
+        lines.append("recipe     " + " ".join(f"{key}={as_typed(value)}" for key, value in manifest.recipe.items() if value is not None))
         lines.append("versions   " + " ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     if report.REPORT in manifest.files:
         lines += report.describe_report(folder.read_bytes(report.REPORT))
@@ -122,10 +127,12 @@ def shuffle_quality(lengths: Lengths) -> float | None:
     About 1 where length and place have nothing to do with each other; far above where files or sources of one kind lie together.
     What differs in no length is not seen. None for too few documents.
     """
+    if not len(lengths):
+        return None
     edges = np.unique(np.quantile(lengths, np.arange(1, DOMAINS) / DOMAINS))
     domain = np.searchsorted(edges, lengths, side="right")
-    shares = np.bincount(domain, minlength=len(edges) + 1) / max(1, len(lengths))
-    segments = min(SEGMENTS, int(len(lengths) * shares[shares > 0].min() / LEAST_IN_A_CELL)) if len(lengths) else 0
+    shares = np.bincount(domain, minlength=len(edges) + 1) / len(lengths)
+    segments = min(SEGMENTS, int(len(lengths) * shares[shares > 0].min() / LEAST_IN_A_CELL))
     domains = int((shares > 0).sum())
     if segments < 2 or domains < 2:
         return None

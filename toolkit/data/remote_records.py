@@ -1,0 +1,58 @@
+"""Records that lie in a store: each is one range of one file, and all of a reading are asked for at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit.data.cache import BlockCache, CachedFile, read_cached
+from toolkit.data.digest import Digest
+from toolkit.data.fetch import Limits
+from toolkit.data.storage import Range, StoreFolder, Url, open_folder
+from toolkit.errors import InputError, Problem
+
+Ints = npt.NDArray[np.int64]
+Files = Sequence[tuple[str, Digest]]  # name, and what it must be
+
+
+def survey_files(place: Url, files: Files) -> None:
+    """The sizes of ``files``, one small request each, all at once. Raises InputError naming the first that is absent or has another."""
+    for (name, expected), size in zip(files, _folder(place).sizes([name for name, _ in files]), strict=True):
+        if size != expected.bytes:
+            raise InputError(Problem("data.path", f"{place / name}: {size} bytes", f"the manifest says {expected.bytes} bytes",
+                                     "restore the file, or write the records again"))
+
+
+class StoreRows:
+    """The rows of one split: see ``records.Rows``. An answer about a file of another size than the manifest says is an InputError."""
+
+    def __init__(self, place: Url, files: Files, row_bytes: int, *, cache: BlockCache | None = None, limits: Limits | None = None) -> None:
+        """
+        Args:
+            cache: where blocks of 32 KiB are kept; None: records are fetched exactly, each time that they are read.
+        """
+        self.folder = _folder(place, limits).for_reading({name: expected.bytes for name, expected in files})
+        self._names = [name for name, _ in files]
+        self._files = {name: CachedFile(name, expected.xxh3_128, expected.bytes) for name, expected in files}
+        self._ends = np.cumsum([expected.bytes // row_bytes for _, expected in files], dtype=np.int64)
+        self._row_bytes = row_bytes
+        self._cache = cache
+
+    def take(self, numbers: Ints) -> npt.NDArray[np.uint8]:
+        which = np.searchsorted(self._ends, numbers, side="right")
+        starts = (numbers - np.concatenate([[0], self._ends])[which]) * self._row_bytes
+        ranges = [Range(self._names[shard], start, start + self._row_bytes)
+                  for shard, start in zip(which.tolist(), starts.tolist(), strict=True)]
+        contents = self.folder.read_ranges(ranges) if self._cache is None else read_cached(self._cache, self.folder, self._files, ranges)
+        rows = np.empty((len(numbers), self._row_bytes), dtype=np.uint8)
+        for row, content in zip(rows, contents, strict=True):
+            row[:] = np.frombuffer(content, dtype=np.uint8)
+        return rows
+
+
+def _folder(place: Url, limits: Limits | None = None) -> StoreFolder:
+    folder = open_folder(place, limits)
+    assert isinstance(folder, StoreFolder)
+    return folder
