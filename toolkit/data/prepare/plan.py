@@ -125,6 +125,11 @@ def recipe(config: PrepareConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def as_typed(value: Any) -> str:
+    """A value of the recipe in a user's words."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 # -- listing
 
 

@@ -26,7 +26,7 @@ from toolkit.data.manifest import NAME as MANIFEST
 from toolkit.data.manifest import DataManifest, TokenizerInfo, read_manifest
 from toolkit.data.prepare import merge, report, tokenise
 from toolkit.data.prepare.parts import SPLITS, read_receipts
-from toolkit.data.prepare.plan import Listing, Plan, list_input, make_plan, read_plan, recipe
+from toolkit.data.prepare.plan import Listing, Plan, as_typed, list_input, make_plan, read_plan, recipe
 from toolkit.data.prepare.vocabulary import ready_vocabulary, vocabulary
 from toolkit.data.prepare.work import each
 from toolkit.errors import InputError, Problem
@@ -170,16 +170,11 @@ def _differences(made: Any, config: PrepareConfig, output: Path, how: str) -> li
         raise _occupied(output, "it was made by something else")
     wanted = recipe(config)
     return [
-        Problem(key, f"{key}={_shown(wanted.get(key))}, and output={output} {how} with {key}={_shown(made.get(key))}",
+        Problem(key, f"{key}={as_typed(wanted.get(key))}, and output={output} {how} with {key}={as_typed(made.get(key))}",
                 "an output is of one recipe; what is made stays",
-                f"write {key}={_shown(made.get(key))}, or name another output: output=FOLDER")
+                f"write {key}={as_typed(made.get(key))}, or name another output: output=FOLDER")
         for key in [*made, *(key for key in wanted if key not in made)] if wanted.get(key) != made.get(key)
     ]  # fmt: skip
-
-
-def _shown(value: Any) -> str:
-    """As it is typed."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_input(listed: Listing, output: Path, progress: Progress) -> None:
@@ -217,7 +212,7 @@ def _occupied(output: Path, why: str) -> InputError:
 def _stdlib(config: PrepareConfig, progress: Progress) -> DataManifest:
     plain = flatten(PrepareConfig(input=STDLIB))
     problems = [
-        Problem(key, f"{key}={_shown(value)} with input=stdlib", "how the embedded text is made is fixed, but for its vocabulary",
+        Problem(key, f"{key}={as_typed(value)} with input=stdlib", "how the embedded text is made is fixed, but for its vocabulary",
                 "leave it out, or name files of your own: input=FOLDER")
         for key, value in flatten(config).items() if key not in STDLIB_KEYS and value != plain[key]
     ]  # fmt: skip
