@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,17 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.data.made import batch_plan
+from tests.data.made import batch_plan, documents, make_folder
 from tests.data.test_mixture import mixed
+from toolkit.config.compose import compose
+from toolkit.config.mixture import phases_of
 from toolkit.data.faces import Positions, Steps
 from toolkit.data.stream import Stream
 from toolkit.errors import CheckpointError
+from toolkit.plan import make_plan
+from toolkit.plan.types import Device, World
+
+ROOT = Path(__file__).resolve().parents[2]
 
 STEPS = 12
 
@@ -97,3 +104,23 @@ def test_positions() -> None:
     for beyond in (40, -41):
         with pytest.raises(IndexError):
             data[beyond]
+
+
+def test_the_guides_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block of docs/data.md as it stands there; and the experiment of its curriculum."""
+    guide = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    make_folder(tmp_path / "data" / "web", {"train": documents(100, 300), "validation": documents(9, 300)})
+    monkeypatch.chdir(tmp_path)
+    code = guide.partition("## In your own loop")[2].partition("```python\n")[2].partition("```")[0]
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["step"] == 9
+    assert found["tokens"].shape == (4, 4, 65)
+    assert np.array_equal(found["resumed"], np.stack(next(found["stream"].steps(10))))
+    found["stream"].close()
+    (tmp_path / "mine" / "exp").mkdir(parents=True)
+    text = guide.partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "mine" / "exp" / "curriculum.yaml").write_text(text, encoding="utf-8")
+    config = compose(["--config-dir=mine", "+exp=curriculum"])
+    assert [phase.from_step for phase in phases_of(config.data.sources, config.data.phases)] == [0, 8000]
+    make_plan(config, World(ranks=2, ranks_per_node=2, device=Device.CPU))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.data.made import Counting, batch_plan
 from toolkit.data import stream as stream_module
 from toolkit.data.mixture import BLOCK, VERSION, Mixture, Phase, digest
+from toolkit.data.order import Order
 from toolkit.data.samples import TokenWindows
 from toolkit.data.stream import Stream, rank_positions, source_seed
 from toolkit.errors import CheckpointError
@@ -136,6 +137,19 @@ def test_batches_have_nearly_their_shares() -> None:
 
     assert 0.8 < spread(sources) < 1.0  # without replacement: 1 - 256 / 4096 of independent draws'
     assert spread(np.sort(sources.reshape(-1, BLOCK), axis=1).ravel()) > 20
+
+
+def test_sorted_corpora_come_out_mixed() -> None:
+    """chi2/df of the domains of both sources a batch; one source alone: tests/data/test_order.py."""
+    samples = 1_048_576
+    sources, places = Mixture(phases((0, (7, 3))), 2)(np.arange(samples // 2))
+    windows = np.empty_like(places)
+    for source in range(2):
+        at = sources == source
+        windows[at] = Order(samples, block_samples=64, seed=source)(places[at])[1]
+    counts = np.stack([np.bincount(batch, minlength=128) for batch in (windows * 64 // samples + 64 * sources).reshape(-1, 1024)])
+    expected = 1024 * np.repeat([0.7, 0.3], 64) / 64
+    assert ((counts - expected) ** 2 / expected).sum(axis=1).mean() / 127 < 1.3
 
 
 def test_a_rare_source_keeps_its_share() -> None:
