@@ -28,7 +28,8 @@ GROUPS = ("model", "zero", "offload", "precision", "optim", "schedule", "checkpo
 # What an option leaves to the user.
 GIVEN: dict[str, dict[str, Any]] = {
     "model=custom": {"target": "my.package.Model"}, "data=prepared": {"path": "data/mine"},
-    "data=arrays": {"path": "data/tiles"}, "offload=nvme": {"nvme_path": "/local_nvme"},
+    "data=arrays": {"path": "data/tiles"}, "data=mixture": {"sources": {"web": {"path": "data/web"}, "code": {"path": "data/code"}}},
+    "data=dataset": {"dataset": {"path": "allenai/c4", "name": "en", "tokenizer": "gpt2"}}, "offload=nvme": {"nvme_path": "/local_nvme"},
 }
 DESCRIBED = ("model=pretrained",)  # a folder says what it is: as its family
 AXES = ("tensor", "pipeline", "context", "expert")
