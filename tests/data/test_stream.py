@@ -126,8 +126,8 @@ def test_windows_differ_between_epochs() -> None:
 def test_resume_anywhere_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across the borders of the chunks that are ordered and read at once."""
     monkeypatch.setattr(stream_module, "ORDERED_AT_ONCE", 40)
+    monkeypatch.setattr(stream_module, "READ_AT_ONCE", 1 << 10)  # bytes: 16 samples
     source = Counting(1000)
-    source.token_bytes = 1 << 10  # a block of 4 samples, of which 16 are read at once
     plan = batch_plan(2, 4, 1)
     whole = list(itertools.islice(stream_of(source, 7, batch=plan).steps(0), 60))
     for step in (1, 9, 10, 11, 37):

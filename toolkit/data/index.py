@@ -116,14 +116,19 @@ class TokenSource(Protocol):
     @property
     def token_bytes(self) -> int: ...
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """That holds every token."""
+
+    @property
     def vocab_size(self) -> int: ...
     @property
     def data_hash(self) -> str: ...
     @property
     def tokenizer_hash(self) -> str: ...
 
-    def read(self, starts: Ints, out: Ints) -> None:
-        """Row ``j`` of ``out`` [rows, length] becomes the tokens ``starts[j] .. starts[j] + length``, all of which exist."""
+    def read(self, starts: Ints, out: npt.NDArray[Any]) -> None:
+        """Row ``j`` of ``out`` [rows, length] becomes the tokens ``starts[j] .. starts[j] + length``, all of which exist.
+        ``out`` is of ``dtype`` or wider integers."""
 
 
 class MappedTokens:
@@ -137,11 +142,12 @@ class MappedTokens:
         self.vocab_size = manifest.tokenizer.size
         self.data_hash = self.split.data_hash
         self.tokenizer_hash = manifest.tokenizer.hash
-        self.token_bytes = np.dtype(manifest.dtype).itemsize
+        self.dtype = np.dtype(manifest.dtype)
+        self.token_bytes = self.dtype.itemsize
         self._shards = [_map(manifest, shard) for shard in self.split.shards if shard.tokens]
         self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
 
-    def read(self, starts: Ints, out: Ints) -> None:
+    def read(self, starts: Ints, out: npt.NDArray[Any]) -> None:
         length = out.shape[1]
         assert len(starts) == len(out), f"{len(starts)} starts for {len(out)} rows"
         if not out.size:
@@ -165,7 +171,7 @@ class MappedTokens:
         shard = self._shards[number]
         return as_strided(shard, (len(shard) - length + 1, length), (shard.itemsize, shard.itemsize), writeable=False)
 
-    def _read_row(self, row: Ints, start: int, number: int) -> None:
+    def _read_row(self, row: npt.NDArray[Any], start: int, number: int) -> None:
         """A window that lies in several shards."""
         filled = 0
         while filled < len(row):

@@ -6,7 +6,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -88,14 +88,17 @@ def _work(buffer: _Buffer[T], chunks: Iterable[T]) -> None:
 class Prefetch(Iterator[T]):
     """The items of ``chunks``, one by one; at most ``depth`` chunks are ready ahead.
 
+    ``finish`` is done to an item by the thread that takes it, when it does: what it makes is in that core's cache, and is not kept ahead.
     An error of ``chunks`` is raised after the items before it. ``close`` (or dropping the object) ends the thread; a closed
     one has no more items.
     """
 
-    def __init__(self, chunks: Iterable[Sequence[T]], depth: int, name: str = "prefetch") -> None:
+    def __init__(self, chunks: Iterable[Sequence[T]], depth: int, name: str = "prefetch", *,
+                 finish: Callable[[T], T] = lambda item: item) -> None:
         assert depth >= 1, f"depth {depth}"
         buffer: _Buffer[Sequence[T]] = _Buffer(depth)
         self._buffer = buffer
+        self._finish = finish
         self._chunk: Iterator[T] = iter(())
         self._thread = threading.Thread(target=_work, args=(buffer, chunks), name=name, daemon=True)
         _running[self._thread] = buffer
@@ -103,12 +106,10 @@ class Prefetch(Iterator[T]):
         self._thread.start()
 
     def __next__(self) -> T:
-        for item in self._chunk:
-            return item
         while True:
-            self._chunk = iter(self._buffer.get())
             for item in self._chunk:
-                return item
+                return self._finish(item)
+            self._chunk = iter(self._buffer.get())
 
     def close(self) -> None:
         self._finalizer()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -132,8 +133,8 @@ class RemoteTokens:
         self.vocab_size = manifest.tokenizer.size
         self.data_hash = self.split.data_hash
         self.tokenizer_hash = manifest.tokenizer.hash
-        self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        self.token_bytes = self._dtype.itemsize
+        self.dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self.token_bytes = self.dtype.itemsize
         self._shards = _filled(self.split)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
         self._names = [f"{shard.name}.bin" for shard in self._shards]
@@ -143,7 +144,7 @@ class RemoteTokens:
         self._room = KEPT_BYTES if repeated else 0
         self._kept: dict[Span, Buffer] = {}
 
-    def read(self, starts: Ints, out: Ints) -> None:
+    def read(self, starts: Ints, out: npt.NDArray[Any]) -> None:
         length = out.shape[1]
         assert len(starts) == len(out), f"{len(starts)} starts for {len(out)} rows"
         if not out.size:
@@ -154,7 +155,7 @@ class RemoteTokens:
         spans, where = spans_of(pieces, self.token_bytes, self.folder.limits.part_bytes)
         contents = self._contents(spans)
         for piece, number in zip(pieces, where, strict=True):
-            tokens = np.frombuffer(contents[number], self._dtype, piece.count, piece.start - spans[number][1])
+            tokens = np.frombuffer(contents[number], self.dtype, piece.count, piece.start - spans[number][1])
             out[piece.row, piece.column : piece.column + piece.count] = tokens
 
     def _contents(self, spans: list[Span]) -> list[Buffer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,8 +26,15 @@ class Samples(Protocol):
     def block(self) -> int:
         """Samples that lie together on disk, about ``order.BLOCK_BYTES`` of them: the unit of the shuffle, and of reading."""
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of samples as they are handed over."""
+
     def read(self, epochs: Ints, numbers: Ints) -> npt.NDArray[Any]:
-        """The samples ``numbers`` [n], each in ``0 .. count``, as they are in the epochs ``epochs`` [n]: [n, ...]."""
+        """The samples ``numbers`` [n], each in ``0 .. count``, as they are in the epochs ``epochs`` [n]: [n, ...].
+
+        Integers may be narrower than ``dtype``: reading ahead then takes less memory, and widening is for whoever hands them over.
+        """
 
     def fingerprint(self) -> dict[str, str | int]:
         """What decides the samples. Plain JSON types. ``data`` is of the bytes; equal keys of several sources must be equal but for it."""
@@ -37,6 +45,8 @@ class TokenWindows:
 
     The windows of each epoch are shifted by an amount of its own, around the end of the row, so that they do not repeat.
     """
+
+    dtype = np.dtype(np.int64)
 
     def __init__(self, source: TokenSource, sequence_length: int, seed: int) -> None:
         """Raises InputError where the split is shorter than one window."""
@@ -50,21 +60,22 @@ class TokenWindows:
 
     def starts(self, epochs: Ints, numbers: Ints) -> Ints:
         """The first token of each window."""
-        present, where = np.unique(epochs, return_inverse=True)
-        shifts = epoch_shifts(self._seed, present, self.source.tokens)
+        alike = epochs.size and (epochs == epochs[0]).all()  # nearly always, and sorting them costs more than all the rest
+        present, where = (epochs[:1], 0) if alike else np.unique(epochs, return_inverse=True)
+        shifts = np.array([_shift(self._seed, epoch, self.source.tokens) for epoch in present.tolist()], dtype=np.int64)
         return (numbers * self._length + shifts[where]) % self.source.tokens
 
-    def read(self, epochs: Ints, numbers: Ints) -> Ints:
-        """int64 [n, sequence_length + 1]."""
+    def read(self, epochs: Ints, numbers: Ints) -> npt.NDArray[Any]:
+        """[n, sequence_length + 1] of the source's dtype."""
         starts = self.starts(epochs, numbers)
         tokens, length = self.source.tokens, self._length + 1
-        rows = np.empty((len(starts), length), dtype=np.int64)
+        rows = np.empty((len(starts), length), dtype=self.source.dtype)
         around = np.flatnonzero(starts + length > tokens)  # at most one window an epoch
         if not around.size:
             self.source.read(starts, rows)
             return rows
         within = np.flatnonzero(starts + length <= tokens)
-        straight = np.empty((len(within), length), dtype=np.int64)
+        straight = np.empty((len(within), length), dtype=self.source.dtype)
         self.source.read(starts[within], straight)
         rows[within] = straight
         for row in around.tolist():
@@ -75,6 +86,11 @@ class TokenWindows:
 
     def fingerprint(self) -> dict[str, str | int]:
         return {"data": self.source.data_hash, "tokenizer": self.source.tokenizer_hash, "sequence_length": self._length}
+
+
+@lru_cache(maxsize=64)
+def _shift(seed: int, epoch: int, tokens: int) -> int:
+    return int(epoch_shifts(seed, np.array([epoch], dtype=np.int64), tokens)[0])
 
 
 def too_short(tokens: int, sequence_length: int, split: str = "train") -> Problem:

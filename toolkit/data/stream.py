@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 # Steps are ordered, read and handed over by the chunk: the permutation alone is a hundred numpy calls, whatever it permutes.
 ORDERED_AT_ONCE = 4096  # samples
-READ_AT_ONCE = 4  # blocks of the source: for text 64 Ki tokens or 512 KiB of int64, which stays in a core's cache
+READ_AT_ONCE = 1 << 20  # bytes: enough that waking the thread is cheap, few enough to stay in a core's cache
 CHUNKS_AHEAD = 3  # of one step at least
 
 _FORK = "or start a new run from that state: run.fork=PATH"
@@ -95,21 +95,27 @@ class Stream:
             Order(samples.count, block_samples=samples.block, seed=source_seed(seed, name))
             for name, samples in zip(names, self._samples, strict=True)
         ]
+        self._dtype = self._samples[0].dtype
         self._open: weakref.WeakSet[Prefetch[list[Array]]] = weakref.WeakSet()
 
     def steps(self, first_step: int, stride: int = 1) -> Prefetch[list[Array]]:
-        """This rank's micro-batches, one list a step: each [micro_batch, ...], as the sources read them.
+        """This rank's micro-batches, one list a step: each [micro_batch, ...] of ``Samples.dtype``.
 
         The steps are ``first_step`` and every ``stride``-th after it. Reading ahead begins at once; an error in it is raised by
         ``next``. Closing the iterator or the stream ends it.
         """
-        steps = Prefetch(self._chunks(first_step, stride), CHUNKS_AHEAD, name="data-stream")
+        dtype = self._dtype  # not self, which the thread's owner would keep alive
+
+        def widened(step: list[Array]) -> list[Array]:
+            return [rows.astype(dtype, copy=False) for rows in step]
+
+        steps = Prefetch(self._chunks(first_step, stride), CHUNKS_AHEAD, name="data-stream", finish=widened)
         self._open.add(steps)
         return steps
 
     def samples(self, positions: Ints) -> Array:
         """The samples at ``positions`` [n] of the run's order: [n, ...]."""
-        return self._read(*self.places(positions))
+        return self._read(*self.places(positions)).astype(self._dtype, copy=False)
 
     def places(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
         """Where the samples at ``positions`` [n] stand: the number of the source, the epoch and the number in it, [n] each."""
@@ -168,50 +174,41 @@ class Stream:
             steps.close()
 
     def _chunks(self, first_step: int, stride: int) -> Iterator[list[list[Array]]]:
-        """Steps, about READ_AT_ONCE blocks of them at a time."""
+        """Steps: one at first, so that the first batch is not waited for longer than need be, then up to READ_AT_ONCE bytes at a time."""
         step = first_step
+        at_once = 1
         while True:
             ahead = self._positions(step, stride)
-            places = self.places(np.concatenate([positions.ravel() for positions in ahead]))
-            yield from self._read_chunks(ahead, places)
+            places = self.places(ahead.ravel())
+            first = 0
+            while first < len(ahead):
+                some = ahead[first : first + at_once]
+                at = slice(first * ahead[0].size, first * ahead[0].size + some.size)
+                rows = self._read(*(part[at] for part in places))
+                yield [list(micro_batches) for micro_batches in rows.reshape(*some.shape, *rows.shape[1:])]
+                at_once = max(1, min(2 * len(some), READ_AT_ONCE * len(some) // max(1, rows.nbytes)))
+                first += len(some)
             step += len(ahead) * stride
 
-    def _positions(self, step: int, stride: int) -> list[Ints]:
-        """Of every ``stride``-th step from ``step`` on, until there are ORDERED_AT_ONCE."""
-        ahead: list[Ints] = []
-        samples = 0
-        while samples < ORDERED_AT_ONCE:
-            ahead.append(rank_positions(self._batch, step + len(ahead) * stride, self._rank))
-            samples += ahead[-1].size
-        return ahead
-
-    def _read_chunks(self, ahead: list[Ints], places: tuple[Ints, Ints, Ints]) -> Iterator[list[list[Array]]]:
-        """``ahead``: the positions of each step; ``places``: of all their samples, one after another."""
-        at_once = READ_AT_ONCE * min(samples.block for samples in self._samples)
-        first = at = 0
-        while first < len(ahead):
-            last = first + max(1, at_once // ahead[first].size)
-            some = ahead[first:last]
-            size = sum(positions.size for positions in some)
-            which, epochs, numbers = (part[at : at + size] for part in places)
-            rows = self._read(which, epochs, numbers)
-            chunk: list[list[Array]] = []
-            row = 0
-            for positions in some:
-                chunk.append(list(rows[row : row + positions.size].reshape(*positions.shape, *rows.shape[1:])))
-                row += positions.size
-            yield chunk
-            first, at = last, at + size
+    def _positions(self, step: int, stride: int) -> Ints:
+        """Of every ``stride``-th step from ``step`` on, until there are ORDERED_AT_ONCE or the global batch changes:
+        [steps, accumulation, micro_batch]."""
+        now = self._batch.at(step)
+        places = rank_places(now.accumulation, self._batch.data_parallel, self._batch.micro_batch, self._rank)
+        steps = -(-ORDERED_AT_ONCE // places.size)
+        change = next((stage.first_step for stage in self._batch.stages if stage.first_step > step), None)
+        if change is not None:
+            steps = min(steps, -(-(change - step) // stride))
+        firsts = now.first_sample + np.arange(steps, dtype=np.int64) * (stride * now.size)
+        return firsts[:, None, None] + places
 
     def _read(self, which: Ints, epochs: Ints, numbers: Ints) -> Array:
         if self._mixture is None:
             return self._samples[0].read(epochs, numbers)
-        rows: Array | None = None
-        for source in np.unique(which).tolist():
-            at = np.flatnonzero(which == source)
-            part = self._samples[source].read(epochs[at], numbers[at])
-            if rows is None:
-                rows = np.empty((len(which), *part.shape[1:]), dtype=part.dtype)
-            rows[at] = part
-        assert rows is not None, "reading no samples"
+        parts = {source: np.flatnonzero(which == source) for source in np.unique(which).tolist()}
+        read = {source: self._samples[source].read(epochs[at], numbers[at]) for source, at in parts.items()}
+        first = next(iter(read.values()))
+        rows = np.empty((len(which), *first.shape[1:]), dtype=np.result_type(*read.values()))
+        for source, at in parts.items():
+            rows[at] = read[source]
         return rows
