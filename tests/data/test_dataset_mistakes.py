@@ -101,6 +101,11 @@ def test_an_end_of_text_may_be_named(corpus: Corpus) -> None:
     assert AutoTokenizer.from_pretrained(f"{folder}/tokenizer").eos_token == "<|endoftext|>"
 
 
+def test_the_tokenizer_of_a_data_folder_may_be_named(corpus: Corpus) -> None:
+    first = ready_for(config_of(corpus), None, Progress.silent())
+    assert ready_for(config_of(corpus, tokenizer=first), None, Progress.silent()) == first
+
+
 def test_what_the_run_asks_of_its_data(corpus: Corpus) -> None:
     told = refusal(config_of(corpus), vocab_size=200)
     assert "model.vocab_size=200" in told or "the tokenizer of" in told

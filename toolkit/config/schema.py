@@ -212,7 +212,7 @@ class DatasetConfig:
     text: list[str] = field(default_factory=lambda: ["text"])
     """dataset: the column that holds a document's text, or several, [title,body], joined by an empty line; null is left out."""
     tokenizer: str | None = None
-    """dataset: a tokenizer.json, a folder, or a hub id that transformers' AutoTokenizer opens."""
+    """dataset: a tokenizer.json, its folder, a data folder that has one, or a hub id that transformers' AutoTokenizer opens."""
     end_of_text: str | None = None
     """dataset: the token that ends every document. Null: the tokenizer's own eos token."""
     validation: float = 0.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import DatasetConfig
 from toolkit.data.dataset import hub
 from toolkit.data.digest import digest
-from toolkit.data.manifest import TokenizerInfo
+from toolkit.data.manifest import NAME, TokenizerInfo, read_manifest
 from toolkit.data.tokenizer import FILE, FOLDER
 from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole
@@ -35,6 +35,8 @@ def place(data: DatasetConfig, folder: Path) -> TokenizerInfo:
         remedy = "write data.dataset.tokenizer=FOLDER, tokenizer.json or NAME/ON-THE-HUB"
         raise InputError(Problem(KEY, f"{KEY} is null", "data=dataset makes tokens of text on the way", remedy))
     path = Path(data.tokenizer)
+    if (path / NAME).is_file():
+        path = read_manifest(path).tokenizer_folder
     if path.is_file():
         shutil.copyfile(path, target / FILE)
     elif (path / FILE).is_file():
