@@ -6,7 +6,7 @@
 
 One fabricated corpus of 200 M tokens (benchmarks/sides/corpus.py) goes into each contender's own format. Every measurement is a
 process of its own in bounded time; rounds go through all contenders, so that a noisy machine shows as spread. In a process the
-contender takes turns with the floor (a memory map read in sequence): ratios are between neighbours in time. Peers come from
+contender takes turns with slices of a memory map: ratios are between neighbours in time. Peers come from
 benchmarks/peers.txt, in a virtual environment on top of this one, made where it is absent; one that is not there or fails says why.
 
 Written to benchmarks/results/streaming.json.
@@ -194,16 +194,17 @@ def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
     """Of one process: the ratio is between neighbours in time."""
     return {
         "turns": len(turns), "cpu_ns": statistics.median(turn["cpu_ns"] for turn in turns),
-        "floor_cpu_ns": statistics.median(turn["floor_cpu_ns"] for turn in turns),
-        "ratio": statistics.median(turn["cpu_ns"] / turn["floor_cpu_ns"] for turn in turns),
+        "slice_cpu_ns": statistics.median(turn["slice_cpu_ns"] for turn in turns),
+        "ratio": statistics.median(turn["cpu_ns"] / turn["slice_cpu_ns"] for turn in turns),
     }
 
 
 def flat(python: Path) -> list[dict[str, Any]]:
-    """This toolkit's costs on fabricated corpora, each in a process of its own."""
-    script = str(BENCHMARKS / "sides" / "flat.py")
-    return [json.loads(subprocess.run([str(python), script, str(samples)], check=True, capture_output=True, text=True, timeout=120).stdout)
-            for samples in FLAT_SAMPLES]
+    """``FlatCost`` of this toolkit's stream, each in a process of its own."""
+    ask = "import json, sys; from dataclasses import asdict; from toolkit.testing.flat import flat_cost; " \
+          "print(json.dumps(asdict(flat_cost(int(sys.argv[1]), mixed=sys.argv[2] == 'mixed'))))"
+    argvs = [[str(python), "-c", ask, str(samples), kind] for kind in ("one", "mixed") for samples in FLAT_SAMPLES]
+    return [json.loads(subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout) for argv in argvs]
 
 
 def peers_python(venv: Path | None) -> Path:

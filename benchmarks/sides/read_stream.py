@@ -3,7 +3,7 @@
     python benchmarks/sides/read_stream.py toolkit speed --corpus FOLDER --files FOLDER [--seconds 2]
 
     make    its files
-    speed   seconds to the first batch; then turns of it and of the floor, CPU nanoseconds a token of each; peak memory
+    speed   seconds to the first batch; then turns of it and of slices of a memory map, CPU nanoseconds a token of each; peak memory
     order   one epoch in order: a number for each sample and the domain it begins in, and the state in its middle -> --out
     resume  from that state (--state) on, as rank --rank of --ranks: seconds to the first batch, and the samples of the next batches
 """
@@ -29,10 +29,10 @@ import psutil
 from sides.corpus import Corpus, domain_of, open_corpus
 from sides.streams import SIDES
 from sides.streams.common import CACHE, GLOBAL_BATCH, LENGTH, Opened, Place, Side
-from sides.streams.floor import sequential
+from sides.streams.floor import slices
 
 WARM_UP_SECONDS = 0.5
-FLOOR_BATCHES = 1000  # a turn of the floor: 16 M tokens, some 20 ms
+SLICES = 1000  # in a turn of slices: 16 M tokens, some 10 ms
 TURN_SECONDS = 0.15
 AFTER = 64  # global batches looked at after a resume
 
@@ -76,6 +76,8 @@ def settle(side: Side) -> None:
     torch.set_num_threads(1)
     for module in side.modules:
         importlib.import_module(module)
+    if side.prepare is not None:
+        side.prepare()
 
 
 def make(side: Side, corpus: Corpus, files: Path) -> dict[str, Any]:
@@ -89,27 +91,27 @@ def speed(side: Side, corpus: Corpus, files: Path, seconds: float) -> dict[str, 
     if (files / CACHE).is_dir():  # what a contender builds at its first start of all is part of that
         shutil.rmtree(files / CACHE)
     first_seconds, opened = first_batch(side, corpus, files, Place(), None)
-    floor = sequential(corpus, Place())
+    reference = slices(corpus, Place())
     memory = [own_bytes()]
     warm_until = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < warm_until:
         next(opened.batches)
-    for _ in range(FLOOR_BATCHES):
-        next(floor)
+    for _ in range(SLICES):
+        next(reference)
     memory.append(own_bytes())
     turns: list[dict[str, float]] = []
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         started = tree_cpu_seconds()
-        floor_started = time.thread_time()
-        for _ in range(FLOOR_BATCHES):
-            next(floor)
-        floor_seconds = time.thread_time() - floor_started
-        # What the contender's threads do while the floor has its turn is the contender's: hence not this thread's time alone.
+        slices_started = time.thread_time()
+        for _ in range(SLICES):
+            next(reference)
+        slice_seconds = time.thread_time() - slices_started
+        # What the contender's threads do while slices have their turn is the contender's: hence not this thread's time alone.
         batches = take_for(opened, TURN_SECONDS)
-        cpu_seconds = tree_cpu_seconds() - started - floor_seconds
+        cpu_seconds = tree_cpu_seconds() - started - slice_seconds
         turns.append({"cpu_ns": cpu_seconds / (batches * GLOBAL_BATCH * LENGTH) * 1e9,
-                      "floor_cpu_ns": floor_seconds / (FLOOR_BATCHES * GLOBAL_BATCH * LENGTH) * 1e9})
+                      "slice_cpu_ns": slice_seconds / (SLICES * GLOBAL_BATCH * LENGTH) * 1e9})
         memory.append(own_bytes())
     return {"first_seconds": first_seconds, "turns": turns, "peak_bytes": max(memory),
             "versions": {package: metadata.version(package) for package in side.packages}}

@@ -43,9 +43,10 @@ def epoch(corpus: Any, name: str) -> np.ndarray:
 
 def test_floor_and_toolkit_deliver_the_same_tokens(corpus: Any) -> None:
     """The toolkit's windows are shifted, so tokens are compared by how often each stands there; the rest fills no global batch."""
-    floor, scattered, ours = (epoch(corpus, name) for name in ("floor", "floor-random", "toolkit"))
+    slices, floor, scattered, ours = (epoch(corpus, name) for name in ("slice", "floor", "floor-random", "toolkit"))
     assert floor.shape == scattered.shape == ours.shape
-    assert all(part.dtype == np.int64 for part in (floor, scattered, ours))
+    assert all(part.dtype == np.int64 for part in (slices, floor, scattered, ours))
+    np.testing.assert_array_equal(slices, floor)
     rows = set(map(tuple, corpus.windows(2048).tolist()))
     assert len({*map(tuple, floor.tolist())}) == len({*map(tuple, scattered.tolist())}) == len(floor)
     assert rows >= {*map(tuple, floor.tolist())} | {*map(tuple, scattered.tolist())}
@@ -103,11 +104,11 @@ def test_the_ratio_is_of_turns_in_one_process(corpus: Any) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["turns"]
-    assert all(turn["cpu_ns"] > 0 and turn["floor_cpu_ns"] > 0 for turn in found["turns"])
+    assert all(turn["cpu_ns"] > 0 and turn["slice_cpu_ns"] > 0 for turn in found["turns"])
     assert found["first_seconds"] > 0
     assert found["peak_bytes"] > 1 << 20
 
     from streaming import medians
 
-    turns = [{"cpu_ns": 3.0, "floor_cpu_ns": 2.0}, {"cpu_ns": 8.0, "floor_cpu_ns": 4.0}, {"cpu_ns": 4.0, "floor_cpu_ns": 1.0}]
-    assert medians(turns) == {"turns": 3, "cpu_ns": 4.0, "floor_cpu_ns": 2.0, "ratio": 2.0}
+    turns = [{"cpu_ns": 3.0, "slice_cpu_ns": 2.0}, {"cpu_ns": 8.0, "slice_cpu_ns": 4.0}, {"cpu_ns": 4.0, "slice_cpu_ns": 1.0}]
+    assert medians(turns) == {"turns": 3, "cpu_ns": 4.0, "slice_cpu_ns": 2.0, "ratio": 2.0}

@@ -50,6 +50,7 @@ class Side:
         settings: what it was told, for the reader of the figures.
         packages: distributions whose versions belong to its figures.
         modules: imported before the clock starts.
+        prepare: called before the clock starts, where importing takes more than a name.
         make: its files from the corpus, into a folder of its own; None where it reads the corpus's.
         open: (corpus, its folder, place, state or None) -> readings. The batches taken before the state was asked are counted by the
             side itself.
@@ -62,6 +63,7 @@ class Side:
     open: Callable[[Corpus, Path, Place, bytes | None], Opened]
     make: Callable[[Corpus, Path], None] | None = None
     peer: bool = True
+    prepare: Callable[[], object] | None = None
 
 
 class Counted:

@@ -1,13 +1,15 @@
-"""The floor: a memory map, a slice, one widening copy. Nothing that reads tokens does less."""
+"""A memory map and a widening copy: what everything else is compared with."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from sides.corpus import Corpus
 from sides.streams.common import GLOBAL_BATCH, LENGTH, SEED, Counted, Opened, Place, Side
 
@@ -15,35 +17,39 @@ if TYPE_CHECKING:
     import torch
 
 
-def sequential(corpus: Corpus, place: Place, first: int = 0) -> Iterator[torch.Tensor]:
+def slices(corpus: Corpus, place: Place, first: int = 0) -> Iterator[torch.Tensor]:
+    """The next 8 windows of the file as one slice: no window has a place of its own."""
     import torch
 
     tokens = corpus.mapped()
     size = place.batch * LENGTH
-    batch = first
     batches = len(tokens) // (GLOBAL_BATCH * LENGTH)
-    while True:
+    for batch in count(first):
         at = (batch % batches) * GLOBAL_BATCH * LENGTH + place.rank * size
         yield torch.from_numpy(tokens[at : at + size].astype(np.int64)).view(place.batch, LENGTH)
-        batch += 1
 
 
-def scattered(corpus: Corpus, place: Place, first: int = 0) -> Iterator[torch.Tensor]:
-    """Windows in the order of one permutation of them all."""
+def windows(corpus: Corpus, place: Place, first: int, order: npt.NDArray[np.int64]) -> Iterator[torch.Tensor]:
+    """The windows ``order`` [windows], each sliced and widened into its row of the batch."""
     import torch
 
-    windows = corpus.windows(LENGTH)
-    order = np.random.default_rng(SEED).permutation(len(windows))
-    batches = len(windows) // GLOBAL_BATCH
-    batch = first
-    while True:
+    tokens = corpus.mapped()
+    batches = len(order) // GLOBAL_BATCH
+    for batch in count(first):
         at = (batch % batches) * GLOBAL_BATCH + place.rank * place.batch
         rows = torch.empty((place.batch, LENGTH), dtype=torch.int64)
         out = rows.numpy()
-        for row, window in enumerate(order[at : at + place.batch].tolist()):
-            out[row] = windows[window]
+        for row, start in enumerate((order[at : at + place.batch] * LENGTH).tolist()):
+            out[row] = tokens[start : start + LENGTH]
         yield rows
-        batch += 1
+
+
+def in_sequence(corpus: Corpus, place: Place, first: int = 0) -> Iterator[torch.Tensor]:
+    return windows(corpus, place, first, np.arange(corpus.tokens // LENGTH))
+
+
+def at_random(corpus: Corpus, place: Place, first: int = 0) -> Iterator[torch.Tensor]:
+    return windows(corpus, place, first, np.random.default_rng(SEED).permutation(corpus.tokens // LENGTH))
 
 
 def _side(label: str, settings: str, batches) -> Side:  # type: ignore[no-untyped-def]
@@ -56,6 +62,8 @@ def _side(label: str, settings: str, batches) -> Side:  # type: ignore[no-untype
 
 
 SIDES = {
-    "floor": _side("memmap, sequential (floor)", "a slice of the map widened to int64, 8 windows at once, not shuffled", sequential),
-    "floor-random": _side("memmap, random windows", "one slice a window, order by numpy's permutation kept in memory", scattered),
+    "slice": _side("memmap, one slice a batch", "8 neighbouring windows at once: the least that reading can cost; nothing can be chosen",
+                   slices),
+    "floor": _side("memmap, windows in sequence (floor)", "each window sliced and widened into its row of the batch", in_sequence),
+    "floor-random": _side("memmap, windows at random", "the same in the order of numpy's permutation, kept in memory", at_random),
 }

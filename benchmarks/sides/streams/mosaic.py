@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -16,23 +17,25 @@ if TYPE_CHECKING:
     import torch
 
 
-def _streaming() -> Any:
-    """Its package imports torchvision for picture data sets alone. Builds of that are tied to one build of torch, and those that fit
-    a CPU build are not on PyPI: then an empty one stands in, which reading tokens never touches."""
-    try:
-        import torchvision.datasets  # noqa: F401
-    except (ImportError, RuntimeError):  # RuntimeError: built for another torch
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        for name, members in {"torchvision": (), "torchvision.datasets": ("VisionDataset",), "torchvision.transforms": ("Compose",),
-                              "torchvision.transforms.functional": ("to_tensor",)}.items():
-            module = ModuleType(name)
-            for member in members:
-                setattr(module, member, type(member, (), {}))
-            sys.modules[name] = module
-    import streaming
+_STANDINS = {"torchvision": (), "torchvision.datasets": ("VisionDataset",), "torchvision.transforms": (),
+             "torchvision.transforms.functional": ("to_tensor",)}
 
-    return streaming
+
+def _streaming() -> Any:
+    """Its package imports torchvision for picture data sets alone. A build of that for a CPU build of torch is not on PyPI: where it is
+    absent, empty modules stand in while the package is imported, and reading tokens never touches them."""
+    if "streaming" not in sys.modules and importlib.util.find_spec("torchvision") is None:
+        import transformers.feature_extraction_utils
+        import transformers.tokenization_utils_base  # noqa: F401 - they look for torchvision: before there is a stand-in
+
+        for name, members in _STANDINS.items():
+            sys.modules[name] = ModuleType(name)
+            for member in members:
+                setattr(sys.modules[name], member, type(member, (), {}))
+        importlib.import_module("streaming")
+        for name in _STANDINS:
+            del sys.modules[name]
+    return importlib.import_module("streaming")
 
 
 def make(corpus: Corpus, folder: Path) -> None:
@@ -62,5 +65,5 @@ def open_mds(corpus: Corpus, folder: Path, place: Place, state: bytes | None) ->
 SIDES = {
     "mosaicml-streaming": Side(
         "mosaicml-streaming MDS", "ndarray:uint16:2048, no compression, StreamingDataLoader, shuffle=True (py1e) and other defaults",
-        ("mosaicml-streaming",), ("torch",), open_mds, make),
+        ("mosaicml-streaming",), ("torch",), open_mds, make, prepare=_streaming),
 }

@@ -58,7 +58,7 @@ def _open(folders: dict[str, Path], weights: tuple[int, ...] | None, place: Plac
     def batches() -> Iterator[torch.Tensor]:
         for micro_batches in stream.steps(saved["step"]):
             for rows in micro_batches:  # int64 [batch, LENGTH + 1]: what is predicted comes with what is read
-                yield torch.from_numpy(rows)[:, :LENGTH]
+                yield torch.from_numpy(rows[:, :LENGTH])
 
     counted = Counted(batches(), saved["step"])
     return Opened(counted, lambda: json.dumps({"step": counted.taken, "fingerprint": stream.fingerprint()}).encode())
