@@ -272,7 +272,7 @@ next(steps)
 def test_a_process_may_end_while_it_reads(folder: Path, tmp_path: Path) -> None:
     """With requests under way, some of them stalled, Python ends as always and soon: the threads of a library that came back into it
     would abort it."""
-    with served(folder, stalled=0.05, latency_seconds=0.01) as store:
+    with served(folder, stalled=0.05, latency_seconds=0.01, silence_seconds=1.0) as store:
         leaving = [subprocess.Popen([sys.executable, "-c", LEAVE, store.s3], cwd=ROOT, stderr=subprocess.PIPE,
                                     env={**os.environ, **environment(store), "XDG_CACHE_HOME": str(tmp_path)}) for _ in range(3)]
         for process in leaving:

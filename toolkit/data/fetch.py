@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-AT_ONCE = 3  # attempts of one request
+AT_ONCE = 4  # attempts of one request
 THREADS = 256  # of a process, made as they are needed
 TICK_SECONDS = 0.02  # how often the requests under way are looked at
 
