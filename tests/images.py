@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from toolkit.config.schema import EngineName, ModelConfig, RunConfig
+from toolkit.config.schema import EngineName, EvalConfig, ModelConfig, RunConfig
 from toolkit.data.arrays import ARRAYS
 from toolkit.data.records import RecordManifest, read_records
 from toolkit.data.stream import Stream, rank_positions
 from toolkit.data.tiles import make_tiles
-from toolkit.engine.protocol import MicroBatch
+from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.protocol import EvalResult, MicroBatch
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.testing.parity import Trace, run
@@ -59,3 +60,16 @@ def image_batches(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
 def trace_images(rank: int, ranks: int, plan: RunPlan, steps: int = 20) -> Trace:
     assert ranks == plan.axes.size
     return run(plan, rank=rank, steps=steps, task=image_task(plan), batches=image_batches)
+
+
+def evaluate_images(rank: int, ranks: int, plan: RunPlan, evaluation: EvalConfig) -> EvalResult:
+    """The validation split under the first weights: sums over all ranks."""
+    plan.config.eval = evaluation
+    task = image_task(plan)
+    data = ARRAYS.open(plan.config, plan.batch, plan.axes.coordinates(rank).data, plan.config.data.path)
+    engine = build_engine(plan, task, rank=rank, local_rank=rank)
+    engine.load(first_weights(plan))
+    results = [engine.eval_step([task.collate(some, engine.device) for some in batch]) for batch in data.sets["validation"].batches()]
+    engine.close()
+    right = sum(result.others["accuracy"] for result in results)
+    return EvalResult(sum(result.loss_sum for result in results), sum(result.tokens for result in results), {"accuracy": right})

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.images import image_plan, make_small_tiles, trace_images
-from toolkit.config.schema import Precision
+from tests.images import evaluate_images, image_plan, make_small_tiles, trace_images
+from toolkit.config.schema import EvalConfig, Precision
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import Distance, Trace, check, check_control
 
@@ -23,7 +23,7 @@ BATCH: dict[str, Any] = {"train__global_batch": 16, "train__micro_batch": 4, "op
 @pytest.fixture(scope="module")
 def tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images") / "tiles"
-    make_small_tiles(folder, train=256)
+    make_small_tiles(folder, train=256, validation=37)
     return folder
 
 
@@ -42,6 +42,18 @@ def test_another_order_is_another_run(tiles: Path, oracle: Trace) -> None:
     """The control: the same images over the epoch, shuffled by another seed."""
     plan = image_plan(tiles, data__shuffle_seed=1, **BATCH)
     check_control(trace_images(0, 1, plan), oracle, TOLERANCE)
+
+
+def test_an_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> None:
+    """37 images in global batches of 16: in the last one the second rank has one image and then none, and under ZeRO 3 all ranks pass
+    through the model as often."""
+    evaluation = EvalConfig(every=1, batches=9)
+    alone = evaluate_images(0, 1, image_plan(tiles, **BATCH), evaluation)
+    two = pool.run(evaluate_images, image_plan(tiles, ranks=2, zero__stage=3, **BATCH), evaluation, ranks=2)
+    assert alone.tokens == 37
+    assert two[0] == two[1]
+    assert (two[0].tokens, two[0].others) == (alone.tokens, alone.others)
+    assert two[0].loss_sum == pytest.approx(alone.loss_sum, rel=1e-5)
 
 
 @pytest.mark.full

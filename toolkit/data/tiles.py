@@ -44,19 +44,19 @@ def make_tiles(folder: str | Path, splits: dict[str, int], *, bands: int = 12, s
 def tile(label: int, random: np.random.Generator, bands: int, size: int, classes: int) -> npt.NDArray[np.uint16]:
     """uint16 [bands, size, size], in the usual ten-thousandths of reflectance."""
     other = (label + random.integers(1, classes)) % classes if classes > 1 else label
-    mixed = random.uniform(0, 0.4)
+    mixed = random.uniform(0, 0.45)
     ground = (1 - mixed) * _spectrum(label, bands) + mixed * _spectrum(int(other), bands)
     rows, columns = np.mgrid[:size, :size] / size
     direction, waves = np.pi * label / classes, 3 + label % 3
     stripes = np.sin(2 * np.pi * (waves * (rows * np.cos(direction) + columns * np.sin(direction)) + random.uniform()))
     image = random.uniform(0.7, 1.3) * ground[:, None, None] * (1 + 0.3 * stripes)
-    image += random.normal(0, 300, (bands, size, size))
+    image += random.normal(0, 600, (bands, size, size))
     return image.clip(0, 10_000).astype(np.uint16)
 
 
 def _spectrum(label: int, bands: int) -> npt.NDArray[np.float64]:
     """[bands]."""
-    return np.random.default_rng((label, bands)).uniform(500, 3000, bands)
+    return np.random.default_rng((label, bands)).uniform(1200, 2000, bands)
 
 
 def main(arguments: Sequence[str]) -> int:

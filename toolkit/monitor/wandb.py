@@ -59,7 +59,8 @@ class WandbSink(NullSink):
         self._put(lambda run: run.log({"step": row["step"], **{f"train/{name}": row[name] for name in row if name != "step"}}))
 
     def log_eval(self, row: Row) -> None:
-        self._put(lambda run: run.log({"step": row["step"], f"eval/{row['set']}/loss": row["loss"]}))
+        means = {f"eval/{row['set']}/{name}": row[name] for name in ("loss", "accuracy") if name in row}
+        self._put(lambda run: run.log({"step": row["step"], **means}))
 
     def log_text(self, name: str, text: str) -> None:
         self._put(lambda run: run.summary.update({name: text}))
