@@ -5,12 +5,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.documents import position_ids, waste
+from tests.data.made import batch_plan, make_folder
+from toolkit.config.schema import DataConfig, Documents, RunConfig, TrainConfig
+from toolkit.data.documents import position_ids, waste, waste_of
+from toolkit.data.index import open_split
+from toolkit.data.manifest import DataManifest, write_manifest
+from toolkit.data.open import open_data, ready_for
+from toolkit.errors import InputError
+from toolkit.progress import Progress
 
 END = 0
 
@@ -73,3 +85,44 @@ def test_waste_grows_with_shorter_windows_and_is_none_without_documents() -> Non
     assert shares[0] - shares[-1] > 0.5
     nothing = waste(np.array([], dtype=np.int32), 128)
     assert (nothing.documents, nothing.cut, nothing.longer, nothing.lost) == (0, 0, 0, 0)
+
+
+LENGTHS = np.random.default_rng(3).integers(1, 40, 60)
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> DataManifest:
+    """Documents of LENGTHS tokens, each closed by END."""
+    return make_folder(tmp_path / "data", {"train": [np.append(np.ones(length - 1, dtype=np.int64), END) for length in LENGTHS]})
+
+
+def test_waste_of_a_source_is_that_of_its_documents(manifest: DataManifest) -> None:
+    source = open_split(manifest.folder, "train")
+    assert waste_of(source, END, 16) == waste(LENGTHS, 16)
+    assert waste_of(source, 7, 16).longer == 1, "without an end all is one document"
+
+
+def separate(data: Mapping[str, Any]) -> RunConfig:
+    return RunConfig(data=DataConfig(documents=Documents.separate, **data), train=TrainConfig(sequence_length=16))
+
+
+def test_what_is_read_says_how_documents_end(manifest: DataManifest) -> None:
+    path = str(manifest.folder)
+    for sources, data in ((["train"], {"name": "prepared", "path": path}),
+                          (["a", "b"], {"name": "mixture", "sources": {name: {"path": path} for name in "ab"}})):
+        config = separate(data)
+        reads = open_data(config, batch_plan(1, 1, 1), 0, ready_for(config, None, Progress.silent()))
+        reads.stream.close()
+        assert reads.end_of_text == END
+        assert dict(reads.waste()) == dict.fromkeys(sources, waste(LENGTHS, 16))
+
+
+def test_a_source_whose_documents_do_not_end_is_named(manifest: DataManifest, tmp_path: Path) -> None:
+    silent = make_folder(tmp_path / "silent", {"train": [np.ones(100, dtype=np.int64)]})
+    write_manifest(replace(silent, tokenizer=replace(silent.tokenizer, ends_documents=False)), silent.folder)
+    sources = {"good": {"path": str(manifest.folder)}, "bad": {"path": str(silent.folder)}}
+    with pytest.raises(InputError) as refused:
+        ready_for(separate({"name": "mixture", "sources": sources}), None, Progress.silent())
+    (problem,) = refused.value.problems
+    assert problem.key == "data.documents"
+    assert "data.sources.bad.path" in problem.seen
