@@ -24,6 +24,9 @@ TOKENIZER = "tokenizer.json"
 KIND = "tokens"  # of a manifest that names none
 # What a folder holds -> the option that reads it.
 REMEDIES = {KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
+# What makes a folder of it.
+MADE_BY = {KIND: "write data=stdlib, or make a data folder with launch/prepare.py and name it with data.path=FOLDER",
+           "records": "make one: python -m toolkit.data.tiles FOLDER, or your own with toolkit.data.write_records (docs/data.md)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tupl
     Raises:
         InputError: there is none, it is of another kind or format version, or it cannot be read.
     """
-    file, content = _content(path)
+    file, content = _content(path, MADE_BY[kind])
     found = content.get("kind", KIND)
     if found != kind:
         seen, rule = f"data.path={path} holds {found}", f"the kind of data chosen reads {kind}"
@@ -141,10 +144,9 @@ def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tupl
     return file, content
 
 
-def _content(path: str | Path) -> tuple[Place, dict[str, Any]]:
+def _content(path: str | Path, remedy: str = MADE_BY[KIND]) -> tuple[Place, dict[str, Any]]:
     place = place_of(path)
     file = place / NAME
-    remedy = "write data=stdlib, or make a data folder with launch/prepare.py and name it with data.path=FOLDER"
     try:
         content = json.loads(open_folder(path).read_bytes(NAME) if isinstance(file, Url) else file.read_bytes())
     except OSError as error:
