@@ -87,6 +87,15 @@ def test_a_whole_number_is_the_same_number() -> None:
     assert identity(RunConfig(optim=OptimConfig(clip=2))) == identity(RunConfig(optim=OptimConfig(clip=2.0)))
 
 
+def test_a_mixture_is_its_names_weights_and_phases_and_not_their_places() -> None:
+    words = ["data=mixture", "+data.sources.web={path: a, weight: 0.7}", "+data.sources.code={path: b, weight: 0.3}"]
+    mixed = identity(compose(words))
+    assert mixed == identity(compose([words[0], words[2].replace("path: b", "path: c"), words[1]]))
+    for other in ([*words[:2], words[2].replace("0.3", "0.4")], [*words[:2], words[2].replace("code", "maths")],
+                  [*words, "data.phases=[{from_step: 9, weights: {web: 0, code: 1}}]"]):
+        assert identity(compose(other)) != mixed
+
+
 def test_differences_are_named() -> None:
     other = compose(["+exp=quickstart", "model.hidden_size=128", "optim=sgd", "+model.arguments.width=3", "zero=stage0"])
     differences = identity_differences(BASE, other)

@@ -192,31 +192,50 @@ def test_stopped_anywhere_and_gone_on_with_other_ranks(sizes: list[int], seed: i
     assert np.array_equal(np.stack(found), np.stack(whole))
 
 
-@given(power=st.integers(0, 10), odd=st.sampled_from([1, 3]), step=st.integers(0, 10**6), table=tables(), seed=SEEDS)
-@settings(max_examples=15, deadline=None)
-def test_up_to_1024_ranks(power: int, odd: int, step: int, table: list[Phase], seed: int) -> None:
-    """Sources, epochs and numbers of a step on all ranks are those on one. A control with a counter and a draw of its own on each
-    rank, as loaders with per-rank mixing have them, is not."""
-    size, ranks = 1024 * odd, 2**power
+def divisors(size: int, most: int = 1024) -> list[int]:
+    return [number for number in range(1, min(size, most) + 1) if size % number == 0]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, list[tuple[BatchPlan, int]]]:
+    """A global batch; and a run of it: the layout and the number of steps of each of its starts."""
+    size = draw(st.sampled_from([1, 6, 60, 1000, 1024, 3072]))
+    starts = []
+    for _ in range(draw(st.integers(1, 4))):
+        ranks = draw(st.sampled_from(divisors(size)))
+        starts.append((batch_plan(draw(st.sampled_from(divisors(size // ranks))), size, ranks), draw(st.integers(1, 3))))
+    return size, starts
+
+
+@given(history=histories(), first_step=st.integers(0, 10**6), table=tables(), seed=SEEDS)
+@settings(max_examples=40, deadline=None)
+def test_up_to_1024_ranks_that_change_at_every_stop(history: tuple[int, list[tuple[BatchPlan, int]]], first_step: int, table: list[Phase],
+                                                    seed: int) -> None:
+    """Sources, epochs and numbers of each step on all ranks are those on one that never stopped. The control, a counter and a draw of
+    each rank's own as loaders with per-rank mixing have them, gives other samples as soon as there are several ranks."""
+    size, starts = history
     sizes = [1000 * (number + 1) for number in range(len(table[0].weights))]
-    plan = batch_plan(size // ranks // odd, size, ranks)
-    split = np.stack([rank_positions(plan, step, rank) for rank in range(ranks)])
-    stream = mixed(sizes, table, seed, plan)
-    by_rank = [part.reshape(split.shape).transpose(1, 0, 2).ravel() for part in stream.places(split.ravel())]
-    alone = stream.places(step * size + np.arange(size))
-    assert all(np.array_equal(a, b) for a, b in zip(by_rank, alone, strict=True))
+    stream = mixed(sizes, table, seed)
+    step = first_step
+    for plan, steps in starts:
+        for _ in range(steps):
+            split = np.stack([rank_positions(plan, step, rank) for rank in range(plan.data_parallel)])  # [rank, micro-batch, sample]
+            by_rank = [part.reshape(split.shape).transpose(1, 0, 2).ravel() for part in stream.places(split.ravel())]
+            alone = stream.places(step * size + np.arange(size))
+            assert all(np.array_equal(a, b) for a, b in zip(by_rank, alone, strict=True))
+            step += 1
+        drawn = [np.sort(drawn_by_rank(seed, size, ranks)) for ranks in (1, plan.data_parallel)]
+        assert np.array_equal(*drawn) == (plan.data_parallel == 1)
 
-    def drawn(ranks: int) -> Ints:
-        """Source and count in it, by a generator on each rank: what it consumed in its first step."""
-        share = size // ranks
-        parts = []
-        for rank in range(ranks):
-            sources = np.random.default_rng([seed, rank]).integers(0, 3, share)
-            counts = (np.cumsum(np.eye(3, dtype=np.int64)[sources], axis=0) - 1)[np.arange(share), sources]
-            parts.append(sources << 32 | counts * ranks + rank)
-        return np.sort(np.concatenate(parts))
 
-    assert ranks == 1 or not np.array_equal(drawn(ranks), drawn(1))
+def drawn_by_rank(seed: int, size: int, ranks: int) -> Ints:
+    """The control's first step: each rank draws sources with a generator of its own and takes every ``ranks``-th sample of them."""
+    parts = []
+    for rank in range(ranks):
+        sources = np.random.default_rng([seed, rank]).integers(0, 3, size // ranks)
+        counts = (np.cumsum(np.eye(3, dtype=np.int64)[sources], axis=0) - 1)[np.arange(len(sources)), sources]
+        parts.append(sources << 32 | counts * ranks + rank)
+    return np.concatenate(parts)
 
 
 @given(sizes=st.lists(st.integers(LENGTH + 1, 300), min_size=2, max_size=4), seed=SEEDS,

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from tests.data.made import Counting, batch_plan, documents, make_folder
 from toolkit.data import stream as stream_module
 from toolkit.data.index import TokenSource, open_split
+from toolkit.data.order import VERSION
 from toolkit.data.prefetch import Prefetch
 from toolkit.data.samples import TokenWindows
 from toolkit.data.stream import Stream, rank_positions
@@ -93,6 +94,20 @@ def test_every_layout_reads_the_same_windows(micro: int, ranks: int, step: int) 
     assert np.array_equal(global_batch([open_stream(batch=plan, rank=rank) for rank in range(ranks)], step), whole)
 
 
+def test_an_old_checkpoint_goes_on_with_its_samples() -> None:
+    """First and last token of a rank's samples, as the stream gave them before there were mixtures (commit 28c2c24)."""
+    plan = batch_plan(2, 8, 2)
+    for tokens, length, seed, expected in (
+        (1000, 7, 0, [[[307, 314], [734, 741]], [[650, 657], [853, 860]]]),
+        (10**12, 128, 11, [[[681618283083, 681618283211], [712526541899, 712526542027]],
+                           [[266180707275, 266180707403], [393498013899, 393498014027]]]),
+    ):  # fmt: skip
+        stream = open_stream(tokens, length, seed, plan, rank=1)
+        assert [micro_batch[:, [0, -1]].tolist() for micro_batch in next(stream.steps(0))] == expected
+        stream.close()
+        assert stream.fingerprint() == {"order": VERSION, "data": "data", "tokenizer": "tokenizer", "seed": seed, "sequence_length": length}
+
+
 def test_a_ramp_consumes_every_sample_once() -> None:
     stages = (RampStage(4, 0, 0, 3), RampStage(8, 3, 12, None))
     plan = BatchPlan(micro_batch=2, global_batch=8, data_parallel=2, stages=stages)
@@ -150,7 +165,7 @@ def test_cost_is_flat(mixed: bool) -> None:
         assert cost.peak_bytes < 4 << 20
         assert cost.state_bytes < 512
     for seconds in ([cost.first_batch_seconds for cost in costs], [cost.resume_seconds for cost in costs]):
-        assert max(seconds) < 4 * min(seconds)
+        assert max(seconds) - min(seconds) < 0.01  # anything that grew with the data would be a million times longer for the last
 
 
 def test_tokens_of_files(tmp_path: Path) -> None:

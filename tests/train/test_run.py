@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -376,11 +377,12 @@ def stall_share(start: Start) -> float:
 
 def test_a_loader_slowed_on_purpose_shows(whole: Start, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           capsys: pytest.CaptureFixture[str]) -> None:
-    """The control is the same run without the brake."""
+    """It takes ten steps' time for the samples of each. The control is the same run without the brake."""
     read = TokenWindows.read
+    brake = 0.1 + 10 * statistics.median(row["step_seconds"] for row in _jsonl(whole.directory.metrics_file))
 
     def slow(self: TokenWindows, epochs: Any, numbers: Any) -> Any:
-        time.sleep(0.2)
+        time.sleep(brake)
         return read(self, epochs, numbers)
 
     monkeypatch.setattr(TokenWindows, "read", slow)

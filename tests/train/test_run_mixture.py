@@ -82,6 +82,7 @@ WRITTEN = {
     "+data.sources.web.weights=1": "a source has a path and may have a weight",
     "+data.sources.web.weight=1e-9": "at least one sample in a million",
     "+data.sources.x=7": "a source has a path",
+    "+data.sources.web.path=s3://me:secret@bucket/web": r"web\.path=s3://\*\*\*@bucket/web",
     "data.phases=[{from_step: 5, weights: {code: 1}}]": "missing: web",
     "data.phases=[{from_step: 5, weights: {code: 1, web: 1, x: 1}}]": "unknown: x",
     "data.phases=[{from_step: 5, weights: {code: 0, web: 0}}]": "all weights are 0",

@@ -53,7 +53,8 @@ def problems(sources: Mapping[str, Any], phases: Sequence[Any]) -> Iterator[Prob
             yield url
             continue
         if not isinstance(one, Mapping) or not isinstance(one.get("path"), str) or one.keys() - {"path", "weight"}:
-            yield Problem(key, f"{key}={one}", "a source has a path and may have a weight, and nothing else", f"write '{EXAMPLE}'")
+            seen = f"{key} has {', '.join(map(str, one))}" if isinstance(one, Mapping) else f"{key} is no dictionary"
+            yield Problem(key, seen, "a source has a path and may have a weight, and nothing else", f"write '{EXAMPLE}'")
         elif not _is_weight(one.get("weight", 1)):
             yield _no_weight(f"{key}.weight", one["weight"])
     if not list(_of_phases(sources, phases)):
