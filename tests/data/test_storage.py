@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,27 @@ def test_a_file_that_changes_is_refused(files: Path, tmp_path: Path, monkeypatch
         assert isinstance(folder, StoreFolder)
         with pytest.raises(InputError, match=r"large\.bin: 3000001 bytes, of 3000000"):
             folder.for_reading({"large.bin": 3_000_000}).read_range("large.bin", 0, 10)
+
+
+def test_a_forked_process_is_told_and_does_not_hang(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a fork only the thread that asked for it is there: what waits for the others waits for ever."""
+    with served(files) as store:
+        set_environment(monkeypatch, store, tmp_path)
+        opened("s3", store).size("large.bin")
+        worker = get_context("fork").Process(target=_read_in_a_fork, args=(store.s3,))
+        worker.start()
+        worker.join(20)
+        try:
+            assert worker.exitcode == 7
+        finally:
+            worker.kill()
+
+
+def _read_in_a_fork(url: str) -> None:
+    try:
+        open_folder(url).size("large.bin")
+    except InputError as error:
+        os._exit(7 if "s3://corpus in a forked process" in str(error) else 8)
 
 
 # -- trouble: it is passed, and without the means against it it is not

@@ -10,6 +10,7 @@ Python would need fewer, but such a thread that finds Python ending aborts the p
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -104,9 +105,14 @@ class Pace:
             return due
 
 
+class Forked(Exception):
+    """Requests were made by the process that this one was forked from: the threads that carry them out, ours and a library's, are there."""
+
+
 @cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="storage")
+def _threads() -> tuple[ThreadPoolExecutor, int]:
+    """And the process that they are in."""
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="storage"), os.getpid()
 
 
 class _Attempt(Generic[T]):
@@ -136,10 +142,13 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
 
     Raises:
         Unanswered: a call raised Transient until then.
+        Forked: waiting would have no end.
         Exception: whatever else a call raised, at once.
     """
     answers: SimpleQueue[tuple[_Attempt[T], T | None, Exception | None]] = SimpleQueue()
-    pool, start = _threads(), time.monotonic()
+    (pool, process), start = _threads(), time.monotonic()
+    if process != os.getpid():
+        raise Forked
     jobs = [_Job(call) for call in calls]
     pace.begin(len(jobs))
 

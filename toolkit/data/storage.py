@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from toolkit.config.urls import credentials_remedy, is_url, url_problem
-from toolkit.data.fetch import Limits, Pace, Transient, Unanswered, fetch_all
+from toolkit.data.fetch import Forked, Limits, Pace, Transient, Unanswered, fetch_all
 from toolkit.errors import InputError, Problem
 
 if TYPE_CHECKING:
@@ -191,6 +191,10 @@ class StoreFolder(Folder):
             return fetch_all(calls, self.pace, self.limits, seconds)
         except Unanswered as error:
             seen = f"{self.place}: {error}"
+        except Forked:
+            rule = "a store is read by the process that opened it, or by one that was started and not forked"
+            remedy = "leave out workers (num_workers=0): a stream reads ahead with threads"
+            raise InputError(Problem("data.path", f"{self.place} in a forked process", rule, remedy)) from None
         if self._reading:
             raise StorageError(seen)
         remedy = f"check the address and the network; {credentials_remedy(self.place)}"
