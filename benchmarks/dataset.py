@@ -97,9 +97,9 @@ def ours(folder: Path, streaming: bool, workers: int, seconds: float) -> dict[st
     spent = [cpu_seconds(pid) - one for pid, one in zip(pids, before, strict=True)]
     wall = time.perf_counter() - began
     at = stream._at
-    resume_at = time.perf_counter()
     state = stream.state(at)
     stream.close()
+    resume_at = time.perf_counter()
     resumed = open_data(config, batch, 0, ready).stream
     resumed.restore(state)
     next(iter(resumed.steps(at)))

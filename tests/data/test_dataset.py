@@ -31,12 +31,13 @@ from toolkit.data.dataset import documents as documents_module
 from toolkit.data.dataset import source as sources
 from toolkit.data.dataset.documents import ArrowDocuments
 from toolkit.data.dataset.encode import Encoders, WorkerDied
+from toolkit.data.dataset.ready import Opened
 from toolkit.data.dataset.stream import DatasetStream, merge_states
 from toolkit.data.dataset.worker import is_held_out
 from toolkit.data.index import open_split
 from toolkit.data.manifest import read_manifest
 from toolkit.data.open import open_data, ready_for
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, InputError
 from toolkit.progress import Progress
 
 Ints = npt.NDArray[np.int64]
@@ -148,7 +149,8 @@ def test_documents_held_out_are_the_evaluation_set_and_never_trained_on(corpus: 
     folder = ready(config)
     with Ranks(config, folder) as ranks:
         trained = {text for lane in texts_of(ranks.take(1200), corpus) for text in lane}
-        sets = open_data(config, batch_plan(1, BATCH, 1), 0, folder).sets
+        opened = open_data(config, batch_plan(1, BATCH, 1), 0, folder)
+    assert opened.end_of_text == corpus.end_of_text
     texts = {text for _, text in corpus.rows}
     held_out = {text for text in texts if is_held_out(text.encode(), 0.2)}
     assert 0.1 < len(held_out) / len(texts) < 0.3
@@ -159,7 +161,7 @@ def test_documents_held_out_are_the_evaluation_set_and_never_trained_on(corpus: 
     (there,) = texts_of([row], corpus)
     assert set(there) <= held_out
     assert source.tokens > config.eval.batches * BATCH * LENGTH
-    batches = list(sets["validation"].batches())
+    batches = list(opened.sets["validation"].batches())
     assert len(batches) == config.eval.batches
     windows = np.concatenate([micro for batch in batches for micro in batch])
     assert np.array_equal(windows[:, :-1].ravel(), row[0, : len(windows) * LENGTH])
@@ -224,6 +226,15 @@ def test_large_files_are_hashed_at_places(tmp_path: Path, monkeypatch: pytest.Mo
     assert before["b"] != after["b"]
 
 
+def test_arrow_files_that_are_cut_short_or_gone_are_named(corpus: Corpus, tmp_path: Path) -> None:
+    (whole,) = Opened.read(ready(config_of(corpus))).files
+    file = tmp_path / "cut.arrow"
+    file.write_bytes(Path(whole).read_bytes()[:-2000])
+    for path in (file, tmp_path / "gone.arrow"):
+        with pytest.raises(InputError, match=str(path)):
+            ArrowDocuments([str(path)], ["text"], 0)
+
+
 # -- processes
 
 
@@ -268,17 +279,19 @@ def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus)
 
 def test_what_goes_wrong_in_a_worker_or_while_reading_is_told(corpus: Corpus) -> None:
     encoders = Encoders(corpus.tokenizer / "tokenizer.json", end_of_text=0, dtype=np.dtype(np.uint16), held_out=0.0, count=1)
-    with pytest.raises(RuntimeError, match="UnicodeDecodeError"):
-        encoders.submit(lambda: (b"\xff", np.array([1]))).result(timeout=60)
+    with pytest.raises(RuntimeError, match=r"(?s)a tokenizer process failed:.*TypeError"):
+        encoders.submit(lambda: (b"ab", np.array([1.5]))).result(timeout=60)
 
     def breaks() -> Any:
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
         encoders.submit(breaks).result(timeout=60)
-    (tokens,) = encoders.submit(lambda: (b"a", np.array([1]))).result(timeout=60)
+    tokens, broken = encoders.submit(lambda: (b"a\xff", np.array([1, 2]))).result(timeout=60)
     assert tokens.dtype == np.uint16
     assert tokens[-1] == 0
+    tokenizer = bpe.load(corpus.tokenizer)
+    assert tokenizer.decode(broken.tolist()) == "\ufffd"  # what is no UTF-8
     encoders.close()
     encoders.close()
     assert encoders.submit(breaks).exception() is not None

@@ -61,6 +61,7 @@ class ArrowDocuments(Documents):
     """Local arrow files in the stream format, as ``datasets`` keeps them. Opening maps them; ranks share the page cache."""
 
     def __init__(self, files: Sequence[str], columns: Sequence[str], seed: int) -> None:
+        """Raises InputError where a file is absent or cut short."""
         self._batches = [batch for file in files for batch in _mapped(file, columns)]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
         self.count = int(self._ends[-1])
@@ -189,8 +190,12 @@ def no_documents() -> InputError:
 def _mapped(file: str, columns: Sequence[str]) -> list[pa.RecordBatch]:
     import pyarrow as pa
 
-    with pa.ipc.open_stream(pa.memory_map(file)) as reader:
-        return [batch.select(list(columns)) for batch in reader if batch.num_rows]
+    try:
+        with pa.ipc.open_stream(pa.memory_map(file)) as reader:
+            return [batch.select(list(columns)) for batch in reader if batch.num_rows]
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(Problem(file, f"{file}: {error}", "the arrow files that `datasets` made of the dataset are there and whole",
+                                 "delete the folder that it lies in and start again, which makes them anew")) from error
 
 
 def text_of(batch: pa.RecordBatch) -> pa.Array:

@@ -182,7 +182,7 @@ def _write(folder: Path, name: str, batches: Iterator[Texts], info: TokenizerInf
     with progress.task(f"tokenising {name}", total=tokens, unit="tokens") as task, SplitWriter(folder, name, dtype) as writer:
         for text, ends in batches:
             documents = [bytes(text[first:last]) for first, last in pairwise([0, *ends.tolist()])]
-            chosen = [document.decode() for document in documents if share is None or is_held_out(document, share)]
+            chosen = [document.decode(errors="replace") for document in documents if share is None or is_held_out(document, share)]
             for document in tokenizers.encode(opened, chosen, info.end_of_text):
                 if made < tokens:
                     writer.add(document)

@@ -50,7 +50,7 @@ def serve(pipe: Connection, tokenizer_file: str, end_of_text: int, dtype: np.dty
         try:
             documents = [bytes(text[first:last]) for first, last in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
             kept = [not held_out or not is_held_out(document, held_out) for document in documents]
-            texts = [document.decode() for document, keep in zip(documents, kept, strict=True) if keep]
+            texts = [document.decode(errors="replace") for document, keep in zip(documents, kept, strict=True) if keep]
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             parts: list[npt.NDArray[np.unsignedinteger]] = [np.array([*encoding.ids, end_of_text], dtype) for encoding in encodings]
             lengths = np.zeros(len(kept), dtype=np.int64)
