@@ -38,9 +38,9 @@ class Vision(Task):
         masked = not len(samples)
         if masked:
             samples = np.zeros(1, dtype=samples.dtype)
-        # Moved as they are stored, and widened on the device.
-        pixels = torch.from_numpy(samples[IMAGE]).to(device).float()
-        pixels = (pixels - self._mean.to(device)).mul_(self._scale.to(device))
+        # Moved as they are stored, and widened on the device; a copy in any case, since what follows is in place.
+        pixels = torch.from_numpy(samples[IMAGE]).to(device).to(torch.float32, copy=True)
+        pixels.sub_(self._mean.to(device)).mul_(self._scale.to(device))
         labels = torch.from_numpy(samples[LABEL].astype(np.int64)).to(device)
         return {"pixel_values": pixels, "labels": torch.full_like(labels, IGNORED) if masked else labels}
 

@@ -1,0 +1,106 @@
+"""What an image costs on its way to the model: records in the run's order, against a plain memory map of the same file.
+
+    python benchmarks/records.py                        512 MB of tiles uint16 [12, 64, 64], 15 rounds, in the current folder
+    python benchmarks/records.py --gigabytes 4 --folder /mnt/nvme
+
+The jobs take turns within each round, on batches of the same size, in the page cache. A figure is the median over rounds of CPU seconds of
+the whole process, so that the stream's thread counts; ratios are within rounds.
+
+    floor      numpy's fancy indexing of a structured memory map by the numbers of the batch, shuffled beforehand
+    records    ``Records.read`` of the same numbers
+    stream     ``Stream.steps``: positions, permutation, reading ahead by a thread, micro-batches
+    collated   the stream, and the vision task's fp32 normalised tensors on the CPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from toolkit.data.records import ENDING, Records, open_records
+from toolkit.data.stream import Stream
+from toolkit.data.tiles import tile
+from toolkit.data.write_records import RecordWriter
+from toolkit.plan.types import BatchPlan, RampStage
+from toolkit.train.vision import Vision
+
+BATCH, STEPS = 64, 16
+Job = Callable[[], object]
+
+
+def write(folder: Path, gigabytes: float) -> Records:
+    """One tile many times over, its label the number: reading does not look at the values."""
+    image = tile(0, np.random.default_rng(0), 12, 64, 10)
+    began = time.perf_counter()
+    with RecordWriter(folder, {"image": ("uint16", image.shape), "label": ("int64", ())}, description="", licence="") as writer:
+        for number in range(int(gigabytes * 1e9 / image.nbytes)):
+            writer.add("train", image=image, label=number % 10)
+    records = open_records(folder, "train")
+    print(f"written at {records.count * records.dtype.itemsize / (time.perf_counter() - began) / 1e6:.0f} MB/s, synced and verified")
+    return records
+
+
+def jobs_of(records: Records, folder: Path) -> dict[str, Job]:
+    mapped = np.memmap(folder / f"train-00000{ENDING}", dtype=records.dtype, mode="r")
+    batch = BatchPlan(micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),))
+    stream = Stream({"train": records}, None, seed=0, batch=batch, data_rank=0)
+    steps, task = stream.steps(0), Vision("", records.manifest)
+    zeros = np.zeros(BATCH, dtype=np.int64)
+    shuffled = np.random.default_rng(0).permutation(records.count)[: BATCH * STEPS].reshape(STEPS, BATCH)
+    return {
+        "floor": lambda: [mapped[numbers] for numbers in shuffled],
+        "records": lambda: [records.read(zeros, numbers) for numbers in shuffled],
+        "stream": lambda: [next(steps) for _ in range(STEPS)],
+        "collated": lambda: [task.collate(next(steps)[0], torch.device("cpu")) for _ in range(STEPS)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=0.512)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--folder", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "records.json")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    work = given.folder / f"records-benchmark-{os.getpid()}"
+    try:
+        records = write(work, given.gigabytes)
+        size = BATCH * STEPS * records.dtype.itemsize
+        jobs = jobs_of(records, work)
+        seconds: dict[str, list[float]] = {name: [] for name in jobs}
+        for number in range(given.rounds + 1):
+            for name, job in jobs.items():
+                began = time.process_time()
+                job()
+                if number:  # the first round fills caches and the stream's buffer
+                    seconds[name].append(time.process_time() - began)
+    finally:
+        shutil.rmtree(work)
+    result = {
+        "record_bytes": records.dtype.itemsize, "records": records.count, "batch": BATCH, "rounds": given.rounds,
+        "gigabytes_per_cpu_second": {name: size / statistics.median(values) / 1e9 for name, values in seconds.items()},
+        "times_floor": {name: statistics.median(value / floor for value, floor in zip(values, seconds["floor"], strict=True))
+                        for name, values in seconds.items()},
+        "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine(), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in ("numpy", "torch")}},
+    }
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name, ratio in result["times_floor"].items():
+        print(f"{name:>10}: {result['gigabytes_per_cpu_second'][name]:.2f} GB a CPU second, {ratio:.2f} x the floor")
+
+
+if __name__ == "__main__":
+    main()
