@@ -156,7 +156,7 @@ def test_resume_anywhere_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_cost_is_flat(mixed: bool) -> None:
     """A million, 10^9 and 10^12 samples: alike in time to the first batch, resume, memory and state.
 
-    Measured on two quiet cores: 3 ms and 1.4 to 2.4 MB for one source, 6 ms for three; the bounds leave room for a busy machine.
+    Measured on two quiet cores: 1 to 2 ms and 0.9 MB for one source, 3 to 4 ms for three; the bounds leave room for a busy machine.
     """
     costs = [flat_cost(samples, mixed=mixed) for samples in (10**6, 10**9, 10**12)]
     for cost in costs:
