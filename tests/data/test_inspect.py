@@ -138,17 +138,17 @@ def test_documents_of_several_sequences(made: DataManifest, tmp_path: Path) -> N
     assert document_lengths(open_folder(tmp_path), split).tolist() == [4, 0, 7]
 
 
-@given(seed=st.integers(0, 10**6), kinds=st.integers(2, 30))
+@given(seed=st.integers(0, 10**6), kinds=st.integers(2, 6))
 @settings(max_examples=25, deadline=None)
 def test_shuffle_quality_tells_shuffled_from_sorted(seed: int, kinds: int) -> None:
-    """Documents of several kinds, each with lengths of its own; in order by kind, and shuffled."""
+    """Documents of several kinds, each four times as long as the one before on average; in order by kind, and shuffled."""
     random = np.random.default_rng(seed)
-    lengths = np.concatenate([random.geometric(1 / random.integers(20, 2000), 400) for _ in range(kinds)]).astype(np.int32)
+    lengths = np.concatenate([random.geometric(0.1 / 4**kind, 400) for kind in range(kinds)]).astype(np.int32)
     by_kind, shuffled = shuffle_quality(lengths), shuffle_quality(random.permutation(lengths))
     assert by_kind is not None
     assert shuffled is not None
     assert 0.6 < shuffled < 1.5
-    assert by_kind > shuffled
+    assert by_kind > 2 * shuffled
 
 
 def test_shuffle_quality_is_one_on_average_and_unknown_for_few() -> None:

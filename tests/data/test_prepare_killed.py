@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -23,7 +22,6 @@ from toolkit.config.compose import compose_prepare
 from toolkit.data.prepare import merge, tokenise
 from toolkit.data.prepare.parts import Receipt, read_receipts
 from toolkit.data.prepare.run import prepare
-from toolkit.errors import InputError
 from toolkit.progress import Progress
 
 SMALL = Path(__file__).with_name("small_prepare.py")
@@ -137,23 +135,6 @@ def test_killed_while_it_writes_shards(tmp_path: Path) -> None:
         assert not list(case.output.glob("*.partial*"))
     assert (case.output / "report.json").read_bytes() == case.whole["report.json"]
     assert documents_of(case.output, "train") == documents_of(case.output.with_name("whole"), "train")
-
-
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    case = Case(tmp_path, workers=1)
-    process = subprocess.Popen([sys.executable, str(SMALL), *case.words, "workers=1"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        while not case.receipts:
-            assert process.poll() is None
-            time.sleep(0.001)
-        os.kill(process.pid, signal.SIGSTOP)
-        with pytest.raises(InputError, match="is being prepared by another process"):
-            prepare(compose_prepare([*case.words, "workers=1"]), Progress.silent())
-    finally:
-        process.kill()
-        process.wait(10)
-    assert case.finished()
-    assert files_of(case.output) == case.whole
 
 
 @pytest.mark.full

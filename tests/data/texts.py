@@ -8,12 +8,14 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import xxhash
 
 from toolkit.config.prepare import PrepareConfig, TokenizerConfig
 from toolkit.data import tokenizer as bpe
 from toolkit.data.index import IndexFile
 from toolkit.data.manifest import DataManifest, read_manifest
+from toolkit.data.prepare import plan, tokenise
 from toolkit.data.prepare.run import prepare
 from toolkit.progress import Progress
 
@@ -31,6 +33,9 @@ def small_tokenizer(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     bpe.train_bpe(made_texts(200, seed=99), 400).save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
+
+
+TEXTS = made_texts(300)
 
 
 def write_jsonl(path: Path, texts: list[str], name: str = "text") -> Path:
@@ -61,6 +66,14 @@ def settings(source: object, output: Path, tokenizer: Path | TokenizerConfig, **
 
 def prepared(source: object, output: Path, tokenizer: Path | TokenizerConfig, **changes: object) -> DataManifest:
     return prepare(settings(source, output, tokenizer, **changes), Progress.silent())
+
+
+def small_units(monkeypatch: pytest.MonkeyPatch, unit: int = 9000, part: int = 4000, batch: int = 500) -> None:
+    """Bytes at which work is cut in this process; units in the others too, since the plan has them."""
+    monkeypatch.setattr(plan, "LEAST_UNIT_BYTES", unit)
+    monkeypatch.setattr(plan, "MOST_UNIT_BYTES", unit)
+    monkeypatch.setattr(tokenise, "PART_BYTES", part)
+    monkeypatch.setattr(tokenise, "TEXT_AT_ONCE", batch)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,23 @@
+"""What the tests of preparing share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.data.texts import TEXTS, small_tokenizer, write_jsonl
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 documents, three of them twice and one empty, in two files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_jsonl(folder / "a.jsonl", [*TEXTS[:100], "", *TEXTS[:3]])
+    write_jsonl(folder / "b" / "c.jsonl", TEXTS[100:])
+    return folder
