@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -39,7 +40,15 @@ class Problem:
     severity: Severity = Severity.ERROR
 
     def __str__(self) -> str:
-        return f"{self.seen}\n    rule:   {self.rule}\n    remedy: {self.remedy}"
+        return without_secrets(f"{self.seen}\n    rule:   {self.rule}\n    remedy: {self.remedy}")
+
+
+_URL = re.compile(r"""([a-z][a-z0-9+.-]*://)([^\s"]*@)?([^\s"?]*)(\?[^\s"]+)?""", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """``text`` without the users, passwords and queries of URLs in it: what a person wrote is shown where it is wrong, and kept in logs."""
+    return _URL.sub(lambda url: f"{url[1]}{'***@' if url[2] else ''}{url[3]}{'?***' if url[4] else ''}", text)
 
 
 class UserError(ValueError):

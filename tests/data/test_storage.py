@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.data.served import SECRETS, Store, environment, served, set_environment
+from toolkit.config.compose import compose
 from toolkit.config.identity import identity
 from toolkit.config.schema import DataConfig, RunConfig
 from toolkit.config.urls import shown, url_problem
@@ -198,6 +199,18 @@ def test_secrets_in_a_url_are_refused_and_not_shown(url: str) -> None:
     with pytest.raises(InputError) as refused:
         open_folder(url)
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("word", [
+    "data.path=https://host/folder?sig=hunter2", "data.pth=s3://user:hunter2@bucket", "'s3://u:hunter2@b/x',", "s3://u:hunter2@b/x",
+    "+data.sources.a={path: 's3://u:hunter2@b/x', weight: 1}",
+])
+def test_words_that_cannot_be_read_are_shown_without_secrets(word: str) -> None:
+    """Before a URL is known to be one: mistakes of grammar, unknown keys."""
+    with pytest.raises(ConfigError) as caught:
+        compose([word])
+    assert "hunter2" not in str(caught.value)
+    assert "***" in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["ftp://host/folder", "s3:///folder", "file://", "file://host/folder", "https:///folder"])

@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.config import mixture
 from toolkit.config.checks import at_least, check
-from toolkit.config.urls import is_url, url_problem
+from toolkit.config.urls import is_url, shown, url_problem
 from toolkit.errors import ConfigError, Problem
 
 
@@ -237,7 +237,7 @@ class DataCacheConfig:
     """The most that is kept, in GiB; the oldest blocks go first. A folder has one size: another one empties it."""
 
     def __post_init__(self) -> None:
-        check(self.folder is None or not is_url(self.folder), "data.cache.folder", self.folder, "a cache lies on this machine",
+        check(self.folder is None or not is_url(self.folder), "data.cache.folder", shown(self.folder or ""), "a cache lies on this machine",
               "write data.cache.folder=FOLDER")
         check(self.gib > 0, "data.cache.gib", self.gib, "a cache has some size", "write data.cache.gib=16, or data.cache.folder=null")
 
