@@ -7,6 +7,7 @@ The jobs take turns within each round, on batches of the same size, in the page 
 the whole process, so that the stream's thread counts; ratios are within rounds.
 
     floor      numpy's fancy indexing of a structured memory map by the numbers of the batch, shuffled beforehand
+    held       the same, with the last batches still in use, as they are where reading runs ahead: memory is new and not warm
     records    ``Records.read`` of the same numbers
     stream     ``Stream.steps``: positions, permutation, reading ahead by a thread, micro-batches
     collated   the stream, and the vision task's fp32 normalised tensors on the CPU
@@ -21,6 +22,7 @@ import platform
 import shutil
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +31,7 @@ import numpy as np
 import torch
 
 from toolkit.data.records import ENDING, Records, open_records
-from toolkit.data.stream import Stream
+from toolkit.data.stream import CHUNKS_AHEAD, Stream
 from toolkit.data.tiles import tile
 from toolkit.data.write_records import RecordWriter
 from toolkit.plan.types import BatchPlan, RampStage
@@ -56,10 +58,12 @@ def jobs_of(records: Records, folder: Path) -> dict[str, Job]:
     batch = BatchPlan(micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),))
     stream = Stream({"train": records}, None, seed=0, batch=batch, data_rank=0)
     steps, task = stream.steps(0), Vision("", records.manifest)
+    held: deque[np.ndarray] = deque(maxlen=CHUNKS_AHEAD + 2)
     zeros = np.zeros(BATCH, dtype=np.int64)
     shuffled = np.random.default_rng(0).permutation(records.count)[: BATCH * STEPS].reshape(STEPS, BATCH)
     return {
         "floor": lambda: [mapped[numbers] for numbers in shuffled],
+        "held": lambda: [held.append(mapped[numbers]) for numbers in shuffled],
         "records": lambda: [records.read(zeros, numbers) for numbers in shuffled],
         "stream": lambda: [next(steps) for _ in range(STEPS)],
         "collated": lambda: [task.collate(next(steps)[0], torch.device("cpu")) for _ in range(STEPS)],
