@@ -337,6 +337,15 @@ def test_damage_is_told_before_training(tmp_path: Path, damage: str, monkeypatch
             open_split(store.s3, "train")
 
 
+@pytest.mark.parametrize(("url", "said"), [("s3://corpus", "manifest.json: refused with status 403"), ("s3://corpse", "no such bucket")])
+def test_a_store_that_refuses_is_told_before_training(tmp_path: Path, url: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path / "data", {"train": documents(60, 300)})
+    with served(tmp_path / "data", forbidden="403" in said) as store:
+        set_environment(monkeypatch, store, tmp_path / "home")
+        with pytest.raises(InputError, match=said):
+            open_split(url, "train")
+
+
 def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above. The manifest may stand above its files, as for generations."""
     manifest = make_folder(tmp_path / "data" / "inner", {"train": documents(60, 300)}, shard_bytes=1000)

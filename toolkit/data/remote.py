@@ -138,8 +138,9 @@ class RemoteTokens:
         self._shards = _filled(self.split)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
         self._names = [f"{shard.name}.bin" for shard in self._shards]
-        sizes = {name: shard.bin.bytes for name, shard in zip(self._names, self._shards, strict=True)}
-        self.folder = _folder(manifest, limits).for_reading(sizes)
+        self._files = {name: CachedFile(name, shard.bin.xxh3_128, shard.bin.bytes)
+                       for name, shard in zip(self._names, self._shards, strict=True)}
+        self.folder = _folder(manifest, limits).for_reading({name: file.bytes for name, file in self._files.items()})
         self._cache = cache
         self._room = KEPT_BYTES if repeated else 0
         self._kept: dict[Span, Buffer] = {}
@@ -171,5 +172,4 @@ class RemoteTokens:
         ranges = [Range(self._names[shard], start, end) for shard, start, end in spans]
         if self._cache is None:
             return self.folder.read_ranges(ranges)
-        files = {name: CachedFile(name, shard.bin.xxh3_128, shard.bin.bytes) for name, shard in zip(self._names, self._shards, strict=True)}
-        return read_cached(self._cache, self.folder, files, ranges)
+        return read_cached(self._cache, self.folder, self._files, ranges)
