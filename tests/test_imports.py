@@ -35,6 +35,7 @@ ONLY_IN = {
     "megatron": ("toolkit/engine/", "toolkit/models/"),
     "wandb": ("toolkit/monitor/wandb.py",),
     "pynvml": ("toolkit/cluster/", "toolkit/monitor/gpu.py"),
+    "obstore": ("toolkit/data/storage.py",),
     "omegaconf": ("toolkit/config/",),
     "hydra": ("toolkit/config/",),
 }
