@@ -59,7 +59,7 @@ def test_failures_without_end_end() -> None:
     with pytest.raises(Unanswered) as caught:
         fetch_all([failing(1 << 30, 1)], Pace(QUICK), QUICK, seconds=0.3)
     assert time.monotonic() - begin < 5
-    assert 10 < caught.value.attempts < 300  # pauses grow to 5 ms and no further
+    assert 2 < caught.value.attempts < 300
 
 
 def test_a_definite_answer_ends_the_rest() -> None:
