@@ -147,7 +147,7 @@ def test_shuffle_quality_tells_shuffled_from_sorted(seed: int, kinds: int) -> No
     by_kind, shuffled = shuffle_quality(lengths), shuffle_quality(random.permutation(lengths))
     assert by_kind is not None
     assert shuffled is not None
-    assert 0.6 < shuffled < 1.5
+    assert 0.3 < shuffled < 2  # 800 documents: 77 degrees of freedom
     assert by_kind > 2 * shuffled
 
 

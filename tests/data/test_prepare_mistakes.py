@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.data.texts import TEXTS, files_of, prepared, small_tokenizer, small_units, write_gz, write_jsonl
-from toolkit.config.prepare import PrepareConfig, TokenizerConfig
+from toolkit.config.prepare import InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.data import stdlib
 from toolkit.data.prepare import run, tokenise
 from toolkit.data.prepare.run import output_folder, prepare
+from toolkit.data.prepare.work import each
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -126,7 +129,7 @@ def test_outputs_and_tokenizers_that_cannot_be(corpus: Path, tokenizer: Path, tm
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(InputError, match="it holds other files"):
         prepared(corpus, tmp_path / "mine", tokenizer)
-    with pytest.raises(InputError, match="the output folder can be written"):
+    with pytest.raises(InputError, match="the output folder written"):
         prepared(corpus, tmp_path / "mine" / "letter.txt" / "data", tokenizer)
     with pytest.raises(InputError, match=r"tokenizer\.end_of_text=None"):
         prepared(corpus, tmp_path / "a", TokenizerConfig(path=str(tokenizer)))
@@ -139,6 +142,25 @@ def test_outputs_and_tokenizers_that_cannot_be(corpus: Path, tokenizer: Path, tm
     assert output_folder(PrepareConfig(input="corpora/books.jsonl.zst")) == Path("data/books")
     with pytest.raises(InputError, match="needs an output"):
         output_folder(PrepareConfig(input="corpora/*.jsonl"))
+
+
+def test_a_mistake_that_made_nothing_leaves_the_output_free(tokenizer: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20], "body")
+    for mistake in ({"seed": 1}, {"text": "bodi"}, {"format": InputFormat.parquet}):
+        with pytest.raises(InputError):
+            prepared(source, tmp_path / "data", tokenizer, **mistake)
+    assert prepared(source, tmp_path / "data", tokenizer, text="body").recipe["text"] == "body"
+
+
+def ends_itself() -> Callable[[int, Callable[[int], None]], None]:
+    """A worker that the kernel kills in its second task, as where memory is short."""
+    return lambda number, advance: advance(5) if number < 2 else os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_told() -> None:
+    with Progress.silent().task("working") as task, pytest.raises(InputError, match=r"code -9 \(SIGKILL\)") as caught:
+        each(ends_itself, [0, 1, 2, 3], 2, task)
+    assert caught.value.problems[0].key == "workers"
 
 
 def test_one_process_at_a_time(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:

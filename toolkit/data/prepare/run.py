@@ -29,6 +29,7 @@ from toolkit.data.prepare.parts import SPLITS, read_receipts
 from toolkit.data.prepare.plan import Listing, Plan, as_typed, list_input, make_plan, read_plan, recipe
 from toolkit.data.prepare.vocabulary import ready_vocabulary, vocabulary
 from toolkit.data.prepare.work import each
+from toolkit.data.tokenizer import FOLDER as TOKENIZER
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
@@ -61,7 +62,7 @@ def prepare(config: PrepareConfig, progress: Progress) -> DataManifest:
                 return _found(config, listed, output, progress)
             return _make(config, listed, work, output, progress)
     except OSError as error:
-        rule, remedy = "the output folder can be written and has room", "name another one: output=FOLDER"
+        rule, remedy = "the input can be read and the output folder written, with room in it", "mend it, or name another one: output=FOLDER"
         raise InputError(Problem("output", f"output={output}: {error}", rule, remedy)) from error
 
 
@@ -94,7 +95,9 @@ def _make(config: PrepareConfig, listed: Listing, work: Path, output: Path, prog
         raise InputError(Problem("input", seen, f"the split {SPLITS[0]} gets a document", "give more text, or a smaller validation="))
     shards = merge.pieces(receipts, words.dtype.itemsize, config.shard_mib << 20)
     _write_shards(config, work, output, tokenizer, shards, workers, progress)
-    _check_unchanged(plan, listed)
+    changes = _changes(plan, listed)
+    if changes:
+        raise InputError(*changes)
     manifest = report.finish(plan, output, tokenizer, words.dtype, receipts, shards, merge.written(work, shards))
     shutil.rmtree(work)
     return manifest
@@ -114,30 +117,34 @@ def _write_shards(
 
 
 def _plan(config: PrepareConfig, listed: Listing, work: Path, progress: Progress) -> Plan:
+    """The plan under way, if it is of this recipe and input; a new one where there is none, or where nothing was tokenised by it."""
     plan = read_plan(work)
-    if plan is None:
-        plan = make_plan(config, listed, progress)
-        plan.write(work)
-        return plan
-    problems = _differences(plan.recipe, config, work.parent, "is being made")
-    if problems:
-        raise InputError(*problems)
-    _check_unchanged(plan, listed)
+    if plan is not None:
+        problems = [*_differences(plan.recipe, config, work.parent, "is being made"), *_changes(plan, listed)]
+        if not problems:
+            return plan
+        if any((work / tokenise.PARTS).glob("*.json")):
+            raise InputError(*problems)
+        shutil.rmtree(work.parent / TOKENIZER, ignore_errors=True)  # of a recipe that was mistaken
+    plan = make_plan(config, listed, progress)
+    plan.write(work)
     return plan
 
 
-def _check_unchanged(plan: Plan, listed: Listing) -> None:
-    """The input is the one that was planned: names, sizes and times of change."""
+def _changes(plan: Plan, listed: Listing) -> list[Problem]:
+    """Where the input is not the one that was planned: by names, sizes and times of change."""
     planned = {source.name: (source.bytes, source.modified) for source in plan.sources}
-    again = list_input_again(listed)
-    for name in sorted({*planned, *again}):
-        if planned.get(name) != again.get(name):
-            how = "is new" if name not in planned else "is gone" if name not in again else "changed"
+    now = _as_now(listed)
+    problems = []
+    for name in sorted({*planned, *now}):
+        if planned.get(name) != now.get(name):
+            how = "is new" if name not in planned else "is gone" if name not in now else "changed"
             seen, rule = f"{Path(listed.root, name)} {how} since the preparation began", "the input stays as it is while it is prepared"
-            raise InputError(Problem("input", seen, rule, "restore it, or name another output: output=FOLDER"))
+            problems.append(Problem("input", seen, rule, "restore it, or name another output: output=FOLDER"))
+    return problems[:1]  # of a moved folder every file is another
 
 
-def list_input_again(listed: Listing) -> dict[str, tuple[int, int]]:
+def _as_now(listed: Listing) -> dict[str, tuple[int, int]]:
     """The files of a listing as they are now."""
     found: dict[str, tuple[int, int]] = {}
     for name, _, size, modified in listed.files:
