@@ -42,10 +42,10 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, tiles: Path, stop_after: int | None = None, **changes: Any) -> Start:
+def start(folder: Path, tiles: Path, stop_after: int | None = None, dropout: float = 0.1, **changes: Any) -> Start:
     def images(config: RunConfig) -> None:
         use_images(config, tiles)
-        config.model.arguments["dropout"] = 0.1
+        config.model.arguments["dropout"] = dropout
         config.eval = EvalConfig(every=20, batches=9)
 
     return Start(folder, tiles, stop_after, images, **{**SETTINGS, **changes})
@@ -81,6 +81,18 @@ def test_stopped_and_resumed_is_bitwise_never_stopped(whole: Start, tiles: Path,
     assert resumed.rows() == whole.rows()
     assert [row[2] for row in resumed.evals()] == [row[2] for row in whole.evals()]
     assert same(resumed.state(), whole.state())
+
+
+def test_another_micro_batch_sees_the_same_images(tiles: Path, tmp_path: Path) -> None:
+    """The control has another seed of the order."""
+    def losses(name: str, *, config: dict[str, Any], stop_after: int | None = None) -> list[float]:
+        run = start(tmp_path / name, tiles, stop_after, dropout=0.0, **{"train__steps": 10, **config})
+        return [row["loss"] for row in run.rows()]
+
+    alone = losses("alone", config={})
+    losses("hop", config={"train__micro_batch": 2}, stop_after=4)
+    assert losses("hop", config={"train__micro_batch": 16}) == pytest.approx(alone, abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(losses("other", config={"data__shuffle_seed": 1}), alone, strict=True)) > 1e-2
 
 
 def test_transformers_opens_what_it_exports(whole: Start, tiles: Path) -> None:

@@ -67,9 +67,4 @@ def classes(manifest: RecordManifest) -> int:
     return 1 + int(max(split.statistics[LABEL].most for split in manifest.splits.values()))
 
 
-def bands(manifest: RecordManifest) -> tuple[int, ...]:
-    """The shape of an image: bands, height, width."""
-    return next(field.shape for field in manifest.fields if field.name == IMAGE)
-
-
 ARRAYS = Kind(_ready, _open)

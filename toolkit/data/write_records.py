@@ -84,7 +84,9 @@ class RecordWriter:
         return self._manifest
 
     def close(self) -> None:
-        """Finish the folder and put it in its place. Raises InputError where there is no record."""
+        """Finish the folder and put it in its place; once closed, nothing. Raises InputError where there is no record."""
+        if self._manifest is not None:
+            return
         if not self._splits:
             raise _problem("no record", "a folder of records holds some", "add records before closing the writer")
         splits = {name: writer.close() for name, writer in self._splits.items()}

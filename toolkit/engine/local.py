@@ -118,7 +118,7 @@ class LocalEngine:
                         sums[name] += float(value)
         finally:
             self._module.train()
-        return EvalResult(sums.pop(LOSS), sum(self._objective.units(batch) for batch in micro_batches), sums)
+        return EvalResult(sums.pop(LOSS), sum(self._objective.units(batch) for batch in micro_batches), dict(sums))
 
     def shards(self) -> list[Shard]:
         found = [_shard(WEIGHT, name, parameter) for name, parameter in (self._parameters | self._frozen).items()]
