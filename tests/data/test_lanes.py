@@ -83,6 +83,8 @@ class Counting:
         done.set_result([tokens_of(document, self.longest) for document in documents])
         return done
 
+    def check(self) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -64,6 +64,12 @@ class Encoders:
             self._tasks.put((fetch, future))
         return future
 
+    def check(self) -> None:
+        """Raises WorkerDied where a process has ended, though nothing may be asked of it for a while."""
+        for worker in self._workers:
+            if worker.process.poll() is not None and not self._closed:
+                raise WorkerDied(worker.how_it_ended())
+
     def close(self) -> None:
         """End the processes. Who waits for a future gets CancelledError."""
         if self._closed:
@@ -105,7 +111,7 @@ class _Worker:
             self._pipe.send((bytes(text), ends))
             answer = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise WorkerDied(self._how_it_ended()) from error
+            raise WorkerDied(self.how_it_ended()) from error
         if isinstance(answer, str):
             raise RuntimeError(f"a tokenizer process failed:\n{answer}")
         tokens, lengths = answer
@@ -116,7 +122,7 @@ class _Worker:
         self.process.kill()
         self.process.wait()
 
-    def _how_it_ended(self) -> str:
+    def how_it_ended(self) -> str:
         try:
             code = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:

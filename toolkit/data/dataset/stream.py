@@ -184,6 +184,7 @@ class _Packer:
 
     def rows(self, count: int) -> Ints:
         """The next sample of each of the first ``count`` lanes: int64 [count, length + 1]."""
+        self._encoders.check()
         self._ask()
         short = [lane for lane in self._lanes[:count] if lane.tokens <= self._length]
         while short:
