@@ -86,7 +86,7 @@ def _work(buffer: _Buffer[T], chunks: Iterable[T]) -> None:
 
 
 class Prefetch(Iterator[T]):
-    """The items of ``chunks``, one by one; at most ``depth`` chunks are ready ahead.
+    """The items of ``chunks``, one by one; from the first ``next`` on, at most ``depth`` chunks are made ahead.
 
     ``finish`` is done to an item by the thread that takes it, when it does: what it makes is in that core's cache, and is not kept ahead.
     An error of ``chunks`` is raised after the items before it. ``close`` (or dropping the object) ends the thread; a closed
@@ -100,18 +100,27 @@ class Prefetch(Iterator[T]):
         self._buffer = buffer
         self._finish = finish
         self._chunk: Iterator[T] = iter(())
-        self._thread = threading.Thread(target=_work, args=(buffer, chunks), name=name, daemon=True)
-        _running[self._thread] = buffer
+        self._chunks: Iterator[Sequence[T]] | None = iter(chunks)  # until the thread has them
+        self._thread = threading.Thread(target=_work, args=(buffer, self._chunks), name=name, daemon=True)
         self._finalizer = weakref.finalize(self, buffer.close)
-        self._thread.start()
 
     def __next__(self) -> T:
         while True:
             for item in self._chunk:
                 return self._finish(item)
-            self._chunk = iter(self._buffer.get())
+            self._chunk = iter(self._buffer.get() if self._chunks is None else self._first(self._chunks))
+
+    def _first(self, chunks: Iterator[Sequence[T]]) -> Sequence[T]:
+        """The first chunk is made here: a thread at work gives the interpreter away after 5 ms, and that chunk takes less."""
+        self._chunks = None
+        try:
+            return next(chunks, ())
+        finally:
+            _running[self._thread] = self._buffer
+            self._thread.start()
 
     def close(self) -> None:
         self._finalizer()
-        self._chunk = iter(())
-        self._thread.join(timeout=JOIN_SECONDS)
+        self._chunk, self._chunks = iter(()), None
+        if self._thread.ident is not None:
+            self._thread.join(timeout=JOIN_SECONDS)

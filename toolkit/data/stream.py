@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 # Steps are ordered, read and handed over by the chunk: the permutation alone is a hundred numpy calls, whatever it permutes.
 ORDERED_AT_ONCE = 4096  # samples
-READ_AT_ONCE = 1 << 20  # bytes: enough that waking the thread is cheap, few enough to stay in a core's cache
+READ_AT_ONCE = 1 << 19  # bytes: enough that waking the thread is cheap, few enough to stay in a core's cache
 CHUNKS_AHEAD = 3  # of one step at least
 
 _FORK = "or start a new run from that state: run.fork=PATH"
@@ -101,8 +101,8 @@ class Stream:
     def steps(self, first_step: int, stride: int = 1) -> Prefetch[list[Array]]:
         """This rank's micro-batches, one list a step: each [micro_batch, ...] of ``Samples.dtype``.
 
-        The steps are ``first_step`` and every ``stride``-th after it. Reading ahead begins at once; an error in it is raised by
-        ``next``. Closing the iterator or the stream ends it.
+        The steps are ``first_step`` and every ``stride``-th after it. Reading ahead begins with the first ``next``; an error in it is
+        raised by ``next``. Closing the iterator or the stream ends it.
         """
         dtype = self._dtype  # not self, which the thread's owner would keep alive
 

@@ -36,7 +36,11 @@ class Invented:
         self.data_hash = f"{tokens:032x}"
 
     def read(self, starts: Ints, out: npt.NDArray[np.integer]) -> None:
-        out[:] = ((starts[:, None] + np.arange(out.shape[1])) * 0x9E3779B1 >> 16) % self.vocab_size
+        tokens = starts[:, None] + np.arange(out.shape[1])
+        tokens *= 0x9E3779B1
+        tokens >>= 16
+        tokens %= self.vocab_size
+        out[:] = tokens
 
 
 def invented_stream(samples: int, *, mixed: bool) -> Stream:
