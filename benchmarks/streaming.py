@@ -129,6 +129,7 @@ def guarded(row: dict[str, Any], work: Any) -> None:
             work(row)
         except Failed as error:
             row["failed"] = str(error)
+            print(f"{row['label']}: {error}", file=sys.stderr, flush=True)
 
 
 def in_order(sides: Sides, name: str, kept: Path, shares: np.ndarray) -> dict[str, Any]:

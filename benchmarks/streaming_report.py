@@ -97,7 +97,8 @@ def show(found: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console, rows = Console(), found["rows"]
+    rows = found["rows"]
+    console = Console(width=max(170, Console().width))  # rather lines that wrap than columns that nobody can read
     table = Table(title=f"{found['settings']['tokens']:,} tokens, {'a busy' if found['busy'] else 'a quiet'} machine")
     table.add_column("loader")
     for column in COLUMNS:
