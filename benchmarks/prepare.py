@@ -1,6 +1,7 @@
 """Preparing text beside its floor: the tokenizer's ``encode_batch`` alone, in one process, on the same text in memory.
 
     python benchmarks/prepare.py                     the running Python's standard library without its tests, 5 rounds, about three minutes
+    python benchmarks/prepare.py --copies 4          four times that text: what start-up and picture cost is a smaller share of it
     python benchmarks/prepare.py --input corpus      a folder of text files
 
 Jobs take turns within each round, so that noise of the machine falls on all of them; figures are medians, ratios are medians of the
@@ -54,8 +55,9 @@ def measured(command: list[str]) -> tuple[float, float, str]:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall, done.stdout
 
 
-def written(folder: Path) -> Path:
-    for name, content in source_texts(Path(sysconfig.get_path("stdlib"))):
+def written(folder: Path, copies: int) -> Path:
+    texts = source_texts(Path(sysconfig.get_path("stdlib")))
+    for name, content in ((f"{copy}/{name}", content) for copy in range(copies) for name, content in texts):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
@@ -64,11 +66,12 @@ def written(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path)
+    parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        source = arguments.input or written(folder / "in")
+        source = arguments.input or written(folder / "in", arguments.copies)
         prepare = [sys.executable, str(ROOT / "launch" / "prepare.py"), f"input={source}"]
         measured([*prepare, f"output={folder / 'first'}"])
         tokenizer = folder / "first" / "tokenizer" / "tokenizer.json"
@@ -102,7 +105,8 @@ def main() -> None:
             for name in jobs
         },
     }  # fmt: skip
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    RESULTS.write_text(json.dumps({**kept, f"{megabytes:.0f} MB": result}, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 
