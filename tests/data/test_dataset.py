@@ -34,9 +34,9 @@ from toolkit.data.dataset.encode import Encoders, WorkerDied
 from toolkit.data.dataset.ready import Opened
 from toolkit.data.dataset.stream import DatasetStream, merge_states
 from toolkit.data.dataset.worker import is_held_out
-from toolkit.data.index import open_split
 from toolkit.data.manifest import read_manifest
 from toolkit.data.open import open_data, ready_for
+from toolkit.data.tokens import open_split
 from toolkit.errors import CheckpointError, InputError
 from toolkit.progress import Progress
 

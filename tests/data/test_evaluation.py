@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.data.made import Counting, batch_plan, make_folder
 from toolkit.data import evaluation
 from toolkit.data.evaluation import IGNORED, eval_batches, evaluation_targets, inputs_and_labels, token_counts, unigram_loss
-from toolkit.data.index import open_split
+from toolkit.data.tokens import open_split
 
 LAYOUTS = st.sampled_from([(1, 1), (2, 2), (1, 4), (4, 1)])  # micro-batch, ranks
 

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.made import documents, make_folder
-from toolkit.data.index import HEADER, IndexFile, MappedTokens, index_bytes, open_split, token_dtype, verify
+from toolkit.data.index import HEADER, IndexFile, index_bytes, token_dtype
 from toolkit.data.manifest import describe, read_manifest, write_manifest
+from toolkit.data.tokens import MappedTokens, open_split, verify
 from toolkit.data.write import SplitWriter
 from toolkit.errors import InputError
 from toolkit.progress import Progress
@@ -168,7 +169,7 @@ def test_damage_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     do, named = DAMAGE[damage]
     do(folder)
     if not hashed:
-        monkeypatch.setattr("toolkit.data.index.HASHED_AT_OPENING_BYTES", 0)
+        monkeypatch.setattr("toolkit.data.tokens.HASHED_AT_OPENING_BYTES", 0)
     checks = [lambda: open_split(folder, "train")] if hashed or damage not in ("flipped token", "flipped index") else []
     for check in [*checks, *([lambda: verify(folder, Progress.silent())] if damage != "missing split" else [])]:
         with pytest.raises(InputError) as caught:

@@ -36,11 +36,11 @@ from tests.data.texts import (
 )
 from toolkit.config.prepare import DatasetConfig, InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.data import tokenizer as bpe
-from toolkit.data.index import verify
 from toolkit.data.manifest import read_manifest
 from toolkit.data.prepare import merge
 from toolkit.data.prepare.keys import Keys
 from toolkit.data.prepare.run import prepare
+from toolkit.data.tokens import verify
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

@@ -24,9 +24,9 @@ from tests.data.test_stream import global_batch
 from toolkit.data import write_records
 from toolkit.data.cache import BlockCache
 from toolkit.data.evaluation import sample_batches
-from toolkit.data.index import open_split
 from toolkit.data.records import DTYPES, Records, describe, open_records, read_records, verify_records
 from toolkit.data.stream import Stream
+from toolkit.data.tokens import open_split
 from toolkit.data.write_records import RecordWriter
 from toolkit.errors import CheckpointError, InputError
 from toolkit.progress import Progress

@@ -25,13 +25,13 @@ from tests.data.served import SECRETS, Store, environment, served, set_environme
 from toolkit.data.cache import BlockCache
 from toolkit.data.evaluation import eval_batches
 from toolkit.data.fetch import Limits
-from toolkit.data.index import TokenSource, open_split
 from toolkit.data.manifest import read_manifest
 from toolkit.data.order import BLOCK_BYTES
 from toolkit.data.remote import RemoteTokens, pieces_of, spans_of, survey
 from toolkit.data.samples import TokenWindows
 from toolkit.data.storage import StorageError
 from toolkit.data.stream import READ_AT_ONCE, Stream
+from toolkit.data.tokens import TokenSource, open_split
 from toolkit.errors import InputError
 from toolkit.files import write_whole
 
@@ -263,7 +263,7 @@ def test_a_torn_cache_is_fetched_again(folder: Path, tmp_path: Path, monkeypatch
 LEAVE = """
 import sys
 from tests.data.test_remote import stream_of
-from toolkit.data.index import open_split
+from toolkit.data.tokens import open_split
 steps = stream_of(open_split(sys.argv[1], "train")).steps(0)
 next(steps)
 """

@@ -19,9 +19,10 @@ import pytest
 
 from toolkit.data import stdlib
 from toolkit.data import tokenizer as bpe
-from toolkit.data.index import IndexFile, open_split, verify
+from toolkit.data.index import IndexFile
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.stdlib import ensure, is_validation, source_texts
+from toolkit.data.tokens import open_split, verify
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

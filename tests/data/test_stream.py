@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan, documents, make_folder
 from toolkit.data import stream as stream_module
-from toolkit.data.index import TokenSource, open_split
 from toolkit.data.order import VERSION
 from toolkit.data.prefetch import Prefetch
 from toolkit.data.samples import TokenWindows
 from toolkit.data.stream import Stream, rank_positions
+from toolkit.data.tokens import TokenSource, open_split
 from toolkit.errors import CheckpointError, InputError
 from toolkit.plan.types import BatchPlan, RampStage
 from toolkit.testing.flat import flat_cost

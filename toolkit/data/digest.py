@@ -12,6 +12,8 @@ from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
 CHUNK_BYTES = 1 << 22
+# Up to here opening a split hashes it whole (well under a second); beyond, sizes and headers are checked and `verify` hashes.
+HASHED_AT_OPENING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)

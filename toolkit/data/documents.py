@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.index import TokenSource
+from toolkit.data.tokens import TokenSource
 
 Ints = npt.NDArray[np.int64]
 

@@ -8,7 +8,6 @@ from toolkit.config.mixture import SourceSetting, phases_of, sources_of
 from toolkit.config.schema import RunConfig
 from toolkit.data.cache import cache_of
 from toolkit.data.documents import waste_of
-from toolkit.data.index import open_split
 from toolkit.data.kind import Kind, RunData
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.mixture import Mixture, Phase
@@ -17,6 +16,7 @@ from toolkit.data.samples import TokenWindows
 from toolkit.data.sources import documents_problem, split_problem, vocabulary_problem
 from toolkit.data.stream import Stream, source_seed
 from toolkit.data.text import text_sets, unigram
+from toolkit.data.tokens import open_split
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress

@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from toolkit.data.digest import Digest, check_bytes, check_size
-from toolkit.data.index import HASHED_AT_OPENING_BYTES
+from toolkit.data.digest import HASHED_AT_OPENING_BYTES, Digest, check_bytes, check_size
 from toolkit.data.manifest import NAME, incomplete, read_content
 from toolkit.data.order import BLOCK_BYTES
 from toolkit.data.storage import Place, Url, place_of

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.index import TokenSource
 from toolkit.data.order import block_samples, epoch_shifts
+from toolkit.data.tokens import TokenSource
 from toolkit.errors import InputError, Problem
 
 Ints = npt.NDArray[np.int64]

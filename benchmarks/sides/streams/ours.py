@@ -28,8 +28,8 @@ def batch_plan(place: Place) -> BatchPlan:
 
 
 def _windows(folder: Path) -> TokenWindows:
-    from toolkit.data.index import open_split
     from toolkit.data.samples import TokenWindows
+    from toolkit.data.tokens import open_split
 
     return TokenWindows(open_split(folder, "train"), LENGTH, SEED)
 
@@ -64,7 +64,7 @@ def _open(folders: dict[str, Path], weights: tuple[int, ...] | None, place: Plac
     return Opened(counted, lambda: json.dumps({"step": counted.taken, "fingerprint": stream.fingerprint()}).encode())
 
 
-_MODULES = ("numpy", "torch", "toolkit.data.index", "toolkit.data.mixture", "toolkit.data.stream", "toolkit.plan.types")
+_MODULES = ("numpy", "torch", "toolkit.data.mixture", "toolkit.data.stream", "toolkit.data.tokens", "toolkit.plan.types")
 SIDES = {
     "toolkit": Side("this toolkit", "data/stream.py as a run opens it: one source, read ahead by its thread, windows of 2,049 of which "
                     "2,048 are counted", ("numpy",), _MODULES, open_one, peer=False),

@@ -16,12 +16,12 @@ from toolkit.data.dataset.encode import Encoders
 from toolkit.data.dataset.lanes import lanes_of
 from toolkit.data.dataset.ready import Opened, ensure
 from toolkit.data.dataset.stream import DatasetStream
-from toolkit.data.index import open_split
 from toolkit.data.kind import Kind, RunData
 from toolkit.data.manifest import read_manifest
 from toolkit.data.sources import split_problem, vocabulary_problem
 from toolkit.data.text import text_sets
 from toolkit.data.tokenizer import FILE
+from toolkit.data.tokens import open_split
 from toolkit.errors import InputError
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress
