@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 import streaming_report
-from sides.corpus import Corpus, domain_of, make_corpus
-from sides.mixing import at_scale, chi2_per_df
+from sides.corpus import Corpus, make_corpus
+from sides.mixing import BATCH, at_scale, chi2_per_df
 from sides.read_stream import AFTER
 from sides.streams import SIDES
 from sides.streams.common import GLOBAL_BATCH, LENGTH
@@ -46,6 +46,7 @@ RESULTS = BENCHMARKS / "results" / "streaming.json"
 PEERS = BENCHMARKS / "peers.txt"
 RANKS = 2  # of the resume on another number of ranks
 FLAT_SAMPLES = (10**6, 10**9, 10**12)
+FEWEST_TOKENS = 2 * BATCH * LENGTH
 QUIET_LOAD = 0.5  # of other processes, in cores: above it the figures say that the machine was busy
 
 
@@ -99,10 +100,9 @@ class Sides:
         return found
 
 
-def measure(sides: Sides, corpus: Corpus, names: Sequence[str], rounds: int, seconds: float, progress: Progress) -> dict[str, Any]:
+def measure(sides: Sides, names: Sequence[str], rounds: int, seconds: float, progress: Progress) -> dict[str, Any]:
     """By name, what streaming_report.py shows."""
     rows: dict[str, dict[str, Any]] = {}
-    shares = np.bincount(domain_of(corpus.windows(LENGTH))) / (corpus.tokens // LENGTH)
     for name in names:
         side = SIDES[name]
         rows[name] = {"label": side.label, "settings": side.settings, "peer": side.peer, "failed": None, "speed": [], "resume_seconds": []}
@@ -110,7 +110,7 @@ def measure(sides: Sides, corpus: Corpus, names: Sequence[str], rounds: int, sec
         with progress.task("files and orders", total=len(names), unit="contenders") as task:
             for name in names:
                 task.advance(0, note=name)
-                guarded(rows[name], lambda row, name=name: row.update(in_order(sides, name, Path(kept), shares)))
+                guarded(rows[name], lambda row, name=name: row.update(in_order(sides, name, Path(kept))))
                 task.advance(1)
         with progress.task("rounds", total=rounds * len(names), unit="turns") as task:
             for number in range(rounds):
@@ -132,14 +132,15 @@ def guarded(row: dict[str, Any], work: Any) -> None:
             print(f"{row['label']}: {error}", file=sys.stderr, flush=True)
 
 
-def in_order(sides: Sides, name: str, kept: Path, shares: np.ndarray) -> dict[str, Any]:
+def in_order(sides: Sides, name: str, kept: Path) -> dict[str, Any]:
     made = sides.make(name)
     state, out = kept / f"{name}.state", kept / f"{name}.npz"
     found = sides.run(name, "order", "--state", str(state), "--out", str(out))
     with np.load(out) as epoch:
-        numbers, domains = epoch["numbers"], epoch["domains"]
+        numbers, domains = epoch["numbers"], epoch["domains"].ravel()
+    shares = np.bincount(domains) / domains.size  # of the epoch as it is delivered: a mixture has shares of its own
     return {
-        **made, "state_bytes": found["state_bytes"], "chi2_per_df": chi2_per_df(domains.ravel(), shares),
+        **made, "state_bytes": found["state_bytes"], "chi2_per_df": chi2_per_df(domains, shares),
         "epoch_samples": int(numbers.size), "epoch_distinct": len(np.unique(numbers)),
         "resume": verdict(numbers, resumed(sides, name, state, kept, 1), found["state_at"]),
         "elastic": elastic(sides, name, state, kept, numbers, found["state_at"]),
@@ -245,6 +246,8 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="measure nothing: show and write what the JSON says")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    if given.tokens < FEWEST_TOKENS:
+        parser.error(f"--tokens: {given.tokens}, and mixing is judged on batches of 1,024 samples: {FEWEST_TOKENS} or more")
     if not given.report:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(run(given), indent=1) + "\n")
@@ -259,7 +262,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary, Progress() as progress:
         corpus = make_corpus(given.corpus or Path(temporary, "corpus"), given.tokens)
-        rows = measure(Sides(corpus, python, given.limit), corpus, given.only, given.rounds, given.seconds, progress)
+        rows = measure(Sides(corpus, python, given.limit), given.only, given.rounds, given.seconds, progress)
     return {
         "date": datetime.now(UTC).date().isoformat(), "machine": machine(), "load_before": before, "busy": before > QUIET_LOAD,
         "versions": {name: metadata.version(name) for name in ("torch", "numpy")},

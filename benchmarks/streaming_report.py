@@ -182,7 +182,8 @@ the process that asks (no worker processes), one torch thread.
   kept in the middle of the epoch; **exact** where the next 64 global batches are those of the run that was not stopped, on one rank and
   on two ranks.
 - **MiB above floor**: peak anonymous and shared memory of the process tree, its imports included; maps of files are not counted.
-- **state bytes**: JSON of what a checkpoint keeps.
+- **state bytes**: JSON of what a checkpoint keeps. This toolkit's is a number and hashes of data, tokenizer and order, by which other data
+  are refused; the shorter ones are a number alone, and go on with whatever they find.
 - **chi2/df**: domain counts per batch of 1,024 samples over the epoch; 1.0 is a full permutation, 64 domains."""
 
 

@@ -74,7 +74,7 @@ def settle(side: Side) -> None:
         metadata.version(package)
 
     torch.set_num_threads(1)
-    for module in side.modules:
+    for module in ("numpy.ma", *side.modules):  # numpy imports that one when it first looks for distinct values
         importlib.import_module(module)
     if side.prepare is not None:
         side.prepare()
