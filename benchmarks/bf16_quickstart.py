@@ -1,11 +1,16 @@
 """Whether bf16 trains to the same place in every layout: 300 steps of the quickstart, the final validation loss against ``local``'s.
 
-    python benchmarks/bf16_quickstart.py                    on two CPU ranks: five runs of local, eight of both engines
+    python benchmarks/bf16_quickstart.py                    on two CPU ranks: eight runs of local, ten of both engines, a control
     python benchmarks/bf16_quickstart.py --steps 20 --only local-micro1 megatron-tp2
 
-Bf16 rounds, so the order of summation alone moves a run. How far is measured: five runs of ``local`` differ in nothing but the
-micro-batch that the same global batch is summed by. An engine's run agrees if it lies where a sixth run of local would with 95%: mean
-+- t(4) s sqrt(1 + 1/5) of the five. (Least and greatest of the five are told too; a sixth run of local leaves those once in three.)
+Bf16 rounds, so the order of summation alone moves a run, and at the rate of the quickstart it moves far: runs part around step 40, where
+the rate is highest, and end in different places. How far is measured: runs of ``local`` differ in nothing but the micro-batch that the
+same global batch is summed by, or in the vector width of the kernels (narrower ones add up in another order). That a run
+lies between the least and the greatest of five equal ones has a chance of two in three, and of eight runs all do in one case of eight; so
+an engine's run agrees if it lies where one more run of local would: mean +- t s sqrt(1 + 1/n), with t so that of ten right runs all agree
+with 95% (``alone``: the narrower reach that a single right run keeps with 95%). The mean of all runs of engines is held against the
+mean of local's by Welch's t. Two layouts run twice, with another micro-batch: how far one layout moves by itself. The control, a fifth of the
+learning rate, must be outside (half of it is not).
 Written to benchmarks/results/bf16_quickstart.json after every run; a run that is there with the same words is not repeated.
 """
 
@@ -21,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,30 +38,38 @@ from toolkit.rundir import RunDirectory
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = ("+exp=quickstart", "precision=bf16", "checkpoint.every=never", "checkpoint.at_end=false", "monitor.prompt=null",
           "monitor=files", "monitor.every=100", "debug.threads=1")
+NARROW = {"ATEN_CPU_CAPABILITY": "avx2"}
 LOCAL = {f"local-micro{size}": ("engine=local", f"train.micro_batch={size}") for size in (1, 2, 4, 8, 16)}
+LOCAL |= {f"local-narrow-micro{size}": ("engine=local", f"train.micro_batch={size}") for size in (4, 8, 16)}
+# Micro-batches are added up in fp32, as the plan advises where there are several.
+PIPE = ("engine=deepspeed", "zero=stage1", "parallel.pipeline=2", "+engine.deepspeed.data_types.grad_accum_dtype=fp32")
 ENGINES = {
     "deepspeed-dp2-zero1": ("engine=deepspeed", "zero=stage1"),
     "deepspeed-dp2-zero3": ("engine=deepspeed", "zero=stage3"),
     "deepspeed-tp2-zero1": ("engine=deepspeed", "zero=stage1", "parallel.tensor=2"),
-    # Micro-batches are added up in fp32, as the plan advises where there are several.
-    "deepspeed-pp2-zero1": ("engine=deepspeed", "zero=stage1", "parallel.pipeline=2", "train.micro_batch=4",
-                            "+engine.deepspeed.data_types.grad_accum_dtype=fp32"),
+    "deepspeed-pp2-zero1": (*PIPE, "train.micro_batch=4"),
+    "deepspeed-pp2-zero1-again": (*PIPE, "train.micro_batch=8"),
     "megatron-dp2-zero1": ("engine=megatron", "zero=stage1"),
     "megatron-tp2": ("engine=megatron", "zero=stage0", "parallel.tensor=2"),
+    "megatron-tp2-again": ("engine=megatron", "zero=stage0", "parallel.tensor=2", "train.micro_batch=8"),
     "megatron-pp2": ("engine=megatron", "zero=stage0", "parallel.pipeline=2", "train.micro_batch=4"),
     "megatron-cp2": ("engine=megatron", "zero=stage0", "parallel.context=2"),
 }
-T_OF_FOUR = 2.776  # Student's t with four degrees of freedom, 97.5%
+CONTROL = {"control": ("engine=local", "train.micro_batch=16", "optim.lr=4e-4")}
+EVERY = {**LOCAL, **ENGINES, **CONTROL}
+# Student's t by degrees of freedom from 1 on: what 5% exceed on either side together, and 5% / 10 (Bonferroni, for ten runs of engines).
+T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+T_TEN = (127.32, 14.089, 7.453, 5.598, 4.773, 4.317, 4.029, 3.833, 3.690, 3.581, 3.497, 3.428, 3.372, 3.326, 3.286, 3.252)
 
 
-def train(words: list[str], ranks: int) -> dict[str, Any]:
+def train(words: list[str], ranks: int, environ: Mapping[str, str]) -> dict[str, Any]:
     """One whole run: its last validation loss, and its seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "launch" / "train.py"), *words, f"run.dir={folder}/run", f"cluster.cpu_ranks={ranks}",
                    f"data.path={ROOT / 'data' / 'stdlib'}"]
-        environ = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
         started = time.monotonic()
-        done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
+        settings = {**os.environ, "TORCHDYNAMO_DISABLE": "1", **environ}
+        done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}")
         rows = list(read_rows(RunDirectory(f"{folder}/run").eval_file))
@@ -63,24 +77,36 @@ def train(words: list[str], ranks: int) -> dict[str, Any]:
 
 
 def judged(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The spread of local, and where each engine's run lies in it."""
+    """The spread of local, where each engine's run lies in it, and the means of both."""
     local = [runs[name]["validation_loss"] for name in LOCAL if name in runs]
     if len(local) < len(LOCAL):
         return {"local": local}
-    mean, deviation = statistics.mean(local), statistics.stdev(local)
-    reach = T_OF_FOUR * deviation * math.sqrt(1 + 1 / len(local))
-    found: dict[str, Any] = {"mean": mean, "standard_deviation": deviation, "least": min(local), "greatest": max(local), "reach_95": reach}
-    found["engines"] = {
+    mean, deviation, freedom = statistics.mean(local), statistics.stdev(local), len(local) - 1
+    alone, reach = (t[freedom - 1] * deviation * math.sqrt(1 + 1 / len(local)) for t in (T, T_TEN))
+    found: dict[str, Any] = {
+        "mean": mean, "standard_deviation": deviation, "least": min(local), "greatest": max(local), "reach_alone": alone, "reach": reach}
+    found["runs"] = {
         name: {"from_mean": runs[name]["validation_loss"] - mean, "agrees": abs(runs[name]["validation_loss"] - mean) <= reach,
-               "between_least_and_greatest": min(local) <= runs[name]["validation_loss"] <= max(local)}
-        for name in ENGINES if name in runs}
+               "agrees_alone": abs(runs[name]["validation_loss"] - mean) <= alone}
+        for name in (*ENGINES, *CONTROL) if name in runs}
+    losses = [runs[name]["validation_loss"] for name in ENGINES if name in runs]
+    if len(losses) > 1:
+        found["means"] = welch(local, losses)
     return found
+
+
+def welch(a: list[float], b: list[float]) -> dict[str, Any]:
+    """Whether the means of two samples differ (Welch 1947): t and the t that 5% of equal pairs exceed."""
+    parts = [statistics.variance(each) / len(each) for each in (a, b)]
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (a, b), strict=True))
+    t, limit = (statistics.mean(b) - statistics.mean(a)) / math.sqrt(sum(parts)), T[int(freedom) - 1]
+    return {"difference": statistics.mean(b) - statistics.mean(a), "t": t, "t_95": limit, "agree": abs(t) <= limit}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--only", nargs="+", choices=[*LOCAL, *ENGINES], default=[*LOCAL, *ENGINES])
+    parser.add_argument("--only", nargs="+", choices=[*EVERY], default=[*EVERY])
     parser.add_argument("--words", nargs="*", default=[], help="of every run: model.hidden_size=128")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "bf16_quickstart.json")
     given = parser.parse_args()
@@ -91,8 +117,8 @@ def main() -> None:
     missing = [name for name in given.only if name not in runs]
     with Progress() as progress, progress.task("bf16 runs", total=len(missing), unit="runs") as task:
         for name in missing:
-            words = LOCAL.get(name) or ENGINES[name]
-            runs[name] = {"words": words, **train([*common, *words], 1 if name in LOCAL else 2)}
+            words = EVERY[name]
+            runs[name] = {"words": words, **train([*common, *words], 2 if name in ENGINES else 1, NARROW if "narrow" in name else {})}
             found = {"machine": {"cpu": platform.machine(), "cores": os.cpu_count()}, "versions": versions, "words": common, "runs": runs,
                      "verdict": judged(runs)}
             given.out.write_text(json.dumps(found, indent=1) + "\n")
