@@ -60,7 +60,7 @@ COLUMNS = (
     Column("resume s", lambda row, rows: statistics.median(row["resume_seconds"]), lambda value: f"{value:.4f}"),
     Column("resume exact", lambda row, rows: _inexact(row["resume"]), lambda value: "no" if value else "yes"),
     Column("exact on 2 ranks", lambda row, rows: _inexact(row["elastic"]), lambda value: "no" if value else "yes"),
-    Column("MiB above floor", _above_floor, lambda value: f"{value / 2**20:.0f}"),
+    Column("MiB above floor", _above_floor, lambda value: f"{round(value / 2**20)}"),
     Column("state bytes", lambda row, rows: row["state_bytes"], lambda value: f"{value:,.0f}"),
     Column("chi2/df", lambda row, rows: row["chi2_per_df"], lambda value: f"{value:.2f}"),
 )
@@ -174,7 +174,7 @@ domain, in each contender's own format on a local disk, in the page cache. Each 
 the process that asks (no worker processes), one torch thread.
 
 - **CPU ns/token**: user and system time of the process tree. Each contender has {settings['rounds']} processes, each of
-  {settings['seconds']:.0f} s of turns with slices of a memory map in the same process; medians. **x slice**: the median over turns of
+  {settings['seconds']:g} s of turns with slices of a memory map in the same process; medians. **x slice**: the median over turns of
   the ratio to the slices before it. **x floor**: that over the floor's of the same round; in brackets the smallest and the largest round.
   The floor reads windows, as all contenders do; a slice of 8 neighbours is what no reader of windows can reach. The aim of {AIM} is
   over the floor.
@@ -198,7 +198,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     titles = {"x floor": "CPU time a token, times the floor", "first batch s": "first batch, s", "resume s": "resume, s"}
     figure, axes = pyplot.subplots(1, len(panels), figsize=(13, 0.36 * len(rows) + 1.2), sharey=True, layout="constrained")
     names = [row["label"] for row in rows.values()]
-    colours = ["C7" if name.startswith(FLOOR) else "C0" if not row["peer"] else "C1" for name, row in rows.items()]
+    colours = ["C7" if name in ("slice", FLOOR, "floor-random") else "C0" if not row["peer"] else "C1" for name, row in rows.items()]
     for panel, column in zip(axes, panels, strict=True):
         values = [column.value(row, rows) or 0.0 for row in rows.values()]
         bars = panel.barh(names, values, color=colours)
