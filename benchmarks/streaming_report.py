@@ -11,6 +11,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OURS = "toolkit"
 FLOOR = "floor"
+SLICE = "slice"
 AIM = 1.6  # times the floor, in process
 
 Row = Mapping[str, Any]
@@ -30,12 +31,12 @@ def median_of(row: Row, key: str) -> float:
     return statistics.median(speed[key] for speed in row["speed"])
 
 
-def over_floor(row: Row, rows: Mapping[str, Row]) -> list[float]:
+def over(row: Row, rows: Mapping[str, Row], other: str) -> list[float]:
     """Of each round: both are ratios to slices in their own process, so that what the machine did meanwhile cancels."""
-    floor = rows.get(FLOOR)
-    if not floor or floor["failed"]:
+    base = rows.get(other)
+    if not base or base["failed"]:
         return []
-    return [mine["ratio"] / theirs["ratio"] for mine, theirs in zip(row["speed"], floor["speed"], strict=True)]
+    return [mine["ratio"] / theirs["ratio"] for mine, theirs in zip(row["speed"], base["speed"], strict=True)]
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -54,8 +55,8 @@ def _inexact(answer: Mapping[str, Any]) -> float:
 
 COLUMNS = (
     Column("CPU ns/token", lambda row, rows: median_of(row, "cpu_ns"), lambda value: f"{value:.2f}"),
-    Column("x floor", lambda row, rows: _median(over_floor(row, rows)), lambda value: f"{value:.2f}"),
-    Column("x slice", lambda row, rows: median_of(row, "ratio"), lambda value: f"{value:.2f}"),
+    Column("x floor", lambda row, rows: _median(over(row, rows, FLOOR)), lambda value: f"{value:.2f}"),
+    Column("x slice", lambda row, rows: _median(over(row, rows, SLICE)), lambda value: f"{value:.2f}"),
     Column("first batch s", lambda row, rows: median_of(row, "first_seconds"), lambda value: f"{value:.4f}"),
     Column("resume s", lambda row, rows: statistics.median(row["resume_seconds"]), lambda value: f"{value:.4f}"),
     Column("resume exact", lambda row, rows: _inexact(row["resume"]), lambda value: "no" if value else "yes"),
@@ -70,7 +71,7 @@ def cells(row: Row, rows: Mapping[str, Row]) -> Iterator[str]:
     for column in COLUMNS:
         value = column.value(row, rows)
         text = "" if value is None else column.text(value)
-        if column.title == "x floor" and (ratios := over_floor(row, rows)):
+        if column.title == "x floor" and (ratios := over(row, rows, FLOOR)):
             text += f" ({min(ratios):.2f} to {max(ratios):.2f})"
         yield text
 
@@ -81,7 +82,7 @@ def behind(rows: Mapping[str, Row]) -> list[str]:
     if not ours or ours["failed"]:
         return []
     said = []
-    ratio = _median(over_floor(ours, rows))
+    ratio = _median(over(ours, rows, FLOOR))
     if ratio is not None and ratio > AIM:
         said.append(f"{ratio:.2f} times the floor, where the aim is {AIM}.")
     for column in COLUMNS:
@@ -174,8 +175,8 @@ domain, in each contender's own format on a local disk, in the page cache. Each 
 the process that asks (no worker processes), one torch thread.
 
 - **CPU ns/token**: user and system time of the process tree. Each contender has {settings['rounds']} processes, each of
-  {settings['seconds']:g} s of turns with slices of a memory map in the same process; medians. **x slice**: the median over turns of
-  the ratio to the slices before it. **x floor**: that over the floor's of the same round; in brackets the smallest and the largest round.
+  {settings['seconds']:g} s of turns with slices of a memory map in the same process. **x floor, x slice**: medians over the rounds of
+  (CPU time over that of the slices beside it) / (the same of the floor, of the slices); in brackets the smallest and the largest round.
   The floor reads windows, as all contenders do; a slice of 8 neighbours is what no reader of windows can reach. The aim of {AIM} is
   over the floor.
 - **first batch, resume**: from opening to the first batch in hand, imports done before, in a fresh process. Resume is from the state
@@ -198,7 +199,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     titles = {"x floor": "CPU time a token, times the floor", "first batch s": "first batch, s", "resume s": "resume, s"}
     figure, axes = pyplot.subplots(1, len(panels), figsize=(13, 0.36 * len(rows) + 1.2), sharey=True, layout="constrained")
     names = [row["label"] for row in rows.values()]
-    colours = ["C7" if name in ("slice", FLOOR, "floor-random") else "C0" if not row["peer"] else "C1" for name, row in rows.items()]
+    colours = ["C7" if name in (SLICE, FLOOR, "floor-random") else "C0" if not row["peer"] else "C1" for name, row in rows.items()]
     for panel, column in zip(axes, panels, strict=True):
         values = [column.value(row, rows) or 0.0 for row in rows.values()]
         bars = panel.barh(names, values, color=colours)
