@@ -68,6 +68,7 @@ _MODULES = ("numpy", "torch", "toolkit.data.mixture", "toolkit.data.stream", "to
 SIDES = {
     "toolkit": Side("this toolkit", "data/stream.py as a run opens it: one source, read ahead by its thread, windows of 2,049 of which "
                     "2,048 are counted", ("numpy",), _MODULES, open_one, peer=False),
-    "toolkit-mixture": Side("this toolkit, mixture of three", f"thirds of the corpus, weights {WEIGHTS}; folders of up to 256 MiB, as these are, are hashed whole when opened", ("numpy",), _MODULES,
-                            open_mixture, peer=False),
+    "toolkit-mixture": Side(
+        "this toolkit, mixture of three", f"thirds of the corpus, weights {WEIGHTS}; folders of up to 256 MiB, as these are, are hashed whole "
+        "when they are opened", ("numpy",), _MODULES, open_mixture, peer=False),
 }
