@@ -69,6 +69,6 @@ SIDES = {
     "toolkit": Side("this toolkit", "data/stream.py as a run opens it: one source, read ahead by its thread, windows of 2,049 of which "
                     "2,048 are counted", ("numpy",), _MODULES, open_one, peer=False),
     "toolkit-mixture": Side(
-        "this toolkit, mixture of three", f"thirds of the corpus, weights {WEIGHTS}; folders of up to 256 MiB, as these are, are hashed when "
-        "they are opened", ("numpy",), _MODULES, open_mixture, peer=False),
+        "this toolkit, mixture of three", f"thirds of the corpus, weights {WEIGHTS}; folders of up to 256 MiB, as these are, are hashed "
+        "when they are opened", ("numpy",), _MODULES, open_mixture, peer=False),
 }
