@@ -128,6 +128,8 @@ class DeepSpeedEngine:
         module = self._ds.module
         self._ds.destroy()
         compat.unwind([module, *self._parts])
+        if self._stage == 3:
+            compat.empty(self._ds)
         compat.restore_linear()
         compat.forget_axes()
         del self._ds, self._places

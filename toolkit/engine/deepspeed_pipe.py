@@ -100,6 +100,7 @@ class DeepSpeedPipelineEngine:
 
     def close(self) -> None:
         self._ds.destroy()
+        mends.forget_step(self._ds)
         mends.forget_grid()
         compat.forget_axes()
         self._places = {}

@@ -51,6 +51,14 @@ def set_accumulation(engine: Any, micro_batches: int) -> None:
         engine.optimizer.gradient_accumulation_steps = micro_batches
 
 
+def forget_step(engine: Any) -> None:
+    """The last stage keeps the last micro-batch's loss, a hook of which holds the engine: a circle that torch hides from Python, so that
+    no closed engine would go, nor its groups."""
+    engine.loss = engine.total_loss = None
+    for buffers in engine.pipe_buffers.values():
+        buffers.clear()
+
+
 def forget_grid() -> None:
     """The module that sends activations keeps the grid of the last engine, and its groups with it: the process's threads add up."""
     from deepspeed.runtime.pipe import p2p

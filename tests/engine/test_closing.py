@@ -1,0 +1,28 @@
+"""A closed engine leaves nothing behind: under gloo each process group is threads that wake a hundred times a second."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from toolkit.testing.dist import RankPool
+from toolkit.testing.matrix import Case, Cell, choose
+from toolkit.testing.parity import trace_on_rank
+
+CELLS = choose(("deepspeed/llama/dp2-zero2", "deepspeed/llama/dp2-zero3", "deepspeed/llama/tp2-zero3", "deepspeed/llama/pp2-zero1",
+                "megatron/llama/tp2-sp", "megatron/llama/pp2-vpp2"))
+
+
+def threads(rank: int, ranks: int) -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_no_thread_stays(cell: Cell, pool: RankPool) -> None:
+    found = []
+    for _ in range(3):  # what a first engine makes once may stay
+        pool.run(partial(trace_on_rank, steps=1), cell.plan(Case.ADAM), ranks=2)
+        found.append(pool.run(threads, ranks=2))
+    assert found[1] == found[2], f"threads after each engine: {found}"
