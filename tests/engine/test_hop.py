@@ -23,6 +23,7 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, StepResult
+from toolkit.errors import PlanError
 from toolkit.families import FAMILIES
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
@@ -111,7 +112,7 @@ EXPORTERS = {
     "megatron-tp2": lambda family: megatron(family, tensor=2),
     "megatron-pp2": lambda family: megatron(family, pipeline=2),
 }
-WITHOUT = {("deepspeed-pp2", "mixtral"), ("deepspeed-tp2", "gpt2")}  # refused by rules
+WITHOUT = {("deepspeed-tp2", "gpt2"), ("deepspeed-tp2", "mixtral")}
 ALL = [(exporter, family) for exporter in EXPORTERS for family in FAMILIES if (exporter, family) not in WITHOUT]
 QUICK = [("deepspeed-zero3", "qwen3"), ("deepspeed-tp2", "llama"), ("deepspeed-pp2", "gpt2"), ("megatron-tp2", "mixtral"),
          ("megatron-pp2", "qwen2")]
@@ -152,6 +153,12 @@ def test_transformers_says_what_the_engine_says(exporter: str, family: str, pool
 @pytest.mark.parametrize(("exporter", "family"), [pair for pair in ALL if pair not in QUICK])
 def test_every_export(exporter: str, family: str, pool: RankPool, tmp_path: Path) -> None:
     check_export(exporter, family, pool, tmp_path)
+
+
+@pytest.mark.parametrize(("exporter", "family"), sorted(WITHOUT))
+def test_without_export_are_only_those_that_no_rule_lets_run(exporter: str, family: str) -> None:
+    with pytest.raises(PlanError):
+        EXPORTERS[exporter](family).plan(Case.ADAM)
 
 
 def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> None:
