@@ -224,12 +224,12 @@ def test_up_to_1024_ranks_that_change_at_every_stop(history: tuple[int, list[tup
             alone = stream.places(step * size + np.arange(size))
             assert all(np.array_equal(a, b) for a, b in zip(by_rank, alone, strict=True))
             step += 1
-        drawn = [np.sort(drawn_by_rank(seed, size, ranks)) for ranks in (1, plan.data_parallel)]
+        drawn = [np.sort(drawn_by_rank(seed, 64 * size, ranks)) for ranks in (1, plan.data_parallel)]  # few could be equal by chance
         assert np.array_equal(*drawn) == (plan.data_parallel == 1)
 
 
 def drawn_by_rank(seed: int, size: int, ranks: int) -> Ints:
-    """The control's first step: each rank draws sources with a generator of its own and takes every ``ranks``-th sample of them."""
+    """The control's first steps: each rank draws sources with a generator of its own and takes every ``ranks``-th sample of them."""
     parts = []
     for rank in range(ranks):
         sources = np.random.default_rng([seed, rank]).integers(0, 3, size // ranks)
