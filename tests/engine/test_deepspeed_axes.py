@@ -60,25 +60,29 @@ QUICK = [
 
 
 def everything() -> Iterator[Cell]:
-    """Families other than llama run with one optimizer on two ranks and with the other on four."""
-    optimizers: tuple[dict[str, Any], ...] = ({}, SGD)
-    for optimizer, stage in itertools.product(optimizers, range(4)):
-        ranks = 4 if optimizer else 2
+    """Llama on two ranks in every combination. On four ranks, in other families and with offload the optimizers take turns: cells of
+    four ranks take twice as long on two cores, and the matrix (test_matrix.py) runs other ones with both."""
+    turns: tuple[dict[str, Any], ...] = ({}, SGD)
+    for stage, optimizer in itertools.product(range(4), turns):
+        for axis in (TENSOR, CONTEXT):
+            yield cell(stage, 2, 2, **axis, **optimizer)
+    for stage in range(4):
+        now, other = turns[stage % 2], turns[1 - stage % 2]
         for axis, families in ((TENSOR, ("qwen2", "qwen3")), (CONTEXT, ("gpt2", "qwen2", "mixtral"))):
-            yield from (cell(stage, each, 2, **axis, **optimizer) for each in (2, 4))
-            yield from (cell(stage, ranks, 2, family, **axis, **optimizer) for family in families)
-        yield cell(stage, 4, 2, **FOUR_TENSOR, **optimizer)
-        yield cell(stage, 4, 2, **FOUR_CONTEXT, **optimizer)
-        for axis in (TENSOR, CONTEXT):  # one micro-batch; with fewer samples a step the other families' oracles learn too little
-            yield cell(stage, 4, 1, **axis, **optimizer)
-        if stage in (1, 2):
-            for ranks in (2, 4):
-                yield cell(stage, ranks, 2, "mixtral", **EXPERT, **optimizer)
-            yield cell(stage, 4, 1, "mixtral", **EXPERT, **optimizer)
-            yield cell(stage, 4, 2, "mixtral", **FOUR_EXPERT, **optimizer)
+            yield cell(stage, 4, 2, **axis, **now)
+            yield cell(stage, 4, 1, **axis, **other)  # one micro-batch; with fewer samples a step other families' oracles learn too little
+            yield from (cell(stage, 2, 2, family, **axis, **turns[(stage + number) % 2]) for number, family in enumerate(families))
+        yield cell(stage, 4, 2, **FOUR_TENSOR, **other)
+        yield cell(stage, 4, 2, **FOUR_CONTEXT, **now)
+    for stage in (1, 2):
+        now, other = turns[stage % 2], turns[1 - stage % 2]
+        yield from (cell(stage, 2, 2, "mixtral", **EXPERT, **optimizer) for optimizer in turns)
+        yield cell(stage, 4, 2, "mixtral", **EXPERT, **now)
+        yield cell(stage, 4, 1, "mixtral", **EXPERT, **other)
+        yield cell(stage, 4, 2, "mixtral", **FOUR_EXPERT, **now)
     for family, axis, stages in (("llama", TENSOR, (1, 2, 3)), ("llama", CONTEXT, (1, 2, 3)), ("mixtral", EXPERT, (1, 2))):
-        for optimizer, stage in itertools.product(optimizers, stages):
-            yield cell(stage, 4, 2, family, **axis, **OFFLOAD, **optimizer)
+        for stage in stages:
+            yield cell(stage, 4, 2, family, **axis, **OFFLOAD, **turns[stage % 2])
         yield cell(stages[-1], 2, 2, family, **axis, **CHECKPOINTING)
     yield cell(3, 4, 2, **TENSOR, **OFFLOAD_ALL)
     yield cell(3, 4, 2, **CONTEXT, **OFFLOAD_ALL)

@@ -37,17 +37,18 @@ CORE = [
 
 
 def everything() -> Iterator[Cell]:
-    """Llama in every combination; of the other families every stage and place with one optimizer on two ranks, the other on four."""
+    """Llama on two ranks in every combination; on four ranks, and in other families, the optimizers take turns."""
     places: list[tuple[int, dict[str, Any]]] = [(stage, {}) for stage in range(4)]
     places += [(1, OFFLOAD), (2, OFFLOAD), (3, OFFLOAD), (3, OFFLOAD_ALL)]
-    for (stage, place), ranks, accumulation, optimizer in itertools.product(places, (2, 4), (1, 2), ({}, SGD)):
-        if place or (ranks, accumulation) != (2, 2):  # these are cells of the matrix
-            yield cell(stage, ranks, accumulation, **optimizer, **place)
-    for family, (number, (stage, place)) in itertools.product(FAMILIES, enumerate(places)):
-        if family != "llama":
-            first, second = ({}, SGD) if number % 2 else (SGD, {})
-            yield cell(stage, 2, 1, family, **first, **place)
-            yield cell(stage, 4, 2, family, **second, **place)
+    turns: tuple[dict[str, Any], ...] = ({}, SGD)
+    for (stage, place), accumulation, optimizer in itertools.product(places, (1, 2), turns):
+        if place or accumulation != 2:  # these are cells of the matrix
+            yield cell(stage, 2, accumulation, **optimizer, **place)
+    for number, (stage, place) in enumerate(places):
+        now, other = turns[number % 2], turns[1 - number % 2]
+        yield cell(stage, 4, 1, **now, **place)
+        yield cell(stage, 4, 2, **other, **place)
+        yield from (cell(stage, 2, 1, family, **other, **place) for family in FAMILIES if family != "llama")
 
 
 @pytest.mark.parametrize("case", CORE, ids=str)
