@@ -9,8 +9,8 @@ same global batch is summed by, or in the vector width of the kernels (narrower 
 lies between the least and the greatest of five equal ones has a chance of two in three, and of eight runs all do in one case of eight; so
 an engine's run agrees if it lies where one more run of local would: mean +- t s sqrt(1 + 1/n), with t so that of ten right runs all agree
 with 95% (``alone``: the narrower reach that a single right run keeps with 95%). The mean of all runs of engines is held against the
-mean of local's by Welch's t. Two layouts run twice, with another micro-batch: how far one layout moves by itself. The control, a fifth of the
-learning rate, must be outside (half of it is not).
+mean of local's by Welch's t. Two layouts run twice, with another micro-batch: how far one layout moves by itself. The control, a fifth of
+the learning rate, must be outside (half of it is not).
 Written to benchmarks/results/bf16_quickstart.json after every run; a run that is there with the same words is not repeated.
 """
 
