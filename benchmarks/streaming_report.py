@@ -82,9 +82,10 @@ def behind(rows: Mapping[str, Row]) -> list[str]:
     if not ours or ours["failed"]:
         return []
     said = []
-    ratio = _median(over(ours, rows, FLOOR))
-    if ratio is not None and ratio > AIM:
-        said.append(f"{ratio:.2f} times the floor, where the aim is {AIM}.")
+    for own in (row for row in rows.values() if row["label"].startswith(ours["label"]) and not row["failed"]):
+        ratio = _median(over(own, rows, FLOOR))
+        if ratio is not None and ratio > AIM:
+            said.append(f"{own['label']}: {ratio:.2f} times the floor, where the aim is {AIM}.")
     for column in COLUMNS:
         mine = column.value(ours, rows)
         for row in rows.values():
