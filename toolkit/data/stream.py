@@ -16,11 +16,11 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.data import mixture as mixing
+from toolkit.data.fingerprint import FORK, check_same
 from toolkit.data.mixture import Mixture
 from toolkit.data.order import VERSION, Order, keyed, root_key
 from toolkit.data.prefetch import Prefetch
 from toolkit.data.samples import Samples
-from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]
@@ -31,17 +31,16 @@ ORDERED_AT_ONCE = 4096  # samples
 READ_AT_ONCE = 1 << 19  # bytes: enough that waking the thread is cheap, few enough to stay in a core's cache
 CHUNKS_AHEAD = 3  # of one step at least
 
-_FORK = "or start a new run from that state: run.fork=PATH"
 # What a fingerprint holds -> the key that it comes from, and what to do where it differs.
 _REMEDIES = {
-    "order": ("data.order", f"use the version of the toolkit that wrote the checkpoint, {_FORK}"),
-    "data": ("data.path", f"point data.path to the data that the run began with, {_FORK}"),
-    "tokenizer": ("data.path", f"point data.path to the data that the run began with, {_FORK}"),
-    "seed": ("data.shuffle_seed", f"write data.shuffle_seed={{saved}}, {_FORK}"),
-    "sequence_length": ("train.sequence_length", f"write train.sequence_length={{saved}}, {_FORK}"),
-    "mixture": ("data.sources", f"write the sources, weights and phases that the run began with, {_FORK}"),
+    "order": ("data.order", f"use the version of the toolkit that wrote the checkpoint, {FORK}"),
+    "data": ("data.path", f"point data.path to the data that the run began with, {FORK}"),
+    "tokenizer": ("data.path", f"point data.path to the data that the run began with, {FORK}"),
+    "seed": ("data.shuffle_seed", f"write data.shuffle_seed={{saved}}, {FORK}"),
+    "sequence_length": ("train.sequence_length", f"write train.sequence_length={{saved}}, {FORK}"),
+    "mixture": ("data.sources", f"write the sources, weights and phases that the run began with, {FORK}"),
 }
-_OTHERWISE = ("data.{key}", f"bring back what the run began with, {_FORK}")
+_OTHERWISE = ("data.{key}", f"bring back what the run began with, {FORK}")
 
 
 def rank_positions(batch: BatchPlan, step: int, data_rank: int) -> Ints:
@@ -151,16 +150,7 @@ class Stream:
 
     def check_fingerprint(self, saved: Mapping[str, object]) -> None:
         """Raises CheckpointError naming everything in which the stream that was saved differs from this one."""
-        mine = self.fingerprint()
-        problems: list[Problem] = []
-        for name in mine.keys() | saved.keys():
-            if saved.get(name) != mine.get(name):
-                key, remedy = _REMEDIES.get(name.partition(" ")[0], _OTHERWISE)
-                problems.append(Problem(
-                    key.format(key=name), f"{name}={mine.get(name)}, the checkpoint has {name}={saved.get(name)}",
-                    "a run continues on the samples and in the order it began with", remedy.format(saved=saved.get(name))))
-        if problems:
-            raise CheckpointError(*sorted(problems, key=lambda problem: problem.seen))
+        check_same(self.fingerprint(), saved, _REMEDIES, otherwise=_OTHERWISE)
 
     def state(self, step: int) -> dict[str, Any]:
         """Nothing: the step decides."""

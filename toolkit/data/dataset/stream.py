@@ -14,6 +14,7 @@ import numpy.typing as npt
 from toolkit.data.dataset.documents import Documents, no_documents
 from toolkit.data.dataset.encode import Encoded, Encoders
 from toolkit.data.dataset.lanes import Demand, Lane, demand, lanes_of
+from toolkit.data.fingerprint import FORK, check_same
 from toolkit.data.prefetch import Prefetch
 from toolkit.data.stream import rank_places
 from toolkit.errors import CheckpointError, Problem
@@ -30,19 +31,18 @@ STEPS_AHEAD = 3
 GUESSED_TOKENS = 500.0  # of a document, until some are known
 PASSED_EVERY = 64  # steps
 
-_FORK = "or start a new run from that state: run.fork=PATH"
 # What a fingerprint holds -> its key, and what to do where it differs.
 _REMEDIES = {
-    "order": ("data.name", f"use data.name and the version of the toolkit that wrote the checkpoint, {_FORK}"),
-    "data": ("data.dataset.path", f"bring back the files or the revision that the run began with, {_FORK}"),
-    "split": ("data.dataset.split", f"write data.dataset.split={{saved}}, {_FORK}"),
-    "text": ("data.dataset.text", f"write data.dataset.text=[{{saved}}], {_FORK}"),
-    "validation": ("data.dataset.validation", f"write data.dataset.validation={{saved}}, {_FORK}"),
-    "tokenizer": ("data.dataset.tokenizer", f"name the tokenizer that the run began with, {_FORK}"),
-    "end_of_text": ("data.dataset.end_of_text", f"name the token that the run began with, {_FORK}"),
-    "seed": ("data.shuffle_seed", f"write data.shuffle_seed={{saved}}, {_FORK}"),
-    "sequence_length": ("train.sequence_length", f"write train.sequence_length={{saved}}, {_FORK}"),
-    "lanes": ("train.global_batch", f"write train.global_batch={{saved}}, {_FORK}"),
+    "order": ("data.name", f"use data.name and the version of the toolkit that wrote the checkpoint, {FORK}"),
+    "data": ("data.dataset.path", f"bring back the files or the revision that the run began with, {FORK}"),
+    "split": ("data.dataset.split", f"write data.dataset.split={{saved}}, {FORK}"),
+    "text": ("data.dataset.text", f"write data.dataset.text=[{{saved}}], {FORK}"),
+    "validation": ("data.dataset.validation", f"write data.dataset.validation={{saved}}, {FORK}"),
+    "tokenizer": ("data.dataset.tokenizer", f"name the tokenizer that the run began with, {FORK}"),
+    "end_of_text": ("data.dataset.end_of_text", f"name the token that the run began with, {FORK}"),
+    "seed": ("data.shuffle_seed", f"write data.shuffle_seed={{saved}}, {FORK}"),
+    "sequence_length": ("train.sequence_length", f"write train.sequence_length={{saved}}, {FORK}"),
+    "lanes": ("train.global_batch", f"write train.global_batch={{saved}}, {FORK}"),
 }
 FILE = "file "  # before the name of a file of the dataset, where they are few
 
@@ -106,15 +106,7 @@ class DatasetStream:
         mine = self._fingerprint
         changed = [f"{name.removeprefix(FILE)} was {saved.get(name, 'absent')}" for name in sorted(mine.keys() | saved.keys())
                    if name.startswith(FILE) and mine.get(name) != saved.get(name)]
-        problems = []
-        for name, (key, remedy) in _REMEDIES.items():
-            if mine.get(name) != saved.get(name):
-                files = f" ({', '.join(changed)})" if name == "data" and changed else ""
-                seen = f"{name}={mine.get(name)}, the checkpoint has {name}={saved.get(name)}{files}"
-                rule = "a run continues on the samples and in the order it began with"
-                problems.append(Problem(key, seen, rule, remedy.format(saved=saved.get(name))))
-        if problems:
-            raise CheckpointError(*problems)
+        check_same(mine, saved, _REMEDIES, details={"data": f" ({', '.join(changed)})"} if changed else None)
 
     def state(self, step: int) -> State:
         """Of all lanes, so that any number of ranks can go on: ten bytes a lane, and what the source itself needs."""
@@ -132,7 +124,7 @@ class DatasetStream:
         if not len(documents) == len(offsets) == self._batch.global_batch:
             raise CheckpointError(Problem(
                 "train.global_batch", f"the checkpoint has the places of {len(documents)} lanes, here are {self._batch.global_batch}",
-                "data=dataset continues where each place of the global batch was", f"continue from another checkpoint, {_FORK}"))
+                "data=dataset continues where each place of the global batch was", f"continue from another checkpoint, {FORK}"))
         self._places = np.array([documents, offsets], dtype=np.int64).T[self._lanes]
         self._documents.restore(state.get("source", {}))
 
