@@ -21,7 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.schema import DataConfig, DatasetConfig, RunConfig, TrainConfig
+from toolkit.config.data import DataConfig, DatasetConfig
+from toolkit.config.schema import RunConfig, TrainConfig
 from toolkit.data import tokenizer as bpe
 from toolkit.data.dataset.stream import DatasetStream
 from toolkit.data.open import open_data, ready_for

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.config.schema import DataConfig, DatasetConfig, EvalConfig, RunConfig, TrainConfig
+from toolkit.config.data import DataConfig, DatasetConfig
+from toolkit.config.schema import EvalConfig, RunConfig, TrainConfig
 from toolkit.data import tokenizer as bpe
 
 DOCUMENTS = 400

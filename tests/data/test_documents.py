@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.made import batch_plan, make_folder
-from toolkit.config.schema import DataConfig, Documents, RunConfig, TrainConfig
+from toolkit.config.data import DataConfig, Documents
+from toolkit.config.schema import RunConfig, TrainConfig
 from toolkit.data.documents import position_ids, waste, waste_of
 from toolkit.data.manifest import DataManifest, write_manifest
 from toolkit.data.open import open_data, ready_for

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.data.made import make_folder
-from toolkit.config.schema import DataConfig, Documents, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from toolkit.config.data import DataConfig, Documents
+from toolkit.config.schema import EvalConfig, ModelConfig, RunConfig, TrainConfig
 from toolkit.data.manifest import DataManifest
 from toolkit.data.open import ready_for
 from toolkit.data.sources import data_problems, ready

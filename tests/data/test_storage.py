@@ -18,8 +18,9 @@ import pytest
 
 from tests.data.served import SECRETS, Store, environment, served, set_environment
 from toolkit.config.compose import compose
+from toolkit.config.data import DataConfig
 from toolkit.config.identity import identity
-from toolkit.config.schema import DataConfig, RunConfig
+from toolkit.config.schema import RunConfig
 from toolkit.config.urls import shown, url_problem
 from toolkit.data.fetch import Limits
 from toolkit.data.storage import Folder, Range, StorageError, StoreFolder, Url, open_folder, place_of

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.engine.test_memory import SIZES, Bytes, storages
-from toolkit.config.schema import Documents, EngineName, Precision
+from toolkit.config.data import Documents
+from toolkit.config.schema import EngineName, Precision
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.families.base import ModelShape
 from toolkit.plan.activations_megatron import Layout, block_bytes

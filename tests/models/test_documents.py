@@ -16,7 +16,8 @@ from torch import nn
 
 from tests.models.broken import Fine
 from tests.models.test_stage import stages
-from toolkit.config.schema import Documents, ModelConfig
+from toolkit.config.data import Documents
+from toolkit.config.schema import ModelConfig
 from toolkit.engine.documents import visible
 from toolkit.engine.protocol import MicroBatch
 from toolkit.errors import ConfigError

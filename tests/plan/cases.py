@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from toolkit.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from toolkit.config.data import DataConfig
+from toolkit.config.schema import ModelConfig, RunConfig, TrainConfig
 from toolkit.plan.types import Device, World
 
 SMALL = ModelConfig(family="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

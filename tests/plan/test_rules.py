@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.plan.cases import CPU, SMALL, h100s, run_config
+from toolkit.config.data import Documents
 from toolkit.config.schema import (
     BatchRampConfig,
     CheckpointConfig,
-    Documents,
     EngineName,
     EvalConfig,
     LrScaling,

@@ -172,28 +172,32 @@ def _values(root: Root) -> dict[str, Any]:
 @cache
 def _documents(root: Root) -> dict[str, str]:
     """The string under each field of the schema, by the key's full name."""
-    tree = ast.parse(inspect.getsource(sys.modules[root.kind.__module__]))
-    by_class = {
+    return dict(_walk(root.kind, ""))
+
+
+def _walk(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        hint = hints[field.name]
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            yield from _walk(hint, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", " ".join(_texts(kind.__module__)[kind.__name__][field.name].split())
+
+
+@cache
+def _texts(module: str) -> dict[str, dict[str, str]]:
+    """By class and field."""
+    return {
         node.name: {
             field.target.id: inspect.cleandoc(text.value.value)
             for field, text in zip(node.body, node.body[1:], strict=False)
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
             and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
         }
-        for node in tree.body if isinstance(node, ast.ClassDef)
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
     }
-    return dict(_walk(root.kind, "", by_class))
-
-
-def _walk(kind: type, prefix: str, by_class: dict[str, dict[str, str]]) -> Iterator[tuple[str, str]]:
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        hint = hints[field.name]
-        if is_dataclass(hint):
-            assert isinstance(hint, type)
-            yield from _walk(hint, f"{prefix}{field.name}.", by_class)
-        else:
-            yield f"{prefix}{field.name}", " ".join(by_class[kind.__name__][field.name].split())
 
 
 # -- layout of the text

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from toolkit.config.schema import DataCacheConfig
+from toolkit.config.data import DataCacheConfig
 from toolkit.data.order import BLOCK_BYTES
 from toolkit.data.storage import Buffer, Folder, Range
 from toolkit.errors import InputError, Problem

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from toolkit.config.data import DataConfig, Documents
 from toolkit.config.mixture import sources_of
-from toolkit.config.schema import DataConfig, Documents, RunConfig
+from toolkit.config.schema import RunConfig
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.samples import too_short
 from toolkit.data.stdlib import ensure

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.config.schema import Documents, ModelConfig
+from toolkit.config.data import Documents
+from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.target import check_target
 

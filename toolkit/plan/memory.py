@@ -41,7 +41,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from toolkit.config.schema import Documents, EngineName, OptimConfig, OptimizerName, Place, Precision, RunConfig
+from toolkit.config.data import Documents
+from toolkit.config.schema import EngineName, OptimConfig, OptimizerName, Place, Precision, RunConfig
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import memory_megatron

@@ -29,7 +29,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.config.schema import Documents, OptimConfig, OptimizerName, Precision, RunConfig
+from toolkit.config.data import Documents
+from toolkit.config.schema import OptimConfig, OptimizerName, Precision, RunConfig
 from toolkit.families import get
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import EMBEDDING, Cut, MegatronTensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.config.schema import Documents
+from toolkit.config.data import Documents
 from toolkit.errors import Problem
 from toolkit.plan.case import Case, Rule, refuse, seen
 

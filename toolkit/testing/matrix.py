@@ -13,7 +13,8 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
 
-from toolkit.config.schema import Documents, EngineName, OptimizerName
+from toolkit.config.data import Documents
+from toolkit.config.schema import EngineName, OptimizerName
 from toolkit.errors import InputError, Problem
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World

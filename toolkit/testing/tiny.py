@@ -7,18 +7,8 @@ from typing import Any
 import torch
 
 from toolkit import families
-from toolkit.config.schema import (
-    DataConfig,
-    Documents,
-    EngineConfig,
-    EngineName,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-    ScheduleName,
-    TrainConfig,
-)
+from toolkit.config.data import DataConfig, Documents
+from toolkit.config.schema import EngineConfig, EngineName, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, ScheduleName, TrainConfig
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 from toolkit.checkpoint.directory import newest
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.config.schema import Documents, parse_cadence
+from toolkit.config.data import Documents
+from toolkit.config.schema import parse_cadence
 from toolkit.data.evaluation import EvalSet
 from toolkit.data.kind import RunData
 from toolkit.data.open import open_data

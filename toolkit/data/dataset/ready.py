@@ -18,7 +18,8 @@ from pathlib import Path
 
 import xxhash
 
-from toolkit.config.schema import DatasetConfig, RunConfig
+from toolkit.config.data import DatasetConfig
+from toolkit.config.schema import RunConfig
 from toolkit.data import tokenizer as tokenizers
 from toolkit.data.dataset import source as sources
 from toolkit.data.dataset import tokenizer

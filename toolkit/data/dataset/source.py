@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
-from toolkit.config.schema import DatasetConfig
+from toolkit.config.data import DatasetConfig
 from toolkit.data.dataset import hub
 from toolkit.data.digest import CHUNK_BYTES
 from toolkit.errors import InputError, Problem

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.schema import DatasetConfig
+from toolkit.config.data import DatasetConfig
 from toolkit.data.dataset import hub
 from toolkit.data.digest import digest
 from toolkit.data.manifest import NAME, TokenizerInfo, read_manifest

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from toolkit.config.schema import Documents
+from toolkit.config.data import Documents
 from toolkit.config.vendor import show
 from toolkit.config.vendor_megatron import TRANSFORMER_ENGINE
 from toolkit.engine.megatron.attention import Attention, Norm
