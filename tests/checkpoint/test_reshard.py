@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.layouts import LAYOUTS, cut, same_bits, save, shards_of, whole
-from toolkit.checkpoint import catalog, executor, open_reader, planner
+from toolkit.checkpoint import blocks, catalog, executor, open_reader, planner, writing
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Shard, TensorKey, flat_shards
 from toolkit.checkpoint.verify import digest, verify
 from toolkit.errors import CheckpointError
@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 bytes and splitting from 32 on: small tensors take every path that large ones take."""
-    for module in (catalog, executor):
+    for module in (catalog, blocks, executor, writing):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     monkeypatch.setattr(planner, "SPLIT_BYTES", 32)
 
@@ -108,13 +108,13 @@ def test_a_read_touches_its_bytes_only(tmp_path: Path, small_blocks: None, monke
     tensor = random_tensor((1000,), torch.float32, 0)
     reader = open_reader(save(tmp_path, 1, shards_of({key: tensor}, LAYOUTS["flat"], 2)))
     read: list[int] = []
-    fill = executor.Files.fill
+    fill = blocks.Files.fill
 
-    def counted(self: executor.Files, file: str, begin: int, buffer: memoryview) -> None:
+    def counted(self: blocks.Files, file: str, begin: int, buffer: memoryview) -> None:
         read.append(len(buffer))
         fill(self, file, begin, buffer)
 
-    monkeypatch.setattr(executor.Files, "fill", counted)
+    monkeypatch.setattr(blocks.Files, "fill", counted)
     shards = flat_shards(key, (1000,), 490, torch.empty(20))
     reader.read(shards)
     assert torch.equal(shards[0].data, tensor[490:510])

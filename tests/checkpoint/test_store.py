@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
-from toolkit.checkpoint import directory, executor, open_reader
+from toolkit.checkpoint import directory, open_reader, writing
 from toolkit.checkpoint.commit import Phase
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.store import CheckpointStore
@@ -245,14 +245,14 @@ def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(tmp_path: Path, 
     stores = [CheckpointStore(tmp_path, timeout_seconds=20) for _ in range(2)]
     ranks = shards_of(named, LAYOUTS["flat"], 2)
     first = save(tmp_path, 1, ranks, stores=stores)
-    write = executor._write_all
+    write = writing._write_all
 
     def full(descriptor: int, data: memoryview) -> None:
         if Path(f"/proc/self/fd/{descriptor}").readlink().name == "part-00001.safetensors" and len(data) > 1000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(descriptor, data)
 
-    monkeypatch.setattr(executor, "_write_all", full)
+    monkeypatch.setattr(writing, "_write_all", full)
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
         save(tmp_path, 2, ranks, stores=stores)
     assert str(first) in str(caught.value)

@@ -47,7 +47,9 @@ class Piece:
     """A box of a tensor, row-major in ``file``'s bytes ``begin .. end``.
 
     Attributes:
+        file: within the catalog's folder: a name, or a path of names.
         hashes: xxh3-128 in hex, one per ``BLOCK_BYTES`` from ``begin`` on; empty where the source has none.
+        transposed: the file has the box with its last two dims changed over: that of a ``[m, n]`` lies as ``[n, m]``.
     """
 
     key: TensorKey
@@ -58,20 +60,40 @@ class Piece:
     begin: int
     end: int
     hashes: tuple[str, ...] = ()
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.transposed or len(self.box.shape) > 1, f"{self.key}: {self.box.shape} has no two dims to change over"
 
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
 
+    @property
+    def shape_in_file(self) -> tuple[int, ...]:
+        return turned(self.box.shape) if self.transposed else self.box.shape
+
+
+def turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """With the last two dims changed over."""
+    return (*shape[:-2], shape[-1], shape[-2])
+
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Pieces by tensor. Each element of each tensor lies in exactly one piece."""
+    """Pieces by tensor. Each element of each tensor lies in exactly one piece.
+
+    Attributes:
+        pieces: may make them when they are asked for: a large run's would fill memory.
+        copies: pieces whose elements lie in ``pieces`` too (tied, or replicated over ranks). They are never read for their values,
+            only compared.
+    """
 
     folder: Path
     tensors: Mapping[TensorKey, TensorInfo]
     pieces: Mapping[TensorKey, tuple[Piece, ...]]
     scalars: Mapping[str, object] = field(default_factory=dict)
+    copies: Mapping[TensorKey, tuple[Piece, ...]] = field(default_factory=dict)
 
 
 class Damage(Exception):

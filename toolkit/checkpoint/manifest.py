@@ -11,7 +11,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
@@ -78,9 +78,10 @@ def software_versions() -> dict[str, str]:
 
 
 def piece_to_json(piece: Piece) -> dict[str, Any]:
-    return {"state": piece.key.state, "name": piece.key.name, "dtype": piece.dtype, "global_shape": list(piece.global_shape),
-            "offset": list(piece.box.offset), "shape": list(piece.box.shape), "file": piece.file, "bytes": [piece.begin, piece.end],
-            "xxh3_128": list(piece.hashes)}
+    entry = {"state": piece.key.state, "name": piece.key.name, "dtype": piece.dtype, "global_shape": list(piece.global_shape),
+             "offset": list(piece.box.offset), "shape": list(piece.box.shape), "file": piece.file, "bytes": [piece.begin, piece.end],
+             "xxh3_128": list(piece.hashes)}
+    return entry | {"transposed": True} if piece.transposed else entry
 
 
 def piece_from_json(entry: Mapping[str, Any]) -> Piece:
@@ -93,9 +94,10 @@ def piece_from_json(entry: Mapping[str, Any]) -> Piece:
         raise ValueError(f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype {dtype}")
     if end - begin != byte_length(dtype, shape) or len(hashes) != block_count(end - begin):
         raise ValueError(f"{entry['state']}:{entry['name']} has {end - begin} bytes and {len(hashes)} hashes")
-    if Path(file).name != file:
+    if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
         raise ValueError(f"file {file!r} lies outside the checkpoint")
-    return Piece(TensorKey(entry["state"], entry["name"]), dtype, global_shape, Box(offset, shape), file, begin, end, hashes)
+    return Piece(TensorKey(entry["state"], entry["name"]), dtype, global_shape, Box(offset, shape), file, begin, end, hashes,
+                 entry.get("transposed", False))
 
 
 def encode(manifest: Manifest) -> str:

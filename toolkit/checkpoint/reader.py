@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
+import numpy as np
 
 from toolkit.checkpoint import directory, manifest
+from toolkit.checkpoint.blocks import numpy_dtype
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage
 from toolkit.checkpoint.executor import read_pieces
 from toolkit.checkpoint.planner import ReadPlanner, shifted
@@ -63,15 +65,15 @@ def open_checkpoint(folder: Path, namespace: str | None = None) -> CatalogReader
 
 
 def windows(reader: Reader, key: TensorKey, global_shape: tuple[int, ...], box: Box, dtype: str,
-            window_bytes: int = 4 * BLOCK_BYTES) -> Iterator[torch.Tensor]:
-    """The elements of ``box`` in row-major order, cast to ``dtype``: flat tensors one after the other, in the same memory."""
+            window_bytes: int = 4 * BLOCK_BYTES) -> Iterator[np.ndarray]:
+    """The elements of ``box`` in row-major order, cast to ``dtype``: flat arrays one after the other, in the same memory."""
     step = window_bytes // DTYPES[dtype].itemsize
-    room = torch.empty(min(step, box.numel), dtype=getattr(torch, dtype))
+    room: Any = np.empty(min(step, box.numel), numpy_dtype(dtype))
     for start in range(0, box.numel, step):
         stop = min(start + step, box.numel)
         shards, at = [], 0
         for inner in flat_boxes(box.shape, start, stop):
-            shards.append(Shard(key, global_shape, shifted(inner, box.offset), room[at : at + inner.numel].view(inner.shape)))
+            shards.append(Shard(key, global_shape, shifted(inner, box.offset), room[at : at + inner.numel].reshape(inner.shape)))
             at += inner.numel
         reader.read(shards)
         yield room[: stop - start]

@@ -95,7 +95,7 @@ class Shard:
         key: state and canonical name.
         global_shape: of the whole tensor.
         box: which part ``data`` is.
-        data: shape ``box.shape``; any dtype, any device, may be a view.
+        data: shape ``box.shape``; any dtype, any device, may be a view. Loading also fills an array of numpy.
         replica, replicas: this copy's number and how many ranks hold the same box. Saving shares the writing of a
             replicated box over its holders; loading fills every copy.
         mirror: other ranks save these elements, in boxes of their own; loading fills this copy too.

@@ -17,11 +17,12 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from toolkit.checkpoint import directory
+from toolkit.checkpoint.blocks import part
 from toolkit.checkpoint.commit import Phase, Save, carry_out
-from toolkit.checkpoint.executor import Outgoing, part
 from toolkit.checkpoint.planner import boxes_to_write, shifted
 from toolkit.checkpoint.shard import Shard
 from toolkit.checkpoint.snapshot import Snapshot
+from toolkit.checkpoint.writing import Outgoing
 
 
 class PendingSave:

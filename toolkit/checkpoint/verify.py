@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import numpy as np
 import xxhash
 
 from toolkit.checkpoint import directory, manifest
+from toolkit.checkpoint.blocks import Files, check_piece, numpy_dtype
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Damage, Piece
-from toolkit.checkpoint.executor import Files, check_piece
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.planner import uncovered
 from toolkit.checkpoint.reader import open_checkpoint, windows
@@ -77,14 +77,13 @@ def _check_headers(folder: Path, found: Manifest) -> Iterator[Finding]:
 
 
 def _check_piece(files: Files, piece: Piece, buffer: bytearray) -> Iterator[Finding]:
-    dtype = getattr(torch, piece.dtype)
+    dtype = numpy_dtype(piece.dtype)
     try:
         for block in check_piece(files, piece, buffer):
             if not DTYPES[piece.dtype].is_float:
                 continue
-            values = torch.frombuffer(block, dtype=dtype)
-            values = values.float() if piece.itemsize == 1 else values  # comparisons are not there for 8-bit floats
-            strange = int((~torch.isfinite(values)).sum())
+            values = np.frombuffer(block, dtype)
+            strange = int(np.count_nonzero(~np.isfinite(values)))
             if strange:
                 yield Finding(str(piece.key), f"{strange} values are not finite, in {piece.file}")
             if piece.key.state == EXP_AVG_SQ and bool((values < 0).any()):
@@ -105,7 +104,7 @@ def _check_masters(folder: Path, found: Manifest) -> Iterator[Finding]:
         box = Box.whole(info.shape)
         pairs = zip(windows(reader, master, info.shape, box, reader.tensors[master].dtype, 4 * BLOCK_BYTES),
                     windows(reader, weight, info.shape, box, info.dtype, 4 * BLOCK_BYTES // wide), strict=True)
-        differing = sum(int((cast.to(stored.dtype) != stored).sum()) for cast, stored in pairs)
+        differing = sum(int(np.count_nonzero(cast.astype(stored.dtype) != stored)) for cast, stored in pairs)
         if differing:
             yield Finding(str(weight), f"{differing} of {box.numel} values are not their master weights, cast to {info.dtype}")
 
@@ -124,7 +123,7 @@ def digest(reader: Reader) -> Digest:
     for key in sorted(reader.tensors):
         info, one = reader.tensors[key], xxhash.xxh3_128()
         for window in windows(reader, key, info.shape, Box.whole(info.shape), info.dtype):
-            one.update(window.view(torch.uint8).numpy().data)
+            one.update(window.view(np.uint8).data)
         tensors[key] = one.hexdigest()
         total.update(f"{key} {info.dtype} {list(info.shape)} {tensors[key]}\n".encode())
     return Digest(total.hexdigest(), tensors)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from toolkit import families
 from toolkit.checkpoint.catalog import DTYPES, Catalog, Damage, Piece, byte_length
-from toolkit.checkpoint.executor import blocks_of
 from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.formats.safetensors import Slot
 from toolkit.checkpoint.reader import CatalogReader, windows
@@ -246,7 +247,6 @@ def _write_file(path: Path, tensors: Sequence[_Export], dtypes: Mapping[str, str
         for slot in slots:
             item = by_name[slot.name]
             for window in windows(reader, item.key, item.global_shape, item.box, slot.dtype):
-                for block in blocks_of(window, None):
-                    file.write(block)
+                file.write(window.view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())

@@ -1,0 +1,121 @@
+"""Bytes of files, a block at a time: read, checked against their hashes, seen as numbers. Imports no torch.
+
+Whatever the sizes of tensors, memory is one block (``BLOCK_BYTES``) a reading thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece, block_count
+from toolkit.checkpoint.shard import Box
+
+INTACT = "bytes are read as they were written"
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """numpy's dtype of torch's name; 16- and 8-bit floats that numpy lacks come from ml_dtypes, and round to even as torch's do."""
+    if name.startswith(("bfloat16", "float8")):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index of ``box`` in what has its coordinates."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(box.offset, box.shape, strict=True))
+
+
+def part(data: Any, box: Box) -> Any:
+    """A view of ``box``, in the coordinates of ``data`` (torch's or numpy's)."""
+    return data[slices(box)]
+
+
+class Files:
+    """Open files of one folder, shared by threads (``pread`` has no position)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def fill(self, file: str, begin: int, buffer: memoryview) -> None:
+        """Read ``len(buffer)`` bytes from ``begin`` on. Raises Damage for a file that is missing, too short or unreadable."""
+        done = 0
+        try:
+            descriptor = self._descriptor(file)
+            while done < len(buffer):
+                count = os.preadv(descriptor, [buffer[done:]], begin + done)
+                if count == 0:
+                    raise Damage(file, f"{self.folder / file} ends at byte {begin + done}, before its tensors do", INTACT)
+                done += count
+        except FileNotFoundError as error:
+            raise Damage(file, f"{self.folder / file} is missing", "every file that the manifest names is there") from error
+        except OSError as error:
+            raise Damage(file, f"{self.folder / file} cannot be read ({error.strerror})", INTACT) from error
+
+    def _descriptor(self, file: str) -> int:
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = os.open(self.folder / file, os.O_RDONLY)
+            return self._open[file]
+
+
+class Block:
+    """One thread's room for one block. It keeps the last one: whoever reads a tensor in order reads and checks each block once."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(BLOCK_BYTES)
+        self._holds: tuple[Path, str, int, int] | None = None
+
+    def fill(self, files: Files, piece: Piece, start: int, stop: int) -> None:
+        """Elements ``start .. stop`` of ``piece``, as it lies in its file; a whole block where the piece has hashes, and then checked.
+
+        Raises:
+            Damage: as ``Files.fill``; or they are not what was written.
+        """
+        begin, numbytes = piece.begin + start * piece.itemsize, (stop - start) * piece.itemsize
+        place = (files.folder, piece.file, begin, numbytes)
+        if self._holds == place:
+            return
+        self._holds = None
+        view = memoryview(self.buffer)[:numbytes]
+        files.fill(piece.file, begin, view)
+        if piece.hashes:
+            check_block(files, piece, (begin - piece.begin) // BLOCK_BYTES, view)
+        self._holds = place
+
+
+def check_block(files: Files, piece: Piece, number: int, block: memoryview) -> None:
+    """Raises Damage where a block is not what was written."""
+    if xxhash.xxh3_128_hexdigest(block) != piece.hashes[number]:
+        begin = piece.begin + number * BLOCK_BYTES
+        where = f"{piece.key} in bytes {begin}..{begin + len(block)}"
+        raise Damage(piece.file, f"{files.folder / piece.file} differs from what was written: {where}", INTACT)
+
+
+def check_piece(files: Files, piece: Piece, buffer: bytearray) -> Iterator[memoryview]:
+    """Every block of a piece, read into ``buffer`` and checked where it has hashes. Raises Damage at the first that is not what was
+    written."""
+    for number in range(block_count(piece.end - piece.begin)):
+        begin = piece.begin + number * BLOCK_BYTES
+        block = memoryview(buffer)[: min(BLOCK_BYTES, piece.end - begin)]
+        files.fill(piece.file, begin, block)
+        if piece.hashes:
+            check_block(files, piece, number, block)
+        yield block

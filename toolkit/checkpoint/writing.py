@@ -1,0 +1,97 @@
+"""Pieces to a file, with their hashes: what every rank does of a save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from toolkit.checkpoint.blocks import part
+from toolkit.checkpoint.catalog import BLOCK_BYTES, Piece
+from toolkit.checkpoint.formats import safetensors
+from toolkit.checkpoint.manifest import FileRecord
+from toolkit.checkpoint.shard import Box, TensorKey, flat_boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """``box`` of a tensor, to be written; ``data`` has the shape ``box.shape`` and may be a view on any device."""
+
+    key: TensorKey
+    global_shape: tuple[int, ...]
+    box: Box
+    data: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """In the file's own header, so that a file without its manifest still says what it holds."""
+        return f"{self.key}:{','.join(map(str, self.box.offset))}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def write_file(path: Path, outgoing: Sequence[Outgoing], metadata: Mapping[str, str],
+               on_piece: Callable[[], None], on_sync: Callable[[], None]) -> tuple[FileRecord, list[Piece]]:
+    """Write a safetensors file, hashing on the way, and make it durable.
+
+    Args:
+        on_piece: called after each piece.
+        on_sync: called between the last byte and the sync.
+    """
+    by_name = {item.name: item for item in outgoing}
+    header, slots = safetensors.encode([(item.name, dtype_name(item.data.dtype), item.box.shape) for item in outgoing], metadata)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        _write_all(descriptor, memoryview(header))
+        pieces = []
+        staging: torch.Tensor | None = None
+        for slot in slots:
+            item = by_name[slot.name]
+            if staging is None and not _is_plain(item.data):
+                staging = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=item.data.is_cuda)
+            hashes = []
+            for block in blocks_of(item.data, staging):
+                hashes.append(xxhash.xxh3_128_hexdigest(block))
+                _write_all(descriptor, block)
+            pieces.append(Piece(item.key, slot.dtype, item.global_shape, item.box, path.name, slot.begin, slot.end, tuple(hashes)))
+            on_piece()
+        on_sync()
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    size = slots[-1].end if slots else len(header)
+    return FileRecord(path.name, size, len(header), xxhash.xxh3_128_hexdigest(header)), pieces
+
+
+def _is_plain(data: torch.Tensor) -> bool:
+    return data.device.type == "cpu" and data.is_contiguous()
+
+
+def blocks_of(data: torch.Tensor, staging: torch.Tensor | None) -> Iterator[memoryview]:
+    """The row-major bytes of a tensor, one block at a time: its own memory where that is plain, else copied to ``staging``."""
+    if _is_plain(data):
+        everything = data.detach().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(everything), BLOCK_BYTES):
+            yield everything[start : start + BLOCK_BYTES]
+        return
+    assert staging is not None, "data on a device or with gaps needs a staging block"
+    step = BLOCK_BYTES // data.element_size()
+    room = staging.view(data.dtype)
+    for start in range(0, data.numel(), step):
+        stop = min(start + step, data.numel())
+        at = 0
+        for box in flat_boxes(tuple(data.shape), start, stop):
+            room[at : at + box.numel].view(box.shape).copy_(part(data.detach(), box))
+            at += box.numel
+        yield staging.numpy().data[: (stop - start) * data.element_size()]
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(descriptor, data) :]
