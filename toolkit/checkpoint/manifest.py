@@ -21,8 +21,10 @@ from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage, Pie
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 
 NAME = "manifest.json"
+BESIDE = "toolkit-manifest.json"  # in a folder of another format
 FORMAT = "toolkit-checkpoint"
 FORMAT_VERSION = 1
+NATIVE = "native"
 RULE = "a checkpoint folder has the manifest.json that was written with it"
 
 
@@ -44,6 +46,8 @@ class Manifest:
     ranks: how many wrote it; of no meaning to readers.
     scalars: plain JSON types.
     software: versions that wrote it.
+    copies: pieces whose elements are in ``pieces`` too: what another format's layout replicates.
+    written_as: the format of the files that it lies beside; ``native`` for this toolkit's own.
     """
 
     namespace: str
@@ -53,17 +57,23 @@ class Manifest:
     files: tuple[FileRecord, ...]
     pieces: tuple[Piece, ...]
     software: Mapping[str, str]
+    copies: tuple[Piece, ...] = ()
+    written_as: str = NATIVE
 
     def by_tensor(self) -> dict[TensorKey, tuple[Piece, ...]]:
-        grouped: dict[TensorKey, list[Piece]] = {}
-        for piece in self.pieces:
-            grouped.setdefault(piece.key, []).append(piece)
-        return {key: tuple(pieces) for key, pieces in grouped.items()}
+        return _by_tensor(self.pieces)
 
     def catalog(self, folder: Path) -> Catalog:
         pieces = self.by_tensor()
         tensors = {key: TensorInfo(of_key[0].dtype, of_key[0].global_shape) for key, of_key in pieces.items()}
-        return Catalog(folder, tensors, pieces, self.scalars)
+        return Catalog(folder, tensors, pieces, self.scalars, _by_tensor(self.copies))
+
+
+def _by_tensor(pieces: Sequence[Piece]) -> dict[TensorKey, tuple[Piece, ...]]:
+    grouped: dict[TensorKey, list[Piece]] = {}
+    for piece in pieces:
+        grouped.setdefault(piece.key, []).append(piece)
+    return {key: tuple(of_key) for key, of_key in grouped.items()}
 
 
 def software_versions() -> dict[str, str]:
@@ -102,11 +112,15 @@ def piece_from_json(entry: Mapping[str, Any]) -> Piece:
 
 def encode(manifest: Manifest) -> str:
     """The text of ``manifest.json``, with a line an entry."""
-    content = {
+    content: dict[str, Any] = {
         "format": FORMAT, "format_version": FORMAT_VERSION, "namespace": manifest.namespace, "step": manifest.step,
         "ranks": manifest.ranks, "block_bytes": BLOCK_BYTES, "software": dict(manifest.software), "scalars": dict(manifest.scalars),
         "files": [asdict(record) for record in manifest.files], "entries": [piece_to_json(piece) for piece in manifest.pieces],
     }
+    if manifest.copies:
+        content["copies"] = [piece_to_json(piece) for piece in manifest.copies]
+    if manifest.written_as != NATIVE:
+        content["written_as"] = manifest.written_as
     lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in content.items()]
     lines.append(f'"content_hash": "{_content_hash(content)}"')
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -122,30 +136,31 @@ def _content_hash(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def load(folder: Path) -> Manifest:
+def load(folder: Path, name: str = NAME) -> Manifest:
     """Raises Damage for a manifest that is missing, unreadable, foreign, of another version, or changed since it was written."""
-    path = folder / NAME
+    path = folder / name
     if not path.is_file():
-        raise Damage(NAME, f"{path} is missing", RULE)
+        raise Damage(name, f"{path} is missing", RULE)
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise Damage(NAME, f"{path} is not JSON ({error})", RULE) from error
+        raise Damage(name, f"{path} is not JSON ({error})", RULE) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Damage(NAME, f"{path} is not a manifest of this toolkit", RULE)
+        raise Damage(name, f"{path} is not a manifest of this toolkit", RULE)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
-        raise Damage(NAME, f"{path} has format_version={version}", f"this toolkit reads format_version={FORMAT_VERSION}")
+        raise Damage(name, f"{path} has format_version={version}", f"this toolkit reads format_version={FORMAT_VERSION}")
     written = content.pop("content_hash", None)
     if written != _content_hash(content):
-        raise Damage(NAME, f"{path} does not match its content_hash", "a manifest is as it was written")
+        raise Damage(name, f"{path} does not match its content_hash", "a manifest is as it was written")
     try:
         return Manifest(
             namespace=content["namespace"], step=content["step"], ranks=content["ranks"], scalars=content["scalars"],
             files=tuple(FileRecord(**record) for record in content["files"]),
-            pieces=tuple(piece_from_json(entry) for entry in content["entries"]), software=content["software"])
+            pieces=tuple(piece_from_json(entry) for entry in content["entries"]), software=content["software"],
+            copies=tuple(piece_from_json(entry) for entry in content.get("copies", ())), written_as=content.get("written_as", NATIVE))
     except (KeyError, TypeError, ValueError) as error:
-        raise Damage(NAME, f"{path} has an entry that cannot be ({error})", RULE) from error
+        raise Damage(name, f"{path} has an entry that cannot be ({error})", RULE) from error
 
 
 def check_files(folder: Path, files: Sequence[FileRecord]) -> None:

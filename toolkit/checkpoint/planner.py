@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Generic, TypeVar
 
@@ -21,6 +22,7 @@ from toolkit.errors import CheckpointError, Problem
 # A replicated box below this size is written by one holder: splitting it would cost more pieces than it saves time.
 SPLIT_BYTES = 4 * 2**20
 MOST_PROBLEMS = 8  # shown of one kind
+KEPT_INDEXES = 256  # of tensors: a rank asks for all of its shards at once, a conversion for one tensor after another
 
 
 # ---- writing
@@ -148,15 +150,15 @@ def _bits(dtype: str) -> int:
 
 
 class ReadPlanner:
-    """Plans reads from one catalog. Indexes of tensors are built when first asked for."""
+    """Plans reads from one catalog. Indexes of tensors are built when they are asked for, and the last ones kept."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._indexes: dict[TensorKey, SpanIndex[Piece]] = {}
+        self._index = lru_cache(maxsize=KEPT_INDEXES)(self._make_index)
 
     def plan(self, shards: Sequence[Shard]) -> list[PieceRead]:
         """In the order of the files' bytes. Raises CheckpointError that names every tensor absent or of another shape."""
-        self._check(shards)
+        check(self._catalog, [(shard.key, _dtype(shard), shard.global_shape) for shard in shards])
         targets: dict[tuple[str, int, TensorKey], list[Target]] = {}
         pieces: dict[tuple[str, int, TensorKey], Piece] = {}
         for shard in shards:
@@ -175,29 +177,37 @@ class ReadPlanner:
             assert found == shard.box.numel, f"{key}: {found} of {shard.box.numel} elements found in a catalog that covers its tensors"
         return [PieceRead(pieces[place], tuple(targets[place])) for place in sorted(targets)]
 
-    def _index(self, key: TensorKey) -> SpanIndex[Piece]:
-        if key not in self._indexes:
-            pieces = self._catalog.pieces[key]
-            self._indexes[key] = SpanIndex((*flat_span(p.global_shape, p.box), p) for p in pieces if p.box.numel)
-        return self._indexes[key]
+    def _make_index(self, key: TensorKey) -> SpanIndex[Piece]:
+        return span_index(self._catalog.pieces[key])
 
-    def _check(self, shards: Sequence[Shard]) -> None:
-        tensors, folder = self._catalog.tensors, self._catalog.folder
-        absent: dict[TensorKey, None] = {}
-        shapes: dict[TensorKey, Problem] = {}
-        for shard in shards:
-            key = source_key(shard.key, _dtype(shard), tensors)
-            if key is None:
-                absent[shard.key] = None
-            elif tensors[key].shape != shard.global_shape:
-                shapes[shard.key] = Problem(
-                    "resume", f"{shard.key} has shape {tensors[key].shape} in {folder} and {shard.global_shape} in this run",
-                    "a checkpoint continues a model of the same shape", "give the model the checkpoint's sizes, or start without it")
-        problems = list(shapes.values())[:MOST_PROBLEMS]
-        for state in dict.fromkeys(key.state for key in absent):
-            problems.append(_absence(state, [key.name for key in absent if key.state == state], self._catalog))
-        if problems:
-            raise CheckpointError(*problems)
+
+def span_index(pieces: Iterable[Piece]) -> SpanIndex[Piece]:
+    """Pieces of one tensor, to be found by flat ranges that may meet them."""
+    return SpanIndex((*flat_span(piece.global_shape, piece.box), piece) for piece in pieces if piece.box.numel)
+
+
+def check(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tuple[int, ...]]]) -> None:
+    """Whether ``catalog`` can answer for tensors of (key, dtype, global shape).
+
+    Raises:
+        CheckpointError: naming every tensor that is absent or of another shape.
+    """
+    tensors, folder = catalog.tensors, catalog.folder
+    absent: dict[TensorKey, None] = {}
+    shapes: dict[TensorKey, Problem] = {}
+    for asked, dtype, global_shape in wanted:
+        key = source_key(asked, dtype, tensors)
+        if key is None:
+            absent[asked] = None
+        elif tensors[key].shape != global_shape:
+            shapes[asked] = Problem(
+                "resume", f"{asked} has shape {tensors[key].shape} in {folder} and {global_shape} in this run",
+                "a checkpoint continues a model of the same shape", "give the model the checkpoint's sizes, or start without it")
+    problems = list(shapes.values())[:MOST_PROBLEMS]
+    for state in dict.fromkeys(key.state for key in absent):
+        problems.append(_absence(state, [key.name for key in absent if key.state == state], catalog))
+    if problems:
+        raise CheckpointError(*problems)
 
 
 def _absence(state: str, names: list[str], catalog: Catalog) -> Problem:

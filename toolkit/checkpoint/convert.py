@@ -1,0 +1,222 @@
+"""From any catalog to any target, committed whole or not at all; killed, it goes on where it was.
+
+    hidden folder beside the target, journal -> files with their lengths and fixed bytes -> tensors, over a few threads
+    -> sync and journal, every ``SYNC_BYTES`` -> checksums -> sync -> manifest -> rename
+
+Memory is two tiles, a block and casts a thread, whatever the sizes of tensors. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+
+import xxhash
+
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.blocks import Files
+from toolkit.checkpoint.catalog import BLOCK_BYTES, Catalog, Damage, Piece
+from toolkit.checkpoint.fill import Filler, Unit, Written, units_of
+from toolkit.checkpoint.journal import Journal
+from toolkit.checkpoint.output import Output, Segment
+from toolkit.checkpoint.target import Target, TargetFile
+from toolkit.errors import CheckpointError, Problem
+from toolkit.files import sync_folder, write_whole
+
+SYNC_BYTES = 512 * 2**20  # written between two records of the journal: what a kill costs at most
+JOURNAL = "journal.jsonl"
+
+
+class Phase(StrEnum):
+    """Told to ``on_phase``: what crash tests hook into."""
+
+    PREPARE = "prepare"  # the files have their lengths
+    UNITS = "units"  # after each tensor
+    SYNC = "sync"  # some tensors are written, not yet durable
+    SEAL = "seal"  # all tensors are durable
+    MANIFEST = "manifest"  # all files are
+    RENAME = "rename"  # the manifest is
+    DONE = "done"
+
+
+class Conversion:
+    """One conversion to the folder ``path``.
+
+    Args:
+        origin: what the source is, so that a killed conversion goes on from the same one only: its path and its files' sizes and
+            times, for instance.
+        refuse: the error for a damaged source.
+        workers: threads.
+        examine, advance: see ``Filler``.
+    """
+
+    def __init__(self, source: Catalog, target: Target, path: Path, *, origin: str, refuse: Callable[[Path, Damage], CheckpointError],
+                 workers: int = 2, examine: bool = True, advance: Callable[[int], None] = lambda numbytes: None,
+                 on_phase: Callable[[Phase], None] = lambda phase: None) -> None:
+        self.source, self.target, self.path = source, target, path
+        self.units, self.unused = units_of(source, target)
+        self.temporary = path.with_name(f".{path.name}.resharding")
+        self._identity = xxhash.xxh3_128_hexdigest(f"{origin}\n{target.format}\n{target.identity}\n{BLOCK_BYTES}".encode())
+        self._refuse, self._workers, self._on_phase = refuse, workers, on_phase
+        self._filler = Filler(source, target, examine=examine, advance=advance)
+
+    @property
+    def source_bytes(self) -> int:
+        """What ``advance`` adds up to."""
+        return sum(self._filler.numbytes(unit) for unit in self.units)
+
+    def run(self) -> bool:
+        """Write, check and commit. Returns whether it went on where an earlier attempt was killed.
+
+        Raises:
+            CheckpointError: the source is damaged, the target's name is taken, the disk is full. What was written stays for the
+                next attempt, hidden beside the target.
+        """
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise CheckpointError(Problem("target", f"{self.path} is there already", "a conversion makes a folder and replaces none",
+                                          "name another target=PATH, or move that one away"))
+        try:
+            self.temporary.mkdir(parents=True, exist_ok=True)
+            journal = Journal(self.temporary / JOURNAL, self._identity)
+        except OSError as error:
+            raise self._no_room_or_access(error) from error
+        output, done = Output(self.temporary, self.target.files), _Done(journal)
+        try:
+            if not journal.resumed:
+                self._empty()
+            output.prepare()
+            self._on_phase(Phase.PREPARE)
+            self._fill(output, done)
+            self._commit(output, done)
+        except OSError as error:
+            raise self._no_room_or_access(error) from error
+        except Damage as damage:
+            raise self._refuse(self.source.folder, damage) from damage
+        finally:
+            output.close()
+            journal.close()
+        return bool(journal.done)
+
+    def _empty(self) -> None:
+        """Remove what an attempt of another conversion left."""
+        for entry in self.temporary.iterdir():
+            if entry.name == JOURNAL:
+                continue
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+    def _fill(self, output: Output, done: _Done) -> None:
+        def work(unit: Unit, files: Files) -> None:
+            if unit in done:
+                self._filler.skip(unit)
+                return
+            written = self._filler.fill(unit, files, output)
+            due = done.add(unit, written, unit.pieces(self.target))
+            self._on_phase(Phase.UNITS)
+            if due:
+                done.sync(output, self._on_phase)
+
+        with Files(self.source.folder) as files, ThreadPoolExecutor(self._workers, thread_name_prefix="reshard") as pool:
+            futures = [pool.submit(work, unit, files) for unit in self.units]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        done.sync(output, self._on_phase)
+
+    def _commit(self, output: Output, done: _Done) -> None:
+        self._on_phase(Phase.SEAL)
+        segments: dict[str, list[Segment]] = {file.name: [] for file in self.target.files}
+        for unit in self.units:
+            for piece, written in zip(unit.pieces(self.target), done.written(unit), strict=True):
+                segments[piece.file] += written.segments
+        for name, of_file in segments.items():
+            output.seal(name, of_file)
+        output.sync(segments)
+        self._on_phase(Phase.MANIFEST)
+        for folder in {(self.temporary / name).parent for name in segments} - {self.temporary}:
+            sync_folder(folder)
+        write_whole(self.temporary / self.target.manifest, manifest.encode(self._manifest(done)))
+        self._on_phase(Phase.RENAME)
+        self.temporary.rename(self.path)
+        sync_folder(self.path.parent)
+        (self.path / JOURNAL).unlink()
+        self._on_phase(Phase.DONE)
+
+    def _manifest(self, done: _Done) -> manifest.Manifest:
+        target = self.target
+        pieces: list[Piece] = []
+        copies: list[Piece] = []
+        for unit in self.units:
+            written = iter(done.written(unit))
+            for key in unit.targets:
+                pieces += (replace(piece, hashes=next(written).hashes) for piece in target.pieces[key])
+                copies += (replace(piece, hashes=next(written).hashes) for piece in target.copies.get(key, ()))
+        return manifest.Manifest(
+            namespace=target.namespace, step=target.step, ranks=1, scalars=target.scalars, files=tuple(map(_record, target.files)),
+            pieces=tuple(pieces), copies=tuple(copies), software=manifest.software_versions(), written_as=target.format)
+
+    def _no_room_or_access(self, error: OSError) -> CheckpointError:
+        needed = sum(file.numbytes for file in self.target.files)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = (f"free room there (the whole target takes {needed / 1e9:.3g} GB) and start the same command again: it goes on with "
+                      f"what is in {self.temporary}")
+        else:
+            remedy = "make it readable and writable, and start the same command again"
+        seen = f"{error.filename or self.temporary}: {error.strerror or error}"
+        return CheckpointError(Problem("target", seen, "a target is written whole", remedy))
+
+
+def _record(file: TargetFile) -> manifest.FileRecord:
+    header = file.fixed.get(0, b"")
+    return manifest.FileRecord(file.name, file.numbytes, len(header), xxhash.xxh3_128_hexdigest(header))
+
+
+class _Done:
+    """Units that are written, and of these the durable ones in the journal; shared by threads."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._units = {name: [Written(tuple(hashes), tuple((begin, length, crc) for begin, length, crc in segments))
+                              for hashes, segments in record] for name, record in journal.done.items()}
+        self._lock = threading.Lock()  # of what follows
+        self._syncing = threading.Lock()
+        self._waiting: dict[str, list[Written]] = {}
+        self._dirty: set[str] = set()
+        self._waiting_bytes = 0
+
+    def __contains__(self, unit: Unit) -> bool:
+        return str(unit.source) in self._units
+
+    def written(self, unit: Unit) -> list[Written]:
+        """In the order of the unit's pieces."""
+        return self._units[str(unit.source)]
+
+    def add(self, unit: Unit, written: list[Written], pieces: list[Piece]) -> bool:
+        """Returns whether it is time to sync."""
+        with self._lock:
+            self._units[str(unit.source)] = self._waiting[str(unit.source)] = written
+            self._dirty |= {piece.file for piece in pieces}
+            self._waiting_bytes += sum(piece.end - piece.begin for piece in pieces)
+            return self._waiting_bytes >= SYNC_BYTES
+
+    def sync(self, output: Output, on_phase: Callable[[Phase], None]) -> None:
+        """Make what was added durable. One thread waits for the disk; the others go on."""
+        with self._syncing:
+            with self._lock:
+                waiting, dirty = self._waiting, self._dirty
+                self._waiting, self._dirty, self._waiting_bytes = {}, set(), 0
+            if waiting:
+                on_phase(Phase.SYNC)
+                output.sync(dirty)
+                self._journal.record({name: [[one.hashes, one.segments] for one in written] for name, written in waiting.items()})

@@ -1,0 +1,170 @@
+"""Filling what is made of one tensor: read in tiles, looked at, cast, written, hashed. Imports no torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.checkpoint.blocks import Block, Files, numpy_dtype, slices
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Piece, byte_length, flat_span
+from toolkit.checkpoint.executor import read_piece
+from toolkit.checkpoint.output import Output, PieceWriter, Segment, as_bytes
+from toolkit.checkpoint.planner import ReadPlanner, check, shifted, source_key, span_index
+from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT, Box, Shard, TensorKey
+from toolkit.checkpoint.target import Target
+from toolkit.checkpoint.tiles import place_in, tiles
+from toolkit.errors import CheckpointError, Problem
+
+TILE_BYTES = BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One tensor of the source, and the tensors of the target that are made of it."""
+
+    source: TensorKey
+    targets: tuple[TensorKey, ...]
+
+    def pieces(self, target: Target) -> list[Piece]:
+        return [piece for key in self.targets for piece in (*target.pieces[key], *target.copies.get(key, ()))]
+
+
+def units_of(source: Catalog, target: Target) -> tuple[list[Unit], list[TensorKey]]:
+    """What to do, in the order of the source's tensors, and which tensors of the source nothing is made of.
+
+    Raises:
+        CheckpointError: the target has tensors that the source cannot give.
+    """
+    check(source, [(key, info.dtype, info.shape) for key, info in target.tensors.items()])
+    wanted: dict[TensorKey, list[TensorKey]] = {}
+    for key, info in target.tensors.items():
+        found = source_key(key, info.dtype, source.tensors)
+        assert found is not None
+        wanted.setdefault(found, []).append(key)
+    return [Unit(key, tuple(wanted[key])) for key in source.tensors if key in wanted], [key for key in source.tensors if key not in wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A piece that is written: the hash of each of its blocks, and its checksum where its file asks for one."""
+
+    hashes: tuple[str, ...]
+    segments: tuple[Segment, ...]
+
+
+class Filler:
+    """Fills units, from several threads. Each takes two tiles and a block, and more where dtypes are cast.
+
+    Args:
+        examine: refuse values that no sound run has: not finite, negative averages of squares, weights that are not their masters
+            cast.
+        advance: told of the bytes of source tensors that are done, one call at a time.
+    """
+
+    def __init__(self, source: Catalog, target: Target, *, examine: bool, advance: Callable[[int], None]) -> None:
+        self._source, self._target, self._examine, self._advance = source, target, examine, advance
+        self._planner = ReadPlanner(source)
+        self._rooms = threading.local()
+        self._telling = threading.Lock()
+
+    def numbytes(self, unit: Unit) -> int:
+        """What ``advance`` is told of a unit."""
+        info = self._source.tensors[unit.source]
+        return byte_length(info.dtype, info.shape)
+
+    def fill(self, unit: Unit, files: Files, output: Output) -> list[Written]:
+        """Write every piece of ``unit``, in the order of ``unit.pieces``.
+
+        Raises:
+            Damage, CheckpointError: the source is not what it was, or not what it can be.
+        """
+        info, pieces = self._source.tensors[unit.source], unit.pieces(self._target)
+        by_columns = any(piece.transposed for piece in pieces)
+        assert not by_columns or all(piece.transposed for piece in pieces), f"{unit.source}: a target has it both ways"
+        index, writers = span_index(pieces), {id(piece): PieceWriter(piece, output) for piece in pieces}
+        for tile in tiles(info.shape, TILE_BYTES // DTYPES[info.dtype].itemsize, by_columns=by_columns):
+            values = self._read(unit.source, tile, files, "tile")
+            if self._examine:
+                self._look_at(unit.source, tile, values, files)
+            casts: dict[str, Any] = {info.dtype: values}
+            for piece in index.meeting(*flat_span(info.shape, tile)):
+                common = piece.box.intersect(tile)
+                if common is None:
+                    continue
+                if piece.dtype not in casts:
+                    casts[piece.dtype] = self._cast(unit.source, values, piece.dtype)
+                part = casts[piece.dtype][slices(shifted(common, [-offset for offset in tile.offset]))]
+                part = np.ascontiguousarray(part.swapaxes(-1, -2) if piece.transposed else part)
+                begin = piece.begin + place_in(piece.box, common, transposed=piece.transposed) * piece.itemsize
+                writers[id(piece)].write(begin, as_bytes(part))
+            with self._telling:
+                self._advance(values.nbytes)
+        for writer in writers.values():
+            writer.finish()
+        return [Written(tuple(writer.hashes), tuple(writer.segments)) for writer in writers.values()]
+
+    def skip(self, unit: Unit) -> None:
+        """It was filled before."""
+        with self._telling:
+            self._advance(self.numbytes(unit))
+
+    def _cast(self, key: TensorKey, values: Any, dtype: str) -> Any:
+        with np.errstate(over="ignore"):
+            found = values.astype(numpy_dtype(dtype))
+        if self._examine and not np.isfinite(found).all():
+            raise CheckpointError(Problem("target.precision", f"{key} of {self._source.folder} has values that {dtype} cannot hold",
+                                          "weights keep their values, rounded", "write target.precision=bf16"))
+        return found
+
+    def _read(self, key: TensorKey, tile: Box, files: Files, use: str) -> Any:
+        info = self._source.tensors[key]
+        values = self._room(use).view(numpy_dtype(info.dtype))[: tile.numel].reshape(tile.shape)
+        for read in self._planner.plan([Shard(key, info.shape, tile, values)]):
+            read_piece(read, files, self._block())
+        return values
+
+    def _room(self, use: str) -> Any:
+        """One tile of this thread."""
+        if not hasattr(self._rooms, use):
+            setattr(self._rooms, use, np.empty(TILE_BYTES, np.uint8))
+        return getattr(self._rooms, use)
+
+    def _block(self) -> Block:
+        if not hasattr(self._rooms, "block"):
+            self._rooms.block = Block()
+        found: Block = self._rooms.block
+        return found
+
+    def _look_at(self, key: TensorKey, tile: Box, values: Any, files: Files) -> None:
+        folder = self._source.folder
+        if DTYPES[str(values.dtype)].is_float:
+            _look_at_values(key, values, folder)
+        weight = TensorKey(WEIGHT, key.name)
+        if key.state != MASTER or weight not in self._source.tensors:
+            return
+        stored = self._read(weight, tile, files, "second")
+        differing = int(np.count_nonzero(values.astype(stored.dtype) != stored))
+        if differing:
+            raise _refused(folder, f"{weight}: {differing} of {tile.numel} values at {tile.offset} are not their master weights, cast to "
+                           f"{stored.dtype}", "a weight is its master weight, cast")
+
+
+def _look_at_values(key: TensorKey, values: Any, folder: Path) -> None:
+    """Raises CheckpointError for values that no sound run has."""
+    with np.errstate(all="ignore"):  # a sum is finite only where all of its terms are, so it spares the longer look
+        suspect = not np.isfinite(np.add.reduce(values.reshape(-1), dtype=np.float32))
+    strange = int(np.count_nonzero(~np.isfinite(values))) if suspect else 0
+    if strange:
+        raise _refused(folder, f"{key}: {strange} values are not finite", "weights and the optimizer's state are finite")
+    if key.state == EXP_AVG_SQ and values.size and values.min() < 0:
+        raise _refused(folder, f"{key}: an average of squares is negative", "second moments are averages of squares")
+
+
+def _refused(folder: Path, seen: str, rule: str) -> CheckpointError:
+    remedy = "take a checkpoint from before; action=verify looks at all of it; examine=false converts it as it is"
+    return CheckpointError(Problem("source", f"{folder} is corrupt: {seen}", rule, remedy))

@@ -1,0 +1,212 @@
+"""Files of ``torch.save``: where their tensors lie, and how to lay out one. Imports no torch.
+
+Such a file is a zip of stored (not compressed) records under one folder name: ``data.pkl``, ``byteorder``, ``data/N`` for each
+storage, ``version``, ``.data/serialization_id``. Storages start at multiples of 64 bytes: the local header of each record is
+padded by an extra field ``FB``. Sources: ``torch/serialization.py``, ``caffe2/serialize/inline_container.cc``; the zip format is
+PKWARE's APPNOTE 6.3, with zip64 records where a size or an offset needs more than 32 bits.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.catalog import DTYPES, Damage, Piece, turned
+from toolkit.checkpoint.formats import pickles
+from toolkit.checkpoint.formats.pickles import Storage, StoredTensor, row_major
+from toolkit.checkpoint.shard import Box, TensorKey
+from toolkit.checkpoint.target import Checksum, TargetFile
+
+ALIGNMENT = 64
+RULE = "a file of torch.save is a whole zip of stored records"
+_MOST_32 = 0xFFFFFFFF
+_LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50
+
+
+# ---- reading
+
+
+def load(folder: Path, file: str, begin: int = 0, end: int | None = None) -> Any:
+    """The object that was saved in ``folder / file`` (or in its bytes ``begin .. end``), with tensors as ``StoredTensor``.
+
+    Reads the directory and the pickle, no tensor. ``Storage.begin`` counts from the start of the file.
+
+    Raises:
+        Damage: the file is missing, not whole, or not of torch.save.
+    """
+    path = folder / file
+    try:
+        with path.open("rb") as stream:
+            window = stream if begin == 0 and end is None else _Window(stream, begin, path.stat().st_size if end is None else end)
+            with zipfile.ZipFile(window) as archive:
+                records = {info.filename: info for info in archive.infolist()}
+                root = next(name for name in records if name.endswith("/data.pkl")).removesuffix("data.pkl")
+                if records.get(f"{root}byteorder") and archive.read(f"{root}byteorder") != b"little":
+                    raise Damage(file, f"{path} is big endian", "checkpoints are little endian")
+                text = archive.read(f"{root}data.pkl")
+
+            def storage(dtype: str, key: str, numel: int) -> Storage:
+                info = records[f"{root}data/{key}"]
+                if info.compress_type != zipfile.ZIP_STORED or info.file_size < numel * DTYPES[dtype].itemsize:
+                    raise Damage(file, f"{path}: record {info.filename} has {info.file_size} bytes for {numel} of {dtype}", RULE)
+                stream.seek(begin + info.header_offset)
+                header = stream.read(30)
+                names, extra = struct.unpack("<HH", header[26:30])
+                start = begin + info.header_offset + 30 + names + extra
+                if header[:4] != struct.pack("<I", _LOCAL) or start + info.file_size > path.stat().st_size:
+                    raise Damage(file, f"{path}: record {info.filename} is not where the directory says", RULE)
+                return Storage(key, dtype, numel, file, start)
+
+            return pickles.loads(text, storage)
+    except FileNotFoundError as error:
+        raise Damage(file, f"{path} is missing", "a checkpoint has all files of its layout") from error
+    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, KeyError, StopIteration, AttributeError, IndexError, TypeError,
+            ValueError) as error:
+        raise Damage(file, f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error})", RULE) from error
+
+
+class _Window(io.RawIOBase):
+    """Bytes ``begin .. end`` of a file, as a file."""
+
+    def __init__(self, stream: Any, begin: int, end: int) -> None:
+        self._stream, self._begin, self._length, self._at = stream, begin, end - begin, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._length - self._at))
+        self._stream.seek(self._begin + self._at)
+        data = self._stream.read(count)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def pieces_of(tensor: StoredTensor, key: TensorKey, global_shape: tuple[int, ...], box: Box) -> list[Piece]:
+    """``tensor``, which has the shape of ``box``, as pieces of a canonical tensor: one where it lies row-major or transposed,
+    one a row (or a box of lesser dims) where it has gaps."""
+    assert tensor.shape == box.shape, f"{key}: stored {tensor.shape}, box {box.shape}"
+    return list(_cut(tensor.storage, key, global_shape, box, tensor.strides, tensor.offset, 0))
+
+
+def _cut(storage: Storage, key: TensorKey, global_shape: tuple[int, ...], box: Box, strides: tuple[int, ...], at: int,
+         dim: int) -> Iterator[Piece]:
+    """Fix dims from ``dim`` on until what is left is row-major or transposed."""
+    if box.numel == 0:
+        return
+    itemsize = DTYPES[storage.dtype].itemsize
+    for transposed in (False, True):
+        if transposed and len(box.shape) < 2:
+            continue
+        shape, ordered = (turned(box.shape), turned(strides)) if transposed else (box.shape, strides)
+        if all(size == 1 or have == want for size, have, want in zip(shape, ordered, row_major(shape), strict=True)):
+            begin = storage.begin + at * itemsize
+            yield Piece(key, storage.dtype, global_shape, box, storage.file, begin, begin + box.numel * itemsize, transposed=transposed)
+            return
+    while box.shape[dim] == 1:
+        dim += 1
+    for index in range(box.shape[dim]):
+        inner = Box((*box.offset[:dim], box.offset[dim] + index, *box.offset[dim + 1:]), (*box.shape[:dim], 1, *box.shape[dim + 1:]))
+        yield from _cut(storage, key, global_shape, inner, strides, at + index * strides[dim], dim + 1)
+
+
+# ---- writing
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A file of torch.save whose storages are still to be filled.
+
+    Attributes:
+        storages: byte at which each storage that the pickle names begins, by its key.
+    """
+
+    file: TargetFile
+    storages: dict[str, int]
+
+
+def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = "archive", begin: int = 0) -> Layout:
+    """The file ``name`` of ``torch.save(value)``. ``value`` is what ``pickles.dumps`` takes; its tensors are of ``storages``.
+
+    Args:
+        begin: byte at which it starts, where a file holds several; offsets of what is returned count from the file's start, and
+            ``file.numbytes`` is where it ends.
+    """
+    fixed: dict[int, bytes] = {}
+    entries: list[tuple[bytes, int, int, int]] = []  # name, crc (0: to come), bytes, offset from ``begin``
+    starts: dict[str, int] = {}
+    checks: list[tuple[int, int, int]] = []  # begin, end, place in the local header
+    at = 0
+
+    def add(record: str, numbytes: int, content: bytes | None) -> int:
+        nonlocal at
+        path = f"{root}/{record}".encode()
+        crc = zlib.crc32(content) if content is not None else 0
+        header_at = at
+        wide = struct.pack("<HHQQ", 1, 16, numbytes, numbytes) if numbytes >= _MOST_32 else b""
+        unpadded = at + 30 + len(path) + len(wide) + 4
+        padding = -(begin + unpadded) % ALIGNMENT
+        extra = wide + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
+        size = _MOST_32 if wide else numbytes
+        header = struct.pack("<IHHHHHIIIHH", _LOCAL, 45 if wide else 20, 0x800, 0, 0, 0x21, crc, size, size, len(path), len(extra))
+        fixed[begin + at] = header + path + extra + (content or b"")
+        data_at = at + len(header) + len(path) + len(extra)
+        entries.append((path, crc, numbytes, header_at))
+        at = data_at + numbytes
+        return data_at
+
+    pickled = pickles.dumps(value)
+    add("data.pkl", len(pickled), pickled)
+    add("byteorder", 6, b"little")
+    for storage in storages:
+        numbytes = storage.numel * DTYPES[storage.dtype].itemsize
+        header_at = at
+        data_at = add(f"data/{storage.key}", numbytes, None)
+        starts[storage.key] = begin + data_at
+        checks.append((begin + data_at, begin + data_at + numbytes, begin + header_at + 14))
+    add("version", 2, b"3\n")
+
+    directory = bytearray()
+    central_at = at
+    crc_places: list[int] = []
+    for path, crc, numbytes, offset in entries:
+        wide = b""
+        if numbytes >= _MOST_32:
+            wide += struct.pack("<QQ", numbytes, numbytes)
+        if offset >= _MOST_32:
+            wide += struct.pack("<Q", offset)
+        if wide:
+            wide = struct.pack("<HH", 1, len(wide)) + wide
+        size = min(numbytes, _MOST_32)
+        crc_places.append(begin + central_at + len(directory) + 16)
+        directory += struct.pack("<IHHHHHHIIIHHHHHII", _CENTRAL, 45, 45 if wide else 20, 0x800, 0, 0, 0x21, crc, size, size, len(path),
+                                 len(wide), 0, 0, 0, 0, min(offset, _MOST_32)) + path + wide
+    length = len(directory)
+    if central_at >= _MOST_32:
+        directory += struct.pack("<IQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, len(entries), len(entries), length, central_at)
+        directory += struct.pack("<IIQI", _LOCATOR64, 0, central_at + length, 1)
+    directory += struct.pack("<IHHHHIIH", _END, 0, 0, min(len(entries), 0xFFFF), min(len(entries), 0xFFFF), min(length, _MOST_32),
+                             min(central_at, _MOST_32), 0)
+    fixed[begin + central_at] = bytes(directory)
+    places = dict(zip((path for path, *_ in entries), crc_places, strict=True))
+    checksums = tuple(Checksum(first, last, (local, places[f"{root}/data/{storage.key}".encode()]))
+                      for storage, (first, last, local) in zip(storages, checks, strict=True) if last > first)
+    return Layout(TargetFile(name, begin + central_at + len(directory), fixed, checksums), starts)

@@ -1,0 +1,113 @@
+"""Any checkpoint, whoever wrote it: found, recognised, and made one catalog under canonical names.
+
+A format is a module of ``formats/`` with two functions: ``find(path)`` gives the checkpoint that a path is or points to (a run's
+folder, a folder with a tracker file), or None; ``open_source(folder, model)`` reads its metadata, no tensor. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+from toolkit.checkpoint import directory, manifest
+from toolkit.checkpoint.catalog import Catalog, Damage
+from toolkit.checkpoint.reader import CatalogReader
+from toolkit.errors import CheckpointError, Problem
+from toolkit.families.base import ModelShape
+
+MODEL = "model"  # among the scalars: the model's sizes, so that a checkpoint says what it is of
+# In the order in which they are tried: what is surest to be known by its files comes first.
+FORMATS = ("native", "megatron", "deepspeed", "universal", "dcp", "huggingface")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint that is open: everything is known of it but its tensors' bytes.
+
+    Attributes:
+        format: of ``FORMATS``.
+        namespace: of the catalog's names: ``llama/1``.
+        step: optimizer steps done; None where it is of no step (published weights).
+        shape: of the model; None where it is not known (``model.target``).
+        facts: what a person wants to know of it, by name, in words: engine and version, layout.
+        left_out: what it holds and the catalog does not, in words: random state, the scheduler's.
+        refuse: the error to raise for a damaged file.
+    """
+
+    format: str
+    catalog: Catalog
+    namespace: str
+    step: int | None
+    shape: ModelShape | None
+    facts: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    refuse: Callable[[Path, Damage], CheckpointError]
+
+    @property
+    def folder(self) -> Path:
+        return self.catalog.folder
+
+    def reader(self) -> CatalogReader:
+        return CatalogReader(self.catalog, namespace=self.namespace, step=self.step, refuse=self.refuse)
+
+    def origin(self) -> str:
+        """Its path and the length and time of each of its files: equal while nobody changes it."""
+        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        facts = ((path.relative_to(self.folder), path.stat()) for path in files)
+        return "\n".join([str(self.folder.resolve()), *(f"{name} {of.st_size} {of.st_mtime_ns}" for name, of in facts)])
+
+
+class FormatModule(Protocol):
+    def find(self, path: Path) -> Path | None:
+        """The checkpoint of this format that ``path`` is or points to. Looks at names of files only."""
+
+    def open_source(self, folder: Path, model: ModelShape | None) -> Source:
+        """What ``find`` found, opened.
+
+        Args:
+            model: what the user says the model is; None: as the checkpoint says.
+
+        Raises:
+            CheckpointError, InputError: it is damaged, or of a kind that cannot be read, or the model must be said.
+        """
+
+
+def open_source(path: str | Path, model: ModelShape | None = None) -> Source:
+    """The checkpoint that ``path`` is or points to, of whatever format.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged. InputError: the model must be said.
+    """
+    path = Path(path).expanduser()
+    if (path / manifest.BESIDE).is_file():
+        return open_manifest(path, manifest.BESIDE, model)
+    for name in FORMATS:
+        module: FormatModule = import_module(f"toolkit.checkpoint.formats.{name}")
+        folder = module.find(path)
+        if folder is not None:
+            return module.open_source(folder, model)
+    raise CheckpointError(Problem(
+        str(path), f"{path} {'holds no checkpoint' if path.is_dir() else 'is not there'}",
+        f"a checkpoint is a folder in one of the formats {', '.join(FORMATS)}, or a run's directory that has one", "correct the path"))
+
+
+def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
+    """A folder that this toolkit wrote, in whatever format: its manifest says where everything lies. Raises CheckpointError."""
+    try:
+        found = manifest.load(folder, name)
+        manifest.check_files(folder, found.files)
+    except Damage as damage:
+        raise directory.refusal(folder, damage) from damage
+    sizes = found.scalars.get(MODEL)
+    shape = model if model is not None or not isinstance(sizes, dict) else ModelShape(**sizes)
+    facts = {"written by": ", ".join(f"{package} {version}" for package, version in found.software.items())}
+    return Source(format=found.written_as, catalog=found.catalog(folder), namespace=found.namespace, step=found.step, shape=shape,
+                  facts=facts, refuse=directory.refusal)
+
+
+def vendors_refusal(folder: Path, damage: Damage) -> CheckpointError:
+    """For checkpoints of others, which have no hashes and no neighbour that is known to be whole."""
+    return CheckpointError(Problem(str(folder / damage.file), damage.seen, damage.rule, "take another checkpoint, or copy this one again"))

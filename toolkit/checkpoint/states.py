@@ -1,0 +1,40 @@
+"""Which tensors a target holds, and in which dtypes: weights in the run's precision, masters beside 16 bits, moments in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorInfo, TensorKey
+from toolkit.checkpoint.source import Source
+from toolkit.config.schema import Precision
+
+DTYPES: Mapping[Precision, str] = {Precision.fp32: "float32", Precision.bf16: "bfloat16", Precision.fp16: "float16"}
+
+
+def weights_dtype(source: Source, precision: Precision | None) -> str:
+    """Of the target's weights: as asked, else as most of the source's (a master that stands alone is fp32)."""
+    if precision is not None:
+        return DTYPES[precision]
+    found = [info.dtype for key, info in source.catalog.tensors.items() if key.state == WEIGHT]
+    return max(sorted(set(found)), key=found.count) if found else "float32"
+
+
+def tensors_of(source: Source, precision: Precision | None, *, optimizer: bool) -> dict[TensorKey, TensorInfo]:
+    """The tensors of a target that has all the parameters of ``source``, by state and in the source's order of names.
+
+    Args:
+        optimizer: with masters (where weights are of 16 bits) and the optimizer's tensors that the source has.
+    """
+    dtype, there = weights_dtype(source, precision), source.catalog.tensors
+    shapes = {key.name: info.shape for key, info in there.items()}
+    found = {TensorKey(WEIGHT, name): TensorInfo(dtype, shape) for name, shape in shapes.items()}
+    if not optimizer:
+        return found
+    states = list(dict.fromkeys(key.state for key in there if key.state not in (WEIGHT, MASTER)))
+    if dtype != "float32" and (states or any(key.state == MASTER for key in there)):
+        states.insert(0, MASTER)
+    for state in states:
+        for name, shape in shapes.items():
+            if state == MASTER or TensorKey(state, name) in there:
+                found[TensorKey(state, name)] = TensorInfo("float32", shape)
+    return found
