@@ -7,31 +7,27 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.reader import CatalogReader
+    from toolkit.families.base import ModelShape
 
 
-def open_reader(path: str | Path, namespace: str | None = None) -> CatalogReader:
-    """A Reader of whatever state lies at ``path``.
+def open_reader(path: str | Path, namespace: str | None = None, model: ModelShape | None = None) -> CatalogReader:
+    """A Reader of whatever state lies at ``path``, whoever wrote it.
 
     Args:
-        path: a checkpoint (``.../checkpoints/step-00000123``), a run directory or its ``checkpoints`` folder (the newest
-            checkpoint is taken), or a folder in Hugging Face's format (``config.json`` and safetensors).
+        path: a checkpoint in any format that ``source.py`` knows, or what points to one: a run directory or its ``checkpoints``
+            folder (the newest checkpoint is taken), a folder with a vendor's tracker file, a Hugging Face folder.
         namespace: of canonical names that the source must have; None accepts any.
+        model: what the model is, for formats that do not say it.
 
     Raises:
         CheckpointError: nothing of these is there, or what is there is damaged or of another namespace.
     """
-    from toolkit.checkpoint import directory
-    from toolkit.checkpoint.formats import huggingface
-    from toolkit.checkpoint.reader import open_checkpoint
+    from toolkit.checkpoint.source import open_source
     from toolkit.errors import CheckpointError, Problem
 
-    folder = Path(path).expanduser()
-    checkpoint = directory.checkpoint_at(folder)
-    if checkpoint is not None:
-        return open_checkpoint(checkpoint, namespace)
-    if (folder / huggingface.CONFIG).exists():
-        return huggingface.open_folder(folder, namespace)
-    raise CheckpointError(Problem(
-        str(folder), f"{folder} {'holds no checkpoint' if folder.is_dir() else 'is not there'}",
-        "state comes from a checkpoint folder, a run directory with a complete checkpoint, or a Hugging Face folder",
-        "correct the path, or leave it out to start from the beginning"))
+    found = open_source(path, model)
+    if namespace is not None and found.namespace != namespace:
+        raise CheckpointError(Problem(
+            str(found.folder), f"{found.folder} has namespace={found.namespace}", f"this run's tensors have the names of {namespace}",
+            "describe the model that the checkpoint was made of, or name another checkpoint: resume=PATH"))
+    return found.reader()

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint import directory, manifest
 from toolkit.checkpoint.blocks import numpy_dtype
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage
 from toolkit.checkpoint.executor import read_pieces
 from toolkit.checkpoint.planner import ReadPlanner, shifted
 from toolkit.checkpoint.shard import Box, Reader, Shard, TensorInfo, TensorKey, flat_boxes
-from toolkit.errors import CheckpointError, Problem
+from toolkit.errors import CheckpointError
 
 
 class CatalogReader:
@@ -41,27 +40,6 @@ class CatalogReader:
             read_pieces(self.path, reads)
         except Damage as damage:
             raise self._refuse(self.path, damage) from damage
-
-
-def open_checkpoint(folder: Path, namespace: str | None = None) -> CatalogReader:
-    """Open one checkpoint folder of ours. Its manifest and the lengths of its files are checked now, bytes when they are read.
-
-    Args:
-        namespace: of the names that the reader's user knows; None accepts any.
-
-    Raises:
-        CheckpointError: it is damaged or of another namespace.
-    """
-    try:
-        found = manifest.load(folder)
-        manifest.check_files(folder, found.files)
-    except Damage as damage:
-        raise directory.refusal(folder, damage) from damage
-    if namespace is not None and found.namespace != namespace:
-        raise CheckpointError(Problem(
-            str(folder / manifest.NAME), f"{folder} has namespace={found.namespace}", f"this run's tensors have the names of {namespace}",
-            "describe the model that the checkpoint was made of, or name another checkpoint: resume=PATH"))
-    return CatalogReader(found.catalog(folder), namespace=found.namespace, step=found.step, refuse=directory.refusal)
 
 
 def windows(reader: Reader, key: TensorKey, global_shape: tuple[int, ...], box: Box, dtype: str,

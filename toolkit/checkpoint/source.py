@@ -20,7 +20,7 @@ from toolkit.families.base import ModelShape
 
 MODEL = "model"  # among the scalars: the model's sizes, so that a checkpoint says what it is of
 # In the order in which they are tried: what is surest to be known by its files comes first.
-FORMATS = ("native", "megatron", "deepspeed", "universal", "dcp", "huggingface")
+FORMATS = ("native", "huggingface")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

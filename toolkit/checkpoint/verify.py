@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from toolkit.checkpoint import directory, manifest
+from toolkit.checkpoint import directory, manifest, open_reader
 from toolkit.checkpoint.blocks import Files, check_piece, numpy_dtype
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Damage, Piece
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.planner import uncovered
-from toolkit.checkpoint.reader import open_checkpoint, windows
+from toolkit.checkpoint.reader import windows
 from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT, Box, Reader, TensorKey
 from toolkit.errors import CheckpointError, Problem
 
@@ -93,7 +93,7 @@ def _check_piece(files: Files, piece: Piece, buffer: bytearray) -> Iterator[Find
 
 
 def _check_masters(folder: Path, found: Manifest) -> Iterator[Finding]:
-    reader = open_checkpoint(folder)
+    reader = open_reader(folder)
     for master in sorted(key for key in found.by_tensor() if key.state == MASTER):
         weight = TensorKey(WEIGHT, master.name)
         if weight not in reader.tensors:

@@ -21,7 +21,7 @@ def open_pretrained(plan: RunPlan) -> Reader:
     assert name is not None, "the plan has pretrained weights"
     assert plan.shape is not None, "pretrained weights are of a family"
     folder = Path(name).expanduser()
-    return open_reader(folder if folder.is_dir() else _download(name), get(plan.shape.family).namespace)
+    return open_reader(folder if folder.is_dir() else _download(name), get(plan.shape.family).namespace, plan.shape)
 
 
 def _download(name: str) -> Path:

@@ -58,7 +58,7 @@ def find_beginning(plan: RunPlan, directory: RunDirectory, stream: SampleStream)
         words = f"random weights of train.seed={plan.config.train.seed}" if pretrained is None else f"the weights of {pretrained}"
         return Beginning(first_weights(plan), TrainState(), None, words)
     checkpoint = checkpoint_at(source.path) or source.path
-    reader = open_reader(checkpoint, state.namespace(plan))
+    reader = open_reader(checkpoint, state.namespace(plan), plan.shape)
     begins = state.restore(plan, reader, source.kind, checkpoint, stream.check_fingerprint)
     if source.kind is SourceKind.RESUME:
         recorded = reader.scalars.get(state.DATA_STATE)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from toolkit import families
 from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.source import MODEL
 from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import SourceKind
@@ -46,6 +47,8 @@ def scalars(plan: RunPlan, state: TrainState, fingerprint: Mapping[str, Any], da
         STEP: state.step, CONSUMED: state.consumed_samples(plan), DATA: dict(fingerprint),
         DATA_STATE: dict(data_state), IDENTITY: plan.identity, SEED: plan.config.train.seed, VERSIONS: versions(),
     }
+    if plan.shape is not None:
+        own[MODEL] = asdict(plan.shape)
     assert not own.keys() & engine.keys(), f"the engine's scalars take the run's names {sorted(own.keys() & engine.keys())}"
     return {**own, **engine}
 

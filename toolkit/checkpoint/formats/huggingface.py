@@ -20,8 +20,9 @@ from toolkit import families
 from toolkit.checkpoint.catalog import DTYPES, Catalog, Damage, Piece, byte_length
 from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.formats.safetensors import Slot
-from toolkit.checkpoint.reader import CatalogReader, windows
+from toolkit.checkpoint.reader import windows
 from toolkit.checkpoint.shard import WEIGHT, Box, Reader, TensorInfo, TensorKey
+from toolkit.checkpoint.source import Source
 from toolkit.errors import CheckpointError, InputError, Problem
 from toolkit.families.base import HubTensor, ModelShape
 from toolkit.files import sync_folder, write_whole
@@ -40,8 +41,12 @@ Slots = Mapping[str, tuple[str, Slot]]  # published name -> file, and place in i
 # ---- reading
 
 
-def open_folder(folder: Path, namespace: str | None = None) -> CatalogReader:
-    """A Reader of the weights of a published or exported folder, in their stored dtypes.
+def find(path: Path) -> Path | None:
+    return path if (path / CONFIG).is_file() else None
+
+
+def open_source(folder: Path, model: ModelShape | None = None) -> Source:
+    """The weights of a published or exported folder, in their stored dtypes. ``config.json`` says what the model is.
 
     Raises:
         CheckpointError: a file or tensor is missing or is not what ``config.json`` says.
@@ -53,10 +58,6 @@ def open_folder(folder: Path, namespace: str | None = None) -> CatalogReader:
         raise InputError(Problem(str(folder / CONFIG), f"model_type={config.get('model_type')} in {folder / CONFIG}",
                                  f"a folder is of a family that the toolkit knows: {', '.join(families.FAMILIES)}",
                                  "give the model as model.target=my.package.Model"))
-    if namespace is not None and family.namespace != namespace:
-        raise CheckpointError(Problem(str(folder / CONFIG), f"{folder} holds a model of {family.namespace}",
-                                      f"this run's tensors have the names of {namespace}",
-                                      "use model=pretrained to take its configuration too"))
     try:
         slots = _slots(folder)
     except Damage as damage:
@@ -67,7 +68,8 @@ def open_folder(folder: Path, namespace: str | None = None) -> CatalogReader:
     for piece in _pieces(folder, family.hub(shape), sizes, slots):
         pieces[piece.key] = (*pieces.get(piece.key, ()), piece)
     tensors = {key: TensorInfo(of_key[0].dtype, of_key[0].global_shape) for key, of_key in pieces.items()}
-    return CatalogReader(Catalog(folder, tensors, pieces), namespace=family.namespace, step=None, refuse=_refuse)
+    return Source(format="huggingface", catalog=Catalog(folder, tensors, pieces), namespace=family.namespace, step=None, shape=shape,
+                  refuse=_refuse)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
