@@ -16,7 +16,7 @@ import pytest
 
 from tests.data.dataset_files import Corpus, config_of, make_corpus
 from toolkit.config.schema import BatchRampConfig, RunConfig
-from toolkit.data.dataset import hub
+from toolkit.data import hub
 from toolkit.data.open import ready_for
 from toolkit.errors import ConfigError, InputError
 from toolkit.progress import Progress

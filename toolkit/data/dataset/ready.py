@@ -21,8 +21,8 @@ import xxhash
 from toolkit.config.data import DatasetConfig
 from toolkit.config.schema import RunConfig
 from toolkit.data import tokenizer as tokenizers
+from toolkit.data import tokenizer_copy
 from toolkit.data.dataset import source as sources
-from toolkit.data.dataset import tokenizer
 from toolkit.data.dataset.documents import ArrowDocuments, as_texts, text_of
 from toolkit.data.dataset.encode import Texts
 from toolkit.data.dataset.worker import is_held_out
@@ -34,6 +34,7 @@ from toolkit.files import sync_folder, write_whole
 from toolkit.progress import Progress
 
 SOURCE = "source.json"
+TOKENIZER = "data.dataset.tokenizer"
 HELD_OUT = "validation"  # the evaluation set of documents that data.dataset.validation holds out
 NAMED_FILES = 16  # of so few files each has its hash in the fingerprint, and a changed one is named
 RECIPE = 1  # raise it when the same words would give other evaluation sets
@@ -94,7 +95,10 @@ def ensure(config: RunConfig, progress: Progress) -> DataManifest:
 def _make(config: RunConfig, found: sources.Source, named: list[str], held_out: list[str], partial: Path,
           progress: Progress) -> DataManifest:
     data = config.data.dataset
-    info = tokenizer.place(data, partial)
+    if data.tokenizer is None:
+        raise InputError(Problem(TOKENIZER, f"{TOKENIZER} is null", "data=dataset makes tokens of text on the way",
+                                 f"write {TOKENIZER}=FOLDER, tokenizer.json or NAME/ON-THE-HUB"))
+    info = tokenizer_copy.place(data.tokenizer, data.end_of_text, partial, key=TOKENIZER, end_key="data.dataset.end_of_text")
     with progress.task(f"opening {data.path}", unit="splits") as task:
         digests = {split: found.digests(split) for split in {data.split, *named}}
         training = _opened(found, data, data.split, digests[data.split], info)

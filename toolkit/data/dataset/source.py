@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from toolkit.config.data import DatasetConfig
-from toolkit.data.dataset import hub
+from toolkit.data import hub
 from toolkit.data.digest import CHUNK_BYTES
 from toolkit.errors import InputError, Problem
 
