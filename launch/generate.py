@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="how many to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--weights", type=Path, help="a checkpoint or Hugging Face folder; default: the run's newest, else its export")
+    parser.add_argument("--weights", type=Path, help="a checkpoint in any format; default: the run's newest, else its export")
     parser.add_argument("--data", type=Path, help="the folder with the tokenizer; default: the run's own data")
     given = parser.parse_args(arguments)
     try:
@@ -46,12 +46,13 @@ def continuation(given: argparse.Namespace) -> str:
     from toolkit.checkpoint.store import CheckpointStore
     from toolkit.config.compose import from_yaml
     from toolkit.data.sources import text_folder
-    from toolkit.train.generate import continue_text, load_model, load_tokenizer, shape_of
+    from toolkit.families.base import shape_of
+    from toolkit.train.generate import continue_text, load_model, load_tokenizer
 
     shape = shape_of(model)
     data = given.data or text_folder(from_yaml(directory.config_file.read_text(encoding="utf-8")).data)
     weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
-    reader = open_reader(weights)
+    reader = open_reader(weights, model=shape)
     module, tokenizer = load_model(shape, reader), load_tokenizer(data, reader)
     return continue_text(module, tokenizer, given.prompt, tokens=given.tokens, temperature=given.temperature, seed=given.seed,
                          context=shape.max_position_embeddings)

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 
 from toolkit.errors import InputError
-from toolkit.families.base import ModelShape
+from toolkit.families.base import ModelShape, shape_of
 from toolkit.models.initial import InitialWeights
 from toolkit.plan.present import to_json
 from toolkit.testing.tiny import LENGTH, tiny_plan
-from toolkit.train.generate import continue_text, load_model, shape_of
+from toolkit.train.generate import continue_text, load_model
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-from toolkit.checkpoint import directory, manifest
+from toolkit.checkpoint import directory, manifest, nearby
 from toolkit.checkpoint.catalog import Catalog, Damage
 from toolkit.checkpoint.reader import CatalogReader
 from toolkit.errors import CheckpointError, Problem
-from toolkit.families.base import ModelShape
+from toolkit.families.base import ModelShape, shape_of
 
 MODEL = "model"  # among the scalars: the model's sizes, so that a checkpoint says what it is of
 # In the order in which they are tried: what is surest to be known by its files comes first.
@@ -71,7 +71,7 @@ class FormatModule(Protocol):
             model: what the user says the model is; None: as the checkpoint says.
 
         Raises:
-            CheckpointError, InputError: it is damaged, or of a kind that cannot be read, or the model must be said.
+            CheckpointError, InputError: it is damaged, or of a kind that cannot be read. ModelUnknown: the model must be said.
         """
 
 
@@ -88,7 +88,13 @@ def open_source(path: str | Path, model: ModelShape | None = None) -> Source:
         module: FormatModule = import_module(f"toolkit.checkpoint.formats.{name}")
         folder = module.find(path)
         if folder is not None:
-            return module.open_source(folder, model)
+            try:
+                return module.open_source(folder, model)
+            except nearby.ModelUnknown:
+                found = nearby.model_near(folder)
+                if found is None:
+                    raise
+                return module.open_source(folder, found)
     raise CheckpointError(Problem(
         str(path), f"{path} {'holds no checkpoint' if path.is_dir() else 'is not there'}",
         f"a checkpoint is a folder in one of the formats {', '.join(FORMATS)}, or a run's directory that has one", "correct the path"))
@@ -102,7 +108,8 @@ def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
     except Damage as damage:
         raise directory.refusal(folder, damage) from damage
     sizes = found.scalars.get(MODEL)
-    shape = model if model is not None or not isinstance(sizes, dict) else ModelShape(**sizes)
+    said = shape_of(sizes) if isinstance(sizes, dict) else None
+    shape = model or said or nearby.model_near(folder)
     facts = {"written by": ", ".join(f"{package} {version}" for package, version in found.software.items())}
     return Source(format=found.written_as, catalog=found.catalog(folder), namespace=found.namespace, step=found.step, shape=shape,
                   facts=facts, refuse=directory.refusal)

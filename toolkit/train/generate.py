@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,12 +23,6 @@ if TYPE_CHECKING:
 
 TOKENS = 64
 SECONDS = 60.0
-
-
-def shape_of(model: Mapping[str, Any]) -> ModelShape:
-    """The inverse of ``plan.json``'s ``model``; what a later version added is passed over."""
-    known = {field.name for field in fields(ModelShape)}
-    return ModelShape(**{name: value for name, value in model.items() if name in known})
 
 
 def load_model(shape: ModelShape, reader: Reader, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
