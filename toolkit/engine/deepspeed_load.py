@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP, SCALER_STATE
 from toolkit.checkpoint.shard import WEIGHT, Reader, Shard
 from toolkit.engine.deepspeed_state import Partition
-from toolkit.engine.precision import SCALER_STATE
-from toolkit.engine.resume import LOSS_SCALER, OPTIMIZER_STEP, resumes, weight_key
+from toolkit.engine.resume import resumes, weight_key
 
 
 def base(optimizer: Any) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Reader, Shard, TensorKey
 from toolkit.config.schema import Precision
 from toolkit.engine import seeding
@@ -20,7 +21,7 @@ from toolkit.engine.muon import Muon
 from toolkit.engine.optimizers import moments, torch_optimizers
 from toolkit.engine.precision import DTYPES, LossScaler
 from toolkit.engine.protocol import LOSS, EvalResult, MicroBatch, Objective, StepResult, StepSettings
-from toolkit.engine.resume import LOSS_SCALER, OPTIMIZER_STEP, resumes, weight_key
+from toolkit.engine.resume import resumes, weight_key
 from toolkit.models.build import build_model
 from toolkit.plan.types import Device, RunPlan
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from toolkit.checkpoint.scalars import SCALER_STATE
 from toolkit.config.schema import Precision, PrecisionConfig
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
@@ -62,6 +63,3 @@ class LossScaler:
     def restore(self, state: Mapping[str, float | int]) -> None:
         for name in SCALER_STATE:
             setattr(self, name, state[name])
-
-
-SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

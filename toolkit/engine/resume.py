@@ -1,4 +1,4 @@
-"""What the engines agree on about saved state: names of scalars, and whether a source's optimizer state is this optimizer's."""
+"""What the engines agree on about saved state: whether a source's optimizer state is this optimizer's."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Iterable
 
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, TensorKey
 from toolkit.errors import CheckpointError, Problem
-
-OPTIMIZER_STEP = "optimizer_step"
-LOSS_SCALER = "loss_scaler"
 
 
 def resumes(reader: Reader, kept: Iterable[str]) -> bool:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import families
+from toolkit.checkpoint.scalars import CONSUMED, STEP
 from toolkit.checkpoint.shard import Reader
 from toolkit.checkpoint.source import MODEL
 from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import SourceKind
 
-STEP, CONSUMED, DATA, IDENTITY, SEED, VERSIONS = "step", "consumed_samples", "data", "identity", "seed", "versions"
+DATA, IDENTITY, SEED, VERSIONS = "data", "identity", "seed", "versions"
 DATA_STATE = "data_state"  # of a stream whose place does not follow from the step
 _RECORDED_PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers")
 

@@ -14,13 +14,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.data.evaluation import IGNORED
 from toolkit.engine import seeding
 from toolkit.engine.megatron import cpu, mends
 from toolkit.engine.precision import LossScaler
 from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, StepResult, StepSettings
-from toolkit.engine.resume import LOSS_SCALER, OPTIMIZER_STEP, resumes, weight_key
+from toolkit.engine.resume import resumes, weight_key
 from toolkit.plan.types import Device, RunPlan
 
 Output = tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]

@@ -1,0 +1,7 @@
+"""Names of what training resumes from besides tensors, in the scalars of every source: plain JSON types."""
+
+STEP = "step"  # int: optimizer steps done, skipped ones too
+CONSUMED = "consumed_samples"  # int
+OPTIMIZER_STEP = "optimizer_step"  # int: steps that the optimizer counts, for Adam's bias correction
+LOSS_SCALER = "loss_scaler"  # of fp16: a mapping with the keys SCALER_STATE
+SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
