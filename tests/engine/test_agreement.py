@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from toolkit.checkpoint.scalars import SCALER_STATE
 from toolkit.config.schema import EngineName, OptimizerName, Precision
 from toolkit.engine import deepspeed_compat, muon
 from toolkit.engine.optimizers import uses_muon
-from toolkit.engine.precision import SCALER_STATE, LossScaler
+from toolkit.engine.precision import LossScaler
 from toolkit.models.build import build_model
 from toolkit.plan.types import Device
 from toolkit.testing import parity
