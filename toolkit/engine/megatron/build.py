@@ -103,6 +103,9 @@ class Built:
         for name in ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func"):
             setattr(self._config, name, None)
         RotaryEmbedding.forward.cache_clear()  # a cache of the class, which keeps every module that ever asked, and its groups
+        for module in (module for chunk in self.chunks for module in chunk.modules()):
+            # It keeps the last batch's probabilities; with them the autograd graph, which holds hooks where no collector looks.
+            vars(module).pop("token_dispatcher", None)
         self.chunks.clear()
         del self.optimizer, self.state
 
