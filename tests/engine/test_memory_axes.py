@@ -118,6 +118,12 @@ def saved_bytes(rank: int, ranks: int, plans: tuple[RunPlan, ...]) -> list[int]:
 def _saved(plan: RunPlan, rank: int) -> int:
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
+    found = _kept_bytes(engine, plan)
+    engine.close()  # when nothing here names the model or its graph: that would keep its groups alive, and their threads
+    return found
+
+
+def _kept_bytes(engine: Any, plan: RunPlan) -> int:
     (chunk,) = engine._built.chunks
     weights = storages(chunk.parameters())
     kept: dict[int, Any] = {}
@@ -130,9 +136,7 @@ def _saved(plan: RunPlan, rank: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         losses = chunk(batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
     assert losses.requires_grad
-    found = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
-    engine.close()
-    return found
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
 
 
 BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
