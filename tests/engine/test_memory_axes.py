@@ -130,7 +130,7 @@ def _kept_bytes(engine: Any, plan: RunPlan) -> int:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())  # held, so that no address comes again
-        return tensor
+        return tensor.detach()  # the tensor itself would keep the graph, which keeps it
 
     batch = engine._built.cut(micro_batches(plan, 0)[0])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
