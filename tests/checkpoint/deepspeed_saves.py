@@ -1,0 +1,133 @@
+"""What ranks do in test_deepspeed_read.py: train with DeepSpeed, save as DeepSpeed saves, and tell what the engine itself holds."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.checkpoint.vendors import vendor_save
+from tests.engine.cases import Cell, WithoutMoments, make, steps
+from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.shard import Box, TensorKey
+from toolkit.engine import deepspeed_load as moving
+from toolkit.engine import deepspeed_state as state
+from toolkit.engine.protocol import Engine
+from toolkit.plan.types import Device, RunPlan
+from toolkit.testing.parity import Trace, gather
+
+State = dict[TensorKey, torch.Tensor]
+STOP, MORE = 3, 6
+TAG = "global_step3"
+
+
+def save(rank: int, ranks: int, cell: Cell, folder: Path, further: int = 0) -> tuple[State, dict[str, object], Trace]:
+    """DeepSpeed's own checkpoint after three steps; the state and scalars then, and how it went on."""
+    engine = make(cell, rank)
+    steps(engine, cell, rank, 0, STOP)
+    vendor_save(engine, folder)
+    held, scalars = gather(engine.shards(), rank, ranks), engine.scalars()
+    went_on = Trace(tuple(steps(engine, cell, rank, STOP, STOP + further)))
+    engine.close()
+    return held, scalars, went_on
+
+
+def resume(rank: int, ranks: int, cell: Cell, folder: Path, forget: bool) -> Trace:
+    """Six further steps from DeepSpeed's checkpoint."""
+    reader = open_reader(folder, model=cell.plan().shape)
+    engine: Engine = make(cell, rank, WithoutMoments(reader) if forget else reader)
+    results = steps(engine, cell, rank, STOP, STOP + MORE)
+    engine.close()
+    return Trace(tuple(results))
+
+
+def save_plain(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any], frozen: Sequence[str] = (),
+               shuffled: bool = False) -> State:
+    """The same from DeepSpeed as a user calls it: a model of transformers, and DeepSpeed's own dictionary.
+
+    Args:
+        frozen: parameters that are not trained.
+        shuffled: the optimizer is given its parameters in another order than the model's.
+    """
+    from toolkit.engine import deepspeed_compat as compat
+
+    deepspeed = compat.load(Device.CPU, rank)
+    model = hugging_face(plan)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name not in frozen
+    groups = groups_of(model, shuffled=shuffled)
+    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if stage == 3:
+        compat.number_from_zero()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config={**BASE, **settings}, dist_init_required=False)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STOP):
+        ids = torch.randint(0, plan.shape.vocab_size if plan.shape else 2, (2, 8), generator=generator)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(str(folder), tag=TAG)
+    places = {parameter: state.Place(name, shape, Box.whole(shape)) for name, parameter in model.named_parameters()
+              for shape in [tuple(getattr(parameter, "ds_shape", parameter.shape))]}
+    partitions = state.partitions(engine.optimizer, places, rank=rank, ranks=ranks)
+    shards = moving.shards(engine.optimizer, partitions) + list(state.frozen(model, places, rank=rank, ranks=ranks))
+    found = gather(shards, rank, ranks)
+    engine.destroy()
+    if stage == 3:
+        compat.unwind([model, *list(model.modules())])
+        compat.empty(engine)
+        compat.restore_linear()
+    compat.forget_axes()
+    return found
+
+
+BASE: Mapping[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "steps_per_print": 2**31 - 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+}
+
+
+def hugging_face(plan: RunPlan) -> nn.Module:
+    """With equal random weights on all ranks."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from toolkit import families
+
+    assert plan.shape is not None
+    sizes = families.get(plan.shape.family).hugging_face_config(plan.shape)
+    torch.manual_seed(5)
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(sizes.pop("model_type"), **sizes))
+    return model
+
+
+def groups_of(model: nn.Module, *, shuffled: bool) -> list[dict[str, Any]]:
+    """Biases and norms apart, as transformers' Trainer does it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if shuffled:
+        trained = trained[::-1]
+    return [{"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": 0.1},
+            {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0}]
+
+
+def full_weights(rank: int, ranks: int, folder: Path) -> dict[str, torch.Tensor]:
+    """By DeepSpeed's own tool."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with redirect_stdout(StringIO()):
+        found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), TAG)
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def to_universal(rank: int, ranks: int, folder: Path, target: Path) -> None:
+    """By DeepSpeed's own tool."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    arguments = Namespace(input_folder=str(folder / TAG), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
+                          keep_temp_folder=False, strict=True, inject_missing_state=True)
+    with redirect_stdout(StringIO()):
+        ds_to_universal.main(arguments)

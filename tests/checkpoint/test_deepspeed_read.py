@@ -1,0 +1,393 @@
+"""Checkpoints that DeepSpeed itself saved, read to the bit: against the engine's own memory and against DeepSpeed's own tools.
+
+    pytest tests/checkpoint/test_deepspeed_read.py
+    pytest tests/checkpoint/test_deepspeed_read.py -m full      every stage, precision, family and axis
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint import deepspeed_layers as layers
+from tests.checkpoint import deepspeed_saves as saves
+from tests.checkpoint.deepspeed_saves import MORE, STOP, TAG, State
+from tests.checkpoint.layouts import same_bits, whole
+from tests.engine.cases import BF16, FP16, SGD, Cell, cell
+from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.formats import deepspeed_names as names
+from toolkit.checkpoint.formats.deepspeed_plain import names_of_groups
+from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Reader, Shard, TensorKey
+from toolkit.checkpoint.source import Source, open_source
+from toolkit.checkpoint.verify import digest
+from toolkit.errors import CheckpointError, InputError
+from toolkit.testing.dist import RankPool, rank_pool
+from toolkit.testing.parity import Trace
+from toolkit.testing.tiny import tiny_plan
+
+TOLERANCE = 1e-5
+# Nothing is a multiple of anything, and norms of heads have two elements.
+ODD: dict[str, Any] = {"model__vocab_size": 263, "model__intermediate_size": 37}
+EVEN: dict[str, Any] = {"model__vocab_size": 266, "model__intermediate_size": 38}  # as a tensor axis of two asks
+SMALL: dict[str, Any] = {**ODD, "model__head_dim": 2}
+SUB_GROUPS: dict[str, Any] = {"engine__deepspeed": {"zero_optimization": {"sub_group_size": 5000}}}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with rank_pool(4) as ranks:
+        yield ranks
+
+
+class Saves:
+    """What each cell saved, made when first asked for: the folder, and what the engine held."""
+
+    def __init__(self, pool: RankPool, folder: Path) -> None:
+        self.pool, self._folder = pool, folder
+        self._made: dict[str, tuple[Path, State, dict[str, object], Trace]] = {}
+
+    def of(self, case: Cell) -> tuple[Path, State, dict[str, object], Trace]:
+        """The folder; the state and scalars that the engine had; how it went on."""
+        if str(case) not in self._made:
+            self._made[str(case)] = self._make(case)
+        return self._made[str(case)]
+
+    def _make(self, case: Cell) -> tuple[Path, State, dict[str, object], Trace]:
+        folder = self._folder / f"{len(self._made)}"
+        held, scalars, went_on = self.pool.run(saves.save, case, folder, MORE if case in RESUMED else 0, ranks=case.ranks)[0]
+        return folder, held, scalars, went_on
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    return Saves(pool, tmp_path_factory.mktemp("saved"))
+
+
+QUICK = [
+    cell(0, 2, 1, "gpt2", **ODD),
+    cell(1, 3, 1, "qwen3", **SMALL, **BF16),
+    cell(2, 2, 2, "gpt2", **ODD, **FP16),
+    cell(3, 4, 1, "qwen3", **SMALL, **SUB_GROUPS),
+    cell(3, 3, 1, "llama", **ODD, **BF16),
+    cell(1, 4, 1, "llama", **EVEN, **BF16, parallel__tensor=2),
+    cell(1, 4, 1, "gpt2", **ODD, **BF16, parallel__pipeline=2),
+]
+RESUMED = (QUICK[0], QUICK[3], cell(1, 2, 2, "llama", parallel__tensor=2), cell(1, 2, 2, "gpt2", parallel__pipeline=2))
+FULL = [
+    *(cell(stage, ranks, 1, "qwen3", **SMALL, **precision) for stage in range(4) for ranks in (1, 2, 4) for precision in ({}, BF16, FP16)
+      if stage or precision is not BF16),
+    *(cell(stage, 3, 1, family, **ODD) for stage in range(4) for family in ("gpt2", "llama", "qwen2", "mixtral")),
+    *(cell(stage, 2, 1, "llama", **ODD, **SGD, optim__momentum=0.9) for stage in range(4)),
+    *(cell(stage, 4, 1, family, **EVEN, **precision, parallel__tensor=2) for stage in (1, 2, 3) for family in ("llama", "qwen2")
+      for precision in ({}, BF16)),
+    cell(0, 2, 1, "llama", parallel__tensor=2),
+    *(cell(stage, 4, 1, family, **ODD, **precision, parallel__pipeline=2) for stage in (0, 1) for family in ("llama", "gpt2")
+      for precision in ({}, BF16) if stage or precision is not BF16),
+    cell(1, 3, 1, "llama", model__num_hidden_layers=5, parallel__pipeline=3),
+    cell(1, 2, 1, "llama", parallel__context=2),
+]
+
+
+def assembled(source: Source, like: State) -> State:
+    """The tensors of ``like`` as the source gives them, in their dtypes."""
+    found = {key: torch.empty_like(tensor) for key, tensor in like.items()}
+    source.reader().read([Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in found.items()])
+    return found
+
+
+def differing(found: State, held: State) -> list[str]:
+    return [str(key) for key in held if not same_bits(found[key], held[key])]
+
+
+def check(case: Cell, saved: Saves) -> Source:
+    folder, held, scalars, _ = saved.of(case)
+    source = open_source(folder, case.plan().shape)
+    assert (source.format, source.step) == ("deepspeed", STOP)
+    assert not differing(assembled(source, held), held)
+    absent = {key for key in held if key.state == WEIGHT and case.stage == 3 and TensorKey(MASTER, key.name) in held}
+    assert source.catalog.tensors.keys() == held.keys() - absent, "in 16 bits ZeRO 3 saves masters alone"
+    for key, value in scalars.items():
+        assert source.catalog.scalars[key] == value, key
+    if "parallel__tensor" not in dict(case.more):
+        assert source.catalog.scalars["consumed_samples"] == STOP * case.plan().batch.global_batch
+    compare_copies(source)
+    return source
+
+
+def compare_copies(source: Source) -> None:
+    """What stands twice is equal."""
+    values = whole(source.reader())
+    for key in source.catalog.copies:
+        for piece in source.catalog.copies[key]:
+            data = (source.folder / piece.file).read_bytes()[piece.begin : piece.end]
+            copy = torch.frombuffer(bytearray(data), dtype=getattr(torch, piece.dtype)).reshape(piece.box.shape)
+            place = tuple(slice(low, low + size) for low, size in zip(piece.box.offset, piece.box.shape, strict=True))
+            assert same_bits(copy, values[key][place].contiguous()), piece
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_what_deepspeed_saved(case: Cell, saved: Saves) -> None:
+    check(case, saved)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_every_layout(case: Cell, saved: Saves) -> None:
+    check(case, saved)
+
+
+def test_control_ranks_changed_over(saved: Saves, tmp_path: Path) -> None:
+    """A reader that took the files of two ranks for each other's would give other tensors: the comparison sees it."""
+    folder, held, *_ = saved.of(QUICK[4])
+    shutil.copytree(folder, tmp_path / "changed")
+    one, other = (tmp_path / "changed" / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    aside = one.rename(tmp_path / "aside")
+    other.rename(one)
+    aside.rename(other)
+    found = assembled(open_source(tmp_path / "changed", QUICK[4].plan().shape), held)
+    assert len(differing(found, held)) > len(held) // 2
+
+
+# ---- as users call DeepSpeed
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "round-robin": {"settings": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "tools": True},
+    "aligned": {"settings": {"zero_optimization": {"stage": 1, "parameter_alignment": True}}, "tools": False},
+    "elastic": {"settings": {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, "tools": False},
+    "frozen-1": {"settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+                 "frozen": ("model.embed_tokens.weight", "model.norm.weight"), "tools": False},
+    "frozen-2": {"settings": {"zero_optimization": {"stage": 2}}, "frozen": ("model.embed_tokens.weight", "model.norm.weight"),
+                 "tools": True},
+    "frozen-3": {"settings": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+                 "frozen": ("model.embed_tokens.weight", "model.norm.weight"), "tools": True},
+    "bf16-stage-0": {"settings": {"bf16": {"enabled": True}}, "tools": False},
+    "bf16-optimizer": {"settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True},
+                                    "data_types": {"grad_accum_dtype": "fp32"}}, "tools": True},
+    "fp16-stage-0": {"settings": {"fp16": {"enabled": True, "initial_scale_power": 8}}, "tools": False},
+    "reversed": {"settings": {"zero_optimization": {"stage": 1}}, "shuffled": True, "tools": True},
+}
+
+
+@pytest.mark.parametrize("name", ["round-robin", "frozen-3"])
+def test_what_users_save(name: str, pool: RankPool, tmp_path: Path) -> None:
+    check_plain(name, pool, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(PLAIN.keys() - {"round-robin", "frozen-3"}))
+def test_all_that_users_save(name: str, pool: RankPool, tmp_path: Path) -> None:
+    check_plain(name, pool, tmp_path)
+
+
+def check_plain(name: str, pool: RankPool, folder: Path) -> None:
+    more = dict(PLAIN[name])
+    tools = more.pop("tools")
+    plan = tiny_plan("llama", **ODD)
+    held = pool.run(saves.save_plain, plan, folder, *more.values(), ranks=2)[0] if "shuffled" not in more else pool.run(
+        saves.save_plain, plan, folder, more["settings"], (), True, ranks=2)[0]
+    source = open_source(folder, plan.shape)
+    assert not differing(assembled(source, held), held)
+    compare_copies(source)
+    if tools:
+        weights = pool.run(saves.full_weights, folder, ranks=1)[0]
+        for key, tensor in whole(source.reader()).items():
+            if key.state == MASTER or (key.state == WEIGHT and TensorKey(MASTER, key.name) not in source.catalog.tensors):
+                assert same_bits(tensor.float(), weights[key.name].float()), key
+
+
+def test_groups_without_names_in_another_order_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    plan = tiny_plan("llama", **ODD)
+    pool.run(saves.save_plain, plan, tmp_path, {}, (), True, ranks=1)
+    with pytest.raises(CheckpointError, match="order of names"):
+        open_source(tmp_path, plan.shape)
+
+
+def test_names_of_groups() -> None:
+    shapes = {"a": (2, 3), "b": (3,), "c": (2, 3), "d": (5,)}
+    assert names_of_groups(shapes, [[(2, 3), (2, 3)], [(3,), (5,)]]) == [["a", "c"], ["b", "d"]]
+    assert names_of_groups(shapes, [[(2, 3), (3,), (2, 3), None]]) == [["a", "b", "c", "d"]]
+    assert names_of_groups(shapes, [[(2, 3), (2, 3), (5,)]]) == [["a", "c", "d"]], "b is frozen"
+    assert names_of_groups(shapes, [[(2, 3), (3,)], [(2, 3), (5,)]]) == [["a", "b"], ["c", "d"]]
+    assert names_of_groups(shapes, [[(2, 3)], [(2, 3)], [(3,), (5,)]]) is None, "a and c might change places"
+    assert names_of_groups(shapes, [[(5,), (2, 3), (2, 3), (3,)]]) is None, "not in the model's order"
+
+
+# ---- DeepSpeed's own tools
+
+DIFFERENTIAL = [cell(1, 3, 1, "qwen3", **SMALL, **BF16), cell(3, 4, 1, "qwen3", **SMALL, **SUB_GROUPS)]
+DIFFERENTIAL_FULL = [cell(stage, 2, 1, family, **ODD, **precision) for stage in (1, 2, 3) for family in ("llama", "gpt2", "mixtral")
+                     for precision in ({}, BF16, FP16)]
+
+
+@pytest.mark.parametrize("case", DIFFERENTIAL, ids=str)
+def test_deepspeeds_own_tools(case: Cell, saved: Saves, tmp_path: Path) -> None:
+    check_tools(case, saved, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", DIFFERENTIAL_FULL, ids=str)
+def test_deepspeeds_own_tools_everywhere(case: Cell, saved: Saves, tmp_path: Path) -> None:
+    check_tools(case, saved, tmp_path)
+
+
+def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
+    """zero_to_fp32's weights and ds_to_universal's everything are what is read here; the universal folder reads as the other."""
+    made, held, *_ = saved.of(case)
+    shape = case.plan().shape
+    source = open_source(made, shape)
+    weights = saved.pool.run(saves.full_weights, made, ranks=1)[0]
+    aliases = names.table_of(shape) if shape else {}
+    state = MASTER if TensorKey(MASTER, next(iter(held)).name) in held else WEIGHT
+    read = whole(source.reader())
+    for name, tensor in weights.items():
+        assert same_bits(tensor, read[TensorKey(state, aliases[name].name)]), name
+    saved.pool.run(saves.to_universal, made, folder / "universal", ranks=1)
+    universal = open_source(folder / "universal", shape)
+    assert universal.format == "universal"
+    assert open_source(folder, shape).folder == universal.folder, "latest_universal names it"
+    assert universal.catalog.scalars == source.catalog.scalars
+    assert digest(universal.reader()) == digest(source.reader())
+    compare_copies(universal)
+
+
+# ---- training goes on
+
+
+@pytest.mark.parametrize("case", RESUMED[1:2], ids=str)
+def test_training_goes_on(case: Cell, saved: Saves) -> None:
+    check_resumed(case, saved)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [RESUMED[0], *RESUMED[2:]], ids=str)
+def test_training_goes_on_everywhere(case: Cell, saved: Saves) -> None:
+    check_resumed(case, saved)
+
+
+def check_resumed(case: Cell, saved: Saves) -> None:
+    """Six steps as if it had never stopped; with zeroed moments not."""
+    folder, _, _, went_on = saved.of(case)
+    again, forgot = (saved.pool.run(saves.resume, case, folder, forget, ranks=case.ranks)[0] for forget in (False, True))
+
+    def apart(trace: Trace) -> float:
+        return max(abs(a - b) for a, b in zip(trace.losses, went_on.losses, strict=True))
+
+    assert len(went_on.losses) == MORE
+    assert apart(again) <= TOLERANCE, apart(again)
+    assert apart(forgot) > 10 * TOLERANCE, apart(forgot)
+
+
+# ---- what is wrong is told
+
+
+def test_a_model_must_be_said(saved: Saves) -> None:
+    folder, *_ = saved.of(QUICK[0])
+    with pytest.raises(InputError, match="give the model"):
+        open_source(folder)
+
+
+def test_another_model_is_refused(saved: Saves) -> None:
+    folder, *_ = saved.of(QUICK[0])
+    with pytest.raises(CheckpointError, match="no parameter of llama"):
+        open_source(folder, tiny_plan("llama").shape)
+    with pytest.raises(CheckpointError, match="whole or cut along one dim"):
+        open_source(folder, tiny_plan("gpt2").shape)
+    with pytest.raises(CheckpointError, match="holds no weight"):
+        open_source(folder, tiny_plan("gpt2", **ODD, model__num_hidden_layers=3).shape)
+
+
+@pytest.mark.parametrize("file", ["bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"])
+@pytest.mark.parametrize("how", ["missing", "short"])
+def test_damaged_files_are_named(file: str, how: str, saved: Saves, tmp_path: Path) -> None:
+    folder, *_ = saved.of(QUICK[4])
+    shutil.copytree(folder, tmp_path / "damaged")
+    path = tmp_path / "damaged" / TAG / file
+    data = path.read_bytes()
+    path.unlink()
+    if how == "short":
+        path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=file if how == "short" or "optim" in file else "no model states"):
+        open_source(tmp_path / "damaged", QUICK[4].plan().shape)
+
+
+def test_ranks_that_do_not_belong_together(saved: Saves, tmp_path: Path) -> None:
+    """A rank's file of another layout in its place: sizes tell."""
+    folder, *_ = saved.of(QUICK[4])
+    other, *_ = saved.of(QUICK[3])
+    shutil.copytree(folder, tmp_path / "mixed")
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(other / TAG / name, tmp_path / "mixed" / TAG / f"bf16_{name}")
+    with pytest.raises(CheckpointError, match="sub-group"):
+        open_source(tmp_path / "mixed", QUICK[4].plan().shape)
+
+
+def test_experts_of_deepspeed_are_refused(saved: Saves, tmp_path: Path) -> None:
+    folder, *_ = saved.of(QUICK[0])
+    shutil.copytree(folder, tmp_path / "experts")
+    (tmp_path / "experts" / TAG / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="own experts"):
+        open_source(tmp_path / "experts", QUICK[0].plan().shape)
+
+
+def test_a_cut_that_is_none_is_refused() -> None:
+    shape = tiny_plan("gpt2").shape
+    assert shape is not None
+    part = names.table_of(shape)["transformer.h.0.attn.c_attn.weight"]
+    with pytest.raises(CheckpointError, match="c_attn"):
+        names.boxes(part, "transformer.h.0.attn.c_attn.weight", [(64, 96), (64, 96)], Path("x"))
+    part = names.table_of(shape)["transformer.h.0.attn.c_proj.weight"]
+    assert names.boxes(part, "x", [(40, 64), (24, 64)], Path("x")) == [Box((0, 0), (40, 64)), Box((40, 0), (24, 64))]
+    with pytest.raises(CheckpointError, match="whole or cut"):
+        names.boxes(part, "x", [(40, 64), (40, 64)], Path("x"))
+
+
+def test_reading_needs_neither_deepspeed_nor_torch() -> None:
+    import subprocess
+    import sys
+
+    code = ("import sys, toolkit.checkpoint.formats.deepspeed, toolkit.checkpoint.formats.universal\n"
+            "assert not {'torch', 'deepspeed'} & sys.modules.keys()")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_training_opens_it_by_its_namespace(saved: Saves) -> None:
+    folder, held, *_ = saved.of(QUICK[0])
+    reader: Reader = open_reader(folder, "gpt2/1", QUICK[0].plan().shape)
+    assert {key.state for key in reader.tensors} == {key.state for key in held}
+    assert EXP_AVG in {key.state for key in held}
+
+
+# ---- a user's own pipeline
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "tied": {"tied": True, "settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, "ranks": 2, "tensor": 1},
+    "untied": {"tied": False, "settings": {"zero_optimization": {"stage": 1}}, "ranks": 4, "tensor": 1},
+    "no-zero": {"tied": False, "settings": {}, "ranks": 2, "tensor": 1},
+    "three-axes": {"tied": False, "settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, "ranks": 4, "tensor": 2},
+}
+
+
+@pytest.mark.parametrize("name", ["tied"])
+def test_a_pipeline_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
+    check_layers(name, pool, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"tied"}))
+def test_all_pipelines_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
+    check_layers(name, pool, tmp_path)
+
+
+def check_layers(name: str, pool: RankPool, folder: Path) -> None:
+    case = LAYERS[name]
+    plan = tiny_plan("llama", **EVEN, model__num_hidden_layers=3, model__tie_word_embeddings=case["tied"])
+    held = pool.run(layers.save_layers, plan, folder, case["settings"], case["tensor"], ranks=case["ranks"])[0]
+    source = open_source(folder, plan.shape)
+    assert not differing(assembled(source, held), held)
+    assert source.catalog.tensors.keys() == held.keys()
+    compare_copies(source)

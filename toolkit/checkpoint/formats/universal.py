@@ -1,0 +1,133 @@
+"""Universal checkpoints of DeepSpeed: every parameter and its moments in files of their own, whole.
+
+    latest_universal                                    the folder of the newest
+    FOLDER/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt       from ZeRO 1 and 2 a dictionary with ``param``, from ZeRO 3 a flat tensor
+    FOLDER/zero/NAME/step.pt                            from ZeRO 1 and 2
+    FOLDER/zero/optimizer_state.pt                      settings, the loss scaler, of ZeRO 3 the steps
+    FOLDER/*mp_rank_*_model_states.pt                   as ``deepspeed_files.py`` has them
+
+``fp32.pt`` of what no optimizer holds (tied names, frozen parameters, buffers) is made of the model's weights, and with a tensor axis
+of those of its first rank alone: it is not read, the model's files have the same.
+
+Source: ``deepspeed/checkpoint/ds_to_universal.py`` (``merge_tp_slices``, ``merge_zero3_slices``). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from toolkit.checkpoint import nearby
+from toolkit.checkpoint.catalog import Damage
+from toolkit.checkpoint.formats import deepspeed, torch_zip
+from toolkit.checkpoint.formats import deepspeed_files as files
+from toolkit.checkpoint.formats import deepspeed_zero as zero
+from toolkit.checkpoint.formats.deepspeed_catalog import catalog_of
+from toolkit.checkpoint.formats.deepspeed_files import File, Saved
+from toolkit.checkpoint.formats.deepspeed_held import Local, Shape, Whole
+from toolkit.checkpoint.formats.pickles import StoredTensor
+from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
+from toolkit.checkpoint.source import Source, vendors_refusal
+from toolkit.families.base import ModelShape
+
+LATEST = "latest_universal"
+PARAMETERS = "zero"
+SETTINGS = f"{PARAMETERS}/optimizer_state.pt"
+MASTER_FILE, STEP_FILE = "fp32.pt", "step.pt"
+
+
+def find(path: Path) -> Path | None:
+    """The folder itself, or what ``latest`` or ``latest_universal`` in ``path`` names."""
+    pointers = [path / name for name in (files.LATEST, LATEST) if (path / name).is_file()]
+    folders = [path, *(path / pointer.read_text(encoding="utf-8", errors="replace").strip() for pointer in pointers)]
+    return next((folder for folder in folders if (folder / PARAMETERS).is_dir() and files.is_checkpoint(folder)), None)
+
+
+def open_source(folder: Path, model: ModelShape | None = None) -> Source:
+    """Raises CheckpointError: it is damaged, or of a kind that cannot be read. ModelUnknown: ``model`` must be said."""
+    if model is None:
+        raise nearby.model_unknown(folder)
+    try:
+        models, stage3 = files.read_models(folder)
+        saved = Saved(folder=folder, models=models, partitions=(), layers={}, tensor=_tensor_ranks(models), stage3=stage3)
+        shapes = _shapes(models)
+        steps: list[object] = []
+        held = {name: _parameter(folder, name, shape, steps) for name, shape in shapes.items()}
+        stages = deepspeed.weights_of(saved)
+        for name, local in held.items():
+            known = (ranks[name].model_dtype for stage in stages for ranks in stage if name in ranks)
+            local.model_dtype = next(known, saved.weights_dtype)  # a pipeline's weights are not there
+        scalars = deepspeed.counts_of(saved) | _optimizers(folder, steps)
+        catalog = catalog_of(folder, model, [[held], *map(deepspeed.without_placeholders, stages)], scalars)
+    except Damage as damage:
+        raise vendors_refusal(folder, damage) from damage
+    return deepspeed.source_of("universal", catalog, model, {"layout": "none: every parameter whole"}, models)
+
+
+def _tensor_ranks(models: tuple[File, ...]) -> int:
+    """A pipeline's models have no weights in their files; otherwise every model-parallel rank is a tensor rank."""
+    return len(models) if isinstance(models[0].content.get("module"), Mapping) else 1
+
+
+def _shapes(models: tuple[File, ...]) -> dict[str, Shape]:
+    """Of every parameter of an optimizer, by name, as the first rank that has it has it. Raises Damage."""
+    found: dict[str, Shape] = {}
+    for file in models:
+        for group in file.content.get("param_shapes") or ():
+            for name, shape in group.items():
+                found.setdefault(name, shape)
+    if not found:
+        raise Damage(models[0].name, f"{models[0].name} names no parameters", "a universal checkpoint is made of one of ZeRO")
+    return found
+
+
+def _parameter(folder: Path, name: str, shape: Shape, steps: list[object]) -> Local:
+    """All states of a parameter. ``shape`` is taken where the tensors are flat. Adds its count of steps, if it has one."""
+    place = f"{PARAMETERS}/{name}"
+    if not (folder / place / MASTER_FILE).is_file():
+        raise Damage(f"{place}/{MASTER_FILE}", f"{folder / place / MASTER_FILE} is missing", "every parameter has its files")
+    found = Local(shape)
+    for path in sorted((folder / place).glob("*.pt")):
+        file = f"{place}/{path.name}"
+        if path.name == STEP_FILE:
+            steps.append(torch_zip.load(folder, file))
+            continue
+        tensor, whole = _tensor(folder, file)
+        content = Whole(tensor)
+        if whole:
+            found.shape = tensor.shape
+        if path.name == MASTER_FILE:
+            found.master = content
+        else:
+            found.moments[path.name.removesuffix(".pt")] = content
+    return found
+
+
+def _tensor(folder: Path, file: str) -> tuple[StoredTensor, bool]:
+    """The tensor of a file, and whether it has the parameter's shape (else it is flat)."""
+    value = torch_zip.load(folder, file)
+    tensor = value.get("param") if isinstance(value, Mapping) else value
+    if not isinstance(tensor, StoredTensor):
+        raise Damage(file, f"{folder / file} holds no tensor", "each state of a parameter is one tensor")
+    return tensor, isinstance(value, Mapping)
+
+
+def _optimizers(folder: Path, steps: list[object]) -> dict[str, object]:
+    """Steps and the loss scaler. Raises Damage where parameters disagree."""
+    found: dict[str, object] = {}
+    settings = files.load(folder, SETTINGS)
+    counts = {files.number(folder, step) for step in (*steps, *_steps_of(settings))}
+    if len(counts) > 1:
+        raise Damage(SETTINGS, f"the optimizer's steps are {sorted(counts)}", "all parameters have taken the same steps")
+    if counts:
+        found[OPTIMIZER_STEP] = int(counts.pop())
+    found.update(deepspeed.optim_of(settings.content.get("param_groups") or ()))
+    scaler = deepspeed.loss_scaler_of(settings.content)
+    return {**found, LOSS_SCALER: scaler} if scaler else found
+
+
+def _steps_of(settings: File) -> Iterator[object]:
+    yield from zero.steps_of(settings)
+    for group in settings.content.get("param_groups") or ():
+        if group.get("step") is not None:
+            yield group["step"]
