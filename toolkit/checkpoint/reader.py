@@ -35,9 +35,8 @@ class CatalogReader:
     def read(self, shards: Sequence[Shard]) -> None:
         """Fill every shard's ``data``; see ``planner.source_key`` for states that are not stored. After an error the
         shards hold nothing of use."""
-        reads = self._planner.plan(shards)
         try:
-            read_pieces(self.path, reads)
+            read_pieces(self.path, self._planner.plan(shards))  # planning opens files where pieces are made when they are asked for
         except Damage as damage:
             raise self._refuse(self.path, damage) from damage
 

@@ -18,6 +18,11 @@ from enum import StrEnum
 from typing import Any
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+# Transformer Engine keeps a norm inside the linear layer that follows it, and checkpoints of either spec name it so.
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
 
 
 class Cut(StrEnum):
@@ -101,7 +106,7 @@ def local(tensor: MegatronTensor, rank: int, size: int, rows: int | None = None)
     """
     assert 0 <= rank < size, f"rank {rank} of {size}"
     assert rows is None or (tensor.cut is Cut.vocabulary and rows >= tensor.shape[0]), f"{tensor.name}: padded to {rows} rows"
-    boxes = _share(tensor, rank, size, tensor.shape[0] if rows is None else rows)
+    boxes = shares(tensor, rank, size, tensor.shape[0] if rows is None else rows)
     parts: list[Part] = []
     height = 0
     for offset, shape in boxes:  # one below the other
@@ -110,7 +115,7 @@ def local(tensor: MegatronTensor, rank: int, size: int, rows: int | None = None)
     return LocalTensor((height, *boxes[0][1][1:]), tuple(parts))
 
 
-def _share(tensor: MegatronTensor, rank: int, size: int, height: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def shares(tensor: MegatronTensor, rank: int, size: int, height: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The boxes (offset, shape) of ``tensor`` that a rank holds one below the other; ``height`` counts its rows with padding."""
     rest = tensor.shape[1:]
     if tensor.cut is Cut.whole:

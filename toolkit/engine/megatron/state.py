@@ -19,16 +19,11 @@ from torch import nn
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, Box, Shard, TensorKey, flat_boxes
 from toolkit.config.schema import Precision
 from toolkit.families import get
-from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, LocalTensor, by_name, inside, local
+from toolkit.families.megatron import EMBEDDING, FUSED_NORMS, OUTPUT, Cut, LocalTensor, by_name, inside, local
 from toolkit.plan.types import RunPlan
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-# Transformer Engine keeps a norm inside the linear layer that follows it.
-FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
 
 
 @dataclass(frozen=True, slots=True)

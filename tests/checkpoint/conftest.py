@@ -1,0 +1,39 @@
+"""What the tests of checkpoints share."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
+from typing import TYPE_CHECKING
+
+import pytest
+
+from toolkit.testing.dist import RankPool, rank_pool
+
+if TYPE_CHECKING:
+    from tests.checkpoint.megatron_cells import Saves
+
+
+@pytest.fixture(scope="session")
+def forks() -> ForkServerContext:
+    """Processes forked from a server that has imported torch once and runs no threads. A test process has one such server, so it is
+    told here of everything that such processes do."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.checkpoint.writer", "tests.checkpoint.converter"])
+    return context
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Ranks, for what needs engines."""
+    with rank_pool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def megatron_saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    """What Megatron-core saved of each layout, made once for all files of tests that look at it."""
+    from tests.checkpoint.megatron_cells import Saves
+
+    return Saves(pool, tmp_path_factory.mktemp("megatron"))
