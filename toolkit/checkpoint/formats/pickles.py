@@ -29,13 +29,17 @@ STORAGE_OF_DTYPE: Mapping[str, str] = {dtype: name for name, dtype in STORAGES.i
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """``numel`` elements from byte ``begin`` of a file on (reading); or record ``key`` of the file that is written."""
+    """``numel`` elements from byte ``begin`` of a file on (reading); or record ``key`` of the file that is written.
+
+    ``content``: its bytes, where they are known when the file is laid out (a step count); else pieces fill it.
+    """
 
     key: str
     dtype: str
     numel: int
     file: str = ""
     begin: int = 0
+    content: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +83,11 @@ class Foreign:
     """
 
     name: ClassVar[str] = ""
+    args: tuple[Any, ...] = ()  # where it was made without a call
+    state: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs
-        self.state: Any = None
         self.items: list[Any] = []
 
     def __setstate__(self, state: Any) -> None:

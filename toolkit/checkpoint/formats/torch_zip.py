@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from toolkit.checkpoint.blocks import numpy_dtype
 from toolkit.checkpoint.catalog import DTYPES, Damage, Piece, turned
 from toolkit.checkpoint.formats import pickles
 from toolkit.checkpoint.formats.pickles import Storage, StoredTensor, row_major
@@ -26,7 +29,7 @@ from toolkit.checkpoint.target import Checksum, TargetFile
 
 ALIGNMENT = 64
 RULE = "a file of torch.save is a whole zip of stored records"
-_MOST_32 = 0xFFFFFFFF
+_MOST_16, _MOST_32 = 0xFFFF, 0xFFFFFFFF
 _LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50
 
 
@@ -70,6 +73,17 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None) -> Any
     except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, KeyError, StopIteration, AttributeError, IndexError, TypeError,
             ValueError) as error:
         raise Damage(file, f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error})", RULE) from error
+
+
+def number(folder: Path, value: Any) -> float:
+    """A number that was saved as it is or as a tensor of one element, which is read."""
+    if not isinstance(value, StoredTensor):
+        return float(value)
+    assert value.numel == 1, f"{value} is no number"
+    begin = value.storage.begin + value.offset * DTYPES[value.dtype].itemsize
+    with (folder / value.storage.file).open("rb") as file:
+        file.seek(begin)
+        return float(np.frombuffer(file.read(DTYPES[value.dtype].itemsize), numpy_dtype(value.dtype))[0])
 
 
 class _Window(io.RawIOBase):
@@ -153,7 +167,7 @@ def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = "arc
     fixed: dict[int, bytes] = {}
     entries: list[tuple[bytes, int, int, int]] = []  # name, crc (0: to come), bytes, offset from ``begin``
     starts: dict[str, int] = {}
-    checks: list[tuple[int, int, int]] = []  # begin, end, place in the local header
+    checks: list[tuple[str, int, int, int]] = []  # storage, begin, end, place in the local header
     at = 0
 
     def add(record: str, numbytes: int, content: bytes | None) -> int:
@@ -178,10 +192,12 @@ def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = "arc
     add("byteorder", 6, b"little")
     for storage in storages:
         numbytes = storage.numel * DTYPES[storage.dtype].itemsize
+        assert len(storage.content) in (0, numbytes), f"{len(storage.content)} bytes for {storage.numel} of {storage.dtype}"
         header_at = at
-        data_at = add(f"data/{storage.key}", numbytes, None)
+        data_at = add(f"data/{storage.key}", numbytes, storage.content or None)
         starts[storage.key] = begin + data_at
-        checks.append((begin + data_at, begin + data_at + numbytes, begin + header_at + 14))
+        if not storage.content:
+            checks.append((storage.key, begin + data_at, begin + data_at + numbytes, begin + header_at + 14))
     add("version", 2, b"3\n")
 
     directory = bytearray()
@@ -200,13 +216,13 @@ def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = "arc
         directory += struct.pack("<IHHHHHHIIIHHHHHII", _CENTRAL, 45, 45 if wide else 20, 0x800, 0, 0, 0x21, crc, size, size, len(path),
                                  len(wide), 0, 0, 0, 0, min(offset, _MOST_32)) + path + wide
     length = len(directory)
-    if central_at >= _MOST_32:
+    if central_at >= _MOST_32 or length >= _MOST_32 or len(entries) >= _MOST_16:
         directory += struct.pack("<IQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, len(entries), len(entries), length, central_at)
         directory += struct.pack("<IIQI", _LOCATOR64, 0, central_at + length, 1)
-    directory += struct.pack("<IHHHHIIH", _END, 0, 0, min(len(entries), 0xFFFF), min(len(entries), 0xFFFF), min(length, _MOST_32),
+    directory += struct.pack("<IHHHHIIH", _END, 0, 0, min(len(entries), _MOST_16), min(len(entries), _MOST_16), min(length, _MOST_32),
                              min(central_at, _MOST_32), 0)
     fixed[begin + central_at] = bytes(directory)
     places = dict(zip((path for path, *_ in entries), crc_places, strict=True))
-    checksums = tuple(Checksum(first, last, (local, places[f"{root}/data/{storage.key}".encode()]))
-                      for storage, (first, last, local) in zip(storages, checks, strict=True) if last > first)
+    checksums = tuple(Checksum(first, last, (local, places[f"{root}/data/{key}".encode()]))
+                      for key, first, last, local in checks if last > first)
     return Layout(TargetFile(name, begin + central_at + len(directory), fixed, checksums), starts)
