@@ -7,7 +7,7 @@ one executor read them all. Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,6 +94,24 @@ class Catalog:
     pieces: Mapping[TensorKey, tuple[Piece, ...]]
     scalars: Mapping[str, object] = field(default_factory=dict)
     copies: Mapping[TensorKey, tuple[Piece, ...]] = field(default_factory=dict)
+
+
+class Made(Mapping[TensorKey, tuple[Piece, ...]]):
+    """Pieces of ``tensors`` that are made each time they are asked for, and not kept: those of a large layout would fill memory."""
+
+    def __init__(self, tensors: Mapping[TensorKey, TensorInfo], make: Callable[[TensorKey], tuple[Piece, ...]]) -> None:
+        self._tensors, self._make = tensors, make
+
+    def __getitem__(self, key: TensorKey) -> tuple[Piece, ...]:
+        if key not in self._tensors:
+            raise KeyError(key)
+        return self._make(key)
+
+    def __iter__(self) -> Iterator[TensorKey]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class Damage(Exception):

@@ -29,12 +29,14 @@ class TargetFile:
         name: within the target's folder, with slashes.
         fixed: offset -> bytes: headers, pickles, scalars.
         checksums: of zip records; no two overlap.
+        free: people change it (settings, a tokenizer): the manifest says nothing of it.
     """
 
     name: str
     numbytes: int
     fixed: Mapping[int, bytes]
     checksums: tuple[Checksum, ...] = ()
+    free: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class Target:
             on where source and identity are the same.
         manifest: the name of the file that records every piece with its hashes.
         scalars: recorded in the manifest, plain JSON types.
+        notes: what whoever opens it with the vendor's own loader must know, in words.
     """
 
     format: str
@@ -63,3 +66,4 @@ class Target:
     identity: str
     manifest: str
     scalars: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

@@ -34,7 +34,18 @@ def settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[
 
 def cut_by_tensor(name: str) -> bool:
     """Whether AutoTP cuts the weight of this canonical name."""
-    return any(re.match(pattern, name) for spec in TENSOR_SPECS if spec["partition_type"] != "skip" for pattern in spec["patterns"])
+    return tensor_dim(name) is not None
+
+
+def tensor_dim(name: str) -> int | None:
+    """Of the parameter of this canonical name, the dim that AutoTP cuts; None: every tensor rank has all of it. A bias is cut with the
+    output of its layer."""
+    bias = name.endswith(".bias")
+    weight = name.removesuffix(".bias") + ".weight" if bias else name
+    kind = next((spec["partition_type"] for spec in TENSOR_SPECS if any(re.match(pattern, weight) for pattern in spec["patterns"])), "skip")
+    if kind == "row":
+        return None if bias else 1
+    return 0 if kind == "column" else None
 
 
 def kernel(config: RunConfig, world: World) -> OptimizerKernel:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import families
-from toolkit.checkpoint.scalars import CONSUMED, STEP
+from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIM_SETTINGS, STEP
 from toolkit.checkpoint.shard import Reader
 from toolkit.checkpoint.source import MODEL
 from toolkit.errors import CheckpointError, Problem
@@ -47,6 +47,7 @@ def scalars(plan: RunPlan, state: TrainState, fingerprint: Mapping[str, Any], da
     own: dict[str, object] = {
         STEP: state.step, CONSUMED: state.consumed_samples(plan), DATA: dict(fingerprint),
         DATA_STATE: dict(data_state), IDENTITY: plan.identity, SEED: plan.config.train.seed, VERSIONS: versions(),
+        OPTIM: {name: getattr(plan.config.optim, name) for name in OPTIM_SETTINGS},
     }
     if plan.shape is not None:
         own[MODEL] = asdict(plan.shape)

@@ -10,8 +10,9 @@ Sources: ``deepspeed/runtime/zero/stage_1_and_2.py`` (``flatten_dense_tensors_al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from toolkit.checkpoint.catalog import DTYPES, Piece
 from toolkit.checkpoint.planner import shifted
@@ -50,6 +51,17 @@ def share_numel(numel: int, ranks: int) -> int:
     return -(-numel // ranks)
 
 
+def sub_groups(shares: Sequence[int], most: int) -> Iterator[range]:
+    """ZeRO 3: which parameters of a group share a flat buffer, given what each rank has of each: a sub-group is full once it has
+    ``most`` elements or more (``zero_optimization.sub_group_size``)."""
+    first = held = 0
+    for number, share in enumerate(shares):
+        held += share
+        if held >= most or number == len(shares) - 1:
+            yield range(first, number + 1)
+            first, held = number + 1, 0
+
+
 def runs_of_shares(at: int, numel: int, ranks: int) -> Iterator[Run]:
     """ZeRO 3: a parameter whose shares begin at ``at`` of each rank's (sub-)group buffer."""
     share = share_numel(numel, ranks)
@@ -72,8 +84,15 @@ def pieces_of_runs(key: TensorKey, dtype: str, global_shape: tuple[int, ...], bo
     for run in runs:
         file, begin = locate(run.rank)
         at = begin + run.at * itemsize
-        for inner in flat_boxes(box.shape, run.start, run.start + run.numel):
-            end = at + inner.numel * itemsize
-            pieces.append(Piece(key, dtype, global_shape, shifted(inner, box.offset), file, at, end))
+        for inner, numel in _boxes(box.shape, box.offset, run.start, run.start + run.numel):
+            end = at + numel * itemsize
+            pieces.append(Piece(key, dtype, global_shape, inner, file, at, end))
             at = end
     return tuple(pieces)
+
+
+@lru_cache(maxsize=2**14)
+def _boxes(shape: tuple[int, ...], offset: tuple[int, ...], start: int, stop: int) -> tuple[tuple[Box, int], ...]:
+    """A flat range of the box ``offset, shape``, in boxes with their sizes. Layers' tensors have the same ones: a large run asks for
+    few, millions of times."""
+    return tuple((shifted(inner, offset), inner.numel) for inner in flat_boxes(shape, start, stop))

@@ -1,0 +1,67 @@
+"""What ranks do in the tests of DeepSpeed's files: train and save, open by DeepSpeed's own loader, go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoint.vendors import vendor_load, vendor_save
+from toolkit.checkpoint.shard import TensorKey
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.protocol import StepResult
+from toolkit.plan.types import RunPlan
+from toolkit.testing.parity import gather, step_all
+from toolkit.train.state import TrainState, namespace, scalars
+from toolkit.train.task import text_task
+
+STOP, MORE = 4, 6
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What an engine held after loading, on rank 0, and how it went on."""
+
+    state: dict[TensorKey, torch.Tensor]
+    scalars: dict[str, object]
+    counts: tuple[int, int, int]  # DeepSpeed's global_steps, global_samples, skipped_steps
+    decays: list[float]  # of the optimizer's groups
+    results: list[StepResult]
+
+
+def train(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[StepResult]:
+    """``STOP`` steps, a native checkpoint; the results of ``MORE`` steps that go on as if nothing had been."""
+    engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
+    engine.load(first_weights(plan))
+    step_all(engine, plan, range(STOP), rank=rank)
+    said = scalars(plan, TrainState(STOP), {}, {}, engine.scalars())
+    CheckpointStore(folder).save(STOP, engine.shards(), said, namespace=namespace(plan), rank=rank, ranks=ranks, attempt=1).wait()
+    results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
+    engine.close()
+    return results
+
+
+def go_on(rank: int, ranks: int, plan: RunPlan, folder: Path, again: Path | None = None, universal: bool = False,
+          own_counters: bool = True) -> Opened:
+    """What DeepSpeed opens at ``folder``, and ``MORE`` steps from there.
+
+    Args:
+        again: where DeepSpeed saves it again, before it goes on.
+        own_counters: as ``universal_target.NOTES`` tells users of ZeRO 3 to do.
+    """
+    engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
+    vendor_load(engine, folder, universal=universal)
+    if universal and own_counters:
+        for state in engine._ds.optimizer.optimizer.state.values():
+            state["step"] = state["step"].clone()
+    if again is not None:
+        vendor_save(engine, again)
+    ds, state, said = engine._ds, gather(engine.shards(), rank, ranks), engine.scalars()
+    counts = (ds.global_steps, ds.global_samples, ds.skipped_steps)
+    decays = [group["weight_decay"] for group in ds.optimizer.param_groups]
+    results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
+    engine.close()
+    return Opened(state, said, counts, decays, results)

@@ -1,0 +1,372 @@
+"""What is written in DeepSpeed's formats, DeepSpeed itself opens, holds bit by bit, and trains on from as if nothing had stopped.
+
+    pytest tests/checkpoint/test_deepspeed_write.py
+    pytest tests/checkpoint/test_deepspeed_write.py -m full     every stage and layout of every family
+
+Settings of the parity tests (lr 1e-3, eps 1e-4). The control is a checkpoint without moments: it must leave the tolerance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.deepspeed_ranks import MORE, STOP, Opened, go_on, train
+from tests.checkpoint.layouts import same_bits, whole
+from tests.checkpoint.tiny_run import tiny_checkpoint
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.catalog import Catalog
+from toolkit.checkpoint.convert import Conversion
+from toolkit.checkpoint.formats import deepspeed_target, universal_target
+from toolkit.checkpoint.planner import uncovered
+from toolkit.checkpoint.scalars import OPTIM, OPTIMIZER_STEP
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorInfo, TensorKey
+from toolkit.checkpoint.source import Source, open_source
+from toolkit.config.reshard import Stage, TargetConfig, TargetOptimConfig, TargetParallelConfig
+from toolkit.config.schema import EngineName, ModelConfig, Precision
+from toolkit.engine.protocol import StepResult
+from toolkit.errors import CheckpointError, InputError
+from toolkit.families import FAMILIES, get
+from toolkit.plan.types import RunPlan
+from toolkit.testing.dist import RankPool
+from toolkit.testing.tiny import GLOBAL_BATCH, tiny_plan
+
+TOLERANCE = 1e-5  # of losses and gradient norms
+# Nothing is a multiple of four, and some parameters are smaller than four ranks.
+ODD: Mapping[str, Any] = {"model__hidden_size": 6, "model__num_attention_heads": 3, "model__num_key_value_heads": 3, "model__head_dim": 2,
+                          "model__intermediate_size": 7, "model__vocab_size": 263}
+BF16: Mapping[str, Any] = {"precision__name": Precision.bf16}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A DeepSpeed run. ``sub_group``: ZeRO 3's ``sub_group_size``."""
+
+    stage: int
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    sub_group: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    def plan(self, family: str, **more: Any) -> RunPlan:
+        own = {"zero_optimization": {"sub_group_size": self.sub_group}} if self.sub_group else {}
+        return tiny_plan(family, ranks=self.ranks, engine__name=EngineName.deepspeed, zero__stage=self.stage, parallel__tensor=self.tensor,
+                         parallel__pipeline=self.pipeline, engine__deepspeed=own, **more)
+
+    def config(self, **more: Any) -> TargetConfig:
+        parallel = TargetParallelConfig(data=self.data, tensor=self.tensor, pipeline=self.pipeline)
+        return TargetConfig(zero=Stage[f"stage{self.stage}"], parallel=parallel, **more)
+
+    def write(self, source: Source, path: Path, **more: Any) -> Path:
+        given = {"sub_group": self.sub_group} if self.sub_group else {}
+        return convert(source, deepspeed_target.lay_out(source, self.config(**more), **given), path)
+
+    def __str__(self) -> str:
+        parts = [f"{name}{size}" for name, size in (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline)) if size > 1]
+        return "-".join([f"zero{self.stage}", *parts, *(["subgroups"] if self.sub_group else [])])
+
+
+def convert(source: Source, target: Any, path: Path) -> Path:
+    assert not Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
+    (path / manifest.BESIDE).unlink()  # nobody but DeepSpeed's own files says anything
+    return path
+
+
+@dataclass(frozen=True)
+class Trained:
+    source: Source
+    tensors: dict[TensorKey, torch.Tensor]
+    went_on: list[StepResult]
+
+
+class Runs:
+    """Tiny trainings, each made when first asked for."""
+
+    def __init__(self, pool: RankPool, folder: Path) -> None:
+        self._pool, self._folder = pool, folder
+        self.of = cache(self._make)
+
+    def _make(self, family: str, layout: Layout | None = None, more: tuple[tuple[str, Any], ...] = ()) -> Trained:
+        """On ``layout``; None: the local engine."""
+        plan = tiny_plan(family, **dict(more)) if layout is None else layout.plan(family, **dict(more))
+        folder = self._folder / f"{family}-{layout}-{len(more)}"
+        results = self._pool.run(train, plan, folder, ranks=plan.axes.size)[0]
+        source = open_source(folder)
+        return Trained(source, whole(source.reader()), results)
+
+
+@pytest.fixture(scope="module")
+def runs(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(pool, tmp_path_factory.mktemp("trained"))
+
+
+def furthest(results: list[StepResult], others: list[StepResult]) -> float:
+    assert len(results) == len(others) == MORE
+    return max(max(abs(a.loss - b.loss), abs(a.grad_norm - b.grad_norm)) for a, b in zip(results, others, strict=True))
+
+
+def check_state(opened: Opened, trained: Trained) -> None:
+    assert opened.state.keys() == trained.tensors.keys()
+    assert not [str(key) for key, value in trained.tensors.items() if not same_bits(opened.state[key], value)]
+    assert opened.scalars[OPTIMIZER_STEP] == STOP
+    assert opened.counts == (STOP, STOP * GLOBAL_BATCH, 0)
+    assert opened.decays == [0.1, 0.0]
+
+
+def check(pool: RankPool, trained: Trained, layout: Layout, family: str, folder: Path, **more: Any) -> None:
+    path = layout.write(trained.source, folder / "written")
+    opened, *_ = pool.run(go_on, layout.plan(family, **more), path, folder / "again", ranks=layout.ranks)
+    check_state(opened, trained)
+    assert furthest(opened.results, trained.went_on) <= TOLERANCE
+    check_files(path, folder / "again")
+
+
+QUICK = [
+    ("qwen2", Layout(0, data=2), {}),
+    ("qwen2", Layout(2, data=4), {}),
+    ("gpt2", Layout(1, data=2), {}),
+    ("qwen3", Layout(1, data=4), ODD),
+    ("qwen3", Layout(3, data=4, sub_group=50), ODD),
+    ("qwen2", Layout(1, pipeline=2), {}),
+    ("llama", Layout(3, tensor=2), {}),
+]
+
+
+def name(value: object) -> str | None:
+    return "odd" if value is ODD else "" if value == {} else str(value) if isinstance(value, Layout) else None
+
+
+@pytest.mark.parametrize(("family", "layout", "more"), QUICK, ids=name)
+def test_deepspeed_opens_it_and_goes_on(family: str, layout: Layout, more: Mapping[str, Any], runs: Runs, pool: RankPool,
+                                        tmp_path: Path) -> None:
+    check(pool, runs.of(family, None, tuple(more.items())), layout, family, tmp_path, **more)
+
+
+def test_bf16_goes_on_to_the_bit(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+    """Two ranks of the same stage compute the same in the same order."""
+    layout = Layout(1, data=2)
+    trained = runs.of("qwen2", layout, tuple(BF16.items()))
+    assert trained.tensors[TensorKey(WEIGHT, "model.norm.weight")].dtype is torch.bfloat16
+    check(pool, trained, layout, "qwen2", tmp_path, **BF16)
+
+
+def test_bf16_in_another_stage_is_the_same_state(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+    trained, layout = runs.of("qwen2", Layout(1, data=2), tuple(BF16.items())), Layout(3, data=2)
+    opened, *_ = pool.run(go_on, layout.plan("qwen2", **BF16), layout.write(trained.source, tmp_path / "written"), ranks=2)
+    check_state(opened, trained)
+
+
+def test_control_without_moments(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+    trained, layout = runs.of("qwen2"), Layout(2, data=4)
+    opened, *_ = pool.run(go_on, layout.plan("qwen2"), layout.write(trained.source, tmp_path / "written", optimizer=False), ranks=4)
+    assert {key.state for key in opened.state} == {WEIGHT}
+    assert all(same_bits(value, trained.tensors[key]) for key, value in opened.state.items())
+    assert furthest(opened.results, trained.went_on) > 10 * TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("data", [1, 2, 4])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("family", [*FAMILIES, "odd"])
+def test_every_stage(family: str, stage: int, data: int, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+    family, more = ("qwen3", ODD) if family == "odd" else (family, {})
+    check(pool, runs.of(family, None, tuple(more.items())), Layout(stage, data=data), family, tmp_path, **more)
+
+
+AXES = [*(Layout(stage, data=data, tensor=2) for stage in range(4) for data in (1, 2)), Layout(1, tensor=4),
+        *(Layout(stage, data=data, pipeline=2) for stage in (0, 1) for data in (1, 2))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", AXES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_every_axis(family: str, layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+    if family == "gpt2" and layout.tensor > 1:
+        with pytest.raises(CheckpointError, match="cuts linear layers"):
+            layout.write(runs.of(family).source, tmp_path / "written")
+    else:
+        check(pool, runs.of(family), layout, family, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("data", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_in_bf16(stage: int, data: int, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+    layout = Layout(stage, data=data)
+    check(pool, runs.of("gpt2", layout, tuple(BF16.items())), layout, "gpt2", tmp_path, **BF16)
+
+
+# ---- against what DeepSpeed writes
+
+
+OURS_TO_LEAVE_OUT = {"clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow"}  # ZeRO 1, 2: the run's own stand
+DIFFERENT = {"ds_config", "bias_correction"}
+SAID_ONCE = "shared_params"  # DeepSpeed says it in the file of its first rank alone
+
+
+def check_files(ours: Path, theirs: Path) -> None:
+    """The same files with the same content, but for what is known and harmless."""
+    names = {path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file() and not path.name.startswith("zero_to_")}
+    assert {path.relative_to(ours) for path in ours.rglob("*") if path.is_file()} == names
+    assert (ours / "latest").read_text() == (theirs / "latest").read_text()
+    found = [f"{file}: {what}" for file in sorted(names) if file.suffix == ".pt"
+             for what in differences(torch.load(ours / file, weights_only=False), torch.load(theirs / file, weights_only=False))]
+    assert not found, "\n".join(found[:20])
+
+
+def differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
+    if isinstance(theirs, Mapping):
+        for key in theirs.keys() | ours.keys():
+            if key in DIFFERENT or (key in OURS_TO_LEAVE_OUT and key not in ours) or (key == SAID_ONCE and not theirs.get(key)):
+                continue
+            if key not in ours or key not in theirs:
+                yield f"{at}/{key} is only in {'theirs' if key in theirs else 'ours'}"
+            else:
+                yield from differences(ours[key], theirs[key], f"{at}/{key}")
+        if isinstance(theirs, OrderedDict) and list(ours) != list(theirs):
+            yield f"{at} is in another order"
+    elif isinstance(theirs, list | tuple) and not isinstance(theirs, torch.Size):
+        if len(ours) != len(theirs):
+            yield f"{at}: {len(ours)} and {len(theirs)}"
+        for number, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            yield from differences(a, b, f"{at}[{number}]")
+    elif at.endswith("/step"):
+        if float(ours) != float(theirs):
+            yield f"{at}: {ours} and {theirs}"
+    elif isinstance(theirs, torch.Tensor):
+        if not same_bits(ours, theirs):
+            yield f"{at}: {tuple(ours.shape)} {ours.dtype} and {tuple(theirs.shape)} {theirs.dtype}"
+    elif type(ours) is not type(theirs) or (vars(ours) != vars(theirs) if at.endswith("loss_scaler") else ours != theirs):
+        yield f"{at}: {ours!r} and {theirs!r}"
+
+
+# ---- universal
+
+
+def check_universal(pool: RankPool, trained: Trained, layout: Layout, family: str, folder: Path, **more: Any) -> Opened:
+    path = convert(trained.source, universal_target.lay_out(trained.source, TargetConfig()), folder / "written")
+    opened, *_ = pool.run(go_on, layout.plan(family, **more), path, None, True, ranks=layout.ranks)
+    check_state(opened, trained)
+    assert furthest(opened.results, trained.went_on) <= TOLERANCE
+    return opened
+
+
+@pytest.mark.parametrize("layout", [Layout(2, data=2), Layout(3, data=2)], ids=str)
+def test_one_universal_folder_serves_all_stages(layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+    """``check_state`` says that what must not decay still does not, at ZeRO 3 too."""
+    check_universal(pool, runs.of("qwen2"), layout, "qwen2", tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [*(Layout(stage, data=data) for stage in (1, 2, 3) for data in (1, 2, 4)), Layout(1, tensor=2)], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "odd"])
+def test_every_universal(family: str, layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+    if layout.tensor > 1 and family != "llama":
+        return
+    family, more = ("qwen3", ODD) if family == "odd" else (family, {})
+    check_universal(pool, runs.of(family, None, tuple(more.items())), layout, family, tmp_path, **more)
+
+
+def test_the_counter_that_universal_notes_speak_of(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+    """DeepSpeed's own defect: if this fails, it is mended, and the note and this test can go."""
+    trained, layout = runs.of("qwen2"), Layout(3, data=2)
+    path = convert(trained.source, universal_target.lay_out(trained.source, TargetConfig()), tmp_path / "written")
+    opened, *_ = pool.run(go_on, layout.plan("qwen2"), path, None, True, False, ranks=2)
+    check_state(opened, trained)
+    assert furthest(opened.results, trained.went_on) > 10 * TOLERANCE
+
+
+def test_universal_needs_the_optimizer(runs: Runs) -> None:
+    with pytest.raises(CheckpointError, match="universal checkpoint has it"):
+        universal_target.lay_out(runs.of("qwen2").source, TargetConfig(optimizer=False))
+
+
+# ---- what is refused, and what is known without files
+
+
+REFUSED = {
+    "files of an expert axis": TargetConfig(parallel=TargetParallelConfig(expert=2)),
+    "one axis beside data": TargetConfig(parallel=TargetParallelConfig(tensor=2, pipeline=2)),
+    "has ZeRO 0 or 1": TargetConfig(zero=Stage.stage2, parallel=TargetParallelConfig(pipeline=2)),
+    "each stage has a layer": TargetConfig(parallel=TargetParallelConfig(pipeline=3)),
+    "loss scaler": TargetConfig(precision=Precision.fp16),
+    "hidden optimizer step": TargetConfig(zero=Stage.stage0, precision=Precision.bf16),
+    "equal parts of dim": TargetConfig(parallel=TargetParallelConfig(tensor=3)),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_what_is_refused(rule: str, tmp_path: Path) -> None:
+    config = REFUSED[rule]
+    config.optim = TargetOptimConfig(lr=1e-3, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1)
+    with pytest.raises(CheckpointError, match=rule):
+        deepspeed_target.lay_out(open_source(tiny_checkpoint(tmp_path)), config)
+
+
+def test_settings_of_the_optimizer_are_said_or_asked_for(tmp_path: Path) -> None:
+    source = open_source(tiny_checkpoint(tmp_path))
+    config = TargetConfig(optim=TargetOptimConfig(lr=1e-3))
+    with pytest.raises(CheckpointError, match=r"write target.optim.betas=... target.optim.eps=... target.optim.weight_decay=..., as"):
+        deepspeed_target.lay_out(saying(source, None), config)
+    target = deepspeed_target.lay_out(saying(source, {"lr": 1.0, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}), config)
+    assert target.scalars[OPTIM] == {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}, "the user's word comes first"
+
+
+def saying(source: Source, optim: Mapping[str, Any] | None) -> Source:
+    scalars = {key: value for key, value in source.catalog.scalars.items() if key != OPTIM}
+    return dataclasses.replace(source, catalog=dataclasses.replace(source.catalog, scalars=scalars | ({OPTIM: optim} if optim else {})))
+
+
+def test_a_model_that_is_not_known(tmp_path: Path) -> None:
+    source = open_source(tiny_checkpoint(tmp_path, says_model=False))
+    with pytest.raises(InputError, match="does not say what model it is of"):
+        deepspeed_target.lay_out(source, TargetConfig())
+
+
+@pytest.mark.parametrize("layout", [Layout(1, data=64), Layout(3, data=150), Layout(2, data=8, tensor=8), Layout(1, data=4, pipeline=5)],
+                         ids=str)
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+def test_every_element_has_its_place(layout: Layout, precision: Precision, tmp_path: Path) -> None:
+    """Of a model and ranks that no test could run: pieces cover every tensor once, and no two lie in the same bytes."""
+    source = fabricated(tmp_path, ModelConfig(family="llama", hidden_size=1000, intermediate_size=1608, num_hidden_layers=7,
+                                              num_attention_heads=8, head_dim=120, vocab_size=1024, max_position_embeddings=128))
+    target = deepspeed_target.lay_out(source, layout.config(precision=precision))
+    pieces = {key: target.pieces[key] for key in target.tensors}
+    assert uncovered(pieces) == []
+    assert all(sum(piece.box.numel for piece in of_key) == torch.Size(target.tensors[key].shape).numel() for key, of_key in pieces.items())
+    wide = precision is Precision.fp32
+    weights = (WEIGHT,) if wide else (MASTER,) if layout.stage == 3 else (WEIGHT, MASTER)
+    assert {key.state for key in pieces} == {EXP_AVG, EXP_AVG_SQ, *weights}
+    ends: dict[str, int] = {}
+    lengths = {file.name: file.numbytes for file in target.files}
+    everything = [piece for key in target.tensors for piece in (*target.pieces[key], *target.copies[key])]
+    for piece in sorted(everything, key=lambda piece: (piece.file, piece.begin)):
+        assert ends.get(piece.file, 0) <= piece.begin <= piece.end <= lengths[piece.file], piece
+        ends[piece.file] = piece.end
+
+
+def fabricated(folder: Path, model: ModelConfig) -> Source:
+    """A source of which everything is known and no byte is there."""
+    family = get(str(model.family))
+    shape = family.settle(model)
+    tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
+               for state in (WEIGHT, EXP_AVG, EXP_AVG_SQ) for spec in family.parameters(shape)}
+    optim = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    catalog = Catalog(folder, tensors, {}, {"step": 4, OPTIMIZER_STEP: 4, OPTIM: optim})
+
+    def refuse(_: Path, damage: Exception) -> CheckpointError:
+        raise damage
+
+    return Source(format="native", catalog=catalog, namespace=family.namespace, step=4, shape=shape, refuse=refuse)
