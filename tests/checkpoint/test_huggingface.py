@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
 from toolkit import families
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.formats import huggingface
+from toolkit.checkpoint.formats.huggingface_target import export
+from toolkit.checkpoint.manifest import BESIDE
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
+from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import digest
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import CheckpointError, InputError
@@ -66,14 +69,17 @@ def test_transformers_opens_the_export_with_the_same_logits(tmp_path: Path, name
 
     shape = tiny(name, tie_word_embeddings=tied)
     model = model_of(shape)
-    reader = open_reader(saved(model, shape, tmp_path / "run", mixed=True))
+    source = open_source(saved(model, shape, tmp_path / "run", mixed=True), shape)
     for shard_bytes in (10**9, 20_000):
-        folder = huggingface.export(reader, shape, tmp_path / f"export{shard_bytes}", dtype="float32", shard_bytes=shard_bytes)
+        folder = export(source, tmp_path / f"export{shard_bytes}", dtype="float32", shard_bytes=shard_bytes)
         assert (folder / "model.safetensors").exists() == (shard_bytes == 10**9)
         opened, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
         assert same_bits(logits(opened.eval()), logits(model))
+        by_manifest = digest(open_reader(folder))
+        (folder / BESIDE).unlink()
         back = open_reader(folder)
+        assert digest(back) == by_manifest
         assert back.namespace == families.get(name).namespace
         for key, tensor in whole(back).items():
             assert same_bits(tensor, model.state_dict()[key.name])
@@ -91,27 +97,28 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     assert all(same_bits(tensor, model.state_dict()[key.name]) for key, tensor in found.items())
     for rank in shards_of({key: tensor.float() for key, tensor in found.items()}, LAYOUTS["columns"], 3, empty=True):
         reader.read(rank)
-    exported = huggingface.export(reader, shape, tmp_path / "again")
+    exported = export(open_source(tmp_path), tmp_path / "again")
     assert digest(open_reader(exported)) == digest(reader)
     assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     shape = tiny("llama")
-    reader = open_reader(saved(model_of(shape), shape, tmp_path / "run"))
+    source = open_source(saved(model_of(shape), shape, tmp_path / "run"), shape)
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
-    folder = huggingface.export(reader, shape, tmp_path / "export", shard_bytes=20_000)
-    huggingface.export(reader, shape, folder, tokenizer=tokenizer, dtype="bfloat16")
-    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    folder = export(source, tmp_path / "export", shard_bytes=20_000)
+    export(source, folder, tokenizer=tokenizer, dtype="bfloat16")
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json", "toolkit-manifest.json"]
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"notes\.txt"):
-        huggingface.export(reader, shape, folder)
+        export(source, folder)
     with pytest.raises(InputError, match="dtype=int8"):
-        huggingface.export(reader, shape, tmp_path / "new", dtype="int8")
+        export(source, tmp_path / "new", dtype="int8")
     with pytest.raises(CheckpointError, match="no weight of"):
-        huggingface.export(reader, tiny("qwen2"), tmp_path / "new")
+        export(replace(source, shape=tiny("qwen2")), tmp_path / "new")
     assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["export", "run", "tokenizer"], "nothing half-made stays"
 
 
@@ -120,23 +127,10 @@ def test_a_model_of_ones_own_is_exported_as_its_state_dict(tmp_path: Path) -> No
 
     named = {TensorKey(WEIGHT, "layer.w"): torch.randn(5, 4), TensorKey(WEIGHT, "count"): torch.tensor(3)}
     named[TensorKey("exp_avg", "layer.w")] = torch.randn(5, 4)
-    reader = open_reader(save(tmp_path / "run", 1, shards_of(named, LAYOUTS["rows"], 2)))
-    found = load_file(huggingface.export(reader, None, tmp_path / "export") / "model.safetensors")
+    source = open_source(save(tmp_path / "run", 1, shards_of(named, LAYOUTS["rows"], 2)))
+    found = load_file(export(source, tmp_path / "export") / "model.safetensors")
     assert found.keys() == {"layer.w", "count"}
     assert torch.equal(found["layer.w"], named[TensorKey(WEIGHT, "layer.w")])
-
-
-def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large the tensor, what is asked of the reader at once is a window."""
-    named = {TensorKey(WEIGHT, "w"): torch.randn(700, 1000)}
-    reader = open_reader(save(tmp_path / "run", 1, shards_of(named, LAYOUTS["columns"], 2)))
-    asked: list[int] = []
-    read = reader.read
-    monkeypatch.setattr(reader, "read", lambda shards: (asked.append(sum(shard.box.numel for shard in shards)), read(shards)))
-    monkeypatch.setattr(huggingface.windows, "__defaults__", (100_000,))
-    huggingface.export(reader, None, tmp_path / "export")
-    assert max(asked) == 25_000
-    assert sum(asked) == 700_000
 
 
 def test_foreign_folders_are_refused(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ import torch
 
 from tests.engine.cases import WithoutMoments
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.formats import huggingface
+from toolkit.checkpoint.formats import huggingface_target
 from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
@@ -168,7 +169,7 @@ def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> No
     cell = EXPORTERS[exporter](family)
     plan = cell.plan(Case.ADAM)
     said = pool.run(export, plan, folder / "run", ranks=cell.ranks)[0]
-    exported = huggingface.export(open_reader(folder / "run"), plan.shape, folder / "export")
+    exported = huggingface_target.export(open_source(folder / "run", plan.shape), folder / "export")
     model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True, dtype=torch.float32)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     tokens, labels = held_out(plan)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,24 @@ from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece, block_count
 from toolkit.checkpoint.shard import Box
 
 INTACT = "bytes are read as they were written"
+# What a file is known by: its bytes, and when they were last changed (ns).
+Stamp = tuple[int, int]
+UNFINISHED = ".resharding"  # ends the name of a hidden folder that a conversion fills: no part of the folder that it stands in
+
+
+def stamps(folder: Path) -> dict[str, Stamp]:
+    """Of every file in ``folder`` and below, by its path there. Links to folders are not followed: they may go round."""
+    found = {}
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.endswith(UNFINISHED)]
+        for path in (Path(place, name) for name in names):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                found[path.relative_to(folder).as_posix()] = _stamp(path.stat())
+    return dict(sorted(found.items()))
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return status.st_size, status.st_mtime_ns
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -69,6 +88,22 @@ class Files:
         except OSError as error:
             raise Damage(file, f"{self.folder / file} cannot be read ({error.strerror})", INTACT) from error
 
+    def fill_piece(self, piece: Piece, start: int, buffer: memoryview) -> None:
+        """Elements from ``start`` on, as they lie in the file; checked where the piece has hashes: then ``buffer`` is for a whole block.
+
+        Raises:
+            Damage: as ``fill``; or they are not what was written.
+        """
+        begin = piece.begin + start * piece.itemsize
+        self.fill(piece.file, begin, buffer)
+        if piece.hashes:
+            check_block(self, piece, (begin - piece.begin) // BLOCK_BYTES, buffer)
+
+    def changed(self, since: Mapping[str, Stamp]) -> list[str]:
+        """Which of the files that were read are not what they were."""
+        now = {file: _stamp(os.fstat(descriptor)) for file, descriptor in self._open.items()}
+        return [file for file, stamp in now.items() if since.get(file, stamp) != stamp]
+
     def _descriptor(self, file: str) -> int:
         with self._lock:
             if file not in self._open:
@@ -94,10 +129,7 @@ class Block:
         if self._holds == place:
             return
         self._holds = None
-        view = memoryview(self.buffer)[:numbytes]
-        files.fill(piece.file, begin, view)
-        if piece.hashes:
-            check_block(files, piece, (begin - piece.begin) // BLOCK_BYTES, view)
+        files.fill_piece(piece, start, memoryview(self.buffer)[:numbytes])
         self._holds = place
 
 

@@ -14,10 +14,12 @@ from toolkit.checkpoint.blocks import Block, Files, numpy_dtype, slices
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Piece, byte_length, flat_span
 from toolkit.checkpoint.executor import read_piece
 from toolkit.checkpoint.output import Output, PieceWriter, Segment, as_bytes
-from toolkit.checkpoint.planner import ReadPlanner, check, shifted, source_key, span_index
-from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT, Box, Shard, TensorKey
+from toolkit.checkpoint.planner import PieceRead, ReadPlanner, SpanIndex, check, shifted, source_key, span_index
+from toolkit.checkpoint.planner import Target as Wanted
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.target import Target
 from toolkit.checkpoint.tiles import place_in, tiles
+from toolkit.checkpoint.values import MASTER_RULE, faults, not_cast
 from toolkit.errors import CheckpointError, Problem
 
 TILE_BYTES = BLOCK_BYTES
@@ -62,7 +64,7 @@ class Filler:
 
     Args:
         examine: refuse values that no sound run has: not finite, negative averages of squares, weights that are not their masters
-            cast.
+            cast, copies that differ.
         advance: told of the bytes of source tensors that are done, one call at a time.
     """
 
@@ -87,10 +89,12 @@ class Filler:
         by_columns = any(piece.transposed for piece in pieces)
         assert not by_columns or all(piece.transposed for piece in pieces), f"{unit.source}: a target has it both ways"
         index, writers = span_index(pieces), {id(piece): PieceWriter(piece, output) for piece in pieces}
+        copies = span_index(self._source.copies.get(unit.source, ()))
         for tile in tiles(info.shape, TILE_BYTES // DTYPES[info.dtype].itemsize, by_columns=by_columns):
             values = self._read(unit.source, tile, files, "tile")
             if self._examine:
                 self._look_at(unit.source, tile, values, files)
+                self._compare(unit.source, copies, tile, values, files)
             casts: dict[str, Any] = {info.dtype: values}
             for piece in index.meeting(*flat_span(info.shape, tile)):
                 common = piece.box.intersect(tile)
@@ -141,28 +145,31 @@ class Filler:
         return found
 
     def _look_at(self, key: TensorKey, tile: Box, values: Any, files: Files) -> None:
+        """Raises CheckpointError for values that no sound run has."""
         folder = self._source.folder
-        if DTYPES[str(values.dtype)].is_float:
-            _look_at_values(key, values, folder)
+        for seen, rule in faults(key.state, values):
+            raise _refused(folder, f"{key}: {seen}", rule)
         weight = TensorKey(WEIGHT, key.name)
         if key.state != MASTER or weight not in self._source.tensors:
             return
         stored = self._read(weight, tile, files, "second")
-        differing = int(np.count_nonzero(values.astype(stored.dtype) != stored))
+        differing = int(np.count_nonzero(not_cast(values, stored)))
         if differing:
             raise _refused(folder, f"{weight}: {differing} of {tile.numel} values at {tile.offset} are not their master weights, cast to "
-                           f"{stored.dtype}", "a weight is its master weight, cast")
+                           f"{stored.dtype}", MASTER_RULE)
 
-
-def _look_at_values(key: TensorKey, values: Any, folder: Path) -> None:
-    """Raises CheckpointError for values that no sound run has."""
-    with np.errstate(all="ignore"):  # a sum is finite only where all of its terms are, so it spares the longer look
-        suspect = not np.isfinite(np.add.reduce(values.reshape(-1), dtype=np.float32))
-    strange = int(np.count_nonzero(~np.isfinite(values))) if suspect else 0
-    if strange:
-        raise _refused(folder, f"{key}: {strange} values are not finite", "weights and the optimizer's state are finite")
-    if key.state == EXP_AVG_SQ and values.size and values.min() < 0:
-        raise _refused(folder, f"{key}: an average of squares is negative", "second moments are averages of squares")
+    def _compare(self, key: TensorKey, copies: SpanIndex[Piece], tile: Box, values: Any, files: Files) -> None:
+        """Raises CheckpointError: what is stored a second time is not the same."""
+        for copy in copies.meeting(*flat_span(self._source.tensors[key].shape, tile)):
+            common = copy.box.intersect(tile)
+            if common is None:
+                continue
+            other = self._room("second").view(numpy_dtype(copy.dtype))[: common.numel].reshape(common.shape)
+            read_piece(PieceRead(copy, (Wanted(Shard(key, copy.global_shape, common, other), common),)), files, self._block())
+            differing = int(np.count_nonzero(values[slices(shifted(common, [-offset for offset in tile.offset]))] != other))
+            if differing:
+                raise _refused(self._source.folder, f"{key}: {differing} of {common.numel} values at {common.offset} are others in "
+                               f"{copy.file}", "what is stored twice is the same")
 
 
 def _refused(folder: Path, seen: str, rule: str) -> CheckpointError:

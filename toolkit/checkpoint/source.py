@@ -12,15 +12,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
+import xxhash
+
 from toolkit.checkpoint import directory, manifest, nearby
+from toolkit.checkpoint.blocks import stamps
 from toolkit.checkpoint.catalog import Catalog, Damage
 from toolkit.checkpoint.reader import CatalogReader
 from toolkit.errors import CheckpointError, Problem
 from toolkit.families.base import ModelShape, shape_of
 
 MODEL = "model"  # among the scalars: the model's sizes, so that a checkpoint says what it is of
+TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")  # of the vendors: the name of the newest
 # In the order in which they are tried: what is surest to be known by its files comes first.
-FORMATS = ("native", "huggingface")
+FORMATS = ("native", "deepspeed", "universal", "megatron", "dcp", "huggingface")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +59,8 @@ class Source:
 
     def origin(self) -> str:
         """Its path and the length and time of each of its files: equal while nobody changes it."""
-        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
-        facts = ((path.relative_to(self.folder), path.stat()) for path in files)
-        return "\n".join([str(self.folder.resolve()), *(f"{name} {of.st_size} {of.st_mtime_ns}" for name, of in facts)])
+        of_files = (f"{name} {size} {time}" for name, (size, time) in stamps(self.folder).items())
+        return "\n".join([str(self.folder.resolve()), *of_files])
 
 
 class FormatModule(Protocol):
@@ -75,29 +78,58 @@ class FormatModule(Protocol):
         """
 
 
+def locate(path: Path) -> tuple[str | None, Path]:
+    """The format of the checkpoint that ``path`` is or points to, and its folder. None: of a foreign format, written by this toolkit,
+    whose manifest lies beside.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = directory.checkpoint_at(path) or path  # where a run left word of what it went back to: whatever format that is
+    if (path / manifest.BESIDE).is_file() and not _outlived(path):
+        return None, path
+    for name in FORMATS:
+        folder = _module(name).find(path)
+        if folder is not None:
+            return name, folder
+    raise CheckpointError(Problem(
+        str(path), f"{path} {'holds no checkpoint' if path.is_dir() else 'is not there'}",
+        f"a checkpoint is a folder in one of the formats {', '.join(FORMATS)}, or a run's directory that has one", "correct the path"))
+
+
+def _outlived(path: Path) -> bool:
+    """Whether somebody saved to the folder since this toolkit wrote it: going on in the folder that one began from is what the vendors'
+    programs do, and then its tracker names another checkpoint than our manifest is of."""
+    try:
+        records = manifest.load(path, manifest.BESIDE).files
+    except Damage:
+        return False  # refused by name when it is opened
+    trackers = (record for record in records if record.file in TRACKERS and (path / record.file).is_file())
+    return any(xxhash.xxh3_128_hexdigest((path / record.file).read_bytes()) != record.header_hash for record in trackers)
+
+
 def open_source(path: str | Path, model: ModelShape | None = None) -> Source:
     """The checkpoint that ``path`` is or points to, of whatever format.
 
     Raises:
         CheckpointError: there is none, or it is damaged. InputError: the model must be said.
     """
-    path = Path(path).expanduser()
-    if (path / manifest.BESIDE).is_file():
-        return open_manifest(path, manifest.BESIDE, model)
-    for name in FORMATS:
-        module: FormatModule = import_module(f"toolkit.checkpoint.formats.{name}")
-        folder = module.find(path)
-        if folder is not None:
-            try:
-                return module.open_source(folder, model)
-            except nearby.ModelUnknown:
-                found = nearby.model_near(folder)
-                if found is None:
-                    raise
-                return module.open_source(folder, found)
-    raise CheckpointError(Problem(
-        str(path), f"{path} {'holds no checkpoint' if path.is_dir() else 'is not there'}",
-        f"a checkpoint is a folder in one of the formats {', '.join(FORMATS)}, or a run's directory that has one", "correct the path"))
+    name, folder = locate(Path(path).expanduser())
+    if name is None:
+        return open_manifest(folder, manifest.BESIDE, model)
+    module = _module(name)
+    try:
+        return module.open_source(folder, model)
+    except nearby.ModelUnknown:
+        found = nearby.model_near(folder)
+        if found is None:
+            raise
+        return module.open_source(folder, found)
+
+
+def _module(name: str) -> FormatModule:
+    module: FormatModule = import_module(f"toolkit.checkpoint.formats.{name}")
+    return module
 
 
 def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
@@ -107,6 +139,11 @@ def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
         manifest.check_files(folder, found.files)
     except Damage as damage:
         raise directory.refusal(folder, damage) from damage
+    return of_manifest(folder, found, model)
+
+
+def of_manifest(folder: Path, found: manifest.Manifest, model: ModelShape | None) -> Source:
+    """What a manifest describes. Looks at no file of it."""
     sizes = found.scalars.get(MODEL)
     said = shape_of(sizes) if isinstance(sizes, dict) else None
     shape = model or said or nearby.model_near(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from toolkit.checkpoint import catalog
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source
 from toolkit.config.schema import Precision
@@ -19,15 +20,23 @@ def weights_dtype(source: Source, precision: Precision | None) -> str:
     return max(sorted(set(found)), key=found.count) if found else "float32"
 
 
-def tensors_of(source: Source, precision: Precision | None, *, optimizer: bool) -> dict[TensorKey, TensorInfo]:
+def tensors_of(source: Source, precision: Precision | None, *, optimizer: bool, uniform: bool = True) -> dict[TensorKey, TensorInfo]:
     """The tensors of a target that has all the parameters of ``source``, by state and in the source's order of names.
 
     Args:
         optimizer: with masters (where weights are of 16 bits) and the optimizer's tensors that the source has.
+        uniform: every weight in one dtype, for formats that know one. Otherwise, where no precision is asked, each weight as it is
+            stored: norms that stand in fp32 among weights of 16 bits have no master, and would be rounded. Integers stay what they are.
     """
     dtype, there = weights_dtype(source, precision), source.catalog.tensors
     shapes = {key.name: info.shape for key, info in there.items()}
-    found = {TensorKey(WEIGHT, name): TensorInfo(dtype, shape) for name, shape in shapes.items()}
+
+    def of_weight(key: TensorKey) -> str:
+        stored = there[key].dtype if key in there else dtype
+        kept = not catalog.DTYPES[stored].is_float or (precision is None and not uniform)
+        return stored if kept else dtype
+
+    found = {key: TensorInfo(of_weight(key), shape) for key, shape in ((TensorKey(WEIGHT, name), shape) for name, shape in shapes.items())}
     if not optimizer:
         return found
     states = list(dict.fromkeys(key.state for key in there if key.state not in (WEIGHT, MASTER)))
@@ -35,6 +44,7 @@ def tensors_of(source: Source, precision: Precision | None, *, optimizer: bool) 
         states.insert(0, MASTER)
     for state in states:
         for name, shape in shapes.items():
-            if state == MASTER or TensorKey(state, name) in there:
+            needed = state == MASTER and found[TensorKey(WEIGHT, name)].dtype != "float32"
+            if needed or TensorKey(state, name) in there:
                 found[TensorKey(state, name)] = TensorInfo("float32", shape)
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard
 from toolkit.errors import InputError, Problem
 from toolkit.families import get
 from toolkit.plan.types import RunPlan
@@ -21,7 +22,20 @@ def open_pretrained(plan: RunPlan) -> Reader:
     assert name is not None, "the plan has pretrained weights"
     assert plan.shape is not None, "pretrained weights are of a family"
     folder = Path(name).expanduser()
-    return open_reader(folder if folder.is_dir() else _download(name), get(plan.shape.family).namespace, plan.shape)
+    return _Weights(open_reader(folder if folder.is_dir() else _download(name), get(plan.shape.family).namespace, plan.shape))
+
+
+class _Weights:
+    """Implements ``Reader``: a new run takes over weights, and begins with an optimizer and counts of its own."""
+
+    scalars: Mapping[str, object] = {}
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.tensors = {key: info for key, info in reader.tensors.items() if key.state in (WEIGHT, MASTER)}
+
+    def read(self, shards: Sequence[Shard]) -> None:
+        self._reader.read(shards)
 
 
 def _download(name: str) -> Path:
@@ -29,7 +43,8 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"]))
+        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"],
+                                      ignore_patterns=["*/*"]))  # an optimizer's state, other formats
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).splitlines()[0]
         raise InputError(Problem("model.pretrained", f"model.pretrained={name}: no such folder, and the hub answers: {why}",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import newest, step_of
-from toolkit.checkpoint.formats.huggingface import export
+from toolkit.checkpoint.formats.huggingface_target import export
+from toolkit.checkpoint.source import open_source
 from toolkit.models.target import configuration
 from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.sink import Sink
@@ -36,7 +37,7 @@ def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink:
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
         config = None if plan.shape is not None else configuration(plan.config.model, plan.config.train.seed)
-        export(open_reader(checkpoint), plan.shape, directory.export, tokenizer=tokenizer, config=config)
+        export(open_source(checkpoint, plan.shape), directory.export, tokenizer=tokenizer, config=config)
     _tell_speed(directory, plan.unit, say)
     _tell_data(directory, consumed, say)
     _tell_losses(plan, directory, unigram, say)
@@ -97,7 +98,7 @@ def _continuation(plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None
         raise ValueError("monitor.prompt needs data that are text")
     if checkpoint is None or step_of(checkpoint) != plan.config.train.steps:
         raise ValueError("monitor.prompt needs the weights of the last step: checkpoint.at_end=true")
-    model = load_model(plan.shape, open_reader(checkpoint))
+    model = load_model(plan.shape, open_reader(checkpoint, model=plan.shape))
     return continue_text(model, load(tokenizer), prompt, temperature=TEMPERATURE, seed=plan.config.train.seed,
                          context=plan.shape.max_position_embeddings, stop=stop)
 
