@@ -1,25 +1,37 @@
-"""Looking at every byte: what a reader checks of the part it reads, and what can be known of values without a reference.
+"""Looking at every byte of any checkpoint: what a reader checks of the part it reads, and what can be known without a reference.
 
     python -c "from toolkit.checkpoint.verify import verify; print(*verify('runs/RUN'), sep='\\n')"
+
+What is known: where there are hashes (this toolkit wrote it), any byte that changed. Anywhere: elements that no file or two have, values
+that are not finite, negative averages of squares, weights that are not their masters cast, copies that differ, steps that disagree. What
+cannot be known without hashes: a changed byte that leaves a possible value in what is stored once, such as a first moment.
+
+Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from toolkit.checkpoint import directory, manifest, open_reader
+from toolkit.checkpoint import directory, manifest
 from toolkit.checkpoint.blocks import Files, check_piece, numpy_dtype
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Damage, Piece
+from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, byte_length
+from toolkit.checkpoint.looking import WORKERS, Advance, Looker, bits, boxes, each
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.planner import uncovered
 from toolkit.checkpoint.reader import windows
-from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT, Box, Reader, TensorKey
-from toolkit.errors import CheckpointError, Problem
+from toolkit.checkpoint.scalars import OPTIMIZER_STEP, STEP
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Reader, TensorKey
+from toolkit.checkpoint.source import Source, locate, of_manifest, open_source
+from toolkit.checkpoint.values import faults, not_cast
+from toolkit.errors import CheckpointError
+from toolkit.families.base import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +45,40 @@ class Finding:
         return f"{self.where}: {self.what}"
 
 
-def verify(path: str | Path) -> list[Finding]:
+def verify(path: str | Path, model: ModelShape | None = None, *, workers: int = WORKERS,
+           advance: Callable[[int, int], None] = lambda done, total: None) -> list[Finding]:
     """Everything that is wrong with a checkpoint; empty if it is sound.
 
-    Checks the manifest, that every element is stored once, each file's length and header, the hash of every block, that
-    values are finite and averages of squares not negative, and that each weight is its master weight, cast.
-
     Args:
-        path: a checkpoint folder, or a run directory: then its newest.
+        path: a checkpoint of any format, or what points to one: a run directory (then its newest).
+        model: what it is of, for formats that do not say it.
+        workers: threads.
+        advance: told of bytes that were looked at since it was told last, and of how many there are.
 
     Raises:
-        CheckpointError: there is no checkpoint at ``path``.
+        CheckpointError: there is no checkpoint at ``path``. InputError: the model must be said.
     """
-    folder = directory.checkpoint_at(Path(path).expanduser())
-    if folder is None:
-        rule = "a checkpoint or a run directory is verified"
-        raise CheckpointError(Problem(str(path), f"{path} holds no checkpoint", rule, "correct the path"))
+    path = Path(path).expanduser()
+    name, folder = locate(path)
+    recorded = {None: manifest.BESIDE, manifest.NATIVE: manifest.NAME}.get(name)
+    if recorded is None:
+        try:
+            return verify_source(open_source(path, model), workers=workers, advance=advance)
+        except CheckpointError as error:
+            return _findings_of(error)
     try:
-        found = manifest.load(folder)
+        found = manifest.load(folder, recorded)
     except Damage as damage:
         return [Finding(damage.file, damage.seen)]
-    findings = [Finding(manifest.NAME, sentence) for sentence in uncovered(found.by_tensor())]
-    findings += _check_headers(folder, found)
-    buffer = bytearray(BLOCK_BYTES)
-    with Files(folder) as files:
-        for piece in found.pieces:
-            findings += _check_piece(files, piece, buffer)
-    # Where bytes are damaged, comparing values would only say so again.
-    return findings or list(_check_masters(folder, found))
+    findings = list(_check_headers(folder, found))
+    return findings + verify_source(of_manifest(folder, found, model), workers=workers, advance=advance)
+
+
+def _findings_of(error: CheckpointError) -> list[Finding]:
+    """What the reader of a format refused."""
+    if isinstance(error.__cause__, Damage):
+        return [Finding(error.__cause__.file, error.__cause__.seen)]
+    return [Finding(problem.key, problem.seen) for problem in error.problems]
 
 
 def _check_headers(folder: Path, found: Manifest) -> Iterator[Finding]:
@@ -76,37 +94,117 @@ def _check_headers(folder: Path, found: Manifest) -> Iterator[Finding]:
                 yield Finding(record.file, "its header differs from what was written")
 
 
-def _check_piece(files: Files, piece: Piece, buffer: bytearray) -> Iterator[Finding]:
-    dtype = numpy_dtype(piece.dtype)
-    try:
-        for block in check_piece(files, piece, buffer):
-            if not DTYPES[piece.dtype].is_float:
+def verify_source(source: Source, *, workers: int = WORKERS,
+                  advance: Callable[[int, int], None] = lambda done, total: None) -> list[Finding]:
+    """``verify`` of what is open: its tensors, parameter after parameter, and its steps."""
+    catalog = source.catalog
+    by_name: dict[str, list[TensorKey]] = {}
+    for key in catalog.tensors:
+        by_name.setdefault(key.name, []).append(key)
+    total = sum(byte_length(info.dtype, info.shape) for info in catalog.tensors.values())
+    total += sum(piece.end - piece.begin for of_key in catalog.copies.values() for piece in of_key)
+    with Files(catalog.folder) as files:
+        work = _Parameters(source, files, Advance(advance, total))
+        return [*_steps(source), *(finding for found in each(work.look_at, by_name.values(), workers) for finding in found)]
+
+
+def _steps(source: Source) -> Iterator[Finding]:
+    """Everything that says which step a checkpoint is of says the same."""
+    scalars = source.catalog.scalars
+    said = {"the checkpoint is": source.step, "its scalars are": scalars.get(STEP)}
+    if source.format == manifest.NATIVE:
+        said["its folder's name is"] = directory.step_of(source.folder)
+    numbers = {who: step for who, step in said.items() if isinstance(step, int)}
+    if len(set(numbers.values())) > 1:
+        yield Finding(str(source.folder), "steps disagree: " + ", ".join(f"{who} of step {step}" for who, step in numbers.items()))
+    of_optimizer = scalars.get(OPTIMIZER_STEP)
+    if isinstance(of_optimizer, int) and numbers and of_optimizer > max(numbers.values()):
+        yield Finding(str(source.folder), f"steps disagree: the optimizer counts {of_optimizer} of {max(numbers.values())}")
+
+
+class _Parameters:
+    """Looks at all states of one parameter after the other, in several threads."""
+
+    def __init__(self, source: Source, files: Files, advance: Advance) -> None:
+        self._catalog, self._files, self._advance = source.catalog, files, advance
+        # Two arrays at a time.
+        self._first, self._second = Looker(source.catalog, files), Looker(source.catalog, files)
+
+    def look_at(self, keys: Sequence[TensorKey]) -> list[Finding]:
+        """``keys``: the states of one parameter."""
+        tensors = self._catalog.tensors
+        found: list[Finding] = []
+        if len({tensors[key].shape for key in keys}) > 1:
+            shapes = ", ".join(f"{key.state} {tensors[key].shape}" for key in keys)
+            found.append(Finding(str(keys[0]), f"its states differ in shape: {shapes}"))
+        sound = []
+        for key in keys:
+            wrong = list(self._bytes(key))
+            found += wrong
+            if not wrong:  # where bytes are damaged, comparing values would only say so again
+                sound.append(key)
+        master, weight = (TensorKey(state, keys[0].name) for state in (MASTER, WEIGHT))
+        try:
+            for key in sound:
+                found += self._copies(key)
+            if master in sound and weight in sound and tensors[master].shape == tensors[weight].shape:
+                found += self._master(master, weight)
+        except Damage as damage:  # since it was read before
+            found.append(Finding(damage.file, damage.seen))
+        return found
+
+    def _bytes(self, key: TensorKey) -> Iterator[Finding]:
+        """Every element is there once; every block is as it was written, and its values can be."""
+        pieces, copies = self._catalog.pieces[key], self._catalog.copies.get(key, ())
+        if not pieces and Box.whole(self._catalog.tensors[key].shape).numel:
+            yield Finding(str(key), "no file has any of it")
+        for sentence in uncovered({key: pieces} if pieces else {}):
+            yield Finding(str(key), sentence.removeprefix(str(key)).lstrip(": "))
+        buffer = bytearray(max((min(BLOCK_BYTES, piece.end - piece.begin) for piece in (*pieces, *copies)), default=0))
+        for piece in (*pieces, *copies):
+            try:
+                for block in check_piece(self._files, piece, buffer):
+                    for seen, _ in faults(key.state, np.frombuffer(block, numpy_dtype(piece.dtype))):
+                        yield Finding(str(key), f"{seen}, in {piece.file}")
+                    self._advance(len(block))
+            except Damage as damage:
+                yield Finding(damage.file, damage.seen)
+
+    def _copies(self, key: TensorKey) -> Iterator[Finding]:
+        """What stands in several places is the same in all."""
+        info = self._catalog.tensors[key]
+        for copy in self._catalog.copies.get(key, ()):
+            if copy.dtype != info.dtype:
+                yield Finding(str(key), f"it is {info.dtype}, its copy in {copy.file} {copy.dtype}")
                 continue
-            values = np.frombuffer(block, dtype)
-            strange = int(np.count_nonzero(~np.isfinite(values)))
-            if strange:
-                yield Finding(str(piece.key), f"{strange} values are not finite, in {piece.file}")
-            if piece.key.state == EXP_AVG_SQ and bool((values < 0).any()):
-                yield Finding(str(piece.key), f"an average of squares is negative, in {piece.file}")
-    except Damage as damage:
-        yield Finding(damage.file, damage.seen)
+            count, file = self._differing(key, (
+                (box, bits(self._first.read(key, box)) != bits(self._second.read_from(copy, box)))
+                for box in boxes(copy.box, info.dtype, by_columns=copy.transposed)))
+            if count:
+                yield Finding(str(key), f"{count} of {copy.box.numel} values differ between {file} and {copy.file}")
 
+    def _master(self, master: TensorKey, weight: TensorKey) -> Iterator[Finding]:
+        """Each weight is its master weight, cast."""
+        of_master, info = self._catalog.tensors[master], self._catalog.tensors[weight]
+        whole, by_columns = Box.whole(info.shape), any(piece.transposed for piece in self._catalog.pieces[weight])
+        count, file = self._differing(weight, (
+            (box, not_cast(self._first.read(master, box), self._second.read(weight, box)))
+            for box in boxes(whole, info.dtype, of_master.dtype, by_columns=by_columns)))
+        if count:
+            seen = f"{count} of {whole.numel} values are not their master weights, cast to {info.dtype}"
+            yield Finding(str(weight), f"{seen}; the first is in {file}")
 
-def _check_masters(folder: Path, found: Manifest) -> Iterator[Finding]:
-    reader = open_reader(folder)
-    for master in sorted(key for key in found.by_tensor() if key.state == MASTER):
-        weight = TensorKey(WEIGHT, master.name)
-        if weight not in reader.tensors:
-            continue
-        info = reader.tensors[weight]
-        # Both in windows of as many elements, so that they can be compared as they come.
-        wide = DTYPES[reader.tensors[master].dtype].itemsize // DTYPES[info.dtype].itemsize or 1
-        box = Box.whole(info.shape)
-        pairs = zip(windows(reader, master, info.shape, box, reader.tensors[master].dtype, 4 * BLOCK_BYTES),
-                    windows(reader, weight, info.shape, box, info.dtype, 4 * BLOCK_BYTES // wide), strict=True)
-        differing = sum(int(np.count_nonzero(cast.astype(stored.dtype) != stored)) for cast, stored in pairs)
-        if differing:
-            yield Finding(str(weight), f"{differing} of {box.numel} values are not their master weights, cast to {info.dtype}")
+    def _differing(self, key: TensorKey, compared: Iterable[tuple[Box, Any]]) -> tuple[int, str]:
+        """How many elements differ, given where they do box after box, and which file of ``key`` has the first."""
+        count, file = 0, ""
+        for box, differs in compared:
+            here = int(np.count_nonzero(differs))
+            if here and not count:
+                place = np.unravel_index(int(np.argmax(differs)), box.shape) if box.shape else ()
+                one = Box(tuple(int(a) + b for a, b in zip(place, box.offset, strict=True)), (1,) * len(box.shape))
+                file = next(piece.file for piece in self._catalog.pieces[key] if piece.box.intersect(one) is not None)
+            count += here
+        return count, file
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,45 @@
+"""What the tests of memory have done: on ``folder / "run"`` and ``folder / "other"``. Imports no torch, as the tool does not.
+
+    python -m tests.checkpoint.chores NAME FOLDER      prints the most memory that was resident (bytes)
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from toolkit.checkpoint.convert import Conversion
+from toolkit.checkpoint.diff import diff
+from toolkit.checkpoint.formats import native
+from toolkit.checkpoint.formats.huggingface_target import export
+from toolkit.checkpoint.source import open_source
+from toolkit.checkpoint.states import tensors_of
+from toolkit.checkpoint.verify import verify
+
+
+def convert(folder: Path) -> None:
+    source = open_source(folder / "run")
+    target = native.lay_out(source, tensors_of(source, None, optimizer=True))
+    Conversion(source.catalog, target, folder / "out", origin=source.origin(), refuse=source.refuse).run()
+
+
+def write_for_transformers(folder: Path) -> None:
+    export(open_source(folder / "run"), folder / "hub", dtype="float32")
+
+
+def look_at(folder: Path) -> None:
+    assert verify(folder / "run") == []
+
+
+def compare(folder: Path) -> None:
+    assert diff(folder / "run", folder / "other").equal
+
+
+CHORES: Mapping[str, Callable[[Path], None]] = {work.__name__: work for work in (convert, write_for_transformers, look_at, compare)}
+
+if __name__ == "__main__":
+    CHORES[sys.argv[1]](Path(sys.argv[2]))
+    assert "torch" not in sys.modules
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

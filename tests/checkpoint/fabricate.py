@@ -1,0 +1,84 @@
+"""Checkpoints as vendors write them, made by hand: files of torch.save, a rank each, without hashes or a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+
+from tests.checkpoint.layouts import NAMESPACE
+from toolkit.checkpoint.catalog import Catalog, Piece
+from toolkit.checkpoint.formats import torch_zip
+from toolkit.checkpoint.formats.pickles import StoredTensor
+from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
+from toolkit.checkpoint.source import Source, vendors_refusal
+
+
+def of_ranks(folder: Path, named: Mapping[TensorKey, torch.Tensor], *, ranks: int = 2, replicated: Collection[str] = (),
+             turned: Collection[str] = (), scalars: Mapping[str, object] | None = None, step: int = 1) -> Source:
+    """Tensors are cut along their first dim; those whose names are in ``replicated`` stand whole in every file, those in ``turned``
+    with their dims changed over."""
+    folder.mkdir(parents=True)
+    for rank in range(ranks):
+        torch.save({str(key): _of_rank(tensor, rank, ranks, key.name in replicated, key.name in turned) for key, tensor in named.items()},
+                   folder / f"rank{rank}.pt")
+    return read(folder, {key: TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for key, tensor in named.items()},
+                ranks=ranks, replicated=replicated, turned=turned, scalars=scalars, step=step)
+
+
+def read(folder: Path, tensors: Mapping[TensorKey, TensorInfo], *, ranks: int, replicated: Collection[str], turned: Collection[str],
+         scalars: Mapping[str, object] | None, step: int) -> Source:
+    pieces: dict[TensorKey, tuple[Piece, ...]] = {}
+    copies: dict[TensorKey, tuple[Piece, ...]] = {}
+    for rank in range(ranks):
+        saved = torch_zip.load(folder, f"rank{rank}.pt")
+        for key, info in tensors.items():
+            whole = key.name in replicated
+            low, high = (0, info.shape[0]) if whole else _rows(info.shape[0], rank, ranks)
+            box = Box((low, *(0 for _ in info.shape[1:])), (high - low, *info.shape[1:]))
+            stored = saved[str(key)]
+            if key.name in turned:
+                stored = StoredTensor(stored.storage, stored.offset, stored.shape[::-1], stored.strides[::-1])
+            found = tuple(torch_zip.pieces_of(stored, key, info.shape, box))
+            into = copies if whole and rank else pieces
+            into[key] = into.get(key, ()) + found
+    catalog = Catalog(folder, tensors, pieces, {"step": step} if scalars is None else scalars, copies)
+    return Source(format="test", catalog=catalog, namespace=NAMESPACE, step=step, shape=None, refuse=vendors_refusal)
+
+
+def _of_rank(tensor: torch.Tensor, rank: int, ranks: int, whole: bool, turned: bool) -> torch.Tensor:
+    low, high = _rows(len(tensor), rank, ranks)
+    part = tensor.clone() if whole else tensor[low:high].clone()
+    return part.T.contiguous() if turned else part
+
+
+def _rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    return rows * rank // ranks, rows * (rank + 1) // ranks
+
+
+def write_at(source: Source, key: TensorKey, element: int, raw: bytes, *, copy: bool = False) -> Piece:
+    """Overwrite a flat element of ``key`` in its file (of its first copy): what a disk or a bug does, unseen."""
+    for piece in (source.catalog.copies if copy else source.catalog.pieces)[key]:
+        values = torch.arange(torch.Size(piece.global_shape).numel()).reshape(piece.global_shape)
+        inside = values[tuple(slice(o, o + s) for o, s in zip(piece.box.offset, piece.box.shape, strict=True))]
+        inside = (inside.T if piece.transposed else inside).reshape(-1)
+        place = (inside == element).nonzero()
+        if len(place):
+            with (source.folder / piece.file).open("r+b") as file:
+                file.seek(piece.begin + int(place[0, 0]) * piece.itemsize)
+                file.write(raw)
+            return piece
+    raise AssertionError(f"{key} has no element {element}")
+
+
+def read_at(source: Source, key: TensorKey, element: int) -> bytes:
+    """The bytes of a flat element of a tensor that is cut along its first dim."""
+    for piece in source.catalog.pieces[key]:
+        row = torch.Size(piece.global_shape[1:]).numel()
+        at = element - piece.box.offset[0] * row
+        if 0 <= at < piece.box.numel:
+            with (source.folder / piece.file).open("rb") as file:
+                file.seek(piece.begin + at * piece.itemsize)
+                return file.read(piece.itemsize)
+    raise AssertionError(f"{key} has no element {element}")
