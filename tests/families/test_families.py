@@ -30,8 +30,8 @@ def count(shape: ModelShape) -> int:
 
 
 @pytest.mark.parametrize(("name", "billions", "digits"), [
-    ("gpt2", 0.1244, 4), ("llama-2-7b", 6.74, 2), ("llama-3-8b", 8.03, 2), ("qwen2-7b", 7.62, 2), ("mixtral-8x7b", 46.7, 1),
-    ("qwen3-0.6b", 0.596, 3), ("qwen3-8b", 8.19, 2)])
+    ("gpt2", 0.1244, 4), ("llama-2-7b", 6.74, 2), ("llama-3-8b", 8.03, 2), ("llama-3.1-405b", 405.85, 2), ("qwen2-7b", 7.62, 2),
+    ("mixtral-8x7b", 46.7, 1), ("qwen3-0.6b", 0.596, 3), ("qwen3-8b", 8.19, 2)])
 def test_published_models_have_their_published_sizes(name: str, billions: float, digits: int) -> None:
     assert round(count(shape_of(name)) / 1e9, digits) == billions
 

@@ -45,12 +45,14 @@ def committed(directory: Path) -> dict[int, Path]:
 
 
 def pointed(directory: Path) -> Path | None:
-    """What the pointer names, if it is there."""
+    """What the pointer names: a checkpoint beside it, if it is there; or what the run went back to elsewhere, in whatever format, which
+    is refused by name when it is opened and not there, never passed over for random weights."""
     path = directory / POINTER
     if not path.is_file():
         return None
-    folder = directory / path.read_text(encoding="utf-8", errors="replace").strip()
-    return folder if (folder / manifest.NAME).is_file() else None
+    named = Path(path.read_text(encoding="utf-8", errors="replace").strip())
+    folder = directory / named
+    return folder if named.is_absolute() or (folder / manifest.NAME).is_file() else None
 
 
 def newest(directory: Path) -> Path | None:

@@ -21,7 +21,8 @@ from omegaconf.errors import InterpolationValidationError, OmegaConfBaseExceptio
 from toolkit.config import keys, search
 from toolkit.config.overrides import Words, read, schema, unknown_key, wrong_value
 from toolkit.config.prepare import PrepareConfig
-from toolkit.config.roots import PREPARE, RUN, Root
+from toolkit.config.reshard import ReshardConfig, check_together
+from toolkit.config.roots import PREPARE, RESHARD, RUN, Root
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, Problem
 
@@ -41,6 +42,15 @@ def compose_prepare(overrides: Sequence[str]) -> PrepareConfig:
     """The same for ``launch/prepare.py``."""
     config = _typed(_composed(read(overrides, PREPARE), PREPARE), PREPARE)
     assert isinstance(config, PrepareConfig)
+    return config
+
+
+def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
+    """The same for ``launch/reshard.py``; what was written where nothing uses it is a mistake too."""
+    words = read(overrides, RESHARD)
+    config = _typed(_composed(words, RESHARD), RESHARD)
+    assert isinstance(config, ReshardConfig)
+    check_together(config, words.overrides)
     return config
 
 

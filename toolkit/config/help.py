@@ -61,25 +61,23 @@ def help_text(words: Sequence[str] = (), root: Root = RUN) -> str:
     """
     topics = [word for word in words if not word.startswith(("-", "+")) and "=" not in word]
     folders = search.folders(None)
-    groups = search.groups(folders) if root.grouped else ()
+    groups = search.groups(folders) if root.groups is None else root.groups
     if not topics:
         sections = (_section(name, root) for name in ["", *keys.sections(root)])
         all_keys = ["KEYS (with the value they have when nothing is chosen)", *sections]
-        if not root.grouped:
-            return "\n".join(all_keys)
-        parts = [INTRODUCTION, _experiments(folders),
-                 "GROUPS (the default is marked *)", *(_group(folders, name) for name in _ordered(groups)),
-                 *all_keys]
-        return "\n".join(part for part in parts if part)
+        parts = [INTRODUCTION, _experiments(folders)] if root.groups is None else []
+        if groups:
+            parts += ["GROUPS (the default is marked *)", *(_group(folders, name, root) for name in _ordered(groups, root))]
+        return "\n".join(part for part in [*parts, *all_keys] if part)
     return "\n".join(_topic(topic, folders, groups, root) for topic in topics)
 
 
 def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: Root) -> str:
     parts = []
-    if topic == EXPERIMENT and root.grouped:
+    if topic == EXPERIMENT and root.groups is None:
         parts.append(_experiments(folders))
     elif topic in groups:
-        parts.append(_group(folders, topic))
+        parts.append(_group(folders, topic, root))
     if topic in keys.sections(root):
         parts += [_section(name, root) for name in keys.sections(root) if name == topic or name.startswith(topic + ".")]
     elif topic in keys.table(root):
@@ -100,10 +98,10 @@ def _experiments(folders: Sequence[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _group(folders: Sequence[Path], group: str) -> str:
+def _group(folders: Sequence[Path], group: str, root: Root) -> str:
     if group == EXPERIMENT:
         return ""
-    chosen = _defaults(folders).get(group)
+    chosen = _defaults(root).get(group)
     lines = [f"  {group}="]
     for option in search.options(folders, group):
         about = " ".join(_comment(folders, group, option)).strip()
@@ -111,15 +109,15 @@ def _group(folders: Sequence[Path], group: str) -> str:
     return "\n".join(lines)
 
 
-def _ordered(groups: Sequence[str]) -> list[str]:
+def _ordered(groups: Sequence[str], root: Root) -> list[str]:
     """As in the defaults list; others after them."""
-    first = list(_defaults(search.folders(None)))
+    first = list(_defaults(root))
     return [*(name for name in first if name in groups), *(name for name in groups if name not in first)]
 
 
-def _defaults(folders: Sequence[Path]) -> dict[str, str]:
-    """Group -> the option that conf/config.yaml chooses."""
-    entries = yaml.safe_load((folders[0] / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+def _defaults(root: Root) -> dict[str, str | None]:
+    """Group -> the option that the command's file in conf/ chooses."""
+    entries = yaml.safe_load((search.ROOT / f"{root.file}.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
@@ -166,7 +164,7 @@ def _show(value: Any) -> str:
 @cache
 def _values(root: Root) -> dict[str, Any]:
     """What the defaults list sets besides the schema."""
-    return keys.flatten(compose([])) if root.grouped else {}
+    return keys.flatten(compose([])) if root is RUN else {}
 
 
 @cache

@@ -45,7 +45,8 @@ def read(arguments: Sequence[str], root: Root = RUN) -> Words:
     plain, own, problems = _options(arguments)
     words = Words(search.folders(own))
     checker = _Checker(words.search, root)
-    for text in plain:
+    for typed in plain:
+        text = _long(typed, root)
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
@@ -62,6 +63,12 @@ def read(arguments: Sequence[str], root: Root = RUN) -> Words:
     if problems:
         raise ConfigError(*problems)
     return words
+
+
+def _long(text: str, root: Root) -> str:
+    """``target.path=PATH`` for ``target=PATH``: OmegaConf gives a name keys or a value, not both."""
+    name, equals, value = text.partition("=")
+    return f"{dict(root.short).get(name, name)}={value}" if equals else text
 
 
 def _options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Problem]]:
@@ -117,7 +124,7 @@ class _Checker:
     def __init__(self, folders: Sequence[Path], root: Root) -> None:
         self.folders = folders
         self.root = root
-        self.groups = search.groups(folders) if root.grouped else ()
+        self.groups = search.groups(folders) if root.groups is None else root.groups
 
     def unreadable(self, text: str, error: HydraException) -> Problem:
         if "=" not in text and EXPERIMENT in self.groups and text in search.options(self.folders, EXPERIMENT):

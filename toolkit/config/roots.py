@@ -1,10 +1,11 @@
-"""What a command's configuration is made of: the schema, the file in conf/ that it begins with, and whether groups belong to it."""
+"""What a command's configuration is made of: the schema, the file in conf/ that it begins with, and which groups belong to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from toolkit.config.prepare import PrepareConfig
+from toolkit.config.reshard import ReshardConfig
 from toolkit.config.schema import RunConfig
 
 
@@ -14,16 +15,19 @@ class Root:
     Attributes:
         kind: dataclass of the whole configuration.
         file: ``conf/<file>.yaml``, whose defaults list begins with ``schema``.
-        grouped: whether the folders of conf/ are groups of it. Without them it is keys only.
+        groups: folders of conf/ that are groups of it; None: all of them, experiments too.
         open: keys below which settings are not the schema's: the engines' own, and the arguments of a user's module.
+        short: sections that may be given a value, which is that of one of their keys: (section, key).
     """
 
     kind: type
     file: str
     schema: str
-    grouped: bool
+    groups: tuple[str, ...] | None
     open: tuple[str, ...] = ()
+    short: tuple[tuple[str, str], ...] = ()
 
 
-RUN = Root(RunConfig, "config", "run_schema", grouped=True, open=("engine.deepspeed", "engine.megatron", "model.arguments", "data.sources"))
-PREPARE = Root(PrepareConfig, "prepare", "prepare_schema", grouped=False)
+RUN = Root(RunConfig, "config", "run_schema", groups=None, open=("engine.deepspeed", "engine.megatron", "model.arguments", "data.sources"))
+PREPARE = Root(PrepareConfig, "prepare", "prepare_schema", groups=())
+RESHARD = Root(ReshardConfig, "reshard", "reshard_schema", groups=("model",), short=(("target", "target.path"),))

@@ -18,7 +18,10 @@ class Llama(Decoder):
         "llama-2-7b": ModelConfig(family=name, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
                                   vocab_size=32000, max_position_embeddings=4096),
         "llama-3-8b": ModelConfig(family=name, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                                  num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0)}
+                                  num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0),
+        "llama-3.1-405b": ModelConfig(family=name, hidden_size=16384, intermediate_size=53248, num_hidden_layers=126,
+                                      num_attention_heads=128, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
+                                      rope_theta=500000.0)}
     tiny: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
     fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "mlp_bias": False}
 

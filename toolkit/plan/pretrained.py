@@ -15,18 +15,27 @@ from toolkit.families import FAMILIES
 def resolve(config: RunConfig) -> RunConfig:
     """Fill the sizes that are null from the pretrained model's configuration; without ``model.pretrained``, ``config`` itself.
 
+    Raises: as :func:`resolve_model`.
+    """
+    model = resolve_model(config.model)
+    return config if model is config.model else replace(config, model=model)
+
+
+def resolve_model(model: ModelConfig) -> ModelConfig:
+    """The same for the model alone.
+
     What decides training rather than shape (dropout, the router's loss, initial weights) stays as the run says.
 
     Raises:
         InputError: there is no such model, or it is of a kind that no family covers.
         PlanError: a size that was written differs from the model's.
     """
-    if config.model.pretrained is None or config.model.target is not None:
-        return config
-    written = _read(config.model.pretrained)
+    if model.pretrained is None or model.target is not None:
+        return model
+    written = _read(model.pretrained)
     kind = written.get("model_type")
     if kind not in FAMILIES:
-        raise InputError(Problem("model.pretrained", f"model.pretrained={config.model.pretrained}, whose model_type is {kind!r}",
+        raise InputError(Problem("model.pretrained", f"model.pretrained={model.pretrained}, whose model_type is {kind!r}",
                                  f"a pretrained model is of one of the families {', '.join(FAMILIES)}",
                                  "wrap it in a module and train that: model.target=my.package.Model"))
     found = FAMILIES[kind].from_hugging_face_config(written)
@@ -35,16 +44,16 @@ def resolve(config: RunConfig) -> RunConfig:
     for field in fields(ModelConfig):
         if field.default is not None:
             continue
-        ours, theirs = getattr(config.model, field.name), getattr(found, field.name)
+        ours, theirs = getattr(model, field.name), getattr(found, field.name)
         if ours is None:
             filled[field.name] = theirs
         elif theirs is not None and ours != theirs:
-            problems.append(Problem(f"model.{field.name}", f"model.{field.name}={ours}, but {config.model.pretrained} has {theirs}",
+            problems.append(Problem(f"model.{field.name}", f"model.{field.name}={ours}, but {model.pretrained} has {theirs}",
                                     "a pretrained model keeps its own sizes",
                                     f"leave model.{field.name} out (model=pretrained), or drop model.pretrained: random weights"))
     if problems:
         raise PlanError(*problems)
-    return replace(config, model=replace(config.model, **filled))
+    return replace(model, **filled)
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -18,7 +18,9 @@ FILE_BYTES = 4 * 2**30  # of one file, except for a single larger tensor
 
 
 def find(path: Path) -> Path | None:
-    return directory.checkpoint_at(path)
+    found = directory.checkpoint_at(path)
+    ours = found is not None and ((found / manifest.NAME).exists() or directory.step_of(found) is not None)
+    return found if ours else None
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> Source:

@@ -1,0 +1,83 @@
+"""Checkpoints that exist as descriptions only: sizes and ranks, no files. Pieces are made when they are asked for.
+
+    python -m tests.checkpoint.described llama-3.1-405b 1024 None       plans ZeRO-3 -> TP8 x PP16 x DP8; prints figures
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit import families
+from toolkit.checkpoint.catalog import DTYPES, Catalog, Damage, Made, Piece
+from toolkit.checkpoint.formats.deepspeed_geometry import Run, pieces_of_runs, runs_of_shares, share_numel
+from toolkit.checkpoint.plan_reshard import plan_reshard
+from toolkit.checkpoint.reshard import lay_out
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, Box, TensorInfo, TensorKey
+from toolkit.checkpoint.source import Source
+from toolkit.config.reshard import Format, Stage, TargetConfig, TargetParallelConfig
+from toolkit.config.schema import Precision
+from toolkit.errors import CheckpointError, Problem
+from toolkit.families.published import PUBLISHED
+
+STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
+
+
+def refuse(folder: Path, damage: Damage) -> CheckpointError:
+    return CheckpointError(Problem(damage.file, damage.seen, damage.rule, "none"))
+
+
+def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
+    """A 16-bit run's optimizer files of ZeRO 3: masters and moments, a flat buffer of each state in each rank's file.
+
+    Args:
+        missing: a rank whose file is not there.
+    """
+    config = PUBLISHED[model]
+    family = families.get(str(config.family))
+    shape = family.settle(config)
+    parameters = family.parameters(shape)
+    starts: dict[str, int] = {}
+    held = 0
+    for spec in parameters:
+        starts[spec.name] = held
+        held += share_numel(spec.numel, ranks)
+    tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape) for state in STATES for spec in parameters}
+    base = {state: 4096 + number * held * DTYPES["float32"].itemsize for number, state in enumerate(STATES)}
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
+
+    def runs(at: int, numel: int) -> Iterator[Run]:
+        return (run for run in runs_of_shares(at, numel, ranks) if run.rank != missing)
+
+    def make(key: TensorKey) -> tuple[Piece, ...]:
+        info = tensors[key]
+        box = Box.whole(info.shape)
+        return pieces_of_runs(key, info.dtype, info.shape, box, runs(starts[key.name], box.numel),
+                              lambda rank: (names[rank], base[key.state]))
+
+    catalog = Catalog(Path("/described"), tensors, Made(tensors, make), {"step": 500, "optimizer_step": 500})
+    return Source(format="deepspeed", catalog=catalog, namespace=family.namespace, step=500, shape=shape, refuse=refuse)
+
+
+def main(model: str, ranks: str, missing: str) -> None:
+    began = time.process_time()
+    source = zero3(model, int(ranks), None if missing == "None" else int(missing))
+    parallel = TargetParallelConfig(data=8, tensor=8, pipeline=16)
+    config = TargetConfig(format=Format.megatron, parallel=parallel, zero=Stage.stage1, precision=Precision.bf16)
+    try:
+        plan = plan_reshard(source.catalog, lay_out(source, config))
+    except CheckpointError as error:
+        print(f"wrong={str(error).splitlines()[0]}")
+        return
+    assert source.shape is not None
+    print(f"parameters={sum(spec.numel for spec in families.get(source.shape.family).parameters(source.shape))}")
+    print(f"read={plan.bytes_read}\nreads={plan.reads}\nwritten={plan.target_bytes}\nwrites={plan.writes}")
+    print(f"source_pieces={plan.source_pieces}\ntarget_pieces={plan.target_pieces}\ncpu_seconds={time.process_time() - began:.1f}")
+    print(f"peak_bytes={resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

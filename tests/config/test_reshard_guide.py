@@ -1,0 +1,61 @@
+"""What docs/resharding.md tells to type composes, and its table of formats is that of the code.
+
+    pytest tests/config/test_reshard_guide.py
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from launch import reshard as command
+from toolkit.checkpoint.reshard import WRITERS
+from toolkit.checkpoint.source import FORMATS
+from toolkit.config.compose import compose, compose_reshard
+from toolkit.config.reshard import OF_FORMAT, Action, Format
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs/resharding.md").read_text(encoding="utf-8")
+TEXTS = (GUIDE, (ROOT / "README.md").read_text(encoding="utf-8"), command.__doc__ or "")
+LINES = [line.strip() for text in TEXTS for line in text.splitlines() if re.match(r"\s*python launch/reshard.py .*=", line)]
+
+
+def test_there_are_examples_of_every_action() -> None:
+    assert len(LINES) > 12
+    typed = " ".join(LINES)
+    for action in set(Action) - {Action.convert}:
+        assert f"action={action.name}" in typed
+    for form in Format:
+        assert f"target.format={form.name}" in typed or form is Format.native
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_commands_compose(line: str) -> None:
+    compose_reshard(shlex.split(line, comments=True)[2:])
+
+
+def test_commands_of_training_compose() -> None:
+    lines = re.findall(r"^python launch/train.py (.*)$", GUIDE, re.MULTILINE)
+    assert lines
+    for line in lines:
+        compose(shlex.split(line, comments=True))
+
+
+def rows() -> dict[str, list[str]]:
+    """By format: reads, writes, keys of target, what it carries."""
+    found = re.findall(r"^\| `(\w+)` \| (yes|no) \| (yes|no) \| (.*?) \| (.*?) \|$", GUIDE, re.MULTILINE)
+    return {name: cells for name, *cells in found}
+
+
+def test_the_table_of_formats_is_that_of_the_code() -> None:
+    table = rows()
+    assert table.keys() == {*FORMATS, *(form.name for form in Format)}
+    for name, (reads, writes, keys, _) in table.items():
+        assert (reads == "yes") == (name in FORMATS), name
+        form = Format.__members__.get(name)
+        assert (writes == "yes") == (form is Format.native or form in WRITERS), name
+        if writes == "yes" and form is not None:
+            assert re.findall(r"`(.*?)`", keys) == list(OF_FORMAT[form]), name

@@ -1,0 +1,170 @@
+"""launch/reshard.py as a person uses it.
+
+    pytest tests/launch/test_reshard.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from launch import reshard
+from tests.checkpoint.tiny_run import STEP, tiny_checkpoint, tiny_shape
+from toolkit import families
+from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.nearby import model_near, model_unknown
+from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT
+from toolkit.checkpoint.source import open_source
+from toolkit.checkpoint.verify import digest
+from toolkit.errors import CheckpointError
+
+ROOT = Path(__file__).resolve().parents[2]
+Captured = pytest.CaptureFixture[str]
+
+
+def run(*words: object) -> int:
+    return reshard.main([str(word) for word in words])
+
+
+def said(capsys: Captured, *words: object, code: int = 0) -> str:
+    """What the command prints, on stdout where it is done and on stderr where it is refused."""
+    assert run(*words) == code, capsys.readouterr()
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return captured.err if code == 2 else captured.out
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run in bf16, as a run's folder has it."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", mixed=True)
+
+
+def files_below(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_convert_says_what_it_did(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+    out = said(capsys, f"source={checkpoint.parent.parent}", f"target={tmp_path}/out", "target.precision=fp32")
+    assert f"source     native: {checkpoint}" in out
+    assert f"target     native: {tmp_path}/out" in out
+    assert f"step       {STEP}" in out
+    assert "not used   weight (all 21)" in out
+    reader = open_reader(tmp_path / "out")
+    assert {key.state for key in reader.tensors} == {WEIGHT, "exp_avg", EXP_AVG_SQ}
+    before = open_reader(checkpoint)
+    masters = {key.name: hashed for key, hashed in digest(before).tensors.items() if key.state == MASTER}
+    assert masters == {key.name: hashed for key, hashed in digest(reader).tensors.items() if key.state == WEIGHT}
+    assert reader.scalars == before.scalars
+    err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
+    assert "is there already" in err
+
+
+def test_there_and_back_is_the_same(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
+    assert digest(open_reader(tmp_path / "out")) == digest(open_reader(checkpoint))
+    said(capsys, f"source={checkpoint}", f"target={tmp_path}/weights", "target.optimizer=false")
+    assert {key.state for key in open_reader(tmp_path / "weights").tensors} == {WEIGHT}
+    err = said(capsys, f"source={tmp_path}/weights", f"target={tmp_path}/more", "target.optimizer=true", code=2)
+    assert "has no optimizer's state" in err
+
+
+def test_inspect_says_what_it_is_and_touches_nothing(checkpoint: Path, capsys: Captured) -> None:
+    before = files_below(checkpoint.parent)
+    out = said(capsys, f"source={checkpoint}", "action=inspect")
+    assert files_below(checkpoint.parent) == before
+    parameters = sum(spec.numel for spec in families.get("llama").parameters(tiny_shape()))
+    for line in ("format     native", "names      llama/1", "model      llama: hidden_size=64",
+                 f"parameters {parameters:,} in 21 tensors: the whole model", f"step       {STEP}", "scalar     consumed_samples=24"):
+        assert line in out, out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["model.layers.*.self_attn.k_proj.weight", "2", "[32,", "64]", "weight", "master", "exp_avg", "exp_avg_sq"] in rows
+    assert any(row[:2] == ["exp_avg_sq", "21"] and row[-1] == "float32" for row in rows)
+    assert any(row[:2] == ["weight", "21"] and row[-1] == "bfloat16" for row in rows)
+
+
+def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+    before = files_below(checkpoint.parent)
+    words = (f"source={checkpoint}", f"target={tmp_path}/out", "action=plan")
+    out = said(capsys, *words)
+    assert "measured by copying" in out
+    assert "proven     every element" in out
+    assert "at 2 GB/s, as stated" in said(capsys, *words, "rate=2")
+    assert "unknown: write target=PATH" in said(capsys, words[0], words[2])
+    assert files_below(checkpoint.parent) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("typed", "shows"), [
+    (("source=/no/such", "action=inspect"), "/no/such is not there"),
+    (("source={empty}", "action=inspect"), "holds no checkpoint"),
+    (("source={checkpoint}", "target={empty}/x", "target.zero=stage3"), "native takes target.precision, target.optimizer"),
+    (("source={checkpoint}", "target={empty}/x", "model.hidden_size=64"), "write model=FAMILY too"),
+    (("source={checkpoint}", "target={empty}/x", "model=llama", "model.num_attention_heads=5"), "divisible by model.num_attention_heads"),
+])
+def test_mistakes_are_answered_and_leave_nothing(checkpoint: Path, tmp_path: Path, capsys: Captured, typed: tuple[str, ...],
+                                                 shows: str) -> None:
+    err = said(capsys, *(word.format(checkpoint=checkpoint, empty=tmp_path) for word in typed), code=2)
+    assert shows in err
+    assert "rule:" in err
+    assert "remedy:" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_source_is_refused_by_name(tmp_path: Path, capsys: Captured) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
+    file = checkpoint / "part-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
+    assert str(file) in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_the_model_comes_from(tmp_path: Path) -> None:
+    """The run around a checkpoint, then config.json; where there is neither, the way to say it is told."""
+    checkpoint = tiny_checkpoint(tmp_path / "run" / "checkpoints", "qwen3", says_model=False)
+    assert open_source(checkpoint).shape is None
+    shape = tiny_shape("qwen3")
+    assert open_source(checkpoint, shape).shape == shape
+    (tmp_path / "run" / "config.json").write_text(json.dumps(families.get("qwen3").hugging_face_config(shape)))
+    found = open_source(checkpoint).shape
+    assert found is not None
+    assert found.head_dim == shape.head_dim
+    (tmp_path / "run" / "attempts").mkdir()
+    (tmp_path / "run" / "plan.json").write_text(json.dumps({"model": {**asdict(tiny_shape()), "of a later version": 1}}))
+    assert model_near(checkpoint) == tiny_shape(), "the run's plan comes first"
+    assert "model=pretrained model.pretrained=FOLDER" in str(model_unknown(checkpoint))
+
+
+def test_a_run_that_went_back_to_another_folder_finds_it_again(checkpoint: Path, tmp_path: Path) -> None:
+    """``latest`` names what resume=PATH came to, of whatever format; where it is gone, nobody starts from random weights instead."""
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "latest").write_text(f"{checkpoint}\n")
+    assert open_source(tmp_path).folder == checkpoint
+    (checkpoints / "latest").write_text(f"{tmp_path}/gone\n")
+    with pytest.raises(CheckpointError, match="gone is not there"):
+        open_source(tmp_path)
+
+
+def test_the_command_is_quick_and_has_no_torch(checkpoint: Path, tmp_path: Path) -> None:
+    """It runs where no engine is installed. Measured: 0.6 s for a conversion of this size, of these 0.3 s to begin."""
+    words = [f"source={checkpoint}", f"target={tmp_path}/out"]
+    code = (f"import sys, time; from launch import reshard; assert reshard.main({words!r}) == 0\n"
+            "assert reshard.main(['source=x', 'actoin=plan']) == 2 and reshard.main(['--help']) == 0\n"
+            "print([name for name in ('torch', 'deepspeed', 'megatron', 'transformers') if name in sys.modules], time.process_time())")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    modules, seconds = done.stdout.splitlines()[-1].rsplit(" ", 1)
+    assert modules == "[]"
+    assert float(seconds) < 3
+    assert "did you mean action?" in done.stderr
+    assert "target.format=megatron target.parallel.tensor=4" in done.stdout
