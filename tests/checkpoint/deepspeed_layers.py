@@ -92,12 +92,11 @@ def save_layers(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Ma
 
 def layers_of(shape: ModelShape) -> Iterator[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
-    from transformers import LlamaConfig
+    from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     sizes = families.get(shape.family).hugging_face_config(shape)
-    sizes.pop("model_type")
-    config = LlamaConfig(**sizes, attn_implementation="eager")
+    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, attn_implementation="eager")
     table = (shape.vocab_size, shape.hidden_size)
     tied = shape.tie_word_embeddings
     yield TiedLayerSpec("embed", nn.Embedding, *table) if tied else LayerSpec(nn.Embedding, *table)

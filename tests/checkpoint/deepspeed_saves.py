@@ -15,7 +15,7 @@ from torch import nn
 from tests.checkpoint.vendors import vendor_save
 from tests.engine.cases import Cell, WithoutMoments, make, steps
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.shard import Box, TensorKey
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Box, TensorKey
 from toolkit.engine import deepspeed_load as moving
 from toolkit.engine import deepspeed_state as state
 from toolkit.engine.protocol import Engine
@@ -72,11 +72,16 @@ def save_plain(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Map
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
     engine.save_checkpoint(str(folder), tag=TAG)
-    places = {parameter: state.Place(name, shape, Box.whole(shape)) for name, parameter in model.named_parameters()
-              for shape in [tuple(getattr(parameter, "ds_shape", parameter.shape))]}
-    partitions = state.partitions(engine.optimizer, places, rank=rank, ranks=ranks)
-    shards = moving.shards(engine.optimizer, partitions) + list(state.frozen(model, places, rank=rank, ranks=ranks))
-    found = gather(shards, rank, ranks)
+    places: dict[torch.Tensor, state.Place] = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        places[parameter] = state.Place(name, shape, Box.whole(shape))
+    if hasattr(engine.optimizer, "fp32_groups"):
+        found = unfused(engine.optimizer, places)
+    else:
+        partitions = state.partitions(engine.optimizer, places, rank=rank, ranks=ranks)
+        shards = moving.shards(engine.optimizer, partitions) + list(state.frozen(model, places, rank=rank, ranks=ranks))
+        found = gather(shards, rank, ranks)
     engine.destroy()
     if stage == 3:
         compat.unwind([model, *list(model.modules())])
@@ -84,6 +89,37 @@ def save_plain(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Map
         compat.restore_linear()
     compat.forget_axes()
     return found
+
+
+def unfused(optimizer: Any, places: Mapping[torch.Tensor, state.Place]) -> State:
+    """Of 16 bits without ZeRO: every rank has everything."""
+    found: State = {}
+    for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for weight, master in zip(weights, masters, strict=True):
+            tensors = {WEIGHT: weight, MASTER: master, **{name: optimizer.optimizer.state[master][name] for name in (EXP_AVG, EXP_AVG_SQ)}}
+            found.update({TensorKey(name, places[weight].name): tensor.detach().clone() for name, tensor in tensors.items()})
+    return found
+
+
+def fuse(path: Path) -> None:
+    """As DeepSpeed writes the same with an optimizer of its own, which no CPU has: a flat buffer a group."""
+    saved = torch.load(path, weights_only=False)
+    optimizer = saved["optimizer"]
+    states, groups = optimizer["optimizer_state_dict"]["state"], optimizer.pop("fp32_groups")
+    optimizer["fp32_groups_flat"] = [torch.cat([tensor.detach().flatten() for tensor in group]) for group in groups]
+    merged, first = {}, 0
+    for number, group in enumerate(groups):
+        mine = [states[place] for place in range(first, first + len(group))]
+        merged[number] = {name: torch.cat([one[name].flatten() for one in mine]) for name in (EXP_AVG, EXP_AVG_SQ)}
+        merged[number]["step"] = mine[0]["step"]
+        first += len(group)
+    optimizer["optimizer_state_dict"]["state"] = merged
+    torch.save(saved, path)
+
+
+def forget_shapes(path: Path) -> None:
+    """As it is where ``BF16_Optimizer`` runs without ZeRO: shapes are saved for ZeRO alone."""
+    torch.save(torch.load(path, weights_only=False) | {"param_shapes": None}, path)
 
 
 BASE: Mapping[str, Any] = {

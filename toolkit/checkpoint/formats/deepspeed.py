@@ -217,9 +217,9 @@ def loss_scaler_of(optimizer: Mapping[str, object]) -> dict[str, object] | None:
 def _agreed(models: Sequence[File], key: str) -> int:
     values = {file.content.get(key) for file in models}
     value = values.pop()
-    if values or not isinstance(value, int):
+    if values or not isinstance(value, (int, float)) or value != int(value):  # with a context axis DeepSpeed counts samples in floats
         raise Damage(models[0].name, f"{key} is {sorted(map(str, {value, *values}))} in the models' files", "all files are of one step")
-    return value
+    return int(value)
 
 
 def facts_of(saved: Saved) -> dict[str, str]:

@@ -62,7 +62,8 @@ def catalog_of(folder: Path, shape: ModelShape, stages: Sequence[Ranks], scalars
         for name in dict.fromkeys(name for held in ranks for name in held):
             part, locals_ = parts[name], [held.get(name) for held in ranks]
             found = gathered.setdefault(part.name, _Gathered())
-            for box, local in zip(boxes(part, name, [local and local.shape for local in locals_], folder), locals_, strict=True):
+            sizes = [None if local is None else local.shape for local in locals_]
+            for box, local in zip(boxes(part, name, sizes, folder), locals_, strict=True):
                 if box is not None and local is not None:
                     _gather(found, part, box, local)
     return _finish(folder, shape, gathered, scalars)

@@ -110,7 +110,7 @@ def names_of_groups(shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape
     if ways.get(end) != 1:
         return None
     found: list[list[str]] = [[] for _ in groups]
-    for name, choices in zip(reversed(shapes), reversed(trail), strict=True):
+    for name, choices in zip(reversed(list(shapes)), reversed(trail), strict=True):
         end, chosen = choices[end]
         if chosen is not None:
             found[chosen].append(name)

@@ -106,9 +106,9 @@ def _whole_matrices(ranks: Sequence[File], shapes: Mapping[str, Shape], offsets:
         for rank in range(offset // partition, -(-(offset + length) // partition)):
             yield name, MOMENTUM, Spread(buffers[0].dtype, partial(tuple, [Run(rank, 0, at[rank], length)]), places)
             at[rank] += length
-    for rank, buffer, used in zip(ranks, buffers, at, strict=True):
+    for file, buffer, used in zip(ranks, buffers, at, strict=True):
         if used != buffer.numel:
-            raise Damage(rank.name, f"{MOMENTUM} in {rank.name} has {buffer.numel} elements, its matrices {used}",
+            raise Damage(file.name, f"{MOMENTUM} in {file.name} has {buffer.numel} elements, its matrices {used}",
                          "Muon keeps momentum of the matrices that a rank has a part of")
 
 
