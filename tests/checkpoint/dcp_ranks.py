@@ -38,7 +38,7 @@ def save(rank: int, ranks: int, plan: RunPlan, folder: Path, sharded: bool, flat
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, **SETTINGS)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank if sharded else 0)
     for _ in range(STOP):
         assert plan.shape is not None
         ids = torch.randint(0, plan.shape.vocab_size, (2, 8), generator=generator)

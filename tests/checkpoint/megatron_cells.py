@@ -59,7 +59,7 @@ class Saves:
         self.of = cache(self._make)
 
     def _make(self, case: Cell) -> tuple[Path, Held]:
-        folder = self._folder / str(case)
+        folder = self._folder / f"{len(list(self._folder.iterdir()))}"
         return folder, self.pool.run(work.train, case.plan, folder, {"singleton": case.singleton}, case.with_args, ranks=case.ranks)[0]
 
 
