@@ -24,6 +24,7 @@ from toolkit.errors import CheckpointError, Problem
 from toolkit.families.published import PUBLISHED
 
 STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
+OPTIM = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
 def refuse(folder: Path, damage: Damage) -> CheckpointError:
@@ -58,7 +59,7 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
         return pieces_of_runs(key, info.dtype, info.shape, box, runs(starts[key.name], box.numel),
                               lambda rank: (names[rank], base[key.state]))
 
-    catalog = Catalog(Path("/described"), tensors, Made(tensors, make), {"step": 500, "optimizer_step": 500})
+    catalog = Catalog(Path("/described"), tensors, Made(tensors, make), {"step": 500, "optimizer_step": 500, "optim": OPTIM})
     return Source(format="deepspeed", catalog=catalog, namespace=family.namespace, step=500, shape=shape, refuse=refuse)
 
 

@@ -109,14 +109,18 @@ def load(folder: Path, name: str) -> File:
     return File(name, content)
 
 
-def read_models(folder: Path) -> tuple[tuple[File, ...], bool]:
-    """The model's file of each model-parallel rank, and whether they are of ZeRO 3. Raises Damage."""
+def read_models(folder: Path, *, both: bool = False) -> tuple[tuple[File, ...], bool]:
+    """The model's file of each model-parallel rank, and whether they are of ZeRO 3. Raises Damage.
+
+    Args:
+        both: there may be those of ZeRO 3 beside the others, which say the same.
+    """
     names = [name for name in names_in(folder) if _MODEL.fullmatch(name)]
     kinds = {name.startswith("zero") for name in names}
-    if len(kinds) != 1:
+    if not kinds or (len(kinds) > 1 and not both):
         seen = "model states of ZeRO 3 and of other stages" if kinds else "no model states"
         raise Damage("mp_rank_00_model_states.pt", f"{folder} has {seen}", "a folder holds one checkpoint, with all model states")
-    (stage3,) = kinds
+    stage3 = min(kinds)
     first = load(folder, _model_name(0, 0, stage3))
     count = _count(first, "mp_world_size")
     return (first, *(load(folder, _model_name(rank, 0, stage3)) for rank in range(1, count))), stage3

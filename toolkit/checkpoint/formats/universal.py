@@ -48,9 +48,9 @@ def open_source(folder: Path, model: ModelShape | None = None) -> Source:
     if model is None:
         raise nearby.model_unknown(folder)
     try:
-        models, stage3 = files.read_models(folder)
+        models, stage3 = files.read_models(folder, both=True)  # one folder may serve all stages
         saved = Saved(folder=folder, models=models, partitions=(), layers={}, tensor=_tensor_ranks(models), stage3=stage3)
-        shapes = _shapes(models)
+        shapes = _shapes(folder, models)
         steps: list[object] = []
         held = {name: _parameter(folder, name, shape, steps) for name, shape in shapes.items()}
         stages = deepspeed.weights_of(saved)
@@ -69,13 +69,16 @@ def _tensor_ranks(models: tuple[File, ...]) -> int:
     return len(models) if isinstance(models[0].content.get("module"), Mapping) else 1
 
 
-def _shapes(models: tuple[File, ...]) -> dict[str, Shape]:
-    """Of every parameter of an optimizer, by name, as the first rank that has it has it. Raises Damage."""
+def _shapes(folder: Path, models: tuple[File, ...]) -> dict[str, Shape]:
+    """Of every parameter of an optimizer, by name, as the first rank that has it has it; where no rank says (this toolkit's), none is known
+    before its own files are read. Raises Damage."""
     found: dict[str, Shape] = {}
     for file in models:
         for group in file.content.get("param_shapes") or ():
             for name, shape in group.items():
                 found.setdefault(name, shape)
+    if not found:
+        found = {path.parent.name: () for path in sorted((folder / PARAMETERS).glob(f"*/{MASTER_FILE}"))}
     if not found:
         raise Damage(models[0].name, f"{models[0].name} names no parameters", "a universal checkpoint is made of one of ZeRO")
     return found
