@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import time
@@ -82,17 +81,9 @@ class Run:
         return reader.step
 
 
-@pytest.fixture(scope="module")
-def context() -> ForkServerContext:
-    """Processes forked from a server that has imported torch once and runs no threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint.writer"])
-    return context
-
-
 @pytest.fixture
-def run(tmp_path: Path, context: ForkServerContext) -> Run:
-    return Run(tmp_path / "checkpoints", context)
+def run(tmp_path: Path, forks: ForkServerContext) -> Run:
+    return Run(tmp_path / "checkpoints", forks)
 
 
 # Entered n times: in the first save, and when others are there to be lost. A save enters PIECES 1 + pieces times.

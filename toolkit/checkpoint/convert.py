@@ -9,9 +9,8 @@ Memory is two tiles, a block and casts a thread, whatever the sizes of tensors. 
 from __future__ import annotations
 
 import errno
-import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from enum import StrEnum
@@ -19,11 +18,12 @@ from pathlib import Path
 
 import xxhash
 
+import toolkit
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.blocks import Files
+from toolkit.checkpoint.blocks import UNFINISHED, Files, stamps
 from toolkit.checkpoint.catalog import BLOCK_BYTES, Catalog, Damage, Piece
 from toolkit.checkpoint.fill import Filler, Unit, Written, units_of
-from toolkit.checkpoint.journal import Journal
+from toolkit.checkpoint.journal import Journal, is_journal_of
 from toolkit.checkpoint.output import Output, Segment
 from toolkit.checkpoint.target import Target, TargetFile
 from toolkit.errors import CheckpointError, Problem
@@ -61,8 +61,10 @@ class Conversion:
                  on_phase: Callable[[Phase], None] = lambda phase: None) -> None:
         self.source, self.target, self.path = source, target, path
         self.units, self.unused = units_of(source, target)
-        self.temporary = path.with_name(f".{path.name}.resharding")
-        self._identity = xxhash.xxh3_128_hexdigest(f"{origin}\n{target.format}\n{target.identity}\n{BLOCK_BYTES}".encode())
+        self.temporary = path.with_name(f".{path.name}{UNFINISHED}")
+        self._stamps = stamps(source.folder)
+        decides = (toolkit.__version__, origin, target.format, target.identity, BLOCK_BYTES, examine)
+        self._identity = xxhash.xxh3_128_hexdigest("\n".join(map(str, decides)).encode())
         self._refuse, self._workers, self._on_phase = refuse, workers, on_phase
         self._filler = Filler(source, target, examine=examine, advance=advance)
 
@@ -75,21 +77,27 @@ class Conversion:
         """Write, check and commit. Returns whether it went on where an earlier attempt was killed.
 
         Raises:
-            CheckpointError: the source is damaged, the target's name is taken, the disk is full. What was written stays for the
-                next attempt, hidden beside the target.
+            CheckpointError: the source is damaged or changes meanwhile, the target's name is taken, the disk is full. What was written
+                stays for the next attempt, hidden beside the target.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise CheckpointError(Problem("target", f"{self.path} is there already", "a conversion makes a folder and replaces none",
-                                          "name another target=PATH, or move that one away"))
         try:
+            if is_journal_of(self.path / JOURNAL, self._identity):  # killed when it had its name
+                self._conclude()
+                return True
+            if _is_taken(self.path):
+                raise self._taken()
             self.temporary.mkdir(parents=True, exist_ok=True)
             journal = Journal(self.temporary / JOURNAL, self._identity)
         except OSError as error:
             raise self._no_room_or_access(error) from error
-        output, done = Output(self.temporary, self.target.files), _Done(journal)
+        output = Output(self.temporary, self.target.files)
         try:
-            if not journal.resumed:
-                self._empty()
+            if journal.done and output.is_there():
+                self._clean({JOURNAL, *(file.name for file in self.target.files)})
+            else:
+                self._clean({JOURNAL})
+                journal.start()
+            done = _Done(journal)
             output.prepare()
             self._on_phase(Phase.PREPARE)
             self._fill(output, done)
@@ -103,14 +111,13 @@ class Conversion:
             journal.close()
         return bool(journal.done)
 
-    def _empty(self) -> None:
-        """Remove what an attempt of another conversion left."""
-        for entry in self.temporary.iterdir():
-            if entry.name == JOURNAL:
-                continue
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            else:
+    def _clean(self, keep: Collection[str]) -> None:
+        """Remove all but these files: what another conversion left, what a kill left of the manifest."""
+        for entry in sorted(self.temporary.rglob("*"), reverse=True):  # what is in a folder before it
+            if entry.is_dir() and not entry.is_symlink():
+                if not any(entry.iterdir()):
+                    entry.rmdir()
+            elif entry.relative_to(self.temporary).as_posix() not in keep:
                 entry.unlink()
 
     def _fill(self, output: Output, done: _Done) -> None:
@@ -132,6 +139,11 @@ class Conversion:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+            changed = files.changed(self._stamps)
+        if changed:
+            raise CheckpointError(Problem("source", f"{self.source.folder / changed[0]} changed while it was read",
+                                          "a source stays as it is until its conversion is done",
+                                          "let what writes it end, and start the same command again"))
         done.sync(output, self._on_phase)
 
     def _commit(self, output: Output, done: _Done) -> None:
@@ -144,13 +156,15 @@ class Conversion:
             output.seal(name, of_file)
         output.sync(segments)
         self._on_phase(Phase.MANIFEST)
-        for folder in {(self.temporary / name).parent for name in segments} - {self.temporary}:
-            sync_folder(folder)
         write_whole(self.temporary / self.target.manifest, manifest.encode(self._manifest(done)))
         self._on_phase(Phase.RENAME)
         self.temporary.rename(self.path)
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """The target has its name."""
         sync_folder(self.path.parent)
-        (self.path / JOURNAL).unlink()
+        (self.path / JOURNAL).unlink(missing_ok=True)
         self._on_phase(Phase.DONE)
 
     def _manifest(self, done: _Done) -> manifest.Manifest:
@@ -162,11 +176,18 @@ class Conversion:
             for key in unit.targets:
                 pieces += (replace(piece, hashes=next(written).hashes) for piece in target.pieces[key])
                 copies += (replace(piece, hashes=next(written).hashes) for piece in target.copies.get(key, ()))
+        files = tuple(_record(file) for file in target.files if not file.free)
         return manifest.Manifest(
-            namespace=target.namespace, step=target.step, ranks=1, scalars=target.scalars, files=tuple(map(_record, target.files)),
+            namespace=target.namespace, step=target.step, ranks=1, scalars=target.scalars, files=files,
             pieces=tuple(pieces), copies=tuple(copies), software=manifest.software_versions(), written_as=target.format)
 
+    def _taken(self) -> CheckpointError:
+        return CheckpointError(Problem("target", f"{self.path} is there already", "a conversion makes a folder and replaces none",
+                                       "name another target=PATH, or move that one away"))
+
     def _no_room_or_access(self, error: OSError) -> CheckpointError:
+        if _is_taken(self.path):  # since we began
+            return self._taken()
         needed = sum(file.numbytes for file in self.target.files)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = (f"free room there (the whole target takes {needed / 1e9:.3g} GB) and start the same command again: it goes on with "
@@ -175,6 +196,11 @@ class Conversion:
             remedy = "make it readable and writable, and start the same command again"
         seen = f"{error.filename or self.temporary}: {error.strerror or error}"
         return CheckpointError(Problem("target", seen, "a target is written whole", remedy))
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether a folder cannot be renamed to ``path``: only over an empty one, of the same file system."""
+    return path.is_symlink() or path.is_mount() or (path.exists() and (not path.is_dir() or any(path.iterdir())))
 
 
 def _record(file: TargetFile) -> manifest.FileRecord:
@@ -194,6 +220,7 @@ class _Done:
         self._waiting: dict[str, list[Written]] = {}
         self._dirty: set[str] = set()
         self._waiting_bytes = 0
+        self._lost = False
 
     def __contains__(self, unit: Unit) -> bool:
         return str(unit.source) in self._units
@@ -211,12 +238,17 @@ class _Done:
             return self._waiting_bytes >= SYNC_BYTES
 
     def sync(self, output: Output, on_phase: Callable[[Phase], None]) -> None:
-        """Make what was added durable. One thread waits for the disk; the others go on."""
+        """Make what was added durable. One thread waits for the disk; the others go on.
+
+        After a failure nothing more is recorded: the system tells of a page that it could not write once, and to one caller.
+        """
         with self._syncing:
             with self._lock:
                 waiting, dirty = self._waiting, self._dirty
                 self._waiting, self._dirty, self._waiting_bytes = {}, set(), 0
-            if waiting:
+            if waiting and not self._lost:
+                self._lost = True
                 on_phase(Phase.SYNC)
                 output.sync(dirty)
                 self._journal.record({name: [[one.hashes, one.segments] for one in written] for name, written in waiting.items()})
+                self._lost = False

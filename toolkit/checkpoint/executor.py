@@ -53,6 +53,7 @@ def read_piece(read: PieceRead, files: Files, block: Block) -> None:
     wanted = [(target, as_filed(shifted(target.overlap, origin))) for target in read.targets]
     spans = [flat_span(piece.shape_in_file, local) for _, local in wanted]
     low, high = min(first for first, _ in spans), max(end for _, end in spans)
+    straight = _straight(read, spans)
     for number in range(low // per_block, -(-high // per_block)):
         start, stop = number * per_block, min((number + 1) * per_block, piece.box.numel)
         here = [item for item, (first, end) in zip(wanted, spans, strict=True) if first < stop and end > start]
@@ -60,6 +61,9 @@ def read_piece(read: PieceRead, files: Files, block: Block) -> None:
             continue
         if not piece.hashes:  # then nothing asks for the rest of the block
             start, stop = max(start, low), min(stop, high)
+        if straight is not None and low <= start and stop <= high:
+            files.fill_piece(piece, start, straight[(start - low) * piece.itemsize : (stop - low) * piece.itemsize])
+            continue
         block.fill(files, piece, start, stop)
         at = 0
         for box in flat_boxes(piece.shape_in_file, start, stop):
@@ -73,6 +77,18 @@ def read_piece(read: PieceRead, files: Files, block: Block) -> None:
                 to = shifted(as_filed(common), [p - s for p, s in zip(piece.box.offset, target.shard.box.offset, strict=True)])
                 memory[slices(to)] = source.swapaxes(-1, -2) if piece.transposed else source
             at += box.numel
+
+
+def _straight(read: PieceRead, spans: Sequence[tuple[int, int]]) -> memoryview | None:
+    """The bytes of an array that the piece's are read straight into: nothing is cast, and what is wanted is one range in both."""
+    (target, *others), piece = read.targets, read.piece
+    memory, numel = target.shard.data, target.overlap.numel
+    if others or piece.transposed or not isinstance(memory, np.ndarray) or memory.dtype != numpy_dtype(piece.dtype):
+        return None
+    first, end = flat_span(memory.shape, shifted(target.overlap, [-offset for offset in target.shard.box.offset]))
+    if not memory.flags.c_contiguous or {end - first, spans[0][1] - spans[0][0]} != {numel}:
+        return None
+    return memoryview(memory.reshape(-1)[first:end].view(np.uint8))
 
 
 def _same(box: Box) -> Box:

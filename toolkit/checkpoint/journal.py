@@ -20,32 +20,36 @@ class Journal:
     """The journal at ``path``, which nobody else may write meanwhile.
 
     Attributes:
-        done: what earlier attempts of the same conversion recorded, by unit; empty where there were none, or of another one.
-        resumed: whether ``path`` was of this conversion.
+        done: what earlier attempts of the same conversion recorded, by unit; empty where there were none, or of another one:
+            ``start`` it then before anything is recorded.
 
     Raises:
         CheckpointError: another process is at work on the same target.
     """
 
     def __init__(self, path: Path, identity: str) -> None:
+        self._identity = identity
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not os.path.samestat(os.fstat(self._descriptor), path.stat()):
+                raise BlockingIOError  # what we locked was removed meanwhile, and another process made a new one
+        except (BlockingIOError, FileNotFoundError):
             os.close(self._descriptor)
             raise CheckpointError(Problem("target", f"another process is writing {path.parent}", "one process writes a target",
                                           "wait for it to end, or name another target=PATH")) from None
         self.done: dict[str, Any] = {}
         lines, end = _whole_lines(path)
-        self.resumed = bool(lines) and lines[0] == {"identity": identity}
-        if self.resumed:
+        resumed = _begins(lines, identity)
+        if resumed:
             self.done = {line["unit"]: line["record"] for line in lines[1:]}
-        else:
-            end = 0
-        os.ftruncate(self._descriptor, end)
-        os.lseek(self._descriptor, end, os.SEEK_SET)
-        if not self.resumed:
-            self._append([{"identity": identity}])
+        self._cut(end if resumed else 0)
+
+    def start(self) -> None:
+        """Anew: nothing is done, and nothing of another conversion is left in the folder."""
+        self.done = {}
+        self._cut(0)
+        self._append([{"identity": self._identity}])
 
     def record(self, units: Mapping[str, Any]) -> None:
         """Their bytes are durable."""
@@ -54,11 +58,24 @@ class Journal:
     def close(self) -> None:
         os.close(self._descriptor)
 
+    def _cut(self, end: int) -> None:
+        os.ftruncate(self._descriptor, end)
+        os.lseek(self._descriptor, end, os.SEEK_SET)
+
     def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
         while data:
             data = data[os.write(self._descriptor, data) :]
         os.fsync(self._descriptor)
+
+
+def is_journal_of(path: Path, identity: str) -> bool:
+    """Whether ``path`` is there and the journal of this conversion."""
+    return path.is_file() and _begins(_whole_lines(path)[0], identity)
+
+
+def _begins(lines: list[Any], identity: str) -> bool:
+    return bool(lines) and lines[0] == {"identity": identity}
 
 
 def _whole_lines(path: Path) -> tuple[list[Any], int]:

@@ -10,7 +10,7 @@ import struct
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
@@ -18,6 +18,7 @@ from isal import isal_zlib
 
 from toolkit.checkpoint.catalog import BLOCK_BYTES, Piece
 from toolkit.checkpoint.target import TargetFile
+from toolkit.files import sync_folder
 
 # (byte, length, CRC-32) of a range that was written
 Segment = tuple[int, int, int]
@@ -33,14 +34,21 @@ class Output:
         self._open: dict[str, int] = {}
         self._lock = threading.Lock()
 
+    def is_there(self) -> bool:
+        """Every file is, with its length."""
+        paths = ((self.folder / name, file) for name, file in self._files.items())
+        return all(path.is_file() and path.stat().st_size == file.numbytes for path, file in paths)
+
     def prepare(self) -> None:
-        """Every file has its length and its fixed bytes. What pieces were written by an earlier attempt stays."""
+        """Every file has its length and its fixed bytes, and a name that lasts. What an earlier attempt wrote of pieces stays."""
         for name, file in self._files.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             descriptor = self._descriptor(name)
             os.ftruncate(descriptor, file.numbytes)
             for offset, content in file.fixed.items():
                 _write(descriptor, memoryview(content), offset)
+        for folder in {folder for name in self._files for folder in PurePosixPath(name).parents}:
+            sync_folder(self.folder / folder)
 
     def checked(self, name: str) -> bool:
         """Whether the file's bytes go into a checksum."""

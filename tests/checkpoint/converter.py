@@ -1,0 +1,118 @@
+"""A conversion in a process of its own, which the tests of faults kill. Imports no torch, so that a fork of it is cheap."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint import convert, fill
+from toolkit.checkpoint.catalog import Piece
+from toolkit.checkpoint.convert import Conversion, Phase
+from toolkit.checkpoint.formats import native, torch_zip
+from toolkit.checkpoint.formats.pickles import Storage, StoredTensor, row_major
+from toolkit.checkpoint.output import Output
+from toolkit.checkpoint.shard import Box, TensorKey
+from toolkit.checkpoint.source import Source, open_source
+from toolkit.checkpoint.target import Target, TargetFile
+from toolkit.errors import CheckpointError
+
+# Small enough for many tiles a tensor and many syncs a conversion.
+SYNC_BYTES, TILE_BYTES = 20_000, 8_000
+# Moments beside the phases: a write of a tile; the manifest is written and not yet there; the folder has its name.
+WRITE, REPLACE, RENAMED = "write", "replace", "renamed"
+
+
+@dataclass
+class Told:
+    """What a conversion did. ``writes`` are (file, byte, length) of what was written of tensors."""
+
+    resumed: bool = False
+    refusal: str = ""
+    writes: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+def zips(source: Source) -> Target:
+    """A file of torch.save for each tensor, in folders of two levels, each with a second copy of its first row: checksums, gaps that
+    are zero, and pieces that are copies."""
+    files: list[TargetFile] = []
+    pieces: dict[TensorKey, list[Piece]] = {}
+    copies: dict[TensorKey, list[Piece]] = {}
+    for number, (key, info) in enumerate(source.catalog.tensors.items()):
+        name, whole = f"part-{number % 2}/of/{number}.pt", Box.whole(info.shape)
+        row = Box(whole.offset, (1, *info.shape[1:]))
+        first, second = Storage("0", info.dtype, whole.numel + 3), Storage("1", info.dtype, row.numel)
+        value = {"tensor": StoredTensor(first, 3, info.shape, row_major(info.shape)), "row": StoredTensor.whole(second, row.shape)}
+        layout = torch_zip.lay_out(name, value, [first, second])
+        files.append(layout.file)
+        begin, other = layout.storages["0"] + 12, layout.storages["1"]
+        pieces[key] = [Piece(key, info.dtype, info.shape, whole, name, begin, begin + 4 * whole.numel)]
+        copies[key] = [Piece(key, info.dtype, info.shape, row, name, other, other + 4 * row.numel)]
+    files.append(TargetFile("latest", 5, {0: b"iter\n"}))
+    return Target(format="zips", namespace=source.namespace, step=source.step or 0, tensors=source.catalog.tensors, pieces=pieces,
+                  copies=copies, files=files, identity="zips", manifest="toolkit-manifest.json")
+
+
+def natives(source: Source) -> Target:
+    return native.lay_out(source, dict(source.catalog.tensors), file_bytes=100_000)
+
+
+TARGETS: dict[str, Callable[[Source], Target]] = {"zips": zips, "native": natives}
+
+
+def conversion(source: Path, target: Path, kind: str, **more: Any) -> Conversion:
+    found = open_source(source)
+    return Conversion(found.catalog, TARGETS[kind](found), target, origin=found.origin(), refuse=found.refuse, **more)
+
+
+def small() -> None:
+    """Small tiles and syncs, in this process."""
+    convert.SYNC_BYTES, fill.TILE_BYTES = SYNC_BYTES, TILE_BYTES
+
+
+def work(source: Path, target: Path, kind: str, kill_at: tuple[str, int] | None, wait_at: str | None, pipe: Connection) -> None:
+    """Convert, and tell how it went.
+
+    Args:
+        kill_at: die, as by ``kill -9``, at the n-th (from 0) of these moments.
+        wait_at: say so and wait for an answer at the first of these moments.
+    """
+    small()
+    told, waits, seen = Told(), [wait_at], {moment: count() for moment in (*Phase, WRITE, REPLACE, RENAMED)}
+
+    def at(moment: str) -> None:
+        if kill_at == (moment, next(seen[moment])):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if moment in waits:
+            waits.remove(moment)
+            pipe.send(moment)
+            pipe.recv()
+
+    write, replace, sync_folder = Output.write, Path.replace, convert.sync_folder
+
+    def telling_write(output: Output, name: str, begin: int, data: memoryview) -> None:
+        write(output, name, begin, data[: len(data) // 2])  # a kill may cut a write short
+        at(WRITE)
+        write(output, name, begin, data)
+        told.writes.append((name, begin, len(data)))
+
+    def telling_replace(path: Path, to: Path) -> Path:
+        at(REPLACE)
+        return replace(path, to)
+
+    def telling_sync(folder: Path) -> None:
+        if target.exists():
+            at(RENAMED)
+        sync_folder(folder)
+
+    Output.write, Path.replace, convert.sync_folder = telling_write, telling_replace, telling_sync  # type: ignore[method-assign]
+    try:
+        told.resumed = conversion(source, target, kind, on_phase=at).run()
+    except CheckpointError as error:
+        told.refusal = str(error)
+    pipe.send(told)

@@ -1,0 +1,478 @@
+"""Conversions that are killed, run out of room, or lose their source: they go on or refuse by name, and no target is ever wrong.
+
+    pytest tests/checkpoint/test_convert_faults.py
+    CRASH_SEED=7 pytest tests/checkpoint/test_convert_faults.py      the random moments of another seed
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint import converter
+from tests.checkpoint.converter import RENAMED, REPLACE, TARGETS, WRITE, Told, conversion
+from tests.checkpoint.layouts import LAYOUTS, save, shards_of
+from toolkit.checkpoint import convert, fill
+from toolkit.checkpoint.convert import JOURNAL, Conversion, Phase
+from toolkit.checkpoint.fill import Written
+from toolkit.checkpoint.journal import Journal
+from toolkit.checkpoint.output import Output
+from toolkit.checkpoint.shard import EXP_AVG_SQ, WEIGHT, TensorKey
+from toolkit.checkpoint.source import open_source
+from toolkit.checkpoint.verify import digest
+from toolkit.errors import CheckpointError
+
+SEED = int(os.environ.get("CRASH_SEED", random.SystemRandom().randrange(10**6)))
+SHAPES = ((101, 47), (7,), (211, 13), (60, 70), (3, 5, 11), (1, 900))
+Files = dict[str, bytes]
+
+
+def written(folder: Path, seed: int = 3) -> Path:
+    """A checkpoint of this toolkit, of three ranks: each tensor lies in three files."""
+    generator = torch.Generator().manual_seed(seed)
+    named = {TensorKey(state, f"t{number}"): torch.randn(shape, generator=generator).square()
+             for state in (WEIGHT, EXP_AVG_SQ) for number, shape in enumerate(SHAPES)}
+    return save(folder, 3, shards_of(named, LAYOUTS["flat"], 3))
+
+
+def files_of(folder: Path) -> Files:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
+    """The files of each kind of target, of conversions that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    expected = digest(open_source(source).reader())
+    for kind in TARGETS:
+        conversion(source, folder / kind, kind).run()
+        assert digest(open_source(folder / kind).reader()) == expected
+    return {kind: files_of(folder / kind) for kind in TARGETS}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several syncs a conversion, in this process as in those that are killed."""
+    monkeypatch.setattr(convert, "SYNC_BYTES", converter.SYNC_BYTES)
+    monkeypatch.setattr(fill, "TILE_BYTES", converter.TILE_BYTES)
+
+
+class Attempt:
+    """A conversion in a process of its own."""
+
+    def __init__(self, forks: ForkServerContext, source: Path, target: Path, kind: str, *, kill_at: tuple[str, int] | None = None,
+                 wait_at: str | None = None) -> None:
+        self.pipe, theirs = forks.Pipe()
+        self.process = forks.Process(target=converter.work, args=(source, target, kind, kill_at, wait_at, theirs))
+        self.process.start()
+        theirs.close()
+
+    def told(self) -> Told:
+        assert self.pipe.poll(30), "no answer in 30 s"
+        told: Told = self.pipe.recv()
+        self.process.join(30)
+        return told
+
+    def die(self) -> None:
+        self.process.join(30)
+        assert self.process.exitcode == -9, f"it ended with {self.process.exitcode} instead of by our kill"
+
+
+def recorded(made: Conversion) -> set[str]:
+    """Tensors of the source that the journal of an attempt calls done."""
+    path = made.temporary / JOURNAL
+    lines = path.read_bytes().splitlines(keepends=True)[1:] if path.exists() else []
+    return {json.loads(line)["unit"] for line in lines if line.endswith(b"\n")}
+
+
+# ---- kills
+
+MOMENTS = [(Phase.PREPARE, 0), *((WRITE, nth) for nth in (0, 9, 20)), *((Phase.UNITS, nth) for nth in (0, 4, 8, 11)),
+           *((Phase.SYNC, nth) for nth in (0, 1)), (Phase.SEAL, 0), (Phase.MANIFEST, 0), (REPLACE, 0), (Phase.RENAME, 0), (RENAMED, 0)]
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_killed_at_each_moment(kind: str, source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path) -> None:
+    """There is no target, or a whole one; the same command goes on, writes no byte again that is recorded as durable, and ends with
+    the files of a conversion that nobody killed."""
+    went_on = 0
+    for number, moment in enumerate(MOMENTS):
+        target = tmp_path / str(number)
+        Attempt(forks, source, target, kind, kill_at=moment).die()
+        assert target.exists() == (moment[0] == RENAMED), moment
+        if target.exists():
+            assert {**files_of(target), JOURNAL: b""} == {**unbroken[kind], JOURNAL: b""}
+        made = conversion(source, target, kind)
+        done = recorded(made)
+        pieces = {str(unit.source): unit.pieces(made.target) for unit in made.units}
+        told = Attempt(forks, source, target, kind).told()
+        assert told.refusal == ""
+        assert told.resumed == (bool(done) or moment[0] == RENAMED), moment
+        if moment[0] == RENAMED:
+            done = set(pieces)
+        left = {(piece.file, at) for unit, of_unit in pieces.items() if unit not in done for piece in of_unit
+                for at in range(piece.begin, piece.end)}
+        assert sum(length for _, _, length in told.writes) == len(left), moment
+        assert {(file, at) for file, begin, length in told.writes for at in range(begin, begin + length)} == left, moment
+        assert files_of(target) == unbroken[kind], moment
+        assert not made.temporary.exists()
+        went_on += 0 < len(done) < len(pieces)
+    assert went_on >= 2, "attempts go on in the middle"
+
+
+def test_killed_at_random_moments(source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path) -> None:
+    print(f"CRASH_SEED={SEED}")
+    moments = random.Random(SEED)
+    killed = 0
+    for number in range(6):
+        target = tmp_path / str(number)
+        for _ in range(8):
+            attempt = Attempt(forks, source, target, "zips")
+            attempt.process.join(moments.uniform(0, 0.1))
+            attempt.process.kill()
+            attempt.process.join(30)
+            killed += attempt.process.exitcode == -9 and (target.with_name(f".{target.name}.resharding") / "latest").exists()
+            if target.exists():
+                assert {**files_of(target), JOURNAL: b""} == {**unbroken["zips"], JOURNAL: b""}
+                break
+        told = Attempt(forks, source, target, "zips").told()
+        assert told.refusal == "" or "is there already" in told.refusal
+        assert files_of(target) == unbroken["zips"]
+    assert killed, f"no kill fell into a conversion: CRASH_SEED={SEED} proves nothing"
+
+
+def test_a_target_that_is_done_is_not_made_again(source: Path, unbroken: dict[str, Files], forks: ForkServerContext,
+                                                 tmp_path: Path) -> None:
+    Attempt(forks, source, tmp_path / "t", "zips", kill_at=(Phase.DONE, 0)).die()
+    assert files_of(tmp_path / "t") == unbroken["zips"]
+    assert "t is there already" in Attempt(forks, source, tmp_path / "t", "zips").told().refusal
+    assert files_of(tmp_path / "t") == unbroken["zips"]
+
+
+def test_one_process_writes_a_target(source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path) -> None:
+    first = Attempt(forks, source, tmp_path / "t", "zips", wait_at=Phase.UNITS)
+    assert first.pipe.poll(30)
+    assert first.pipe.recv() == Phase.UNITS
+    with pytest.raises(CheckpointError, match=r"another process is writing .*\.t\.resharding"):
+        conversion(source, tmp_path / "t", "zips").run()
+    first.pipe.send(None)
+    assert first.told().refusal == ""
+    assert files_of(tmp_path / "t") == unbroken["zips"]
+
+
+OTHERS: dict[str, Callable[[Path, Path], Conversion]] = {
+    "another target": lambda source, target: conversion(source, target, "native"),
+    "looked at": lambda source, target: conversion(source, target, "zips", examine=False),
+    "another source": lambda source, target: conversion(written(source.parents[1] / "other", 4), target, "zips"),
+    "a changed source": lambda source, target: (shutil.rmtree(source), written(source.parent, 4), conversion(source, target, "zips"))[2],
+    "a file gone": lambda source, target: ((target.with_name(".t.resharding") / "part-0" / "of" / "0.pt").unlink(),
+                                           conversion(source, target, "zips"))[1],
+    "a file cut": lambda source, target: (os.truncate(target.with_name(".t.resharding") / "part-1" / "of" / "3.pt", 300),
+                                          conversion(source, target, "zips"))[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_another_conversion_left_is_not_taken(other: str, forks: ForkServerContext, tmp_path: Path) -> None:
+    source = written(tmp_path / "sources" / "first")
+    Attempt(forks, source, tmp_path / "t", "zips", kill_at=(Phase.SEAL, 0)).die()
+    assert recorded(conversion(source, tmp_path / "t", "zips")), "there was something to take"
+    made = OTHERS[other](source, tmp_path / "t")
+    assert made.run() is False
+    again = Conversion(made.source, made.target, tmp_path / "again", origin="again", refuse=open_source(source).refuse)
+    again.run()
+    assert files_of(tmp_path / "t") == files_of(tmp_path / "again")
+
+
+# ---- no room, no access
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path | None]:
+    """A disk of 512 KB; None where we may not mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, check=False)
+    if mounted.returncode:
+        yield None
+        return
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> None:
+    """``Output.name`` fails from its n-th call on."""
+    method, calls = getattr(Output, name), iter(range(10**6))
+
+    def fail(output: Output, *arguments: Any) -> Any:
+        if next(calls) >= nth:
+            raise OSError(code, os.strerror(code))
+        return method(output, *arguments)
+
+    monkeypatch.setattr(Output, name, fail)
+
+
+@pytest.mark.parametrize("where", ["disk", "write", "sync"])
+def test_a_full_disk(where: str, source: Path, unbroken: dict[str, Files], small: None, small_disk: Path | None, tmp_path: Path,
+                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by name, and goes on when there is room. A disk that is not there is played by writes that fail."""
+    target = (small_disk if where == "disk" and small_disk else tmp_path) / "t"
+    ballast = target.parent / "ballast"
+    with monkeypatch.context() as patch:
+        if where == "disk" and small_disk:
+            ballast.write_bytes(bytes(420_000))
+        elif where == "sync":
+            failing(patch, "sync", 1, errno.ENOSPC)
+        else:
+            failing(patch, "write", 14, errno.ENOSPC)
+        made = conversion(source, target, "native", workers=1)
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            made.run()
+    [problem] = caught.value.problems
+    assert "free room there (the whole target takes 0.00010" in problem.remedy
+    assert str(made.temporary) in problem.remedy
+    assert not target.exists()
+    done = recorded(made)
+    assert 0 < len(done) < len(made.units)
+    ballast.unlink(missing_ok=True)
+    assert conversion(source, target, "native").run() is True
+    assert files_of(target) == unbroken["native"]
+
+
+def test_after_a_failed_sync_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that could not be written is told of once, perhaps to another thread's sync."""
+    journal, output = Journal(tmp_path / JOURNAL, "x"), Output(tmp_path, [])
+    journal.start()
+    made = conversion(written(tmp_path / "source"), tmp_path / "t", "zips")
+    done = convert._Done(journal)
+    with monkeypatch.context() as patch:
+        failing(patch, "sync", 0, errno.EIO)
+        done.add(made.units[0], [Written((), ())], [])
+        with pytest.raises(OSError, match="Input/output"):
+            done.sync(output, lambda phase: None)
+    done.add(made.units[1], [Written((), ())], [])
+    done.sync(output, lambda phase: None)
+    assert len((tmp_path / JOURNAL).read_bytes().splitlines()) == 1
+    journal.close()
+
+
+TAKEN: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: path.write_text("mine"),
+    "a folder": lambda path: (path.mkdir(), (path / "mine").touch()),
+    "a link": lambda path: path.symlink_to(path.with_name("elsewhere")),
+    "a journal of nobody": lambda path: (path.mkdir(), (path / JOURNAL).write_text('{"identity": "mine"}\n')),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_a_name_that_is_taken(what: str, source: Path, unbroken: dict[str, Files], tmp_path: Path) -> None:
+    """Before anything is written, or when everything is."""
+    target = tmp_path / "t"
+    TAKEN[what](target)
+    with pytest.raises(CheckpointError, match="t is there already"):
+        conversion(source, target, "zips").run()
+    assert not (tmp_path / ".t.resharding").exists()
+    other = tmp_path / "u"
+    made = conversion(source, other, "zips", on_phase=lambda phase: TAKEN[what](other) if phase is Phase.RENAME else None)
+    with pytest.raises(CheckpointError, match="u is there already"):
+        made.run()
+    if other.is_dir() and not other.is_symlink():
+        shutil.rmtree(other)
+    else:
+        other.unlink()
+    assert conversion(source, other, "zips").run() is True
+    assert files_of(other) == unbroken["zips"]
+
+
+def test_an_empty_folder_is_a_free_name(source: Path, unbroken: dict[str, Files], tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    conversion(source, tmp_path / "t", "zips").run()
+    assert files_of(tmp_path / "t") == unbroken["zips"]
+
+
+def test_a_place_where_nothing_can_be_made(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file.*: Not a directory[\s\S]*make it readable and writable"):
+        conversion(source, tmp_path / "file" / "t", "zips").run()
+
+
+# ---- sources
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def swap_for_folder(path: Path, at: int) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path, int], object], str]] = {
+    "flipped": (flip, "differs from what was written: exp_avg_sq:t3 in bytes"),
+    "truncated": (lambda path, at: os.truncate(path, at), "before its tensors do"),
+    "missing": (lambda path, at: path.unlink(), "is missing"),
+    "unreadable": (swap_for_folder, r"cannot be read \(Is a directory\)"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_source(damage: str, tmp_path: Path) -> None:
+    """Damaged after it was opened, so that only reading can see it."""
+    source = written(tmp_path / "source")
+    piece = open_source(source).catalog.pieces[TensorKey(EXP_AVG_SQ, "t3")][1]
+    made = conversion(source, tmp_path / "t", "zips")
+    spoil, seen = DAMAGES[damage]
+    spoil(source / piece.file, piece.begin + 5)
+    with pytest.raises(CheckpointError, match=seen) as caught:
+        made.run()
+    assert caught.value.problems[0].key == str(source / piece.file)
+    assert not (tmp_path / "t").exists()
+
+
+def without_hashes(source: Path, target: Path, **more: Any) -> Conversion:
+    """Of a checkpoint such as the vendors write: nothing tells that a byte is wrong."""
+    found = open_source(source)
+    pieces = {key: tuple(replace(piece, hashes=()) for piece in of_key) for key, of_key in found.catalog.pieces.items()}
+    return Conversion(replace(found.catalog, pieces=pieces), TARGETS["zips"](found), target, origin=found.origin(), refuse=found.refuse,
+                      **more)
+
+
+def rewritten(path: Path) -> None:
+    """In place, as by a run that saves again."""
+    flip(path, -1)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**6))
+
+
+def replaced(path: Path) -> None:
+    shutil.copy(path, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize(("change", "at"), [(rewritten, Phase.UNITS), (rewritten, Phase.PREPARE), (replaced, Phase.PREPARE)])
+def test_a_source_that_changes_while_it_is_read(change: Callable[[Path], None], at: Phase, tmp_path: Path) -> None:
+    source = written(tmp_path / "source")
+    part = source / "part-00001.safetensors"
+    made = without_hashes(source, tmp_path / "t", on_phase=lambda phase: change(part) if phase is at else None)
+    with pytest.raises(CheckpointError, match=r"part-00001\.safetensors changed while it was read"):
+        made.run()
+    assert not (tmp_path / "t").exists()
+    assert without_hashes(source, tmp_path / "t").run() is False, "what was read of the other is not taken"
+
+
+def test_a_source_beside_which_something_changes(tmp_path: Path) -> None:
+    """What is not read may change: a run saves its next checkpoint into the same folder, and the target itself may lie there."""
+    source = written(tmp_path / "source")
+    made = without_hashes(source, source / "t", on_phase=lambda phase: (source / f"new-{phase}").touch())
+    made.run()
+    assert (source / "t" / "latest").exists()
+
+
+# ---- the order of what becomes durable
+
+
+class Watch:
+    """What a conversion asked of the system, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, made: Conversion) -> None:
+        self.made, self.wrong = made, set[str]()
+        self._written: dict[str, list[tuple[int, int]]] = {}  # since the file was synced
+        self._names: set[str] = set()  # folders with names that are not
+        self._synced: set[str] = set()
+        self._pieces = {str(unit.source): unit.pieces(made.target) for unit in made.units}
+        pwrite, ftruncate, fsync, write = os.pwrite, os.ftruncate, os.fsync, os.write
+        rename, into = Path.rename, Path.replace
+
+        def name(descriptor: int) -> str:
+            return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+        def watch_pwrite(descriptor: int, data: memoryview, begin: int) -> int:
+            count = pwrite(descriptor, data, begin)
+            self._written.setdefault(name(descriptor), []).append((begin, begin + count))
+            return count
+
+        def watch_ftruncate(descriptor: int, length: int) -> None:
+            path = Path(name(descriptor))
+            if path.name != JOURNAL:
+                self._written.setdefault(str(path), []).append((0, 0))
+                self._names |= {str(folder) for folder in path.parents if folder.is_relative_to(made.temporary)}
+            ftruncate(descriptor, length)
+
+        def watch_fsync(descriptor: int) -> None:
+            self._written.pop(name(descriptor), None)  # what is written from here on may miss it
+            fsync(descriptor)
+            self._synced.add(name(descriptor))
+            self._names.discard(name(descriptor))
+
+        def watch_write(descriptor: int, data: bytes) -> int:
+            if name(descriptor).endswith(JOURNAL):
+                for line in data.splitlines():
+                    self._record(json.loads(line))
+            return write(descriptor, data)
+
+        def watch_replace(path: Path, to: Path) -> Path:
+            if str(path) not in self._synced:
+                self.wrong.add(f"{to.name} has its name before its bytes are durable")
+            self._names.add(str(to.parent))
+            return into(path, to)
+
+        def watch_rename(path: Path, to: Path) -> Path:
+            self.wrong |= {f"{Path(one).name} is not durable" for one in self._written}
+            self.wrong |= {f"names in {Path(one).name} are not durable" for one in self._names}
+            self._names.add(str(to.parent))
+            return rename(path, to)
+
+        for owner, attribute, watching in ((os, "pwrite", watch_pwrite), (os, "ftruncate", watch_ftruncate), (os, "fsync", watch_fsync),
+                                           (os, "write", watch_write), (Path, "rename", watch_rename), (Path, "replace", watch_replace)):
+            monkeypatch.setattr(owner, attribute, watching)
+
+    def run(self) -> set[str]:
+        self.made.run()
+        self.wrong |= {f"names in {Path(one).name} are not durable in the end" for one in self._names}
+        return self.wrong
+
+    def _record(self, line: dict[str, Any]) -> None:
+        for piece in self._pieces.get(line.get("unit", ""), ()):
+            path = str(self.made.temporary / piece.file)
+            if any(begin < piece.end and end > piece.begin for begin, end in self._written.get(path, ())):
+                self.wrong.add(f"{line['unit']} is recorded before it is durable")
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_nothing_has_a_name_before_it_is_durable(kind: str, source: Path, small: None, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Watch(monkeypatch, conversion(source, tmp_path / "t", kind)).run() == set()
+
+
+def test_control_what_is_not_synced_is_seen(source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "sync", lambda output, names: None)
+        wrong = Watch(patch, conversion(source, tmp_path / "t", "zips")).run()
+    assert {"weight:t0 is recorded before it is durable", "0.pt is not durable", "latest is not durable"} <= wrong
+    with monkeypatch.context() as patch:
+        for module in ("convert", "output"):
+            patch.setattr(f"toolkit.checkpoint.{module}.sync_folder", lambda folder: None)
+        wrong = Watch(patch, conversion(source, tmp_path / "u", "zips")).run()
+    assert {"names in of are not durable", "names in part-0 are not durable"} <= wrong
+    assert any(each.endswith("are not durable in the end") for each in wrong)
