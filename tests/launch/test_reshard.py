@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -153,6 +154,35 @@ def test_a_run_that_went_back_to_another_folder_finds_it_again(checkpoint: Path,
     (checkpoints / "latest").write_text(f"{tmp_path}/gone\n")
     with pytest.raises(CheckpointError, match="gone is not there"):
         open_source(tmp_path)
+
+
+def test_where_somebody_saved_to_a_target_since_the_newest_is_read(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Vendors' programs go on in the folder that they began from. Our manifest is of what we wrote, and no word on that."""
+    words = ("target.format=deepspeed", "target.zero=stage2", "target.parallel.data=2")
+    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *words)
+    found = open_source(tmp_path / "out")
+    assert (found.folder, found.step) == (tmp_path / "out", STEP)
+    assert any(piece.hashes for of_key in found.catalog.pieces.values() for piece in of_key)
+    shutil.copytree(tmp_path / "out" / f"global_step{STEP}", tmp_path / "out" / "global_step5")
+    (tmp_path / "out" / "latest").write_text("global_step5")
+    assert open_source(tmp_path / "out", tiny_shape()).folder == tmp_path / "out" / "global_step5"
+    out = said(capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff", "model=llama",
+               *(f"model.{name}={getattr(tiny_shape(), name)}" for name in ("hidden_size", "intermediate_size", "vocab_size",
+                                                                           "max_position_embeddings")))
+    assert "equal: " in out.splitlines()[-1]
+
+
+def test_verify_and_diff_end_with_1_where_something_is_wrong(tmp_path: Path, capsys: Captured) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
+    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
+    assert "is sound" in said(capsys, f"source={tmp_path}/out", "action=verify")
+    assert "equal: 63 of 63" in said(capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff")
+    file = tmp_path / "out" / "part-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    assert "differs from what was written" in said(capsys, f"source={tmp_path}/out", "action=verify", code=1)
+    assert "not equal: 62 of 63" in said(capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff", code=1)
 
 
 def test_the_command_is_quick_and_has_no_torch(checkpoint: Path, tmp_path: Path) -> None:
