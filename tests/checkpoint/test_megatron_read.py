@@ -39,6 +39,7 @@ from toolkit.checkpoint.formats import dcp_metadata, native
 from toolkit.checkpoint.shard import EXP_AVG, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.states import tensors_of
+from toolkit.checkpoint.verify import verify
 from toolkit.errors import CheckpointError, InputError
 from toolkit.testing.matrix import Case, megatron
 from toolkit.testing.matrix import Cell as Layout
@@ -220,8 +221,10 @@ def test_upstreams_corrupt_state_is_refused(megatron_saved: Saves, tmp_path: Pat
     assert wrong, "upstream has mended it: say so in the documents and drop this test"
     with pytest.raises(CheckpointError, match="corrupt"):
         convert(source, tmp_path / "native")
+    assert verify(folder, case.plan.shape)
     sound, _ = megatron_saved.of(QWEN2_BF16)
     convert(opened(QWEN2_BF16, sound), tmp_path / "sound")
+    assert verify(sound, QWEN2_BF16.plan.shape) == []
 
 
 def convert(source: Source, path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.checkpoint.tiny_run import tiny_checkpoint, tiny_shape
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import dcp_metadata, megatron_target
-from toolkit.checkpoint.scalars import OPTIM
+from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIM
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.verify import digest
@@ -233,3 +233,26 @@ def test_other_optimizers_are_refused_by_name(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="momentum_buffer"):
         megatron_target.lay_out(replace(source, catalog=replace(catalog, tensors=kept)), asked(optim=SETTINGS))
+
+
+def test_published_weights_are_a_release(tmp_path: Path) -> None:
+    """Of no step, as Megatron-LM's own converters write them."""
+    source = replace(open_source(tiny_checkpoint(tmp_path / "run")), step=None)
+    written = write(source, asked(tensor=2, optimizer=False), tmp_path / "written")
+    assert (written / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8") == "release"
+    again = open_source(written, source.shape)
+    assert (again.folder.name, again.step) == ("release", None)
+    assert {key.state for key in again.catalog.tensors} == {WEIGHT}
+
+
+def test_the_loss_scale_of_fp16(tmp_path: Path) -> None:
+    source = open_source(tiny_checkpoint(tmp_path / "run", mixed=True))
+    scaler = {"cur_scale": 1024.0, "cur_iter": 7, "last_overflow_iter": 3, "cur_hysteresis": 1}
+    source = replace(source, catalog=replace(source.catalog, scalars={**source.catalog.scalars, LOSS_SCALER: scaler}))
+    written = write(source, asked(precision=Precision.fp16), tmp_path / "written")
+    common = torch.load(written / "iter_0000003" / "common.pt", weights_only=True)
+    assert torch.equal(common["optimizer"]["grad_scaler"]["scale"], torch.tensor([1024.0]))
+    again = open_source(written, source.shape).catalog.scalars[LOSS_SCALER]
+    assert again == {"cur_scale": 1024.0, "cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 1}
+    bf16 = open_source(write(source, asked(), tmp_path / "bf16"), source.shape)
+    assert LOSS_SCALER not in bf16.catalog.scalars

@@ -153,14 +153,9 @@ def _part(adam: Adam, groups: list[dict[str, Any]], numbers: _Numbers) -> dict[s
     part = {"state": state(), "param_groups": groups, "optimizer": {"state": state(), "param_groups": [dict(group) for group in groups]},
             "param_state_sharding_type": RESHARDABLE}
     if adam.scaler is not None:
-        part["grad_scaler"] = {"scale": numbers.tensor(adam.scaler["cur_scale"], (1,)), "growth_tracker": _calm(adam.scaler),
-                               "hysteresis_tracker": 1}
+        # Its growth is counted anew: how far it had come depends on the window of the run that was.
+        part["grad_scaler"] = {"scale": numbers.tensor(adam.scaler["cur_scale"], (1,)), "growth_tracker": 0, "hysteresis_tracker": 1}
     return part
-
-
-def _calm(scaler: Mapping[str, Any]) -> int:
-    """Steps since the last overflow."""
-    return int(scaler["cur_iter"]) - int(scaler["last_overflow_iter"]) - 1
 
 
 def _group(adam: Adam, decays: bool, *, expert: bool) -> dict[str, Any]:

@@ -5,7 +5,8 @@ bytes (``dcp_metadata.py``), and so do the names of either layer spec (``megatro
 ranks, so that a run of that layout reads no more than it takes; other layouts read parts of chunks. What does depend on the run:
 
 * with expert parallelism experts have an optimizer of their own, so that ``common.pt`` is written for ``parallel.expert`` above 1 or not;
-* the vocabulary is written without padding: loaders pad with zeros, as in training.
+* the vocabulary is written without padding: loaders pad with zeros, as in training;
+* keys are stacked, as ``content_metadata`` in ``common.pt`` says, which a loader gives to ``sharded_state_dict``.
 
 Imports neither torch nor Megatron-core.
 """
@@ -37,8 +38,8 @@ from toolkit.families.base import ModelShape
 from toolkit.families.megatron import Cut, MegatronTensor, Part, inside, shares
 
 FILE_BYTES = 4 * 2**30  # of one file, except for a single larger chunk
-SCHEDULER = ("it has no state of Megatron-LM's learning rate scheduler (opt_param_scheduler): Megatron-core loads without, Megatron-LM's "
-             "own training loop asks for it unless it is told --finetune")
+SCHEDULER = ("it has neither a state of a learning rate scheduler (opt_param_scheduler) nor Megatron-LM's arguments (args): loaders of "
+             "megatron.core do not ask for them, the training loop of Megatron-LM does")
 
 
 def lay_out(source: Source, config: TargetConfig) -> Target:
