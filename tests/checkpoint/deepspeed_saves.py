@@ -16,6 +16,7 @@ from tests.checkpoint.vendors import vendor_save
 from tests.engine.cases import Cell, WithoutMoments, make, steps
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Box, TensorKey
+from toolkit.engine import deepspeed_compat as compat
 from toolkit.engine import deepspeed_load as moving
 from toolkit.engine import deepspeed_state as state
 from toolkit.engine.protocol import Engine
@@ -55,8 +56,6 @@ def save_plain(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Map
         frozen: parameters that are not trained.
         shuffled: the optimizer is given its parameters in another order than the model's.
     """
-    from toolkit.engine import deepspeed_compat as compat
-
     deepspeed = compat.load(Device.CPU, rank)
     model = hugging_face(plan)
     for name, parameter in model.named_parameters():
@@ -167,3 +166,20 @@ def to_universal(rank: int, ranks: int, folder: Path, target: Path) -> None:
                           keep_temp_folder=False, strict=True, inject_missing_state=True)
     with redirect_stdout(StringIO()):
         ds_to_universal.main(arguments)
+
+
+def save_autotp(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any]) -> None:
+    """DeepSpeed's own AutoTP over two ranks, as it cuts a model of transformers by itself."""
+    deepspeed = compat.load(Device.CPU, rank)
+    model = hugging_face(plan)
+    config = {**BASE, **settings, "tensor_parallel": {"autotp_size": 2}}
+    groups = groups_of(model, shuffled=False)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config, dist_init_required=False)
+    generator = torch.Generator().manual_seed(rank // 2)
+    for _ in range(STOP):
+        ids = torch.randint(0, plan.shape.vocab_size if plan.shape else 2, (2, 8), generator=generator)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(str(folder), tag=TAG)
+    engine.destroy()
+    compat.forget_axes()

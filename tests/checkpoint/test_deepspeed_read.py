@@ -35,6 +35,7 @@ TOLERANCE = 1e-5
 # Nothing is a multiple of anything, and norms of heads have two elements.
 ODD: dict[str, Any] = {"model__vocab_size": 263, "model__intermediate_size": 37}
 EVEN: dict[str, Any] = {"model__vocab_size": 266, "model__intermediate_size": 38}  # as a tensor axis of two asks
+MUON: dict[str, Any] = {"optim__name": OptimizerName.muon, "optim__clip": 0.0, "optim__momentum": 0.9}
 EXPERTS: dict[str, Any] = {"model__vocab_size": 263, "model__intermediate_size": 40}  # rows of experts are whole 16 bytes
 SMALL: dict[str, Any] = {**ODD, "model__head_dim": 2}
 SUB_GROUPS: dict[str, Any] = {"engine__deepspeed": {"zero_optimization": {"sub_group_size": 5000}}}
@@ -93,7 +94,7 @@ FULL = [
       for precision in ({}, BF16) if stage or not precision),
     cell(1, 3, 1, "llama", model__num_hidden_layers=5, parallel__pipeline=3),
     cell(1, 2, 1, "llama", parallel__context=2),
-    *(cell(stage, 3, 1, "llama", **ODD, **precision, optim__name=OptimizerName.muon) for stage in (1, 2, 3) for precision in ({}, BF16)),
+    *(cell(stage, 3, 1, "llama", **ODD, **precision, **MUON) for stage in (1, 2, 3) for precision in ({}, BF16)),
     cell(2, 2, 1, "llama", **ODD, **BF16, **OFFLOAD),
     cell(3, 2, 1, "llama", **ODD, **BF16, **OFFLOAD_ALL),
 ]
@@ -266,6 +267,41 @@ def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
     assert universal.catalog.scalars == source.catalog.scalars
     assert digest(universal.reader()) == digest(source.reader())
     compare_copies(universal)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+def test_universal_of_a_pipeline(precision: dict[str, Any], saved: Saves, tmp_path: Path) -> None:
+    """Without the weights of 16 bits: the converter copies no layers."""
+    case = cell(1, 4, 1, "gpt2", **ODD, **precision, parallel__pipeline=2)
+    folder, held, *_ = saved.of(case)
+    saved.pool.run(saves.to_universal, folder, tmp_path / "universal", ranks=1)
+    universal = open_source(tmp_path / "universal", case.plan().shape)
+    assert universal.catalog.tensors.keys() == {key for key in held if key.state != WEIGHT or not precision}
+    assert not differing(assembled(universal, held), held)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_universal_of_autotp(family: str, stage: int, pool: RankPool, tmp_path: Path) -> None:
+    plan = tiny_plan(family, **EVEN)
+    pool.run(saves.save_autotp, plan, tmp_path / "saved", {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, ranks=4)
+    source = open_source(tmp_path / "saved", plan.shape)
+    compare_copies(source)
+    pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "universal", ranks=1)
+    universal = open_source(tmp_path / "universal", plan.shape)
+    assert digest(universal.reader()) == digest(source.reader())
+
+
+@pytest.mark.full
+def test_universal_with_a_tensor_axis_that_was_not_told(saved: Saves, tmp_path: Path) -> None:
+    """DeepSpeed's converter puts every tensor rank's part below the other where nothing says how they were cut: shapes tell."""
+    case = cell(1, 4, 1, "llama", **EVEN, **BF16, parallel__tensor=2)
+    folder, *_ = saved.of(case)
+    saved.pool.run(saves.to_universal, folder, tmp_path / "universal", ranks=1)
+    with pytest.raises(CheckpointError, match="whole or cut along one dim"):
+        open_source(tmp_path / "universal", case.plan().shape)
 
 
 # ---- training goes on

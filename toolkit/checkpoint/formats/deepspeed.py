@@ -80,7 +80,9 @@ def stages_of(saved: Saved) -> list[Ranks]:
                 known.shape, known.master, known.moments, known.copies = local.shape, local.master, local.moments, local.copies
                 if saved.stage3:
                     known.model = None  # a placeholder
-            for name, stored in (saved.models[number].content.get("shared_params") or {}).items():
+        first = saved.models[stage * saved.tensor].content  # rank 0 alone tells what is shared
+        for name, stored in (first.get("shared_params") or {}).items():
+            for held in ranks:
                 if stored in held:
                     held[name] = held[stored]
         stages.append(without_placeholders(ranks))

@@ -52,13 +52,13 @@ def open_source(folder: Path, model: ModelShape | None = None) -> Source:
         saved = Saved(folder=folder, models=models, partitions=(), layers={}, tensor=_tensor_ranks(models), stage3=stage3)
         shapes = _shapes(folder, models)
         steps: list[object] = []
-        held = {name: _parameter(folder, name, shape, steps) for name, shape in shapes.items()}
+        held = [{name: _parameter(folder, name, shape, steps) for name, shape in of_rank.items()} for of_rank in shapes]
         stages = deepspeed.weights_of(saved)
-        for name, local in held.items():
+        for name, local in ((name, local) for of_rank in held for name, local in of_rank.items()):
             known = (ranks[name].model_dtype for stage in stages for ranks in stage if name in ranks)
             local.model_dtype = next(known, saved.weights_dtype)  # a pipeline's weights are not there
         scalars = deepspeed.counts_of(saved) | _optimizers(folder, steps)
-        catalog = catalog_of(folder, model, [[held], *map(deepspeed.without_placeholders, stages)], scalars)
+        catalog = catalog_of(folder, model, [*([of_rank] for of_rank in held), *map(deepspeed.without_placeholders, stages)], scalars)
     except Damage as damage:
         raise vendors_refusal(folder, damage) from damage
     return deepspeed.source_of("universal", catalog, model, {"layout": "none: every parameter whole"}, models)
@@ -69,17 +69,16 @@ def _tensor_ranks(models: tuple[File, ...]) -> int:
     return len(models) if isinstance(models[0].content.get("module"), Mapping) else 1
 
 
-def _shapes(folder: Path, models: tuple[File, ...]) -> dict[str, Shape]:
-    """Of every parameter of an optimizer, by name, as the first rank that has it has it; where no rank says (this toolkit's), none is known
+def _shapes(folder: Path, models: tuple[File, ...]) -> list[dict[str, Shape]]:
+    """Of every parameter of an optimizer, by name, with the first rank that has it; where no rank says (this toolkit's), none is known
     before its own files are read. Raises Damage."""
-    found: dict[str, Shape] = {}
+    found: list[dict[str, Shape]] = []
     for file in models:
-        for group in file.content.get("param_shapes") or ():
-            for name, shape in group.items():
-                found.setdefault(name, shape)
-    if not found:
-        found = {path.parent.name: () for path in sorted((folder / PARAMETERS).glob(f"*/{MASTER_FILE}"))}
-    if not found:
+        shapes = {name: shape for group in file.content.get("param_shapes") or () for name, shape in group.items()}
+        found.append({name: shape for name, shape in shapes.items() if not any(name in other for other in found)})
+    if not any(found):
+        found = [{path.parent.name: () for path in sorted((folder / PARAMETERS).glob(f"*/{MASTER_FILE}"))}]
+    if not any(found):
         raise Damage(models[0].name, f"{models[0].name} names no parameters", "a universal checkpoint is made of one of ZeRO")
     return found
 
