@@ -27,7 +27,7 @@ from toolkit.checkpoint.catalog import Catalog
 from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import deepspeed_target, universal_target
 from toolkit.checkpoint.planner import uncovered
-from toolkit.checkpoint.scalars import OPTIM, OPTIMIZER_STEP
+from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.config.reshard import Stage, TargetConfig, TargetOptimConfig, TargetParallelConfig
@@ -125,8 +125,21 @@ def check_state(opened: Opened, trained: Trained) -> None:
     assert opened.decays == [0.1, 0.0]
 
 
+def check_read(path: Path, trained: Trained, layout: Layout, *more: str) -> None:
+    """By our own reader, which nobody told of the writer. ZeRO 3 in 16 bits has no weights but the masters; of samples nothing is
+    believed where DeepSpeed counts tensor ranks as data ranks."""
+    again = open_source(path, trained.source.shape)
+    found, scalars = whole(again.reader()), trained.source.catalog.scalars
+    missing = {str(key) for key in trained.tensors.keys() - found.keys()}
+    assert not missing or (layout.stage == 3 and {key.state for key in trained.tensors.keys() - found.keys()} == {WEIGHT})
+    assert not [str(key) for key, value in found.items() if not same_bits(value, trained.tensors[key])]
+    known = (STEP, OPTIMIZER_STEP, *(() if layout.tensor > 1 else (CONSUMED,)), *more)
+    assert {name: again.catalog.scalars.get(name) for name in known} == {name: scalars[name] for name in known}
+
+
 def check(pool: RankPool, trained: Trained, layout: Layout, family: str, folder: Path, **more: Any) -> None:
     path = layout.write(trained.source, folder / "written")
+    check_read(path, trained, layout, OPTIM)
     opened, *_ = pool.run(go_on, layout.plan(family, **more), path, folder / "again", ranks=layout.ranks)
     check_state(opened, trained)
     assert furthest(opened.results, trained.went_on) <= TOLERANCE
@@ -185,7 +198,7 @@ def test_every_stage(family: str, stage: int, data: int, runs: Runs, pool: RankP
     check(pool, runs.of(family, None, tuple(more.items())), Layout(stage, data=data), family, tmp_path, **more)
 
 
-AXES = [*(Layout(stage, data=data, tensor=2) for stage in range(4) for data in (1, 2)), Layout(1, tensor=4),
+AXES = [*(Layout(stage, data=data, tensor=2) for stage in range(4) for data in (1, 2)),
         *(Layout(stage, data=data, pipeline=2) for stage in (0, 1) for data in (1, 2))]
 
 
@@ -257,6 +270,7 @@ def differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
 
 def check_universal(pool: RankPool, trained: Trained, layout: Layout, family: str, folder: Path, **more: Any) -> Opened:
     path = convert(trained.source, universal_target.lay_out(trained.source, TargetConfig()), folder / "written")
+    check_read(path, trained, layout)
     opened, *_ = pool.run(go_on, layout.plan(family, **more), path, None, True, ranks=layout.ranks)
     check_state(opened, trained)
     assert furthest(opened.results, trained.went_on) <= TOLERANCE
@@ -304,6 +318,7 @@ REFUSED = {
     "loss scaler": TargetConfig(precision=Precision.fp16),
     "hidden optimizer step": TargetConfig(zero=Stage.stage0, precision=Precision.bf16),
     "equal parts of dim": TargetConfig(parallel=TargetParallelConfig(tensor=3)),
+    "whole key-value heads": TargetConfig(parallel=TargetParallelConfig(tensor=4)),
 }
 
 

@@ -36,6 +36,10 @@ class Parameter:
     box: Box
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.box.shape
+
+    @property
     def decays(self) -> bool:
         return len(self.whole) > 1
 

@@ -12,13 +12,14 @@ Sources, in deepspeed 0.19.8: ``runtime/engine.py`` (``_common_checkpoint_state`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from toolkit.checkpoint.formats.deepspeed_layout import Flat, ModelRank, Parameter, padding, runs
 from toolkit.checkpoint.formats.pickles import Call, Name, Storage, StoredTensor
+from toolkit.families.base import ParameterSpec
 
 VERSION = "0.19.8"  # whose files are written
 FP32 = "fp32"  # the label of the weights that the optimizer updates, beside the names of its states
@@ -103,7 +104,7 @@ def model_state(rank: ModelRank, of: Written, weights: Mapping[str, StoredTensor
         "module": weights,
         "buffer_names": [],
         "optimizer": optimizer,
-        "param_shapes": [_shapes(flat) for flat in buffers] if zero else None,
+        "param_shapes": [shapes(flat.parameters) for flat in buffers] if zero else None,
         "frozen_param_shapes": frozen["frozen_param_shapes"],
         "shared_params": dict(rank.aliases) if zero else None,
         "frozen_param_fragments": frozen["frozen_param_fragments"],
@@ -121,8 +122,9 @@ def model_state(rank: ModelRank, of: Written, weights: Mapping[str, StoredTensor
     }
 
 
-def _shapes(flat: Flat) -> OrderedDict[str, Call]:
-    return OrderedDict((one.name, Call(_SIZE, (one.box.shape,))) for one in flat.parameters)
+def shapes(parameters: Iterable[Parameter | ParameterSpec]) -> OrderedDict[str, Call]:
+    """By name: what ``param_shapes`` has of a group."""
+    return OrderedDict((one.name, Call(_SIZE, (one.shape,))) for one in parameters)
 
 
 def config(of: Written) -> dict[str, Any]:

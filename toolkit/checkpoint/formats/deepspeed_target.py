@@ -116,6 +116,9 @@ def _layout_problems(shape: ModelShape, config: TargetConfig, stage: int, dtype:
 
 def _tensor_problems(shape: ModelShape, ranks: int) -> Iterator[Problem]:
     seen = f"target.parallel.tensor={ranks}"
+    if shape.num_key_value_heads % ranks:
+        yield Problem("target.parallel.tensor", f"{seen}, {shape.num_key_value_heads} key-value heads",
+                      "a tensor rank of DeepSpeed has whole key-value heads", "write a divisor of their number")
     for spec in families.get(shape.family).parameters(shape):
         dim = tensor_dim(spec.name)
         if dim is None and spec.layer is not None and spec.decays:

@@ -17,13 +17,14 @@ What the loaders do wrong and files cannot mend is in ``NOTES``. Sources, in dee
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from toolkit import families
-from toolkit.checkpoint import adam, manifest
+from toolkit.checkpoint import adam, manifest, states
 from toolkit.checkpoint.catalog import Piece
-from toolkit.checkpoint.formats import torch_zip
+from toolkit.checkpoint.formats import deepspeed_states, torch_zip
 from toolkit.checkpoint.formats.deepspeed_states import VERSION
 from toolkit.checkpoint.formats.pickles import Storage, StoredTensor
 from toolkit.checkpoint.nearby import model_unknown
@@ -33,6 +34,7 @@ from toolkit.checkpoint.source import MODEL, Source
 from toolkit.checkpoint.target import Target, TargetFile
 from toolkit.config.reshard import TargetConfig
 from toolkit.errors import CheckpointError, Problem
+from toolkit.families.base import ParameterSpec
 from toolkit.plan.deepspeed import tensor_dim
 
 NAME = "universal"
@@ -62,7 +64,7 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
     tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape) for state in (WEIGHT, *moments) for spec in specs}
     step = source.step or 0
     folder = f"global_step{step}_universal"
-    files = [_fixed("latest_universal", folder.encode()), *_counts(source, folder, step, steps)]
+    files = [_fixed("latest_universal", folder.encode()), *_counts(source, folder, steps, states.weights_dtype(source, None), specs)]
     pieces: dict[TensorKey, tuple[Piece, ...]] = {}
     for key, info in tensors.items():
         storage = Storage("0", "float32", Box.whole(info.shape).numel)
@@ -83,13 +85,14 @@ def _fixed(name: str, content: bytes) -> TargetFile:
     return TargetFile(name, len(content), {0: content})
 
 
-def _counts(source: Source, folder: str, step: int, steps: int) -> list[TargetFile]:
-    """The files of no parameter."""
-    samples = source.catalog.scalars.get(CONSUMED)
+def _counts(source: Source, folder: str, steps: int, dtype: str, specs: Sequence[ParameterSpec]) -> list[TargetFile]:
+    """The files of no parameter. ``dtype``: of the weights in the run that it comes from."""
+    samples, step = source.catalog.scalars.get(CONSUMED), source.step or 0
     model: dict[str, Any] = {
-        "module": {}, "buffer_names": [], "optimizer": None, "lr_scheduler": None, "data_sampler": None, "random_ltd": None,
-        "skipped_steps": step - steps, "global_steps": step, "global_samples": samples if isinstance(samples, int) else 0,
-        "dp_world_size": 1, "mp_world_size": 1, "ds_version": VERSION,
+        "module": {}, "buffer_names": [], "optimizer": None, "param_shapes": [deepspeed_states.shapes(specs)], "lr_scheduler": None,
+        "data_sampler": None, "random_ltd": None, "skipped_steps": step - steps, "global_steps": step,
+        "global_samples": samples if isinstance(samples, int) else 0, "dp_world_size": 1, "mp_world_size": 1,
+        "ds_config": {"bf16": {"enabled": dtype == "bfloat16"}, "fp16": {"enabled": dtype == "float16"}}, "ds_version": VERSION,
     }
     counter = _storage(steps)
     # Groups are zipped with the run's: more are left over, none are missing. ZeRO 3 asks for the inner dictionary.
