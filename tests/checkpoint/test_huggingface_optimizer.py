@@ -17,7 +17,7 @@ import torch
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
 from tests.checkpoint.test_huggingface import FAMILIES, model_of, tiny
 from toolkit import families
-from toolkit.checkpoint import manifest, open_reader
+from toolkit.checkpoint import manifest, open_reader, reshard
 from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import native
 from toolkit.checkpoint.formats.huggingface_target import lay_out
@@ -225,3 +225,13 @@ def test_a_run_resumes_from_it_to_the_bit(tmp_path: Path) -> None:
     reader = open_pretrained(tiny_plan("llama", precision__name=Precision.bf16, model__pretrained=str(folder)))
     assert {key.state for key in reader.tensors} == {WEIGHT, MASTER}, "a new run begins with an optimizer of its own"
     assert reader.scalars == {}
+
+
+def test_a_model_that_the_checkpoint_is_not_of_is_refused(tmp_path: Path) -> None:
+    """Whatever is written: sizes that the user said wrong would cut tensors, or be recorded beside them."""
+    source = with_optimizer("llama", tmp_path / "run")
+    wrong = replace(source, shape=tiny("llama", num_key_value_heads=4))
+    for written in (Format.native, Format.huggingface, Format.universal):
+        with pytest.raises(CheckpointError, match=r"k_proj\.weight has shape \(16, 32\)[\s\S]*\(32, 32\)"):
+            reshard.lay_out(wrong, TargetConfig(format=written))
+        reshard.lay_out(source, TargetConfig(format=written))

@@ -16,9 +16,10 @@ from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import native
 from toolkit.checkpoint.inspect import describe, named
 from toolkit.checkpoint.plan_reshard import ReshardPlan, plan_reshard
+from toolkit.checkpoint.planner import check
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.states import tensors_of
+from toolkit.checkpoint.states import tensors_of, weights_dtype
 from toolkit.checkpoint.target import Target
 from toolkit.config.reshard import Format, ReshardConfig, TargetConfig
 from toolkit.config.schema import ModelConfig
@@ -58,8 +59,12 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
     """What ``config`` asks for, of what ``source`` has.
 
     Raises:
-        CheckpointError, InputError: the source does not have it, or the format cannot have it so.
+        CheckpointError, InputError: the source does not have it, or is not of the model that is said, or the format cannot have it so.
     """
+    if source.shape is not None:
+        dtype = weights_dtype(source, config.precision)
+        parameters = families.get(source.shape.family).parameters(source.shape)
+        check(source.catalog, [(TensorKey(WEIGHT, spec.name), dtype, spec.shape) for spec in parameters])
     states = {key.state for key in source.catalog.tensors} - {WEIGHT, MASTER}
     if config.optimizer and not states:
         raise CheckpointError(Problem("target.optimizer", f"target.optimizer=true, and {source.folder} has no optimizer's state",
