@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoint import fabricate
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
 from toolkit.checkpoint import blocks, catalog, executor, fill, open_reader, planner, writing
 from toolkit.checkpoint.catalog import Damage, Piece
@@ -218,3 +219,16 @@ def test_checksums_of_ranges_are_those_of_the_whole() -> None:
         data[begin : begin + length] = np.random.default_rng(begin).integers(0, 256, length, np.uint8).tobytes()
         segments.append((begin, length, zlib.crc32(data[begin : begin + length])))
     assert checksum(0, 5000, segments) == zlib.crc32(data)
+
+
+def test_a_copy_that_differs_is_refused(tmp_path: Path, small_blocks: None) -> None:
+    """What a layout stores twice: replicated over ranks, tied, or a weight that is its own master and stored as both."""
+    key, other = TensorKey(WEIGHT, "w"), TensorKey(WEIGHT, "norm")
+    named = {key: values_of((40, 3), 1), other: values_of((50,), 2)}
+    source = fabricate.of_ranks(tmp_path / "a", named, replicated=["norm"])
+    target = native.lay_out(source, dict(source.catalog.tensors))
+    run(source, target, tmp_path / "sound")
+    fabricate.write_at(source, other, 37, values_of((1,), 3).numpy().tobytes(), copy=True)
+    with pytest.raises(CheckpointError, match=r"1 of .* are others in rank1\.pt"):
+        run(source, target, tmp_path / "b")
+    run(source, target, tmp_path / "unseen", examine=False)

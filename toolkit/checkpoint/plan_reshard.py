@@ -31,7 +31,8 @@ class ReshardPlan:
 
     Attributes:
         tensors: of the target.
-        reads, bytes_read: calls to the system; blocks with hashes are read whole, masters' weights too where values are examined.
+        reads, bytes_read: calls to the system; blocks with hashes are read whole, masters' weights and copies too where values
+            are examined.
         writes, bytes_written: of pieces. What files have besides is ``fixed_bytes`` (headers) and ``padding_bytes`` (zeros).
         worker_bytes: memory that one worker takes at most.
         unused: tensors of the source that the target has no use for.
@@ -84,10 +85,13 @@ def plan_reshard(source: Catalog, target: Target, *, examine: bool = True) -> Re
             reads, numbytes = there.reads(key, tile, by_columns)
             plan.reads += reads
             plan.bytes_read += numbytes
+        copied = source.copies.get(unit.source, ()) if examine else ()
+        plan.reads += len(copied)
+        plan.bytes_read += sum(piece.end - piece.begin for piece in copied)
         dtypes = {target.tensors[key].dtype for key in unit.targets} - {info.dtype}
         casts = sum(DTYPES[dtype].itemsize for dtype in dtypes) / DTYPES[info.dtype].itemsize
         # Tiles and a block, the casts of a tile, and a part of it made contiguous.
-        plan.worker_bytes = max(plan.worker_bytes, int(TILE_BYTES * (len(looked_at) + casts + 1)) + BLOCK_BYTES)
+        plan.worker_bytes = max(plan.worker_bytes, int(TILE_BYTES * (max(len(looked_at), 2 if copied else 1) + casts + 1)) + BLOCK_BYTES)
     plan.files_written = len(target.files)
     plan.fixed_bytes, plan.padding_bytes = made.conclude("the target", {file.name: file for file in target.files})
     return plan
