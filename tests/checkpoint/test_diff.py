@@ -146,6 +146,8 @@ def test_what_training_resumes_from_is_compared_too(tmp_path: Path) -> None:
     assert found.scalars == (("optimizer_step", 3, None),)
     assert not found.equal
     assert found.lines()[0] == "optimizer_step: 3 on the left, None on the right"
+    assert found.lines()[-1].startswith("not equal: 1 of 1 tensors are the same")
+    assert found.lines()[-1].endswith("of what else training resumes from, 1 differ")
 
 
 def test_many_differences_are_summed_up(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ import torch
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
 from toolkit import families
 from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.convert import Conversion, Phase
+from toolkit.checkpoint.formats import huggingface_target
 from toolkit.checkpoint.formats.huggingface_target import export
 from toolkit.checkpoint.manifest import BESIDE
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
@@ -120,6 +122,34 @@ def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no weight of"):
         export(replace(source, shape=tiny("qwen2")), tmp_path / "new")
     assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["export", "run", "tokenizer"], "nothing half-made stays"
+
+
+@pytest.mark.parametrize("moment", [Phase.PREPARE, Phase.UNITS, Phase.RENAME])
+def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: Phase) -> None:
+    shape = tiny("llama")
+    source = open_source(saved(model_of(shape), shape, tmp_path / "run"), shape)
+    folder = export(source, tmp_path / "export")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def failing(*arguments: Any, **settings: Any) -> Conversion:
+        def stop(phase: Phase) -> None:
+            if phase is moment:
+                raise KeyboardInterrupt
+
+        return Conversion(*arguments, **settings, on_phase=stop)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(huggingface_target, "Conversion", failing)
+        with pytest.raises(KeyboardInterrupt):
+            export(source, folder, dtype="bfloat16")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["export", "run"]
+    for left in (".export.made", ".export.replaced"):  # by one that was killed
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "model.safetensors").write_bytes(b"half")
+    export(source, folder, dtype="bfloat16")
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["export", "run"]
 
 
 def test_a_model_of_ones_own_is_exported_as_its_state_dict(tmp_path: Path) -> None:

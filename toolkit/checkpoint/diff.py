@@ -119,7 +119,8 @@ class Diff:
                             if one.pair.left and one.pair.right and (one.pair.left != one.pair.right or one.dtypes[0] != one.dtypes[1])})
         lines += [f"{a} ({of_a}) of the left is {b} ({of_b}) of the right" for a, b, of_a, of_b in stand_ins]
         verdict = "equal" if self.equal else "not equal"
-        return [*lines, f"{verdict}: {len(same)} of {len(self.tensors)} tensors are the same in {self.left} and {self.right}"]
+        numbers = f"; of what else training resumes from, {len(self.scalars)} differ" if self.scalars else ""
+        return [*lines, f"{verdict}: {len(same)} of {len(self.tensors)} tensors are the same in {self.left} and {self.right}{numbers}"]
 
 
 def diff(left: str | Path, right: str | Path, model: ModelShape | None = None, *, workers: int = WORKERS,
