@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def plan(self) -> RunPlan:
-        return self.layout.plan(Case.ADAM, precision__name=self.precision, **dict(self.more))
+        return self.layout.plan(Case.ADAM, **{"precision__name": self.precision, **dict(self.more)})
 
 
 def cell(family: str, *, precision: Precision = Precision.fp32, singleton: bool = False, with_args: bool = False, **layout: Any) -> Cell:

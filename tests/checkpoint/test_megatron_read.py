@@ -36,10 +36,12 @@ from tests.checkpoint.megatron_ranks import SAMPLES, STOP
 from toolkit import families
 from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import dcp_metadata, native
-from toolkit.checkpoint.shard import EXP_AVG, TensorKey
+from toolkit.checkpoint.formats.megatron_keys import parse, slots_of
+from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.states import tensors_of
 from toolkit.checkpoint.verify import verify
+from toolkit.config.schema import OptimizerName, Precision
 from toolkit.errors import CheckpointError, InputError
 from toolkit.testing.matrix import Case, megatron
 from toolkit.testing.matrix import Cell as Layout
@@ -247,3 +249,42 @@ def test_training_goes_on_in_another_layout(case: Cell, into: Layout, megatron_s
     assert apart(found.results, held.results) <= TOLERANCE
     forgot = megatron_saved.pool.run(work.resume, plan, folder, True, ranks=into.ranks)[0]
     assert apart(forgot.results, held.results) > 10 * TOLERANCE
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_keys_that_are_written_are_understood(family: str) -> None:
+    shape = cell(family).plan.shape
+    assert shape is not None
+    for tensor in families.get(family).megatron(shape):
+        for slot in slots_of(tensor, shape):
+            for prefix, state in (("", WEIGHT), ("optimizer.state.param.", MASTER), ("chained_1.optimizer.state.exp_avg.", EXP_AVG)):
+                key = parse(prefix + slot.key)
+                assert key is not None
+                assert (key.state, key.weight, key.half) == (state, slot.key, None)
+                (member,) = key.members(Box((*slot.place, *(0 for _ in tensor.shape)), (*(1 for _ in slot.place), *tensor.shape)))
+                assert member == (tensor.name, (0,) * len(slot.place), Box.whole(tensor.shape))
+                assert key.whole_shape(tensor.shape, shape) == (*slot.counts, *tensor.shape)
+
+
+def test_keys_of_halves_and_of_strangers() -> None:
+    gate, up = (parse(f"optimizer.state.exp_avg.decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_{half}") for half in "wv")
+    assert gate is not None
+    assert up is not None
+    assert (gate.half, up.half, gate.source == up.source) == (0, 1, True)
+    assert gate.name == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
+    assert parse("optimizer.state.master_param.decoder.final_layernorm.weight") is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", [Precision.fp32, BF16])
+def test_momentum_of_sgd(megatron_saved: Saves, precision: Precision) -> None:
+    settings = {"optim__name": OptimizerName.sgd, "optim__momentum": 0.9, "optim__lr": 0.1, "optim__clip": 0.0}
+    case = Cell(megatron("llama", tensor=2), precision, more=tuple(settings.items()))
+    folder, held = megatron_saved.of(case)
+    source = opened(case, folder)
+    assert "momentum_buffer" in {key.state for key in source.catalog.tensors}
+    assert source.catalog.tensors.keys() == held.state.keys()
+    assert not differing(source, held.state)

@@ -29,7 +29,7 @@ from toolkit.checkpoint.formats.pickles import StoredTensor
 from toolkit.checkpoint.nearby import model_unknown
 from toolkit.checkpoint.planner import MOST_PROBLEMS
 from toolkit.checkpoint.scalars import OPTIMIZER_STEP, STEP
-from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, TensorInfo, TensorKey
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source, vendors_refusal
 from toolkit.errors import CheckpointError, Problem
 from toolkit.families.base import ModelShape
@@ -256,10 +256,10 @@ def _source(folder: Path, common: Common, metadata: Metadata, shape: ModelShape)
     places, strange = _places(folder, metadata, shape, tables)
     made = _Pieces(folder, shape, tables, places)
     tensors = made.tensors(list(dict.fromkeys([WEIGHT, *(state for state, _ in places)])))
-    moments = {key.state for key in tensors} - {WEIGHT, MASTER}
+    moments = {key.state for key in tensors} & {EXP_AVG, EXP_AVG_SQ}
     if moments and OPTIMIZER_STEP not in common.scalars:
         raise Damage(COMMON, f"{folder / COMMON} does not say how many steps the optimizer has taken",
-                     f"it has that beside the optimizer's states ({', '.join(sorted(moments))})")
+                     "Adam corrects by the number of its steps")
     scalars = dict(common.scalars) if common.step is None else {STEP: common.step, **common.scalars}
     twice = {key: info for key, info in tensors.items() if made.copied(key)}
     objects = sorted({key.partition("/")[0] for key in metadata.objects if EXTRA not in key})
