@@ -1,0 +1,218 @@
+"""What one engine's own functions saved, the other's own functions load after a conversion, and training goes on as if nobody had
+stopped; there and back again leaves every bit.
+
+    pytest tests/checkpoint/test_continuation.py
+    pytest tests/checkpoint/test_continuation.py -m full      every layout from and into four others
+
+Four steps, the vendor's save (``local``: this toolkit's), a conversion, the vendor's load in the other layout, six steps. The yardstick
+is ``local``, which does not stop. With zeroed moments the same must leave the tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import vendors
+from toolkit.checkpoint import reshard
+from toolkit.checkpoint.convert import Conversion
+from toolkit.checkpoint.scalars import STEP
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ
+from toolkit.checkpoint.source import Source, open_source
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.verify import digest
+from toolkit.config.reshard import Format, Stage, TargetConfig, TargetOptimConfig, TargetParallelConfig
+from toolkit.config.schema import EngineName
+from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.protocol import StepResult
+from toolkit.families import FAMILIES
+from toolkit.testing.dist import RankPool
+from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
+from toolkit.testing.parity import step_all
+from toolkit.train.task import text_task
+
+STOP, MORE = 4, 6
+TOLERANCE = 1e-5  # of losses, and of gradient norms
+CASE = Case.ADAM
+SETTINGS = TargetOptimConfig(lr=2e-3, betas=[0.9, 0.95], eps=1e-4, weight_decay=0.1)  # its
+LOCAL = Cell(engine=EngineName.local, family="llama")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who trains, and in which format that stands on disk."""
+
+    cell: Cell
+    form: Format
+
+    @property
+    def config(self) -> TargetConfig:
+        cell = self.cell
+        if self.form in (Format.native, Format.huggingface):
+            return TargetConfig(format=self.form, optimizer=True)
+        stage = cell.zero if self.form is Format.deepspeed else min(cell.zero, 1)
+        axes = TargetParallelConfig(data=cell.data, tensor=cell.tensor, pipeline=cell.pipeline)
+        return TargetConfig(format=self.form, zero=Stage[f"stage{stage}"], parallel=axes, optim=SETTINGS)
+
+
+LAYOUTS = {
+    **{f"zero{stage}": Layout(deepspeed("llama", stage, data=2), Format.deepspeed) for stage in range(4)},
+    "zero3-dp4": Layout(deepspeed("llama", 3, data=4), Format.deepspeed),
+    "zero1-tp2": Layout(deepspeed("llama", 1, tensor=2), Format.deepspeed),
+    "zero1-pp2": Layout(deepspeed("llama", 1, pipeline=2), Format.deepspeed),
+    "megatron-tp2": Layout(megatron("llama", tensor=2), Format.megatron),
+    "megatron-pp2": Layout(megatron("llama", pipeline=2), Format.megatron),
+    "megatron-dp2-zero1": Layout(megatron("llama", data=2, zero=1), Format.megatron),
+    "megatron-tp2-pp2": Layout(megatron("llama", tensor=2, pipeline=2), Format.megatron),
+    "huggingface": Layout(LOCAL, Format.huggingface),
+    "native": Layout(LOCAL, Format.native),
+}
+NAMES = tuple(LAYOUTS)
+QUICK = [("zero3", "megatron-tp2-pp2"), ("megatron-dp2-zero1", "zero2"), ("zero1-tp2", "huggingface"), ("huggingface", "zero1")]
+# A prime number of layouts: each of these steps goes round all of them.
+FULL = [(name, NAMES[(at + step) % len(NAMES)]) for at, name in enumerate(NAMES) for step in (1, 4, 7, 11)]
+assert len(NAMES) == 13
+
+
+# ---- on ranks
+
+
+def train(rank: int, ranks: int, layout: Layout, folder: Path) -> None:
+    """Four steps, and the vendor's save."""
+    plan = layout.cell.plan(CASE)
+    engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
+    engine.load(first_weights(plan))
+    step_all(engine, plan, range(STOP), rank=rank)
+    if layout.form is Format.deepspeed:
+        vendors.vendor_save(engine, folder)
+    elif layout.form is Format.megatron:
+        vendors.vendor_save_megatron(engine, folder, STOP)
+    else:
+        assert plan.shape is not None
+        CheckpointStore(folder).save(STOP, engine.shards(), {STEP: STOP, **engine.scalars()}, rank=rank, ranks=ranks, attempt=1,
+                                     namespace=FAMILIES[plan.shape.family].namespace).wait()
+    engine.close()
+
+
+def go_on(rank: int, ranks: int, layout: Layout, folder: Path, forget: bool) -> list[StepResult]:
+    """The vendor's load, and six steps."""
+    plan = layout.cell.plan(CASE)
+    engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
+    if layout.form is Format.deepspeed:
+        vendors.vendor_load(engine, folder)
+    elif layout.form is Format.megatron:
+        vendors.vendor_load_megatron(engine, folder)
+    else:
+        engine.load(open_source(folder).reader())
+    for shard in engine.shards() if forget else ():
+        if shard.key.state in (EXP_AVG, EXP_AVG_SQ):
+            shard.data.zero_()
+    results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
+    engine.close()
+    return results
+
+
+# ---- between them
+
+
+def convert(source: Source, layout: Layout, path: Path) -> Source:
+    target = reshard.lay_out(source, layout.config)
+    Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
+    (path / target.manifest).rename(path.with_name(f"{path.name}-manifest"))  # so that the format's own reader reads it
+    if layout.form is Format.native:
+        path.with_name(f"{path.name}-manifest").rename(path / target.manifest)
+    return open_source(path, source.shape)
+
+
+class Saved:
+    """What each layout's vendor saved after four steps, made when first asked for."""
+
+    def __init__(self, pool: RankPool, folder: Path) -> None:
+        self._pool, self._folder = pool, folder
+        self.of = cache(self._make)
+
+    def _make(self, name: str) -> Source:
+        layout, folder = LAYOUTS[name], self._folder / name
+        if layout.form is Format.huggingface:  # nobody else writes it with an optimizer's state
+            return convert(self.of("native"), layout, folder)
+        self._pool.run(train, layout, folder, ranks=layout.cell.ranks)
+        return open_source(folder, layout.cell.plan(CASE).shape)
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(pool, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> list[StepResult]:
+    """The last six of ten steps of ``local``."""
+    plan = LOCAL.plan(CASE)
+    engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
+    engine.load(first_weights(plan))
+    results = step_all(engine, plan, range(STOP + MORE))
+    engine.close()
+    return results[STOP:]
+
+
+def apart(pool: RankPool, source: Source, name: str, path: Path, unbroken: list[StepResult], forget: bool = False) -> tuple[float, float]:
+    """How far losses and gradient norms are from those of the run that did not stop."""
+    layout = LAYOUTS[name]
+    convert(source, layout, path)
+    by_rank = pool.run(go_on, layout, path, forget, ranks=layout.cell.ranks)
+    assert all(results == by_rank[0] for results in by_rank)
+    pairs = list(zip(by_rank[0], unbroken, strict=True))
+    return max(abs(a.loss - b.loss) for a, b in pairs), max(abs(a.grad_norm - b.grad_norm) for a, b in pairs)
+
+
+def check_pair(pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], path: Path) -> None:
+    before, after = pair
+    loss, norm = apart(pool, saved.of(before), after, path / "t", unbroken)
+    print(f"{before} -> {after}: {loss:.1e} {norm:.1e}")
+    assert max(loss, norm) <= TOLERANCE, f"loss {loss:.1e}, norm {norm:.1e}"
+
+
+@pytest.mark.parametrize("pair", QUICK, ids="-to-".join)
+def test_training_goes_on(pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path) -> None:
+    check_pair(pair, saved, pool, unbroken, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pair", FULL, ids="-to-".join)
+def test_training_goes_on_between_all(pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult],
+                                      tmp_path: Path) -> None:
+    check_pair(pair, saved, pool, unbroken, tmp_path)
+
+
+@pytest.mark.parametrize("pair", QUICK[:2], ids="-to-".join)
+def test_control_zeroed_moments(pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path) -> None:
+    loss, norm = apart(pool, saved.of(pair[0]), pair[1], tmp_path / "t", unbroken, forget=True)
+    assert min(loss, norm) > 10 * TOLERANCE, f"loss {loss:.1e}, norm {norm:.1e}"
+
+
+def check_round_trip(pair: tuple[str, str], saved: Saved, path: Path) -> None:
+    here, there = pair
+    source = saved.of(here)
+    between = convert(source, LAYOUTS[there], path / "there")
+    back = convert(between, LAYOUTS[here], path / "back")
+    expected, found = digest(source.reader()), digest(back.reader())
+    assert found.tensors == expected.tensors
+    assert found.overall == expected.overall
+    assert back.step == between.step == source.step == STOP
+    known = source.catalog.scalars.keys() & between.catalog.scalars.keys()
+    assert {name: back.catalog.scalars[name] for name in known} == {name: source.catalog.scalars[name] for name in known}
+
+
+@pytest.mark.parametrize("pair", QUICK, ids="-to-".join)
+def test_there_and_back(pair: tuple[str, str], saved: Saved, tmp_path: Path) -> None:
+    check_round_trip(pair, saved, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("here", NAMES)
+def test_there_and_back_between_all(here: str, saved: Saved, tmp_path: Path) -> None:
+    for there in NAMES:
+        check_round_trip((here, there), saved, tmp_path / there)
