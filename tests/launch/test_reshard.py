@@ -12,18 +12,20 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch import reshard
 from tests.checkpoint.tiny_run import STEP, tiny_checkpoint, tiny_shape
 from toolkit import families
-from toolkit.checkpoint import open_reader
+from toolkit.checkpoint import convert, open_reader
+from toolkit.checkpoint.fill import Filler, Unit
 from toolkit.checkpoint.nearby import model_near, model_unknown
 from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import digest
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
 Captured = pytest.CaptureFixture[str]
@@ -183,6 +185,27 @@ def test_verify_and_diff_end_with_1_where_something_is_wrong(tmp_path: Path, cap
     file.write_bytes(data)
     assert "differs from what was written" in said(capsys, f"source={tmp_path}/out", "action=verify", code=1)
     assert "not equal: 62 of 63" in said(capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff", code=1)
+
+
+def test_an_interrupted_conversion_says_so_and_the_same_command_goes_on(checkpoint: Path, tmp_path: Path, capsys: Captured,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (f"source={checkpoint}", f"target={tmp_path}/out", "workers=1")
+    fill, filled = Filler.fill, []
+
+    def interrupted(self: Filler, unit: Unit, *arguments: Any) -> Any:
+        filled.append(unit)
+        if len(filled) == 30:
+            raise KeyboardInterrupt
+        return fill(self, unit, *arguments)
+
+    with monkeypatch.context() as context:
+        context.setattr(convert, "SYNC_BYTES", 2**16)
+        context.setattr(Filler, "fill", interrupted)
+        assert run(*words) == ExitCode.STOPPED
+    assert "the same command goes on" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert "resumed    " in said(capsys, *words)
+    assert digest(open_reader(tmp_path / "out")) == digest(open_reader(checkpoint))
 
 
 def test_the_command_is_quick_and_has_no_torch(checkpoint: Path, tmp_path: Path) -> None:

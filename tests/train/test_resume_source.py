@@ -85,3 +85,16 @@ def test_a_beginning_that_is_gone_is_refused_by_name(stopped: Path, data: Path, 
     path.rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="out is not there"):
         Start(start.directory.path, data)
+
+
+def test_text_is_generated_with_the_weights_of_another_format(stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from launch.generate import main
+
+    words = [str(stopped), "def main(", "--tokens", "6", "--temperature", "0"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    path = written(stopped, tmp_path / "out", Format.deepspeed)
+    assert main([*words, "--weights", str(path)]) == 0
+    assert capsys.readouterr().out == first
+    assert main([*words, "--weights", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is not there" in capsys.readouterr().err

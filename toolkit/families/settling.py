@@ -54,7 +54,7 @@ def settle(model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool =
 
 def _missing(family: str, name: str) -> Problem:
     return Problem(f"model.{name}", f"model.{name} is not given", f"the family {family} needs model.{name}",
-                   f"write model.{name}=NUMBER, or choose a complete model such as model=llama_1b")
+                   f"write model.{name}=NUMBER, or take all sizes of a published model: model=pretrained model.pretrained=FOLDER")
 
 
 def _next_multiple(value: int, of: int) -> int:
