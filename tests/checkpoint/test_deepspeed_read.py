@@ -20,14 +20,17 @@ from tests.checkpoint.deepspeed_saves import MORE, STOP, TAG, State
 from tests.checkpoint.layouts import same_bits, whole
 from tests.engine.cases import BF16, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell
 from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import deepspeed_names as names
+from toolkit.checkpoint.formats import native
 from toolkit.checkpoint.formats.deepspeed_plain import names_of_groups
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Reader, Shard, TensorKey
 from toolkit.checkpoint.source import Source, open_source
+from toolkit.checkpoint.states import tensors_of
 from toolkit.checkpoint.verify import digest
-from toolkit.config.schema import OptimizerName
+from toolkit.config.schema import OptimizerName, Precision
 from toolkit.errors import CheckpointError, InputError
-from toolkit.testing.dist import RankPool, rank_pool
+from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
 from toolkit.testing.parity import Trace
 from toolkit.testing.tiny import tiny_plan
 
@@ -158,6 +161,25 @@ def test_control_ranks_changed_over(saved: Saves, tmp_path: Path) -> None:
     aside.rename(other)
     found = assembled(open_source(tmp_path / "changed", QUICK[4].plan().shape), held)
     assert len(differing(found, held)) > len(held) // 2
+
+
+def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
+    """Through the executor: masters of ZeRO 3 become weights of 16 bits and themselves."""
+    folder, held, *_ = saved.of(QUICK[4])
+    source = open_source(folder, QUICK[4].plan().shape)
+    target = native.lay_out(source, tensors_of(source, Precision.bf16, optimizer=True))
+    Conversion(source.catalog, target, tmp_path / "native", origin=source.origin(), refuse=source.refuse).run()
+    made = open_source(tmp_path / "native")
+    assert made.catalog.tensors.keys() == held.keys()
+    assert not differing(assembled(made, held), held)
+    assert made.catalog.scalars["optimizer_step"] == STOP
+
+
+@pytest.mark.full
+def test_deepspeed_cannot_save_this_toolkits_experts(pool: RankPool, tmp_path: Path) -> None:
+    """So there are no such files to be read. Its saver asks every layer of experts for what only its own layers have."""
+    with pytest.raises(RanksFailed, match="expert_group_name"):
+        pool.run(saves.save, cell(1, 2, 1, "mixtral", parallel__expert=2), tmp_path, ranks=2)
 
 
 # ---- as users call DeepSpeed
