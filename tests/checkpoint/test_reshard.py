@@ -150,7 +150,7 @@ def test_wrong_names_and_shapes_are_all_named(tmp_path: Path) -> None:
         reader.read(shards_of(asked, LAYOUTS["first_only"], 1)[0])
     text = str(caught.value)
     assert "weight:a has shape (4, 2)" in text
-    assert "(4, 3) in this run" in text
+    assert "(4, 3) in the model that is asked for" in text
     assert "no weight of c, d" in text
     assert "remedy" in text
 

@@ -201,8 +201,8 @@ def check(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tuple[int, ..
             absent[asked] = None
         elif tensors[key].shape != global_shape:
             shapes[asked] = Problem(
-                "resume", f"{asked} has shape {tensors[key].shape} in {folder} and {global_shape} in this run",
-                "a checkpoint continues a model of the same shape", "give the model the checkpoint's sizes, or start without it")
+                "resume", f"{asked} has shape {tensors[key].shape} in {folder} and {global_shape} in the model that is asked for",
+                "a checkpoint has the shapes of the model that it is of", "give the model the checkpoint's sizes, or start without it")
     problems = list(shapes.values())[:MOST_PROBLEMS]
     for state in dict.fromkeys(key.state for key in absent):
         problems.append(_absence(state, [key.name for key in absent if key.state == state], catalog))
