@@ -22,7 +22,7 @@ from tests.engine.cases import BF16, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import deepspeed_names as names
-from toolkit.checkpoint.formats import native
+from toolkit.checkpoint.formats import native, universal
 from toolkit.checkpoint.formats.deepspeed_plain import names_of_groups
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Reader, Shard, TensorKey
 from toolkit.checkpoint.source import Source, open_source
@@ -283,12 +283,12 @@ def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
     for name, tensor in weights.items():
         assert same_bits(tensor, read[TensorKey(state, aliases[name].name)]), name
     saved.pool.run(saves.to_universal, made, folder / "universal", ranks=1)
-    universal = open_source(folder / "universal", shape)
-    assert universal.format == "universal"
-    assert open_source(folder, shape).folder == universal.folder, "latest_universal names it"
-    assert universal.catalog.scalars == source.catalog.scalars
-    assert digest(universal.reader()) == digest(source.reader())
-    compare_copies(universal)
+    converted = open_source(folder / "universal", shape)
+    assert converted.format == "universal"
+    assert open_source(folder, shape).folder == converted.folder, "latest_universal names it"
+    assert converted.catalog.scalars == source.catalog.scalars
+    assert digest(converted.reader()) == digest(source.reader())
+    compare_copies(converted)
 
 
 @pytest.mark.full
@@ -298,9 +298,9 @@ def test_universal_of_a_pipeline(precision: dict[str, Any], saved: Saves, tmp_pa
     case = cell(1, 4, 1, "gpt2", **ODD, **precision, parallel__pipeline=2)
     folder, held, *_ = saved.of(case)
     saved.pool.run(saves.to_universal, folder, tmp_path / "universal", ranks=1)
-    universal = open_source(tmp_path / "universal", case.plan().shape)
-    assert universal.catalog.tensors.keys() == {key for key in held if key.state != WEIGHT or not precision}
-    assert not differing(assembled(universal, held), held)
+    converted = open_source(tmp_path / "universal", case.plan().shape)
+    assert converted.catalog.tensors.keys() == {key for key in held if key.state != WEIGHT or not precision}
+    assert not differing(assembled(converted, held), held)
 
 
 @pytest.mark.full
@@ -312,8 +312,8 @@ def test_universal_of_autotp(family: str, stage: int, pool: RankPool, tmp_path: 
     source = open_source(tmp_path / "saved", plan.shape)
     compare_copies(source)
     pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "universal", ranks=1)
-    universal = open_source(tmp_path / "universal", plan.shape)
-    assert digest(universal.reader()) == digest(source.reader())
+    converted = open_source(tmp_path / "universal", plan.shape)
+    assert digest(converted.reader()) == digest(source.reader())
 
 
 @pytest.mark.full
@@ -324,6 +324,20 @@ def test_universal_with_a_tensor_axis_that_was_not_told(saved: Saves, tmp_path: 
     saved.pool.run(saves.to_universal, folder, tmp_path / "universal", ranks=1)
     with pytest.raises(CheckpointError, match="whole or cut along one dim"):
         open_source(tmp_path / "universal", case.plan().shape)
+
+
+@pytest.mark.full
+def test_what_the_converter_scrambles_is_refused(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is scrambled: read in spite of that, most parameters are not those of the checkpoint that it was made from."""
+    plan = tiny_plan("llama", **ODD)
+    settings = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
+    held = pool.run(saves.save_plain, plan, tmp_path / "saved", settings, ranks=2)[0]
+    assert not differing(assembled(open_source(tmp_path / "saved", plan.shape), held), held)
+    pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "universal", ranks=1)
+    with pytest.raises(CheckpointError, match="round_robin_gradients"):
+        open_source(tmp_path / "universal", plan.shape)
+    monkeypatch.setattr(universal, "_refuse_scrambled", lambda saved: None)
+    assert len(differing(assembled(open_source(tmp_path / "universal", plan.shape), held), held)) > len(held) // 2
 
 
 # ---- training goes on

@@ -50,6 +50,7 @@ def open_source(folder: Path, model: ModelShape | None = None) -> Source:
     try:
         models, stage3 = files.read_models(folder, both=True)  # one folder may serve all stages
         saved = Saved(folder=folder, models=models, partitions=(), layers={}, tensor=_tensor_ranks(models), stage3=stage3)
+        _refuse_scrambled(saved)
         shapes = _shapes(folder, models)
         steps: list[object] = []
         held = [{name: _parameter(folder, name, shape, steps) for name, shape in of_rank.items()} for of_rank in shapes]
@@ -62,6 +63,15 @@ def open_source(folder: Path, model: ModelShape | None = None) -> Source:
     except Damage as damage:
         raise vendors_refusal(folder, damage) from damage
     return deepspeed.source_of("universal", catalog, model, {"layout": "none: every parameter whole"}, models)
+
+
+def _refuse_scrambled(saved: Saved) -> None:
+    """Raises CheckpointError for what the converter made of ``round_robin_gradients``: it goes by the recorded slices, which have each
+    parameter's place in another order, and so wrote parameters that are pieces of others."""
+    settings = saved.settings.get("zero_optimization")
+    if isinstance(settings, Mapping) and settings.get("round_robin_gradients") and not saved.stage3 and saved.data > 1:
+        raise files.unreadable(saved.folder, "was made from a run with round_robin_gradients, which ds_to_universal scrambles",
+                               "take the checkpoint that it was made from: that is read as it is")
 
 
 def _tensor_ranks(models: tuple[File, ...]) -> int:
