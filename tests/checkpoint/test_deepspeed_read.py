@@ -27,7 +27,7 @@ from toolkit.checkpoint.formats.deepspeed_plain import names_of_groups
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Reader, Shard, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.states import tensors_of
-from toolkit.checkpoint.verify import digest
+from toolkit.checkpoint.verify import digest, verify, verify_source
 from toolkit.config.schema import OptimizerName, Precision
 from toolkit.errors import CheckpointError, InputError
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
@@ -126,6 +126,7 @@ def check(case: Cell, saved: Saves) -> Source:
     if "parallel__tensor" not in dict(case.more):
         assert source.catalog.scalars["consumed_samples"] == STOP * case.plan().batch.global_batch
     compare_copies(source)
+    assert verify_source(source) == []
     return source
 
 
@@ -161,6 +162,18 @@ def test_control_ranks_changed_over(saved: Saves, tmp_path: Path) -> None:
     aside.rename(other)
     found = assembled(open_source(tmp_path / "changed", QUICK[4].plan().shape), held)
     assert len(differing(found, held)) > len(held) // 2
+
+
+def test_verify_finds_ranks_changed_over(saved: Saves, tmp_path: Path) -> None:
+    """Where the model's weights are saved too, masters tell."""
+    folder, *_ = saved.of(QUICK[1])
+    shutil.copytree(folder, tmp_path / "changed")
+    one, other = (tmp_path / "changed" / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    aside = one.rename(tmp_path / "aside")
+    other.rename(one)
+    aside.rename(other)
+    found = verify(tmp_path / "changed", QUICK[1].plan().shape)
+    assert any("not their master" in str(finding) for finding in found), found
 
 
 def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
