@@ -1,4 +1,4 @@
-"""What ranks do in the tests of DeepSpeed's files: train and save, open by DeepSpeed's own loader, go on."""
+"""DeepSpeed runs for the tests of its files, and what ranks do in them: train and save, open by DeepSpeed's own loader, go on."""
 
 from __future__ import annotations
 
@@ -9,16 +9,54 @@ from typing import Any
 import torch
 
 from tests.checkpoint.vendors import vendor_load, vendor_save
+from toolkit.checkpoint.formats import deepspeed_target
 from toolkit.checkpoint.shard import TensorKey
+from toolkit.checkpoint.source import Source
 from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.target import Target
+from toolkit.config.reshard import Stage, TargetConfig, TargetParallelConfig
+from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
 from toolkit.testing.parity import gather, step_all
+from toolkit.testing.tiny import tiny_plan
 from toolkit.train.state import TrainState, namespace, scalars
 from toolkit.train.task import text_task
 
 STOP, MORE = 4, 6
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A DeepSpeed run. ``sub_group``: ZeRO 3's ``sub_group_size``."""
+
+    stage: int
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    sub_group: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    def plan(self, family: str, **more: Any) -> RunPlan:
+        own = {"zero_optimization": {"sub_group_size": self.sub_group}} if self.sub_group else {}
+        return tiny_plan(family, ranks=self.ranks, engine__name=EngineName.deepspeed, zero__stage=self.stage, parallel__tensor=self.tensor,
+                         parallel__pipeline=self.pipeline, engine__deepspeed=own, **more)
+
+    def config(self, **more: Any) -> TargetConfig:
+        parallel = TargetParallelConfig(data=self.data, tensor=self.tensor, pipeline=self.pipeline)
+        return TargetConfig(zero=Stage[f"stage{self.stage}"], parallel=parallel, **more)
+
+    def target(self, source: Source, **more: Any) -> Target:
+        given = {"sub_group": self.sub_group} if self.sub_group else {}
+        return deepspeed_target.lay_out(source, self.config(**more), **given)
+
+    def __str__(self) -> str:
+        parts = [f"{name}{size}" for name, size in (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline)) if size > 1]
+        return "-".join([f"zero{self.stage}", *parts, *(["subgroups"] if self.sub_group else [])])
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ Settings of the parity tests (lr 1e-3, eps 1e-4). The control is a checkpoint wi
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,23 +18,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.deepspeed_ranks import MORE, STOP, Opened, go_on, train
+from tests.checkpoint.deepspeed_ranks import MORE, STOP, Layout, Opened, go_on, train
 from tests.checkpoint.layouts import same_bits, whole
-from tests.checkpoint.tiny_run import tiny_checkpoint
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.catalog import Catalog
 from toolkit.checkpoint.convert import Conversion
-from toolkit.checkpoint.formats import deepspeed_target, universal_target
-from toolkit.checkpoint.planner import uncovered
+from toolkit.checkpoint.formats import universal_target
 from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIMIZER_STEP, STEP
-from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorInfo, TensorKey
+from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import Source, open_source
-from toolkit.config.reshard import Stage, TargetConfig, TargetOptimConfig, TargetParallelConfig
-from toolkit.config.schema import EngineName, ModelConfig, Precision
+from toolkit.checkpoint.target import Target
+from toolkit.config.reshard import TargetConfig
+from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
-from toolkit.errors import CheckpointError, InputError
-from toolkit.families import FAMILIES, get
-from toolkit.plan.types import RunPlan
+from toolkit.errors import CheckpointError
+from toolkit.families import FAMILIES
 from toolkit.testing.dist import RankPool
 from toolkit.testing.tiny import GLOBAL_BATCH, tiny_plan
 
@@ -46,39 +42,7 @@ ODD: Mapping[str, Any] = {"model__hidden_size": 6, "model__num_attention_heads":
 BF16: Mapping[str, Any] = {"precision__name": Precision.bf16}
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A DeepSpeed run. ``sub_group``: ZeRO 3's ``sub_group_size``."""
-
-    stage: int
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    sub_group: int | None = None
-
-    @property
-    def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
-
-    def plan(self, family: str, **more: Any) -> RunPlan:
-        own = {"zero_optimization": {"sub_group_size": self.sub_group}} if self.sub_group else {}
-        return tiny_plan(family, ranks=self.ranks, engine__name=EngineName.deepspeed, zero__stage=self.stage, parallel__tensor=self.tensor,
-                         parallel__pipeline=self.pipeline, engine__deepspeed=own, **more)
-
-    def config(self, **more: Any) -> TargetConfig:
-        parallel = TargetParallelConfig(data=self.data, tensor=self.tensor, pipeline=self.pipeline)
-        return TargetConfig(zero=Stage[f"stage{self.stage}"], parallel=parallel, **more)
-
-    def write(self, source: Source, path: Path, **more: Any) -> Path:
-        given = {"sub_group": self.sub_group} if self.sub_group else {}
-        return convert(source, deepspeed_target.lay_out(source, self.config(**more), **given), path)
-
-    def __str__(self) -> str:
-        parts = [f"{name}{size}" for name, size in (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline)) if size > 1]
-        return "-".join([f"zero{self.stage}", *parts, *(["subgroups"] if self.sub_group else [])])
-
-
-def convert(source: Source, target: Any, path: Path) -> Path:
+def convert(source: Source, target: Target, path: Path) -> Path:
     assert not Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
     (path / manifest.BESIDE).unlink()  # nobody but DeepSpeed's own files says anything
     return path
@@ -139,7 +103,7 @@ def check_read(path: Path, trained: Trained, layout: Layout, *more: str) -> None
 
 
 def check(pool: RankPool, trained: Trained, layout: Layout, family: str, folder: Path, **more: Any) -> None:
-    path = layout.write(trained.source, folder / "written")
+    path = convert(trained.source, layout.target(trained.source), folder / "written")
     check_read(path, trained, layout, OPTIM)
     opened, *_ = pool.run(go_on, layout.plan(family, **more), path, folder / "again", ranks=layout.ranks)
     check_state(opened, trained)
@@ -178,13 +142,15 @@ def test_bf16_goes_on_to_the_bit(runs: Runs, pool: RankPool, tmp_path: Path) -> 
 
 def test_bf16_in_another_stage_is_the_same_state(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     trained, layout = runs.of("qwen2", Layout(1, data=2), tuple(BF16.items())), Layout(3, data=2)
-    opened, *_ = pool.run(go_on, layout.plan("qwen2", **BF16), layout.write(trained.source, tmp_path / "written"), ranks=2)
+    path = convert(trained.source, layout.target(trained.source), tmp_path / "written")
+    opened, *_ = pool.run(go_on, layout.plan("qwen2", **BF16), path, ranks=2)
     check_state(opened, trained)
 
 
 def test_control_without_moments(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     trained, layout = runs.of("qwen2"), Layout(2, data=4)
-    opened, *_ = pool.run(go_on, layout.plan("qwen2"), layout.write(trained.source, tmp_path / "written", optimizer=False), ranks=4)
+    path = convert(trained.source, layout.target(trained.source, optimizer=False), tmp_path / "written")
+    opened, *_ = pool.run(go_on, layout.plan("qwen2"), path, ranks=4)
     assert {key.state for key in opened.state} == {WEIGHT}
     assert all(same_bits(value, trained.tensors[key]) for key, value in opened.state.items())
     assert furthest(opened.results, trained.went_on) > 10 * TOLERANCE
@@ -209,7 +175,7 @@ AXES = [*(Layout(stage, data=data, tensor=2) for stage in range(4) for data in (
 def test_every_axis(family: str, layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     if family == "gpt2" and layout.tensor > 1:
         with pytest.raises(CheckpointError, match="cuts linear layers"):
-            layout.write(runs.of(family).source, tmp_path / "written")
+            layout.target(runs.of(family).source)
     else:
         check(pool, runs.of(family), layout, family, tmp_path)
 
@@ -314,83 +280,3 @@ def test_the_counter_that_universal_notes_speak_of(runs: Runs, pool: RankPool, t
 def test_universal_needs_the_optimizer(runs: Runs) -> None:
     with pytest.raises(CheckpointError, match="universal checkpoint has it"):
         universal_target.lay_out(runs.of("qwen2").source, TargetConfig(optimizer=False))
-
-
-# ---- what is refused, and what is known without files
-
-
-REFUSED = {
-    "files of an expert axis": TargetConfig(parallel=TargetParallelConfig(expert=2)),
-    "one axis beside data": TargetConfig(parallel=TargetParallelConfig(tensor=2, pipeline=2)),
-    "has ZeRO 0 or 1": TargetConfig(zero=Stage.stage2, parallel=TargetParallelConfig(pipeline=2)),
-    "each stage has a layer": TargetConfig(parallel=TargetParallelConfig(pipeline=3)),
-    "loss scaler": TargetConfig(precision=Precision.fp16),
-    "hidden optimizer step": TargetConfig(zero=Stage.stage0, precision=Precision.bf16),
-    "equal parts of dim": TargetConfig(parallel=TargetParallelConfig(tensor=3)),
-    "whole key-value heads": TargetConfig(parallel=TargetParallelConfig(tensor=4)),
-}
-
-
-@pytest.mark.parametrize("rule", REFUSED)
-def test_what_is_refused(rule: str, tmp_path: Path) -> None:
-    config = REFUSED[rule]
-    config.optim = TargetOptimConfig(lr=1e-3, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1)
-    with pytest.raises(CheckpointError, match=rule):
-        deepspeed_target.lay_out(open_source(tiny_checkpoint(tmp_path)), config)
-
-
-def test_settings_of_the_optimizer_are_said_or_asked_for(tmp_path: Path) -> None:
-    source = open_source(tiny_checkpoint(tmp_path))
-    config = TargetConfig(optim=TargetOptimConfig(lr=1e-3))
-    with pytest.raises(CheckpointError, match=r"write target.optim.betas=... target.optim.eps=... target.optim.weight_decay=..., as"):
-        deepspeed_target.lay_out(saying(source, None), config)
-    target = deepspeed_target.lay_out(saying(source, {"lr": 1.0, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}), config)
-    assert target.scalars[OPTIM] == {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}, "the user's word comes first"
-
-
-def saying(source: Source, optim: Mapping[str, Any] | None) -> Source:
-    scalars = {key: value for key, value in source.catalog.scalars.items() if key != OPTIM}
-    return dataclasses.replace(source, catalog=dataclasses.replace(source.catalog, scalars=scalars | ({OPTIM: optim} if optim else {})))
-
-
-def test_a_model_that_is_not_known(tmp_path: Path) -> None:
-    source = open_source(tiny_checkpoint(tmp_path, says_model=False))
-    with pytest.raises(InputError, match="does not say what model it is of"):
-        deepspeed_target.lay_out(source, TargetConfig())
-
-
-@pytest.mark.parametrize("layout", [Layout(1, data=64), Layout(3, data=150), Layout(2, data=8, tensor=8), Layout(1, data=4, pipeline=5)],
-                         ids=str)
-@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
-def test_every_element_has_its_place(layout: Layout, precision: Precision, tmp_path: Path) -> None:
-    """Of a model and ranks that no test could run: pieces cover every tensor once, and no two lie in the same bytes."""
-    source = fabricated(tmp_path, ModelConfig(family="llama", hidden_size=1000, intermediate_size=1608, num_hidden_layers=7,
-                                              num_attention_heads=8, head_dim=120, vocab_size=1024, max_position_embeddings=128))
-    target = deepspeed_target.lay_out(source, layout.config(precision=precision))
-    pieces = {key: target.pieces[key] for key in target.tensors}
-    assert uncovered(pieces) == []
-    assert all(sum(piece.box.numel for piece in of_key) == torch.Size(target.tensors[key].shape).numel() for key, of_key in pieces.items())
-    wide = precision is Precision.fp32
-    weights = (WEIGHT,) if wide else (MASTER,) if layout.stage == 3 else (WEIGHT, MASTER)
-    assert {key.state for key in pieces} == {EXP_AVG, EXP_AVG_SQ, *weights}
-    ends: dict[str, int] = {}
-    lengths = {file.name: file.numbytes for file in target.files}
-    everything = [piece for key in target.tensors for piece in (*target.pieces[key], *target.copies[key])]
-    for piece in sorted(everything, key=lambda piece: (piece.file, piece.begin)):
-        assert ends.get(piece.file, 0) <= piece.begin <= piece.end <= lengths[piece.file], piece
-        ends[piece.file] = piece.end
-
-
-def fabricated(folder: Path, model: ModelConfig) -> Source:
-    """A source of which everything is known and no byte is there."""
-    family = get(str(model.family))
-    shape = family.settle(model)
-    tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
-               for state in (WEIGHT, EXP_AVG, EXP_AVG_SQ) for spec in family.parameters(shape)}
-    optim = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-    catalog = Catalog(folder, tensors, {}, {"step": 4, OPTIMIZER_STEP: 4, OPTIM: optim})
-
-    def refuse(_: Path, damage: Exception) -> CheckpointError:
-        raise damage
-
-    return Source(format="native", catalog=catalog, namespace=family.namespace, step=4, shape=shape, refuse=refuse)
