@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,29 @@ def test_casts_are_torchs(tmp_path: Path, small_blocks: None) -> None:
         found = whole(open_reader(tmp_path / name))
         assert same_bits(found[TensorKey(WEIGHT, "w")], tensor.to(dtype))
         assert same_bits(found[TensorKey(MASTER, "w")], tensor)
+
+
+def test_another_16_bit_dtype_is_made_of_the_master(tmp_path: Path) -> None:
+    """Through the stored bfloat16 three bits of each value would be lost."""
+    master, weight = TensorKey(MASTER, "w"), TensorKey(WEIGHT, "w")
+    tensor = values_of((300,), 1)
+    named = {master: tensor, weight: tensor.bfloat16()}
+    source = open_source(save(tmp_path / "a", 1, shards_of(named, LAYOUTS["flat"], 2)))
+    run(source, native.lay_out(source, {weight: TensorInfo("float16", (300,))}), tmp_path / "b")
+    found = whole(open_reader(tmp_path / "b"))[weight]
+    assert same_bits(found, tensor.half())
+    assert not same_bits(found, tensor.bfloat16().half()), "the control"
+
+
+def test_a_target_with_a_hole_is_never_written(tmp_path: Path) -> None:
+    key = TensorKey(WEIGHT, "w")
+    source = open_source(save(tmp_path / "a", 1, shards_of({key: values_of((4, 5), 1)}, LAYOUTS["flat"], 2)))
+    target = native.lay_out(source, dict(source.catalog.tensors))
+    (piece,) = target.pieces[key]
+    short = replace(piece, box=Box((0, 0), (3, 5)), end=piece.begin + 60)
+    with pytest.raises(AssertionError, match="15 of 20 elements"):
+        run(source, replace(target, pieces={key: [short]}), tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:

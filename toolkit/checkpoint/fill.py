@@ -14,7 +14,7 @@ from toolkit.checkpoint.blocks import Block, Files, numpy_dtype, slices
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Piece, byte_length, flat_span
 from toolkit.checkpoint.executor import read_piece
 from toolkit.checkpoint.output import Output, PieceWriter, Segment, as_bytes
-from toolkit.checkpoint.planner import PieceRead, ReadPlanner, SpanIndex, check, shifted, source_key, span_index
+from toolkit.checkpoint.planner import PieceRead, ReadPlanner, SpanIndex, check, shifted, source_key, span_index, uncovered
 from toolkit.checkpoint.planner import Target as Wanted
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.target import Target
@@ -86,6 +86,8 @@ class Filler:
             Damage, CheckpointError: the source is not what it was, or not what it can be.
         """
         info, pieces = self._source.tensors[unit.source], unit.pieces(self._target)
+        wrong = uncovered({key: self._target.pieces[key] for key in unit.targets})
+        assert not wrong, f"a target that is not whole: {'; '.join(wrong)}"
         by_columns = any(piece.transposed for piece in pieces)
         assert not by_columns or all(piece.transposed for piece in pieces), f"{unit.source}: a target has it both ways"
         index, writers = span_index(pieces), {id(piece): PieceWriter(piece, output) for piece in pieces}

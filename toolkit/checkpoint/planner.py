@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import xxhash
 
-from toolkit.checkpoint.catalog import DTYPES, Catalog, Piece, flat_span
+from toolkit.checkpoint.catalog import Catalog, Piece, flat_span
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorInfo, TensorKey, flat_boxes
 from toolkit.errors import CheckpointError, Problem
 
@@ -132,21 +132,17 @@ def source_key(key: TensorKey, dtype: str, tensors: Mapping[TensorKey, TensorInf
     * A master that is not stored is read from the weight: exact where the weight is fp32 (there it is the master),
       cast up elsewhere.
     * A weight that is not stored is cast from the master, which is what it was made of.
-    * A stored weight that is narrower than what is asked is read from the master if there is one: a bf16 run that
-      resumes in fp32 loses nothing.
+    * A stored weight of another dtype than what is asked is read from the master if there is one: a bf16 run that
+      resumes in fp32 or fp16 loses nothing.
     * Anything else (moments) has no substitute.
     """
     if key.state == MASTER and key not in tensors:
         key = TensorKey(WEIGHT, key.name)
     elif key.state == WEIGHT:
         master = TensorKey(MASTER, key.name)
-        if master in tensors and (key not in tensors or _bits(dtype) > _bits(tensors[key].dtype)):
+        if master in tensors and (key not in tensors or tensors[key].dtype != dtype):
             key = master
     return key if key in tensors else None
-
-
-def _bits(dtype: str) -> int:
-    return 8 * DTYPES[dtype].itemsize
 
 
 class ReadPlanner:
