@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.checkpoint import deepspeed_saves as saves
 from tests.checkpoint.deepspeed_saves import MORE, STOP, TAG, State
 from tests.checkpoint.layouts import same_bits, whole
 from tests.engine.cases import BF16, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell
+from toolkit import families
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import deepspeed_names as names
@@ -387,6 +389,17 @@ def test_a_model_must_be_said(saved: Saves) -> None:
     folder, *_ = saved.of(QUICK[0])
     with pytest.raises(InputError, match="give the model"):
         open_source(folder)
+
+
+def test_a_config_beside_says_the_model(saved: Saves, tmp_path: Path) -> None:
+    """As transformers' Trainer saves: it is DeepSpeed's checkpoint all the same, with optimizer state."""
+    folder, held, *_ = saved.of(QUICK[3])
+    shape = QUICK[3].plan().shape
+    assert shape is not None
+    shutil.copytree(folder, tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / "config.json").write_text(json.dumps(families.get(shape.family).hugging_face_config(shape)))
+    source = open_source(tmp_path / "checkpoint-3")
+    assert (source.format, source.catalog.tensors.keys()) == ("deepspeed", held.keys())
 
 
 def test_another_model_is_refused(saved: Saves) -> None:
