@@ -1,6 +1,6 @@
 """A user's own pipeline: transformers' blocks as layers of DeepSpeed's ``PipelineModule``, by hand also with a tensor axis.
 
-For test_deepspeed_read.py. What its parameters are is written out here once more, so that the reader's guess has something to be held
+For test_deepspeed_users.py. What its parameters are is written out here once more, so that the reader's guess has something to be held
 against.
 """
 

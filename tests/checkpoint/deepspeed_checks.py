@@ -1,0 +1,38 @@
+"""How the tests of DeepSpeed's checkpoints compare, and the sizes of their models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.checkpoint.deepspeed_saves import State
+from tests.checkpoint.layouts import same_bits, whole
+from toolkit.checkpoint.shard import Box, Shard
+from toolkit.checkpoint.source import Source
+
+# Nothing is a multiple of anything, and norms of heads have two elements.
+ODD: dict[str, Any] = {"model__vocab_size": 263, "model__intermediate_size": 37}
+EVEN: dict[str, Any] = {"model__vocab_size": 266, "model__intermediate_size": 38}  # as a tensor axis of two asks
+
+
+def assembled(source: Source, like: State) -> State:
+    """The tensors of ``like`` as the source gives them, in their dtypes."""
+    found = {key: torch.empty_like(tensor) for key, tensor in like.items()}
+    source.reader().read([Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in found.items()])
+    return found
+
+
+def differing(found: State, held: State) -> list[str]:
+    return [str(key) for key in held if not same_bits(found[key], held[key])]
+
+
+def compare_copies(source: Source) -> None:
+    """What stands twice is equal."""
+    values = whole(source.reader())
+    for key in source.catalog.copies:
+        for piece in source.catalog.copies[key]:
+            data = (source.folder / piece.file).read_bytes()[piece.begin : piece.end]
+            copy = torch.frombuffer(bytearray(data), dtype=getattr(torch, piece.dtype)).reshape(piece.box.shape)
+            place = tuple(slice(low, low + size) for low, size in zip(piece.box.offset, piece.box.shape, strict=True))
+            assert same_bits(copy, values[key][place].contiguous()), piece

@@ -1,0 +1,163 @@
+"""Checkpoints of DeepSpeed as its users call it, without this toolkit's engines: their own settings, groups, pipelines, AutoTP.
+
+    pytest tests/checkpoint/test_deepspeed_users.py
+    pytest tests/checkpoint/test_deepspeed_users.py -m full
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import deepspeed_layers as layers
+from tests.checkpoint import deepspeed_saves as saves
+from tests.checkpoint.deepspeed_checks import EVEN, ODD, assembled, compare_copies, differing
+from tests.checkpoint.deepspeed_saves import TAG
+from tests.checkpoint.layouts import same_bits, whole
+from toolkit.checkpoint.formats import universal
+from toolkit.checkpoint.formats.deepspeed_plain import names_of_groups
+from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
+from toolkit.checkpoint.source import open_source
+from toolkit.checkpoint.verify import digest
+from toolkit.errors import CheckpointError
+from toolkit.testing.dist import RankPool, rank_pool
+from toolkit.testing.tiny import tiny_plan
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with rank_pool(4) as ranks:
+        yield ranks
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "round-robin": {"settings": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "tools": True},
+    "aligned": {"settings": {"zero_optimization": {"stage": 1, "parameter_alignment": True}}, "tools": False},
+    "elastic": {"settings": {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, "tools": False},
+    "frozen-1": {"settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+                 "frozen": ("model.embed_tokens.weight", "model.norm.weight"), "tools": False},
+    "frozen-2": {"settings": {"zero_optimization": {"stage": 2}}, "frozen": ("model.embed_tokens.weight", "model.norm.weight"),
+                 "tools": True},
+    "frozen-3": {"settings": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+                 "frozen": ("model.embed_tokens.weight", "model.norm.weight"), "tools": True},
+    "bf16-stage-0": {"settings": {"bf16": {"enabled": True}}, "tools": False},
+    "bf16-optimizer": {"settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True},
+                                    "data_types": {"grad_accum_dtype": "fp32"}}, "tools": False},  # zero_to_fp32 calls it no checkpoint
+    "reversed": {"settings": {"zero_optimization": {"stage": 1}}, "shuffled": True, "tools": True},
+}
+
+
+# The same in a form that the DeepSpeed that is installed does not write, or not on a CPU.
+ALTERED = {"bf16-stage-0": saves.fuse, "bf16-optimizer": saves.forget_shapes}
+
+
+@pytest.mark.parametrize("name", ["round-robin", "frozen-3"])
+def test_what_users_save(name: str, pool: RankPool, tmp_path: Path) -> None:
+    check_plain(name, pool, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(PLAIN.keys() - {"round-robin", "frozen-3"}))
+def test_all_that_users_save(name: str, pool: RankPool, tmp_path: Path) -> None:
+    check_plain(name, pool, tmp_path)
+
+
+def check_plain(name: str, pool: RankPool, folder: Path) -> None:
+    more = dict(PLAIN[name])
+    tools = more.pop("tools")
+    plan = tiny_plan("llama", **ODD)
+    held = pool.run(saves.save_plain, plan, folder, *more.values(), ranks=2)[0] if "shuffled" not in more else pool.run(
+        saves.save_plain, plan, folder, more["settings"], (), True, ranks=2)[0]
+    source = open_source(folder, plan.shape)
+    assert not differing(assembled(source, held), held)
+    compare_copies(source)
+    if name in ALTERED:
+        ALTERED[name](folder / TAG / "mp_rank_00_model_states.pt")
+        source = open_source(folder, plan.shape)
+        assert not differing(assembled(source, held), held)
+    if tools:
+        weights = pool.run(saves.full_weights, folder, ranks=1)[0]
+        for key, tensor in whole(source.reader()).items():
+            if key.state == MASTER or (key.state == WEIGHT and TensorKey(MASTER, key.name) not in source.catalog.tensors):
+                assert same_bits(tensor.float(), weights[key.name].float()), key
+
+
+def test_groups_without_names_in_another_order_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    plan = tiny_plan("llama", **ODD)
+    pool.run(saves.save_plain, plan, tmp_path, {}, (), True, ranks=1)
+    with pytest.raises(CheckpointError, match="order of names"):
+        open_source(tmp_path, plan.shape)
+
+
+def test_names_of_groups() -> None:
+    shapes = {"a": (2, 3), "b": (3,), "c": (2, 3), "d": (5,)}
+    assert names_of_groups(shapes, [[(2, 3), (2, 3)], [(3,), (5,)]]) == [["a", "c"], ["b", "d"]]
+    assert names_of_groups(shapes, [[(2, 3), (3,), (2, 3), None]]) == [["a", "b", "c", "d"]]
+    assert names_of_groups(shapes, [[(2, 3), (2, 3), (5,)]]) == [["a", "c", "d"]], "b is frozen"
+    assert names_of_groups(shapes, [[(2, 3), (3,)], [(2, 3), (5,)]]) == [["a", "b"], ["c", "d"]]
+    assert names_of_groups(shapes, [[(2, 3)], [(2, 3)], [(3,), (5,)]]) is None, "a and c might change places"
+    assert names_of_groups(shapes, [[(5,), (2, 3), (2, 3), (3,)]]) is None, "not in the model's order"
+
+
+# ---- universal
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_universal_of_autotp(family: str, stage: int, pool: RankPool, tmp_path: Path) -> None:
+    plan = tiny_plan(family, **EVEN)
+    pool.run(saves.save_autotp, plan, tmp_path / "saved", {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, ranks=4)
+    source = open_source(tmp_path / "saved", plan.shape)
+    compare_copies(source)
+    pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "universal", ranks=1)
+    converted = open_source(tmp_path / "universal", plan.shape)
+    assert digest(converted.reader()) == digest(source.reader())
+
+
+@pytest.mark.full
+def test_what_the_converter_scrambles_is_refused(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is scrambled: read in spite of that, most parameters are not those of the checkpoint that it was made from."""
+    plan = tiny_plan("llama", **ODD)
+    settings = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
+    held = pool.run(saves.save_plain, plan, tmp_path / "saved", settings, ranks=2)[0]
+    assert not differing(assembled(open_source(tmp_path / "saved", plan.shape), held), held)
+    pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "universal", ranks=1)
+    with pytest.raises(CheckpointError, match="round_robin_gradients"):
+        open_source(tmp_path / "universal", plan.shape)
+    monkeypatch.setattr(universal, "_refuse_scrambled", lambda saved: None)
+    assert len(differing(assembled(open_source(tmp_path / "universal", plan.shape), held), held)) > len(held) // 2
+
+
+# ---- a user's own pipeline
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "tied": {"tied": True, "settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, "ranks": 2, "tensor": 1},
+    "untied": {"tied": False, "settings": {"zero_optimization": {"stage": 1}}, "ranks": 4, "tensor": 1},
+    "no-zero": {"tied": False, "settings": {}, "ranks": 2, "tensor": 1},
+    "three-axes": {"tied": False, "settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, "ranks": 4, "tensor": 2},
+}
+
+
+@pytest.mark.parametrize("name", ["tied"])
+def test_a_pipeline_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
+    check_layers(name, pool, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"tied"}))
+def test_all_pipelines_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
+    check_layers(name, pool, tmp_path)
+
+
+def check_layers(name: str, pool: RankPool, folder: Path) -> None:
+    case = LAYERS[name]
+    plan = tiny_plan("llama", **EVEN, model__num_hidden_layers=3, model__tie_word_embeddings=case["tied"])
+    held = pool.run(layers.save_layers, plan, folder, case["settings"], case["tensor"], ranks=case["ranks"])[0]
+    source = open_source(folder, plan.shape)
+    assert not differing(assembled(source, held), held)
+    assert source.catalog.tensors.keys() == held.keys()
+    compare_copies(source)
