@@ -1,4 +1,4 @@
-"""What ranks do in tests of DeepSpeed's checkpoints: train with DeepSpeed, save as DeepSpeed saves, and tell what the engine itself holds."""
+"""What ranks do in tests of DeepSpeed's checkpoints: train, save as DeepSpeed saves, and tell what the engine itself holds."""
 
 from __future__ import annotations
 
