@@ -256,3 +256,21 @@ def test_a_copy_that_differs_is_refused(tmp_path: Path, small_blocks: None) -> N
     with pytest.raises(CheckpointError, match=r"1 of .* are others in rank1\.pt"):
         run(source, target, tmp_path / "b")
     run(source, target, tmp_path / "unseen", examine=False)
+
+
+@pytest.mark.parametrize("layout", ["columns", "flat", "rows"])
+def test_no_byte_is_read_twice(tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Although a tile ends in the middle of a block, and each tile takes a little of every piece that is cut by columns."""
+    named = {TensorKey(WEIGHT, name): values_of((37, 90), seed) for seed, name in enumerate("ab")}
+    source = open_source(save(tmp_path / "a", 3, shards_of(named, LAYOUTS[layout], 4)))
+    lengths: list[int] = []
+    fill_once = blocks.Files.fill
+
+    def counted(files: blocks.Files, file: str, begin: int, buffer: memoryview) -> None:
+        lengths.append(len(buffer))
+        fill_once(files, file, begin, buffer)
+
+    monkeypatch.setattr(blocks.Files, "fill", counted)
+    run(source, native.lay_out(source, dict(source.catalog.tensors)), tmp_path / "b")
+    assert sum(lengths) == sum(tensor.nbytes for tensor in named.values())
+    assert len(lengths) > 100, "in many steps"

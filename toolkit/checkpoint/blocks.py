@@ -88,17 +88,6 @@ class Files:
         except OSError as error:
             raise Damage(file, f"{self.folder / file} cannot be read ({error.strerror})", INTACT) from error
 
-    def fill_piece(self, piece: Piece, start: int, buffer: memoryview) -> None:
-        """Elements from ``start`` on, as they lie in the file; checked where the piece has hashes: then ``buffer`` is for a whole block.
-
-        Raises:
-            Damage: as ``fill``; or they are not what was written.
-        """
-        begin = piece.begin + start * piece.itemsize
-        self.fill(piece.file, begin, buffer)
-        if piece.hashes:
-            check_block(self, piece, (begin - piece.begin) // BLOCK_BYTES, buffer)
-
     def changed(self, since: Mapping[str, Stamp]) -> list[str]:
         """Which of the files that were read are not what they were."""
         now = {file: _stamp(os.fstat(descriptor)) for file, descriptor in self._open.items()}
@@ -115,7 +104,7 @@ class Block:
     """One thread's room for one block. It keeps the last one: whoever reads a tensor in order reads and checks each block once."""
 
     def __init__(self) -> None:
-        self.buffer = bytearray(BLOCK_BYTES)
+        self.buffer: Any = np.empty(BLOCK_BYTES, np.uint8)  # whose pages are there when they are used
         self._holds: tuple[Path, str, int, int] | None = None
 
     def fill(self, files: Files, piece: Piece, start: int, stop: int) -> None:
@@ -129,15 +118,66 @@ class Block:
         if self._holds == place:
             return
         self._holds = None
-        files.fill_piece(piece, start, memoryview(self.buffer)[:numbytes])
+        view = memoryview(self.buffer)[:numbytes]
+        files.fill(piece.file, begin, view)
+        if piece.hashes:
+            check_block(files, piece, (begin - piece.begin) // BLOCK_BYTES, xxhash.xxh3_128_hexdigest(view))
         self._holds = place
 
+    def room(self, numbytes: int) -> memoryview:
+        """For bytes that the caller reads; what was held is gone."""
+        self._holds = None
+        return memoryview(self.buffer)[:numbytes]
 
-def check_block(files: Files, piece: Piece, number: int, block: memoryview) -> None:
-    """Raises Damage where a block is not what was written."""
-    if xxhash.xxh3_128_hexdigest(block) != piece.hashes[number]:
+
+class Check:
+    """Checks pieces that are read front to back, in steps of any length, so that no block has to be read whole: in one thread.
+
+    Args:
+        by_columns: tiles are taken in the order of the tensor with its last two dims changed over: the order of transposed pieces.
+    """
+
+    def __init__(self, *, by_columns: bool) -> None:
+        self._by_columns = by_columns
+        self._hashing: dict[tuple[str, int], tuple[int, xxhash.xxh3_128]] = {}  # bytes read, and the hash of those since the block began
+
+    def takes(self, piece: Piece) -> bool:
+        """Whether such tiles are what follows in the piece's file."""
+        return piece.transposed == self._by_columns
+
+    def fill(self, files: Files, piece: Piece, start: int, buffer: memoryview) -> None:
+        """Elements from ``start`` on, which must be the next of ``piece``.
+
+        Raises:
+            Damage: as ``Files.fill``; or a block that ends here is not what was written.
+        """
+        place, begin = (piece.file, piece.begin), start * piece.itemsize
+        files.fill(piece.file, piece.begin + begin, buffer)
+        if not piece.hashes:
+            return
+        at, digest = self._hashing.pop(place, (0, xxhash.xxh3_128()))
+        assert at == begin, f"{piece.key}: byte {begin} of {piece.file} comes after {at}"
+        while len(buffer):
+            end = min((at // BLOCK_BYTES + 1) * BLOCK_BYTES, piece.end - piece.begin)
+            step, buffer = buffer[: end - at], buffer[end - at :]
+            digest.update(step)
+            at += len(step)
+            if at == end:
+                check_block(files, piece, (at - 1) // BLOCK_BYTES, digest.hexdigest())
+                digest = xxhash.xxh3_128()
+        if at < piece.end - piece.begin:
+            self._hashing[place] = at, digest
+
+    def finish(self) -> None:
+        """Every piece was read to its end."""
+        assert not self._hashing, f"not read to their ends: {list(self._hashing)}"
+
+
+def check_block(files: Files, piece: Piece, number: int, found: str) -> None:
+    """Raises Damage where a block, of which ``found`` is the hash, is not what was written."""
+    if found != piece.hashes[number]:
         begin = piece.begin + number * BLOCK_BYTES
-        where = f"{piece.key} in bytes {begin}..{begin + len(block)}"
+        where = f"{piece.key} in bytes {begin}..{min(begin + BLOCK_BYTES, piece.end)}"
         raise Damage(piece.file, f"{files.folder / piece.file} differs from what was written: {where}", INTACT)
 
 
@@ -149,5 +189,5 @@ def check_piece(files: Files, piece: Piece, buffer: bytearray) -> Iterator[memor
         block = memoryview(buffer)[: min(BLOCK_BYTES, piece.end - begin)]
         files.fill(piece.file, begin, block)
         if piece.hashes:
-            check_block(files, piece, number, block)
+            check_block(files, piece, number, xxhash.xxh3_128_hexdigest(block))
         yield block

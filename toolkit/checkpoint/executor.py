@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Block, Files, numpy_dtype, part, slices
+from toolkit.checkpoint.blocks import Block, Check, Files, numpy_dtype, part, slices
 from toolkit.checkpoint.catalog import BLOCK_BYTES, flat_span, turned
 from toolkit.checkpoint.planner import PieceRead, shifted
 from toolkit.checkpoint.shard import Box, flat_boxes
@@ -43,9 +43,16 @@ def read_pieces(folder: Path, reads: Sequence[PieceRead]) -> None:
                 raise
 
 
-def read_piece(read: PieceRead, files: Files, block: Block) -> None:
-    """Fill the targets of one piece. Raises Damage, and then they are partly filled."""
+def read_piece(read: PieceRead, files: Files, block: Block, check: Check | None = None) -> None:
+    """Fill the targets of one piece. Raises Damage, and then they are partly filled.
+
+    Args:
+        check: for one target, tile after tile of a tensor with the same ``check``: then no byte is read twice. Else blocks that have a
+            hash are read whole.
+    """
     piece = read.piece
+    if check is not None and not check.takes(piece):
+        check = None
     per_block = BLOCK_BYTES // piece.itemsize
     origin = tuple(-offset for offset in piece.box.offset)
     as_filed = _turned_box if piece.transposed else _same
@@ -53,18 +60,23 @@ def read_piece(read: PieceRead, files: Files, block: Block) -> None:
     wanted = [(target, as_filed(shifted(target.overlap, origin))) for target in read.targets]
     spans = [flat_span(piece.shape_in_file, local) for _, local in wanted]
     low, high = min(first for first, _ in spans), max(end for _, end in spans)
-    straight = _straight(read, spans)
+    in_order = len(wanted) == 1 and high - low == read.targets[0].overlap.numel
+    assert check is None or in_order, f"{piece.key}: not one range of {piece.file}"
+    straight = _straight(read, spans) if check is not None else None
     for number in range(low // per_block, -(-high // per_block)):
         start, stop = number * per_block, min((number + 1) * per_block, piece.box.numel)
         here = [item for item, (first, end) in zip(wanted, spans, strict=True) if first < stop and end > start]
         if not here:
             continue
-        if not piece.hashes:  # then nothing asks for the rest of the block
+        if check is not None or not piece.hashes:  # then nothing asks for the rest of the block
             start, stop = max(start, low), min(stop, high)
-        if straight is not None and low <= start and stop <= high:
-            files.fill_piece(piece, start, straight[(start - low) * piece.itemsize : (stop - low) * piece.itemsize])
+        if straight is not None and check is not None:
+            check.fill(files, piece, start, straight[(start - low) * piece.itemsize : (stop - low) * piece.itemsize])
             continue
-        block.fill(files, piece, start, stop)
+        if check is not None:
+            check.fill(files, piece, start, block.room((stop - start) * piece.itemsize))
+        else:
+            block.fill(files, piece, start, stop)
         at = 0
         for box in flat_boxes(piece.shape_in_file, start, stop):
             for target, local_box in here:
@@ -81,9 +93,9 @@ def read_piece(read: PieceRead, files: Files, block: Block) -> None:
 
 def _straight(read: PieceRead, spans: Sequence[tuple[int, int]]) -> memoryview | None:
     """The bytes of an array that the piece's are read straight into: nothing is cast, and what is wanted is one range in both."""
-    (target, *others), piece = read.targets, read.piece
+    (target,), piece = read.targets, read.piece
     memory, numel = target.shard.data, target.overlap.numel
-    if others or piece.transposed or not isinstance(memory, np.ndarray) or memory.dtype != numpy_dtype(piece.dtype):
+    if piece.transposed or not isinstance(memory, np.ndarray) or memory.dtype != numpy_dtype(piece.dtype):
         return None
     first, end = flat_span(memory.shape, shifted(target.overlap, [-offset for offset in target.shard.box.offset]))
     if not memory.flags.c_contiguous or {end - first, spans[0][1] - spans[0][0]} != {numel}:

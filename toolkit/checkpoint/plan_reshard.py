@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Piece, flat_span, turned
-from toolkit.checkpoint.fill import TILE_BYTES, units_of
+from toolkit.checkpoint.fill import tile_elements, units_of
 from toolkit.checkpoint.planner import MOST_PROBLEMS, SpanIndex, shifted, uncovered
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.target import Target, TargetFile
@@ -70,9 +70,9 @@ def plan_reshard(source: Catalog, target: Target, *, examine: bool = True) -> Re
     made = _Described(target.tensors, "target")
     for unit in units:
         info = source.tensors[unit.source]
-        tile = TILE_BYTES // DTYPES[info.dtype].itemsize
         pieces_of = {key: ([*target.pieces[key]], [*target.copies.get(key, ())]) for key in unit.targets}
         by_columns = any(piece.transposed for pieces, _ in pieces_of.values() for piece in pieces)
+        tile = tile_elements(info.dtype, by_columns=by_columns)
         for key, (pieces, copies) in pieces_of.items():
             plan.target_pieces += made.add(key, pieces) + made.add_copies(copies)
             plan.writes += sum(made.writes(key, some, tile, by_columns) for some in (pieces, copies) if some)
@@ -91,7 +91,8 @@ def plan_reshard(source: Catalog, target: Target, *, examine: bool = True) -> Re
         dtypes = {target.tensors[key].dtype for key in unit.targets} - {info.dtype}
         casts = sum(DTYPES[dtype].itemsize for dtype in dtypes) / DTYPES[info.dtype].itemsize
         # Tiles and a block, the casts of a tile, and a part of it made contiguous.
-        plan.worker_bytes = max(plan.worker_bytes, int(TILE_BYTES * (max(len(looked_at), 2 if copied else 1) + casts + 1)) + BLOCK_BYTES)
+        tile_bytes = tile * DTYPES[info.dtype].itemsize
+        plan.worker_bytes = max(plan.worker_bytes, int(tile_bytes * (max(len(looked_at), 2 if copied else 1) + casts + 1)) + BLOCK_BYTES)
     plan.files_written = len(target.files)
     plan.fixed_bytes, plan.padding_bytes = made.conclude("the target", {file.name: file for file in target.files})
     return plan
@@ -248,8 +249,8 @@ def _count_writes(cut: _Cut, tile: int, by_columns: bool) -> tuple[int, int]:
 
 
 def _count_reads(cut: _Cut, tile: int, by_columns: bool) -> tuple[int, int]:
-    """As ``executor.read_piece`` makes them: by blocks of the piece; whole blocks where these have hashes, and then once if the next
-    tile begins in the same one."""
+    """As ``executor.read_piece`` makes them: by blocks of the piece. Where tiles do not come in the order of its file these are whole if
+    they have hashes, and read once if the next tile begins in the same one."""
     per_block = BLOCK_BYTES // cut.itemsize
     reads = elements = 0
     kept: tuple[int, int] | None = None
@@ -261,9 +262,10 @@ def _count_reads(cut: _Cut, tile: int, by_columns: bool) -> tuple[int, int]:
         low, high = flat_span(shape, local)
         for block in range(low // per_block, -(-high // per_block)):
             start, stop = block * per_block, min((block + 1) * per_block, box.numel)
-            if cut.hashed and kept == (number, block):
+            whole = cut.hashed and cut.transposed[number] != by_columns
+            if whole and kept == (number, block):
                 continue
-            kept = (number, block)
+            kept = (number, block) if whole else None
             reads += 1
-            elements += stop - start if cut.hashed else min(stop, high) - max(start, low)
+            elements += stop - start if whole else min(stop, high) - max(start, low)
     return reads, elements
