@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 
@@ -45,7 +46,10 @@ def vendor_save_megatron(engine: Any, folder: Path, step: int, *, sharding_type:
     """
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # It would start a process for a queue that this one alone reads and writes, which nobody ends where ranks are ended.
+    filesystem_async._results_queue = Queue()
     iteration = folder / ITERATION.format(step)
     if dist.get_rank() == 0:
         iteration.mkdir(parents=True)
