@@ -16,9 +16,9 @@ Contenders, each in a process of its own, in turns within each run, so that nois
 Every contender looks at 12 bytes a parameter: fp32 weights and two moments of a Llama of random values, written by this toolkit in the
 vendors' formats (dcp: by torch) before the clock starts. Before each job the page cache is dropped, all of it where we may, else the
 files' pages (--cold files spares other users of the machine). Seconds are those of the job until its bytes are durable, without the
-start of Python and imports. Processor seconds and memory (peak resident set) count child processes: memory is that of the largest.
-Temporary bytes are what lay on the disk at most, of what is made, beyond what was left at the end. Figures are medians; ratios are
-medians of the ratios to ``cp`` within runs.
+start of Python and imports. Processor seconds and memory (peak resident set) count child processes: memory is that of the largest
+(of ``cp`` no less than the Python that starts it). Temporary bytes are what lay on the disk at most, of what is made, beyond what was
+left at the end. Figures are medians; ratios are medians of the ratios to ``cp`` within runs.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def memory_by_size(work: Path, parameters: float, contenders: list[str], cold: s
         folder = work / f"part-{part}"
         count = prepare(folder, parameters / part, list(found))
         for name, peaks in found.items():
-            peaks[f"{count / 1e6:.1f} M"] = measure(name, folder / CONTENDERS[name], folder, cold)["peak_bytes"]
+            peaks[f"1/{part}: {count / 1e6:.1f} M"] = measure(name, folder / CONTENDERS[name], folder, cold)["peak_bytes"]
         shutil.rmtree(folder)
     return found
 
