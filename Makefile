@@ -37,7 +37,7 @@ train: setup  ## train the quickstart with DeepSpeed on real text (minutes), sam
 test: setup  ## the quick suite (about 8 minutes on two cores)
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: setup  ## the full matrices too (about 37 minutes on two cores)
+test-all: setup  ## the full matrices too (more than 37 minutes on two cores)
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 test-gpu: setup  ## both engines on one GPU (<= 8 minutes); says so where there is none

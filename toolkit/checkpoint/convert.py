@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -26,6 +25,7 @@ from toolkit.checkpoint.fill import Filler, Unit, Written, units_of
 from toolkit.checkpoint.journal import Journal, is_journal_of
 from toolkit.checkpoint.output import Output, Segment
 from toolkit.checkpoint.target import Target, TargetFile
+from toolkit.checkpoint.threads import each
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
 
@@ -131,14 +131,8 @@ class Conversion:
             if due:
                 done.sync(output, self._on_phase)
 
-        with Files(self.source.folder) as files, ThreadPoolExecutor(self._workers, thread_name_prefix="reshard") as pool:
-            futures = [pool.submit(work, unit, files) for unit in self.units]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        with Files(self.source.folder) as files:
+            each(lambda unit: work(unit, files), self.units, self._workers)
             changed = files.changed(self._stamps)
         if changed:
             raise CheckpointError(Problem("source", f"{self.source.folder / changed[0]} changed while it was read",

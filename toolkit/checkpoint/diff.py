@@ -20,11 +20,12 @@ import numpy as np
 
 from toolkit.checkpoint.blocks import Files, numpy_dtype
 from toolkit.checkpoint.catalog import DTYPES, Damage, byte_length
-from toolkit.checkpoint.looking import WORKERS, Advance, Looker, bits, boxes, each
+from toolkit.checkpoint.looking import WORKERS, Advance, Looker, bits, boxes
 from toolkit.checkpoint.planner import source_key
 from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source, open_source
+from toolkit.checkpoint.threads import each
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
 

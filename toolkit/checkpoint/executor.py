@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from toolkit.checkpoint.blocks import Block, Check, Files, numpy_dtype, part, sl
 from toolkit.checkpoint.catalog import BLOCK_BYTES, flat_span, turned
 from toolkit.checkpoint.planner import PieceRead, shifted
 from toolkit.checkpoint.shard import Box, flat_boxes
+from toolkit.checkpoint.threads import each
 
 READERS = min(4, os.cpu_count() or 1)  # reading, hashing and copying let other threads run
 
@@ -33,14 +33,7 @@ def read_pieces(folder: Path, reads: Sequence[PieceRead]) -> None:
             for read in reads:
                 run(read, files)
             return
-        with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-read") as pool:
-            futures = [pool.submit(run, read, files) for read in reads]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        each(lambda read: run(read, files), reads, READERS)
 
 
 def read_piece(read: PieceRead, files: Files, block: Block, check: Check | None = None) -> None:

@@ -6,10 +6,9 @@ Memory is a few tiles and a block a thread, whatever the sizes of tensors.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +21,6 @@ from toolkit.checkpoint.tiles import tiles
 
 TILE_BYTES = 4 * 2**20  # less than a block: what is compared stays in the processor's cache
 WORKERS = 2
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class Looker:
@@ -85,14 +81,3 @@ class Advance:
     def __call__(self, numbytes: int) -> None:
         with self._lock:
             self._tell(numbytes, self._total)
-
-
-def each(work: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:
-    """``work`` of every item, in their order. After an error no further one is begun."""
-    with ThreadPoolExecutor(workers, thread_name_prefix="look") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise

@@ -22,13 +22,14 @@ import xxhash
 from toolkit.checkpoint import directory, manifest
 from toolkit.checkpoint.blocks import Files, check_piece, numpy_dtype
 from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, byte_length
-from toolkit.checkpoint.looking import WORKERS, Advance, Looker, bits, boxes, each
+from toolkit.checkpoint.looking import WORKERS, Advance, Looker, bits, boxes
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.planner import uncovered
 from toolkit.checkpoint.reader import windows
 from toolkit.checkpoint.scalars import OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Reader, TensorKey
 from toolkit.checkpoint.source import Source, locate, of_manifest, open_source
+from toolkit.checkpoint.threads import each
 from toolkit.checkpoint.values import faults, not_cast
 from toolkit.errors import CheckpointError
 from toolkit.families.base import ModelShape
