@@ -1,7 +1,7 @@
 """Layouts of both engines against ``local``: losses, norms, gradients of the first step, final weights, evaluation.
 
     pytest tests/engine/test_matrix.py             a cell of every axis, and the controls
-    pytest tests/engine/test_matrix.py -m full     every cell of toolkit/testing/matrix.py, the core's with both optimizers
+    pytest tests/engine/test_matrix.py -m full     every cell of toolkit/testing/matrix.py, the optimizers by turns
 
 ``python launch/verify.py`` runs the same cells and writes docs/parity.md. A control breaks one thing of a cell and must be more than
 ten tolerances of the loss away, with the optimizer case that can show it.
@@ -54,9 +54,8 @@ def test_quick_cells(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -
     check(cell, case, pool, oracles)
 
 
-# The core with both optimizers, further cells by turns: all with both are `launch/verify.py --cells all`.
-FULL = [(cell, case) for number, cell in enumerate(ALL) for at, case in enumerate(Case)
-        if cell not in QUICK and (cell in CORE or number % 2 == at)]
+# All cells with both optimizers are `launch/verify.py --cells all`.
+FULL = [(cell, case) for number, cell in enumerate(ALL) for at, case in enumerate(Case) if cell not in QUICK and number % 2 == at]
 
 
 @pytest.mark.full

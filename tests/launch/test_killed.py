@@ -58,8 +58,6 @@ FULL = [
     Case(Phase.PIECES, 1, leaves=EVERY, entry=2, launcher="python", background=True),
     Case(Phase.FSYNC, 1, leaves=EVERY),
     Case(Phase.RENAME, 0, leaves=EVERY),
-    Case(Phase.POINTER, 0, leaves=EVERY),
-    Case(Phase.RETENTION, 0, leaves=2 * EVERY),
     Case(Phase.RETENTION, 0, leaves=2 * EVERY, entry=2, launcher="python", background=True),  # the old checkpoint is out of sight
 ]
 
