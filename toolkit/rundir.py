@@ -1,13 +1,14 @@
 """The folder of one run: who may write there, what each start leaves behind, and where its state comes from.
 
     config.yaml plan.json status.json          of the newest attempt
-    metrics.jsonl eval.jsonl                   each step once, over all attempts
+    metrics.jsonl eval.jsonl ledger.jsonl      each step once, over all attempts
+    alerts.jsonl system/node-N.jsonl           as they came
     checkpoints/ plots/
     attempts/001/{config.yaml,plan.json,log.txt}, and metric rows and checkpoints of steps that a later attempt ran again
     fork.json                                  the parent, in a run that began from another one's state
     lock                                       held while a process runs here
 
-Only rank 0, or the parent that starts the ranks, writes.
+Only rank 0, or the parent that starts the ranks, writes; and each node's first rank what is of its node.
 """
 
 from __future__ import annotations
@@ -128,6 +129,18 @@ class RunDirectory:
         return self.path / "eval.jsonl"
 
     @property
+    def ledger_file(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def alerts_file(self) -> Path:
+        return self.path / "alerts.jsonl"
+
+    def system_file(self, node: int) -> Path:
+        """Samples of one node. Each node's first rank writes its own, on whatever disk the node has for the run's directory."""
+        return self.path / "system" / f"node-{node}.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -229,7 +242,7 @@ class RunDirectory:
 
     def trim_after(self, step: int, attempt: int) -> None:
         """Move rows of steps after ``step`` to the attempt before ``attempt``: they will be run again, and a step stands once."""
-        for file in (self.metrics_file, self.eval_file):
+        for file in (self.metrics_file, self.eval_file, self.ledger_file):
             if file.exists():
                 _move_rows(file, self.folder_of_older(attempt) / file.name, step)
 

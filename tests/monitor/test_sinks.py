@@ -16,7 +16,7 @@ import pytest
 from toolkit.monitor.console import ConsoleSink
 from toolkit.monitor.jsonl import JsonlSink, read_rows
 from toolkit.monitor.plots import eval_losses, loss_curve, running_mean, train_losses
-from toolkit.monitor.sink import CompositeSink, NullSink, Row, Sink
+from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
 from toolkit.progress import Progress
 
 ROW = {"step": 1, "loss": 0.1 + 0.2, "grad_norm": 1e-17, "lr": 3e-4, "tokens": 512, "step_seconds": 0.25, "tokens_per_second": 2048.0}
@@ -26,11 +26,8 @@ class Recording(NullSink):
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def log_step(self, row: Row) -> None:
-        self.calls.append(row)
-
-    def log_eval(self, row: Row) -> None:
-        self.calls.append(("eval", row))
+    def log(self, kind: Kind, row: Row) -> None:
+        self.calls.append(row if kind is Kind.STEP else (kind.value, row))
 
     def log_text(self, name: str, text: str) -> None:
         self.calls.append((name, text))
@@ -43,15 +40,15 @@ class Recording(NullSink):
 
 
 class Broken(Recording):
-    def log_step(self, row: Row) -> None:
-        super().log_step(row)
+    def log(self, kind: Kind, row: Row) -> None:
+        super().log(kind, row)
         raise ConnectionError("the server is gone")
 
 
 def drive(sink: Sink) -> list[Any]:
-    sink.log_step(ROW)
-    sink.log_step(ROW)
-    sink.log_eval({"step": 1})
+    sink.log(Kind.STEP, ROW)
+    sink.log(Kind.STEP, ROW)
+    sink.log(Kind.EVAL, {"step": 1})
     sink.log_text("t", "words")
     sink.log_image("p", Path("p.png"))
     sink.close(75)
@@ -74,15 +71,15 @@ def test_a_broken_sink_is_told_once_and_dropped_and_the_others_go_on() -> None:
 
 
 def test_rows_are_on_disk_at_once_in_full_precision(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "eval.jsonl")
-    sink.log_step(ROW)
-    sink.log_step({**ROW, "step": 2, "loss": math.inf})
-    sink.log_eval({"step": 2, "set": "validation"})
+    sink = JsonlSink({Kind.STEP: tmp_path / "run" / "metrics.jsonl", Kind.EVAL: tmp_path / "run" / "eval.jsonl"})
+    sink.log(Kind.STEP, ROW)
+    sink.log(Kind.STEP, {**ROW, "step": 2, "loss": math.inf})
+    sink.log(Kind.EVAL, {"step": 2, "set": "validation"})
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0]) == ROW
     assert json.loads(lines[1])["loss"] == math.inf
     sink.close(0)
-    JsonlSink(tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "eval.jsonl").log_step({**ROW, "step": 3})
+    JsonlSink({Kind.STEP: tmp_path / "run" / "metrics.jsonl", Kind.EVAL: tmp_path / "run" / "eval.jsonl"}).log(Kind.STEP, {**ROW, "step": 3})
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
@@ -99,8 +96,8 @@ def test_console_shows_loss_speed_and_time_left_at_its_cadence() -> None:
     sink = ConsoleSink(progress, steps=40, done=10, every=10, say=said.append)
     for step in range(11, 41):
         now[0] += 2.0
-        sink.log_step({**ROW, "step": step, "loss": 5 - step / 10, "tokens_per_second": 123456.0})
-    sink.log_eval({"step": 40, "set": "validation", "loss": 2.0, "tokens": 10, "seconds": 1.5})
+        sink.log(Kind.STEP, {**ROW, "step": step, "loss": 5 - step / 10, "tokens_per_second": 123456.0})
+    sink.log(Kind.EVAL, {"step": 40, "set": "validation", "loss": 2.0, "tokens": 10, "seconds": 1.5})
     sink.close(0)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "training: 20 steps/40 steps  0.5 steps/s  eta 0:40  loss 3.0000  123k tokens/s"
@@ -111,7 +108,7 @@ def test_console_shows_loss_speed_and_time_left_at_its_cadence() -> None:
 def test_console_tells_of_skipped_steps() -> None:
     stream = io.StringIO()
     sink = ConsoleSink(Progress(stream, terminal=False, line_seconds=0), steps=9, done=0, every=1)
-    sink.log_step({**ROW, "skipped": True, "loss_scale": 32768.0})
+    sink.log(Kind.STEP, {**ROW, "skipped": True, "loss_scale": 32768.0})
     assert "skipped, loss scale 32768" in stream.getvalue()
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.monitor.wandb_file import history, records
 from toolkit.config.schema import WandbMode
-from toolkit.monitor.sink import CompositeSink
+from toolkit.monitor.sink import CompositeSink, Kind
 from toolkit.monitor.wandb import WandbSink, run_id
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.sinks import described
@@ -36,13 +36,14 @@ def refuse(self, address, *rest):
 
 connect, socket.socket.connect = socket.socket.connect, refuse
 from toolkit.config.schema import WandbMode
+from toolkit.monitor.sink import Kind
 from toolkit.monitor.wandb import WandbSink
 
 run, config = Path(sys.argv[1]), json.loads(sys.argv[2])
 sink = WandbSink(run_dir=run, identity="1a2b3c4d", project="toolkit", mode=WandbMode.offline, config=config)
 for step in (1, 2):
-    sink.log_step({"step": step, "loss": 1 / step, "tokens": 512})
-sink.log_eval({"step": 2, "set": "validation", "loss": 2.5, "tokens": 64, "seconds": 0.1})
+    sink.log(Kind.STEP, {"step": step, "loss": 1 / step, "tokens": 512})
+sink.log(Kind.EVAL, {"step": 2, "set": "validation", "loss": 2.5, "tokens": 64, "seconds": 0.1})
 sink.log_text("continuation", "def main():")
 sink.close(75)
 """
@@ -89,7 +90,7 @@ def used(sink: WandbSink) -> tuple[list[str], float]:
     longest = 0.0
     for step in range(1, 31):
         began = time.monotonic()
-        composite.log_step({"step": step, "loss": 1.0})
+        composite.log(Kind.STEP, {"step": step, "loss": 1.0})
         longest = max(longest, time.monotonic() - began)
         time.sleep(0.01)
     composite.close(0)
@@ -140,19 +141,19 @@ SIGNALLED = """
 import os, signal, sys, time
 from pathlib import Path
 from toolkit.config.schema import WandbMode
-from toolkit.monitor.sink import CompositeSink
+from toolkit.monitor.sink import CompositeSink, Kind
 from toolkit.monitor.wandb import WandbSink
 
 sink = WandbSink(run_dir=Path(sys.argv[1]), identity="1a2b3c4d", project="p", mode=WandbMode.offline, config={}, close_seconds=2.0)
 composite = CompositeSink([sink])
-composite.log_step({"step": 1, "loss": 1.0})
+composite.log(Kind.STEP, {"step": 1, "loss": 1.0})
 while not any(b"train/loss" in file.read_bytes() for file in Path(sys.argv[1]).rglob("*.wandb")):  # each second it is written out
     time.sleep(0.1)
 children = [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
 for pid in children:
     os.kill(pid, signal.Signals[sys.argv[2]])
 time.sleep(0.5)
-composite.log_step({"step": 2, "loss": 1.0})
+composite.log(Kind.STEP, {"step": 2, "loss": 1.0})
 composite.close(75)
 """
 

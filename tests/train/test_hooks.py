@@ -19,6 +19,7 @@ from toolkit.checkpoint.store import PendingSave
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
 from toolkit.monitor.jsonl import JsonlSink
+from toolkit.monitor.sink import Kind
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory, RunState
 from toolkit.testing.tiny import tiny_plan
@@ -37,7 +38,7 @@ def one_source(step: int) -> Mapping[str, tuple[int, float]]:
 
 
 def written(tmp_path: Path, plan: RunPlan, done: StepDone, consumed: Callable[..., Any] = one_source) -> dict[str, Any]:
-    sink = JsonlSink(tmp_path / "metrics.jsonl", tmp_path / "eval.jsonl")
+    sink = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"})
     Metrics(plan, sink, consumed).on_step(done)
     return json.loads((tmp_path / "metrics.jsonl").read_text())
 

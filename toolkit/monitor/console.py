@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 
-from toolkit.monitor.sink import NullSink, Row
+from toolkit.monitor.sink import Kind, NullSink, Row
 from toolkit.progress import Progress, quantity
 
 
@@ -28,7 +28,13 @@ class ConsoleSink(NullSink):
         self._steps, self._shown, self._every = steps, done, every
         self._unit, self._say = unit, say
 
-    def log_step(self, row: Row) -> None:
+    def log(self, kind: Kind, row: Row) -> None:
+        if kind is Kind.STEP:
+            self._step(row)
+        elif kind is Kind.EVAL:
+            self._eval(row)
+
+    def _step(self, row: Row) -> None:
         step = row["step"]
         if step % self._every and step != self._steps:
             return
@@ -39,7 +45,7 @@ class ConsoleSink(NullSink):
         if step == self._steps:
             self._task.finish()
 
-    def log_eval(self, row: Row) -> None:
+    def _eval(self, row: Row) -> None:
         meaning = f"accuracy {row['accuracy']:.1%}" if "accuracy" in row else f"perplexity {_perplexity(row['loss'])}"
         self._say(f"step {row['step']}: {row['set']} loss {row['loss']:.4f} ({meaning}), {row['seconds']:.1f} s")
 

@@ -1,33 +1,35 @@
-"""``metrics.jsonl`` and ``eval.jsonl``: one JSON object a line, floats in full precision (``NaN`` and ``Infinity`` as Python's
-``json`` writes and reads them)."""
+"""One file for each kind of row: one JSON object a line, floats in full precision (``NaN`` and ``Infinity`` as Python's ``json`` writes
+and reads them)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from toolkit.monitor.sink import NullSink, Row
+from toolkit.monitor.sink import Kind, NullSink, Row
 
 
 class JsonlSink(NullSink):
-    """Each row is handed to the system at once: whoever follows the file sees it, and a killed process loses none."""
+    """Each row is handed to the system at once: whoever follows the file sees it, and a killed process loses none.
 
-    def __init__(self, metrics_file: Path, eval_file: Path) -> None:
-        metrics_file.parent.mkdir(parents=True, exist_ok=True)
-        self._metrics = metrics_file.open("a", encoding="utf-8")
-        self._eval = eval_file.open("a", encoding="utf-8")
+    Args:
+        paths: the file of each kind of row; other kinds are passed over.
+    """
 
-    def log_step(self, row: Row) -> None:
-        _write(self._metrics, row)
+    def __init__(self, paths: Mapping[Kind, Path]) -> None:
+        for path in paths.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._files = {kind: path.open("a", encoding="utf-8") for kind, path in paths.items()}
 
-    def log_eval(self, row: Row) -> None:
-        _write(self._eval, row)
+    def log(self, kind: Kind, row: Row) -> None:
+        if kind in self._files:
+            _write(self._files[kind], row)
 
     def close(self, exit_code: int) -> None:
-        self._metrics.close()
-        self._eval.close()
+        for file in self._files.values():
+            file.close()
 
 
 def _write(file: TextIO, row: Row) -> None:

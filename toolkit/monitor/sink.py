@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 Row = Mapping[str, Any]  # plain JSON types; ``step`` is the number of completed optimizer steps
 
 
-class Sink(Protocol):
-    def log_step(self, row: Row) -> None:
-        """One training step."""
+class Kind(StrEnum):
+    """What a row is of. Each has its file in the run's directory (``jsonl.py``) and its prefix in W&B."""
 
-    def log_eval(self, row: Row) -> None:
-        """One evaluation of one set."""
+    STEP = "step"  # one training step, as all ranks together see it
+    EVAL = "eval"  # one evaluation of one set
+    LEDGER = "ledger"  # where one step's time went, over all ranks: ``monitor/ledger.py``
+    SYSTEM = "system"  # GPUs and host of one node, one sample: ``monitor/sampler.py``
+    ALERT = "alert"  # ``monitor/alert.py``
+
+
+class Sink(Protocol):
+    def log(self, kind: Kind, row: Row) -> None:
+        """One row."""
 
     def log_text(self, name: str, text: str) -> None:
         """Words of the run: a generated continuation."""
@@ -23,23 +31,26 @@ class Sink(Protocol):
     def log_image(self, name: str, path: Path) -> None:
         """A picture, whole at ``path``."""
 
+    def flush(self) -> None:
+        """What was logged before is where others can read it, unless the sink is slow: then this returns in bounded time all the same."""
+
     def close(self, exit_code: int) -> None:
         """The run is over; ``exit_code`` as in ``toolkit.errors.ExitCode``."""
 
 
 class NullSink(Sink):
-    """Takes everything, keeps nothing: for ranks other than 0, and the base of sinks that want only some of it."""
+    """Takes everything, keeps nothing: for ranks that write nothing, and the base of sinks that want only some of it."""
 
-    def log_step(self, row: Row) -> None:
-        pass
-
-    def log_eval(self, row: Row) -> None:
+    def log(self, kind: Kind, row: Row) -> None:
         pass
 
     def log_text(self, name: str, text: str) -> None:
         pass
 
     def log_image(self, name: str, path: Path) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def close(self, exit_code: int) -> None:
@@ -58,17 +69,17 @@ class CompositeSink(Sink):
         self._sinks = list(sinks)
         self._tell = tell
 
-    def log_step(self, row: Row) -> None:
-        self._each(lambda sink: sink.log_step(row))
-
-    def log_eval(self, row: Row) -> None:
-        self._each(lambda sink: sink.log_eval(row))
+    def log(self, kind: Kind, row: Row) -> None:
+        self._each(lambda sink: sink.log(kind, row))
 
     def log_text(self, name: str, text: str) -> None:
         self._each(lambda sink: sink.log_text(name, text))
 
     def log_image(self, name: str, path: Path) -> None:
         self._each(lambda sink: sink.log_image(name, path))
+
+    def flush(self) -> None:
+        self._each(lambda sink: sink.flush())
 
     def close(self, exit_code: int) -> None:
         self._each(lambda sink: sink.close(exit_code))
@@ -78,5 +89,6 @@ class CompositeSink(Sink):
             try:
                 call(sink)
             except Exception as error:  # noqa: BLE001  whatever a sink raises, training goes on without it
-                self._sinks.remove(sink)
-                self._tell(f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}")
+                if sink in self._sinks:  # another thread may have dropped it meanwhile
+                    self._sinks.remove(sink)
+                    self._tell(f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}")

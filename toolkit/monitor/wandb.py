@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import WandbMode
-from toolkit.monitor.sink import NullSink, Row
+from toolkit.monitor.sink import Kind, NullSink, Row
 
 START_SECONDS = 90.0
 CLOSE_SECONDS = 60.0
@@ -55,12 +55,12 @@ class WandbSink(NullSink):
         self._thread = threading.Thread(target=self._work, args=(settings,), name="wandb", daemon=True)
         self._thread.start()
 
-    def log_step(self, row: Row) -> None:
-        self._put(lambda run: run.log({"step": row["step"], **{f"train/{name}": row[name] for name in row if name != "step"}}))
-
-    def log_eval(self, row: Row) -> None:
-        means = {f"eval/{row['set']}/{name}": row[name] for name in ("loss", "accuracy") if name in row}
-        self._put(lambda run: run.log({"step": row["step"], **means}))
+    def log(self, kind: Kind, row: Row) -> None:
+        if kind is Kind.STEP:
+            self._put(lambda run: run.log({"step": row["step"], **{f"train/{name}": row[name] for name in row if name != "step"}}))
+        elif kind is Kind.EVAL:
+            means = {f"eval/{row['set']}/{name}": row[name] for name in ("loss", "accuracy") if name in row}
+            self._put(lambda run: run.log({"step": row["step"], **means}))
 
     def log_text(self, name: str, text: str) -> None:
         self._put(lambda run: run.summary.update({name: text}))

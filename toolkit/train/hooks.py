@@ -19,7 +19,7 @@ from pathlib import Path
 
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
-from toolkit.monitor.sink import Row, Sink
+from toolkit.monitor.sink import Kind, Row, Sink
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory, RunState, Status
 from toolkit.train.agree import Agreed
@@ -108,10 +108,10 @@ class Metrics(Hook):
         scaling = {"skipped": result.skipped, "loss_scale": result.loss_scale} if self._scaled else {}
         consumed = self._consumed(done.step)
         epochs = {f"epochs/{name}": epochs for name, (_, epochs) in consumed.items()} if len(consumed) > 1 else {}
-        self._sink.log_step({**row, **scaling, **epochs})
+        self._sink.log(Kind.STEP, {**row, **scaling, **epochs})
 
     def on_eval(self, row: Row) -> None:
-        self._sink.log_eval(row)
+        self._sink.log(Kind.EVAL, row)
 
 
 class StatusFile(Hook):

@@ -27,6 +27,7 @@ from toolkit.train.consumed import Consumption
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.hooks import Hooks, Metrics, Plots, StatusFile
 from toolkit.train.loop import train
+from toolkit.train.monitoring import watching
 from toolkit.train.saving import Checkpoints, Timer
 from toolkit.train.sinks import closed_with_code, open_sinks
 from toolkit.train.source import find_beginning, take_up
@@ -71,13 +72,14 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         ended = stack.enter_context(closed_with_code(sink))
 
         task = text_task(plan, end_of_text(plan, reads)) if reads.records is None else vision_task(plan, reads.records)
+        watch = stack.enter_context(watching(plan, directory, sink, ask, rank=rank, local_rank=local_rank, attempt=attempt))
         engine = build_engine(plan, task, rank=rank, local_rank=local_rank)
         engine.load(beginning.reader)
         if rank == 0:
             for words in (*take_up(plan, directory, beginning, attempt), *costs_of_windows(plan, reads)):
                 say(words)
         timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
-        hooks = Hooks(Metrics(plan, sink, stream.consumed))
+        hooks = Hooks(Metrics(plan, sink, stream.consumed), *watch.hooks(engine))
         hooks.add(evaluation(plan, engine, task, reads.sets, hooks, ask, directory, rank))
         hooks.add(Checkpoints(
             plan, engine, CheckpointStore(directory.checkpoints, plan.config.checkpoint.keep_last, plan.config.checkpoint.keep_every),

@@ -13,18 +13,24 @@ from toolkit.config.schema import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.monitor.console import ConsoleSink
 from toolkit.monitor.jsonl import JsonlSink
-from toolkit.monitor.sink import CompositeSink, NullSink, Sink
+from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Sink
 from toolkit.plan.types import RunPlan
 from toolkit.progress import Progress
 from toolkit.rundir import RunDirectory
 
 
 def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int) -> Sink:
-    """Rank 0's, as the plan says; nothing on the others. ``done`` steps were made before."""
-    if rank != 0:
+    """Rank 0's has the run, the first of each other node that node; nothing on the rest. ``done`` steps were made before."""
+    node, place = divmod(rank, plan.world.ranks_per_node)
+    if place != 0:
         return NullSink()
+    files = {Kind.SYSTEM: directory.system_file(node)}
+    if node != 0:
+        return CompositeSink([JsonlSink(files)])
+    files |= {Kind.STEP: directory.metrics_file, Kind.EVAL: directory.eval_file, Kind.LEDGER: directory.ledger_file,
+              Kind.ALERT: directory.alerts_file}
     monitor, steps = plan.config.monitor, plan.config.train.steps
-    sinks: list[Sink] = [JsonlSink(directory.metrics_file, directory.eval_file)]
+    sinks: list[Sink] = [JsonlSink(files)]
     if monitor.wandb is not WandbMode.disabled:
         from toolkit.monitor.wandb import WandbSink
 
