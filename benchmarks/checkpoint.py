@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Shard, TensorKey, flat_shards
-from toolkit.checkpoint.store import CheckpointStore
 
 BYTES_PER_PARAMETER = 2 + 4 + 4 + 4
 SHAPE = (4096, 1021)  # of one matrix; odd, so that flat ranges are ragged boxes

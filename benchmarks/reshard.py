@@ -43,9 +43,9 @@ from typing import Any
 import numpy as np
 
 from toolkit import families
-from toolkit.checkpoint import reshard
 from toolkit.checkpoint.catalog import Catalog, Piece, byte_length
-from toolkit.checkpoint.convert import Conversion
+from toolkit.checkpoint.offline import reshard
+from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source, open_source, vendors_refusal
 from toolkit.config.reshard import Format, Stage, TargetConfig, TargetOptimConfig, TargetParallelConfig

@@ -43,7 +43,7 @@ def continuation(given: argparse.Namespace) -> str:
         raise InputError(Problem("run", f"{given.run} trains model.target", "text is generated with the families' models",
                                  "load its weights with toolkit.checkpoint.open_reader in a script of your own"))
     from toolkit.checkpoint import open_reader
-    from toolkit.checkpoint.store import CheckpointStore
+    from toolkit.checkpoint.online.store import CheckpointStore
     from toolkit.config.compose import from_yaml
     from toolkit.data.sources import text_folder
     from toolkit.families.base import shape_of

@@ -46,7 +46,7 @@ def carry_out(overrides: Sequence[str]) -> ExitCode:
     from toolkit.progress import Progress
 
     config = compose_reshard(overrides)
-    from toolkit.checkpoint import reshard
+    from toolkit.checkpoint.offline import reshard
 
     code = ExitCode.DONE
     with Progress() as progress:

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from toolkit.checkpoint.convert import Conversion
-from toolkit.checkpoint.diff import diff
 from toolkit.checkpoint.formats import native
 from toolkit.checkpoint.formats.huggingface_target import export
+from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.offline.diff import diff
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.states import tensors_of
 from toolkit.checkpoint.verify import verify

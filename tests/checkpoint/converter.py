@@ -11,12 +11,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint import convert, fill
 from toolkit.checkpoint.catalog import Piece
-from toolkit.checkpoint.convert import Conversion, Phase
 from toolkit.checkpoint.formats import native, torch_zip
 from toolkit.checkpoint.formats.pickles import Storage, StoredTensor, row_major
-from toolkit.checkpoint.output import Output
+from toolkit.checkpoint.offline import convert, fill
+from toolkit.checkpoint.offline.convert import Conversion, Phase
+from toolkit.checkpoint.offline.output import Output
 from toolkit.checkpoint.shard import Box, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.target import Target, TargetFile

@@ -10,9 +10,9 @@ import torch
 
 from tests.checkpoint.vendors import vendor_load, vendor_save
 from toolkit.checkpoint.formats import deepspeed_target
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import TensorKey
 from toolkit.checkpoint.source import Source
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.target import Target
 from toolkit.config.reshard import Stage, TargetConfig, TargetParallelConfig
 from toolkit.config.schema import EngineName

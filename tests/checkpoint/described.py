@@ -14,8 +14,8 @@ from pathlib import Path
 from toolkit import families
 from toolkit.checkpoint.catalog import DTYPES, Catalog, Damage, Made, Piece
 from toolkit.checkpoint.formats.deepspeed_geometry import Run, pieces_of_runs, runs_of_shares, share_numel
-from toolkit.checkpoint.plan_reshard import plan_reshard
-from toolkit.checkpoint.reshard import lay_out
+from toolkit.checkpoint.offline.plan import plan_reshard
+from toolkit.checkpoint.offline.reshard import lay_out
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source
 from toolkit.config.reshard import Format, Stage, TargetConfig, TargetParallelConfig

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import Box, Reader, Shard, TensorKey, flat_boxes
-from toolkit.checkpoint.store import CheckpointStore
 
 NAMESPACE = "test/1"
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import vendors
-from toolkit.checkpoint import reshard
-from toolkit.checkpoint.convert import Conversion
+from toolkit.checkpoint.offline import reshard
+from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.scalars import STEP
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ
 from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.verify import digest
 from toolkit.config.reshard import Format, Stage, TargetConfig, TargetOptimConfig, TargetParallelConfig
 from toolkit.config.schema import EngineName

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from tests.checkpoint import fabricate
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
-from toolkit.checkpoint import blocks, catalog, executor, fill, open_reader, planner, writing
+from toolkit.checkpoint import blocks, catalog, executor, open_reader, planner
 from toolkit.checkpoint.catalog import Damage, Piece
-from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import native, torch_zip
 from toolkit.checkpoint.formats.pickles import Storage, StoredTensor
-from toolkit.checkpoint.output import checksum
+from toolkit.checkpoint.offline import fill
+from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.offline.output import checksum
+from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.target import Target
@@ -37,7 +39,7 @@ from toolkit.errors import CheckpointError, Problem
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (catalog, blocks, executor, writing):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
-    monkeypatch.setattr("toolkit.checkpoint.output.BLOCK_BYTES", 64)
+    monkeypatch.setattr("toolkit.checkpoint.offline.output.BLOCK_BYTES", 64)
     monkeypatch.setattr(planner, "SPLIT_BYTES", 32)
     monkeypatch.setattr(fill, "TILE_BYTES", 96)
 

@@ -24,11 +24,11 @@ import torch
 from tests.checkpoint import converter
 from tests.checkpoint.converter import RENAMED, REPLACE, TARGETS, WRITE, Told, conversion
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
-from toolkit.checkpoint import convert, fill
-from toolkit.checkpoint.convert import JOURNAL, Conversion, Phase
-from toolkit.checkpoint.fill import Written
-from toolkit.checkpoint.journal import Journal
-from toolkit.checkpoint.output import Output
+from toolkit.checkpoint.offline import convert, fill
+from toolkit.checkpoint.offline.convert import JOURNAL, Conversion, Phase
+from toolkit.checkpoint.offline.fill import Written
+from toolkit.checkpoint.offline.journal import Journal
+from toolkit.checkpoint.offline.output import Output
 from toolkit.checkpoint.shard import EXP_AVG_SQ, WEIGHT, TensorKey
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import digest
@@ -474,7 +474,7 @@ def test_control_what_is_not_synced_is_seen(source: Path, small: None, tmp_path:
     assert {"weight:t0 is recorded before it is durable", "0.pt is not durable", "latest is not durable"} <= wrong
     with monkeypatch.context() as patch:
         for module in ("convert", "output"):
-            patch.setattr(f"toolkit.checkpoint.{module}.sync_folder", lambda folder: None)
+            patch.setattr(f"toolkit.checkpoint.offline.{module}.sync_folder", lambda folder: None)
         wrong = Watch(patch, conversion(source, tmp_path / "u", "zips")).run()
     assert {"names in of are not durable", "names in part-0 are not durable"} <= wrong
     assert any(each.endswith("are not durable in the end") for each in wrong)

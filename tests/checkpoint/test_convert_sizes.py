@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of, whole
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.catalog import Piece
-from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import native, torch_zip
 from toolkit.checkpoint.formats.pickles import Storage, StoredTensor
+from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.target import Target

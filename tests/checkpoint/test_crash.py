@@ -18,7 +18,7 @@ import pytest
 from tests.checkpoint import writer
 from tests.checkpoint.layouts import whole
 from toolkit.checkpoint import directory, open_reader
-from toolkit.checkpoint.commit import Phase
+from toolkit.checkpoint.online.commit import Phase
 from toolkit.checkpoint.verify import verify
 
 SEED = int(os.environ.get("CRASH_SEED", random.SystemRandom().randrange(10**6)))

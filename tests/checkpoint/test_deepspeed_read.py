@@ -21,9 +21,9 @@ from tests.checkpoint.layouts import same_bits, whole
 from tests.engine.cases import BF16, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell
 from toolkit import families
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import deepspeed_names as names
 from toolkit.checkpoint.formats import native
+from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Reader, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.states import tensors_of

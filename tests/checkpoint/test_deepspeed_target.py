@@ -17,8 +17,8 @@ from tests.checkpoint.deepspeed_ranks import Layout
 from tests.checkpoint.layouts import same_bits, whole
 from tests.checkpoint.tiny_run import tiny_checkpoint
 from toolkit.checkpoint.catalog import Catalog
-from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import deepspeed_target
+from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.planner import uncovered
 from toolkit.checkpoint.scalars import OPTIM, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorInfo, TensorKey

@@ -21,8 +21,8 @@ import torch
 from tests.checkpoint.deepspeed_ranks import MORE, STOP, Layout, Opened, go_on, train
 from tests.checkpoint.layouts import same_bits, whole
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import universal_target
+from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import Source, open_source
@@ -157,7 +157,8 @@ def test_control_without_moments(runs: Runs, pool: RankPool, tmp_path: Path) -> 
 
 
 # Llama and odd sizes everywhere, the other families in turns.
-STAGES = [(family, stage, data) for number, family in enumerate([*FAMILIES, "odd"]) for stage in range(4) for turn, data in enumerate((1, 2, 4))
+STAGES = [(family, stage, data)
+          for number, family in enumerate([*FAMILIES, "odd"]) for stage in range(4) for turn, data in enumerate((1, 2, 4))
           if family in ("llama", "odd") or (number + stage) % 3 == turn]
 
 

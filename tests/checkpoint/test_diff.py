@@ -17,7 +17,7 @@ from tests.checkpoint.fabricate import of_ranks
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from tests.checkpoint.test_huggingface_optimizer import SCALARS, converted, with_optimizer
 from toolkit.checkpoint import looking, manifest
-from toolkit.checkpoint.diff import Diff, Outcome, diff, diff_sources
+from toolkit.checkpoint.offline.diff import Diff, Outcome, diff, diff_sources
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.errors import CheckpointError, InputError

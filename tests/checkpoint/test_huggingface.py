@@ -16,10 +16,10 @@ import torch
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
 from toolkit import families
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.convert import Conversion, Phase
 from toolkit.checkpoint.formats import huggingface_target
 from toolkit.checkpoint.formats.huggingface_target import export
 from toolkit.checkpoint.manifest import BESIDE
+from toolkit.checkpoint.offline.convert import Conversion, Phase
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import digest

@@ -17,14 +17,15 @@ import torch
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
 from tests.checkpoint.test_huggingface import FAMILIES, model_of, tiny
 from toolkit import families
-from toolkit.checkpoint import manifest, open_reader, reshard
-from toolkit.checkpoint.convert import Conversion
+from toolkit.checkpoint import manifest, open_reader
 from toolkit.checkpoint.formats import native
 from toolkit.checkpoint.formats.huggingface_target import lay_out
+from toolkit.checkpoint.offline import reshard
+from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.states import tensors_of
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.target import Target
 from toolkit.checkpoint.verify import digest, verify
 from toolkit.config.reshard import Format, TargetConfig

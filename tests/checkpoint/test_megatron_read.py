@@ -34,9 +34,9 @@ from tests.checkpoint.megatron_cells import (
 )
 from tests.checkpoint.megatron_ranks import SAMPLES, STOP
 from toolkit import families
-from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import dcp_metadata, native
 from toolkit.checkpoint.formats.megatron_keys import parse, slots_of
+from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.states import tensors_of

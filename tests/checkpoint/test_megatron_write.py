@@ -20,8 +20,8 @@ from tests.checkpoint.megatron_ranks import STOP
 from tests.checkpoint.test_megatron_read import by_pytorch, opened
 from tests.checkpoint.tiny_run import tiny_checkpoint, tiny_shape
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import dcp_metadata, megatron_target
+from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIM
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import Source, open_source

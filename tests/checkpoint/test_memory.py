@@ -18,7 +18,9 @@ import torch
 
 from tests.checkpoint.chores import CHORES
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
-from toolkit.checkpoint import blocks, catalog, executor, fill, looking, output, planner, verify, writing
+from toolkit.checkpoint import blocks, catalog, executor, looking, planner, verify
+from toolkit.checkpoint.offline import fill, output
+from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
 
 ROOM = 64 * 2**10

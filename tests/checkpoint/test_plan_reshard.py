@@ -20,10 +20,10 @@ import pytest
 from tests.checkpoint import described
 from tests.checkpoint.tiny_run import tiny_checkpoint
 from toolkit.checkpoint.catalog import Catalog, Piece
-from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import native
-from toolkit.checkpoint.plan_reshard import plan_reshard
-from toolkit.checkpoint.reshard import lay_out
+from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.offline.plan import plan_reshard
+from toolkit.checkpoint.offline.reshard import lay_out
 from toolkit.checkpoint.shard import TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.states import tensors_of

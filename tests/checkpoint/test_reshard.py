@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.layouts import LAYOUTS, cut, same_bits, save, shards_of, whole
-from toolkit.checkpoint import blocks, catalog, executor, open_reader, planner, writing
+from toolkit.checkpoint import blocks, catalog, executor, open_reader, planner
+from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Shard, TensorKey, flat_shards
 from toolkit.checkpoint.verify import digest, verify
 from toolkit.errors import CheckpointError

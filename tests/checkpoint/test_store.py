@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
-from toolkit.checkpoint import directory, open_reader, writing
-from toolkit.checkpoint.commit import Phase
+from toolkit.checkpoint import directory, open_reader
+from toolkit.checkpoint.online import writing
+from toolkit.checkpoint.online.commit import Phase
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, Shard, TensorKey
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.checkpoint.verify import verify
 from toolkit.errors import CheckpointError
 

@@ -9,9 +9,9 @@ import torch
 
 from tests.checkpoint.layouts import LAYOUTS, shards_of
 from toolkit import families
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import MODEL
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config.schema import ModelConfig
 from toolkit.families.base import ModelShape
 from toolkit.testing.tiny import FAMILIES, SIZES

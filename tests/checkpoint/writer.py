@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, shards_of
-from toolkit.checkpoint.commit import Phase
+from toolkit.checkpoint.online.commit import Phase
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, TensorKey
-from toolkit.checkpoint.store import CheckpointStore
 
 RANKS = 2
 OUTSIDE = 0  # of any save; phases count from 1

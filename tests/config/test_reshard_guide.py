@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch import reshard as command
-from toolkit.checkpoint.reshard import WRITERS
+from toolkit.checkpoint.offline.reshard import WRITERS
 from toolkit.checkpoint.source import FORMATS
 from toolkit.config.compose import compose, compose_reshard
 from toolkit.config.reshard import OF_FORMAT, Action, Format

@@ -40,8 +40,8 @@ from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, fa
 from tests.engine.test_deepspeed import held, ramped
 from tests.engine.test_resume import MORE, Saved, check_pairs, check_same
 from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.engine.deepspeed import DeepSpeedEngine
 from toolkit.engine.protocol import EvalResult, StepResult
 from toolkit.testing.dist import RankPool

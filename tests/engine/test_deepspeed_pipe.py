@@ -23,8 +23,8 @@ from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, fa
 from tests.engine.test_memory import Bytes, gradients, states, weights
 from tests.engine.test_resume import assert_same, resume, save_and_go_on
 from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import Reader
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config.schema import BatchRampConfig
 from toolkit.engine import deepspeed_pipe_compat
 from toolkit.engine.deepspeed_pipe import DeepSpeedPipelineEngine

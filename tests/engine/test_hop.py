@@ -18,9 +18,9 @@ import torch
 from tests.engine.cases import WithoutMoments
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.formats import huggingface_target
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import Reader
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, StepResult

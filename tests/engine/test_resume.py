@@ -19,8 +19,8 @@ import torch
 
 from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, WithoutMoments, cell, make, steps
 from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import WEIGHT, Reader, TensorKey
-from toolkit.checkpoint.store import CheckpointStore
 from toolkit.engine.protocol import Engine
 from toolkit.errors import CheckpointError
 from toolkit.testing.dist import RankPool

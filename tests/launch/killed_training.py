@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def deadly(phase: str, entry: int, rank: int, save: int) -> None:
     import toolkit.train.run as training
-    from toolkit.checkpoint.commit import Phase
-    from toolkit.checkpoint.store import CheckpointStore
+    from toolkit.checkpoint.online.commit import Phase
+    from toolkit.checkpoint.online.store import CheckpointStore
 
     class Deadly(CheckpointStore):
         def __init__(self, *arguments: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint.layouts import whole
 from tests.launch.processes import Started, command, status_of
 from toolkit.checkpoint import directory, open_reader
-from toolkit.checkpoint.commit import Phase
+from toolkit.checkpoint.online.commit import Phase
 from toolkit.checkpoint.verify import verify
 from toolkit.config.compose import compose
 from toolkit.data.stdlib import ensure

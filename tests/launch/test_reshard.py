@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,10 @@ import pytest
 from launch import reshard
 from tests.checkpoint.tiny_run import STEP, tiny_checkpoint, tiny_shape
 from toolkit import families
-from toolkit.checkpoint import convert, open_reader
-from toolkit.checkpoint.fill import Filler, Unit
+from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.nearby import model_near, model_unknown
+from toolkit.checkpoint.offline import convert
+from toolkit.checkpoint.offline.fill import Filler, Unit
 from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import digest
@@ -118,6 +120,29 @@ def test_mistakes_are_answered_and_leave_nothing(checkpoint: Path, tmp_path: Pat
     assert "rule:" in err
     assert "remedy:" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit_is_refused_before_it_is_written(checkpoint: Path, tmp_path: Path, capsys: Captured,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda folder: full)
+        err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/new/out", code=2)
+    assert f"{tmp_path} has 1,000 B free" in err
+    assert not list(tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    asked: list[tuple[int, int]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda which: (64, limits[1]))
+        patch.setattr(resource, "setrlimit", lambda which, to: asked.append(to))
+        said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
+    [(soft, hard)] = asked
+    assert 64 < soft < 100
+    assert hard == limits[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda which: (64, 64))
+        err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/another", code=2)
+    assert f"ulimit -n {soft}" in err
 
 
 def test_a_damaged_source_is_refused_by_name(tmp_path: Path, capsys: Captured) -> None:

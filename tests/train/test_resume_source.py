@@ -13,8 +13,8 @@ import pytest
 from tests.train import test_run as runs
 from tests.train.test_run import Start, same
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.convert import Conversion
-from toolkit.checkpoint.reshard import WRITERS, lay_out
+from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.offline.reshard import WRITERS, lay_out
 from toolkit.checkpoint.source import open_source
 from toolkit.config.reshard import Format, TargetConfig
 from toolkit.config.schema import RunConfig

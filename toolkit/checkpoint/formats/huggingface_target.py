@@ -17,9 +17,9 @@ import xxhash
 from toolkit import families
 from toolkit.checkpoint import manifest, nearby, states
 from toolkit.checkpoint.catalog import Piece, byte_length
-from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.formats.huggingface import CONFIG, INDEX, OPTIMIZER, SINGLE, STATE, STATE_FORMAT, STATE_VERSION
+from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import MODEL, Source
 from toolkit.checkpoint.target import Target, TargetFile

@@ -9,6 +9,7 @@ Memory is two tiles, a block and casts a thread, whatever the sizes of tensors. 
 from __future__ import annotations
 
 import errno
+import resource
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -21,14 +22,15 @@ import toolkit
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.blocks import UNFINISHED, Files, stamps
 from toolkit.checkpoint.catalog import BLOCK_BYTES, Catalog, Damage, Piece
-from toolkit.checkpoint.fill import Filler, Unit, Written, units_of
-from toolkit.checkpoint.journal import Journal, is_journal_of
-from toolkit.checkpoint.output import Output, Segment
+from toolkit.checkpoint.offline.fill import Filler, Unit, Written, units_of
+from toolkit.checkpoint.offline.journal import Journal, is_journal_of
+from toolkit.checkpoint.offline.output import Output, Segment
 from toolkit.checkpoint.target import Target, TargetFile
 from toolkit.checkpoint.threads import each
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
 
+OTHER_FILES = 64  # that a process has open besides
 SYNC_BYTES = 512 * 2**20  # written between two records of the journal: what a kill costs at most
 JOURNAL = "journal.jsonl"
 
@@ -90,6 +92,7 @@ class Conversion:
             journal = Journal(self.temporary / JOURNAL, self._identity)
         except OSError as error:
             raise self._no_room_or_access(error) from error
+        _allow_open(len(self._stamps) + len(self.target.files) + OTHER_FILES)
         output = Output(self.temporary, self.target.files)
         try:
             if journal.done and output.is_there():
@@ -195,6 +198,17 @@ class Conversion:
 def _is_taken(path: Path) -> bool:
     """Whether a folder cannot be renamed to ``path``: only over an empty one, of the same file system."""
     return path.is_symlink() or path.is_mount() or (path.exists() and (not path.is_dir() or any(path.iterdir())))
+
+
+def _allow_open(files: int) -> None:
+    """Each file is opened once and stays open: ZeRO-3 of 1,024 ranks has 2,049, and shells allow 1,024 unless told otherwise."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or files <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and files > hard:
+        raise CheckpointError(Problem("target", f"{files} files of source and target, of which this process may open {hard}",
+                                      "every file is open while tensors move", f"start it where more are allowed: ulimit -n {files}"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 def _record(file: TargetFile) -> manifest.FileRecord:

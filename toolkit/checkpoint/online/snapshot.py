@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from toolkit.checkpoint.writing import Outgoing
+from toolkit.checkpoint.online.writing import Outgoing
 
 _ALIGNMENT = 64  # bytes: of every dtype, and of a cache line
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Piece, flat_span, turned
-from toolkit.checkpoint.fill import tile_elements, units_of
+from toolkit.checkpoint.offline.fill import tile_elements, units_of
 from toolkit.checkpoint.planner import MOST_PROBLEMS, SpanIndex, shifted, uncovered
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.target import Target, TargetFile

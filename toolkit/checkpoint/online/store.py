@@ -18,11 +18,11 @@ from pathlib import Path
 
 from toolkit.checkpoint import directory
 from toolkit.checkpoint.blocks import part
-from toolkit.checkpoint.commit import Phase, Save, carry_out
+from toolkit.checkpoint.online.commit import Phase, Save, carry_out
+from toolkit.checkpoint.online.snapshot import Snapshot
+from toolkit.checkpoint.online.writing import Outgoing
 from toolkit.checkpoint.planner import boxes_to_write, shifted
 from toolkit.checkpoint.shard import Shard
-from toolkit.checkpoint.snapshot import Snapshot
-from toolkit.checkpoint.writing import Outgoing
 
 
 class PendingSave:

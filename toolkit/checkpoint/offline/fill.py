@@ -13,7 +13,7 @@ import numpy as np
 from toolkit.checkpoint.blocks import Block, Check, Files, numpy_dtype, slices
 from toolkit.checkpoint.catalog import DTYPES, Catalog, Piece, byte_length, flat_span
 from toolkit.checkpoint.executor import read_piece
-from toolkit.checkpoint.output import Output, PieceWriter, Segment, as_bytes
+from toolkit.checkpoint.offline.output import Output, PieceWriter, Segment, as_bytes
 from toolkit.checkpoint.planner import PieceRead, ReadPlanner, SpanIndex, check, shifted, source_key, span_index, uncovered
 from toolkit.checkpoint.planner import Target as Wanted
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey

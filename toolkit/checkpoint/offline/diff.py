@@ -1,6 +1,6 @@
 """Two checkpoints of any formats, compared tensor by tensor under canonical names, whatever their layouts.
 
-    python -c "from toolkit.checkpoint.diff import diff; print(*diff('A', 'B').lines(), sep='\\n')"
+    python -c "from toolkit.checkpoint.offline.diff import diff; print(*diff('A', 'B').lines(), sep='\\n')"
 
 Equal means that training goes on from either as from the other: every tensor that one stores, the other stores, or stores more of it. So
 ``planner.source_key`` decides what is compared: the fp32 weight of one is the master of the other, and a bf16 weight is compared with an

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from importlib import import_module
 from pathlib import Path
 
 from toolkit import families
-from toolkit.checkpoint import diff as comparing
 from toolkit.checkpoint import verify as looking
-from toolkit.checkpoint.convert import Conversion
 from toolkit.checkpoint.formats import native
-from toolkit.checkpoint.inspect import describe, named
-from toolkit.checkpoint.plan_reshard import ReshardPlan, plan_reshard
+from toolkit.checkpoint.offline import diff as comparing
+from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.offline.inspect import describe, named
+from toolkit.checkpoint.offline.plan import ReshardPlan, plan_reshard
 from toolkit.checkpoint.planner import check
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import Source, open_source
@@ -104,11 +105,26 @@ def convert(config: ReshardConfig, progress: Progress) -> Converted:
     target = lay_out(source, config.target)
     conversion = Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse, workers=config.workers,
                             examine=config.examine, advance=lambda numbytes: task.advance(numbytes))
+    target_bytes = sum(file.numbytes for file in target.files)
+    _check_room(path, target_bytes - _allocated(conversion.temporary))
     with progress.task("resharding", total=conversion.source_bytes, unit="B") as task:
         resumed = conversion.run()
     return Converted(path=path, source=source, target=target, source_bytes=conversion.source_bytes,
-                     target_bytes=sum(file.numbytes for file in target.files), seconds=time.monotonic() - began, resumed=resumed,
+                     target_bytes=target_bytes, seconds=time.monotonic() - began, resumed=resumed,
                      unused=conversion.unused)
+
+
+def _allocated(folder: Path) -> int:
+    """Bytes on disk of what an attempt before left."""
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
+def _check_room(path: Path, numbytes: int) -> None:
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    if numbytes > free:
+        raise CheckpointError(Problem("target", f"target={path} takes {quantity(numbytes, 'B')}, and {folder} has {quantity(free, 'B')} free",
+                                      "a target is written whole", "free room there, or name another target=PATH"))
 
 
 def words_of(done: Converted) -> list[str]:

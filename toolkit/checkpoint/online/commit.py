@@ -17,8 +17,8 @@ from toolkit.checkpoint import directory, manifest
 from toolkit.checkpoint.blocks import Files, check_piece
 from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece
 from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.checkpoint.online.writing import Outgoing, write_file
 from toolkit.checkpoint.planner import MOST_PROBLEMS, uncovered
-from toolkit.checkpoint.writing import Outgoing, write_file
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
 
