@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.train.fakes import FakeClock, FakeEngine, samples, step_done
-from toolkit.checkpoint.store import PendingSave
+from toolkit.checkpoint.online.store import PendingSave
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
 from toolkit.monitor.jsonl import JsonlSink

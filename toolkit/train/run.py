@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from toolkit.checkpoint.directory import newest
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.config.data import Documents
 from toolkit.config.schema import parse_cadence
 from toolkit.data.evaluation import EvalSet

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from toolkit.checkpoint.store import CheckpointStore, PendingSave
+from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
 from toolkit.config.schema import parse_cadence
 from toolkit.data.kind import SampleStream
 from toolkit.engine.protocol import Engine
