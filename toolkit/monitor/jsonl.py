@@ -4,7 +4,7 @@ and reads them)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,12 +37,17 @@ def _write(file: TextIO, row: Row) -> None:
     file.flush()
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole rows of a file; none where it is not there. A line that a stopped machine tore is passed over."""
+def read_rows(path: Path, advance: Callable[[float], object] = lambda characters: None) -> Iterator[dict[str, Any]]:
+    """The whole rows of a file; none where it is not there. A line that a stopped machine tore is passed over.
+
+    Args:
+        advance: is told how many characters (bytes: rows are ASCII) each line has; for a display of progress.
+    """
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
+            advance(len(line))
             try:
                 row = json.loads(line)
             except ValueError:
