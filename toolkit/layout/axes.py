@@ -14,7 +14,7 @@ topologies agree with it. Expert parallelism does not add ranks: it regroups dat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -72,6 +72,11 @@ class Axes:
         for axis in reversed(ORDER):
             rank = rank * getattr(self, axis) + getattr(at, axis)
         return rank
+
+    def spanned(self, ranks: Iterable[int]) -> tuple[Axis, ...]:
+        """The axes along which these ranks differ, innermost first."""
+        places = [self.coordinates(rank) for rank in ranks]
+        return tuple(axis for axis in ORDER if len({getattr(place, axis) for place in places}) > 1)
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
         """The ranks that talk along ``axis``: every group of ranks that differ in that coordinate only."""
