@@ -30,6 +30,7 @@ class Agreed:
     stop: bool = False  # some rank was asked to stop
     save: bool = False  # by rank 0's clock a checkpoint is due
     data_seconds: float = 0.0  # that the rank which waited longest for its samples waited: the others wait for it
+    ledger: int = 0  # how many steps each rank sends to the ledger now: ``train/ledger.py``
 
 
 def alone(values: Sequence[int]) -> list[int]:
