@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from toolkit.monitor.recorder import Clock, HostClock
+from toolkit.monitor.recorder import Clock, HostClock, StepRecorder
 
 
 class CudaClock(Clock):
@@ -36,3 +37,45 @@ class CudaClock(Clock):
 def clock_of(device: torch.device) -> Clock:
     """Of the current device, where ``device`` is a GPU."""
     return CudaClock() if device.type == "cuda" else HostClock()
+
+
+class SideStreams:
+    """Collectives that an engine begins on a stream of its own, beside the one that computes (ZeRO with ``overlap_comm``, gathering under
+    ZeRO 3, Megatron-core's gradients of several distributed-optimizer instances). They are exposed where the computing stream, or the host,
+    waits for that stream: that time belongs to the last collective that was put there.
+
+    On a CPU there are no streams, and this does nothing.
+    """
+
+    def __init__(self, recorder: StepRecorder | None) -> None:
+        self._recorder = recorder
+        clock = recorder.clock if recorder is not None else None
+        self._main = clock.stream if isinstance(clock, CudaClock) else None
+        self._carried: dict[int, AbstractContextManager[None]] = {}  # by the stream's handle
+        if self._main is not None:
+            self._wait_stream, self._synchronize = torch.cuda.Stream.wait_stream, torch.cuda.Stream.synchronize
+            side = self
+
+            def wait_stream(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+                with side._waiting_for(other, stream == side._main):
+                    side._wait_stream(stream, other)
+
+            def synchronize(stream: torch.cuda.Stream) -> None:
+                with side._waiting_for(stream, True):
+                    side._synchronize(stream)
+
+            torch.cuda.Stream.wait_stream, torch.cuda.Stream.synchronize = wait_stream, synchronize  # type: ignore[method-assign]
+
+    def carry(self, part: AbstractContextManager[None]) -> None:
+        """A collective begins on the current stream; waiting for it is ``part``."""
+        if self._main is not None and (stream := torch.cuda.current_stream()) != self._main:
+            self._carried[stream.cuda_stream] = part
+
+    def close(self) -> None:
+        if self._main is not None:
+            torch.cuda.Stream.wait_stream = self._wait_stream  # type: ignore[method-assign]
+            torch.cuda.Stream.synchronize = self._synchronize  # type: ignore[method-assign]
+
+    def _waiting_for(self, other: torch.cuda.Stream, matters: bool) -> AbstractContextManager[None]:
+        part = self._carried.get(other.cuda_stream) if matters else None
+        return part if part is not None and self._recorder is not None and self._recorder.mine() else nullcontext()

@@ -14,9 +14,10 @@ topologies agree with it. Expert parallelism does not add ranks: it regroups dat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import combinations
 
 
 class Axis(StrEnum):
@@ -87,3 +88,35 @@ class Axes:
         for first in range(self.size):
             if (first // stride) % length == 0:
                 yield tuple(first + step * stride for step in range(length))
+
+
+ALL, EXPERT, OTHER = "all", "expert", "other"
+
+
+def axis_name(ranks: Collection[int], axes: Axes, *, exchange: bool = False) -> str:
+    """What a group of these ranks is called: the axes along which they differ, ``tensor`` or ``context+data``; ``all``, if those are all
+    of several. Empty for a single rank.
+
+    Expert parallelism regroups data and context ranks: a group of neighbours among them is ``expert``. Where that is the whole data group,
+    only an all-to-all (``exchange``) can be told to be the experts'.
+    """
+    spanned = axes.spanned(ranks)
+    if axes.expert > 1 and len(ranks) == axes.expert and set(spanned) <= {Axis.CONTEXT, Axis.DATA}:
+        places = [at.data * axes.context + at.context for at in map(axes.coordinates, ranks)]
+        neighbours = max(places) - min(places) == axes.expert - 1
+        if neighbours and (exchange or axes.expert < axes.data * axes.context):
+            return EXPERT
+    return ALL if len(spanned) > 1 and list(spanned) == _wide(axes) else "+".join(spanned)
+
+
+def axis_names(axes: Axes) -> tuple[str, ...]:
+    """All that :func:`axis_name` answers for groups of several ranks, and ``other`` for a group whose ranks are not known."""
+    wide = _wide(axes)
+    if not wide:
+        return ()
+    several = ["+".join(chosen) for size in range(1, max(len(wide), 2)) for chosen in combinations(wide, size)]
+    return (*several, *([ALL] if len(wide) > 1 else []), *([EXPERT] if axes.expert > 1 else []), OTHER)
+
+
+def _wide(axes: Axes) -> list[Axis]:
+    return [axis for axis in ORDER if getattr(axes, axis) > 1]

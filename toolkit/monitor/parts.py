@@ -7,12 +7,9 @@ is theirs altogether (``WHOLE``), whatever parts are inside: they are what a run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import combinations
 from typing import Protocol
-
-from toolkit.layout.axes import ORDER, Axes, Axis
 
 DATA = "data"  # waiting for samples
 TRANSFER = "transfer"  # host to device
@@ -28,40 +25,11 @@ PARTS = (DATA, TRANSFER, FORWARD, BACKWARD, BUBBLE, OPTIMIZER, CHECKPOINT, EVALU
 WHOLE = frozenset({CHECKPOINT, EVALUATION, LOGGING})
 
 COMMUNICATION = "communication"  # exposed: what computing waits for
-ALL, EXPERT, OTHER = "all", "expert", "other"
 
 
 def communication(axes: str) -> str:
-    """The part of collectives over these axes: ``communication/tensor``; several are joined by ``+``, all ranks are ``all``."""
+    """The part of collectives over these axes, which ``layout.axes.axis_name`` names: ``communication/tensor``."""
     return f"{COMMUNICATION}/{axes}"
-
-
-def axes_of(ranks: Collection[int], axes: Axes, *, exchange: bool = False) -> str:
-    """What ``communication`` calls a group of these global ranks: the axes along which they differ; ``all`` if those are all of several.
-
-    Expert parallelism regroups data and context ranks: a group of neighbours among them is ``expert``. Where it is the whole data group,
-    only an all-to-all (``exchange``) can be told to be the experts'. Empty for a group of one rank, which waits for nobody.
-    """
-    spanned = axes.spanned(ranks)
-    if axes.expert > 1 and len(ranks) == axes.expert and set(spanned) <= {Axis.CONTEXT, Axis.DATA}:
-        places = [at.data * axes.context + at.context for at in map(axes.coordinates, ranks)]
-        neighbours = max(places) - min(places) == axes.expert - 1
-        if neighbours and (exchange or axes.expert < axes.data * axes.context):
-            return EXPERT
-    return ALL if len(spanned) > 1 and list(spanned) == _wide(axes) else "+".join(spanned)
-
-
-def every_axes(axes: Axes) -> tuple[str, ...]:
-    """All that :func:`axes_of` can answer for a layout but the empty name, and ``other`` for groups that torch does not know."""
-    wide = _wide(axes)
-    if not wide:
-        return ()
-    several = ["+".join(chosen) for size in range(1, max(len(wide), 2)) for chosen in combinations(wide, size)]
-    return (*several, *([ALL] if len(wide) > 1 else []), *([EXPERT] if axes.expert > 1 else []), OTHER)
-
-
-def _wide(axes: Axes) -> list[Axis]:
-    return [axis for axis in ORDER if getattr(axes, axis) > 1]
 
 
 class Recorder(Protocol):

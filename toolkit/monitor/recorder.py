@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toolkit.layout.axes import Axis
-from toolkit.monitor.parts import ALL, BUBBLE, COMMUNICATION, DATA, UNEXPLAINED, WHOLE, Recorder, communication
+from toolkit.layout.axes import ALL, Axis
+from toolkit.monitor.parts import BUBBLE, COMMUNICATION, DATA, UNEXPLAINED, WHOLE, Recorder, communication
 
 Stamp = Any  # a moment, as its clock has it
 Mark = tuple[str, Stamp]  # from this moment on time belongs to this part
@@ -59,14 +59,15 @@ class StepTime:
 
     Attributes:
         step: completed steps after it.
-        parts: seconds by part; they add up to ``wall_seconds``.
-        busy_seconds: the wall's less communication, bubble and waiting for samples: what this rank itself made the others wait for.
+        parts: seconds by part; they add up to ``wall``.
+        wall: seconds.
+        busy: the wall's seconds less communication, bubble and waiting for samples: what this rank itself made the others wait for.
     """
 
     step: int
     parts: Mapping[str, float]
-    wall_seconds: float
-    busy_seconds: float
+    wall: float
+    busy: float
 
 
 def attribute(marks: Sequence[Mark], end: Stamp, seconds: Callable[[Stamp, Stamp], float],
@@ -113,7 +114,7 @@ class StepRecorder(Recorder):
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._stamp = clock, clock.stamp
+        self.clock, self._stamp = clock, clock.stamp
         self._thread = threading.get_ident()
         self._transfer_seconds: Callable[[int], float] = lambda size: 0.0
         self._parts: dict[str, _Part] = {}
@@ -124,6 +125,7 @@ class StepRecorder(Recorder):
         self._in_schedule = self._drains = False
         self._over: deque[_Over] = deque(maxlen=KEPT)
         self._read: deque[StepTime] = deque(maxlen=KEPT)
+        self._reading = threading.Lock()
 
     def part(self, name: str) -> AbstractContextManager[None]:
         found = self._parts.get(name)
@@ -152,11 +154,9 @@ class StepRecorder(Recorder):
 
     def taken(self) -> list[StepTime]:
         """Steps that are over and were not taken before, of the last ``KEPT`` ones; those that the device has not come by yet come another
-        time. For the recorder's own thread."""
+        time. For any thread, though not for several."""
         self._look()
-        found = list(self._read)
-        self._read.clear()
-        return found
+        return [self._read.popleft() for _ in range(len(self._read))]
 
     @property
     def doing(self) -> tuple[int, str]:
@@ -206,11 +206,16 @@ class StepRecorder(Recorder):
             self._transfers[len(self._marks) - 1] = transfer
 
     def _look(self) -> None:
-        """Read the steps that can be read."""
-        while self._over and self._clock.passed(self._over[0].end):
-            over = self._over.popleft()
-            self._read.append(step_time(over.step, attribute(over.marks, over.end, self._clock.seconds, over.transfers)))
-            self._clock.release(stamp for _, stamp in over.marks)  # its end is the next one's first mark
+        """Read the steps that can be read, unless another thread is at it."""
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            while self._over and self.clock.passed(self._over[0].end):
+                over = self._over.popleft()
+                self._read.append(step_time(over.step, attribute(over.marks, over.end, self.clock.seconds, over.transfers)))
+                self.clock.release(stamp for _, stamp in over.marks)  # its end is the next one's first mark
+        finally:
+            self._reading.release()
 
 
 class _Part(AbstractContextManager[None]):
