@@ -15,7 +15,7 @@ import functools
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -61,6 +61,8 @@ OPERATIONS: Mapping[str, str] = {
 PASSING = ("send", "recv")  # between two ranks
 EXCHANGING = ("all_to_all", "all_to_all_single")
 START, END = "start", "end"  # of calls that are put together into one, as NCCL does for sends and receives
+RECENT = 8  # calls of a group that are told
+ANYBODY = -1  # the rank to receive from, where it is not said
 REMEMBERED = 4096  # works that nobody has waited for
 
 Part = AbstractContextManager[None]
@@ -84,8 +86,8 @@ def watched(axes: Axes, recorder: StepRecorder | None) -> Iterator[None]:
 
 
 def last_calls() -> list[Call]:
-    """Of each group that is there the last collective, and the last send to and receive from each rank. For any thread; empty where nobody
-    watches."""
+    """Of each group that is there the last ``RECENT`` collectives, and as many sends to and receives from each rank, oldest first. For any
+    thread; empty where nobody watches."""
     found = _watched
     return found.snapshot() if found is not None else []
 
@@ -146,7 +148,7 @@ class _Group:
         self.axis = axis_name(self.ranks, axes) if inside else OTHER
         self.exchange_axis = axis_name(self.ranks, axes, exchange=True) if inside else OTHER
         self.counts: dict[Any, int] = {}
-        self.calls: dict[Any, _Made] = {}
+        self.calls: dict[Any, deque[_Made]] = {}
         self.together: list[_Made] | None = None  # since calls are being put together into one
 
 
@@ -220,7 +222,7 @@ class _Watched:
         return [
             Call(group=group.name, ranks=group.ranks, axis=made.axis, number=made.number, operation=made.operation,
                  tensors=_in_words(made.tensors), begun=made.begun, finished=made.finished, peer=made.peer)
-            for group in groups if group.process_group() is not None for made in list(group.calls.values())
+            for group in groups if group.process_group() is not None for calls in list(group.calls.values()) for made in list(calls)
         ]
 
     def _known(self, process_group: ProcessGroup) -> _Group:
@@ -238,13 +240,14 @@ class _Watched:
         peer, size = None, 0
         if operation in PASSING:
             other = arguments[1] if len(arguments) > 2 else None  # receiving from any rank has none
-            peer = group.ranks[other] if other is not None and group.ranks else None
+            peer = group.ranks[other] if other is not None and group.ranks else ANYBODY
             kind, size = (operation, peer), sum(tensor.nbytes for tensor in arguments[0])
-            axis = group.axis if peer is None else self._direction(peer)
+            axis = group.axis if peer == ANYBODY else self._direction(peer)
         else:
             axis = group.exchange_axis if operation in EXCHANGING else group.axis
         group.counts[kind] = number = group.counts.get(kind, 0) + 1
-        group.calls[kind] = made = _Made(operation, axis, number, peer, tensors, size)
+        made = _Made(operation, axis, number, peer, tensors, size)
+        group.calls.setdefault(kind, deque(maxlen=RECENT)).append(made)
         return made
 
     def _parts(self, made: _Made) -> tuple[Part | None, Part | None]:
