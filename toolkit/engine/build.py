@@ -7,13 +7,14 @@ from collections.abc import Callable
 from toolkit.checkpoint.shard import Reader
 from toolkit.config.schema import EngineName
 from toolkit.engine.protocol import Engine, Objective
+from toolkit.monitor.parts import UNRECORDED, Recorder
 from toolkit.plan.types import RunPlan
 
 
-def build_engine(plan: RunPlan, objective: Objective, *, rank: int, local_rank: int) -> Engine:
+def build_engine(plan: RunPlan, objective: Objective, *, rank: int, local_rank: int, recorder: Recorder = UNRECORDED) -> Engine:
     """The engine with memory for weights but no weights in it: call ``engine.load(reader)`` next, with :func:`first_weights`
-    or a checkpoint. On several ranks it is collective."""
-    return ENGINES[plan.config.engine.name](plan, objective, rank, local_rank)
+    or a checkpoint. On several ranks it is collective. It tells ``recorder`` where its steps' time goes."""
+    return ENGINES[plan.config.engine.name](plan, objective, rank, local_rank, recorder)
 
 
 def first_weights(plan: RunPlan) -> Reader:
@@ -32,29 +33,29 @@ def first_weights(plan: RunPlan) -> Reader:
 
 
 # Each engine is imported when it is asked for: DeepSpeed alone takes two seconds.
-def _local(plan: RunPlan, objective: Objective, rank: int, local_rank: int) -> Engine:
+def _local(plan: RunPlan, objective: Objective, rank: int, local_rank: int, recorder: Recorder) -> Engine:
     from toolkit.engine.local import LocalEngine
 
-    return LocalEngine(plan, objective, rank=rank, local_rank=local_rank)
+    return LocalEngine(plan, objective, rank=rank, local_rank=local_rank, recorder=recorder)
 
 
-def _deepspeed(plan: RunPlan, objective: Objective, rank: int, local_rank: int) -> Engine:
+def _deepspeed(plan: RunPlan, objective: Objective, rank: int, local_rank: int, recorder: Recorder) -> Engine:
     if plan.axes.pipeline > 1:
         from toolkit.engine.deepspeed_pipe import DeepSpeedPipelineEngine
 
-        return DeepSpeedPipelineEngine(plan, objective, rank=rank, local_rank=local_rank)
+        return DeepSpeedPipelineEngine(plan, objective, rank=rank, local_rank=local_rank, recorder=recorder)
     from toolkit.engine.deepspeed import DeepSpeedEngine
 
-    return DeepSpeedEngine(plan, objective, rank=rank, local_rank=local_rank)
+    return DeepSpeedEngine(plan, objective, rank=rank, local_rank=local_rank, recorder=recorder)
 
 
-def _megatron(plan: RunPlan, objective: Objective, rank: int, local_rank: int) -> Engine:
+def _megatron(plan: RunPlan, objective: Objective, rank: int, local_rank: int, recorder: Recorder) -> Engine:
     from toolkit.engine.megatron.step import MegatronEngine
 
-    return MegatronEngine(plan, objective, rank=rank, local_rank=local_rank)
+    return MegatronEngine(plan, objective, rank=rank, local_rank=local_rank, recorder=recorder)
 
 
-ENGINES: dict[EngineName, Callable[[RunPlan, Objective, int, int], Engine]] = {
+ENGINES: dict[EngineName, Callable[[RunPlan, Objective, int, int, Recorder], Engine]] = {
     EngineName.local: _local,
     EngineName.deepspeed: _deepspeed,
     EngineName.megatron: _megatron,

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from toolkit.monitor.recorder import Clock, HostClock, StepRecorder
+from toolkit.plan.types import Device
 
 
 class CudaClock(Clock):
@@ -34,9 +35,9 @@ class CudaClock(Clock):
         self._free.extend(stamps)
 
 
-def clock_of(device: torch.device) -> Clock:
-    """Of the current device, where ``device`` is a GPU."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+def clock_of(device: Device) -> Clock:
+    """Of the process's own GPU, where a run is on GPUs."""
+    return CudaClock() if device is Device.CUDA else HostClock()
 
 
 class SideStreams:

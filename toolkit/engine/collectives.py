@@ -237,7 +237,8 @@ class _Watched:
         """Remember a call."""
         tensors = tuple(found for argument in arguments if (found := _described(argument)) is not None)
         kind: Any = None
-        peer, size = None, 0
+        peer: int | None = None
+        size = 0
         if operation in PASSING:
             other = arguments[1] if len(arguments) > 2 else None  # receiving from any rank has none
             peer = group.ranks[other] if other is not None and group.ranks else ANYBODY

@@ -21,6 +21,7 @@ from toolkit.engine import deepspeed_state as state
 from toolkit.engine import seeding
 from toolkit.engine.deepspeed_build import build
 from toolkit.engine.protocol import LOSS, EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
 
 
@@ -30,9 +31,10 @@ class DeepSpeedEngine:
     ZeRO's ranks are those that compute different parts of the loss: data and context ranks. Tensor ranks compute the same loss.
     """
 
-    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int) -> None:
+    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int,
+                 recorder: Recorder = UNRECORDED) -> None:
         assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
-        self._plan, self._objective = plan, objective
+        self._plan, self._objective, self._recorder = plan, objective, recorder
         self._stage = plan.config.zero.stage
         self._rank, self._ranks = rank // plan.axes.tensor, plan.axes.size // plan.axes.tensor  # among ZeRO's
         self._coordinates = plan.axes.coordinates(rank)
@@ -61,26 +63,30 @@ class DeepSpeedEngine:
         # DeepSpeed averages gradients over ZeRO's ranks; the loss is a sum over the global batch / its units.
         weight = self._ranks / max(units, 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        gradients.forget(self._ds.optimizer)
+        with self._recorder.part(OPTIMIZER):
+            gradients.forget(self._ds.optimizer)
         for number, batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
             seeding.reseed(self._plan.config.train.seed, settings.step, self._coordinates, number)
             # Told, not counted: DeepSpeed's own counter runs over all steps and is out of phase once a batch ramp has
             # changed the accumulation.
             self._ds.set_gradient_accumulation_boundary(last)
-            loss = self._objective.loss_sum(self._ds, batch)
-            loss_sum += loss.detach()
-            if self._reach:
-                loss = gradients.reach(loss, self._ds.module)
-            self._begin_backward()
-            with gradients.kept_of_earlier(self._ds.optimizer, last):
-                self._ds.backward(loss * weight, scale_wrt_gas=False)
-        grad_norm = self._clip_stage0() if self._stage == 0 else None
-        loss_scale = self._loss_scale()
-        self._ds.step()
-        self._settle_loss_scale()
-        if self._stage == 3:
-            compat.unwind(self._parts)
+            with self._recorder.part(FORWARD):
+                loss = self._objective.loss_sum(self._ds, batch)
+                loss_sum += loss.detach()
+            with self._recorder.part(BACKWARD):
+                if self._reach:
+                    loss = gradients.reach(loss, self._ds.module)
+                self._begin_backward()
+                with gradients.kept_of_earlier(self._ds.optimizer, last):
+                    self._ds.backward(loss * weight, scale_wrt_gas=False)
+        with self._recorder.part(OPTIMIZER):
+            grad_norm = self._clip_stage0() if self._stage == 0 else None
+            loss_scale = self._loss_scale()
+            self._ds.step()
+            self._settle_loss_scale()
+            if self._stage == 3:
+                compat.unwind(self._parts)
         return StepResult(
             loss=self._sum_over_ranks(loss_sum) / max(units, 1),
             grad_norm=float(self._ds.get_global_grad_norm()) if grad_norm is None else grad_norm,

@@ -21,18 +21,21 @@ from toolkit.engine import deepspeed_state as state
 from toolkit.engine import seeding
 from toolkit.engine.optimizers import parameter_groups
 from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.monitor.parts import UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
 
 
 class DeepSpeedPipelineEngine:
     """One rank of a pipeline. Every method but ``shards``, ``scalars`` and ``close`` is collective."""
 
-    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int) -> None:
+    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int,
+                 recorder: Recorder = UNRECORDED) -> None:
         assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
-        self._plan, self._objective = plan, objective
+        self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
         self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
         deepspeed = compat.load(plan.world.device, local_rank)
+        from toolkit.engine import deepspeed_pipe_parts as parts
         from toolkit.engine.deepspeed_pipe_module import LastLoss, Pipeline
 
         self._loss = LastLoss(objective, self.device)
@@ -47,6 +50,7 @@ class DeepSpeedPipelineEngine:
         self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
         self._norm = mends.norm_of_all_stages(self._ds) if plan.config.zero.stage == 0 else self._ds.get_global_grad_norm
         mends.keep_no_times(self._ds)
+        parts.tell(self._ds, recorder)
         self._module.layer.register_forward_pre_hook(self._reseed)
         self._step = self._micro_batch = 0
         self._shape: torch.Size | None = None  # of the tokens that went through last
@@ -63,7 +67,8 @@ class DeepSpeedPipelineEngine:
         self._loss.begin(len(micro_batches) * self._plan.axes.data / max(units, 1))
         self._step, self._micro_batch = settings.step, 0
         loss_scale = float(getattr(self._ds.optimizer, "loss_scale", 1.0))
-        self._ds.train_batch((batch["input_ids"], batch) for batch in micro_batches)
+        with self._recorder.schedule():
+            self._ds.train_batch((batch["input_ids"], batch) for batch in micro_batches)
         self._settle_loss_scale()
         return StepResult(
             loss=self._sum(self._loss.sum) / max(units, 1),

@@ -23,15 +23,17 @@ from toolkit.engine.precision import DTYPES, LossScaler
 from toolkit.engine.protocol import LOSS, EvalResult, MicroBatch, Objective, StepResult, StepSettings
 from toolkit.engine.resume import resumes, weight_key
 from toolkit.models.build import build_model
+from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
 
 
 class LocalEngine:
     """``_parameters`` are what forward uses; ``_masters`` what the optimizer updates: in fp32 the same tensors."""
 
-    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int = 0, local_rank: int = 0) -> None:
+    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int = 0, local_rank: int = 0,
+                 recorder: Recorder = UNRECORDED) -> None:
         assert plan.axes.size == 1, f"the local engine is one process, the plan has {plan.axes.size} ranks"
-        self._plan, self._objective = plan, objective
+        self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
         self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
         self._module = _cast(build_model(plan, self.device), plan)
@@ -48,36 +50,40 @@ class LocalEngine:
         units = sum(self._objective.units(batch) for batch in micro_batches)
         scale = self._scaler.cur_scale if self._scaler else 1.0
         loss_sum = self._accumulate(micro_batches, settings.step, scale / max(units, 1))
-        gradients = [cast(torch.Tensor, master.grad) for master in self._masters.values()]
-        for gradient in gradients:
-            gradient.div_(scale)
-        norm = torch.nn.utils.get_total_norm(gradients)
-        overflow = self._scaler is not None and not bool(norm.isfinite())
-        # Infinite rather than the NaN of inf - inf somewhere in backward.
-        norm = torch.full_like(norm, torch.inf) if overflow else self._update(norm, settings.lr)
-        for parameter in (*self._masters.values(), *self._parameters.values()):
-            parameter.grad = None
-        if self._scaler:
-            self._scaler.update(overflow)
+        with self._recorder.part(OPTIMIZER):
+            gradients = [cast(torch.Tensor, master.grad) for master in self._masters.values()]
+            for gradient in gradients:
+                gradient.div_(scale)
+            norm = torch.nn.utils.get_total_norm(gradients)
+            overflow = self._scaler is not None and not bool(norm.isfinite())
+            # Infinite rather than the NaN of inf - inf somewhere in backward.
+            norm = torch.full_like(norm, torch.inf) if overflow else self._update(norm, settings.lr)
+            for parameter in (*self._masters.values(), *self._parameters.values()):
+                parameter.grad = None
+            if self._scaler:
+                self._scaler.update(overflow)
         loss = float(loss_sum) / max(units, 1)
         return StepResult(loss=loss, grad_norm=float(norm), tokens=units, skipped=overflow, loss_scale=scale)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], step: int, weight: float) -> torch.Tensor:
         """Leave ``weight`` times the gradient of the summed losses in the masters' ``grad``; the sum of the losses, fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for master in self._masters.values():
-            # Zero rather than None: a parameter that no micro-batch reached still decays, as it does under ZeRO.
-            master.grad = torch.zeros_like(master)
+        with self._recorder.part(OPTIMIZER):
+            for master in self._masters.values():
+                # Zero rather than None: a parameter that no micro-batch reached still decays, as it does under ZeRO.
+                master.grad = torch.zeros_like(master)
         for number, batch in enumerate(micro_batches):
             seeding.reseed(self._plan.config.train.seed, step, self._at, number)
-            loss = self._objective.loss_sum(self._module, batch)
-            total += loss.detach()
-            (loss * weight).backward()
-            if self._has_masters:  # a 16-bit sum over micro-batches would lose what is small
-                for name, parameter in self._parameters.items():
-                    if parameter.grad is not None:
-                        cast(torch.Tensor, self._masters[name].grad).add_(parameter.grad)
-                        parameter.grad = None
+            with self._recorder.part(FORWARD):
+                loss = self._objective.loss_sum(self._module, batch)
+                total += loss.detach()
+            with self._recorder.part(BACKWARD):
+                (loss * weight).backward()
+                if self._has_masters:  # a 16-bit sum over micro-batches would lose what is small
+                    for name, parameter in self._parameters.items():
+                        if parameter.grad is not None:
+                            cast(torch.Tensor, self._masters[name].grad).add_(parameter.grad)
+                            parameter.grad = None
         return total
 
     @torch.no_grad()

@@ -113,7 +113,8 @@ class StepRecorder(Recorder):
     Before the first ``next_step`` nothing is recorded.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, pipelined: bool = False) -> None:
+        """``pipelined``: whether the run has stages; without them a schedule has no bubble."""
         self.clock, self._stamp = clock, clock.stamp
         self._thread = threading.get_ident()
         self._transfer_seconds: Callable[[int], float] = lambda size: 0.0
@@ -122,6 +123,7 @@ class StepRecorder(Recorder):
         self._step = 0
         self._marks: list[Mark] | None = None
         self._transfers: dict[int, float] = {}
+        self._pipelined = pipelined
         self._in_schedule = self._drains = False
         self._over: deque[_Over] = deque(maxlen=KEPT)
         self._read: deque[StepTime] = deque(maxlen=KEPT)
@@ -135,7 +137,7 @@ class StepRecorder(Recorder):
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
-        self._in_schedule = self._drains = True
+        self._in_schedule = self._drains = self._pipelined
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from toolkit.engine.protocol import Engine
+from toolkit.monitor.parts import EVALUATION
 from toolkit.monitor.sink import Row
 from toolkit.train.hooks import Hook, StepDone
 from toolkit.train.task import Task
@@ -29,6 +30,8 @@ class Evaluation(Hook):
         announce: takes the row of each set.
         unit: ``RunPlan.unit``.
     """
+
+    part = EVALUATION
 
     def __init__(self, engine: Engine, task: Task, sets: Mapping[str, Callable[[], Batches]], *, every: int, steps: int,
                  missing: Callable[[int], bool], announce: Callable[[Row], None], unit: str = "tokens",

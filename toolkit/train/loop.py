@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from toolkit.engine.protocol import Engine, StepSettings
 from toolkit.errors import ExitCode
+from toolkit.monitor.parts import DATA, TRANSFER, UNRECORDED, Recorder
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import RunPlan
 from toolkit.train.agree import Agreed
@@ -18,7 +19,7 @@ from toolkit.train.task import Task
 
 
 def train(plan: RunPlan, engine: Engine, task: Task, stream: Iterable[Sequence[np.ndarray]], state: TrainState, hooks: Hook,
-          agree: Callable[[float], Agreed], clock: Callable[[], float] = time.perf_counter) -> ExitCode:
+          agree: Callable[[float], Agreed], clock: Callable[[], float] = time.perf_counter, recorder: Recorder = UNRECORDED) -> ExitCode:
     """From ``state`` to the plan's last step, or to an agreed stop.
 
     A step's ``seconds`` run from when it begins to wait for its samples to when its result is known and the ranks have agreed;
@@ -27,21 +28,35 @@ def train(plan: RunPlan, engine: Engine, task: Task, stream: Iterable[Sequence[n
     Args:
         stream: this rank's micro-batches of the step that ``state`` is at, then of each following one.
         agree: exchanges with the other ranks, once a step; it is told for how many seconds this rank waited for its samples.
+        recorder: is told where the time goes; its steps end where the next one begins to wait for samples.
     """
     hooks.on_start(state.step)
     steps = range(state.step, plan.config.train.steps)
+    recorder.next_step(state.step + 1)
     began = clock()
-    for step, samples in zip(steps, stream, strict=False):
+    for step, samples in zip(steps, _waited_for(stream, recorder), strict=False):
         waited = clock() - began
         lr = learning_rate(plan, step)
-        batches = [task.collate(micro_batch, engine.device) for micro_batch in samples]
+        with recorder.part(TRANSFER):
+            batches = [task.collate(micro_batch, engine.device) for micro_batch in samples]
         result = engine.train_step(batches, StepSettings(step=step, lr=lr))
         state.step = step + 1
         agreed = agree(waited)
         last = state.step == plan.config.train.steps
         hooks.on_step(StepDone(state.step, lr, result, clock() - began, agreed, last))
+        recorder.next_step(state.step + 1)
         if agreed.stop and not last:
             break
         began = clock()
     hooks.on_end(state.step)
     return ExitCode.DONE if state.step >= plan.config.train.steps else ExitCode.STOPPED
+
+
+def _waited_for(stream: Iterable[Sequence[np.ndarray]], recorder: Recorder) -> Iterator[Sequence[np.ndarray]]:
+    samples = iter(stream)
+    while True:
+        with recorder.part(DATA):
+            found = next(samples, None)
+        if found is None:
+            return
+        yield found

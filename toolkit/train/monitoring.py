@@ -7,11 +7,13 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from toolkit.engine import collectives
+from toolkit.engine.clock import clock_of
 from toolkit.engine.protocol import Engine
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.console import say
 from toolkit.monitor.parts import UNRECORDED, Recorder
-from toolkit.monitor.recorder import HostClock, StepRecorder
+from toolkit.monitor.recorder import StepRecorder
 from toolkit.monitor.sink import Kind, Sink, tell
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory
@@ -53,14 +55,17 @@ def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
     """From before the engine is built until the run is over, whatever ends it."""
     monitor, attempt_folder = plan.config.monitor, directory.attempt_folder(attempt)
     recorder: Recorder = UNRECORDED
+    taking: StepRecorder | None = None
     makers: list[Callable[[Engine], Hook]] = []
     ledger: Ledger | None = None
     with ExitStack() as stack:
         if monitor.ledger:
-            recorder = taking = StepRecorder(HostClock())
+            recorder = taking = StepRecorder(clock_of(plan.world.device), pipelined=plan.axes.pipeline > 1)
             log_row = partial(sink.log, Kind.LEDGER)
             ledger = made = stack.enter_context(closing(ledger_of(plan, taking, log_row, rank=rank, say=say, tell=tell)))
             makers.append(lambda engine: made)
+        if monitor.ledger or monitor.hang_seconds:
+            stack.enter_context(collectives.watched(plan.axes, taking))
         if monitor.probe:
             makers.append(lambda engine: Probe(plan, engine.device, ask, rank=rank, file=attempt_folder / "probe.json", sink=sink,
                                                take=recorder.transfers_take, say=say))

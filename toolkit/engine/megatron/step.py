@@ -22,6 +22,7 @@ from toolkit.engine.megatron import cpu, mends
 from toolkit.engine.precision import LossScaler
 from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, StepResult, StepSettings
 from toolkit.engine.resume import resumes, weight_key
+from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
 
 Output = tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
@@ -30,7 +31,8 @@ Output = tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.
 class MegatronEngine:
     """One rank. Every method but ``shards`` and ``scalars`` is collective."""
 
-    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int) -> None:
+    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int,
+                 recorder: Recorder = UNRECORDED) -> None:
         assert plan.megatron is not None, "the plan of a megatron run has Megatron-core's settings"
         cpu.enable()
         mends.apply()
@@ -39,7 +41,7 @@ class MegatronEngine:
         from toolkit.engine.megatron.model import refuse_ignored
 
         refuse_ignored(plan)
-        self._plan, self._objective = plan, objective
+        self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
         self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
         groups.make(plan)
@@ -51,19 +53,22 @@ class MegatronEngine:
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
         built = self._built
-        built.set_rates(settings.lr)
-        for chunk in built.chunks:
-            chunk.zero_grad_buffer()
-        built.optimizer.zero_grad()
+        with self._recorder.part(OPTIMIZER):
+            built.set_rates(settings.lr)
+            for chunk in built.chunks:
+                chunk.zero_grad_buffer()
+            built.optimizer.zero_grad()
         units = int(self._sum(sum(self._objective.units(batch) for batch in micro_batches) if self._speaks_for_data() else 0))
         # Megatron-core divides by the micro-batches and averages over the data ranks; the loss is a sum over the global batch / units.
         weight = len(micro_batches) * self._plan.axes.data / max(units, 1)
-        loss_sum = self._run(micro_batches, weight, settings.step)
-        scale = self._scaler.cur_scale if self._scaler else 1.0
-        self._found_overflow = False
-        _, grad_norm, _ = built.optimizer.step()
-        if self._scaler:
-            self._scaler.update(self._found_overflow)
+        with self._recorder.schedule(), self._recorder.part(BACKWARD):  # less what says that it is forward
+            loss_sum = self._run(micro_batches, weight, settings.step)
+        with self._recorder.part(OPTIMIZER):
+            scale = self._scaler.cur_scale if self._scaler else 1.0
+            self._found_overflow = False
+            _, grad_norm, _ = built.optimizer.step()
+            if self._scaler:
+                self._scaler.update(self._found_overflow)
         return StepResult(
             loss=self._sum(loss_sum) / max(units, 1),
             grad_norm=torch.inf if self._found_overflow else float(grad_norm),
@@ -133,16 +138,18 @@ class MegatronEngine:
         places = [iter(range(len(micro_batches))) for _ in chunks]
 
         def forward(numbers: Iterator[int], chunk: Any) -> Output:
-            number = next(numbers)
-            if weight is not None and self._built.draws:
-                self._reseed(step, number, places.index(numbers))
-            batch = self._built.cut(micro_batches[number])
-            labels = batch["labels"]
-            losses = chunk(batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=labels)
+            with self._recorder.part(FORWARD):
+                number = next(numbers)
+                if weight is not None and self._built.draws:
+                    self._reseed(step, number, places.index(numbers))
+                batch = self._built.cut(micro_batches[number])
+                labels = batch["labels"]
+                losses = chunk(batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=labels)
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                total = (output.float() * (labels != IGNORED)).sum()
-                return total * (weight or 0.0), total.detach().double()
+                with self._recorder.part(FORWARD):
+                    total = (output.float() * (labels != IGNORED)).sum()
+                    return total * (weight or 0.0), total.detach().double()
 
             return losses, loss
 
