@@ -1,0 +1,110 @@
+"""What the numbers of NVIDIA's driver mean: why a clock is lowered, and what an XID event is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.monitor.alert import Level
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a GPU's clocks are below their maximum.
+
+    Attributes:
+        harmful: something is wrong with cooling, power supply or the board. The others are as asked for: an idle GPU, clocks that
+            somebody set, or a GPU at the power limit, which is where large matrix products bring every GPU.
+    """
+
+    name: str
+    harmful: bool = False
+
+
+# Bits as nvmlDeviceGetCurrentClocksEventReasons gives them: NVML API reference, group NvmlClocksEventReasons.
+REASONS: dict[int, Reason] = {
+    0x001: Reason("idle"),
+    0x002: Reason("application-clocks"),
+    0x004: Reason("power-cap"),
+    0x008: Reason("hardware-slowdown", harmful=True),  # clocks halved or worse: heat, power brake, or too much power at once
+    0x010: Reason("sync-boost"),
+    0x020: Reason("software-thermal", harmful=True),
+    0x040: Reason("hardware-thermal", harmful=True),
+    0x080: Reason("power-brake", harmful=True),  # the power supply of the machine asked for it
+    0x100: Reason("display-clocks"),
+    0x200: Reason("board-limit"),
+    0x400: Reason("reliability"),
+}
+HARMFUL = frozenset(reason.name for reason in REASONS.values() if reason.harmful)
+
+
+def reasons_of(bits: int) -> tuple[str, ...]:
+    """Names of the set bits, lowest first; ``bit-13`` for one that a newer driver brought."""
+    numbers = [number for number in range(bits.bit_length()) if bits >> number & 1]
+    return tuple(REASONS[1 << number].name if 1 << number in REASONS else f"bit-{number}" for number in numbers)
+
+
+def is_harmful(reasons: Sequence[str]) -> bool:
+    return not HARMFUL.isdisjoint(reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class Xid:
+    """An error event of the driver.
+
+    Attributes:
+        meaning: a clause that fits after "the driver reports".
+        next_step: what to do first.
+    """
+
+    meaning: str
+    next_step: str
+    level: Level = Level.ERROR
+
+
+XID_SOURCE = "https://docs.nvidia.com/deploy/xid-errors/"
+_PROGRAM = ("look at the traceback of the rank on this GPU; if it is of no use, run again with CUDA_LAUNCH_BLOCKING=1. The same number "
+            "on one GPU only, with every program, points to the hardware: dcgmi diag -r 3")
+_RESET = "take the node out of the run, reset the GPU (nvidia-smi --gpu-reset -i INDEX) and test it: dcgmi diag -r 3"
+_REPLACE = "take the node out of use; a GPU that does this again after a reset is to be replaced"
+_REBOOT = "take the node out of use and restart it; if it happens again, have power, cooling, slot and GPU looked at"
+_FIRMWARE = ("reset the GPU or restart the node; if it happens again, install another driver and send what nvidia-bug-report.sh makes "
+             "to NVIDIA")
+
+# The Xid catalog in XID_SOURCE has them all; here are those that training meets.
+XIDS: dict[int, Xid] = {
+    13: Xid("an exception in the compute engine: a kernel used a wrong address or instruction, seldom the hardware's fault", _PROGRAM),
+    31: Xid("a page fault: a kernel touched GPU memory that is not mapped", _PROGRAM),
+    43: Xid("that a program was stopped after a fault of its own; the GPU is sound", _PROGRAM),
+    45: Xid("that a program's work was taken off the GPU, because it ended or because of an error before",
+            "look for another XID or a traceback just before this one", Level.WARNING),
+    48: Xid("a double-bit memory error, which ECC cannot correct", _RESET),
+    61: Xid("that the GPU's microcontroller stopped at a breakpoint", _RESET),
+    62: Xid("that the GPU's microcontroller halted", _RESET),
+    63: Xid("that a bad row of memory was recorded and is remapped at the next reset",
+            "reset the GPU when the run ends (nvidia-smi --gpu-reset -i INDEX), and watch for more of them", Level.WARNING),
+    64: Xid("that a bad row of memory could not be remapped", _REPLACE),
+    69: Xid("a class error of the compute engine", _PROGRAM),
+    74: Xid("an NVLink error", "look at nvidia-smi nvlink -e and at the fabric manager's log; reset all GPUs of the node together, and if "
+                                 "it comes again have link, bridge or switch looked at"),
+    79: Xid("that the GPU has fallen off the bus: it cannot be reached by PCIe any more", _REBOOT),
+    92: Xid("many single-bit memory errors in a short time, corrected by ECC", "watch it, and have the GPU tested after the run: "
+            "dcgmi diag -r 3", Level.WARNING),
+    94: Xid("a memory error that could not be corrected and was contained: it ended the program that used that memory, and no other",
+            _RESET),
+    95: Xid("a memory error that could not be corrected nor contained: results of all programs on the GPU are in doubt", _RESET),
+    109: Xid("that a switch between programs on the GPU took too long", _PROGRAM),
+    119: Xid("that the GPU's system processor (GSP) did not answer the driver", _FIRMWARE),
+    120: Xid("an error of the GPU's system processor (GSP)", _FIRMWARE),
+    121: Xid("an error of the link between processor and GPU (C2C)", _RESET),
+    137: Xid("that a program used NVLink addresses of a peer which it may not", _PROGRAM),
+    140: Xid("a memory error that ECC could not correct and the driver could not recover from", _RESET),
+    143: Xid("that the GPU could not be started", _REBOOT),
+    149: Xid("an error of NVLink's link layer", _RESET),
+    154: Xid("that the GPU's recovery action has changed", "nvidia-smi -q says what the driver wants: a reset, a restart of the node or "
+             "less"),
+}
+
+
+def xid_of(number: int) -> Xid:
+    return XIDS.get(number, Xid("an error that is not in this toolkit's table", f"look it up in {XID_SOURCE}"))

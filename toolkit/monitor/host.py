@@ -1,0 +1,152 @@
+"""The host of one node: processor, memory, the disk of the run's directory, network, and the processes of the node's ranks.
+
+Linux's own files are read for what psutil does not have. A figure that this machine lacks (no block device under the run's directory, no
+limit on memory) is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+from toolkit.monitor.figures import Figures, Rates
+
+SECTOR = 512  # bytes, in /sys/block, whatever the device's own are: Documentation/block/stat.rst of Linux
+WORD = 4  # bytes: InfiniBand's port counters of data count words
+TREE_SECONDS = 60.0  # between two looks at who is whose child: they read every process of the machine
+
+
+class Host:
+    """Belongs to one thread: a file system that hangs holds up whoever asks for its free space.
+
+    Args:
+        run_dir: its disk is looked at.
+        ranks: process id of each rank of this node, by rank.
+        root: of the file system; tests have one of their own.
+    """
+
+    def __init__(self, run_dir: Path, ranks: Mapping[int, int], *, root: Path = Path("/"),
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir, self._ranks, self._root, self._clock = run_dir, dict(ranks), root, clock
+        self._rates = Rates()
+        self._trees: dict[int, list[psutil.Process]] = {}
+        self._trees_at: float | None = None
+        psutil.cpu_percent()  # the next call gives the mean since this one
+
+    def read(self) -> Figures:
+        """``host/``: the machine. ``disk/``: where the run's directory is. ``network/``: all interfaces but the loopback.
+        ``process/``: the node's ranks with their children. ``rank/3/private_bytes``: one of them."""
+        return {**self._host(), **self._disk(), **self._network(), **self._processes()}
+
+    def _host(self) -> Figures:
+        memory = psutil.virtual_memory()
+        limit = cgroup_memory(self._root)
+        available = memory.available if limit is None else min(memory.available, limit[0] - limit[1])
+        return {
+            "host/cpu_percent": psutil.cpu_percent(), "host/load_1m": round(os.getloadavg()[0], 2),
+            "host/memory_total_bytes": memory.total, "host/memory_used_bytes": memory.total - memory.available,
+            "host/memory_available_bytes": max(0, available), "host/swap_used_bytes": psutil.swap_memory().used,
+            **({} if limit is None else {"host/memory_limit_bytes": limit[0], "host/memory_limited_used_bytes": limit[1]}),
+        }
+
+    def _disk(self) -> Figures:
+        usage = psutil.disk_usage(str(self._run_dir))
+        figures: Figures = {"disk/total_bytes": usage.total, "disk/free_bytes": usage.free}
+        device = self._run_dir.stat().st_dev
+        counters = self._root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}/stat"
+        if counters.exists():  # not of network file systems and overlays
+            fields = counters.read_text(encoding="ascii").split()
+            figures |= self._per_second({"disk/read": int(fields[2]) * SECTOR, "disk/write": int(fields[6]) * SECTOR})
+        return figures
+
+    def _network(self) -> Figures:
+        cards = [counts for name, counts in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+        counts = {"network/receive": sum(card.bytes_recv for card in cards), "network/send": sum(card.bytes_sent for card in cards)}
+        # What goes by RDMA passes the kernel by, and is counted by the InfiniBand or RoCE port only.
+        for name, file in (("network/rdma_receive", "port_rcv_data"), ("network/rdma_send", "port_xmit_data")):
+            ports = list(self._root.glob(f"sys/class/infiniband/*/ports/*/counters/{file}"))
+            if ports:
+                counts[name] = WORD * sum(int(port.read_text(encoding="ascii")) for port in ports)
+        return self._per_second(counts)
+
+    def _per_second(self, counts: Mapping[str, int]) -> Figures:
+        now = self._clock()
+        rates = {name: self._rates.per_second(name, count, now) for name, count in counts.items()}
+        return {f"{name}_bytes_per_second": round(rate) for name, rate in rates.items() if rate is not None}
+
+    def _processes(self) -> Figures:
+        now = self._clock()
+        if self._trees_at is None or now - self._trees_at >= TREE_SECONDS:
+            self._trees, self._trees_at = trees(self._ranks), now
+        figures: Figures = {}
+        resident = private = files = 0
+        for rank, tree in self._trees.items():
+            own = 0
+            for process in tree:
+                try:
+                    memory, descriptors = process.memory_info(), process.num_fds()
+                except psutil.Error:  # it has ended, or is another user's
+                    continue
+                # Pages of files and shared memory are several processes' at once, and no leak: the page cache gives them back.
+                resident, own, files = resident + memory.rss, own + memory.rss - memory.shared, files + descriptors
+            figures[f"rank/{rank}/private_bytes"] = own
+            private += own
+        return {"process/resident_bytes": resident, "process/private_bytes": private, "process/open_files": files, **figures}
+
+
+def trees(roots: Mapping[int, int]) -> dict[int, list[psutil.Process]]:
+    """Each process of ``roots`` with its children and theirs, by the roots' keys. Roots that are gone are left out."""
+    children: defaultdict[int, list[psutil.Process]] = defaultdict(list)
+    processes: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter(["ppid"]):
+        processes[process.pid] = process
+        children[process.info["ppid"]].append(process)
+    found: dict[int, list[psutil.Process]] = {}
+    for key, pid in roots.items():
+        if pid not in processes:
+            continue
+        tree = [processes[pid]]
+        for process in tree:  # which grows
+            tree += [child for child in children[process.pid] if child.pid not in roots.values()]
+        found[key] = tree
+    return found
+
+
+def cgroup_memory(root: Path) -> tuple[int, int] | None:
+    """The tightest limit on memory around this process, and what is used of it without the page cache, in bytes. None: no limit.
+
+    Both versions of Linux's control groups: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Every group from the
+    process' own up to the root may have a limit; in a container the root of what is seen is its own group.
+    """
+    own = root / "proc/self/cgroup"
+    found: list[tuple[int, int]] = []
+    for line in own.read_text(encoding="utf-8").splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, used, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            base, limit, used, prefix = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            most = _number(folder / limit)
+            now = _number(folder / used)
+            if most is not None and now is not None and most < 1 << 60:  # version 1 writes "no limit" as a huge number
+                statistics = dict(pair.split() for pair in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+                cache = sum(int(statistics.get(f"{prefix}{kind}", 0)) for kind in ("active_file", "inactive_file"))
+                found.append((most, max(0, now - cache)))
+    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
+
+
+def _number(file: Path) -> int | None:
+    """None where there is no such file, or ``max`` in it."""
+    text = file.read_text(encoding="ascii").strip() if file.exists() else ""
+    return int(text) if text.isdigit() else None

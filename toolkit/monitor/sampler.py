@@ -1,0 +1,193 @@
+"""One row of ``Kind.SYSTEM`` each ``monitor.system_seconds`` from each node, taken by threads that training never waits for.
+
+Each source (the GPUs, the host) is read in a thread of its own: a driver or a file system that hangs costs its own figures and nothing
+else. What is late is left out of the row, and a source is not asked again before it has answered: nothing piles up.
+
+    node 1                                of which node
+    step 1200                             the newest finished step
+    time 1781234567.8                     Unix time, seconds
+    sample_seconds 0.04                   that taking the row took
+    gpu/0/power_watts 612.0 ...           see gpu_measures.py, host.py, detect_system.py
+    gpu/silent_seconds 73.0               a source that does not answer, for so long
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+
+from toolkit.monitor.alert import Alert
+from toolkit.monitor.figures import Figures, Thrifty
+from toolkit.monitor.gpu import Gpus, XidEvents
+from toolkit.monitor.sink import Row
+
+PATIENCE_SECONDS = (1.0, 10.0)  # least and most that a row waits for its sources
+CLOSE_SECONDS = 2.0  # that the end of a run waits for these threads
+XID_SECONDS = 0.5  # that one wait for an event takes at most, so that its thread ends soon after the run
+
+
+class Source:
+    """Figures from a function that may take long, or for ever: it is called in a thread of its own, one call at a time.
+
+    Args:
+        tell: takes a sentence, once, where the function fails; it is called again all the same.
+    """
+
+    def __init__(self, name: str, read: Callable[[], Figures], tell: Callable[[str], None],
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = name
+        self._read, self._tell, self._clock = read, tell, clock
+        self._questions: SimpleQueue[bool] = SimpleQueue()  # False: there are no more
+        self._changed = threading.Condition()
+        self._asked_at: float | None = None  # None: the last question is answered
+        self._figures: Figures = {}
+        self._told = False
+        self.thread = threading.Thread(target=self._work, name=f"system-{name}", daemon=True)
+        self.thread.start()
+
+    def ask(self) -> None:
+        """For figures of now, unless the last question is still open."""
+        with self._changed:
+            if self._asked_at is None:
+                self._asked_at = self._clock()
+                self._questions.put(True)
+
+    def answer(self, seconds: float) -> Figures:
+        """To the last question. What has not come within ``seconds`` is told as ``<name>/silent_seconds``."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._asked_at is None, seconds):
+                return self._figures
+            assert self._asked_at is not None
+            return {f"{self.name}/silent_seconds": round(self._clock() - self._asked_at, 1)}
+
+    def end(self) -> None:
+        """The thread ends after the reading under way."""
+        self._questions.put(False)
+
+    def _work(self) -> None:
+        while self._questions.get():
+            try:
+                figures = self._read()
+            except Exception as error:  # noqa: BLE001  whatever it is, training goes on, and so do the other figures
+                figures = {}
+                if not self._told:
+                    self._told = True
+                    self._tell(f"figures of {self.name} are missing: {type(error).__name__}: {error}")
+            with self._changed:
+                self._figures, self._asked_at = figures, None
+                self._changed.notify_all()
+
+
+class Sampler:
+    """The thread that makes the rows.
+
+    Args:
+        seconds: between two rows. A row that was late is not made up for.
+        sources: read together.
+        log: takes each row.
+        detect: makes alerts of a whole row (in ``log``'s the steady figures may be missing).
+    """
+
+    def __init__(self, *, node: int, seconds: float, sources: Iterable[Source], log: Callable[[Row], None],
+                 detect: Callable[[Row], Iterable[Alert]], alert: Callable[[Alert], None]) -> None:
+        self.step = 0  # written by the training thread: one assignment a step
+        self._node, self._seconds, self._sources = node, seconds, tuple(sources)
+        self._log, self._detect, self._alert = log, detect, alert
+        self._thrifty = Thrifty()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="system", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """In bounded time, whatever hangs."""
+        self._over.set()
+        for source in self._sources:
+            source.end()
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in (self._thread, *(source.thread for source in self._sources)):
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _work(self) -> None:
+        due = time.monotonic()
+        while not self._over.wait(max(0.0, due - time.monotonic())):
+            self._sample()
+            due = max(due + self._seconds, time.monotonic())
+
+    def _sample(self) -> None:
+        began = time.monotonic()
+        least, most = PATIENCE_SECONDS
+        until = began + min(max(self._seconds, least), most)
+        row: Figures = {"node": self._node, "step": self.step, "time": round(time.time(), 3)}
+        for source in self._sources:
+            source.ask()
+        for source in self._sources:
+            row |= source.answer(max(0.0, until - time.monotonic()))
+        row["sample_seconds"] = round(time.monotonic() - began, 4)
+        if self._over.is_set():  # the sinks may be closed
+            return
+        self._log(self._thrifty(row))
+        for alert in self._detect(row):
+            self._alert(alert)
+
+
+class GpuSource:
+    """What a :class:`Source` reads of the GPUs, and a thread that waits for their XID events.
+
+    Args:
+        open_gpus: called at the first reading, in the reading thread: starting a driver takes seconds, or hangs. None: there is no GPU.
+        open_events: the events of these GPUs.
+        xid: takes place and number of each event as it comes.
+        say: takes a sentence where there is no GPU.
+    """
+
+    def __init__(self, open_gpus: Callable[[], Gpus | None], open_events: Callable[[Gpus], XidEvents], *,
+                 xid: Callable[[int | None, int], None], say: Callable[[str], None]) -> None:
+        self._open_gpus, self._open_events, self._xid, self._say = open_gpus, open_events, xid, say
+        self._opened = False
+        self._gpus: Gpus | None = None
+        self._over = threading.Event()
+        self._events: Figures = {}  # of the rows; a new dictionary for each event
+
+    def read(self) -> Figures:
+        if not self._opened:
+            self._opened, self._gpus = True, self._open_gpus()
+            if self._gpus is None:
+                self._say("no GPU on this node: host only")
+            else:
+                threading.Thread(target=self._wait_for_events, args=(self._gpus,), name="system-xid", daemon=True).start()
+        if self._gpus is None:
+            return {}
+        none = {f"gpu/{card.place}/xid_events": 0 for card in self._gpus.cards}
+        return {**self._gpus.read(), **none, **self._events}
+
+    def close(self) -> None:
+        """Nothing is waited for: the threads are daemons, and NVML's state goes with the process."""
+        self._over.set()
+
+    def _wait_for_events(self, gpus: Gpus) -> None:
+        told = False
+        events: XidEvents | None = None
+        while not self._over.is_set():
+            try:
+                events = events or self._open_events(gpus)
+                event = events.wait(round(XID_SECONDS * 1000))
+            except Exception as error:  # noqa: BLE001  training goes on; a lost GPU must not hide the others' events
+                if not told:
+                    told = True
+                    self._say(f"XID events may be missed: {type(error).__name__}: {error}")
+                self._over.wait(XID_SECONDS)
+                continue
+            if event is not None:
+                self._note(*event)
+        if events is not None:
+            events.close()
+
+    def _note(self, place: int | None, number: int) -> None:
+        if place is not None:
+            key = f"gpu/{place}/xid_events"
+            self._events = {**self._events, key: int(self._events.get(key, 0)) + 1, f"gpu/{place}/xid": number}
+        self._xid(place, number)

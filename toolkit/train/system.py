@@ -1,0 +1,82 @@
+"""GPUs and host of each node, measured beside training: who samples, and what of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from toolkit.monitor import detect_system, gpu
+from toolkit.monitor.alert import Alert
+from toolkit.monitor.detect_system import NodeDetector
+from toolkit.monitor.gpu import Gpus, XidEvents
+from toolkit.monitor.host import Host
+from toolkit.monitor.sampler import GpuSource, Sampler, Source
+from toolkit.monitor.sink import Kind, Sink
+from toolkit.plan.types import Device, RunPlan
+from toolkit.rundir import RunDirectory
+from toolkit.train.agree import Exchange
+from toolkit.train.hooks import Hook, StepDone
+
+CHECKPOINT_BYTES = 12  # a parameter: weights and two moments in fp32, as the toolkit stores them
+
+
+class NewestStep(Hook):
+    """Tells the sampler's thread how far training is."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def on_start(self, step: int) -> None:
+        self._sampler.step = step
+
+    def on_step(self, done: StepDone) -> None:
+        self._sampler.step = done.step
+
+
+def nvml_of(plan: RunPlan) -> Any:
+    """NVML's module; None where the run computes on the processor, whatever GPUs are in the machine."""
+    return gpu.load() if plan.world.device is Device.CUDA else None
+
+
+@contextmanager
+def sampling(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, alert: Callable[[Alert], None], *, rank: int,
+             say: Callable[[str], None], tell: Callable[[str], None]) -> Iterator[Hook]:
+    """Every rank calls this. The first of each node samples, until the run is over; the hook is to be added on all.
+
+    Args:
+        alert: takes alerts from any thread.
+        say, tell: take sentences and warnings for people.
+    """
+    per_node, seconds = plan.world.ranks_per_node, plan.config.monitor.system_seconds
+    if seconds == 0:
+        yield Hook()
+        return
+    # The only thing that the ranks exchange, once: who they are on their node.
+    pids = ask([os.getpid() if number == rank else 0 for number in range(plan.world.ranks)])
+    node, place = divmod(rank, per_node)
+    if place != 0:
+        yield Hook()
+        return
+    host = Host(directory.path, {number: pids[number] for number in range(rank, min(rank + per_node, len(pids)))})
+    detector = NodeDetector(node, CHECKPOINT_BYTES * sum(parameter.numel for parameter in plan.parameters))
+    module = nvml_of(plan)
+
+    def open_gpus() -> Gpus | None:
+        return gpu.open_gpus(module, per_node, os.environ.get("CUDA_VISIBLE_DEVICES")) if module is not None else None
+
+    def on_xid(where: int | None, number: int) -> None:
+        alert(detect_system.xid(number, where, node, sampler.step))
+
+    gpus = GpuSource(open_gpus, lambda opened: XidEvents(module, opened.cards), xid=on_xid, say=lambda words: say(f"node {node}: {words}"))
+    sampler = Sampler(
+        node=node, seconds=seconds, sources=[Source("host", host.read, tell), Source("gpu", gpus.read, tell)],
+        log=partial(sink.log, Kind.SYSTEM), detect=detector.see, alert=alert)
+    sampler.start()
+    try:
+        yield NewestStep(sampler)
+    finally:
+        gpus.close()
+        sampler.close()
