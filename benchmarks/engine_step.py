@@ -37,8 +37,7 @@ from toolkit.cluster.machine import this_machine
 from toolkit.config.compose import compose
 from toolkit.families import get
 from toolkit.plan import make_plan
-from toolkit.plan.devices import find
-from toolkit.plan.present import flops_per_step
+from toolkit.plan.flops import flops_per_step, peak_flops
 from toolkit.plan.types import Device, RunPlan, World
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -166,11 +165,11 @@ def on_gpu(words: Sequence[str], blocks: int, block: int) -> dict[str, Any]:
 
 def _speed(plan: RunPlan, seconds: Sequence[float]) -> dict[str, Any]:
     step, bounds = median_with_bounds(seconds)
-    gpu, flops = find(plan.world.gpu), flops_per_step(plan)
+    peak, flops = peak_flops(plan), flops_per_step(plan)
     return {
         "gpu": plan.world.gpu, "steps": len(seconds), "step_seconds": step, "step_seconds_95": bounds,
         "tokens_per_second": plan.units_per_step / step,
-        "mfu": flops / step / gpu.peak_flops if gpu and flops else None,  # unknown GPU: unknown
+        "mfu": flops / step / peak if peak and flops else None,  # unknown GPU: unknown
     }
 
 

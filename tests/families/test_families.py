@@ -47,7 +47,7 @@ def test_gpt2_flops_are_the_formula_of_megatron_lm() -> None:
     shape = shape_of("gpt2")
     layers, hidden, sequence, vocab = shape.num_hidden_layers, shape.hidden_size, 1024, shape.vocab_size
     expected = 24 * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
-    assert get("gpt2").forward_flops(shape, sequence) == pytest.approx(expected, rel=1e-12)
+    assert get("gpt2").forward_flops(shape, sequence).total == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b", "qwen3-8b"])
@@ -55,14 +55,14 @@ def test_flops_of_a_dense_decoder_are_two_a_weight_and_the_attention_matrix(name
     shape = shape_of(name)
     matrices = sum(spec.numel for spec in get(shape.family).parameters(shape) if spec.decays and "embed" not in spec.name)
     attention = 4 * 2048 * shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
-    assert get(shape.family).forward_flops(shape, 2048) == 2 * matrices + attention
+    assert get(shape.family).forward_flops(shape, 2048).total == 2 * matrices + attention
 
 
 def test_a_token_pays_for_the_experts_that_it_visits() -> None:
     shape = shape_of("mixtral-8x7b")
-    active = get("mixtral").forward_flops(shape, 1) / 2
+    active = get("mixtral").forward_flops(shape, 1).total / 2
     assert active / 1e9 == pytest.approx(12.9 - 32000 * 4096 / 1e9, rel=0.01)  # 12.9 B active, of which the embedding is a look-up
-    more = get("mixtral").forward_flops(replace(shape, num_experts_per_tok=4), 1) / 2
+    more = get("mixtral").forward_flops(replace(shape, num_experts_per_tok=4), 1).total / 2
     assert more - active == 2 * 3 * shape.hidden_size * shape.intermediate_size * shape.num_hidden_layers
 
 

@@ -20,7 +20,8 @@ from toolkit.families.published import PUBLISHED
 from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan
 from toolkit.plan.devices import GPUS, find, normalise
-from toolkit.plan.present import flops_per_step, table, to_json
+from toolkit.plan.flops import flops_per_step
+from toolkit.plan.present import table, to_json
 from toolkit.plan.types import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +90,17 @@ def test_plan_json_has_stable_keys_and_plain_types() -> None:
         assert json.loads(json.dumps(found)) == found
         assert set(found) == {
             "format_version", "run_dir", "identity", "engine", "world", "axes", "batch", "model", "parameters", "flops_per_step",
-            "memory", "device_memory_bytes", "deepspeed", "megatron", "warnings"}
+            "flops", "memory", "device_memory_bytes", "deepspeed", "megatron", "warnings"}
+
+
+def test_constants_of_speed_are_told_once() -> None:
+    plan = make_plan(run_config(precision__name=Precision.bf16, zero__stage=1, train__activation_checkpointing=True), h100s(2))
+    found = to_json(plan)
+    assert found["flops"]["model_per_token"] * 8 * 32 == found["flops_per_step"]
+    assert 1.2 < found["flops"]["hardware_per_token"] / found["flops"]["model_per_token"] < 4 / 3
+    assert found["flops"]["peak_per_gpu"] == 989.4e12
+    unknown = to_json(make_plan(run_config(model__target="my.Model", model__family=None), CPU))
+    assert unknown["flops"] == {"model_per_token": None, "hardware_per_token": None, "peak_per_gpu": None}
 
 
 def test_flops_of_a_step() -> None:
@@ -108,7 +119,7 @@ def shown(config: RunConfig, world: World) -> str:
 def test_the_table_says_what_a_person_asks() -> None:
     text = shown(run_config(model=PUBLISHED["gpt2"], zero__stage=2, precision__name=Precision.bf16, train__global_batch=64), h100s(8))
     for word in ("8 x h100 on 1 node", "data 8", "124,439,808 parameters", "accumulation 4", "2,048 a step", "optimizer", "of 85.5",
-                 "reduce_bucket_size", "dense 16-bit peak"):
+                 "reduce_bucket_size", "a token; at 8 x 989 TFLOP/s", "of 989.4 TFLOP/s a GPU, the dense 16-bit peak of h100"):
         assert word in text, word
     assert "warning" not in text
     assert "warning: precision.name=fp16" in shown(run_config(precision__name=Precision.fp16, zero__stage=1), CPU)
@@ -116,12 +127,24 @@ def test_the_table_says_what_a_person_asks() -> None:
     for word in ("Megatron-core gets", "use_distributed_optimizer", "distributed optimizer: states sharded"):
         assert word in megatron, word
     assert "unknown" not in shown(run_config(engine__name=EngineName.local), replace(CPU, ranks=1))
+    assert "times as many with what is recomputed" in shown(run_config(train__activation_checkpointing=True), CPU)
+    assert "none: the peaks of GPUs" in shown(run_config(), h100s(2))
 
 
 @pytest.mark.parametrize(("name", "key"), [
     ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
     ("NVIDIA A100-PCIE-40GB", "a100-40gb"), ("NVIDIA H200", "h200"), ("AMD Instinct MI300X", "mi300x"), ("h100", "h100"),
-    ("Tesla V100-SXM2-32GB", "v100-32gb"), ("NVIDIA L40S", "l40s"), ("NVIDIA A100", None), ("GeForce RTX 9090", None), ("", None)])
+    ("Tesla V100-SXM2-32GB", "v100-32gb"), ("NVIDIA L40S", "l40s"), ("NVIDIA A100", None), ("GeForce RTX 9090", None), ("", None),
+    ("NVIDIA H100 NVL", "h100-nvl"), ("NVIDIA H200 NVL", "h200-nvl"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA B200", "b200"),
+    ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB200", "gb200"), ("NVIDIA GB300", "gb300"), ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+    ("NVIDIA A30", "a30"), ("NVIDIA A40", "a40"), ("NVIDIA A10G", "a10g"), ("NVIDIA A10", "a10"), ("NVIDIA L40", "l40"),
+    ("NVIDIA L4", "l4"), ("Tesla T4", "t4"), ("Tesla V100-PCIE-16GB", "v100-pcie-16gb"), ("NVIDIA RTX A6000", "rtx-a6000"),
+    ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+    ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA GeForce RTX 5090", "rtx-5090"), ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+    # relatives of those above, with other peaks
+    ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3090 Ti", None),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None), ("Quadro RTX 6000", None), ("NVIDIA A100-SXM-64GB", None),
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("MIG", None)])
 def test_names_of_gpus(name: str, key: str | None) -> None:
     assert normalise(name) == key
     assert find(name) is (GPUS[key] if key else None)

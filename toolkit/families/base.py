@@ -105,6 +105,36 @@ class Traits:
     muon: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardFlops:
+    """FLOPs of the forward pass per token, over all blocks, by what spends them; a multiply-add is two.
+
+    Only what multiplies matrices counts: looking up an embedding is nothing, and norms, biases, activations, rotations, softmax and
+    the loss are left out.
+
+    Attributes:
+        projections: of queries, keys, values and the attention's output.
+        scores: queries times keys, and the result times values, each token with the whole sequence although attention is causal.
+        up: of the feed-forward, all but its last matrix; the router too. With experts, those that one token visits.
+        down: its last matrix.
+        head: the logits.
+    """
+
+    projections: float
+    scores: float
+    up: float
+    down: float
+    head: float
+
+    @property
+    def blocks(self) -> float:
+        return self.projections + self.scores + self.up + self.down
+
+    @property
+    def total(self) -> float:
+        return self.blocks + self.head
+
+
 class Family(Protocol):
     """The one seam through which the rest of the toolkit knows an architecture."""
 
@@ -133,8 +163,8 @@ class Family(Protocol):
         """Fields of Megatron-core's ``TransformerConfig`` that say what the architecture is; ``activation_func`` by name: ``silu``
         or ``gelu_tanh``. ``position_embedding_type`` and ``rotary_base`` are arguments of its ``GPTModel``."""
 
-    def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
-        """FLOPs of the forward pass per token; the docstring states formula, source and convention."""
+    def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
+        """The docstring states formula, source and convention."""
 
     def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
         """The keys of the family's ``config.json`` (with ``model_type`` and ``architectures``)."""

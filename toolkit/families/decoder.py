@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.families import settling, tables
-from toolkit.families.base import HubTensor, ModelShape, ParameterSpec, Traits
+from toolkit.families.base import ForwardFlops, HubTensor, ModelShape, ParameterSpec, Traits
 from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, MegatronTensor, Part
 
 
@@ -58,9 +58,10 @@ class Decoder:
             yield f"mlp.{name}_proj.weight", (shape.intermediate_size, shape.hidden_size)
         yield "mlp.down_proj.weight", (shape.hidden_size, shape.intermediate_size)
 
-    def feed_forward_weights_used(self, shape: ModelShape) -> int:
-        """Elements of a block's feed-forward that one token is multiplied with."""
-        return 3 * shape.hidden_size * shape.intermediate_size
+    def feed_forward_weights_used(self, shape: ModelShape) -> tuple[int, int]:
+        """Elements of a block's feed-forward that one token is multiplied with: before its last matrix, and in it."""
+        matrix = shape.hidden_size * shape.intermediate_size
+        return 2 * matrix, matrix
 
     def tied(self, shape: ModelShape) -> Mapping[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tie_word_embeddings else {}
@@ -108,18 +109,19 @@ class Decoder:
         yield tables.stacked("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), (inner, hidden), Cut.gated)
         yield tables.same("mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, inner), Cut.columns)
 
-    def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
-        """FLOPs of the forward pass per token.
+    def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
+        """Two a weight that multiplies the token, and ``4 s A D`` a layer for the attention matrix.
 
-        ``2 * (weights that multiply the token) + 4 * s * A * D`` a layer, and ``2 * H * V`` for the output layer: two FLOPs a
-        multiply-add; the attention matrix is counted whole although it is causal (the convention of PaLM, 2204.02311,
-        appendix B, and of Megatron-LM, 2104.04473, equation 3); norms, rotations and look-ups are left out. Forward and
-        backward take three times this: model FLOPs, which recomputation does not change.
+        A layer has ``2 (2 H A D + 2 H K D)`` in projections (grouped-query attention makes those of keys and values smaller, and the
+        matrix no smaller: all A heads of queries meet keys and values) and ``6 H F`` in its feed-forward; the output layer ``2 H V``.
+        The matrix is counted whole although it is causal, as PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473, appendix) do.
         """
-        attention = sum(size[0] * size[1] for _, size in self.attention(shape) if len(size) == 2)
-        matrix = 4 * sequence_length * shape.num_attention_heads * shape.head_dim
-        layer = 2 * (attention + self.feed_forward_weights_used(shape)) + matrix
-        return float(shape.num_hidden_layers * layer + 2 * shape.hidden_size * shape.vocab_size)
+        layers, width = shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim
+        up, down = self.feed_forward_weights_used(shape)
+        return ForwardFlops(
+            projections=2.0 * layers * sum(size[0] * size[1] for _, size in self.attention(shape) if len(size) == 2),
+            scores=4.0 * layers * sequence_length * width, up=2.0 * layers * up, down=2.0 * layers * down,
+            head=2.0 * shape.hidden_size * shape.vocab_size)
 
     def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
         return {

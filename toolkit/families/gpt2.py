@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError, Problem
 from toolkit.families import settling, tables
-from toolkit.families.base import HubTensor, ModelShape, Norm, ParameterSpec, Traits
+from toolkit.families.base import ForwardFlops, HubTensor, ModelShape, Norm, ParameterSpec, Traits
 from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, MegatronTensor, Part
 
 PREFIX = "transformer."
@@ -104,15 +104,17 @@ class GPT2Family:
             yield tables.same(f"{theirs}.weight", f"{ours}.weight", size, cut, transposed=True)
             yield tables.same(f"{theirs}.bias", f"{ours}.bias", size[:1], cut if cut is Cut.rows else Cut.whole)
 
-    def forward_flops(self, shape: ModelShape, sequence_length: int) -> float:
-        """FLOPs of the forward pass per token: ``l * (8 h^2 + 4 h f + 4 s h) + 2 h V``.
+    def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
+        """``l (8 h^2 + 4 h f + 4 s h) + 2 h V``, h being all heads' width in attention.
 
         With ``f = 4h`` it is a third of ``72 l h^2 (1 + s/6h + V/12lh)`` (Megatron-LM, 2104.04473, equation 3 without
-        recomputation). The attention matrix is counted whole although it is causal; biases and norms are left out.
+        recomputation). The attention matrix is counted whole although it is causal.
         """
-        hidden, inner = shape.hidden_size, shape.intermediate_size
-        layer = 8 * hidden**2 + 4 * hidden * inner + 4 * sequence_length * hidden
-        return float(shape.num_hidden_layers * layer + 2 * hidden * shape.vocab_size)
+        hidden, inner, layers = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers
+        width = shape.num_attention_heads * shape.head_dim
+        return ForwardFlops(
+            projections=8.0 * layers * hidden * width, scores=4.0 * layers * sequence_length * width, up=2.0 * layers * hidden * inner,
+            down=2.0 * layers * hidden * inner, head=2.0 * hidden * shape.vocab_size)
 
     def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
         return {

@@ -52,8 +52,10 @@ class Mixtral(Decoder):
         yield "mlp.experts.gate_up_proj", (experts, 2 * inner, hidden)
         yield "mlp.experts.down_proj", (experts, hidden, inner)
 
-    def feed_forward_weights_used(self, shape: ModelShape) -> int:
-        return shape.num_experts_per_tok * super().feed_forward_weights_used(shape) + shape.num_local_experts * shape.hidden_size
+    def feed_forward_weights_used(self, shape: ModelShape) -> tuple[int, int]:
+        """Of the experts that it visits, and the router, which sees it once for all of them."""
+        up, down = super().feed_forward_weights_used(shape)
+        return shape.num_experts_per_tok * up + shape.num_local_experts * shape.hidden_size, shape.num_experts_per_tok * down
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Within a block: router [E, H]; of each expert linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import EngineName, ScheduleName
-from toolkit.families import get
-from toolkit.plan.devices import find, memory_bytes
+from toolkit.plan.devices import memory_bytes
+from toolkit.plan.flops import flops_per_step, hardware_flops, model_flops, peak_flops, without_utilisation
 from toolkit.plan.schedule import decay_span, learning_rate
 from toolkit.plan.types import Device, RunPlan
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 FORMAT_VERSION = 1
-FORWARD_AND_BACKWARD = 3  # backward takes two forward passes' FLOPs
 
 
 def to_json(plan: RunPlan) -> dict[str, Any]:
@@ -40,20 +39,13 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "model": None if plan.shape is None else asdict(plan.shape),
         "parameters": None if plan.shape is None else sum(spec.numel for spec in plan.parameters),
         "flops_per_step": flops_per_step(plan),
+        "flops": _flops(plan),
         "memory": None if memory is None else {**asdict(memory), "device_total": memory.device_total},
         "device_memory_bytes": memory_bytes(plan.world),
         "deepspeed": plan.deepspeed,
         "megatron": plan.megatron,
         "warnings": [{**asdict(problem), "severity": problem.severity.value} for problem in plan.warnings],
     }
-
-
-def flops_per_step(plan: RunPlan) -> float | None:
-    """Model FLOPs of one optimizer step over all ranks (the convention: ``Family.forward_flops``); None for ``model.target``."""
-    if plan.shape is None:
-        return None
-    forward = get(plan.shape.family).forward_flops(plan.shape, plan.config.train.sequence_length)
-    return FORWARD_AND_BACKWARD * forward * plan.units_per_step
 
 
 def table(plan: RunPlan) -> RenderableType:
@@ -103,14 +95,31 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     total = batch.at(config.train.steps).first_sample * plan.units_per_sample
     yield plan.unit, f"{plan.units_per_step:,} a step, {total:,} in {config.train.steps:,} steps"
     yield "learning rate", _rates(plan)
-    flops = flops_per_step(plan)
-    gpu = find(world.gpu)
-    if flops is not None:
-        text = f"{flops:.3g} model FLOPs a step"
-        if gpu is not None and world.device is Device.CUDA:
-            text += f"; at {world.ranks} x {gpu.peak_flops / 1e12:.0f} TFLOP/s (dense 16-bit peak) no less than "
-            text += f"{flops / (gpu.peak_flops * world.ranks):.3g} s"
-        yield "compute", text
+    if plan.shape is not None:
+        yield "compute", _compute(plan)
+    if world.device is Device.CUDA:
+        peak = peak_flops(plan)
+        yield "MFU", (f"none: {without_utilisation(plan)}" if peak is None else
+                      f"of {peak / 1e12:.1f} TFLOP/s a GPU, the dense 16-bit peak of {world.gpu}")
+
+
+def _flops(plan: RunPlan) -> dict[str, float | None]:
+    """What throughput and utilisation are reckoned with (plan/flops.py): constants of all rows of metrics. What is unknown is null."""
+    return {"model_per_token": model_flops(plan), "hardware_per_token": hardware_flops(plan), "peak_per_gpu": peak_flops(plan)}
+
+
+def _compute(plan: RunPlan) -> str:
+    a_step, a_token, done, peak = flops_per_step(plan), model_flops(plan), hardware_flops(plan), peak_flops(plan)
+    assert a_step is not None, "a family says what its models compute"
+    assert a_token is not None
+    assert done is not None
+    text = f"{a_step:.3g} model FLOPs a step, {a_token:.3g} a token"
+    if done > a_token:
+        text += f" ({done / a_token:.2f} times as many with what is recomputed)"
+    if peak is not None:
+        ranks = plan.world.ranks
+        text += f"; at {ranks} x {peak / 1e12:.0f} TFLOP/s no less than {a_step / (peak * ranks):.3g} s"
+    return text
 
 
 def _engine(plan: RunPlan) -> str:
