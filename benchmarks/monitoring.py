@@ -1,0 +1,167 @@
+"""What monitoring costs: all of it on against all of it off, on steps of at least 200 ms.
+
+    python benchmarks/monitoring.py                  about five minutes on two cores, on a machine that does nothing else
+    python benchmarks/monitoring.py --pairs 5        a try
+
+Jobs are alive at once and take turns of a few steps (benchmarks/sides/turns.py), and the ones whose turn it is not are stopped with all
+their processes: what a sampler, W&B or a watchdog does falls into the turns of its own job, however late it is with it. A turn's figure is
+the mean of its steps from hook to hook, so that what happens every few steps or seconds is in it; a pair's is the ratio of two turns
+of one round, and a comparison's the median over pairs with bounds from the bootstrap (Efron, 1979), each of 95% alone. ``total`` is
+the ratio of all time, with what is so rare that no median has it.
+
+On two ranks, one a core, the jobs are:
+
+    off      nothing: no sinks, not even files, no ledger, probe, sampler, replicas, watchdog
+    on       the defaults: ledger, sampler, W&B offline, JSONL, console, alerts, watchdog, replicas
+    asleep   off, and 2% of each step asleep: the control, which has to show
+
+With as many ranks as cores each cycle that monitoring takes is one that training lacks. Nodes that train have cores to spare, which
+is what the second comparison has, of one rank on two cores:
+
+    off      as above
+    flood    on, and 2,000 metrics a step more, as 16 nodes would have them; here all go through the sinks of one
+
+Written to benchmarks/results/monitoring.json. Exit code 1: a bound is not kept, or the control does not show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sides.turns import ROOT, WARM_UP_BLOCKS, Job
+
+RESULTS = ROOT / "benchmarks" / "results" / "monitoring.json"
+STEP_SECONDS = 0.2  # at least
+BOUND = 1.01
+ASLEEP = 0.02
+NODES, METRICS = 16, 2000
+RESAMPLES = 20_000
+MODEL = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "model.num_attention_heads=4",
+         "model.num_key_value_heads=2", "model.tie_word_embeddings=true", "train.micro_batch=2", "train.sequence_length=128",
+         "optim.lr=1e-3", "schedule=constant", "checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0", "debug.threads=1")
+# ZeRO-3 has the most collectives a step, and each is timed.
+TWO_RANKS = ("engine=deepspeed", "zero=stage3", "train.global_batch=16")
+ONE_RANK = ("engine=local", "train.global_batch=8")
+OFF = ("monitor.wandb=disabled", "monitor.ledger=false", "monitor.probe=false", "monitor.system_seconds=0", "monitor.replicas_every=0",
+       "monitor.hang_seconds=0")
+ON = ("monitor.wandb=offline", "monitor.every=10")
+
+
+class StoppingJob(Job):
+    """Its processes are stopped but for its turns."""
+
+    def block(self) -> list[float]:
+        self._signal(signal.SIGCONT)
+        seconds = super().block()
+        self._signal(signal.SIGSTOP)
+        return seconds
+
+    def __exit__(self, *error: object) -> None:
+        self._signal(signal.SIGCONT)
+        super().__exit__(*error)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in family(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+
+def family(process: int) -> Iterator[int]:
+    """A process and all that it and they have started, parents first."""
+    yield process
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in children.read_text().split():
+                yield from family(int(child))
+
+
+def compare(jobs: Sequence[Job], pairs: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """Each job against the first: by name, and seconds a step of each."""
+    for job in [*jobs] * WARM_UP_BLOCKS:
+        job.block()
+    seconds: dict[str, list[float]] = {job.name: [] for job in jobs}
+    for pair in range(pairs):
+        for job in jobs if pair % 2 == 0 else reversed(jobs):
+            seconds[job.name].append(statistics.fmean(job.block()))
+    first, *others = jobs
+    steps = {name: statistics.median(values) for name, values in seconds.items()}
+    return {job.name: against(seconds[job.name], seconds[first.name]) for job in others}, steps
+
+
+def against(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    ratios = np.array(ours) / np.array(theirs)
+    draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    lower, upper = np.quantile(np.median(draws, axis=1), [0.05, 0.95])
+    return {"pairs": len(ratios), "ratio": float(np.median(ratios)), "lower_95": float(lower), "upper_95": float(upper),
+            "total": sum(ours) / sum(theirs)}
+
+
+def comparison(words: Sequence[str], jobs: Mapping[str, Mapping[str, Any]], ranks: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Args: jobs: what ``sides/monitored_side.py`` is told, by name; ``words`` there are added."""
+    steps = (given.pairs + WARM_UP_BLOCKS) * given.block
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as alive:
+        made = []
+        for name, spec in jobs.items():
+            overrides = [*MODEL, *words, *spec["words"], f"train.steps={steps}", f"run.dir={Path(folder, 'runs', name)}",
+                         f"data.path={ROOT / 'data' / 'stdlib'}"]
+            job = StoppingJob(name, "monitored_side.py", {**spec, "overrides": overrides}, Path(folder), given.block, ranks=ranks)
+            made.append(alive.enter_context(job))
+        ratios, seconds = compare(made, given.pairs)
+    for name, row in ratios.items():
+        print(f"{name:>7} over off on {ranks} rank{'s' if ranks > 1 else ''}: {row['ratio']:.4f} [{row['lower_95']:.4f}, "
+              f"{row['upper_95']:.4f}], in all {row['total']:.4f}; {seconds['off'] * 1e3:.0f} ms a step", flush=True)
+    return {"ranks": ranks, "step_seconds": seconds, "over_off": ratios}
+
+
+def mistakes(found: Mapping[str, Any]) -> list[str]:
+    """What does not hold of what was asked for."""
+    two, one = found["two_ranks"], found["one_rank"]
+    told = [f"{name}: upper bound {row['upper_95']:.4f}, allowed {BOUND}"
+            for name, row in (("on", two["over_off"]["on"]), ("flood", one["over_off"]["flood"])) if row["upper_95"] >= BOUND]
+    asleep = two["over_off"]["asleep"]
+    if asleep["lower_95"] <= 1.0 or asleep["upper_95"] < BOUND:
+        told.append(f"the control of {ASLEEP:.0%} does not show: [{asleep['lower_95']:.4f}, {asleep['upper_95']:.4f}]")
+    return told + [f"{name}: a step of {part['step_seconds']['off']:.3f} s, needed {STEP_SECONDS}"
+                   for name, part in (("two ranks", two), ("one rank", one)) if part["step_seconds"]["off"] < STEP_SECONDS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=36, help="turns of each job that are timed; at least 30 for figures to report")
+    parser.add_argument("--block", type=int, default=4, help="steps a turn")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    from toolkit.data.stdlib import ensure
+
+    ensure(str(ROOT / "data" / "stdlib"), 4096)
+    off = {"words": OFF, "without_sinks": True}
+    load = os.getloadavg()[0]
+    found = {
+        "two_ranks": comparison(TWO_RANKS, {"off": off, "on": {"words": ON}, "asleep": {**off, "sleep_share": ASLEEP}}, 2, given),
+        "one_rank": comparison(ONE_RANK, {"off": off, "flood": {"words": ON, "nodes": NODES, "metrics": METRICS}}, 1, given),
+    }
+    told = mistakes(found)
+    versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "wandb")}
+    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": load}
+    given.out.write_text(json.dumps({"machine": machine, "versions": versions, "steps_a_turn": given.block, **found, "mistakes": told},
+                                    indent=1) + "\n")
+    for line in told:
+        print(line)
+    sys.exit(1 if told else 0)
+
+
+if __name__ == "__main__":
+    main()

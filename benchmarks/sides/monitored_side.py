@@ -1,0 +1,63 @@
+"""toolkit_side.py with more or less than the run's words can say, for monitoring.py.
+
+    torchrun --nproc_per_node 2 benchmarks/sides/monitored_side.py spec.json
+
+``without_sinks``: not even files. ``nodes``, ``metrics``: after each step the sinks get so many nodes' rows, with so many numbers in all.
+``sleep_share``: rank 0 sleeps for this share of the step before.
+"""
+
+import json
+import os
+import random
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import toolkit.train.hooks as hooks
+import toolkit.train.run as rank_of_a_run
+from toolkit.monitor.sink import Kind, NullSink, Sink
+
+spec = json.loads(Path(sys.argv[-1]).read_text())
+sinks: list[Sink] = []
+open_sinks = rank_of_a_run.open_sinks
+
+
+def opened(*arguments: Any, **named: Any) -> Sink:
+    sinks.append(NullSink() if spec.get("without_sinks") else open_sinks(*arguments, **named))
+    return sinks[-1]
+
+
+class Flood(hooks.Hook):
+    """What the samplers of ``nodes`` nodes would say, every step instead of every ten seconds."""
+
+    def __init__(self, nodes: int, metrics: int) -> None:
+        self._nodes, self._each = nodes, metrics // nodes
+
+    def on_step(self, done: hooks.StepDone) -> None:
+        for node in range(self._nodes):
+            sinks[-1].log(Kind.SYSTEM, {
+                "step": done.step, "time": time.time(), "node": node, "gpus": [
+                    {f"metric_{number}": random.random() for number in range(self._each // 5)} for _ in range(5)]})
+
+
+class Sleep(hooks.Hook):
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def on_step(self, done: hooks.StepDone) -> None:
+        time.sleep(self._share * done.seconds)
+
+
+class More(hooks.Hooks):
+    def __init__(self, *others: hooks.Hook) -> None:
+        first = os.environ["RANK"] == "0"
+        flood = [Flood(spec["nodes"], spec["metrics"])] if first and "metrics" in spec else []
+        sleep = [Sleep(spec["sleep_share"])] if first and "sleep_share" in spec else []
+        super().__init__(*others, *flood, *sleep)
+
+
+rank_of_a_run.open_sinks = opened
+hooks.Hooks = More  # type: ignore[misc]
+runpy.run_path(str(Path(__file__).with_name("toolkit_side.py")), run_name="__main__")

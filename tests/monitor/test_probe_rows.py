@@ -1,0 +1,53 @@
+"""What was measured of an axis, as figures and in words.
+
+    pytest tests/monitor/test_probe_rows.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.monitor.probe import ALL_REDUCE, SEND, Timed, bus_bandwidth, missing_row, probe_row, quantile, words
+
+TIMED = Timed(operation=SEND, ranks=2, small_seconds=[1e-4] * 99 + [5e-3], large_bytes=4_000_000, large_seconds=[4.1e-3, 4.1e-3, 9e-3])
+
+
+def test_quantiles_are_values_that_were_measured() -> None:
+    values = [float(number) for number in range(100, 0, -1)]
+    assert quantile(values, 0.5) == 50.0
+    assert quantile(values, 0.99) == 99.0
+    assert quantile(values, 1.0) == 100.0
+    assert quantile([3.0], 0.5) == 3.0
+    assert quantile(values[:30], 0.99) == 100.0
+
+
+def test_an_outlier_shows_in_p99_only() -> None:
+    slower = Timed(operation=SEND, ranks=2, small_seconds=[1e-4] * 29 + [5e-3], large_bytes=1, large_seconds=[1.0])
+    assert slower.latency_p50 == TIMED.latency_p50 == 1e-4
+    assert slower.latency_p99 == 5e-3
+
+
+def test_bus_bandwidth_as_nccl_tests_define_it() -> None:
+    """8 ranks, 1 GB in 10 ms: an algorithm's 100 GB/s is 175 GB/s on each link."""
+    assert bus_bandwidth(ALL_REDUCE, 8, 10**9, 0.01) == pytest.approx(175e9)
+    assert bus_bandwidth(ALL_REDUCE, 2, 10**9, 0.01) == pytest.approx(100e9)
+    assert bus_bandwidth(SEND, 8, 10**9, 0.01) == pytest.approx(100e9)
+
+
+def test_a_transfer_takes_its_latency_and_its_bytes() -> None:
+    seconds = TIMED.transfer()
+    assert seconds(0) == pytest.approx(1e-4)
+    assert seconds(4_000_000) == pytest.approx(4.1e-3)
+    assert seconds(2_000_000) == pytest.approx(2.1e-3)
+    backwards = Timed(operation=SEND, ranks=2, small_seconds=[1e-3], large_bytes=100, large_seconds=[1e-4]).transfer()
+    assert backwards(100) == 1e-3
+
+
+def test_words_name_a_slow_group_where_there_is_one() -> None:
+    row = probe_row("data", operation=ALL_REDUCE, ranks=2, latency_p50=2e-4, latency_p99=9e-4, large_bytes=4_000_000,
+                    slowest_large=4e-3, fastest_large=4e-3, slowest_of=(0, 2))
+    assert words(row) == "probe of axis data (2 ranks): all_reduce 200 µs (p99 900), bus bandwidth 1.00 GB/s"
+    slow = probe_row("data", operation=ALL_REDUCE, ranks=2, latency_p50=2e-4, latency_p99=9e-4, large_bytes=4_000_000,
+                     slowest_large=4e-2, fastest_large=4e-3, slowest_of=(1, 3))
+    assert words(slow).endswith("bus bandwidth 0.10 GB/s, the fastest group 1.00 GB/s; the slowest: ranks 1, 3")
+    assert "not made, no process group" in words(missing_row("tensor", 4))
