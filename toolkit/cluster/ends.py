@@ -65,7 +65,8 @@ class Ending:
             self.code, reason = ExitCode.USER, str(error)
             self._answer(error)
         elif error is not None:
-            self.code, reason = ExitCode.FAILURE, f"{type(error).__name__}: {error}"
+            notes = getattr(error, "__notes__", [])  # what was found out about it
+            self.code, reason = ExitCode.FAILURE, "\n".join([f"{type(error).__name__}: {error}", *notes])
             self._report()
         elif self.code is ExitCode.STOPPED and reason is None:
             reason = "another rank was asked to stop"

@@ -159,6 +159,8 @@ def set_defaults(environ: MutableMapping[str, str], launch: Launch, world: World
         environ.setdefault("DS_ACCELERATOR", "cpu")
         if machine.gpus:
             environ["CUDA_VISIBLE_DEVICES"] = ""  # cluster.gpus_per_node=0 was written: no library may take them
+    elif "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # the older name, which PyTorch still reads
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that PyTorch remembers of each rank, for the report of a hang
     if world.nodes == 1:
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up the host's name, which need not resolve
     # Libraries that were written for launchers look for these, also where one process runs alone.

@@ -120,7 +120,9 @@ def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRe
     finally:
         ranks.kill()
     failure = ranks.first_failure()
-    ending.record(failure or stop(), anew=failure is not None)  # rank 0 saw a lost connection; this process knows why
+    # Of a failure rank 0 saw a lost connection, and this process knows why; of a hang the ranks know more than how they ended.
+    told = directory.hang_file(start.attempt).exists()
+    ending.record(failure or stop(), anew=failure is not None and not told)
     return ending.code
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+MOST_TENSORS = 3  # of a call that are told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +48,33 @@ class Call:
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Call:
         return Call(**{**fields, "ranks": tuple(fields["ranks"])})
+
+
+def from_flight_recorder(trace: Mapping[str, Any], axis: Callable[[tuple[int, ...]], str], recent: int = 8) -> list[Call]:
+    """The last calls of each group, by what PyTorch's flight recorder has of them: it knows which ones the device has finished, where
+    the process only put them into a queue.
+
+    Args:
+        trace: of ``torch._C._distributed_c10d._dump_nccl_trace_json``, format 2 (``FlightRecorder.hpp`` in torch 2.11 to 2.13).
+        axis: of a group's global ranks.
+
+    Returns:
+        Calls whose ``begun`` is ``time.time()``, unlike elsewhere, oldest first in each group.
+    """
+    groups = trace.get("pg_config", {})
+    found: dict[tuple[str, bool], list[Call]] = {}
+    for entry in trace.get("entries", []):
+        name = entry["process_group"][0]
+        ranks = tuple(json.loads(groups[name]["ranks"])) if name in groups else ()
+        apart = entry["is_p2p"]
+        found.setdefault((name, apart), []).append(Call(
+            group=name, ranks=ranks, axis=axis(ranks), number=entry["p2p_seq_id" if apart else "collective_seq_id"],
+            operation=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+            tensors=_tensors(entry["input_sizes"], entry["input_dtypes"]), begun=entry["time_created_ns"] / 1e9,
+            finished=entry["retired"] or entry["state"] == "completed"))
+    return [call for calls in found.values() for call in calls[-recent:]]
+
+
+def _tensors(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> str:
+    first = [f"{list(size)} {kind}" for size, kind in zip(sizes, types, strict=False)]
+    return ", ".join(first[:MOST_TENSORS]) + (f" and {len(first) - MOST_TENSORS} more" if len(first) > MOST_TENSORS else "")

@@ -29,15 +29,16 @@ class Evaluation(Hook):
         missing: whether a step has no row yet; equal on all ranks, which ask it together.
         announce: takes the row of each set.
         unit: ``RunPlan.unit``.
+        progress: is told of what was evaluated, after each batch.
     """
 
     part = EVALUATION
 
     def __init__(self, engine: Engine, task: Task, sets: Mapping[str, Callable[[], Batches]], *, every: int, steps: int,
                  missing: Callable[[int], bool], announce: Callable[[Row], None], unit: str = "tokens",
-                 clock: Callable[[], float] = time.perf_counter) -> None:
+                 progress: Callable[[str], None] = lambda what: None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine, self._task, self._sets, self._every, self._steps = engine, task, sets, every, steps
-        self._missing, self._announce, self._unit, self._clock = missing, announce, unit, clock
+        self._missing, self._announce, self._unit, self._progress, self._clock = missing, announce, unit, progress, clock
 
     def on_start(self, step: int) -> None:
         if step and self._due(step) and self._missing(step):
@@ -63,5 +64,6 @@ class Evaluation(Hook):
             loss_sum, units = loss_sum + result.loss_sum, units + result.tokens
             for other, total in result.others.items():
                 others[other] += total
+            self._progress(f"a batch of the evaluation of {name} after step {step}")
         means = {other: total / units for other, total in others.items()}
         return {"step": step, "set": name, "loss": loss_sum / units, **means, self._unit: units, "seconds": self._clock() - began}

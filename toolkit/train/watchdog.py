@@ -1,0 +1,363 @@
+"""A run that makes no progress is told, with its cause, and ended: a thread on each rank that looks whether the main one still moves.
+
+Progress is what all ranks finish together: a step, a batch of an evaluation, a save. So where it stops, it stops on all of them, and each
+rank's own clock says so without asking anybody. The first rank whose limit is over asks the others for their word; the lowest one that
+can speak puts them together, and all end as by a failure, at once: who waits in a collective that never ends cannot be got out of it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import linecache
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from toolkit.engine.collectives import last_calls
+from toolkit.errors import ExitCode, UserError
+from toolkit.files import write_whole
+from toolkit.monitor import hang, hang_text, stacks
+from toolkit.monitor.alert import Alert
+from toolkit.monitor.calls import Call
+from toolkit.monitor.hang_reports import Found, Neighbour, Report, found_of
+from toolkit.monitor.parts import UNEXPLAINED
+from toolkit.monitor.recorder import StepRecorder
+from toolkit.monitor.sink import Row, Sink
+from toolkit.monitor.stacks import ProcessId
+from toolkit.plan.types import Device, RunPlan
+from toolkit.rundir import RunDirectory, RunState
+from toolkit.train import peers
+from toolkit.train.hooks import Hook, StepDone
+from toolkit.train.mailbox import Mailbox
+
+T = TypeVar("T")
+
+POLL_SECONDS = 1.0  # between two looks; a tenth of a short limit
+PAUSE_SECONDS = 3.0  # a look that comes so much too late says that this process itself did not run
+COLLECT_SECONDS = 4.0  # for the other ranks' words
+VERDICT_SECONDS = 4.0  # for the word of the rank that collects, after that
+FAILURE_SECONDS = 2.0  # for the other ranks' words where this one fails by itself
+TRACE_SECONDS = 2.0  # for NCCL's flight recorder, which may ask a device that does not answer
+FLUSH_SECONDS = 4.0  # for sinks to write what they have
+LINGER_SECONDS = 2.0  # that rank 0, which may serve the store, stays for other nodes
+LAST_SECONDS = 30.0  # after that the process ends, whatever it is at
+PAUSE_NODE, PAUSE_NODES = 0.1, 0.5  # between two looks for other ranks' words: on one node, and where a thousand may look
+MOST_COMPARED = 8  # ranks whose calls a failing rank looks at
+
+ASKED, VERDICT = "asked", "verdict"
+HANG, FAILURE = "rank", "failure"  # why words are asked for, and what they are called: rank-3.json
+
+
+class Progress(Hook):
+    """Who is told that the run goes on. This one does nothing with it: nobody watches."""
+
+    def beat(self, what: str) -> None:
+        """All ranks have finished ``what``: ``step 16``."""
+
+    def stop(self) -> None:
+        """From now on nothing is expected."""
+
+    def failed(self, error: Exception) -> None:
+        """The run ends by ``error``, which gets a note where ranks are found to be at odds."""
+
+
+class Watchdog(Progress):
+    """
+    Args:
+        limit_seconds: without progress the run is over.
+        processes: of all ranks, by rank; this one's has the file that its frozen stacks go to.
+        part: the part of the step that the main thread is in.
+        trace: this rank's collectives as its GPU knows them, and what to keep of them as a file; None where there is no GPU.
+        end: what ends the process.
+    """
+
+    def __init__(self, limit_seconds: float, *, rank: int, processes: Sequence[ProcessId], mailbox: Mailbox, directory: RunDirectory,
+                 attempt: int, alert: Callable[[Alert], None], sink: Sink, part: Callable[[], str],
+                 trace: Callable[[], tuple[list[Call], str]] | None = None, end: Callable[[int], object] = os._exit,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._rank, self._processes, self._mailbox = limit_seconds, rank, processes, mailbox
+        self._directory, self._attempt, self._alert, self._sink, self._part = directory, attempt, alert, sink, part
+        self._trace, self._end, self._clock = trace, end, clock
+        self._poll = min(POLL_SECONDS, limit_seconds / 10)
+        self._nodes = len({process.host for process in processes})
+        self._pause = PAUSE_NODE if self._nodes == 1 else PAUSE_NODES
+        self._step = 0
+        self._beat = ("the start of the process", clock())
+        self._armed = float("-inf")
+        self._answered = False
+        self._stopped = threading.Event()
+        self._hanging = False
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # ---- progress, on the main thread
+
+    def beat(self, what: str) -> None:
+        self._beat = (what, self._clock())
+
+    def on_start(self, step: int) -> None:
+        self._step = step
+        self.beat("building and loading")
+        peers.outlast(self._limit)
+
+    def on_step(self, done: StepDone) -> None:
+        self._step = done.step
+        self.beat(f"step {done.step}")
+
+    def on_eval(self, row: Row) -> None:
+        self.beat(f"the evaluation of {row['set']} after step {row['step']}")
+
+    def on_checkpoint(self, path: Path) -> None:
+        self.beat(f"saving {path.name}")
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(LAST_SECONDS)
+        faulthandler.cancel_dump_traceback_later()
+
+    def failed(self, error: Exception) -> None:
+        if self._hanging:  # the others' end is what broke the call that this rank waited in, and the watching thread ends it too
+            self._thread.join(LAST_SECONDS)
+        if len(self._processes) == 1 or isinstance(error, UserError) or self._stopped.is_set():
+            return
+        self._stopped.set()
+        own = self._report("".join(traceback.format_exception(error)), FAILURE)
+        self._post(f"{FAILURE}-{self._rank}", own.to_json())
+        call = own.waits_in
+        if call is None:
+            return
+        self._ask(FAILURE)
+        with_it = [rank for rank in call.ranks if rank != self._rank][:MOST_COMPARED]
+        said = hang.mismatch(found_of(self._collect(FAILURE, own, with_it, FAILURE_SECONDS), self._processes, {}))
+        if said is not None:
+            error.add_note(f"{said.cause} ({said.evidence})")
+
+    # ---- watching, on a thread of its own
+
+    def _watch(self) -> None:
+        looked = self._clock()
+        while not self._stopped.wait(self._poll):
+            now = self._clock()
+            if now - looked > self._poll + PAUSE_SECONDS:
+                # Stopped and continued, or the machine slept: what has not run has not hung. Others who did run say so by themselves.
+                what, at = self._beat
+                self._beat = (what, at + now - looked)
+            looked = now
+            self._arm(now)
+            asked = self._mailbox.look(ASKED)
+            why = json.loads(asked)["why"] if asked is not None else None
+            if why == HANG or now - self._beat[1] > self._limit:
+                self._hang()
+            elif why == FAILURE and not self._answered:
+                self._answered = True
+                self._post(f"{FAILURE}-{self._rank}", self._report("", FAILURE).to_json())
+
+    def _arm(self, now: float) -> None:
+        """Where native code keeps the interpreter, no thread of Python can speak. Then a thread of C writes the stacks, shortly before the
+        others' limit is over, into memory that they can read."""
+        if now - self._armed < self._limit / 10:
+            return
+        self._armed = now
+        notes = self._processes[self._rank].notes
+        os.ftruncate(notes, 0)
+        os.lseek(notes, 0, os.SEEK_SET)
+        faulthandler.dump_traceback_later(self._limit * 0.9, file=notes)
+
+    # ---- the end
+
+    def _hang(self) -> None:
+        self._hanging = True
+        threading.Thread(target=self._at_last, name="watchdog-end", daemon=True).start()
+        try:
+            self._tell_and_leave()
+        except BaseException:  # noqa: BLE001  the run is over in any case
+            _say(f"rank {self._rank} could not tell of its hang: {traceback.format_exc()}")
+        self._end(int(ExitCode.FAILURE))
+
+    def _tell_and_leave(self) -> None:
+        self._ask(HANG)
+        own = self._report("", HANG)
+        self._post(f"{HANG}-{self._rank}", own.to_json())
+        if self._trace is not None:
+            own = self._with_trace(own, self._trace)
+            self._post(f"{HANG}-{self._rank}", own.to_json())
+        if self._collects():
+            self._conclude(own)
+        elif self._await(VERDICT, VERDICT_SECONDS) is None:
+            _say(f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no word of the rank that should say why")
+        _bounded(lambda: (self._sink.flush(), self._sink.close(int(ExitCode.FAILURE))), FLUSH_SECONDS)
+        if self._rank == 0 and self._nodes > 1:
+            time.sleep(LINGER_SECONDS)
+
+    def _collects(self) -> bool:
+        """Whether this is the lowest rank that can speak. Rank 0 knows; the others find out while rank 0 collects."""
+        if self._rank == 0:
+            return True
+        if self._await(VERDICT, COLLECT_SECONDS) is not None:
+            return False
+        return all(self._mailbox.read(f"{HANG}-{rank}") is None for rank in range(self._rank))
+
+    def _conclude(self, own: Report) -> None:
+        found = self._found(self._collect(HANG, own, range(len(self._processes)), COLLECT_SECONDS if self._rank == 0 else self._pause))
+        said = hang.diagnose(found)
+        file = self._directory.hang_file(self._attempt)
+        head = (f"No progress for {own.idle:.0f} s after {own.last} (monitor.hang_seconds={self._limit:g}); told by rank {self._rank} at "
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')}.")
+        alert = replace(said.alert(self._step), evidence=f"{said.evidence}; stacks of all ranks: {file}")
+        self._try(lambda: _write(file, hang_text.report_text(said, found, head, linecache.getline)))
+        self._try(lambda: self._directory.finish(RunState.FAILED, int(ExitCode.FAILURE), f"hang: {said.cause}; see {file}",
+                                                 attempt=self._attempt))
+        if self._rank == 0:
+            _bounded(lambda: self._alert(alert), FLUSH_SECONDS)
+        else:
+            self._try(lambda: _append(self._directory.alerts_file, alert.row()))
+        _say(f"the run hangs after {own.last}: {said.cause}. It ends; see {file}")
+        self._post(VERDICT, json.dumps({"cause": said.cause, "report": str(file)}))
+
+    def _at_last(self) -> None:
+        time.sleep(LAST_SECONDS)
+        _say(f"rank {self._rank} hangs, and could not tell why within {LAST_SECONDS:g} s")
+        self._end(int(ExitCode.FAILURE))
+
+    # ---- words
+
+    def _report(self, failure: str, why: str) -> Report:
+        now, wall = time.monotonic(), time.time()
+        own = self._processes[self._rank]
+        what, at = self._beat
+        calls = tuple(replace(call, begun=call.begun - now + wall) for call in last_calls())
+        return Report(
+            rank=self._rank, host=own.host, pid=own.pid, at=wall, step=self._step, last=what, idle=self._clock() - at, part=self._part(),
+            threads=tuple(stacks.threads()), calls=calls, neighbours=self._neighbours(), failure=failure,
+            whole=why == FAILURE or self._trace is None)
+
+    def _with_trace(self, own: Report, trace: Callable[[], tuple[list[Call], str]]) -> Report:
+        """NCCL's own record takes the place of the process's: it knows what the GPU has finished."""
+        found = _bounded(trace, TRACE_SECONDS)
+        if found is None:
+            return replace(own, whole=True)
+        calls, text = found
+        folder = self._directory.hang_folder(self._attempt)
+        self._try(lambda: _write(folder / f"rank-{self._rank}.nccl.json", text))
+        known = {call.group for call in calls}
+        return replace(own, calls=(*(call for call in own.calls if call.group not in known), *calls), whole=True)
+
+    def _neighbours(self) -> dict[int, Neighbour]:
+        """Ranks of this host that cannot speak for themselves."""
+        own = self._processes[self._rank]
+        seen = {rank: Neighbour(stacks.process_state(process), stacks.notes_of(process))
+                for rank, process in enumerate(self._processes) if process.host == own.host and rank != self._rank}
+        return {rank: neighbour for rank, neighbour in seen.items() if neighbour.silent}
+
+    def _collect(self, why: str, own: Report, ranks: Sequence[int], seconds: float) -> dict[int, Report]:
+        """This rank's word and those of ``ranks``, as far as they come."""
+        reports = {self._rank: own}
+        deadline = self._clock() + seconds
+        while True:
+            for rank in ranks:
+                if (rank not in reports or not reports[rank].whole) and (text := self._mailbox.read(f"{why}-{rank}")) is not None:
+                    reports[rank] = Report.from_json(text)
+            if all(rank in reports and reports[rank].whole for rank in ranks) or self._clock() > deadline:
+                return dict(sorted(reports.items()))
+            time.sleep(self._pause)
+
+    def _found(self, reports: Mapping[int, Report]) -> Found:
+        """With the last words of ranks that have failed before."""
+        gone = {rank: Report.from_json(text) for rank in range(len(self._processes))
+                if rank not in reports and (text := self._mailbox.read(f"{FAILURE}-{rank}")) is not None}
+        failed = {rank: report for rank, report in gone.items() if report.failure}
+        own = self._processes[self._rank]
+        states = {rank: Neighbour(stacks.process_state(process), stacks.notes_of(process)) for rank, process in enumerate(self._processes)
+                  if rank not in reports and process.host == own.host}
+        return found_of({**reports, **failed}, self._processes, states)
+
+    def _await(self, name: str, seconds: float) -> str | None:
+        deadline = self._clock() + seconds
+        while (text := self._mailbox.read(name)) is None and self._clock() < deadline:
+            time.sleep(self._pause)
+        return text
+
+    def _ask(self, why: str) -> None:
+        """For the other ranks' words."""
+        if self._mailbox.look(ASKED) is None or why == HANG:
+            self._post(ASKED, json.dumps({"why": why, "by": self._rank}))
+
+    def _post(self, name: str, text: str) -> None:
+        self._try(lambda: self._mailbox.post(name, text))
+
+    def _try(self, action: Callable[[], object]) -> None:
+        """A step of telling that may fail without keeping the next one from being taken."""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  said, and the run ends all the same
+            _say(f"rank {self._rank}: {type(error).__name__}: {error}")
+
+
+def _bounded(action: Callable[[], T], seconds: float) -> T | None:
+    """What it gives, if that comes in time and does not fail."""
+    answers: list[T] = []
+
+    def work() -> None:
+        try:
+            answers.append(action())
+        except Exception as error:  # noqa: BLE001  said; who called goes on
+            _say(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=work, name="watchdog-work", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
+
+
+def _say(line: str) -> None:
+    """Not through ``sys.stderr``, whose lock another thread may hold."""
+    os.write(2, f"{line}\n".encode())
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, text, durable=False)
+
+
+def _append(file: Path, row: Mapping[str, object]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as rows:
+        rows.write(json.dumps(row) + "\n")
+
+
+@contextmanager
+def watchdog(plan: RunPlan, directory: RunDirectory, sink: Sink, alert: Callable[[Alert], None], recorder: StepRecorder | None, *,
+             rank: int, attempt: int) -> Iterator[Progress]:
+    """From before the engine is built until the run is over. All ranks enter it together."""
+    limit, ranks = plan.config.monitor.hang_seconds, plan.world.ranks
+    if limit == 0:
+        yield Progress()
+        return
+
+    def part() -> str:
+        open_part = recorder.doing[1] if recorder is not None else UNEXPLAINED
+        return "" if open_part == UNEXPLAINED else open_part
+
+    notes = os.memfd_create("stacks", os.MFD_CLOEXEC)
+    store = peers.own_store() if plan.world.nodes > 1 else None
+    trace = (lambda: peers.nccl_trace(plan.axes)) if plan.world.device is Device.CUDA else None
+    watch = Watchdog(limit, rank=rank, processes=peers.everyone(ranks, notes), mailbox=Mailbox(directory.hang_folder(attempt), store),
+                     directory=directory, attempt=attempt, alert=alert, sink=sink, part=part, trace=trace)
+    watch.start()
+    try:
+        yield watch
+    except Exception as error:
+        watch.failed(error)
+        raise
+    finally:
+        watch.stop()
+        os.close(notes)
