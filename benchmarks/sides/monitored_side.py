@@ -37,9 +37,8 @@ class Flood(hooks.Hook):
 
     def on_step(self, done: hooks.StepDone) -> None:
         for node in range(self._nodes):
-            sinks[-1].log(Kind.SYSTEM, {
-                "step": done.step, "time": time.time(), "node": node, "gpus": [
-                    {f"metric_{number}": random.random() for number in range(self._each // 5)} for _ in range(5)]})
+            figures = {f"gpu/{number}/of_node_{node}": random.random() for number in range(self._each)}
+            sinks[-1].log(Kind.SYSTEM, {"step": done.step, "time": time.time(), "node": node, **figures})
 
 
 class Sleep(hooks.Hook):
@@ -51,11 +50,11 @@ class Sleep(hooks.Hook):
 
 
 class More(hooks.Hooks):
-    def __init__(self, *others: hooks.Hook) -> None:
+    def __init__(self, *others: hooks.Hook, **named: Any) -> None:
         first = os.environ["RANK"] == "0"
         flood = [Flood(spec["nodes"], spec["metrics"])] if first and "metrics" in spec else []
         sleep = [Sleep(spec["sleep_share"])] if first and "sleep_share" in spec else []
-        super().__init__(*others, *flood, *sleep)
+        super().__init__(*others, *flood, *sleep, **named)
 
 
 rank_of_a_run.open_sinks = opened

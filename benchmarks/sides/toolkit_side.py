@@ -22,8 +22,8 @@ def with_baton() -> None:
     from toolkit.train.hooks import Hooks, StepDone
 
     class Turns(Hooks):
-        def __init__(self, *hooks: Any) -> None:
-            super().__init__(*hooks)
+        def __init__(self, *hooks: Any, **named: Any) -> None:
+            super().__init__(*hooks, **named)
             self._baton = Baton(spec["baton"] if os.environ["RANK"] == "0" else None)
             self._started = 0.0
 

@@ -143,41 +143,38 @@ class Waiting:
         return alone(block)
 
 
-def alone_ledger(gather: Gather, clock: FakeClock, rows: list[Row]) -> Ledger:
-    recorded = [step_time(step, {FORWARD: 0.1}) for step in range(1, 100_000)]
-
-    def taken() -> list[StepTime]:
-        return [recorded.pop(0) for _ in range(3)]
-
-    return Ledger(taken, Vectors(part_names(Axes())), gather, rows.append, rank=0, ranks=1, say=rows.append, tell=rows.append, clock=clock)
+def alone_ledger(gather: Gather, clock: FakeClock, rows: list[Row]) -> tuple[Hooks, Ledger]:
+    recorded = Recorded(rank=0)
+    ledger = Ledger(recorded.taken, Vectors(part_names(Axes())), gather, rows.append, rank=0, ranks=1, say=print, tell=print, clock=clock)
+    return Hooks(recorded, ledger), ledger
 
 
 def test_nothing_is_asked_for_while_a_gather_is_under_way() -> None:
     clock, gather, rows = FakeClock(), Waiting(), []
-    ledger = alone_ledger(gather, clock, rows)
-    ledger.on_start(0)
+    hooks, ledger = alone_ledger(gather, clock, rows)
+    hooks.on_start(0)
     asked = []
     for step in range(1, 8):
         clock.now += 0.5
         slots = ledger.due()
         asked.append(slots)
-        ledger.on_step(StepDone(step, 0.1, step_done(step).result, 0.5, Agreed(ledger=slots), False))
+        hooks.on_step(StepDone(step, 0.1, step_done(step).result, 0.5, Agreed(ledger=slots), False))
     assert asked == [0, 5, 0, 0, 0, 0, 0]  # after a second: of one step that is over, and four to spare
     gather.open.set()
-    ledger.on_end(7)
-    assert [row["step"] for row in rows[:-1]] == [1, 2, 3, 4, 5, 6]
+    hooks.on_end(7)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_many_quick_steps_are_gathered_before_a_second_is_over() -> None:
     clock, rows = FakeClock(), []
-    ledger = alone_ledger(alone, clock, rows)
-    ledger.on_start(0)
-    first = next(step for step in range(1, 10_000) if _due_after(ledger, step))
+    hooks, ledger = alone_ledger(alone, clock, rows)
+    hooks.on_start(0)
+    first = next(step for step in range(1, 10_000) if _due_after(hooks, ledger, step))
     assert first == 512 + 1
     ledger.close()
 
 
-def _due_after(ledger: Ledger, step: int) -> bool:
+def _due_after(hooks: Hooks, ledger: Ledger, step: int) -> bool:
     due = ledger.due() > 0
-    ledger.on_step(step_done(step))
+    hooks.on_step(step_done(step))
     return due

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -134,6 +135,13 @@ def _short(number: np.floating) -> float:
 def shares(row: Row) -> dict[str, float]:
     """The median rank's share of the step for each part of a row."""
     return {name: middle / row["wall_seconds"] if row["wall_seconds"] else 0.0 for name, (_, middle, _) in row["parts"].items()}
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """For tables of one number a column: a part's own name has its median, ``forward/max`` its maximum."""
+    medians = {name: middle for name, (_, middle, _) in row["parts"].items()}
+    maxima = {f"{name}/max": high for name, (_, _, high) in row["parts"].items()}
+    return {**{name: value for name, value in row.items() if name != "parts"}, **medians, **maxima}
 
 
 class Totals:

@@ -21,6 +21,7 @@ from toolkit.train.hooks import Hook, StepDone
 
 GATHER_SECONDS = 1.0
 END_SECONDS = 5.0  # how long the end waits for other ranks' last steps
+LAST_SECONDS, LAST_LOOKS = 0.5, 100  # how long, and how often, it looks for this rank's own last step
 SPARE = 4  # steps of a gather beside those since the last one: ranks whose clocks lagged catch up
 MOST_BYTES = 4 * 2**20  # that reach rank 0 in one gather
 FEWEST, MOST = 16, 1024  # steps of a gather, whatever the number of ranks
@@ -56,6 +57,8 @@ class Ledger(Hook):
         self._asked_at = 0  # the newest gather's step
         self._asked, self._answered = 0, 0  # gathers; the thread counts the latter
         self._next = 0.0
+        self._held: list[StepTime] = []  # taken and not handed to the thread yet
+        self._newest = 0  # step that was taken
 
     def due(self) -> int:
         """How many steps each rank shall send after this step, 0: none. Asked on every rank before ``on_step``; rank 0's answer counts.
@@ -71,7 +74,7 @@ class Ledger(Hook):
         return min(self._most, since + SPARE)
 
     def on_start(self, step: int) -> None:
-        self._first, self._step, self._asked_at = step + 1, step, step
+        self._first, self._step, self._asked_at, self._newest = step + 1, step, step, step
         self._next = self._clock() + GATHER_SECONDS
         self._thread.start()
 
@@ -82,6 +85,11 @@ class Ledger(Hook):
 
     def on_end(self, step: int) -> None:
         """All ranks come here after the same step, so that no exchange is needed for the last gather."""
+        for _ in range(LAST_LOOKS):
+            self._take()
+            if self._newest >= step:
+                break
+            time.sleep(LAST_SECONDS / LAST_LOOKS)  # the device is about to come by the end of the last step
         self._ask(self._slots(step - self._asked_at))
         self._jobs.put(None)
         self._thread.join(self._end_seconds)
@@ -99,7 +107,13 @@ class Ledger(Hook):
     def _ask(self, slots: int) -> None:
         self._asked += 1
         self._asked_at, self._next = self._step, self._clock() + GATHER_SECONDS
-        self._jobs.put((self._step, slots, self._taken()))
+        self._take()
+        self._jobs.put((self._step, slots, self._held))
+        self._held = []
+
+    def _take(self) -> None:
+        self._held += self._taken()
+        self._newest = self._held[-1].step if self._held else self._newest
 
     # ---- the thread
 
