@@ -33,12 +33,12 @@ class Flood(hooks.Hook):
     """What the samplers of ``nodes`` nodes would say, every step instead of every ten seconds."""
 
     def __init__(self, nodes: int, metrics: int) -> None:
-        self._nodes, self._each = nodes, metrics // nodes
+        each = metrics // nodes  # made here: making them is other nodes' work
+        self._rows = [{f"gpu/{number}/of_node_{node}": random.random() for number in range(each)} for node in range(nodes)]
 
     def on_step(self, done: hooks.StepDone) -> None:
-        for node in range(self._nodes):
-            figures = {f"gpu/{number}/of_node_{node}": random.random() for number in range(self._each)}
-            sinks[-1].log(Kind.SYSTEM, {"step": done.step, "time": time.time(), "node": node, **figures})
+        for node, row in enumerate(self._rows):
+            sinks[-1].log(Kind.SYSTEM, {**row, "step": done.step, "time": time.time(), "node": node})
 
 
 class Sleep(hooks.Hook):
