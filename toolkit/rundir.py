@@ -2,9 +2,11 @@
 
     config.yaml plan.json status.json          of the newest attempt
     metrics.jsonl eval.jsonl ledger.jsonl      each step once, over all attempts
-    alerts.jsonl system/node-N.jsonl           as they came
+    alerts.jsonl alerts/node-N.jsonl           as they came; of other nodes than the first
+    system/node-N.jsonl                        as they came, of each node
     checkpoints/ plots/
-    attempts/001/{config.yaml,plan.json,log.txt}, and metric rows and checkpoints of steps that a later attempt ran again
+    attempts/001/{config.yaml,plan.json,environment.json,log.txt}, and metric rows and checkpoints of steps that a later attempt ran again
+    attempts/001/{hang.txt,hang/}              of one that ended for want of progress
     fork.json                                  the parent, in a run that began from another one's state
     lock                                       held while a process runs here
 
@@ -136,6 +138,10 @@ class RunDirectory:
     def alerts_file(self) -> Path:
         return self.path / "alerts.jsonl"
 
+    def node_alerts_file(self, node: int) -> Path:
+        """What was told on one node: on the first, of the whole run."""
+        return self.alerts_file if node == 0 else self.path / "alerts" / f"node-{node}.jsonl"
+
     def system_file(self, node: int) -> Path:
         """Samples of one node. Each node's first rank writes its own, on whatever disk the node has for the run's directory."""
         return self.path / "system" / f"node-{node}.jsonl"
@@ -157,6 +163,17 @@ class RunDirectory:
 
     def log_file(self, attempt: int) -> Path:
         return self.attempt_folder(attempt) / "log.txt"
+
+    def hang_folder(self, attempt: int) -> Path:
+        """What each rank said of itself when the run made no progress, or failed."""
+        return self.attempt_folder(attempt) / "hang"
+
+    def hang_file(self, attempt: int) -> Path:
+        """Why it made none, with the stacks of all ranks; there where the attempt ended so."""
+        return self.attempt_folder(attempt) / "hang.txt"
+
+    def environment_file(self, attempt: int) -> Path:
+        return self.attempt_folder(attempt) / "environment.json"
 
     def attempts(self) -> list[int]:
         """Numbers of the attempts so far, in order."""

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from toolkit.config.schema import parse_cadence
 from toolkit.engine import collectives
 from toolkit.engine.clock import clock_of
 from toolkit.engine.protocol import Engine
+from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.console import say
+from toolkit.monitor.detect import detectors
+from toolkit.monitor.detect_saving import LateCheckpoint
 from toolkit.monitor.parts import UNRECORDED, Recorder
+from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.recorder import StepRecorder
-from toolkit.monitor.sink import Kind, Sink, tell
+from toolkit.monitor.sink import CompositeSink, Kind, Sink, tell
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory
 from toolkit.train.agree import Exchange
+from toolkit.train.gather import Gather, gather_of
+from toolkit.train.health import Alerts, HealthSink, Saves
 from toolkit.train.hooks import Hook
 from toolkit.train.ledger import Ledger, ledger_of
 from toolkit.train.probe import Probe
 from toolkit.train.profile import Profile
+from toolkit.train.replicas import Replicas, unseen
+from toolkit.train.vitals import Vitals
+from toolkit.train.watchdog import Progress, watchdog
+
+JUDGED_SECONDS = 5.0  # how long the end waits for the last rows to be looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +42,22 @@ class Watch:
     """What a rank's run is watched by.
 
     Attributes:
+        sink: takes the rows of the run: the run's sinks, and on rank 0 what judges the rows.
         recorder: where its time goes; the engine and the loop tell it.
         alert: takes what deserves attention. On rank 0 it reaches people; other ranks' alerts are of their own node.
         ledger: gathers where the ranks' time goes; None: nobody asked for it.
         makers: of the hooks, which may want to know the engine.
+        vitals: of this rank's process.
+        progress: is told that the run goes on; without such a word for ``monitor.hang_seconds`` the run is ended.
     """
 
+    sink: Sink
     recorder: Recorder
     alert: Callable[[Alert], None]
     ledger: Ledger | None
     makers: Sequence[Callable[[Engine], Hook]]
+    vitals: Vitals
+    progress: Progress
 
     def hooks(self, engine: Engine) -> list[Hook]:
         """In the order in which they listen, before evaluation and saving."""
@@ -59,6 +78,10 @@ def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
     makers: list[Callable[[Engine], Hook]] = []
     ledger: Ledger | None = None
     with ExitStack() as stack:
+        alert = Alerts(sink)
+        vitals = stack.enter_context(closing(Vitals()))
+        if rank == 0:
+            sink = CompositeSink([sink, judge(plan, alert, stack, makers)])
         if monitor.ledger:
             recorder = taking = StepRecorder(clock_of(plan.world.device), pipelined=plan.axes.pipeline > 1)
             log_row = partial(sink.log, Kind.LEDGER)
@@ -66,10 +89,32 @@ def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
             makers.append(lambda engine: made)
         if monitor.ledger or monitor.hang_seconds:
             stack.enter_context(collectives.watched(plan.axes, taking))
+        if monitor.replicas_every and plan.axes.size > 1:
+            compare = gather_of(rank, plan.axes.size, plan.world.ranks_per_node)
+            makers.append(lambda engine: stack.enter_context(closing(compares(plan, engine, ask, compare, alert, sink, rank))))
         if monitor.probe:
             makers.append(lambda engine: Probe(plan, engine.device, ask, rank=rank, file=attempt_folder / "probe.json", sink=sink,
                                                take=recorder.transfers_take, say=say))
         if monitor.profile_step is not None and rank % plan.world.ranks_per_node == 0:
             first, file = monitor.profile_step, attempt_folder / f"trace-rank-{rank}.json.gz"
             makers.append(lambda engine: Profile(first, monitor.profile_steps, file, engine.device, say=say, tell=tell))
-        yield Watch(recorder, lambda alert: sink.log(Kind.ALERT, alert.row()), ledger, makers)
+
+        # The last to be entered is the first to be left: it asks the others while calls are still remembered.
+        progress = stack.enter_context(watchdog(plan, directory, sink, alert, taking, rank=rank, attempt=attempt))
+        makers.insert(0, lambda engine: progress)
+        yield Watch(sink, recorder, alert, ledger, makers, vitals, progress)
+
+
+def judge(plan: RunPlan, alert: Callable[[Alert], None], stack: ExitStack, makers: list[Callable[[Engine], Hook]]) -> Sink:
+    """On rank 0: looks at the rows of the run, in a thread of its own."""
+    late = LateCheckpoint(parse_cadence(plan.config.checkpoint.every), time.monotonic)
+    makers.append(lambda engine: Saves(late.saved))
+    health = CompositeSink([QueuedSink(lambda: HealthSink([*detectors(plan), late], alert, tell), "health", close_seconds=JUDGED_SECONDS)])  # trouble of it is told, whenever it comes
+    stack.callback(health.close, int(ExitCode.DONE))
+    return health
+
+
+def compares(plan: RunPlan, engine: Engine, ask: Exchange, gather: Gather, alert: Callable[[Alert], None], sink: Sink, rank: int) -> Replicas:
+    if rank == 0:
+        sink.log_text("not_compared", "; ".join(unseen(plan)))
+    return Replicas(plan, engine, ask, gather, rank=rank, every=plan.config.monitor.replicas_every, alert=alert, tell=tell)
