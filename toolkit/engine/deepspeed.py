@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.config.schema import Place as Where
 from toolkit.engine import deepspeed_compat as compat
+from toolkit.engine import deepspeed_copies as copies
 from toolkit.engine import deepspeed_context as context
 from toolkit.engine import deepspeed_gradients as gradients
 from toolkit.engine import deepspeed_load as moving
 from toolkit.engine import deepspeed_state as state
 from toolkit.engine import seeding
+from toolkit.engine.copies import together
 from toolkit.engine.deepspeed_build import build
-from toolkit.engine.protocol import LOSS, EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.engine.protocol import LOSS, Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
 
@@ -117,6 +120,13 @@ class DeepSpeedEngine:
 
     def shards(self) -> list[Shard]:
         return moving.shards(self._ds.optimizer, self._partitions()) + self._frozen()
+
+    def copies(self) -> list[Copies]:
+        axes, rank = self._plan.axes, self._plan.axes.rank(self._coordinates)
+        found = list(copies.weights(self._places, axes, rank)) if self._stage < 3 else []
+        if (self._stage == 0 or axes.tensor > 1) and self._plan.config.offload.optimizer is not Where.nvme:
+            found += copies.state(self._ds.optimizer, self._partitions(), axes, rank, stage=self._stage, device=self.device)
+        return together(found)
 
     def scalars(self) -> dict[str, object]:
         return moving.scalars(self._ds.optimizer, self._partitions())

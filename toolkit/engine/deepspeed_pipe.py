@@ -15,12 +15,14 @@ from torch import nn
 
 from toolkit.checkpoint.shard import Box, Reader, Shard
 from toolkit.engine import deepspeed_compat as compat
+from toolkit.engine import deepspeed_copies as copies
 from toolkit.engine import deepspeed_load as moving
 from toolkit.engine import deepspeed_pipe_compat as mends
 from toolkit.engine import deepspeed_state as state
 from toolkit.engine import seeding
+from toolkit.engine.copies import together
 from toolkit.engine.optimizers import parameter_groups
-from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
 from toolkit.monitor.parts import UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
 
@@ -94,6 +96,14 @@ class DeepSpeedPipelineEngine:
         """A tied weight and its moments come from the first stage, which holds the same as the last."""
         repeated = {self._places[parameter].name for parameter in self._places if getattr(parameter, "ds_pipe_replicated", False)}
         return [shard for shard in moving.shards(self._ds.optimizer, self._partitions()) if shard.key.name not in repeated]
+
+    def copies(self) -> list[Copies]:
+        axes, rank = self._plan.axes, self._plan.axes.rank(self._at)
+        tied = [parameter for parameter, _ in self._module.get_tied_weights_and_groups()]
+        found = list(copies.weights(self._places, axes, rank, tied))
+        if self._plan.config.zero.stage == 0:
+            found += copies.state(self._ds.optimizer, self._partitions(), axes, rank, stage=0, device=self.device)
+        return together(found)
 
     def scalars(self) -> dict[str, object]:
         return moving.scalars(self._ds.optimizer, self._partitions())

@@ -20,7 +20,7 @@ from toolkit.engine import seeding
 from toolkit.engine.muon import Muon
 from toolkit.engine.optimizers import moments, torch_optimizers
 from toolkit.engine.precision import DTYPES, LossScaler
-from toolkit.engine.protocol import LOSS, EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.engine.protocol import LOSS, Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
 from toolkit.engine.resume import resumes, weight_key
 from toolkit.models.build import build_model
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
@@ -141,6 +141,9 @@ class LocalEngine:
                 for kind in moments(optimizer):
                     if state.get(kind) is not None:
                         yield _shard(kind, names[master], state[kind])
+
+    def copies(self) -> list[Copies]:
+        return []
 
     def scalars(self) -> dict[str, object]:
         found: dict[str, object] = {}

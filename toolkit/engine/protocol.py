@@ -62,6 +62,21 @@ class EvalResult:
     others: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Tensors of this rank that others hold too, equal to the bit while nothing is wrong.
+
+    Attributes:
+        what: for people. Of one name, no rank is in two sets of ranks.
+        ranks: that hold them, this one among them, in rising order.
+        tensors: by name; the same names in the same order on all of ``ranks``.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    tensors: Mapping[str, torch.Tensor]
+
+
 class Engine(Protocol):
     device: torch.device
 
@@ -76,6 +91,10 @@ class Engine(Protocol):
 
     def shards(self) -> list[Shard]:
         """Weights, master weights and optimizer tensors that this rank holds: views for saving and loading in place."""
+
+    def copies(self) -> list[Copies]:
+        """What this rank holds in common with others, as it is after a step. All ranks call it together: an engine may have to wait for
+        weights that are still on their way."""
 
     def scalars(self) -> dict[str, object]:
         """The engine's own state that is not a tensor of parameter shape: optimizer step, loss scaler. Plain JSON types."""

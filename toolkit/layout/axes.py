@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import combinations
+from itertools import combinations, product
 
 
 class Axis(StrEnum):
@@ -73,6 +73,13 @@ class Axes:
         for axis in reversed(ORDER):
             rank = rank * getattr(self, axis) + getattr(at, axis)
         return rank
+
+    def peers(self, rank: int, along: Collection[Axis]) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` along these axes only, itself among them, in rising order."""
+        at = self.coordinates(rank)
+        outer = tuple(reversed(ORDER))
+        places = product(*(range(getattr(self, axis)) if axis in along else (getattr(at, axis),) for axis in outer))
+        return tuple(self.rank(Coordinates(**dict(zip(outer, place, strict=True)))) for place in places)
 
     def spanned(self, ranks: Iterable[int]) -> tuple[Axis, ...]:
         """The axes along which these ranks differ, innermost first."""

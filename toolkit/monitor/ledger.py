@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.layout.axes import Axes, axis_names
-from toolkit.monitor.parts import PARTS, UNEXPLAINED, communication
+from toolkit.monitor.parts import DATA, PARTS, UNEXPLAINED, communication
 from toolkit.monitor.recorder import StepTime
 from toolkit.monitor.sink import Row
 
@@ -106,7 +106,8 @@ def ledger_row(step: int, table: np.ndarray, names: Sequence[str]) -> Row:
         ``step``; ``ranks`` that sent; ``wall_seconds`` of the median rank, from one wait for samples to the next, so with evaluation and
         the save that followed the step; ``parts``: seconds as [minimum, median, maximum] over ranks by name, without those that took no
         time anywhere; ``slowest_rank``, the one that others wait for: the longest busy, with its ``slowest_busy_seconds`` beside
-        ``median_busy_seconds``; ``unexplained_share`` of the median rank.
+        ``median_busy_seconds``; ``data_rank``, which waited longest for its samples; ``unexplained_share`` of
+        the median rank.
     """
     present = np.flatnonzero(~np.isnan(table[:, STEP]))
     assert len(present), f"step {step} of no rank"
@@ -124,6 +125,7 @@ def ledger_row(step: int, table: np.ndarray, names: Sequence[str]) -> Row:
         "slowest_rank": int(present[slowest]),
         "slowest_busy_seconds": _short(seconds[slowest, busy]),
         "median_busy_seconds": _short(middle[busy]),
+        "data_rank": int(present[seconds[:, first + names.index(DATA)].argmax()]),
         "unexplained_share": _short(middle[first + names.index(UNEXPLAINED)] / middle[wall]) if middle[wall] > 0 else 0.0,
     }
 

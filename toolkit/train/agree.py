@@ -31,6 +31,9 @@ class Agreed:
     save: bool = False  # by rank 0's clock a checkpoint is due
     data_seconds: float = 0.0  # that the rank which waited longest for its samples waited: the others wait for it
     ledger: int = 0  # how many steps each rank sends to the ledger now: ``train/ledger.py``
+    gc_seconds: float = 0.0  # that the rank which collected garbage longest since the step before did so: the others wait for it
+    host_bytes: int = 0  # of the fullest process: ``train/vitals.py``
+    device_bytes: int = 0  # that tensors hold on the fullest device; 0 on CPU
 
 
 def alone(values: Sequence[int]) -> list[int]:

@@ -42,6 +42,9 @@ class Held:
         whole: of its weight, and of its state without the distributed optimizer.
         ranges: of a data rank's range of its state: the other data ranks have other ranges.
         mirror: the last stage's copy of a tied embedding, which the first stage saves.
+        tied: this one or the one that is mirrored, in a pipeline.
+        name: Megatron-core's, as with all axes 1.
+        data_ranks, tensor_ranks: that have the same of this parameter along these axes, this rank among them.
     """
 
     parameter: nn.Parameter
@@ -49,6 +52,10 @@ class Held:
     whole: Copies
     ranges: Copies
     mirror: bool
+    tied: bool
+    name: str
+    data_ranks: tuple[int, ...]
+    tensor_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,7 @@ def _held(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[Held]:
     assert plan.megatron is not None
     tensors = by_name(get(plan.shape.family).megatron(plan.shape))
     rows = plan.megatron["model"]["vocab_size"]
+    tied = plan.axes.pipeline > 1 and OUTPUT in tensors and tensors[OUTPUT].name == EMBEDDING
     for chunk in chunks:
         for own, parameter in chunk.named_parameters():
             name = global_name(chunk, own)
@@ -134,7 +142,13 @@ def _held(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[Held]:
             over_tensor = Copies(group.rank(), group.size()) if tensor.cut is Cut.whole else Copies(0, 1)
             peers = _data_group(expert)
             whole = Copies(over_tensor.number * peers.size() + peers.rank(), over_tensor.count * peers.size())
-            yield Held(parameter, held, whole, over_tensor, mirror=name == OUTPUT and tensor.name == EMBEDDING)
+            yield Held(parameter, held, whole, over_tensor, mirror=name == OUTPUT and tensor.name == EMBEDDING,
+                       tied=tied and tensor.name == EMBEDDING, name=tensor.name, data_ranks=_ranks(peers),
+                       tensor_ranks=_ranks(group) if tensor.cut is Cut.whole else (dist.get_rank(),))
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def _data_group(expert: bool) -> dist.ProcessGroup:

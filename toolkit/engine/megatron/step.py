@@ -18,9 +18,10 @@ from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.data.evaluation import IGNORED
 from toolkit.engine import seeding
+from toolkit.engine.copies import together
 from toolkit.engine.megatron import cpu, mends
 from toolkit.engine.precision import LossScaler
-from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
 from toolkit.engine.resume import resumes, weight_key
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
@@ -93,6 +94,13 @@ class MegatronEngine:
         self._built.settle_weights()
         state = self._built.state
         return [*state.weights(), *state.master_weights(), *state.moments()]
+
+    def copies(self) -> list[Copies]:
+        from toolkit.engine.megatron import copies
+
+        self._built.settle_weights()
+        state, rank = self._built.state, self._plan.axes.rank(self._at)
+        return together([*copies.weights(state, self._plan.axes, rank), *copies.kept(state, rank, self.device)])
 
     def scalars(self) -> dict[str, object]:
         found: dict[str, object] = {}

@@ -1,0 +1,47 @@
+"""The detectors of a run. Each is pure: rows in, alerts out."""
+
+from __future__ import annotations
+
+from toolkit.config.urls import is_url
+from toolkit.monitor.detect_loss import GRADIENT, LOSS, Jump, LossScale, NonFinite, Validation
+from toolkit.monitor.detect_memory import Creep, device_memory, host_memory
+from toolkit.monitor.detect_saving import SlowCheckpoint
+from toolkit.monitor.detect_time import (
+    DataStall,
+    DataStallOfRank,
+    FallingThroughput,
+    GarbageCollection,
+    Pauses,
+    SlowCollective,
+    Straggler,
+)
+from toolkit.monitor.detector import Detector
+from toolkit.plan.devices import memory_bytes
+from toolkit.plan.types import RunPlan
+
+
+def detectors(plan: RunPlan) -> list[Detector]:
+    """All that judge by rows alone, as rank 0 logs them."""
+    def size_of_step(step: int) -> int:
+        return plan.batch.at(step - 1).size
+
+    per_node = plan.world.ranks_per_node
+    return [
+        NonFinite(), Jump(LOSS), Jump(GRADIENT), LossScale(), Validation(),
+        DataStall(faster_data(plan)), DataStallOfRank(per_node), GarbageCollection(), Pauses(ledger=plan.config.monitor.ledger),
+        FallingThroughput(size_of_step), Straggler(ranks_per_node=per_node, stages=plan.axes.pipeline), SlowCollective(size_of_step),
+        SlowCheckpoint(),
+        Creep(host_memory(plan.world.host_memory_bytes)), Creep(device_memory(memory_bytes(plan.world))),
+    ]
+
+
+def faster_data(plan: RunPlan) -> str:
+    """What a person can do about a slow data pipeline of this kind."""
+    data = plan.config.data
+    if data.name == "dataset":
+        return (f"raise data.dataset.workers={2 * data.dataset.workers}, or make the tokens ready once: python launch/prepare.py --help; see "
+                "CPU and network in system/node-*.jsonl")
+    stores = [data.path, *(str(source.get("path", "")) for source in data.sources.values() if isinstance(source, dict))]
+    if any(is_url(path) for path in stores):
+        return "keep what was fetched on the node's disk: data.cache.folder=/local/disk data.cache.gib=64; see network in system/node-*.jsonl"
+    return "copy the data folder to a disk of the node and write data.path=FOLDER; see disk and CPU in system/node-*.jsonl, and iostat -x 1"

@@ -1,0 +1,100 @@
+"""Checkpoints that cost too much, and those that do not come."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from toolkit.config.schema import Cadence
+from toolkit.monitor.alert import Alert, Level
+from toolkit.monitor.detector import Detector, per_cent, seconds
+from toolkit.monitor.parts import CHECKPOINT
+from toolkit.monitor.sink import Kind, Row
+
+DAY = 86400.0
+
+
+def best_interval(save_seconds: float, seconds_between_failures: float = DAY) -> float:
+    """Seconds between saves at which saving and what is lost with a failure cost least together: sqrt(2 C M) (Young, Communications of the
+    ACM 17, 1974)."""
+    return math.sqrt(2 * save_seconds * seconds_between_failures)
+
+
+class SlowCheckpoint(Detector):
+    """Training stands still for saving: two saves in a row take three times what saves took before, or the last three a tenth of the time.
+
+    By the ledger's part, in which a save in the background has only its copy to host memory, and the wait for a save before it that is
+    not done yet. Under a quarter of a second more (and half a second for a tenth) a save is nobody's trouble.
+    """
+
+    TIMES, SHARE = 3.0, 0.1
+    LEAST_SAVE, LEAST_MORE, LEAST_EACH = 0.02, 0.25, 0.5  # seconds
+    kinds = (Kind.LEDGER,)
+
+    def __init__(self) -> None:
+        self._saves: deque[tuple[float, float]] = deque(maxlen=12)  # seconds of it, and of everything since the one before
+        self._since = 0.0
+
+    def see(self, kind: Kind, row: Row) -> Alert | None:
+        self._since += row["wall_seconds"]
+        took = row["parts"].get(CHECKPOINT, (0.0, 0.0, 0.0))[2]
+        if took < self.LEAST_SAVE:
+            return None
+        self._saves.append((took, self._since))
+        self._since = 0.0
+        took_all = [each for each, _ in self._saves]
+        before, last = took_all[:-2], took_all[-2:]
+        if len(before) >= 2 and min(last) > max(self.TIMES * median(before), median(before) + self.LEAST_MORE):
+            return self._alert(row["step"], "has become slow", f"{seconds(last[0])} and {seconds(last[1])} for the last two saves, the "
+                               f"{len(before)} before took {seconds(median(before))}", max(last))
+        three = list(self._saves)[-3:]
+        saving, whole = (sum(part) for part in zip(*three, strict=True))
+        # The first save's time since the one before it has the start in it.
+        if len(self._saves) > 3 and saving > self.SHARE * whole and saving / 3 > self.LEAST_EACH:
+            return self._alert(row["step"], f"takes {per_cent(saving / whole)} of the time",
+                               f"{seconds(saving / 3)} each for the last three saves, one in {seconds(whole / 3)} (alert above {self.SHARE:.0%})",
+                               saving / 3)
+        return None
+
+    def _alert(self, step: int, words: str, evidence: str, took: float) -> Alert:
+        minutes = max(1, round(best_interval(took) / 60))
+        return Alert(
+            name="slow-checkpoint", level=Level.WARNING, step=step, cause=f"saving {words}", evidence=evidence,
+            next_step=f"checkpoint.background=true, or checkpoint.every={minutes}min, which costs least if a machine fails once a day; look at the "
+                      "disk of the run directory: iostat -x 1, and disk in system/node-*.jsonl")
+
+
+class LateCheckpoint(Detector):
+    """No checkpoint has become complete for one and a half times ``checkpoint.every``: a failure now loses more than was meant to be."""
+
+    TIMES, SPARE_STEPS, SPARE_SECONDS = 1.5, 10, 60.0
+
+    def __init__(self, cadence: Cadence, clock: Callable[[], float]) -> None:
+        self._cadence, self._clock = cadence, clock
+        self._step: int | None = None  # of the newest checkpoint, or of the start
+        self._at = clock()
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of ``step`` is complete."""
+        self._step, self._at = step, self._clock()
+
+    def see(self, kind: Kind, row: Row) -> Alert | None:
+        step = row["step"]
+        if self._step is None:
+            self._step = step - 1
+        steps, waited = step - self._step, self._clock() - self._at
+        every, limit = self._cadence.steps, self._cadence.seconds
+        if every is not None and steps > max(self.TIMES * every, every + self.SPARE_STEPS):
+            due = f"{every} steps"
+        elif limit is not None and waited > max(self.TIMES * limit, limit + self.SPARE_SECONDS):
+            due = f"{limit:g} s"
+        else:
+            return None
+        return Alert(
+            name="late-checkpoint", level=Level.WARNING, step=step,
+            cause="the next checkpoint is overdue: if the run fails now, more is lost than checkpoint.every allows",
+            evidence=f"the newest complete one is of step {self._step}, {steps} steps and {waited:.0f} s ago; checkpoint.every is {due}",
+            next_step="look for a save that failed or still goes on in the log (attempts/*/log.txt), and at the space and speed of the disk: "
+                      "df -h RUN_DIR, iostat -x 1")

@@ -1,0 +1,64 @@
+"""Rows of a run to the detectors, and their alerts to people."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from toolkit.checkpoint.directory import step_of
+from toolkit.monitor.alert import Alert
+from toolkit.monitor.detector import Detector
+from toolkit.monitor.limiter import Limiter
+from toolkit.monitor.sink import Kind, NullSink, Row, Sink
+from toolkit.train.hooks import Hook
+
+
+class Alerts:
+    """The way by which alerts of this process get out: limited in their rate, then to the sinks. From any thread."""
+
+    def __init__(self, sink: Sink, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sink, self._clock = sink, clock
+        self._limiter, self._lock = Limiter(), threading.Lock()
+
+    def __call__(self, alert: Alert) -> None:
+        with self._lock:
+            told = self._limiter.admit(alert, self._clock())
+        if told is not None:
+            self._sink.log(Kind.ALERT, told.row())
+
+
+class HealthSink(NullSink):
+    """Shows each row to the detectors of its kind. One that raises is told and left out: a mistake in it is no reason to lose the others.
+
+    Behind a queue, so that it is called by one thread and costs the training none of its time.
+    """
+
+    def __init__(self, detectors: Sequence[Detector], alert: Callable[[Alert], None], tell: Callable[[str], None]) -> None:
+        self._detectors, self._alert, self._tell = list(detectors), alert, tell
+
+    def log(self, kind: Kind, row: Row) -> None:
+        for detector in list(self._detectors):
+            if kind not in detector.kinds:
+                continue
+            try:
+                found = detector.see(kind, row)
+            except Exception as error:  # noqa: BLE001  a detector only watches
+                self._detectors.remove(detector)
+                self._tell(f"{type(detector).__name__} failed and looks no more: {type(error).__name__}: {error}")
+            else:
+                if found is not None:
+                    self._alert(found)
+
+
+class Saves(Hook):
+    """Tells which checkpoint is the newest complete one."""
+
+    def __init__(self, saved: Callable[[int], None]) -> None:
+        self._saved = saved
+
+    def on_checkpoint(self, path: Path) -> None:
+        step = step_of(path)
+        assert step is not None, f"{path} is a checkpoint of this run"
+        self._saved(step)
