@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.layout.axes import Axes, Axis, Coordinates
+from toolkit.layout.axes import Axes, Axis, Coordinates, axis_name, axis_names
 
 sizes = st.integers(1, 8)
 axes = st.builds(Axes, data=sizes, tensor=sizes, pipeline=sizes, context=sizes)
@@ -58,3 +58,39 @@ def test_a_rank_out_of_range_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="rank 4 of 4"):
         Axes(data=4).coordinates(4)
     assert Axes(data=4).coordinates(3) == Coordinates(tensor=0, context=0, data=3, pipeline=0)
+
+
+# ---- names of groups
+
+
+def test_groups_are_named_after_the_axes_along_which_their_ranks_differ() -> None:
+    axes = Axes(tensor=2, data=4, pipeline=2)
+    named = {(0, 1): "tensor", (0, 2, 4, 6): "data", (3, 11): "pipeline", (0, 1, 2, 3): "tensor+data", (0, 2, 8, 10): "data+pipeline",
+             tuple(range(16)): "all", (5,): ""}
+    assert {ranks: axis_name(ranks, axes) for ranks in named} == named
+    assert axis_name((0, 1), Axes(data=2)) == "data"  # of one axis alone its own name says more than "all"
+
+
+def test_experts_have_a_part_of_the_data_ranks() -> None:
+    axes = Axes(data=4, tensor=2, expert=2)
+    assert axis_name((0, 2), axes) == axis_name((4, 6), axes) == "expert"
+    assert axis_name((0, 4), axes) == axis_name((0, 2, 4, 6), axes) == "data"
+    whole = Axes(data=2, expert=2)
+    assert axis_name((0, 1), whole) == "data"
+    assert axis_name((0, 1), whole, exchange=True) == "expert"
+    assert axis_name((0, 1), Axes(data=2), exchange=True) == "data"
+
+
+@given(axes, st.data())
+@settings(max_examples=100, deadline=None)
+def test_every_name_is_among_those_of_the_layout(axes: Axes, data: st.DataObject) -> None:
+    ranks = data.draw(st.sets(st.integers(0, axes.size - 1), min_size=2, max_size=9)) if axes.size > 1 else {0}
+    name = axis_name(ranks, axes)
+    assert name == "" if axes.size == 1 else name in axis_names(axes)
+    assert len(set(axis_names(axes))) == len(axis_names(axes))
+
+
+def test_a_single_rank_talks_to_nobody() -> None:
+    assert axis_names(Axes()) == ()
+    assert axis_names(Axes(data=2)) == ("data", "other")
+    assert axis_names(Axes(data=2, tensor=2, expert=2)) == ("tensor", "data", "all", "expert", "other")

@@ -34,6 +34,10 @@ class CudaClock(Clock):
     def release(self, stamps: Iterable[torch.cuda.Event]) -> None:
         self._free.extend(stamps)
 
+    def idle(self) -> bool:
+        """While a CUDA graph is captured: an event would be in the graph."""
+        return torch.cuda.is_current_stream_capturing()
+
 
 def clock_of(device: Device) -> Clock:
     """Of the process's own GPU, where a run is on GPUs."""
@@ -78,5 +82,5 @@ class SideStreams:
             torch.cuda.Stream.synchronize = self._synchronize  # type: ignore[method-assign]
 
     def _waiting_for(self, other: torch.cuda.Stream, matters: bool) -> AbstractContextManager[None]:
-        part = self._carried.get(other.cuda_stream) if matters else None
+        part = self._carried.get(getattr(other, "cuda_stream", -1)) if matters else None
         return part if part is not None and self._recorder is not None and self._recorder.mine() else nullcontext()

@@ -38,6 +38,9 @@ class Clock(Protocol):
     def release(self, stamps: Iterable[Stamp]) -> None:
         """They are not asked for again."""
 
+    def idle(self) -> bool:
+        """No stamps can be made now: the device's queue is being recorded, to be run later."""
+
 
 class HostClock(Clock):
     def __init__(self) -> None:
@@ -51,6 +54,9 @@ class HostClock(Clock):
 
     def release(self, stamps: Iterable[float]) -> None:
         pass
+
+    def idle(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ class StepRecorder(Recorder):
 
     def __init__(self, clock: Clock, *, pipelined: bool = False) -> None:
         """``pipelined``: whether the run has stages; without them a schedule has no bubble."""
-        self.clock, self._stamp = clock, clock.stamp
+        self.clock, self._stamp, self._idle = clock, clock.stamp, clock.idle
         self._thread = threading.get_ident()
         self._transfer_seconds: Callable[[int], float] = lambda size: 0.0
         self._parts: dict[str, _Part] = {}
@@ -166,8 +172,9 @@ class StepRecorder(Recorder):
         return self._step, self._stack[-1]
 
     def mine(self) -> bool:
-        """Whether what this thread does is the step's."""
-        return threading.get_ident() == self._thread or isinstance(threading.current_thread(), threading._DummyThread)
+        """Whether what this thread does is the step's, and can be timed."""
+        here = threading.get_ident() == self._thread or isinstance(threading.current_thread(), threading._DummyThread)
+        return here and not self._idle()
 
     def exposed(self, axes: str) -> AbstractContextManager[None]:
         """The part of a collective over ``axes`` that begins now, and of waiting for it."""

@@ -1,0 +1,310 @@
+"""What ranks do in test_ledger.py: the real loop over a real engine, with delays put into chosen places of chosen steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import ProcessGroup
+
+from toolkit.checkpoint.online.store import PendingSave
+from toolkit.engine import collectives
+from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.protocol import Engine, MicroBatch
+from toolkit.layout.axes import Axes, axis_name
+from toolkit.monitor.parts import (
+    BACKWARD,
+    BUBBLE,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    LOGGING,
+    OPTIMIZER,
+    TRANSFER,
+    UNEXPLAINED,
+    communication,
+)
+from toolkit.monitor.recorder import HostClock, StepRecorder, StepTime
+from toolkit.plan.types import RunPlan
+from toolkit.train.agree import Agreed, exchange
+from toolkit.train.evaluation import Evaluation
+from toolkit.train.hooks import Hook, Hooks, StepDone
+from toolkit.train.loop import train
+from toolkit.train.saving import Checkpoints, Timer
+from toolkit.train.state import TrainState
+from toolkit.train.task import Task, text_task
+
+WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not looked at
+SHARE = 0.2  # a delay's of a step
+AROUND = (CHECKPOINT, EVALUATION, LOGGING)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank. ``delayed[step]``: the part that was delayed by ``seconds`` in that step; None: none."""
+
+    times: tuple[StepTime, ...]
+    delayed: tuple[str | None, ...]
+    seconds: float
+    losses: tuple[float, ...]
+
+    def values(self, part: str, delayed: str | None) -> list[float]:
+        """Seconds of ``part`` in the steps of this delay, after the warm-up."""
+        pairs = list(zip(self.times, self.delayed, strict=True))[WARM_UP:]
+        return [found.parts.get(part, 0.0) for found, name in pairs if name == delayed]
+
+    def landed(self, part: str, delayed: str | None = None) -> float:
+        """How much of the delay is in ``part``. The least of several steps each: what else the machine does only adds."""
+        return (min(self.values(part, delayed or part)) - min(self.values(part, None))) / self.seconds
+
+    def unexplained(self) -> float:
+        """Share of a step, the median of those without delays."""
+        clean = [found for found, name in zip(self.times, self.delayed, strict=True) if name is None][WARM_UP:]
+        return statistics.median(found.parts.get(UNEXPLAINED, 0.0) / found.wall for found in clean)
+
+    def median(self, part: str) -> float:
+        return statistics.median(self.values(part, None))
+
+
+class Delays:
+    """``seconds`` is a share of the slowest rank's step, the same on all ranks."""
+
+    def __init__(self, script: Sequence[str | None]) -> None:
+        self.script = tuple(script)
+        self.now: str | None = None
+        self.seconds = 0.0
+        self._struck = False
+        self._walls: list[float] = []
+
+    def begin(self, step: int) -> None:
+        self.now, self._struck = self.script[step], False
+
+    def over(self, wall: float) -> None:
+        self._walls.append(wall)
+        if len(self._walls) == CLEAN:
+            self.seconds = SHARE * statistics.median(self._walls[WARM_UP:])
+
+    def strike(self, name: str) -> None:
+        """Once a step, in the place of this name."""
+        if self.now == name and not self._struck:
+            self._struck = True
+            time.sleep(self.seconds)
+
+
+class _Task:
+    def __init__(self, task: Task, delays: Delays) -> None:
+        self._task, self._delays = task, delays
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def collate(self, samples: np.ndarray, device: torch.device) -> MicroBatch:
+        self._delays.strike(TRANSFER)
+        return self._task.collate(samples, device)
+
+
+class _Logging(Hook):
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+        self.losses: list[float] = []
+
+    def on_step(self, done: StepDone) -> None:
+        self.losses.append(done.result.loss)
+        self._delays.strike(LOGGING)
+
+
+class _Store:
+    """Keeps nothing, at the price of a delay."""
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+
+    def save(self, step: int, *_: object, **__: object) -> PendingSave:
+        self._delays.strike(CHECKPOINT)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return PendingSave(Path(f"step-{step}"), future)
+
+
+def micro_batch(plan: RunPlan, number: int) -> np.ndarray:
+    """int64 [micro-batch, sequence + 1]"""
+    shape = (plan.batch.micro_batch, plan.config.train.sequence_length + 1)
+    return np.random.default_rng(number).integers(0, 256, shape)
+
+
+def stream(plan: RunPlan, data_rank: int, delays: Delays) -> Iterator[list[np.ndarray]]:
+    for step, _ in enumerate(delays.script):
+        delays.begin(step)
+        delays.strike(DATA)
+        count = plan.batch.at(step).accumulation
+        yield [micro_batch(plan, (step * count + number) * plan.axes.data + data_rank) for number in range(count)]
+
+
+def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), repeats: int = 0, *, recorded: bool = True,
+            replaced: bool = True, around: bool = False) -> Measured:
+    """A run of ``CLEAN`` steps without delays, then ``repeats`` times one without and one of each of ``delayed``.
+
+    Args:
+        recorded: whether anybody records; False: what a run does by itself.
+        replaced: whether the collectives' methods are; the control is False.
+        around: evaluate and save after each step.
+    """
+    delays = Delays([*[None] * CLEAN, *[None, *delayed] * repeats])
+    plan.config.train.steps = len(delays.script)
+    recorder = StepRecorder(HostClock(), pipelined=plan.axes.pipeline > 1)
+    telling = {"recorder": recorder} if recorded else {}
+    with slow_calls(delays, plan.axes), collectives.watched(plan.axes, recorder) if recorded else nullcontext():
+        if not replaced:
+            collectives.uninstall()
+        task: Any = _Task(text_task(plan), delays)
+        engine = build_engine(plan, task, rank=rank, local_rank=rank, **telling)
+        engine.load(first_weights(plan))
+        slow_engine(engine, plan, rank, delays)
+        logging = _Logging(delays)
+        hooks = Hooks(logging, *(hooks_around(plan, engine, task, delays) if around else ()), **telling)
+        train(plan, engine, task, stream(plan, plan.axes.coordinates(rank).data, delays), TrainState(), hooks,
+              agreeing(ranks, delays), **telling)
+        engine.close()
+    return Measured(tuple(recorder.taken()), delays.script, delays.seconds, tuple(logging.losses))
+
+
+def agreeing(ranks: int, delays: Delays) -> Callable[[float], Agreed]:
+    ask = exchange(ranks)
+    began = time.perf_counter()
+
+    def agree(waited: float) -> Agreed:
+        nonlocal began
+        delays.strike(UNEXPLAINED)
+        (slowest,) = ask([round(1e6 * (time.perf_counter() - began))])
+        began = time.perf_counter()
+        delays.over(slowest / 1e6)
+        return Agreed()
+
+    return agree
+
+
+def hooks_around(plan: RunPlan, engine: Engine, task: Task, delays: Delays) -> list[Hook]:
+    def samples() -> Iterator[list[np.ndarray]]:
+        delays.strike(EVALUATION)
+        yield [micro_batch(plan, 10**6)]
+
+    plan.config.checkpoint.every = "1"
+    nowhere: Any = SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
+    store: Any = _Store(delays)
+    saving = Checkpoints(plan, engine, store, nowhere, Timer(None), rank=0, attempt=1, flush=lambda: None,
+                         announce=lambda path: None, tell=print)
+    evaluating = Evaluation(engine, task, {"validation": samples}, every=1, steps=plan.config.train.steps, missing=lambda step: False,
+                            announce=lambda row: None)
+    return [evaluating, saving]
+
+
+def slow_engine(engine: Any, plan: RunPlan, rank: int, delays: Delays) -> None:
+    """Delays in forward, in backward, in the optimizer, and in each forward of the last stage."""
+    at, count = plan.axes.coordinates(rank), plan.batch.at(0).accumulation
+    slow_stage = plan.axes.pipeline > 1 and at.pipeline == plan.axes.pipeline - 1
+
+    def after(module: nn.Module, arguments: object, output: torch.Tensor) -> None:
+        delays.strike(FORWARD)
+        if slow_stage and delays.now == BUBBLE:
+            time.sleep(delays.seconds / count)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: delays.strike(BACKWARD))
+
+    first_norm(engine).register_forward_hook(after)
+    optimizer = engine._built.optimizer if hasattr(engine, "_built") else engine._ds.optimizer if hasattr(engine, "_ds") \
+        else engine._optimizers[0]
+    step = optimizer.step
+
+    def slow_step(*arguments: Any, **named: Any) -> Any:
+        delays.strike(OPTIMIZER)
+        return step(*arguments, **named)
+
+    optimizer.step = slow_step
+
+
+def first_norm(engine: Any) -> nn.Module:
+    """Of the rank's model: a module that gives a tensor, in every family and on every stage."""
+    model = engine._built.chunks[0] if hasattr(engine, "_built") else engine._ds.module if hasattr(engine, "_ds") else engine._module
+    return next(module for module in model.modules() if "Norm" in type(module).__name__)
+
+
+@contextmanager
+def slow_calls(delays: Delays, axes: Axes) -> Iterator[None]:
+    """Delays in collectives, below what times them."""
+    collectives.uninstall()
+    kept = {name: vars(ProcessGroup)[name] for name, operation in collectives.OPERATIONS.items()
+            if name in vars(ProcessGroup) and operation not in (collectives.START, collectives.END)}
+    for name in kept:
+        setattr(ProcessGroup, name, _slow(getattr(ProcessGroup, name), collectives.OPERATIONS[name], delays, axes))
+    try:
+        yield
+    finally:
+        collectives.uninstall()
+        for name, original in kept.items():
+            setattr(ProcessGroup, name, original)
+
+
+def _slow(original: Callable[..., Any], operation: str, delays: Delays, axes: Axes) -> Callable[..., Any]:
+    def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
+        if delays.now is not None and delays.now.startswith("communication"):
+            name = axis_name(dist.get_process_group_ranks(group), axes, exchange=operation in collectives.EXCHANGING)
+            delays.strike(communication(name))
+        return original(group, *arguments, **named)
+
+    return call
+
+
+def bubble(rank: int, ranks: int, plan: RunPlan, seconds: float, steps: int) -> list[float]:
+    """Bubble / (forward + backward) of each step after the first two, where all chunks of the model take ``seconds`` forward and as many
+    backward, in sleep: stages are equal however many cores there are."""
+    plan.config.train.steps = steps
+    recorder = StepRecorder(HostClock(), pipelined=True)
+    with collectives.watched(plan.axes, recorder):
+        task = text_task(plan)
+        engine: Any = build_engine(plan, task, rank=rank, local_rank=rank, recorder=recorder)
+        engine.load(first_weights(plan))
+        for model in engine._built.chunks if hasattr(engine, "_built") else [engine._ds.module]:
+            norm = next(module for module in model.modules() if "Norm" in type(module).__name__)
+            norm.register_forward_hook(_sleeping(seconds))
+        delays = Delays([None] * steps)
+        train(plan, engine, task, stream(plan, 0, delays), TrainState(), Hooks(recorder=recorder), agreeing(ranks, delays),
+              recorder=recorder)
+        engine.close()
+    return [found.parts[BUBBLE] / (found.parts[FORWARD] + found.parts[BACKWARD]) for found in recorder.taken()[2:]]
+
+
+def _sleeping(seconds: float) -> Callable[..., None]:
+    def after(module: nn.Module, arguments: object, output: torch.Tensor) -> None:
+        time.sleep(seconds)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: time.sleep(seconds))
+
+    return after
+
+
+def calls_of(rank: int, ranks: int, plan: RunPlan) -> list[tuple[str, str, int, bool]]:
+    """Axis, what it is, number and whether it is over, of the last calls: after a step, with one more begun, and with that waited for."""
+    with collectives.watched(plan.axes, None):
+        task = text_task(plan)
+        engine = build_engine(plan, task, rank=rank, local_rank=rank)
+        engine.load(first_weights(plan))
+        plan.config.train.steps = 1
+        train(plan, engine, task, stream(plan, plan.axes.coordinates(rank).data, Delays([None])), TrainState(), Hooks(),
+              lambda waited: Agreed())
+        work = dist.all_reduce(torch.ones(3, 5), async_op=True)
+        found = collectives.last_calls()
+        work.wait()
+        engine.close()
+        return [(call.axis, call.what, call.number, call.finished) for call in (*found, *collectives.last_calls())]

@@ -1,0 +1,149 @@
+"""The ledger by the GPU's own clock: events on the stream that computes, read when they have passed.
+
+    make test-gpu
+    pytest tests/gpu/test_ledger.py -m gpu
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.ledger_cases import Delays, agreeing, stream
+from toolkit.config.schema import EngineName
+from toolkit.engine import collectives
+from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.clock import CudaClock
+from toolkit.monitor.parts import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER, UNEXPLAINED, communication
+from toolkit.monitor.recorder import StepRecorder, StepTime
+from toolkit.plan.types import Device
+from toolkit.testing.dist import RankPool
+from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
+from toolkit.train.hooks import Hooks
+from toolkit.train.loop import train
+from toolkit.train.state import TrainState
+from toolkit.train.task import text_task
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 8
+CELLS = {
+    "local": Cell(engine=EngineName.local, family="llama"),
+    "deepspeed-zero2": deepspeed("llama", 2),
+    "deepspeed-zero3": deepspeed("llama", 3),
+    "megatron": megatron("llama"),
+}
+
+
+def timed(rank: int, ranks: int, cell: Cell, recorded: bool) -> tuple[list[StepTime], list[float], list[float]]:
+    """Steps by the GPU's clock, by the host's, and losses."""
+    plan = cell.plan(Case.ADAM, Device.CUDA, train__global_batch=16)
+    plan.config.train.steps = STEPS
+    recorder: Any = StepRecorder(CudaClock())
+    telling = {"recorder": recorder} if recorded else {}
+    losses: list[float] = []
+    with collectives.watched(plan.axes, recorder):
+        task = text_task(plan)
+        engine = build_engine(plan, task, rank=rank, local_rank=rank, **telling)
+        engine.load(first_weights(plan))
+        delays = Delays([None] * STEPS)
+        walls: list[float] = []
+        step, began = engine.train_step, time.perf_counter()
+
+        def train_step(*arguments: Any) -> Any:
+            nonlocal began
+            result = step(*arguments)
+            losses.append(result.loss)
+            walls.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            return result
+
+        engine.train_step = train_step  # type: ignore[method-assign]
+        train(plan, engine, task, stream(plan, 0, delays), TrainState(), Hooks(**telling), agreeing(ranks, delays), **telling)
+        engine.close()
+    torch.cuda.synchronize()
+    return recorder.taken(), walls, losses
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_events_add_up_to_the_step(name: str, gpu: RankPool) -> None:
+    steps, walls, losses = gpu.run(timed, CELLS[name], True, timeout=300)[0]
+    assert [found.step for found in steps] == list(range(1, STEPS + 1))
+    for found, wall in list(zip(steps, walls, strict=True))[2:]:
+        assert sum(found.parts.values()) == pytest.approx(found.wall, rel=1e-3)
+        assert found.wall == pytest.approx(wall, rel=0.05, abs=2e-3)
+        assert all(seconds >= -1e-5 for seconds in found.parts.values()), found.parts
+        assert all(found.parts[part] > 0 for part in (DATA, FORWARD, BACKWARD, OPTIMIZER))
+        assert found.parts[UNEXPLAINED] <= 0.1 * found.wall
+        assert not any(part.startswith(COMMUNICATION) for part in found.parts), "one rank waits for nobody"
+    assert gpu.run(timed, CELLS[name], False, timeout=300)[0][2] == losses
+
+
+def asleep(rank: int, ranks: int) -> dict[str, float]:
+    """Parts of a step in which the GPU works in forward, the host sleeps in data, and a hook of backward on autograd's thread works."""
+    recorder = StepRecorder(CudaClock())
+    weights = torch.randn(2048, 2048, device="cuda", requires_grad=True)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            torch.mm(weights.detach(), weights.detach())
+
+    def hook(gradient: torch.Tensor) -> None:
+        with recorder.part(communication("data")):
+            work(200)
+
+    for step in range(3):
+        recorder.next_step(step)
+        with recorder.part(DATA):
+            time.sleep(0.02)
+        with recorder.part(FORWARD):
+            work(100)
+            loss = (weights @ weights).sum()
+        loss.register_hook(hook)
+        with recorder.part(BACKWARD):
+            loss.backward()
+    recorder.next_step(3)
+    early = len(recorder.taken())
+    torch.cuda.synchronize()
+    late = recorder.taken()
+    return {**late[-1].parts, "early": early, "late": len(late)}
+
+
+def test_work_lands_where_the_device_does_it(gpu: RankPool) -> None:
+    found = gpu.run(asleep)[0]
+    assert found["early"] < 3, "a step was read that the device had not finished"
+    assert found["early"] + found["late"] == 3
+    assert found[communication("data")] == pytest.approx(2 * found[FORWARD], rel=0.1)
+    assert found[BACKWARD] < 0.1 * found[FORWARD]
+
+
+def aside(rank: int, ranks: int) -> dict[str, float]:
+    """A stream of its own has work, and the computing stream waits for it."""
+    import torch.distributed as dist
+
+    from toolkit.layout.axes import Axes
+
+    recorder = StepRecorder(CudaClock())
+    with collectives.watched(Axes(data=2), recorder):
+        side = torch.cuda.Stream()
+        matrix = torch.randn(4096, 4096, device="cuda")
+        recorder.next_step(1)
+        with recorder.part(BACKWARD):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                collectives._watched.streams.carry(recorder.part(communication("data")))  # type: ignore[union-attr]
+                for _ in range(50):
+                    torch.mm(matrix, matrix)
+            torch.cuda.current_stream().wait_stream(side)
+        recorder.next_step(2)
+        torch.cuda.synchronize()
+        assert dist.get_world_size() == 1
+        return dict(recorder.taken()[0].parts)
+
+
+def test_waiting_for_a_side_stream_is_what_was_put_there(gpu: RankPool) -> None:
+    found = gpu.run(aside)[0]
+    assert found[communication("data")] > 10 * found[BACKWARD]

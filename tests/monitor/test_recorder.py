@@ -1,0 +1,232 @@
+"""Marks become seconds by part: nesting, threads, late clocks, pipelines, and what a mark costs.
+
+    pytest tests/monitor/test_recorder.py
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+import pytest
+
+from toolkit.monitor.parts import BACKWARD, BUBBLE, CHECKPOINT, DATA, EVALUATION, FORWARD, OPTIMIZER, UNEXPLAINED, communication
+from toolkit.monitor.recorder import KEPT, PIPELINE, Clock, HostClock, StepRecorder, attribute, step_time
+
+TENSOR = communication("tensor")
+
+
+class Hands(Clock):
+    """Moves when told. ``late``: stamps after this moment have not passed."""
+
+    def __init__(self) -> None:
+        self.now, self.late = 0.0, float("inf")
+        self.released: list[float] = []
+
+    def stamp(self) -> float:
+        return self.now
+
+    def seconds(self, earlier: float, later: float) -> float:
+        assert later <= self.late, "read before it has passed"
+        return later - earlier
+
+    def passed(self, stamp: float) -> bool:
+        return stamp <= self.late
+
+    def release(self, stamps: Iterable[float]) -> None:
+        self.released += stamps
+
+    def idle(self) -> bool:
+        return False
+
+
+def started(**settings: bool) -> tuple[StepRecorder, Hands]:
+    clock = Hands()
+    recorder = StepRecorder(clock, **settings)
+    recorder.next_step(1)
+    return recorder, clock
+
+
+def parts(recorder: StepRecorder) -> dict[str, float]:
+    recorder.next_step(2)
+    (found,) = recorder.taken()
+    return dict(found.parts)
+
+
+def test_a_part_is_from_its_marks_to_those_after_them() -> None:
+    marks = [("a", 0.0), ("b", 1.0), ("a", 3.0), ("c", 3.5)]
+    assert attribute(marks, 10.0, lambda earlier, later: later - earlier) == {"a": 1.5, "b": 2.0, "c": 6.5}
+
+
+def test_a_wait_is_a_transfer_for_as_long_as_that_takes() -> None:
+    marks = [(BUBBLE, 0.0), ("a", 4.0), (BUBBLE, 5.0)]
+    found = attribute(marks, 5.5, lambda earlier, later: later - earlier, {0: 1.0, 2: 1.0})
+    assert found == {BUBBLE: 3.0, "a": 1.0, PIPELINE: 1.5}
+
+
+def test_busy_is_what_others_may_wait_for() -> None:
+    found = step_time(3, {FORWARD: 5.0, BUBBLE: 1.0, DATA: 2.0, TENSOR: 0.5, EVALUATION: 4.0})
+    assert (found.wall, found.busy) == (12.5, 9.0)
+
+
+def test_the_innermost_part_counts() -> None:
+    recorder, clock = started()
+    clock.now = 1
+    with recorder.part(BACKWARD):
+        clock.now = 3
+        with recorder.part(TENSOR):
+            clock.now = 4
+        clock.now = 8
+    clock.now = 9
+    assert parts(recorder) == {UNEXPLAINED: 2, BACKWARD: 6, TENSOR: 1}
+
+
+def test_an_evaluation_has_what_is_in_it() -> None:
+    recorder, clock = started()
+    for name in (EVALUATION, CHECKPOINT):
+        with recorder.part(name):
+            clock.now += 1
+            with recorder.part(FORWARD), recorder.exposed("data"):
+                clock.now += 2
+            with recorder.part(CHECKPOINT):
+                clock.now += 3
+    assert parts(recorder) == {UNEXPLAINED: 0, EVALUATION: 6, CHECKPOINT: 6}
+
+
+def test_an_exception_leaves_the_parts_whole() -> None:
+    recorder, clock = started()
+
+    def fail() -> None:
+        with recorder.part(FORWARD), recorder.part(TENSOR):
+            clock.now = 2
+            raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        fail()
+    assert recorder.doing == (1, UNEXPLAINED)
+    clock.now = 5
+    assert parts(recorder) == {UNEXPLAINED: 3, FORWARD: 0, TENSOR: 2}
+
+
+def test_other_threads_are_not_the_steps() -> None:
+    recorder, clock = started()
+
+    def save() -> None:
+        with recorder.part(TENSOR):
+            clock.now += 4
+
+    thread = threading.Thread(target=save)
+    with recorder.part(FORWARD):
+        thread.start()
+        thread.join()
+    assert parts(recorder) == {UNEXPLAINED: 0, FORWARD: 4}
+
+
+def test_a_thread_that_python_did_not_start_is_autograds() -> None:
+    """On GPUs backward runs in one. ``_thread`` starts such threads, too: ``threading`` knows nothing of them."""
+    import _thread
+
+    recorder, clock = started()
+    done = threading.Event()
+
+    def hook() -> None:
+        with recorder.part(TENSOR):
+            clock.now += 4
+        done.set()
+
+    with recorder.part(BACKWARD):
+        clock.now += 1
+        _thread.start_new_thread(hook, ())
+        assert done.wait(5)
+    assert parts(recorder) == {UNEXPLAINED: 0, BACKWARD: 1, TENSOR: 4}
+
+
+def test_before_the_first_step_nothing_is_recorded() -> None:
+    clock = Hands()
+    recorder = StepRecorder(clock)
+    with recorder.part(FORWARD):
+        clock.now = 7
+    recorder.next_step(11)
+    clock.now = 8
+    recorder.next_step(12)
+    assert [(found.step, found.wall) for found in recorder.taken()] == [(11, 1)]
+    assert recorder.taken() == []
+
+
+def test_steps_are_read_when_the_device_has_come_by() -> None:
+    recorder, clock = started()
+    clock.late = 0
+    for step in range(2, 5):
+        clock.now += 1
+        recorder.next_step(step)
+    assert recorder.taken() == []
+    clock.late = 2
+    assert [found.step for found in recorder.taken()] == [1, 2]
+    assert clock.released == [0, 1]
+    clock.late = 3
+    assert [found.step for found in recorder.taken()] == [3]
+
+
+def test_what_nobody_takes_is_bounded() -> None:
+    recorder, _ = started()
+    for step in range(2, KEPT + 100):
+        recorder.next_step(step)
+    taken = recorder.taken()
+    assert len(taken) == KEPT
+    assert taken[-1].step == KEPT + 98
+
+
+def test_waiting_for_another_stage_is_bubble() -> None:
+    recorder, clock = started(pipelined=True)
+    recorder.transfers_take(lambda size: size / 1000)
+    with recorder.schedule(), recorder.part(FORWARD):
+        with recorder.passing("pipeline"):
+            clock.now += 1
+        with recorder.passed("pipeline", 500):
+            clock.now += 2
+        with recorder.exposed("tensor"):
+            clock.now += 4
+    with recorder.part(OPTIMIZER):
+        with recorder.exposed("data"):
+            clock.now += 8
+        with recorder.exposed("data+pipeline"):
+            clock.now += 16
+        with recorder.exposed("all"):
+            clock.now += 32
+        with recorder.passed("pipeline", 500):
+            clock.now += 64
+    found = parts(recorder)
+    assert found[BUBBLE] == 1 + 1.5 + 16
+    assert found[PIPELINE] == 0.5 + 64
+    assert (found[TENSOR], found[communication("data")], found[communication("all")]) == (4, 8, 32)
+    with recorder.schedule():
+        pass
+    recorder.next_step(3)
+    with recorder.exposed("all"):  # of the next step: nobody waits for an end of a schedule
+        clock.now += 1
+    recorder.next_step(4)
+    assert recorder.taken()[-1].parts == {UNEXPLAINED: 0, communication("all"): 1}
+
+
+def test_without_stages_a_schedule_has_no_bubble() -> None:
+    recorder, clock = started()
+    with recorder.schedule():
+        clock.now += 1
+    with recorder.exposed("all"):
+        clock.now += 2
+    assert parts(recorder) == {UNEXPLAINED: 1, communication("all"): 2}
+
+
+def test_a_mark_costs_little() -> None:
+    """Opening and closing a part is two marks. The least of several rounds: the machine does other things."""
+    recorder = StepRecorder(HostClock())
+    seconds = []
+    for step in range(5):
+        recorder.next_step(step)
+        began = time.perf_counter()
+        for _ in range(2000):
+            with recorder.part(FORWARD):
+                pass
+        seconds.append((time.perf_counter() - began) / 4000)
+    assert min(seconds) <= 2e-6, f"{min(seconds) * 1e6:.2f} us"
