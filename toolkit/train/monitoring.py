@@ -31,6 +31,7 @@ from toolkit.train.ledger import Ledger, ledger_of
 from toolkit.train.probe import Probe
 from toolkit.train.profile import Profile
 from toolkit.train.replicas import Replicas, unseen
+from toolkit.train.system import sampling
 from toolkit.train.vitals import Vitals
 from toolkit.train.watchdog import Progress, watchdog
 
@@ -98,6 +99,9 @@ def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
         if monitor.profile_step is not None and rank % plan.world.ranks_per_node == 0:
             first, file = monitor.profile_step, attempt_folder / f"trace-rank-{rank}.json.gz"
             makers.append(lambda engine: Profile(first, monitor.profile_steps, file, engine.device, say=say, tell=tell))
+
+        stepping = stack.enter_context(sampling(plan, directory, sink, ask, alert, rank=rank, say=say, tell=tell))
+        makers.append(lambda engine: stepping)
 
         # The last to be entered is the first to be left: it asks the others while calls are still remembered.
         progress = stack.enter_context(watchdog(plan, directory, sink, alert, taking, rank=rank, attempt=attempt))
