@@ -1,0 +1,177 @@
+"""The host's figures: limits of both versions of control groups, this machine's own, and processes with their children.
+
+    pytest tests/monitor/test_host.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.train.fakes import FakeClock
+from toolkit.monitor.figures import COLLECTED_BY_WANDB, Rates, Thrifty, beyond_wandb
+from toolkit.monitor.host import TREE_SECONDS, Host, cgroup_memory, trees
+
+MIB = 2**20
+ALWAYS = {
+    "host/cpu_percent", "host/load_1m", "host/memory_total_bytes", "host/memory_used_bytes", "host/memory_available_bytes",
+    "host/swap_used_bytes", "disk/total_bytes", "disk/free_bytes", "network/receive_bytes_per_second", "network/send_bytes_per_second",
+    "process/resident_bytes", "process/private_bytes", "process/open_files", "rank/5/private_bytes",
+}
+# Holds 40 MiB of its own and has a child that holds 60 MiB.
+HOLD = """
+import subprocess, sys
+size, more = int(sys.argv[1]), sys.argv[2:]
+held = bytearray(b"x" * (size << 20))
+child = subprocess.Popen([sys.executable, "-c", sys.argv[0], *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE) if more else None
+if child:
+    child.stdout.readline()
+print("ready", flush=True)
+sys.stdin.readline()
+if child:
+    child.communicate(b"end")
+"""
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.fixture
+def two_processes() -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", f"import sys; sys.argv[0] = {HOLD!r}; exec(sys.argv[0])", "40", "60"],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    yield process.pid
+    process.communicate(b"end", timeout=30)
+
+
+def test_a_group_of_version_2_has_a_limit_without_its_page_cache(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/kubepods/pod"
+    root = write(tmp_path, {
+        "proc/self/cgroup": "0::/kubepods/pod/run\n", f"{group}/run/memory.max": "max\n", f"{group}/run/memory.current": "10\n",
+        f"{group}/memory.max": "1000\n", f"{group}/memory.current": "900\n",
+        f"{group}/memory.stat": "anon 300\nactive_file 200\ninactive_file 350\nshmem 50\n"})
+    assert cgroup_memory(root) == (1000, 350)
+
+
+def test_the_tightest_of_several_limits_counts(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup/a"
+    root = write(tmp_path, {
+        "proc/self/cgroup": "0::/a/b\n",
+        f"{base}/memory.max": "1000\n", f"{base}/memory.current": "950\n", f"{base}/memory.stat": "anon 950\n",
+        f"{base}/b/memory.max": "500\n", f"{base}/b/memory.current": "100\n", f"{base}/b/memory.stat": "anon 100\n"})
+    assert cgroup_memory(root) == (1000, 950)
+
+
+def test_a_group_of_version_1(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup/memory"
+    root = write(tmp_path, {
+        "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/x\n0::/\n",
+        f"{base}/memory.limit_in_bytes": "9223372036854771712\n", f"{base}/memory.usage_in_bytes": "5\n",
+        f"{base}/docker/x/memory.limit_in_bytes": "2000\n", f"{base}/docker/x/memory.usage_in_bytes": "1500\n",
+        f"{base}/docker/x/memory.stat": "total_active_file 300\ntotal_inactive_file 200\nactive_file 1\n"})
+    assert cgroup_memory(root) == (2000, 1000)
+
+
+def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup/memory"
+    root = write(tmp_path, {"proc/self/cgroup": "4:memory:/docker/x\n", f"{base}/memory.limit_in_bytes": "2000\n",
+                            f"{base}/memory.usage_in_bytes": "1500\n", f"{base}/memory.stat": "total_inactive_file 500\n"})
+    assert cgroup_memory(root) == (2000, 1000)
+    assert cgroup_memory(write(tmp_path / "none", {"proc/self/cgroup": "0::/\n"})) is None
+    assert cgroup_memory(tmp_path / "no-proc") is None
+
+
+def test_this_machine_has_figures_that_agree(tmp_path: Path) -> None:
+    clock = FakeClock()
+    host = Host(tmp_path, {5: os.getpid()}, clock=clock)
+    first = host.read()
+    clock.now += 10
+    row = host.read()
+    assert row.keys() >= ALWAYS
+    assert not any("per_second" in name for name in first)
+    assert all(isinstance(value, int | float) and value >= 0 for value in row.values()), row
+    memory = psutil.virtual_memory()
+    assert row["host/memory_total_bytes"] == memory.total
+    assert float(row["host/memory_available_bytes"]) <= memory.total
+    assert abs(float(row["disk/free_bytes"]) - psutil.disk_usage(str(tmp_path)).free) < 1e9
+    own = psutil.Process().memory_info()
+    assert abs(float(row["rank/5/private_bytes"]) - (own.rss - own.shared)) < 200 * MIB
+
+
+def test_disk_and_ports_are_read_from_the_kernels_counters(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    disk, port = f"sys/dev/block/{os.major(device)}:{os.minor(device)}/stat", "sys/class/infiniband/mlx5_0/ports/1/counters"
+    root = write(tmp_path / "root", {disk: "1 0 100 7 2 0 400 9 0 3 4\n", f"{port}/port_rcv_data": "1000\n",
+                                     f"{port}/port_xmit_data": "0\n"})
+    clock = FakeClock()
+    host = Host(tmp_path, {}, root=root, clock=clock)
+    host.read()
+    write(root, {disk: "1 0 300 7 2 0 1400 9 0 3 4\n", f"{port}/port_rcv_data": "51000\n"})
+    clock.now += 10
+    row = host.read()
+    assert row["disk/read_bytes_per_second"] == 200 * 512 / 10
+    assert row["disk/write_bytes_per_second"] == 1000 * 512 / 10
+    assert row["network/rdma_receive_bytes_per_second"] == 50_000 * 4 / 10
+    assert row["network/rdma_send_bytes_per_second"] == 0
+
+
+def test_a_ranks_children_count_to_it_and_other_ranks_do_not(two_processes: int, tmp_path: Path) -> None:
+    clock = FakeClock()
+    host = Host(tmp_path, {0: os.getpid(), 1: two_processes, 2: 2**22 + 1}, clock=clock)
+    row = host.read()
+    assert 100 * MIB < float(row["rank/1/private_bytes"]) < 160 * MIB
+    assert "rank/2/private_bytes" not in row
+    found = trees({0: os.getpid(), 1: two_processes})
+    assert len(found[1]) == 2
+    assert two_processes not in {process.pid for process in found[0]}
+    # Processes that end are left out; new ones are found a minute later.
+    found[1][1].kill()
+    while found[1][1].status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    less = host.read()
+    assert float(less["rank/1/private_bytes"]) < float(row["rank/1/private_bytes"]) - 50 * MIB
+    clock.now += TREE_SECONDS
+    assert float(host.read()["rank/1/private_bytes"]) > 30 * MIB
+
+
+# ---- rates, and what is written
+
+
+def test_a_rate_is_the_increase_a_second() -> None:
+    rates = Rates()
+    assert rates.per_second("a", 100, 1.0) is None
+    assert rates.per_second("a", 160, 4.0) == 20
+    assert rates.per_second("b", 5, 4.0) is None
+    assert rates.per_second("a", 10, 5.0) is None  # it began anew
+    assert rates.per_second("a", 12, 5.0) is None  # no time has passed
+    assert rates.per_second("a", 16, 6.0) == 4
+
+
+def test_steady_figures_are_written_where_they_change() -> None:
+    thrifty = Thrifty()
+    row = {"step": 1, "gpu/0/name": "H100", "gpu/0/ecc_corrected_errors": 0, "gpu/0/utilization_percent": 97}
+    assert thrifty(dict(row)) == row
+    assert thrifty({**row, "step": 2}) == {"step": 2, "gpu/0/utilization_percent": 97}
+    changed = {**row, "step": 3, "gpu/0/ecc_corrected_errors": 1}
+    assert thrifty(changed) == {"step": 3, "gpu/0/ecc_corrected_errors": 1, "gpu/0/utilization_percent": 97}
+
+
+def test_w_and_b_gets_what_it_does_not_collect() -> None:
+    row = {"step": 4, "node": 1, "gpu/3/power_watts": 612.0, "gpu/3/throttled": 1, "gpu/power_watts_sum": 5000.0, "disk/free_bytes": 5,
+           "host/load_1m": 2.0, "rank/1/private_bytes": 7}
+    assert beyond_wandb(row) == {"step": 4, "gpu/3/throttled": 1, "gpu/power_watts_sum": 5000.0, "host/load_1m": 2.0,
+                                 "rank/1/private_bytes": 7}
+    assert all(name.count("/") == 1 for name in COLLECTED_BY_WANDB)

@@ -1,0 +1,110 @@
+"""A whole run of two nodes of one rank each, whose GPUs are a fake NVML's: a throttled clock and an XID are named within 20 steps, a driver
+that hangs delays no step, and no loss changes.
+
+    pytest tests/train/test_run_system.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pynvml
+import pytest
+
+from tests.monitor.fake_nvml import FakeGpu, FakeNvml
+from toolkit.config.schema import EngineName, EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
+from toolkit.data.stdlib import ensure
+from toolkit.errors import ExitCode
+from toolkit.monitor.jsonl import read_rows
+from toolkit.plan import make_plan
+from toolkit.plan.present import to_json
+from toolkit.plan.types import Device, World
+from toolkit.rundir import RunDirectory
+from toolkit.testing.dist import run_ranks
+from toolkit.testing.tiny import tiny_config
+
+WORLD = World(ranks=2, ranks_per_node=1, device=Device.CPU, has_compiler=True)
+STEPS, FAULT, WITHIN = 60, 20, 20
+
+
+def config_of(folder: str, data: str, system_seconds: float) -> RunConfig:
+    config = tiny_config("gpt2", train__steps=STEPS, engine__name=EngineName.deepspeed, checkpoint__every="never", checkpoint__at_end=False)
+    config.monitor = MonitorConfig(wandb=WandbMode.disabled, system_seconds=system_seconds, probe=False, ledger=False, replicas_every=0,
+                                   hang_seconds=0)
+    config.run, config.eval = RunSection(dir=folder), EvalConfig(every=0)
+    config.data.path, config.data.vocab_size = data, 264
+    config.debug.threads = 1
+    return config
+
+
+def train_on_a_node(rank: int, ranks: int, folder: str, data: str, system_seconds: float, faults: bool) -> int:
+    from toolkit.train import system
+    from toolkit.train.run import run
+
+    nvml, asked = FakeNvml([FakeGpu(), FakeGpu()]), 0
+    system.nvml_of = lambda plan: nvml
+
+    def stop() -> None:
+        nonlocal asked
+        asked += 1  # once a step
+        if faults and asked == FAULT and rank == 0:
+            nvml.hangs("nvmlDeviceGetTotalEccErrors")
+        if faults and asked == FAULT and rank == 1:
+            nvml.gpus[0].throttle, nvml.gpus[0].sm_clock, nvml.gpus[0].celsius = pynvml.nvmlClocksEventReasonHwThermalSlowdown, 990, 92
+            nvml.happens(0, xid=63)
+
+    return int(run(make_plan(config_of(folder, data, system_seconds), WORLD), rank=rank, local_rank=0, stop=stop, attempt=1))
+
+
+def trained(folder: Path, data: Path, *, system_seconds: float, faults: bool) -> RunDirectory:
+    config = config_of(str(folder), str(data), system_seconds)
+    directory = RunDirectory(folder)
+    directory.begin(config, to_json(make_plan(config, WORLD)))
+    assert run_ranks(train_on_a_node, 2, str(folder), str(data), system_seconds, faults) == [ExitCode.DONE] * 2
+    directory.release()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = tmp_path_factory.mktemp("data") / "monitor"
+    ensure(data, 264, root=Path(__file__).resolve().parents[2] / "toolkit" / "monitor")
+    return data
+
+
+def alerts(directory: RunDirectory, node: int) -> list[dict[str, Any]]:
+    return list(read_rows(directory.node_alerts_file(node)))
+
+
+def test_what_is_wrong_with_a_nodes_gpus_is_named_and_training_goes_on(data: Path, tmp_path: Path) -> None:
+    bare = trained(tmp_path / "bare", data, system_seconds=0, faults=False)
+    faulty = trained(tmp_path / "faulty", data, system_seconds=0.02, faults=True)
+    steps = list(read_rows(faulty.metrics_file))
+    assert [(row["loss"], row["grad_norm"]) for row in read_rows(bare.metrics_file)] == [(row["loss"], row["grad_norm"]) for row in steps]
+    assert not bare.system_file(0).exists() or not list(read_rows(bare.system_file(0)))
+
+    first, second = (list(read_rows(faulty.system_file(node))) for node in (0, 1))
+    assert {row["node"] for row in second} == {1}
+    assert second[0]["gpu/count"] == 1, "one rank on the node, so one GPU of its two"
+    assert second[-1]["step"] > FAULT + 3
+    assert any("gpu/silent_seconds" in row for row in first)
+    assert all("rank/0/private_bytes" in row for row in first if "host/silent_seconds" not in row)
+    assert all("rank/1/private_bytes" in row for row in second if "host/silent_seconds" not in row)
+
+    said = alerts(faulty, 1)
+    throttled, xid = (next(alert for alert in said if alert["name"] == name) for name in ("gpu-throttled", "gpu-xid"))
+    assert FAULT - 1 <= throttled["step"] <= FAULT + WITHIN
+    assert FAULT - 1 <= xid["step"] <= FAULT + WITHIN
+    assert (throttled["where"], xid["where"]) == ("node 1, GPU 0", "node 1, GPU 0")
+    assert "hardware-thermal" in throttled["cause"]
+    assert "990 of 1980 MHz (50%)" in throttled["evidence"]
+    assert "92 °C" in throttled["evidence"]
+    assert "XID 63" in xid["cause"]
+    assert {alert["name"] for alert in said if alert["name"].startswith(("gpu", "host", "disk"))} == {"gpu-throttled", "gpu-xid"}
+    assert not [alert for alert in alerts(faulty, 0) if alert["name"].startswith("gpu")]
+
+    seconds = [row["step_seconds"] for row in steps]
+    before, after = median(seconds[5 : FAULT - 1]), median(seconds[FAULT:])
+    assert after < 2 * before + 0.01, "a driver that hangs on one node delays no step"
