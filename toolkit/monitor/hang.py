@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.calls import Call
-from toolkit.monitor.hang_reports import Found, Report, axis_words, be, grouped, ordinal, ranks_named, waits
-from toolkit.monitor.stacks import SAMPLES, SILENT, STATES, doing, short
+from toolkit.monitor.hang_reports import Found, Report, axis_words, be, grouped, have, ordinal, ranks_named, waits
+from toolkit.monitor.stacks import ENDED, SAMPLES, SILENT, STATES, doing, short
 
 NAME = "hang"
 MOST_NAMED = 4  # processes in one sentence
@@ -67,8 +67,9 @@ def _silent(found: Found) -> Diagnosis | None:
     state = next((state for state in SILENT if state in states), None)
     if state is not None:
         ranks = states[state]
-        seen = f"{_processes(found, ranks)} {be(ranks)} {STATES[state]}" + ("" if state in "ZX" else f" (state {state})")
-        return Diagnosis(f"{ranks_named(ranks)} {be(ranks)} {STATES[state]}", ranks_named(ranks), f"{seen}; {waits(found)}",
+        words = f"{have(ranks) if state in ENDED else be(ranks)} {STATES[state]}"
+        seen = f"{_processes(found, ranks)} {words}" + ("" if state in ENDED else f" (state {state})")
+        return Diagnosis(f"{ranks_named(ranks)} {words}", ranks_named(ranks), f"{seen}; {waits(found)}",
                          _SILENT.get(state, _ENDED))
     frozen = [rank for rank in silent if rank in found.neighbours and found.neighbours[rank].notes]
     if frozen:
@@ -165,7 +166,7 @@ class _Blocked:
         """What is to be said of those of ``ranks`` that have not come."""
         late = grouped([rank for rank in ranks if rank in self.behind], lambda rank: self.behind[rank])
         others = f"{ranks_named(self.waiting)} wait{'s' * (len(self.waiting) == 1)} in the {ordinal(self.call.number)}: {self.call.what}"
-        return [f"{ranks_named(them)} {'have' if len(them) > 1 else 'has'} made {made} calls on {axis_words(self.call)}, {others}"
+        return [f"{ranks_named(them)} {have(them)} made {made} calls on {axis_words(self.call)}, {others}"
                 for made, them in late.items()]
 
 

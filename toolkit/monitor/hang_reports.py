@@ -158,6 +158,10 @@ def be(ranks: Sequence[int]) -> str:
     return "are" if len(ranks) > 1 else "is"
 
 
+def have(ranks: Sequence[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
 def grouped(ranks: Iterable[int], key: Callable[[int], K]) -> dict[K, list[int]]:
     """Ranks by what they have in common, in order."""
     found: defaultdict[K, list[int]] = defaultdict(list)

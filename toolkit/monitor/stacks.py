@@ -35,7 +35,8 @@ STATES: Mapping[str, str] = {
     "X": "ended", "R": "running", "S": "sleeping", "I": "idle",
 }
 GONE = "X"
-SILENT = ("T", "t", "D", "Z", "X")  # in one of these no answer can be expected
+ENDED = ("Z", "X")
+SILENT = ("T", "t", "D", *ENDED)  # in one of these no answer can be expected
 
 
 @dataclass(frozen=True, slots=True)

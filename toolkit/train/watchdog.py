@@ -74,17 +74,18 @@ class Watchdog(Progress):
         limit_seconds: without progress the run is over.
         processes: of all ranks, by rank; this one's has the file that its frozen stacks go to.
         part: the part of the step that the main thread is in.
+        calls: this rank's last ones, as its process knows them.
         trace: this rank's collectives as its GPU knows them, and what to keep of them as a file; None where there is no GPU.
         end: what ends the process.
     """
 
     def __init__(self, limit_seconds: float, *, rank: int, processes: Sequence[ProcessId], mailbox: Mailbox, directory: RunDirectory,
                  attempt: int, alert: Callable[[Alert], None], sink: Sink, part: Callable[[], str],
-                 trace: Callable[[], tuple[list[Call], str]] | None = None, end: Callable[[int], object] = os._exit,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 calls: Callable[[], list[Call]] = last_calls, trace: Callable[[], tuple[list[Call], str]] | None = None,
+                 end: Callable[[int], object] = os._exit, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._rank, self._processes, self._mailbox = limit_seconds, rank, processes, mailbox
         self._directory, self._attempt, self._alert, self._sink, self._part = directory, attempt, alert, sink, part
-        self._trace, self._end, self._clock = trace, end, clock
+        self._calls, self._trace, self._end, self._clock = calls, trace, end, clock
         self._poll = min(POLL_SECONDS, limit_seconds / 10)
         self._nodes = len({process.host for process in processes})
         self._pause = PAUSE_NODE if self._nodes == 1 else PAUSE_NODES
@@ -94,6 +95,7 @@ class Watchdog(Progress):
         self._answered = False
         self._stopped = threading.Event()
         self._hanging = False
+        self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -156,8 +158,8 @@ class Watchdog(Progress):
             asked = self._mailbox.look(ASKED)
             why = json.loads(asked)["why"] if asked is not None else None
             if why == HANG or now - self._beat[1] > self._limit:
-                self._hang()
-            elif why == FAILURE and not self._answered:
+                return self._hang()
+            if why == FAILURE and not self._answered:
                 self._answered = True
                 self._post(f"{FAILURE}-{self._rank}", self._report("", FAILURE).to_json())
 
@@ -181,6 +183,7 @@ class Watchdog(Progress):
             self._tell_and_leave()
         except BaseException:  # noqa: BLE001  the run is over in any case
             _say(f"rank {self._rank} could not tell of its hang: {traceback.format_exc()}")
+        self._left.set()
         self._end(int(ExitCode.FAILURE))
 
     def _tell_and_leave(self) -> None:
@@ -224,9 +227,9 @@ class Watchdog(Progress):
         self._post(VERDICT, json.dumps({"cause": said.cause, "report": str(file)}))
 
     def _at_last(self) -> None:
-        time.sleep(LAST_SECONDS)
-        _say(f"rank {self._rank} hangs, and could not tell why within {LAST_SECONDS:g} s")
-        self._end(int(ExitCode.FAILURE))
+        if not self._left.wait(LAST_SECONDS):
+            _say(f"rank {self._rank} hangs, and could not tell why within {LAST_SECONDS:g} s")
+            self._end(int(ExitCode.FAILURE))
 
     # ---- words
 
@@ -234,7 +237,7 @@ class Watchdog(Progress):
         now, wall = time.monotonic(), time.time()
         own = self._processes[self._rank]
         what, at = self._beat
-        calls = tuple(replace(call, begun=call.begun - now + wall) for call in last_calls())
+        calls = tuple(replace(call, begun=call.begun - now + wall) for call in self._calls())
         return Report(
             rank=self._rank, host=own.host, pid=own.pid, at=wall, step=self._step, last=what, idle=self._clock() - at, part=self._part(),
             threads=tuple(stacks.threads()), calls=calls, neighbours=self._neighbours(), failure=failure,

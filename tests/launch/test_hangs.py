@@ -1,0 +1,166 @@
+"""Whole trainings of two ranks that stop making progress: one report within ten seconds of the limit, a failure, and the same command
+goes on to the same end.
+
+    pytest tests/launch/test_hangs.py            a rank that leaves out a collective
+    pytest tests/launch/test_hangs.py -m full    every other fault, and slow runs that are none
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launch.processes import Started, command, hit, status_of
+from tests.launch.test_killed import KEYS, data, rows
+from toolkit.checkpoint import directory
+from toolkit.rundir import RunDirectory, RunState
+
+__all__ = ["data"]  # the fixture
+
+DRIVER = Path(__file__).with_name("hung_training.py")
+LIMIT = 4  # seconds
+ENVIRON = {"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
+RUN = (*KEYS, "zero=stage1", "monitor.probe=false", "cluster.grace_seconds=1")
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        fault: KIND:RANK:STEP of ``hung_training.py``.
+        where, cause: of the alert, which begins with ``cause``.
+        evidence: what the report also says.
+        silent: ranks that cannot give their stacks.
+    """
+
+    fault: str
+    where: str
+    cause: str
+    evidence: str = ""
+    silent: tuple[int, ...] = ()
+    launcher: str = "python"
+    resumes: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.fault.replace(':', '-')}-{self.launcher}"
+
+
+SKIP = Case("skip:1:3", "rank 1", "rank 1 has made 3 calls on axis data, rank 0 waits in the 4th: all_reduce [1024] float32")
+FULL = [
+    Case("skip:0:3", "rank 0", "rank 0 has made 3 calls on axis data, rank 1 waits in the 4th: all_reduce [1024] float32",
+         launcher="torchrun"),
+    Case("stop:1:3", "rank 1", "rank 1 is stopped by a signal", "NO ANSWER, process is stopped by a signal (T)", silent=(1,), resumes=True),
+    Case("stop:0:3", "rank 0", "rank 0 is stopped by a signal", "NO ANSWER, process is stopped by a signal (T)", silent=(0,)),
+    Case("frozen:1:3", "rank 1", "rank 1 is held by native code", "in before", silent=(1,)),
+    Case("loader:1:3", "rank 1", "rank 1 is waiting for samples, and the others wait for it", "its thread data-stream is in "),
+    Case("dead:1:3", "rank 1", "rank 1 is waiting for samples, and the others wait for it", "no thread that reads ahead: it has ended"),
+]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("case", [SKIP, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
+def test_a_hang_is_told_with_its_cause_and_ends_restartably(case: Case, data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = command(case.launcher, DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}")
+    moment = tmp_path / "moment"
+    with Started(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": case.fault, "FAULT_TIME": str(moment)}) as started:
+        assert started.ended(120) == 1, started.output
+        started.gone(35 if case.launcher == "torchrun" else 15)
+    run = RunDirectory(run_dir)
+    file = run.hang_file(1)
+    assert file.exists(), started.output
+    text = file.read_text()
+    late = file.stat().st_mtime - float(moment.read_text()) - LIMIT
+    assert -1 < late < 10, f"{late:.1f} s after the limit"
+
+    (row,) = [row for row in map(json.loads, run.alerts_file.read_text().splitlines()) if row["name"] == "hang"]
+    assert row["where"] == case.where, text
+    assert row["cause"].startswith(case.cause), text
+    assert case.evidence in text
+    assert str(file) in row["evidence"]
+    for rank in {0, 1} - set(case.silent):
+        stacks = [line for line in text.splitlines() if line.endswith(")") and "thread MainThread" in line]
+        assert any(f"rank {rank}," in line or "ranks 0-1," in line for line in stacks), text
+    assert "launch/train.py" in text, "stacks go down to the start"
+
+    end = status_of(run_dir)
+    assert end is not None
+    assert (end.state, end.exit_code, end.attempt) == (RunState.FAILED, 1, 1)
+    assert end.reason is not None
+    assert end.reason.startswith(f"hang: {row['cause']}")
+    assert str(file) in end.reason
+    assert end.checkpoint == str(directory.newest(run.checkpoints))
+    assert case.cause in started.output
+    if case.resumes:
+        _goes_on_to_the_same_end(argv, run_dir, data, tmp_path)
+
+
+def _goes_on_to_the_same_end(argv: list[str], run_dir: Path, data: Path, tmp_path: Path) -> None:
+    with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
+        assert started.ended(120) == 0, started.output
+    end = status_of(run_dir)
+    assert end is not None
+    assert (end.state, end.attempt, end.step) == (RunState.DONE, 2, 6)
+    unbroken = tmp_path / "unbroken"
+    other = command("python", DRIVER, *RUN, f"data.path={data}", f"run.dir={unbroken}")
+    with Started(other, unbroken, cwd=tmp_path, environ=ENVIRON) as started:
+        assert started.ended(120) == 0, started.output
+    assert rows(run_dir / "metrics.jsonl") == rows(unbroken / "metrics.jsonl"), "to the bit"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_different_shapes_in_one_call_are_named(data: Path, tmp_path: Path) -> None:
+    """gloo finds them out itself, on one side or both, or waits: the failure or the hang names both shapes."""
+    run_dir = tmp_path / "run"
+    argv = command("python", DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}")
+    moment = tmp_path / "moment"
+    with Started(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "shapes:1:3", "FAULT_TIME": str(moment)}) as started:
+        assert started.ended(60) == 1, started.output
+        started.gone(15)
+        assert time.time() - float(moment.read_text()) < LIMIT + 20
+    assert "the ranks make calls with different shapes as number 4 on axis data" in started.output
+    assert "rank 0: all_reduce [1024] float32; rank 1: all_reduce [512] float32" in started.output
+    end = status_of(run_dir)
+    assert end is not None
+    assert (end.state, end.exit_code) == (RunState.FAILED, 1)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_a_slow_run_is_none(data: Path, tmp_path: Path) -> None:
+    """The control: each step, batch of an evaluation and save takes two thirds of the limit."""
+    run_dir = tmp_path / "run"
+    keys = [key for key in RUN if not key.startswith(("eval.every", "train.steps", "checkpoint.every"))]
+    argv = command("python", DRIVER, *keys, "train.steps=3", "eval.every=2", "eval.batches=2", "checkpoint.every=2", f"data.path={data}",
+                   f"run.dir={run_dir}", "monitor.hang_seconds=3")
+    with Started(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "slow:ALL:2"}) as started:
+        assert started.ended(100) == 0, started.output
+    run = RunDirectory(run_dir)
+    assert len(rows(run.metrics_file)) == 3
+    assert not run.hang_file(1).exists()
+    assert not run.hang_folder(1).exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_a_run_that_was_stopped_as_a_whole_goes_on(data: Path, tmp_path: Path) -> None:
+    """As by a paused container: nothing hung, since nothing ran."""
+    run_dir = tmp_path / "run"
+    keys = [key for key in RUN if not key.startswith("train.steps")]
+    argv = command("python", DRIVER, *keys, "train.steps=60", f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}")
+    with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
+        started.until(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) > 1, 60, "training")
+        ranks = [process.pid for process in started.ranks().values()]
+        for pid in ranks:
+            hit(signal.SIGSTOP, pid)
+        time.sleep(LIMIT + 4)
+        for pid in ranks:
+            hit(signal.SIGCONT, pid)
+        assert started.ended(60) == 0, started.output
+    assert not RunDirectory(run_dir).hang_file(1).exists()

@@ -1,0 +1,222 @@
+"""From the ranks' words to one cause, and to a report.
+
+    pytest tests/monitor/test_hang.py
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from toolkit.monitor.alert import Level
+from toolkit.monitor.calls import Call, from_flight_recorder
+from toolkit.monitor.hang import diagnose, mismatch
+from toolkit.monitor.hang_reports import Found, Neighbour, Report, found_of, ordinal, ranks_named
+from toolkit.monitor.hang_text import MOST_STACKS, report_text
+from toolkit.monitor.stacks import Frame, ProcessId, ThreadStack
+
+AT = 10_000.0
+IDLE = 100.0
+DATA = Frame("/home/x/toolkit/data/prefetch.py", 61, "_Buffer.get")
+LOOP = Frame("/home/x/toolkit/train/loop.py", 40, "train")
+CALLS = Frame("/home/x/toolkit/engine/collectives.py", 120, "_Watched.call")
+STORAGE = Frame("/home/x/toolkit/data/storage.py", 200, "read")
+
+
+def processes(ranks: int, per_host: int = 4) -> list[ProcessId]:
+    return [ProcessId(f"node{rank // per_host}", 1000 + rank, "77", 5) for rank in range(ranks)]
+
+
+def call(number: int, operation: str = "all_reduce", tensors: str = "[1024] float32", *, group: str = "7", ranks: int = 4,
+         axis: str = "data", finished: bool = True, ago: float = 90.0, peer: int | None = None) -> Call:
+    return Call(group=group, ranks=tuple(range(ranks)), axis=axis, number=number, operation=operation, tensors=tensors, begun=AT - ago,
+                finished=finished, peer=peer)
+
+
+def report(rank: int, *calls: Call, main: tuple[Frame, ...] = (LOOP, CALLS), others: tuple[ThreadStack, ...] = (),
+           neighbours: dict[int, Neighbour] | None = None, failure: str = "") -> Report:
+    threads = (ThreadStack("MainThread", "S futex_wait_queue", main), *others)
+    return Report(rank=rank, host=f"node{rank // 4}", pid=1000 + rank, at=AT, step=16, last="step 16", idle=IDLE, part="backward",
+                  threads=threads, calls=calls, neighbours=neighbours or {}, failure=failure)
+
+
+def found(*reports: Report, ranks: int | None = None, own: dict[int, Neighbour] | None = None) -> Found:
+    return found_of({one.rank: one for one in reports}, processes(ranks or len(reports)), own or {})
+
+
+def waiting(rank: int, number: int = 17, **named: object) -> Report:
+    return report(rank, call(number - 1, ago=200), replace(call(number, **named), finished=False))  # type: ignore[arg-type]
+
+
+def test_a_rank_that_left_out_a_collective_is_named_with_its_count() -> None:
+    elsewhere = call(9, "broadcast", "[3] int64", group="0", axis="all", finished=False)
+    said = diagnose(found(*(waiting(rank) for rank in (0, 1, 3)), report(2, call(16, ago=200), elsewhere)))
+    assert said.cause == ("rank 2 has made 16 calls on axis data, ranks 0-1, 3 wait in the 17th: all_reduce [1024] float32")
+    assert said.where == "rank 2"
+    assert "rank 2: waits in call 9 on all ranks, broadcast [3] int64" in said.evidence
+
+
+@pytest.mark.parametrize("late", [0.0, 5.0])
+def test_of_two_ranks_that_wait_for_each_other_it_is_the_one_that_went_on_as_never_before(late: float) -> None:
+    """Both are behind in a group: rank 0 has not come to the exchange, rank 1 not to the probe before it. Whoever waits first."""
+    def made(probes: int, exchanges: int, last: str, ago: float) -> list[Call]:
+        probe = [call(n, group="5", ranks=2, ago=300 - 10 * n) for n in range(1, probes + 1)]
+        exchange = [call(n, tensors="[3] int64", group="0", ranks=2, axis="all", ago=299 - 10 * n) for n in range(1, exchanges + 1)]
+        newest = probe if last == "probe" else exchange
+        newest[-1] = replace(newest[-1], finished=False, begun=AT - ago)
+        return probe + exchange
+
+    said = diagnose(found(report(0, *made(4, 3, "probe", 90 - late)), report(1, *made(3, 4, "exchange", 88))))
+    assert said.where == "rank 1"
+    assert said.cause == "rank 1 has made 3 calls on axis data, rank 0 waits in the 4th: all_reduce [1024] float32"
+
+
+def test_different_shapes_in_one_call_are_told_from_both_sides() -> None:
+    said = diagnose(found(waiting(0), waiting(1, tensors="[512] float32")))
+    assert said.cause == "the ranks make calls with different shapes as number 17 on axis data"
+    assert said.where == "ranks 0-1"
+    assert said.evidence.startswith("rank 0: all_reduce [1024] float32; rank 1: all_reduce [512] float32")
+    assert mismatch(found(waiting(0), waiting(1))) is None
+
+
+def test_calls_moved_by_one_name_the_one_that_was_left_out() -> None:
+    """The collectives of one group meet by number: after one is left out, the next one meets it."""
+    both = [call(16, "all_gather", "[8] float32", ago=200)]
+    first = report(0, *both, call(17, ago=91), call(18, "broadcast", "[2] int64", ago=90, finished=False))
+    second = report(1, *both, call(17, "broadcast", "[2] int64", finished=False))
+    said = diagnose(found(first, second))
+    assert said.cause == "the ranks make calls that differ as number 17 on axis data"
+    assert said.evidence.endswith("rank 1 left out all_reduce [1024] float32, or rank 0 alone made it")
+
+
+def test_shares_of_different_sizes_are_no_mistake() -> None:
+    unequal = found(waiting(0, operation="all_to_all_single", tensors="[5] float32"),
+                    waiting(1, operation="all_to_all_single", tensors="[9] float32"))
+    assert mismatch(unequal) is None
+    assert diagnose(unequal).cause == "every rank has made its call, and the calls do not end"
+
+
+@pytest.mark.parametrize(("alive", "told"), [
+    (True, "its thread data-stream is in read (toolkit/data/storage.py:200)"),
+    (False, "rank 1 has no thread that reads ahead: it has ended"),
+])
+def test_a_rank_without_samples_is_told_with_the_thread_that_reads_ahead(alive: bool, told: str) -> None:
+    others = (ThreadStack("data-stream", "S", (STORAGE,)),) if alive else (ThreadStack("wandb", "S", (LOOP,)),)
+    said = diagnose(found(waiting(0), report(1, call(16, ago=200), main=(LOOP, DATA), others=others), waiting(2), waiting(3)))
+    assert said.cause == "rank 1 is waiting for samples, and the others wait for it"
+    assert told in said.evidence
+    assert "data.path" in said.next_step
+
+
+def test_one_rank_alone_says_where_it_is() -> None:
+    assert diagnose(found(report(0, main=(LOOP, DATA)))).cause == "rank 0 is waiting for samples"
+    said = diagnose(found(report(0, main=(Frame("/x/model.py", 7, "Model.forward"),))))
+    assert said.cause == "rank 0 is in Model.forward (/x/model.py:7)"
+
+
+@pytest.mark.parametrize(("state", "cause"), [
+    ("T", "rank 1 is stopped by a signal"), ("X", "rank 1 has ended"), ("D", "rank 1 is waiting in the kernel for a disk or a device"),
+])
+def test_a_silent_rank_is_named_with_the_state_of_its_process(state: str, cause: str) -> None:
+    said = diagnose(found(waiting(0), waiting(2), waiting(3), ranks=4, own={1: Neighbour(state)}))
+    assert (said.cause, said.where) == (cause, "rank 1")
+    assert said.evidence.startswith("process 1001 on node0 ")
+    assert "ranks 0, 2-3: waits in call 17" in said.evidence
+
+
+def test_a_neighbour_elsewhere_tells_of_the_stopped_rank() -> None:
+    reports = [waiting(rank) for rank in (0, 1, 2, 3, 4, 5, 6)]
+    reports[4] = replace(reports[4], neighbours={7: Neighbour("T")})
+    said = diagnose(found(*reports, ranks=8))
+    assert (said.cause, said.where) == ("rank 7 is stopped by a signal", "rank 7")
+
+
+def test_a_silent_machine_is_told_as_one() -> None:
+    said = diagnose(found(*(waiting(rank) for rank in range(4)), ranks=12))
+    assert (said.cause, said.where) == ("nobody on node1 and node2 answers", "ranks 4-11")
+
+
+def test_a_rank_whose_interpreter_is_held_is_told_apart_from_one_that_is_merely_silent() -> None:
+    held = diagnose(found(waiting(0), ranks=2, own={1: Neighbour("S", 'File "x.py", line 3 in f')}))
+    assert held.cause == "rank 1 is held by native code, which keeps the Python interpreter to itself"
+    silent = diagnose(found(waiting(0), ranks=2, own={1: Neighbour("S")}))
+    assert silent.cause == "rank 1 does not answer"
+
+
+def test_a_rank_that_failed_before_comes_first() -> None:
+    said = diagnose(found(waiting(0), report(1, failure="RuntimeError: out of memory\n  more")))
+    assert said.cause == "rank 1 failed: RuntimeError: out of memory"
+
+
+def test_a_stage_that_waits_for_its_neighbour_points_to_it() -> None:
+    receiving = call(4, "recv", "[2, 8] float32", axis="pipeline", finished=False, peer=0)
+    said = diagnose(found(report(0, main=(LOOP, DATA)), report(1, receiving)))
+    assert said.cause == "rank 0 is waiting for samples, and the others wait for it"
+    assert "rank 1: waits in recv from rank 0 [2, 8] float32 on axis pipeline" in said.evidence
+
+
+def test_a_call_of_before_that_nobody_waited_for_is_no_wait() -> None:
+    old = replace(call(3, ago=IDLE + 50), finished=False)
+    assert report(0, old, main=(LOOP, DATA)).waits_in is None
+    assert report(0, old, main=(LOOP, CALLS)).waits_in == old
+
+
+def test_a_word_survives_the_way() -> None:
+    one = report(1, call(2, peer=3), others=(ThreadStack("t", "", (STORAGE,)),), neighbours={2: Neighbour("T", "x")}, failure="E: y")
+    assert Report.from_json(one.to_json()) == one
+
+
+def test_the_report_tells_each_stack_once_and_names_all_who_have_it() -> None:
+    odd = report(2, call(16, ago=200), main=(LOOP, DATA))
+    all_found = found(waiting(0), waiting(1), odd, waiting(3), ranks=6, own={4: Neighbour("T"), 5: Neighbour("R", "frozen here")})
+    said = diagnose(all_found)
+    text = report_text(said, all_found, "No progress.", lambda file, line: f"    text of line {line}\n" if "loop" in file else "")
+    assert text.count("toolkit/train/loop.py:40 train:  text of line 40") == 2
+    assert "  rank 2, thread MainThread (S futex_wait_queue)" in text
+    assert "  ranks 0-1, 3, thread MainThread" in text
+    assert text.index("  rank 2, thread") < text.index("  ranks 0-1, 3, thread"), "the odd one first"
+    assert "rank 4 (node1 1004): NO ANSWER, process stopped by a signal (T)" in text
+    assert "frozen here" in text
+    assert "ranks 0-1, 3: 16 all_reduce [1024] float32; 17 all_reduce [1024] float32 WAITS" in text
+    assert said.alert(16).level is Level.ERROR
+
+
+def test_a_thousand_ranks_are_told_at_once_and_in_few_lines() -> None:
+    """Each rank in a group of all and in one of eight; rank 700 left one out."""
+    def of(rank: int) -> Report:
+        first = rank // 8 * 8
+        own = [replace(call(n, group=f"g{first}", ago=300 - n), ranks=tuple(range(first, first + 8))) for n in range(1, 9)]
+        every = [call(n, "all_gather", group="0", ranks=1000, axis="all", ago=200 - n) for n in range(1, 9 if rank == 700 else 10)]
+        every[-1] = replace(every[-1], finished=rank == 700)
+        return report(rank, *own, *every, main=(LOOP, DATA) if rank == 700 else (LOOP, CALLS))
+
+    reports = [of(rank) for rank in range(1000)]
+    began = time.process_time()
+    all_found = found(*reports)
+    said = diagnose(all_found)
+    text = report_text(said, all_found, "", lambda file, line: "")
+    assert time.process_time() - began < 3
+    assert said.where == "rank 700"
+    assert "rank 700 has made 8 calls on all ranks, ranks 0-699, 701-999 wait in the 9th" in said.evidence
+    assert len(text.splitlines()) < 60 + MOST_STACKS
+
+
+def test_words() -> None:
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 112)] == ["1st", "2nd", "3rd", "4th", "11th", "12th", "21st", "112th"]
+    assert ranks_named([3]) == "rank 3"
+    assert ranks_named([0, 2, 3, 4, 7]) == "ranks 0, 2-4, 7"
+
+
+def test_calls_are_read_from_a_flight_recorder() -> None:
+    entry = {"process_group": ["5", "default"], "is_p2p": False, "collective_seq_id": 3, "p2p_seq_id": 0,
+             "profiling_name": "nccl:all_reduce", "input_sizes": [[4, 2], [3], [1], [1]], "input_dtypes": ["Float"] * 4,
+             "time_created_ns": 2_000_000_000, "retired": False, "state": "started"}
+    done = [{**entry, "collective_seq_id": n, "state": "completed"} for n in range(1, 12)]
+    trace = {"pg_config": {"5": {"name": "5", "desc": "", "ranks": "[0, 2]"}}, "entries": [*done, {**entry, "collective_seq_id": 12}]}
+    calls = from_flight_recorder(trace, lambda ranks: "+".join(map(str, ranks)))
+    assert [one.number for one in calls] == list(range(5, 13))
+    assert calls[-1] == Call(group="5", ranks=(0, 2), axis="0+2", number=12, operation="all_reduce",
+                             tensors="[4, 2] Float, [3] Float, [1] Float and 1 more", begun=2.0, finished=False)
+    assert calls[-2].finished

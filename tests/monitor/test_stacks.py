@@ -1,0 +1,121 @@
+"""What a process says of its threads, and what others see of it.
+
+    pytest tests/monitor/test_stacks.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from toolkit.monitor.stacks import (
+    GONE,
+    SAMPLES,
+    Frame,
+    ProcessId,
+    doing,
+    lines,
+    notes_of,
+    process_state,
+    short,
+    this_process,
+    threads,
+)
+
+# Native code that keeps the interpreter: ctypes' PyDLL does not let go of it.
+FROZEN = """
+import ctypes, faulthandler, os, sys
+notes = os.memfd_create("stacks")
+faulthandler.dump_traceback_later(0.3, file=notes)
+print(notes, flush=True)
+def in_native_code():
+    ctypes.PyDLL(None).sleep(30)
+in_native_code()
+"""
+
+
+def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_threads_are_told_the_main_one_first() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def waiting_here() -> None:
+        entered.set()
+        leave.wait()
+
+    thread = threading.Thread(target=waiting_here, name="waiter")
+    thread.start()
+    entered.wait()
+    found = threads()
+    leave.set()
+    thread.join()
+    assert found[0].main
+    assert any("test_all_threads_are_told" in frame.function for frame in found[0].frames)
+    waiter = next(stack for stack in found if stack.name == "waiter")
+    assert any(frame.function.endswith("waiting_here") and frame.file == __file__ for frame in waiter.frames)
+    assert waiter.state.startswith("S")
+
+
+def test_what_a_thread_does_is_read_from_its_innermost_frame_of_ours() -> None:
+    ours = [Frame("/a/toolkit/train/loop.py", 1, "train"), Frame("/a/toolkit/data/stream.py", 2, "steps"),
+            Frame("/usr/lib/threading.py", 3, "wait")]
+    assert doing(ours) == SAMPLES
+    assert doing(ours[:1]) == "between steps"
+    assert doing(ours[2:]) == ""
+
+
+def test_lines_are_short_and_have_their_source() -> None:
+    frame = Frame("/opt/v/lib/python3.11/site-packages/torch/distributed/x.py", 3, "f")
+    assert lines([frame], lambda file, line: "   go()\n") == ["torch/distributed/x.py:3 f:  go()"]
+    assert short("/home/me/toolkit-main/toolkit/train/loop.py") == "toolkit/train/loop.py"
+    assert short("/elsewhere/x.py") == "/elsewhere/x.py"
+
+
+def test_a_process_is_seen_running_stopped_and_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        started = process_fields(child.pid)
+        process = ProcessId("here", child.pid, started, 0)
+        assert process_state(process) in "RSD"
+        child.send_signal(signal.SIGSTOP)
+        until(lambda: process_state(process) == "T")
+        assert process_state(ProcessId("here", child.pid, "1", 0)) == GONE, "another process of that number"
+    finally:
+        child.kill()
+        child.wait()
+    assert process_state(process) == GONE
+
+
+def test_stacks_of_a_process_whose_interpreter_is_held_can_be_read_by_others() -> None:
+    child = subprocess.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        process = ProcessId("here", child.pid, process_fields(child.pid), int(child.stdout.readline()))
+        until(lambda: "in_native_code" in notes_of(process))
+        assert process_state(process) == "S"
+    finally:
+        child.kill()
+        child.wait()
+    assert notes_of(process) == ""
+
+
+def test_this_process_knows_itself() -> None:
+    own = this_process("here", 3)
+    assert own.pid == os.getpid()
+    assert process_state(own) in "RS"
+
+
+def process_fields(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+        text = file.read()
+    return text[text.rindex(")") + 2 :].split()[19]

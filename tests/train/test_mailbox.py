@@ -1,0 +1,96 @@
+"""Words between ranks without a collective, and what ranks know of each other.
+
+    pytest tests/train/test_mailbox.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from toolkit.monitor.calls import from_flight_recorder
+from toolkit.monitor.stacks import process_state
+from toolkit.testing.dist import run_ranks
+from toolkit.train import mailbox, peers
+from toolkit.train.mailbox import Mailbox
+
+
+def test_a_word_is_a_file_for_who_sees_the_folder(tmp_path: Path) -> None:
+    one, other = Mailbox(tmp_path / "deep" / "hang", None), Mailbox(tmp_path / "deep" / "hang", None)
+    assert other.read("rank-1") is None
+    one.post("rank-1", "first")
+    one.post("rank-1", "second")
+    assert other.read("rank-1") == other.look("rank-1") == "second"
+
+
+def test_a_word_is_a_key_for_who_does_not(tmp_path: Path) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    one, other = Mailbox(tmp_path / "a", dist.PrefixStore("x", server)), Mailbox(tmp_path / "b", dist.PrefixStore("x", client))
+    assert other.look("rank-1") is None
+    one.post("rank-1", "word")
+    assert other.read("rank-1") == other.look("rank-1") == "word"
+    assert not (tmp_path / "b").exists()
+
+
+class Silent:
+    """A store whose server is stopped: calls do not come back."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: time.sleep(5)
+
+
+def test_a_silent_store_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "STORE_SECONDS", 0.2)
+    box = Mailbox(tmp_path, Silent())  # type: ignore[arg-type]
+    began = time.monotonic()
+    box.post("a", "word")
+    assert box.look("b") is None
+    assert box.read("a") == "word", "the file is there all the same"
+    assert time.monotonic() - began < 1
+
+
+def know_each_other(rank: int, ranks: int) -> dict[str, Any]:
+    everyone = peers.everyone(ranks, notes=7)
+    store = peers.own_store()
+    store.set(f"rank-{rank}", str(os.getpid()))
+    dist.barrier()
+    found = [int(store.get(f"rank-{other}")) for other in range(ranks)]
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    patient = dist.new_group(timeout=timedelta(hours=5))
+    peers.outlast(3600)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(4, 2), group=group)
+    timeouts = {name: one._get_backend(torch.device("cpu")).options._timeout for name, one in (("short", group), ("long", patient))}
+    trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+    calls = [call for call in from_flight_recorder(trace, str) if call.group == group.group_name]
+    return {"pids": [one.pid for one in everyone], "stored": found, "states": [process_state(one) for one in everyone],
+            "hosts": {one.host for one in everyone}, "timeouts": timeouts, "calls": calls}
+
+
+def test_ranks_know_each_others_processes_and_groups_outlast_the_limit() -> None:
+    """What PyTorch's recorder has of gloo's calls is in the same form as NCCL's, which there is no test for without GPUs."""
+    answers = run_ranks(know_each_other, 2)
+    for answer in answers:
+        assert answer["pids"] == answer["stored"] == answers[0]["pids"]
+        assert set(answer["states"]) <= {"R", "S", "D"}
+        assert answer["hosts"] == {socket.gethostname()}
+        assert answer["timeouts"] == {"short": timedelta(seconds=3600 + peers.MARGIN_SECONDS), "long": timedelta(hours=5)}
+        assert [(call.number, call.operation, call.tensors, call.ranks, call.finished) for call in answer["calls"]] == [
+            (number, "all_reduce", "[4, 2] Float", (0, 1), True) for number in (1, 2, 3)]
+    assert len(set(answers[0]["pids"])) == 2
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    assert [one.pid for one in peers.everyone(1, 3)] == [os.getpid()]
+    assert not dist.is_initialized()
+    peers.outlast(600)
