@@ -101,6 +101,20 @@ def test_every_step_of_every_rank_arrives_and_the_slow_one_is_named(pool: RankPo
         assert (other["rows"], other["said"], other["told"], other["asked"]) == ([], [], [], first["asked"])
 
 
+def several(rank: int, ranks: int) -> list[Any]:
+    """Two ways to rank 0 on two nodes, one beside the other: each has groups of its own."""
+    ways = [gather_of(rank, ranks, 2) for _ in range(2)]
+    found = []
+    for number, way in enumerate(ways):
+        blocks = way(np.full((2, 3), 10 * number + rank, dtype=np.float32))
+        found.append(None if blocks is None else blocks[:, 0, 0].tolist())
+    return found
+
+
+def test_a_second_way_has_groups_of_its_own(pool: RankPool) -> None:
+    assert pool.run(several) == [[[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]], [None, None], [None, None], [None, None]]
+
+
 def stops_sending(rank: int, ranks: int) -> dict[str, Any]:
     """Rank 1 sends twice and never again, while its training goes on."""
     real, calls = gather_of(rank, ranks, ranks), 0

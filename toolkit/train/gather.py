@@ -35,16 +35,17 @@ class ToRankZero:
     """Within each node to its first rank, from there to rank 0.
 
     gloo connects every two ranks of a group. In two levels a process has a connection to each rank of its node and, where it is the first,
-    to each node's first: a hundred sockets in a thousand ranks instead of a thousand. Making it is collective.
+    to each node's first: a hundred and more sockets among a thousand ranks instead of a thousand. Making it is collective.
     """
 
     def __init__(self, rank: int, ranks: int, ranks_per_node: int) -> None:
-        first = rank - rank % ranks_per_node
-        firsts = range(0, ranks, ranks_per_node)
+        starts = range(0, ranks, ranks_per_node)
         self._ranks, self._per_node = ranks, ranks_per_node
-        self._node = _group(range(first, min(first + ranks_per_node, ranks)))
-        self._leads = rank == first
-        self._firsts: ProcessGroup | None = _group(firsts) if self._leads and len(firsts) > 1 else None
+        # Each rank makes them all: torch numbers groups by how many a process has made, its own or not.
+        nodes = [_group(range(start, min(start + ranks_per_node, ranks))) for start in starts]
+        self._node = nodes[rank // ranks_per_node]
+        firsts = _group(starts) if len(starts) > 1 else None
+        self._firsts = firsts if rank in starts else None
 
     def __call__(self, block: np.ndarray) -> np.ndarray | None:
         found = _to_first(self._node, block)
@@ -58,11 +59,9 @@ class ToRankZero:
 
 
 def _group(ranks: Sequence[int]) -> ProcessGroup:
-    """Its members alone make it: with a thousand ranks there are a hundred of them. torch names such a group by its ranks and by how many
-    groups the process has, so all ranks must have made equally many; a node of one rank has a group for that reason."""
-    made = dist.new_group(list(ranks), backend="gloo", timeout=TIMEOUT, use_local_synchronization=True, group_desc="ledger")
-    assert isinstance(made, dist.ProcessGroup), "made by its members only"
-    return made
+    """On a rank that is not of it torch gives a number, which nobody may use."""
+    group: ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=TIMEOUT, group_desc="gather")
+    return group
 
 
 def _to_first(group: ProcessGroup, block: np.ndarray) -> np.ndarray | None:
