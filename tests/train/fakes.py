@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from toolkit.checkpoint.shard import Reader, Shard
-from toolkit.engine.protocol import EvalResult, MicroBatch, StepResult, StepSettings
+from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, StepResult, StepSettings
 from toolkit.train.agree import Agreed
 from toolkit.train.hooks import StepDone
 
@@ -40,6 +40,9 @@ class FakeEngine:
         return EvalResult(loss_sum=2.5 * tokens, tokens=tokens)
 
     def shards(self) -> list[Shard]:
+        return []
+
+    def copies(self) -> list[Copies]:
         return []
 
     def scalars(self) -> dict[str, object]:
