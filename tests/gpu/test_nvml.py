@@ -122,10 +122,11 @@ def test_events_can_be_waited_for(gpus: Gpus) -> None:
 def test_a_sample_is_cheap(gpus: Gpus, tmp_path: Path) -> None:
     rows: list[Any] = []
     source = GpuSource(lambda: gpus, lambda opened: XidEvents(nvml_gpus.load(), opened.cards), xid=lambda *_: None, say=print)
-    sampler = Sampler(node=0, seconds=0.5, sources=[Source("gpu", source.read, print)], log=rows.append, detect=lambda row: [], alert=print)
+    sampler = Sampler(node=0, seconds=0.5, sources=[Source("gpu", source.read, print)], log=rows.append, detect=lambda row: [],
+                      alert=print, tell=print)
     sampler.start()
     time.sleep(5)
-    source.close()
+    source.stop()
     sampler.close()
     taken = sorted(row["sample_seconds"] for row in rows[1:])
     print(f"a sample of one GPU takes {taken[len(taken) // 2] * 1e3:.1f} ms (median of {len(taken)}), {taken[-1] * 1e3:.1f} ms at most")

@@ -44,7 +44,8 @@ class Node:
             lambda: open_gpus(nvml, 8, None), lambda gpus: XidEvents(nvml, gpus.cards), say=self.said.append,
             xid=lambda place, xid: self.alerts.append(detect_system.xid(xid, place, number, self.sampler.step)))
         self.sampler = Sampler(
-            node=number, seconds=EVERY, sources=[Source("host", host, self.said.append), Source("gpu", self.gpus.read, self.said.append)],
+            node=number, seconds=EVERY, tell=self.said.append,
+            sources=[Source("host", host, self.said.append), Source("gpu", self.gpus.read, self.said.append, self.gpus.close)],
             log=self.rows.append, detect=NodeDetector(number).see, alert=self.alerts.append)
 
     def __enter__(self) -> Node:
@@ -52,7 +53,7 @@ class Node:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.gpus.close()
+        self.gpus.stop()
         self.sampler.close()
 
 
@@ -176,3 +177,19 @@ def test_months_of_samples_are_no_burden(tmp_path: Path) -> None:
     with_gpus, without = bytes_a_day(tmp_path, 8, host), bytes_a_day(tmp_path, 0, host)
     assert 30e6 < with_gpus < 70e6
     assert without < 12e6
+
+
+def test_a_mistake_in_detecting_ends_alerts_and_no_rows() -> None:
+    with Node(0, FakeNvml([FakeGpu()])) as node:
+        until(lambda: len(node.rows) > 2)
+        node.sampler._detect = lambda row: [row["no such figure"]]
+        until(lambda: any("no more alerts" in words for words in node.said))
+        count = len(node.rows)
+        until(lambda: len(node.rows) > count + 2)
+    assert [words for words in node.said if "alerts" in words] == ["no more alerts of samples: KeyError: 'no such figure'"]
+
+
+def test_the_driver_is_given_back_at_the_end() -> None:
+    with Node(0, FakeNvml([FakeGpu()])) as node:
+        until(lambda: len(node.rows) > 2)
+    until(lambda: node.nvml.started == 0)

@@ -36,7 +36,6 @@ class Host:
         self._rates = Rates()
         self._trees: dict[int, list[psutil.Process]] = {}
         self._trees_at: float | None = None
-        psutil.cpu_percent()  # the next call gives the mean since this one
 
     def read(self) -> Figures:
         """``host/``: the machine. ``disk/``: where the run's directory is. ``network/``: all interfaces but the loopback.
@@ -44,11 +43,12 @@ class Host:
         return {**self._host(), **self._disk(), **self._network(), **self._processes()}
 
     def _host(self) -> Figures:
+        busy = psutil.cpu_percent()  # since this thread's last call: nothing is known at the first
         memory = psutil.virtual_memory()
         limit = cgroup_memory(self._root)
         available = memory.available if limit is None else min(memory.available, limit[0] - limit[1])
         return {
-            "host/cpu_percent": psutil.cpu_percent(), "host/load_1m": round(os.getloadavg()[0], 2),
+            **({"host/cpu_percent": busy} if self._trees_at is not None else {}), "host/load_1m": round(os.getloadavg()[0], 2),
             "host/memory_total_bytes": memory.total, "host/memory_used_bytes": memory.total - memory.available,
             "host/memory_available_bytes": max(0, available), "host/swap_used_bytes": psutil.swap_memory().used,
             **({} if limit is None else {"host/memory_limit_bytes": limit[0], "host/memory_limited_used_bytes": limit[1]}),

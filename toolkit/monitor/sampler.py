@@ -33,12 +33,13 @@ class Source:
 
     Args:
         tell: takes a sentence, once, where the function fails; it is called again all the same.
+        close: called in that thread at the end.
     """
 
-    def __init__(self, name: str, read: Callable[[], Figures], tell: Callable[[str], None],
+    def __init__(self, name: str, read: Callable[[], Figures], tell: Callable[[str], None], close: Callable[[], None] = lambda: None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
-        self._read, self._tell, self._clock = read, tell, clock
+        self._read, self._tell, self._close, self._clock = read, tell, close, clock
         self._questions: SimpleQueue[bool] = SimpleQueue()  # False: there are no more
         self._changed = threading.Condition()
         self._asked_at: float | None = None  # None: the last question is answered
@@ -78,6 +79,7 @@ class Source:
             with self._changed:
                 self._figures, self._asked_at = figures, None
                 self._changed.notify_all()
+        self._close()
 
 
 class Sampler:
@@ -87,14 +89,15 @@ class Sampler:
         seconds: between two rows. A row that was late is not made up for.
         sources: read together.
         log: takes each row.
-        detect: makes alerts of a whole row (in ``log``'s the steady figures may be missing).
+        detect: makes alerts of a whole row (in ``log``'s the steady figures may be missing). It is left out after it has failed once.
+        tell: takes a sentence.
     """
 
     def __init__(self, *, node: int, seconds: float, sources: Iterable[Source], log: Callable[[Row], None],
-                 detect: Callable[[Row], Iterable[Alert]], alert: Callable[[Alert], None]) -> None:
+                 detect: Callable[[Row], Iterable[Alert]], alert: Callable[[Alert], None], tell: Callable[[str], None]) -> None:
         self.step = 0  # written by the training thread: one assignment a step
         self._node, self._seconds, self._sources = node, seconds, tuple(sources)
-        self._log, self._detect, self._alert = log, detect, alert
+        self._log, self._detect, self._alert, self._tell = log, detect, alert, tell
         self._thrifty = Thrifty()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="system", daemon=True)
@@ -130,7 +133,12 @@ class Sampler:
         if self._over.is_set():  # the sinks may be closed
             return
         self._log(self._thrifty(row))
-        for alert in self._detect(row):
+        try:
+            found = list(self._detect(row))
+        except Exception as error:  # noqa: BLE001  rows go on
+            found, self._detect = [], lambda row: ()
+            self._tell(f"no more alerts of samples: {type(error).__name__}: {error}")
+        for alert in found:
             self._alert(alert)
 
 
@@ -164,9 +172,14 @@ class GpuSource:
         none = {f"gpu/{card.place}/xid_events": 0 for card in self._gpus.cards}
         return {**self._gpus.read(), **none, **self._events}
 
-    def close(self) -> None:
-        """Nothing is waited for: the threads are daemons, and NVML's state goes with the process."""
+    def stop(self) -> None:
+        """From another thread: events are not waited for any longer."""
         self._over.set()
+
+    def close(self) -> None:
+        """In the reading thread, after :meth:`stop`."""
+        if self._gpus is not None:
+            self._gpus.close()
 
     def _wait_for_events(self, gpus: Gpus) -> None:
         told = False
@@ -181,7 +194,7 @@ class GpuSource:
                     self._say(f"XID events may be missed: {type(error).__name__}: {error}")
                 self._over.wait(XID_SECONDS)
                 continue
-            if event is not None:
+            if event is not None and not self._over.is_set():  # the sinks may be closed
                 self._note(*event)
         if events is not None:
             events.close()

@@ -72,11 +72,11 @@ def sampling(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
 
     gpus = GpuSource(open_gpus, lambda opened: XidEvents(module, opened.cards), xid=on_xid, say=lambda words: say(f"node {node}: {words}"))
     sampler = Sampler(
-        node=node, seconds=seconds, sources=[Source("host", host.read, tell), Source("gpu", gpus.read, tell)],
-        log=partial(sink.log, Kind.SYSTEM), detect=detector.see, alert=alert)
+        node=node, seconds=seconds, sources=[Source("host", host.read, tell), Source("gpu", gpus.read, tell, gpus.close)],
+        log=partial(sink.log, Kind.SYSTEM), detect=detector.see, alert=alert, tell=tell)
     sampler.start()
     try:
         yield NewestStep(sampler)
     finally:
-        gpus.close()
+        gpus.stop()
         sampler.close()
