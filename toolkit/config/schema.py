@@ -351,8 +351,8 @@ class MonitorConfig:
     replicas_every: int = 100
     """Steps between two comparisons of what ranks should hold equal copies of; 0: none."""
     hang_seconds: int = 600
-    """Without a finished step for so long the run is reported as hanging, with every rank's stack, and ends; 0: never. It has to be
-    longer than the first step, an evaluation and a save."""
+    """Without progress for so long (a step, a batch of an evaluation, a save) the run is reported as hanging, with every rank's stack,
+    and ends; 0: never. It has to be longer than the first step and a save in the foreground."""
     profile_step: int | None = None
     """First step of a trace by torch.profiler, in the attempt's folder. Null: none."""
     profile_steps: int = 3
