@@ -71,7 +71,7 @@ def steps_of(seed: int, steps: int, fault: Fault | None = None, since: int = 0, 
         falling = 3.0 + 4.0 * math.exp(-number / 300)
         step = Step(
             number, parts,
-            saved=1.5 * random.lognormal(0, 0.2) if number % SAVE == 0 else 0.002,
+            saved=1.5 * random.lognormal(0, 0.2) if number % SAVE == 0 else 0.0001,
             evaluated=2.0 * random.lognormal(0, 0.1) if number % EVAL == 0 else 0.0,
             gc_seconds=0.04 if number % 100 == 7 else 0.0002,
             loss=falling + random.normal(0, 0.04), grad_norm=0.5 * random.lognormal(0, 0.25),

@@ -10,10 +10,11 @@ from statistics import median
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.detector import Detector
-from toolkit.monitor.robust import scatter
+from toolkit.monitor.robust import noise
 from toolkit.monitor.sink import Kind, Row
 
-BEFORE = 50  # steps that a value is compared with
+BEFORE = 50  # steps whose noise a value is compared with
+LEVEL = 10  # the newest of them, whose median it is compared with: a loss falls
 ENOUGH = 20  # of them, before anything is judged
 WATCHED = 10  # steps after a spike, in which it comes back or stays
 
@@ -61,8 +62,8 @@ class Figure:
 
     Attributes:
         key: of the row; ``value`` makes of it what is compared.
-        least: the least scatter that is believed, so that a run without noise does not call every change a spike.
-        spike: so many scatters above the median is one.
+        least: the least noise (standard deviation) that is believed, so that a run without noise does not call every change a spike.
+        spike: so many times the noise above the level is one.
         shift: so many, and most of the steps that are watched, is a shift.
     """
 
@@ -78,9 +79,8 @@ def _logarithm(norm: float) -> float:
     return math.log(max(norm, 1e-30))
 
 
-# Losses of batches scatter about normally: ten scatters do not happen by chance, and even 1% of the loss is believed as scatter only
-# where less was seen. Gradient norms have heavy tails, so their logarithm is compared: at the least scatter a spike is a factor of 7.4, a
-# shift one of 5.
+# Losses of batches scatter about normally: ten standard deviations do not happen by chance, and less than 1% of the loss is not believed.
+# Gradient norms have heavy tails, so their logarithm is compared: at the least noise a spike is a factor of 7.4, a shift one of 5.
 LOSS = Figure(key="loss", words="loss", value=lambda loss: loss, least=lambda middle: 0.01 * abs(middle), spike=10, shift=4)
 GRADIENT = Figure(key="grad_norm", words="gradient norm", value=_logarithm, least=lambda middle: 0.2, spike=10, shift=8)
 
@@ -88,7 +88,7 @@ GRADIENT = Figure(key="grad_norm", words="gradient norm", value=_logarithm, leas
 class Jump(Detector):
     """A figure that jumps up: it is told when it is known whether it came back (a spike) or stayed (a shift), ten steps later at most.
 
-    A rise without a spike is a shift as well: eight of the last ten steps above what 50 steps before them were.
+    A rise without a spike is a shift as well: eight of the last ten steps above the ten before them.
     """
 
     STAYED = 8  # of WATCHED
@@ -111,8 +111,9 @@ class Jump(Detector):
         return found
 
     def _judge(self, row: Row) -> Alert | None:
-        figure, middle = self._figure, median(self._before)
-        scale = max(scatter(self._before), figure.least(middle))
+        figure, before = self._figure, list(self._before)
+        middle = median(before[-LEVEL:])
+        scale = max(noise(before), figure.least(middle))
         high = [(step, shown) for step, value, shown in self._newest if value > middle + figure.shift * scale]
         if len(high) >= self.STAYED:
             first = high[0][0]
@@ -147,7 +148,7 @@ class Jump(Detector):
         return Alert(
             name=f"{'loss' if figure.key == 'loss' else 'gradient'}-{what}", level=Level.WARNING, step=row["step"],
             cause=f"the {figure.words} {words}",
-            evidence=f"{peak:.4g} in step {peak_step}, {times:.0f} scatters above the {len(self._before)} steps before (median {usual:.4g})",
+            evidence=f"{peak:.4g} in step {peak_step}, {times:.0f} times the noise above the {LEVEL} steps before (median {usual:.4g})",
             next_step=f"if it does not recover: {go_back(peak_step)}, with a smaller optim.lr or optim.clip" if what == "shift" else
                       f"nothing, if it stays one; if they come more often, a smaller optim.clip or optim.lr; look at the samples of step {peak_step}")
 
@@ -240,6 +241,5 @@ class _Curve:
                 self.best = (middle, loss)
 
     def noise(self) -> float:
-        """The standard deviation of one evaluation: the median absolute difference of two normal values is 0.954 of theirs."""
-        losses = [loss for _, loss in self.newest]
-        return median(abs(b - a) for a, b in zip(losses, losses[1:], strict=False)) / 0.954
+        """The standard deviation of one evaluation."""
+        return noise([loss for _, loss in self.newest])

@@ -30,7 +30,7 @@ class SlowCheckpoint(Detector):
     """
 
     TIMES, SHARE = 3.0, 0.1
-    LEAST_SAVE, LEAST_MORE, LEAST_EACH = 0.02, 0.25, 0.5  # seconds
+    LEAST_SAVE, LEAST_MORE, LEAST_EACH = 0.002, 0.25, 0.5  # seconds
     kinds = (Kind.LEDGER,)
 
     def __init__(self) -> None:

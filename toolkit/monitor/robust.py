@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Sequence
 from statistics import median
 
-NORMAL = 1.4826  # standard deviations of a normal distribution in one median absolute deviation
+NEIGHBOURS = 0.954  # median absolute difference of two normal values, in standard deviations: sqrt(2) times their quartile of 0.6745
 
 
-def scatter(values: Collection[float]) -> float:
-    """The standard deviation that normal values of this median absolute deviation have (Rousseeuw and Croux 1993)."""
-    middle = median(values)
-    return NORMAL * median(abs(value - middle) for value in values)
+def noise(values: Sequence[float]) -> float:
+    """The standard deviation of values around whatever they follow, by the median difference of neighbours: a trend is none."""
+    return median(abs(after - before) for before, after in zip(values, values[1:], strict=False)) / NEIGHBOURS
 
 
 class Best:

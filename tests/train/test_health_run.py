@@ -1,0 +1,256 @@
+"""Real runs with one fault each, injected at a known step: the right cause is named within 20 steps. And runs that are well.
+
+    pytest tests/train/test_health_run.py             on one rank
+    pytest tests/train/test_health_run.py -m full     on two ranks, and 2,000 clean steps
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.ledger_cases import slow_calls
+from toolkit.checkpoint.online.store import CheckpointStore
+from toolkit.config.schema import EngineName, EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
+from toolkit.data import stream as stream_module
+from toolkit.data.samples import TokenWindows
+from toolkit.data.stdlib import ensure
+from toolkit.engine.local import LocalEngine
+from toolkit.engine.protocol import StepResult
+from toolkit.errors import ExitCode
+from toolkit.monitor.jsonl import read_rows
+from toolkit.monitor.parts import communication
+from toolkit.plan import make_plan
+from toolkit.plan.present import to_json
+from toolkit.plan.types import Device, RunPlan, World
+from toolkit.rundir import RunDirectory
+from toolkit.testing.dist import RankPool, rank_pool
+from toolkit.testing.tiny import tiny_config
+from toolkit.train.run import run
+
+SINCE, WITHIN = 60, 20
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch, type, int], None]  # the engine's class and this rank
+
+
+def beside_each_step(patch: Patch, engine: type, act: Callable[[Any, int], None], after: bool = False) -> None:
+    """``act(engine, step)`` in each training step from SINCE on."""
+    original = engine.train_step  # type: ignore[attr-defined]
+
+    def train_step(self: Any, batches: Any, settings: Any) -> StepResult:
+        step = settings.step + 1
+        if step >= SINCE and not after:
+            act(self, step)
+        result: StepResult = original(self, batches, settings)
+        if step >= SINCE and after:
+            act(self, step)
+        return result
+
+    patch.setattr(engine, "train_step", train_step)
+
+
+def nothing(patch: Patch, engine: type, rank: int) -> None:
+    pass
+
+
+def slow_loader(patch: Patch, engine: type, rank: int) -> None:
+    read, slow = TokenWindows.read, []
+
+    def slowly(self: TokenWindows, epochs: Any, numbers: Any) -> Any:
+        time.sleep(0.05 if slow else 0.0)
+        return read(self, epochs, numbers)
+
+    patch.setattr(TokenWindows, "read", slowly)
+    patch.setattr(stream_module, "READ_AT_ONCE", 0)  # a step at a time
+    patch.setattr(stream_module, "CHUNKS_AHEAD", 1)
+    beside_each_step(patch, engine, lambda self, step: slow.append(step))
+
+
+def garbage(patch: Patch, engine: type, rank: int) -> None:
+    kept = [[number] for number in range(200_000)]
+    beside_each_step(patch, engine, lambda self, step: gc.collect() and None or kept.append([step]))
+
+
+def pauses(patch: Patch, engine: type, rank: int) -> None:
+    beside_each_step(patch, engine, lambda self, step: time.sleep(0.4 if step % 3 == 0 else 0.0))
+
+
+def slow_disk(patch: Patch, engine: type, rank: int) -> None:
+    save = CheckpointStore.save
+
+    def slowly(self: CheckpointStore, step: int, *arguments: Any, **named: Any) -> Any:
+        time.sleep(0.6 if step >= SINCE else 0.0)
+        return save(self, step, *arguments, **named)
+
+    patch.setattr(CheckpointStore, "save", slowly)
+
+
+def not_a_number(patch: Patch, engine: type, rank: int) -> None:
+    beside_each_step(patch, engine, lambda self, step: next(iter(self._parameters.values())).data.fill_(torch.nan))
+
+
+def loss_spike(patch: Patch, engine: type, rank: int) -> None:
+    """The weights of one step are disturbed, and put back."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def disturb(self: LocalEngine, step: int) -> None:
+        if step == SINCE:
+            for name, parameter in self._parameters.items():
+                kept[name] = parameter.detach().clone()
+                parameter.data.mul_(8.0)
+        elif step == SINCE + 1:
+            for name, parameter in self._parameters.items():
+                parameter.data.copy_(kept[name])
+
+    beside_each_step(patch, engine, disturb)
+
+
+def leak(patch: Patch, engine: type, rank: int) -> None:
+    kept: list[np.ndarray] = []
+    beside_each_step(patch, engine, lambda self, step: kept.append(np.ones(2**21)))  # 16 MiB
+
+
+def slow_rank(patch: Patch, engine: type, rank: int) -> None:
+    beside_each_step(patch, engine, lambda self, step: time.sleep(0.08 if rank == 1 else 0.0))
+
+
+def flipped_bit(patch: Patch, engine: type, rank: int) -> None:
+    def flip(self: Any, step: int) -> None:
+        if step == SINCE and rank == 1:
+            parameter = dict(self._ds.module.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+            parameter.data.view(-1).view(torch.int32)[100] ^= 1
+
+    beside_each_step(patch, engine, flip, after=True)
+
+
+class SlowNetwork:
+    """As tests/engine/ledger_cases.py takes delays: every collective of the data axis."""
+
+    now = "communication"
+
+    def __init__(self) -> None:
+        self.slow = False
+
+    def strike(self, name: str) -> None:
+        if self.slow and name == communication("data"):
+            time.sleep(0.02)
+
+
+CASES: list[tuple[Fault, int, str, str, str]] = [
+    (slow_loader, 1, "data-stall", "", "the data pipeline is slow"),
+    (garbage, 1, "garbage-collection", "", "garbage collection stops training"),
+    (pauses, 1, "pauses", "unexplained", "again and again"),
+    (slow_disk, 1, "slow-checkpoint", "", "saving has become slow"),
+    (not_a_number, 1, "non-finite-loss", "", f"first in step {SINCE}"),
+    (loss_spike, 1, "loss-spike", "", f"the loss jumped in step {SINCE}"),
+    (leak, 1, "memory-creep", "", "grows step by step"),
+    (slow_rank, 2, "straggler", "rank 1", "rank 1 (place 1 of node 0) computes longer"),
+    (flipped_bit, 2, "replicas-differ", "ranks 0, 1", "model.layers.1.mlp.up_proj.weight"),
+]
+QUICK = (slow_loader, not_a_number, slow_disk)
+SYMPTOMS = {"falling-throughput", "gradient-spike", "gradient-shift", "loss-shift", "pauses"}  # of other causes
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "monitor"
+    ensure(folder, 264, root=Path(__file__).resolve().parents[2] / "toolkit" / "monitor")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with rank_pool(2) as ranks:
+        yield ranks
+
+
+def plan_of(config: RunConfig, ranks: int) -> RunPlan:
+    return make_plan(config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True))
+
+
+def on_a_rank(rank: int, ranks: int, config: RunConfig, attempt: int, fault: Fault) -> int:
+    if ranks == 1:
+        engine: type = LocalEngine
+    else:
+        from toolkit.engine.deepspeed import DeepSpeedEngine as engine
+    plan = plan_of(config, ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is slow_network:
+            network = SlowNetwork()
+            beside_each_step(patch, engine, lambda self, step: setattr(network, "slow", True))
+            with slow_calls(network, plan.axes):  # type: ignore[arg-type]
+                return int(run(plan, rank=rank, local_rank=rank, stop=lambda: None, attempt=attempt))
+        fault(patch, engine, rank)
+        return int(run(plan, rank=rank, local_rank=rank, stop=lambda: None, attempt=attempt))
+
+
+def slow_network(patch: Patch, engine: type, rank: int) -> None:
+    raise AssertionError("on_a_rank puts it below what times collectives")
+
+
+def alerts_of(folder: Path, data: Path, fault: Fault, ranks: int, pool: RankPool | None, steps: int, **changes: Any) -> list[dict[str, Any]]:
+    config = tiny_config("llama", engine__name=EngineName.local if ranks == 1 else EngineName.deepspeed, train__steps=steps,
+                         zero__stage=0, **{"checkpoint__every": "never", "checkpoint__at_end": False, **changes})
+    config.run, config.eval, config.debug.threads = RunSection(dir=str(folder)), EvalConfig(every=25, batches=1), 1
+    config.data.path, config.data.vocab_size = str(data), 264
+    config.monitor = MonitorConfig(wandb=WandbMode.disabled, probe=False, system_seconds=0, hang_seconds=0, replicas_every=10, every=steps)
+    directory = RunDirectory(folder)
+    attempt = directory.begin(config, to_json(plan_of(config, ranks)))
+    try:
+        if pool is None:
+            codes = [on_a_rank(0, 1, config, attempt, fault)]
+        else:
+            codes = pool.run(on_a_rank, config, attempt, fault, ranks=ranks)
+    finally:
+        directory.release()
+    assert codes == [ExitCode.DONE] * ranks
+    assert len(list(read_rows(directory.metrics_file))) == steps
+    return list(read_rows(directory.alerts_file))
+
+
+def check(found: list[dict[str, Any]], name: str, where: str, cause: str) -> None:
+    right = [row for row in found if (row["name"], row["where"]) == (name, where)]
+    assert right, f"{name} is not among {[(row['name'], row['where'], row['step']) for row in found]}"
+    assert SINCE <= right[0]["step"] < SINCE + WITHIN
+    assert cause in right[0]["cause"]
+    early = [row for row in found if row["step"] < SINCE]
+    assert not early, early
+    assert {row["name"] for row in found} <= {name} | SYMPTOMS, "no wrong cause"
+
+
+@pytest.mark.parametrize(("fault", "name", "where", "cause"), [
+    pytest.param(fault, name, where, cause, id=fault.__name__, marks=[] if fault in QUICK else [pytest.mark.full])
+    for fault, ranks, name, where, cause in CASES if ranks == 1])
+def test_a_fault_on_one_rank_is_named(fault: Fault, name: str, where: str, cause: str, data: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    saving = {"checkpoint__every": "5"} if fault is slow_disk else {}
+    check(alerts_of(tmp_path / "run", data, fault, 1, None, SINCE + WITHIN, **saving), name, where, cause)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("fault", "name", "where", "cause"), [
+    pytest.param(fault, name, where, cause, id=fault.__name__) for fault, name, where, cause in [
+        *((fault, name, where, cause) for fault, ranks, name, where, cause in CASES if ranks == 2),
+        (slow_network, "slow-collective", "axis data", "collectives along axis data have become slow")]])
+def test_a_fault_on_one_of_two_ranks_is_named(fault: Fault, name: str, where: str, cause: str, data: Path, tmp_path: Path,
+                                              pool: RankPool) -> None:
+    check(alerts_of(tmp_path / "run", data, fault, 2, pool, SINCE + WITHIN), name, where, cause)
+
+
+@pytest.mark.full
+def test_two_ranks_that_are_well_give_no_alert(data: Path, tmp_path: Path, pool: RankPool) -> None:
+    assert alerts_of(tmp_path / "run", data, nothing, 2, pool, 200) == []
+
+
+@pytest.mark.full
+def test_two_thousand_clean_steps_give_no_alert(data: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    assert alerts_of(tmp_path / "run", data, nothing, 1, None, 2000, checkpoint__every="100") == []
