@@ -178,7 +178,8 @@ def test_what_falls_slowly_is_compared_with_how_it_began(plan: RunPlan) -> None:
         for seconds in step.parts.values():
             seconds *= 1 + (step.number - SINCE) / 2000
 
-    found = [alert for alert in alerts_of(detectors(plan), steps_of(2, 1600, slower_and_slower, SINCE)) if alert.name == "falling-throughput"]
+    alerts = alerts_of(detectors(plan), steps_of(2, 1600, slower_and_slower, SINCE))
+    found = [alert for alert in alerts if alert.name == "falling-throughput"]
     assert found
     assert SINCE + 200 < found[0].step < SINCE + 700
 
@@ -220,7 +221,7 @@ def test_of_two_ranks_the_slow_one_is_compared_with_the_other() -> None:
 
 
 def test_pauses_without_a_ledger_are_seen_in_the_steps() -> None:
-    detector = Pauses(ledger=False)
+    detector = Pauses(lambda step: 8, ledger=False)
     found = []
     for step in range(1, 100):
         seconds = 1.0 if step >= 60 and step % 4 == 0 else STEP_SECONDS
@@ -232,7 +233,7 @@ def test_pauses_without_a_ledger_are_seen_in_the_steps() -> None:
 
 def test_saving_that_becomes_slow(plan: RunPlan) -> None:
     def slow(step: Step, random: np.random.Generator) -> None:
-        step.saved *= 4 if step.number % SAVE == 0 else 1
+        step.saved *= 6 if step.number % SAVE == 0 else 1
 
     found = alerts_of(detectors(plan), steps_of(4, 1000, slow, 650))
     assert {(alert.name, alert.step) for alert in found} <= {("slow-checkpoint", 800), ("slow-checkpoint", 900), ("slow-checkpoint", 1000)}

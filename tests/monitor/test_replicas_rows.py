@@ -19,7 +19,8 @@ def world(ranks: int, groups: int = 1, tensors: int = 1000) -> tuple[list[Set], 
     random = np.random.default_rng(0)
     size = ranks // groups
     hashes = [random.integers(-2**63, 2**63 - 1, tensors) for _ in range(groups)]
-    return [Set("weights", rank // size * size, NAMES[:tensors]) for rank in range(ranks)], [hashes[rank // size].copy() for rank in range(ranks)]
+    sets = [Set("weights", rank // size * size, NAMES[:tensors]) for rank in range(ranks)]
+    return sets, [hashes[rank // size].copy() for rank in range(ranks)]
 
 
 def gathered(sets: list[Set], hashes: list[np.ndarray], slots: int = 3) -> np.ndarray:

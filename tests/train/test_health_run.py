@@ -196,7 +196,8 @@ def slow_network(patch: Patch, engine: type, rank: int) -> None:
     raise AssertionError("on_a_rank puts it below what times collectives")
 
 
-def alerts_of(folder: Path, data: Path, fault: Fault, ranks: int, pool: RankPool | None, steps: int, **changes: Any) -> list[dict[str, Any]]:
+def alerts_of(folder: Path, data: Path, fault: Fault, ranks: int, pool: RankPool | None, steps: int,
+              **changes: Any) -> list[dict[str, Any]]:
     config = tiny_config("llama", engine__name=EngineName.local if ranks == 1 else EngineName.deepspeed, train__steps=steps,
                          zero__stage=0, **{"checkpoint__every": "never", "checkpoint__at_end": False, **changes})
     config.run, config.eval, config.debug.threads = RunSection(dir=str(folder)), EvalConfig(every=25, batches=1), 1

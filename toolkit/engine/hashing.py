@@ -1,9 +1,9 @@
 """Hashes of tensors that should be equal on several ranks.
 
-A tensor's memory is taken as 64-bit words w_0, w_1, ... Word i counts with an odd weight that depends on i modulo COLUMNS, and all are added
-modulo 2^64. A change of one word, so of any one bit, always changes the sum: an odd weight has an inverse modulo 2^64. Words that change
-places, or two flips, change it unless their columns are the same and their changes cancel. Integer sums are the same in any order, so the
-hash is the same on any device; and memory is read once.
+A tensor's memory is taken as 64-bit words w_0, w_1, ... Word i counts with an odd weight that depends on i modulo COLUMNS, and all are
+added modulo 2^64. A change of one word, so of any one bit, always changes the sum: an odd weight has an inverse modulo 2^64. Words that
+change places, or two flips, change it unless their columns are the same and their changes cancel. Integer sums are the same in any order,
+so the hash is the same on any device; and memory is read once.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class NonFinite(Detector):
             name="non-finite-loss" if first == "loss" else "non-finite-gradient", level=Level.ERROR, step=step,
             cause=f"the {what} is not a finite number, first in step {began}: {where_from}, and the weights are lost from then on",
             evidence=f"loss {row['loss']:g}, gradient norm {row['grad_norm']:g}, learning rate {row['lr']:g}",
-            next_step=f"{go_back(began)}, with a smaller optim.lr or optim.clip=1, or precision=bf16 instead of fp16; where it comes again in "
-                      "the same step look at that step's samples, where it does not test the GPUs: dcgmi diag -r 3")
+            next_step=f"{go_back(began)}, with a smaller optim.lr or optim.clip=1, or precision=bf16 instead of fp16; where it comes again "
+                      "in the same step look at that step's samples, where it does not test the GPUs: dcgmi diag -r 3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,8 @@ class Jump(Detector):
             cause=f"the {figure.words} {words}",
             evidence=f"{peak:.4g} in step {peak_step}, {times:.0f} times the noise above the {LEVEL} steps before (median {usual:.4g})",
             next_step=f"if it does not recover: {go_back(peak_step)}, with a smaller optim.lr or optim.clip" if what == "shift" else
-                      f"nothing, if it stays one; if they come more often, a smaller optim.clip or optim.lr; look at the samples of step {peak_step}")
+                      f"nothing, if it stays one; if they come more often, a smaller optim.clip or optim.lr, and a look at the samples of "
+                      f"step {peak_step}")
 
 
 class LossScale(Detector):
@@ -219,10 +220,11 @@ class Validation(Detector):
         return Alert(
             name="validation-rising", where=name, level=Level.WARNING, step=step,
             cause=f"the loss on {name} rises: the model gets worse on what it is not trained on",
-            evidence=f"{', '.join(f'{value:.4f}' for _, value in last)} in the last {self.LAST} evaluations, {best:.4f} around step {best_step} "
-                     f"(noise {curve.noise():.4f})",
-            next_step=f"if the training loss still falls, it learns its samples by heart: stop here (the checkpoint nearest step {best_step} is "
-                      "the best: checkpoint.keep_every keeps such), or more data or a larger optim.weight_decay; if both rise, a smaller optim.lr")
+            evidence=f"{', '.join(f'{value:.4f}' for _, value in last)} in the last {self.LAST} evaluations, {best:.4f} around step "
+                     f"{best_step} (noise {curve.noise():.4f})",
+            next_step=f"if the training loss still falls, it learns its samples by heart: stop here (the best checkpoint is the nearest "
+                      f"to step {best_step}; checkpoint.keep_every keeps such), take more data or a larger optim.weight_decay; if both "
+                      "rise, a smaller optim.lr")
 
 
 class _Curve:

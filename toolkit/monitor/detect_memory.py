@@ -72,7 +72,7 @@ class Creep(Detector):
         rises = [after - before for before, after in zip(floors, floors[1:], strict=False)]
         if sum(rise > 0 for rise in rises) < self.RISING * len(rises) or median(rises) * len(rises) < 0.5 * (floors[-1] - floors[0]):
             return None
-        return self._alert(step, floors[0], floors[-1], len(floors) * self._blocks.length)
+        return self._alert(step, floors[0], floors[-1], len(rises) * self._blocks.length)
 
     def _alert(self, step: int, before: float, now: float, steps: int) -> Alert:
         memory, a_step = self._memory, (now - before) / steps
@@ -91,8 +91,8 @@ def host_memory(total_bytes: int | None) -> Memory:
     return Memory(
         key="host_bytes", name="memory-creep", words="the memory of the process of a rank (the fullest one)", total_bytes=total_bytes,
         quickly=0.05, slowly=0.2,
-        next_step="find what keeps it: python -X tracemalloc=10 launch/train.py ... and tracemalloc.take_snapshot() in a hook; usual are lists "
-                  "that are appended to in each step, losses kept with their graphs (use float(loss)), and caches of data without bounds")
+        next_step="find what keeps it: python -X tracemalloc=10 launch/train.py ... and tracemalloc.take_snapshot() in a hook; usual are "
+                  "lists that are appended to in each step, losses kept with their graphs (use float(loss)), and caches without bounds")
 
 
 def device_memory(total_bytes: int | None) -> Memory:

@@ -50,20 +50,20 @@ class SlowCheckpoint(Detector):
             return self._alert(row["step"], "has become slow", f"{seconds(last[0])} and {seconds(last[1])} for the last two saves, the "
                                f"{len(before)} before took {seconds(median(before))}", max(last))
         three = list(self._saves)[-3:]
-        saving, whole = (sum(part) for part in zip(*three, strict=True))
+        saving, whole = (median(part) for part in zip(*three, strict=True))
         # The first save's time since the one before it has the start in it.
-        if len(self._saves) > 3 and saving > self.SHARE * whole and saving / 3 > self.LEAST_EACH:
+        if len(self._saves) > 3 and saving > self.SHARE * whole and saving > self.LEAST_EACH:
             return self._alert(row["step"], f"takes {per_cent(saving / whole)} of the time",
-                               f"{seconds(saving / 3)} each for the last three saves, one in {seconds(whole / 3)} (alert above {self.SHARE:.0%})",
-                               saving / 3)
+                               f"{seconds(saving)} of {seconds(whole)} from save to save, the medians of the last three (alert above "
+                               f"{self.SHARE:.0%})", saving)
         return None
 
     def _alert(self, step: int, words: str, evidence: str, took: float) -> Alert:
         minutes = max(1, round(best_interval(took) / 60))
         return Alert(
             name="slow-checkpoint", level=Level.WARNING, step=step, cause=f"saving {words}", evidence=evidence,
-            next_step=f"checkpoint.background=true, or checkpoint.every={minutes}min, which costs least if a machine fails once a day; look at the "
-                      "disk of the run directory: iostat -x 1, and disk in system/node-*.jsonl")
+            next_step=f"checkpoint.background=true, or checkpoint.every={minutes}min, which costs least if a machine fails once a day; "
+                      "look at the disk of the run directory: iostat -x 1, and disk in system/node-*.jsonl")
 
 
 class LateCheckpoint(Detector):
@@ -96,5 +96,5 @@ class LateCheckpoint(Detector):
             name="late-checkpoint", level=Level.WARNING, step=step,
             cause="the next checkpoint is overdue: if the run fails now, more is lost than checkpoint.every allows",
             evidence=f"the newest complete one is of step {self._step}, {steps} steps and {waited:.0f} s ago; checkpoint.every is {due}",
-            next_step="look for a save that failed or still goes on in the log (attempts/*/log.txt), and at the space and speed of the disk: "
-                      "df -h RUN_DIR, iostat -x 1")
+            next_step="look for a save that failed or still goes on in the log (attempts/*/log.txt), and at the space and speed of the "
+                      "disk: df -h RUN_DIR, iostat -x 1")

@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.detector import LASTING, LEAST_SECONDS, OF_STEPS, Detector, SizeOfStep, WarmUp, per_cent, seconds
-from toolkit.monitor.parts import CHECKPOINT, COMMUNICATION, DATA, EVALUATION
+from toolkit.monitor.parts import BUBBLE, CHECKPOINT, COMMUNICATION, DATA, EVALUATION
 from toolkit.monitor.robust import Best, Lasting
 from toolkit.monitor.sink import Kind, Row
 
@@ -73,12 +73,13 @@ class DataStallOfRank(Detector):
         waited, others, wall = (median(part) for part in zip(*its, strict=True))
         if waited - others < max(DataStall.SHARE * wall, LEAST_SECONDS) or waited < 2 * others:
             return None
+        node = rank // self._ranks_per_node
         return Alert(
             name="data-stall", where=f"rank {rank}", level=Level.WARNING, step=row["step"],
             cause=f"the data pipeline of rank {rank} is slow, and all ranks wait for it",
             evidence=f"rank {rank} waits {seconds(waited)} a step for its samples, the median rank {seconds(others)}, of "
                      f"{seconds(wall)} (in {len(its)} of the last {len(self._newest)} steps)",
-            next_step=f"look at disk, network and CPU of node {rank // self._ranks_per_node}: system/node-{rank // self._ranks_per_node}.jsonl")
+            next_step=f"look at disk, network and CPU of node {node}: system/node-{node}.jsonl")
 
 
 class GarbageCollection(Detector):
@@ -104,11 +105,11 @@ class GarbageCollection(Detector):
         return Alert(
             name="garbage-collection", level=Level.WARNING, step=row["step"],
             cause="Python's garbage collection stops training",
-            evidence=f"{per_cent(collected / whole)} of the time of the last {OF_STEPS} steps, {seconds(collected / len(steps))} a step on the "
-                     f"rank where it took longest (alert above {self.SHARE:.0%})",
-            next_step="find what makes so many Python objects in each step (your own model, hooks or data code keep lists, dicts or graphs): "
-                      "python -X tracemalloc=10 launch/train.py ...; import gc; gc.freeze() after the model is built takes what is there "
-                      "already out of each collection")
+            evidence=f"{per_cent(collected / whole)} of the time of the last {OF_STEPS} steps, {seconds(collected / len(steps))} a step on "
+                     f"the rank where it took longest (alert above {self.SHARE:.0%})",
+            next_step="find what makes so many Python objects in each step (your own model, hooks or data code keep lists, dicts or "
+                      "graphs): python -X tracemalloc=10 launch/train.py ...; gc.freeze() at the end of the module that builds the model "
+                      "takes what is there already out of each collection")
 
 
 class Pauses(Detector):
@@ -116,14 +117,16 @@ class Pauses(Detector):
 
     Spikes of three times the median in one step of a hundred are normal on shared networks and disks. So: five of the last 20 steps above
     twice the median (with such spikes by chance once in a million steps), or, for rarer and longer ones, six of the last 200 that
-    lose a tenth of the time. Collections of garbage and waits for samples are taken out: they have their own alerts.
+    lose a tenth of the time. A long step after a long one does not count: steps that became slower are FallingThroughput's. Collections of
+    garbage and waits for samples are taken out: they have their own alerts.
     """
 
     TIMES, FEW, OFTEN, SHARE = 2.0, 5, 6, 0.1
     kinds = (Kind.STEP, Kind.LEDGER)
 
-    def __init__(self, *, ledger: bool) -> None:
+    def __init__(self, size_of_step: SizeOfStep, *, ledger: bool) -> None:
         """``ledger``: rows of the ledger come, and say in which part the time is; else steps as a whole are looked at."""
+        self._size = size_of_step
         self._judged = Kind.LEDGER if ledger else Kind.STEP
         self._warm_up = WarmUp()
         self._collected: dict[int, float] = {}  # by step: what is explained already
@@ -140,32 +143,33 @@ class Pauses(Detector):
         if kind is Kind.STEP:
             whole, parts = row["step_seconds"] - row["data_seconds"], {}
         else:
-            parts = {name: high for name, (_, _, high) in row["parts"].items() if name not in (DATA, CHECKPOINT, EVALUATION)}
+            # In the wait for one rank all others have as much as that one has too much.
+            parts = {name: low if name.startswith(COMMUNICATION) or name == BUBBLE else high
+                     for name, (low, _, high) in row["parts"].items() if name not in (DATA, CHECKPOINT, EVALUATION)}
             whole = row["wall_seconds"] - sum(row["parts"].get(name, (0, 0, 0))[1] for name in (DATA, CHECKPOINT, EVALUATION))
-        self._newest.append((whole - collected, parts))
-        if len(self._newest) < OF_STEPS or not self._long(self._newest[-1][0], self._middle()):
+        size = self._size(row["step"])
+        self._newest.append(((whole - collected) / size, {name: value / size for name, value in parts.items()}))
+        if len(self._newest) < OF_STEPS:
+            return None
+        middle = median(value for value, _ in self._newest)
+        least = max(self.TIMES * middle, middle + 10 * LEAST_SECONDS / size)
+        if self._newest[-1][0] <= least:
             return None  # nothing new
-        return self._judge(row["step"])
+        return self._judge(row["step"], size, middle, least)
 
-    def _middle(self) -> float:
-        return median(whole for whole, _ in self._newest)
-
-    def _long(self, whole: float, middle: float) -> bool:
-        return whole > self.TIMES * middle and whole - middle > 10 * LEAST_SECONDS
-
-    def _judge(self, step: int) -> Alert | None:
-        middle = self._middle()
+    def _judge(self, step: int, size: int, middle: float, limit: float) -> Alert | None:
         for length, least in ((OF_STEPS, self.FEW), (LONG, self.OFTEN)):
             steps = list(self._newest)[-length:]
-            long = [(whole, parts) for whole, parts in steps if self._long(whole, middle)]
+            long = [now for before, now in zip(steps, steps[1:], strict=False) if now[0] > limit >= before[0]]
             lost = sum(whole - middle for whole, _ in long)
             if len(long) >= least and (length == OF_STEPS or lost > self.SHARE * sum(whole for whole, _ in steps)):
                 part = self._part([parts for _, parts in long])
+                each, share = size * median(whole for whole, _ in long), lost / sum(whole for whole, _ in steps)
                 return Alert(
                     name="pauses", level=Level.WARNING, step=step, where=part,
                     cause="single steps take far longer than the others, again and again" + (f", in {part}" if part else ""),
-                    evidence=f"{len(long)} of the last {len(steps)} steps took {seconds(median(whole for whole, _ in long))} (their median), the "
-                             f"median step {seconds(middle)}; {per_cent(lost / sum(whole for whole, _ in steps))} of the time is lost",
+                    evidence=f"{len(long)} of the last {len(steps)} steps took {seconds(each)} (their median), the median step "
+                             f"{seconds(size * middle)}; {per_cent(share)} of the time is lost",
                     next_step=_look_at(part, step))
         return None
 
@@ -210,8 +214,8 @@ class FallingThroughput(Detector):
             cause="training has become slower than it was in this run",
             evidence=f"{1 / now:.4g} samples a second in the last {OF_STEPS if slow else LONG} steps, {1 / best:.4g} in the run's best "
                      f"{BLOCK} steps: {per_cent(1 - best / now)} less",
-            next_step="see which part grew in ledger.jsonl (python launch/report.py RUN_DIR), and clocks, temperature and other processes in "
-                      "system/node-*.jsonl")
+            next_step="see which part grew in ledger.jsonl (python launch/report.py RUN_DIR), and clocks, temperature and other processes "
+                      "in system/node-*.jsonl")
 
 
 class Straggler(Detector):
@@ -252,7 +256,7 @@ class Straggler(Detector):
             name="straggler", where=f"rank {rank}", level=Level.WARNING, step=row["step"],
             cause=f"rank {rank} (place {place} of node {node}) computes longer than the others, which wait for it in every step",
             evidence=f"busy for {seconds(mine)} a step, the {'other' if row['ranks'] == 2 else 'median'} rank for {seconds(theirs)}, in "
-                     f"{len(slow)} of the last {len(self._newest)} steps" + (f"; usual here: {usual:.2f} times" if self._stages > 1 else ""),
+                     f"{len(slow)} of the last {len(self._newest)} steps" + (f"; usual: {usual:.2f} times" if self._stages > 1 else ""),
             next_step=f"compare its clocks, throttling and other processes with the others in system/node-{node}.jsonl; on that node: "
                       f"nvidia-smi -i {place} -q -d PERFORMANCE,CLOCK,PAGE_RETIREMENT; if it stays, leave the node out")
 
@@ -298,8 +302,8 @@ class SlowCollective(Detector):
             cause=f"collectives along axis {axis} have become slow on all their ranks",
             evidence=f"every rank waits at least {seconds(now * size)} a step for them, in the run's best {BLOCK} steps "
                      f"{seconds(best * size)}, of a step of {seconds(wall * size)}",
-            next_step="look for link errors and other traffic: nvidia-smi nvlink -e, ibstat, ethtool -S on the nodes, NCCL_DEBUG=INFO for the "
-                      "path that was chosen; attempts/*/probe.json has what the axis did at the start")
+            next_step="look for link errors and other traffic: nvidia-smi nvlink -e, ibstat, ethtool -S on the nodes, NCCL_DEBUG=INFO for "
+                      "the path that was chosen; attempts/*/probe.json has what the axis did at the start")
 
 
 def _commonest(numbers: list[int]) -> int:

@@ -147,7 +147,8 @@ class Verdicts:
         rest = len(found.ranks) - len(found.odd)
         who = _ranks(found.odd)
         if found.majority:
-            cause = f"{known.what} of {who} differ from those of the other {rest} rank{'s' if rest > 1 else ''} that should be equal: {name}"
+            others = f"the other {rest} rank{'s' if rest > 1 else ''}"
+            cause = f"{known.what} of {who} differ from those of {others} that should be equal: {name}"
         else:
             cause = f"{known.what} of {who} should be equal and are not, and no majority tells which is right: {name}"
         place = ", ".join(f"node {rank // self._ranks_per_node} GPU {rank % self._ranks_per_node}" for rank in found.odd[:4])
@@ -156,8 +157,8 @@ class Verdicts:
             name="replicas-differ", where=who, level=Level.ERROR, step=step, cause=cause,
             evidence=f"64-bit hashes of {len(known.names)} tensors on {_ranks(found.ranks)} after step {step}; {since}",
             next_step=f"stop, and start the same command with resume={self._run_dir}/checkpoints/step-N of a checkpoint {before}; test the "
-                      f"hardware ({place}): dcgmi diag -r 3, and memtest for the host; leave it out if it comes again. Several tensors on many "
-                      "ranks at once: kernels that do not give the same result twice (debug.deterministic=true tells)")
+                      f"hardware ({place}): dcgmi diag -r 3, and memtest for the host; leave it out if it comes again. Several tensors on "
+                      "many ranks at once: kernels that do not give the same result twice (debug.deterministic=true tells)")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

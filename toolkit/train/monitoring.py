@@ -113,12 +113,14 @@ def judge(plan: RunPlan, alert: Callable[[Alert], None], stack: ExitStack, maker
     """On rank 0: looks at the rows of the run, in a thread of its own."""
     late = LateCheckpoint(parse_cadence(plan.config.checkpoint.every), time.monotonic)
     makers.append(lambda engine: Saves(late.saved))
-    health = CompositeSink([QueuedSink(lambda: HealthSink([*detectors(plan), late], alert, tell), "health", close_seconds=JUDGED_SECONDS)])  # trouble of it is told, whenever it comes
+    queued = QueuedSink(lambda: HealthSink([*detectors(plan), late], alert, tell), "health", close_seconds=JUDGED_SECONDS)
+    health = CompositeSink([queued])  # trouble of its own is told, and ends nothing
     stack.callback(health.close, int(ExitCode.DONE))
     return health
 
 
-def compares(plan: RunPlan, engine: Engine, ask: Exchange, gather: Gather, alert: Callable[[Alert], None], sink: Sink, rank: int) -> Replicas:
+def compares(plan: RunPlan, engine: Engine, ask: Exchange, gather: Gather, alert: Callable[[Alert], None], sink: Sink,
+             rank: int) -> Replicas:
     if rank == 0:
         sink.log_text("not_compared", "; ".join(unseen(plan)))
     return Replicas(plan, engine, ask, gather, rank=rank, every=plan.config.monitor.replicas_every, alert=alert, tell=tell)

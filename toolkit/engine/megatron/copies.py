@@ -5,7 +5,7 @@
     optimizer state   as the weights; with the distributed optimizer each data rank has a range of its own, which a tensor rank shares
                       with the others where the axis does not cut
 
-With the distributed optimizer the weights are written anew in each step, from the ranges: a flipped bit of a copy lasts until the next step.
+With the distributed optimizer the weights are written anew in each step, from the ranges: a flipped bit of a copy lasts until the next.
 """
 
 from __future__ import annotations
