@@ -76,7 +76,7 @@ def slow_loader(patch: Patch, engine: type, rank: int) -> None:
 
 def garbage(patch: Patch, engine: type, rank: int) -> None:
     kept = [[number] for number in range(200_000)]
-    beside_each_step(patch, engine, lambda self, step: gc.collect() and None or kept.append([step]))
+    beside_each_step(patch, engine, lambda self, step: (gc.collect() and None) or kept.append([step]))
 
 
 def pauses(patch: Patch, engine: type, rank: int) -> None:
@@ -206,10 +206,7 @@ def alerts_of(folder: Path, data: Path, fault: Fault, ranks: int, pool: RankPool
     directory = RunDirectory(folder)
     attempt = directory.begin(config, to_json(plan_of(config, ranks)))
     try:
-        if pool is None:
-            codes = [on_a_rank(0, 1, config, attempt, fault)]
-        else:
-            codes = pool.run(on_a_rank, config, attempt, fault, ranks=ranks)
+        codes = [on_a_rank(0, 1, config, attempt, fault)] if pool is None else pool.run(on_a_rank, config, attempt, fault, ranks=ranks)
     finally:
         directory.release()
     assert codes == [ExitCode.DONE] * ranks

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.config.schema import Place as Where
 from toolkit.engine import deepspeed_compat as compat
-from toolkit.engine import deepspeed_copies as copies
 from toolkit.engine import deepspeed_context as context
+from toolkit.engine import deepspeed_copies as copies
 from toolkit.engine import deepspeed_gradients as gradients
 from toolkit.engine import deepspeed_load as moving
 from toolkit.engine import deepspeed_state as state

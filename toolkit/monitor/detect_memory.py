@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
@@ -60,7 +61,7 @@ class Creep(Detector):
         sizes = list(self._newest)
         if len(sizes) <= OF_STEPS or sizes[-1] - sizes[0] < max(self._memory.quickly * sizes[0], self.LEAST_QUICK):
             return None
-        grown = [after - before for before, after in zip(sizes, sizes[1:], strict=False) if after > before]
+        grown = [after - before for before, after in itertools.pairwise(sizes) if after > before]
         if len(grown) < self.GREW or median(grown) * OF_STEPS < 0.5 * (sizes[-1] - sizes[0]):  # no jump among small ones
             return None
         return self._alert(step, sizes[0], sizes[-1], OF_STEPS)
@@ -69,7 +70,7 @@ class Creep(Detector):
         floors = self._blocks.values
         if len(floors) < self.BLOCKS // 2 or floors[-1] - floors[0] < max(self._memory.slowly * floors[0], self.LEAST_SLOW):
             return None
-        rises = [after - before for before, after in zip(floors, floors[1:], strict=False)]
+        rises = [after - before for before, after in itertools.pairwise(floors)]
         if sum(rise > 0 for rise in rises) < self.RISING * len(rises) or median(rises) * len(rises) < 0.5 * (floors[-1] - floors[0]):
             return None
         return self._alert(step, floors[0], floors[-1], len(rises) * self._blocks.length)

@@ -6,6 +6,7 @@ neither evaluation nor saving in it (``train/loop.py``); the ledger's ``wall_sec
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from statistics import median
 from typing import Any
@@ -160,7 +161,7 @@ class Pauses(Detector):
     def _judge(self, step: int, size: int, middle: float, limit: float) -> Alert | None:
         for length, least in ((OF_STEPS, self.FEW), (LONG, self.OFTEN)):
             steps = list(self._newest)[-length:]
-            long = [now for before, now in zip(steps, steps[1:], strict=False) if now[0] > limit >= before[0]]
+            long = [now for before, now in itertools.pairwise(steps) if now[0] > limit >= before[0]]
             lost = sum(whole - middle for whole, _ in long)
             if len(long) >= least and (length == OF_STEPS or lost > self.SHARE * sum(whole for whole, _ in steps)):
                 part = self._part([parts for _, parts in long])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -11,7 +12,7 @@ NEIGHBOURS = 0.954  # median absolute difference of two normal values, in standa
 
 def noise(values: Sequence[float]) -> float:
     """The standard deviation of values around whatever they follow, by the median difference of neighbours: a trend is none."""
-    return median(abs(after - before) for before, after in zip(values, values[1:], strict=False)) / NEIGHBOURS
+    return median(abs(after - before) for before, after in itertools.pairwise(values)) / NEIGHBOURS
 
 
 class Best:
