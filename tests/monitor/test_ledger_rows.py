@@ -128,6 +128,6 @@ def test_the_last_line_tells_large_parts_first() -> None:
 
 
 def test_busy_is_what_the_recorder_says() -> None:
-    step = replace(one(1), busy_seconds=42.0)
+    step = replace(one(1), busy=42.0)
     (row,) = Assembly(VECTORS, ranks=1).add(1, blocks(1, 1, [step]))
     assert row["slowest_busy_seconds"] == 42.0

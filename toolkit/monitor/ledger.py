@@ -50,7 +50,7 @@ class Vectors:
         block = np.zeros((slots, self.width), dtype=np.float32)
         block[:, STEP] = EMPTY
         for row, step in zip(block, steps, strict=False):
-            row[STEP], row[WALL], row[BUSY] = base - step.step, step.wall_seconds, step.busy_seconds
+            row[STEP], row[WALL], row[BUSY] = base - step.step, step.wall, step.busy
             for name, seconds in step.parts.items():
                 row[places.get(name, places[UNEXPLAINED])] += seconds
         return block

@@ -59,6 +59,7 @@ class Ledger(Hook):
         self._next = 0.0
         self._held: list[StepTime] = []  # taken and not handed to the thread yet
         self._newest = 0  # step that was taken
+        self._left = False  # nobody wants to know any more what becomes of the thread
 
     def due(self) -> int:
         """How many steps each rank shall send after this step, 0: none. Asked on every rank before ``on_step``; rank 0's answer counts.
@@ -93,6 +94,7 @@ class Ledger(Hook):
         self._ask(self._slots(step - self._asked_at))
         self._jobs.put(None)
         self._thread.join(self._end_seconds)
+        self._left = True
         if self._rank != 0:
             return
         if self._thread.is_alive():
@@ -102,6 +104,7 @@ class Ledger(Hook):
 
     def close(self) -> None:
         """Whatever ended the run. A thread that waits for a rank that is gone is left to the end of the process."""
+        self._left = True
         self._jobs.put(None)
 
     def _ask(self, slots: int) -> None:
@@ -124,7 +127,8 @@ class Ledger(Hook):
                 self._answered += 1
             self._tell_rows(self._assembly.rest())
         except Exception as error:  # noqa: BLE001  training goes on without its ledger
-            self._tell(f"no more rows of the ledger: {type(error).__name__}: {error}")
+            if not self._left:
+                self._tell(f"no more rows of the ledger: {type(error).__name__}: {error}")
 
     def _send(self, base: int, slots: int, taken: Iterable[StepTime]) -> None:
         self._waiting.extend(taken)
