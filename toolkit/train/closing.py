@@ -33,6 +33,7 @@ def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink:
         say, tell: for results, for trouble.
         stop: whether to leave early.
     """
+    sink.flush()  # what follows reads the files
     checkpoint = newest(directory.checkpoints)
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
@@ -60,7 +61,9 @@ def _tell_speed(directory: RunDirectory, unit: str, say: Say) -> None:
     rows = list(read_rows(directory.metrics_file))
     if len(rows) > 1:
         median = statistics.median(row[f"{unit}_per_second"] for row in rows[1:])
-        say(f"median of the steps: {quantity(median, unit)}/s, without the first, which has warm-up and compilation in it "
+        used = [row["mfu"] for row in rows[1:] if "mfu" in row]
+        utilisation = f" (MFU {statistics.median(used):.1%})" if used else ""
+        say(f"median of the steps: {quantity(median, unit)}/s{utilisation}, without the first, which has warm-up and compilation in it "
             f"({rows[0]['step_seconds']:.2f} s)")
 
 
@@ -104,7 +107,7 @@ def _continuation(plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None
 
 
 def last_words(plan: RunPlan, directory: RunDirectory) -> list[str]:
-    """Three lines: where everything is, and what to try next."""
+    """Four lines: where everything is, and what to try next."""
     path, steps = directory.path, plan.config.train.steps
     there = [name for name in ("plots/loss.png", "metrics.jsonl", "checkpoints", "export") if (path / name).exists()]
     longer = f"train longer, or in another layout: the same command with train.steps={2 * steps}, or with zero=stage3 as well"
@@ -112,4 +115,5 @@ def last_words(plan: RunPlan, directory: RunDirectory) -> list[str]:
         use = f"use the weights: toolkit.checkpoint.open_reader('{path}')"
     else:
         use = f"ask the model for more: python launch/generate.py {path} \"import os\""
-    return [f"everything is in {path}: {', '.join(there)}", use, longer]
+    look = f"see it as one page, with where its time went: python launch/report.py {path}"
+    return [f"everything is in {path}: {', '.join(there)}", look, use, longer]

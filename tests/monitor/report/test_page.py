@@ -1,0 +1,339 @@
+"""The page of a run is whole, true to the files, harmless whatever the files say, and made of whatever files there are.
+
+    pytest tests/monitor/report/test_page.py
+    pytest tests/monitor/report/test_page.py -m full      two million rows, too
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import resource
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.monitor.report.runs import ALERTS, HOSTILE, PARTS, eval_rows, ledger_rows, step_rows, system_rows, write_run
+from toolkit.monitor.jsonl import read_rows
+from toolkit.monitor.report.data import Run, read_run
+from toolkit.monitor.report.page import SECTIONS, embedded, page
+from toolkit.monitor.report.reality import bubble_measured, bubble_planned
+from toolkit.monitor.report.verdict import dead, state, verdict
+from toolkit.progress import Progress
+
+STEPS = 300
+# Attributes whose value a browser fetches, and the same in CSS.
+LOADING = {"src", "href", "srcset", "action", "data", "poster", "background", "formaction", "xlink:href", "manifest", "ping"}
+
+
+class Parsed(HTMLParser):
+    """Elements with their attributes, and the texts of some."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []  # innermost element, text
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "img", "br"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open, f"</{tag}> closes nothing"
+        assert self._open[-1] == tag, f"</{tag}> closes <{self._open[-1]}>"
+        self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self._open[-1] if self._open else "", data))
+
+    @property
+    def ends_open(self) -> list[str]:
+        return self._open
+
+    def text(self) -> str:
+        return " ".join(text for tag, text in self.texts if tag not in ("script", "style"))
+
+    def charts(self) -> dict[str, dict[str, Any]]:
+        found = [text for tag, text in self.texts if tag == "script" and text.startswith("[")]
+        assert len(found) == 1
+        return {chart["id"]: chart for chart in json.loads(found[0])}
+
+
+def loads(parsed: Parsed) -> list[str]:
+    """What a browser would fetch, or run."""
+    return [f"{tag} {name}" for tag, attributes in parsed.elements for name, value in attributes.items()
+            if name.startswith("on") or (name in LOADING and not (value or "").startswith(("#", "data:")))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "mine-1a2b3c4d", STEPS)
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    return read_run(folder, Progress.silent())
+
+
+@pytest.fixture(scope="module")
+def html(run: Run) -> str:
+    return page(run)
+
+
+@pytest.fixture(scope="module")
+def parsed(html: str) -> Parsed:
+    return Parsed(html)
+
+
+def test_it_is_whole(parsed: Parsed) -> None:
+    assert parsed.ends_open == []
+    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = [attributes["href"][1:] for tag, attributes in parsed.elements if tag == "a" and attributes["href"]]
+    assert links == ["training", "ledger", "alerts", "plan", "hardware", "attempts", "configuration"]
+    assert set(links) <= set(ids)
+    assert len(links) == len(SECTIONS)
+    for chart in parsed.charts():
+        assert f"chart-{chart}" in ids
+
+
+def test_every_chart_says_in_words_what_it_shows(parsed: Parsed) -> None:
+    pictures = [attributes for tag, attributes in parsed.elements if tag == "svg"]
+    assert len(pictures) == len(parsed.charts()) >= 14
+    for attributes in pictures:
+        assert attributes["role"] == "img"
+        assert len(attributes["aria-label"] or "") > 20
+    assert [attributes["lang"] for tag, attributes in parsed.elements if tag == "html"] == ["en"]
+    assert sum(tag == "figcaption" for tag, _ in parsed.elements) == len(pictures)
+
+
+def test_it_asks_the_network_for_nothing(html: str, parsed: Parsed) -> None:
+    assert loads(parsed) == []
+    assert loads(Parsed('<img src="http://example.com/x.png"><p onclick="x()">')) == ["img src", "p onclick"]
+    css = "".join(text for tag, text in parsed.texts if tag == "style")
+    assert not re.search(r"url\(|@import", css)
+    script = "".join(text for tag, text in parsed.texts if tag == "script" and not text.startswith("["))
+    assert not re.search(r"https?:|//[a-z0-9-]+\.[a-z]|fetch\(|XMLHttpRequest|import\(|WebSocket|innerHTML|eval\(", script)
+    policy = [attributes["content"] for tag, attributes in parsed.elements if attributes.get("http-equiv") == "Content-Security-Policy"]
+    assert policy
+    assert policy[0] is not None
+    assert policy[0].startswith("default-src 'none'")
+    assert "http" not in policy[0]
+
+
+def test_no_text_of_the_files_becomes_code(html: str, parsed: Parsed) -> None:
+    assert sum(tag == "script" for tag, _ in parsed.elements) == 2
+    assert sum(tag == "img" for tag, _ in parsed.elements) == 0
+    assert "window.hurt = 1</script>" not in html
+    assert HOSTILE in parsed.text()  # it is shown as it is
+    assert any(mark["text"] == f"throttling: {HOSTILE}" for mark in parsed.charts()["loss"]["marks"])
+    text = embedded({"a": HOSTILE})
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == {"a": HOSTILE}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        embedded({"a": math.nan})
+
+
+def test_no_secret_of_an_address_is_shown(html: str) -> None:
+    assert "s3://***@bucket/data?***" in html
+    assert "user:secret" not in html
+    assert "hush" not in html
+
+
+def test_its_figures_are_those_of_the_files(folder: Path, parsed: Parsed) -> None:
+    charts = parsed.charts()
+    steps = list(read_rows(folder / "metrics.jsonl"))
+
+    def series(chart: str, number: int = 0) -> dict[str, Any]:
+        return charts[chart]["series"][number]
+
+    assert series("loss")["x"] == [row["step"] for row in steps]
+    assert series("loss")["mid"] == [row["loss"] if math.isfinite(row["loss"]) else None for row in steps]
+    assert series("loss")["low"] is None
+    shown = {"grad_norm": "grad_norm", "lr": "lr", "speed": "tokens_per_second", "mfu": "mfu", "seconds": "step_seconds"}
+    for chart, figure in shown.items():
+        assert series(chart)["mid"] == [row[figure] for row in steps]
+    for number, name in ((1, "code"), (2, "validation")):
+        rows = [row for row in read_rows(folder / "eval.jsonl") if row["set"] == name]
+        assert series("loss", number)["name"] == name
+        assert series("loss", number)["x"] == [row["step"] for row in rows]
+        assert series("loss", number)["mid"] == [row["loss"] for row in rows]
+    rows = list(read_rows(folder / "system" / "node-1.jsonl"))
+    hottest = series("gpu-temperature_celsius_max", 1)
+    drawn = [(x, value) for x, value in zip(hottest["x"], hottest["mid"], strict=True) if value is not None]
+    assert drawn == [(row["time"], row["gpu/temperature_celsius_max"]) for row in rows]
+    assert len(hottest["x"]) == len(drawn) + 1  # one gap: the two hours between the attempts
+
+
+def test_shares_of_the_ledger_make_a_whole(folder: Path, run: Run, parsed: Parsed) -> None:
+    rows = list(read_rows(folder / "ledger.jsonl"))
+    layers = {series["name"]: series["mid"] for series in parsed.charts()["ledger-shares"]["series"]}
+    assert set(layers) == {*PARTS, "checkpoint"}
+    assert list(layers)[:3] == ["forward", "backward", "optimizer"]
+    assert list(layers)[-1] == "unexplained"
+    for number, row in enumerate(rows):
+        whole = sum(middle for _, middle, _ in row["parts"].values())
+        assert sum(layer[number] for layer in layers.values()) == pytest.approx(1)
+        for name, layer in layers.items():
+            assert layer[number] == pytest.approx(row["parts"].get(name, [0, 0, 0])[1] / whole)
+    wall = sum(row["wall_seconds"] for row in rows)
+    assert run.ledger.share("backward") == pytest.approx(STEPS * PARTS["backward"] * 2 / wall)
+    assert run.ledger.share("checkpoint") == pytest.approx(3 * 10.0 / wall)  # though no median step has a save
+    assert run.ledger.slowest.most_common(1)[0][0] == 5
+
+
+def test_verdict_says_how_it_is(run: Run, parsed: Parsed) -> None:
+    words = " ".join(verdict(run))
+    text = parsed.text()
+    for said in ("The run failed at step 300 of 600: rank 3 died", "It took 2 attempts, in which 2 steps were run twice.",
+                 "In 1 step it was not finite.", "The validation loss is", "3 alerts: throttling (2), non-finite (1).",
+                 "of the time went into forward, backward and optimizer"):
+        assert said in words
+    for alert in ALERTS:
+        for key in ("cause", "evidence", "next_step", "where"):
+            assert alert[key] in text
+    for shown in ("exit code 1", "2.5", "node 1, GPU 2", "hardware-thermal", "NVIDIA H100 80GB HBM3", "rank 1 is missing", "zero.stage=0",
+                  "git.commit", "packages.torch: 2.11"):
+        assert shown in text
+
+
+def test_plan_against_reality(run: Run, parsed: Parsed) -> None:
+    assert bubble_planned(run) == pytest.approx(3 / (2 * 16))
+    assert bubble_measured(run) == pytest.approx(PARTS["bubble"] / (PARTS["forward"] + PARTS["backward"]))
+    text = parsed.text()
+    for shown in ("11.000 GB", "11.500 GB", "65.000 GB", "71.700 GB", "4,194,304", "at least 1.83 s", "310.00 GB/s",
+                  "no process group of just the ranks"):
+        assert shown in text
+
+
+# ---- runs that lack something
+
+EVERYTHING = ("metrics.jsonl", "eval.jsonl", "ledger.jsonl", "alerts.jsonl", "config.yaml", "plan.json", "status.json", "system",
+              "attempts")
+
+
+@pytest.mark.parametrize("missing", EVERYTHING)
+def test_without_one_of_its_files(folder: Path, tmp_path: Path, missing: str) -> None:
+    here = tmp_path / "run"
+    here.mkdir()
+    for name in EVERYTHING:
+        if name != missing:
+            (here / name).symlink_to(folder / name)
+    _check(here)
+
+
+@pytest.mark.parametrize("only", EVERYTHING)
+def test_with_one_of_its_files(folder: Path, tmp_path: Path, only: str) -> None:
+    (tmp_path / only).symlink_to(folder / only)
+    _check(tmp_path)
+
+
+def test_of_an_older_version(tmp_path: Path) -> None:
+    """Rows and files as they were before there was a ledger."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "data_seconds", "tokens_per_second")
+    _write(tmp_path / "metrics.jsonl", [{key: row[key] for key in keys} for row in step_rows(20)])
+    (tmp_path / "status.json").write_text('{"state": "done", "attempt": 1, "step": 20}')
+    text = _check(tmp_path).text()
+    for said in ("The run is done: 20 steps.", "Of the steps' time 2.00% was spent waiting for samples.", "There is no ledger",
+                 "There was no alert."):
+        assert said in text
+
+
+@pytest.mark.parametrize("damage", [
+    '{"step": 3, "lo', "nonsense\n", "[1, 2]\n", '{"step": "three"}\n', '{"loss": 1.0}\n', '{"step": null}\n', "\x00\x00\n"])
+def test_rows_that_are_torn_or_strange_are_passed_over(tmp_path: Path, damage: str) -> None:
+    names = ("metrics.jsonl", "eval.jsonl", "ledger.jsonl", "system/node-0.jsonl")
+    good = (step_rows(9), eval_rows(9, 3), ledger_rows(9, 2, 5), system_rows(0, 18, 2, 1))
+    for name, rows in zip(names, good, strict=True):
+        _write(tmp_path / name, list(rows))
+        with (tmp_path / name).open("a") as file:
+            file.write(damage)
+    (tmp_path / "alerts.jsonl").write_text(damage + "\n" + '{"name": "x"}\n{"step": "y", "parts": 3}\n')
+    (tmp_path / "plan.json").write_text(damage)
+    (tmp_path / "status.json").write_text(damage)
+    (tmp_path / "config.yaml").write_text(damage + "\n: [")
+    charts = _check(tmp_path).charts()
+    assert charts["loss"]["series"][0]["x"] == list(range(1, 10))
+    assert charts["ledger-shares"]["series"][0]["x"] == list(range(1, 10))
+
+
+def test_under_way_done_and_dead(tmp_path: Path) -> None:
+    _write(tmp_path / "metrics.jsonl", list(step_rows(90))[:9])
+    (tmp_path / "config.yaml").write_text("train: {steps: 90}\nmonitor: {hang_seconds: 600}\n")
+    status = tmp_path / "status.json"
+    status.write_text('{"state": "running", "attempt": 1, "step": 12}')
+    run = read_run(tmp_path, Progress.silent())
+    assert (state(run), dead(run)) == (("running", "good"), False)
+    assert verdict(run)[0].startswith("The run is under way, at step 12 of 90; about 2:42 left.")  # the status is newer than the rows
+    os.utime(status, (time.time() - 700, time.time() - 700))
+    run = read_run(tmp_path, Progress.silent())
+    assert (state(run), dead(run)) == (("not alive", "error"), True)
+    assert "it is no longer alive" in verdict(run)[0]
+
+
+def test_nodes_with_disks_of_their_own(folder: Path, tmp_path: Path) -> None:
+    _write(tmp_path / "elsewhere/system/node-7.jsonl", list(system_rows(7, 60, 2, 8)))
+    run = read_run(folder, Progress.silent(), nodes=[tmp_path / "elsewhere"])
+    assert list(run.nodes) == [0, 1, 7]
+
+
+def test_a_hundred_nodes_are_a_range(tmp_path: Path) -> None:
+    for node in range(100):
+        _write(tmp_path / f"system/node-{node}.jsonl", list(system_rows(node, 60, 6, 1)))
+    (tmp_path / "status.json").write_text('{"state": "running", "attempt": 1, "step": 12}')
+    chart = _check(tmp_path).charts()["gpu-sm_clock_ratio_min"]
+    assert len(chart["series"]) == 1
+    assert min(chart["series"][0]["low"]) == 0.55
+    assert set(chart["series"][0]["mid"]) == {0.94}
+
+
+def test_reading_shows_how_far_it_is(folder: Path) -> None:
+    shown = io.StringIO()
+    read_run(folder, Progress(shown, terminal=False, line_seconds=0.0))
+    assert "reading the run's rows" in shown.getvalue()
+
+
+@pytest.mark.full
+def test_two_million_rows(tmp_path: Path) -> None:
+    """The page stays small and so does memory; a single spike is in it."""
+    steps, spike = 1_000_000, 777_777
+    with (tmp_path / "metrics.jsonl").open("w") as metrics, (tmp_path / "ledger.jsonl").open("w") as ledger:
+        row, parts = next(step_rows(1)), next(ledger_rows(1, 4, 10))
+        for step in range(1, steps + 1):
+            metrics.write(json.dumps({**row, "step": step, "loss": 99.0 if step == spike else 2.0}) + "\n")
+            ledger.write(json.dumps({**parts, "step": step}) + "\n")
+    (tmp_path / "status.json").write_text('{"state": "running", "attempt": 1, "step": 12}')
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    html = page(read_run(tmp_path, Progress.silent()))
+    seconds, kilobytes = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(f"{seconds:.0f} s, {kilobytes / 1000:.0f} MB more memory, a page of {len(html) / 1e6:.1f} MB")
+    assert len(html) < 8e6
+    assert kilobytes < 300_000
+    chart = Parsed(html).charts()["loss"]["series"][0]
+    place = chart["high"].index(99.0)
+    assert abs(chart["x"][place] - spike) < steps / 1000
+    assert len(chart["x"]) <= 1200
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _check(folder: Path) -> Parsed:
+    """A whole page comes of it."""
+    parsed = Parsed(page(read_run(folder, Progress.silent())))
+    assert parsed.ends_open == []
+    parsed.charts()
+    return parsed

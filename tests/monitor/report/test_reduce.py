@@ -1,0 +1,95 @@
+"""Millions of rows become bounded curves: nothing extreme is lost, and what is few stays as it is.
+
+    pytest tests/monitor/report/test_reduce.py
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from toolkit.monitor.report.reduce import POINTS, Total, bucket_width, reduce
+
+
+def rows(count: int) -> Iterator[tuple[float, dict[str, float]]]:
+    noise = random.Random(1)
+    for step in range(1, count + 1):
+        figures = {"loss": noise.gauss(3, 1)}
+        if step % 7 == 0:
+            figures["save"] = 2.0
+        yield step, figures
+
+
+def test_few_rows_stay_as_they_are() -> None:
+    kept = list(rows(500))
+    curves = reduce(kept, 1, bucket_width(1, 500, whole=True))
+    assert curves.width == 1
+    assert curves.x == [step for step, _ in kept]
+    for part in (curves.curves["loss"].low, curves.curves["loss"].mid, curves.curves["loss"].high, curves.curves["loss"].sum):
+        assert part == [figures["loss"] for _, figures in kept]
+    assert curves.curves["save"].mid == [figures.get("save") for _, figures in kept]
+
+
+def test_many_rows_are_told_by_least_median_and_most() -> None:
+    count = 10 * POINTS + 3
+    kept = list(rows(count))
+    width = bucket_width(1, count, whole=True)
+    curves = reduce(kept, 1, width)
+    assert len(curves.x) <= POINTS
+    assert width == 11
+    for number, x in enumerate(curves.x):
+        bucket = kept[int(number * width) : int((number + 1) * width)]
+        values = [figures["loss"] for _, figures in bucket]
+        saves = [figures["save"] for _, figures in bucket if "save" in figures]
+        assert x == (bucket[0][0] + bucket[-1][0]) / 2
+        assert curves.curves["loss"].low[number] == min(values)
+        assert curves.curves["loss"].mid[number] == statistics.median(values)
+        assert curves.curves["loss"].high[number] == max(values)
+        assert curves.curves["save"].sum[number] == (sum(saves) or None)
+    total = curves.total("loss")
+    everything = [figures["loss"] for _, figures in kept]
+    assert (total.count, total.low, total.high, total.first, total.last) == (
+        count, min(everything), max(everything), everything[0], everything[-1])
+    assert total.sum == pytest.approx(sum(everything))
+    assert total.median == pytest.approx(statistics.median(everything))
+    assert curves.total("save").count == count // 7
+    assert curves.total("nothing").median is None
+
+
+def test_what_is_not_finite_is_a_gap_and_counted() -> None:
+    kept = [(1.0, {"loss": 1.0}), (2.0, {"loss": math.nan}), (3.0, {"loss": math.inf}), (4.0, {}), (5.0, {"loss": 2.0})]
+    curves = reduce(kept, 1, 1)
+    assert curves.curves["loss"].mid == [1.0, None, None, None, 2.0]
+    assert curves.total("loss").not_finite == 2
+    whole = reduce(kept, 1, 10)
+    assert (whole.curves["loss"].low, whole.curves["loss"].mid, whole.curves["loss"].high) == ([1.0], [1.5], [2.0])
+
+
+def test_memory_of_a_median_is_bounded_and_the_median_near() -> None:
+    noise, total, everything = random.Random(2), Total(keep=1000), []
+    for _ in range(400):
+        values = [noise.gauss(10, 2) for _ in range(100)]
+        everything += values
+        total.add(np.array(values))
+        assert total._held <= 1000
+    assert total.median == pytest.approx(statistics.median(everything), abs=0.3)
+    none = Total(keep=0)
+    none.add(np.array([1.0, 2.0]))
+    assert (none.median, none.mean, none._sample) == (None, 1.5, [])
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 1), (1, 1200), (1, 1201), (500, 10_000_019), (7, 8)])
+def test_buckets_of_steps_are_never_too_many(first: int, last: int) -> None:
+    width = bucket_width(first, last, whole=True)
+    assert width == int(width)
+    assert (last - first) // width < POINTS
+
+
+def test_buckets_of_time_are_never_too_many() -> None:
+    width = bucket_width(1e9, 1e9 + 86_400 * 90, whole=False, points=300)
+    assert math.floor(86_400 * 90 / width) + 1 <= 300

@@ -1,0 +1,29 @@
+"""What asked for attention: each alert with its cause, its evidence and what to do."""
+
+from __future__ import annotations
+
+from toolkit.monitor.report.data import ALERTS, Run
+from toolkit.monitor.report.view import Section, Table
+
+
+def alerts(run: Run) -> Section:
+    counts = run.alerts.counts
+    if not counts:
+        return Section(id="alerts", title="Alerts", intro=("None." if run.steps.rows else "None so far; no step is done yet.",))
+    total = sum(counts.values())
+    kinds = sorted(counts.items(), key=lambda one: (one[0][0], -one[1]))
+    summary = Table(caption="Kinds", head=("level", "alert", "how often"), align="llr",
+                    rows=tuple((level, name, f"{count:,}") for (level, name), count in kinds))
+    rows = tuple(tuple(_text(row.get(key)) for key in ("step", "level", "name", "where", "cause", "evidence", "next_step"))
+                 for row in reversed(run.alerts.rows))
+    told = Table(
+        caption="Newest first", head=("step", "level", "alert", "where", "cause", "evidence", "next step"), align="rllllll", rows=rows,
+        note=f"The newest {ALERTS} of {total:,}; alerts.jsonl has them all." if total > len(rows) else "")
+    intro = "Alerts of one kind are told at growing intervals, so each row may stand for more than itself. They are marked on the curves."
+    return Section(id="alerts", title="Alerts", intro=(intro,), tables=(summary, told) if len(counts) > 1 else (told,))
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,272 @@
+"""What a run's directory tells, read from its files and nothing else.
+
+A run may be under way, may have failed, may be of an older version or lack any file: what is not there is empty or None here, and what is
+not of the expected form is passed over. Only what was reduced is kept, so memory does not grow with the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.monitor.jsonl import read_rows
+from toolkit.monitor.report.nodes import Node, number_of, read_node
+from toolkit.monitor.report.reduce import Curves, bucket_width, reduce
+from toolkit.monitor.report.rows import Advance, batched, curves_of, is_number, nothing, placed
+from toolkit.progress import Progress
+
+ALERTS = 200  # the newest, of each file
+NODE_POINTS = 2400  # of a figure, over all nodes together
+LEAST_NODE_POINTS = 60
+LOG_BYTES = 4000  # of the end of a log
+HANG_BYTES = 256_000  # of a report of a hang: all ranks' stacks
+
+# Rows of steps, as ``train/hooks.py: Metrics`` has them; those of sources begin with EPOCHS.
+STEP_FIGURES = frozenset((
+    "loss", "grad_norm", "lr", "tokens", "images", "step_seconds", "data_seconds", "tokens_per_second", "images_per_second",
+    "samples_per_second", "tokens_per_second_per_gpu", "images_per_second_per_gpu", "model_tflops_per_gpu", "hardware_tflops_per_gpu",
+    "mfu", "hfu", "elapsed_seconds", "eta_seconds", "gpu_hours", "cost", "loss_scale", "skipped", "gc_seconds",
+    "host_bytes", "device_bytes"))
+EPOCHS = "epochs/"
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """
+    Attributes:
+        curves: ``wall_seconds``, and of each part ``NAME`` (the median rank's seconds), ``NAME min`` and ``NAME max``.
+        ranks: that sent their times, at most.
+        slowest: how often each rank was the slowest one.
+        excess_seconds: that the slowest rank was busy beyond the median one, over all steps.
+    """
+
+    curves: Curves
+    ranks: int
+    slowest: Counter[int]
+    excess_seconds: float
+
+    @property
+    def parts(self) -> list[str]:
+        """Those that took time, the longest in all first."""
+        known = (name for name in self.curves.totals if f"{name} max" in self.curves.totals)
+        return sorted(known, key=lambda name: -self.curves.total(name).sum)
+
+    def share(self, part: str) -> float:
+        """Of all steps' time, as the median rank has it."""
+        wall = self.curves.total("wall_seconds").sum
+        return self.curves.total(part).sum / wall if wall else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alerts:
+    """The newest ones as rows, and how many there were of each (level, name)."""
+
+    rows: list[dict[str, Any]]
+    counts: Counter[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """
+    Attributes:
+        began, ended: seconds since 1970, by the files' times; ``ended`` is when its last line was printed.
+        repeated: its steps that a later attempt ran again.
+        files: what else it left, by path relative to the run's directory.
+    """
+
+    number: int
+    began: float | None
+    ended: float | None
+    log_end: str
+    repeated: int
+    environment: Mapping[str, Any]
+    probe: Mapping[str, Any]
+    hang: str
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """
+    Attributes:
+        status_age: seconds since ``status.json`` was written; None without one.
+        evals: curves of ``loss``, ``accuracy`` and ``seconds`` by set.
+        nodes: by number.
+    """
+
+    folder: Path
+    read_at: float
+    config_text: str
+    config: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    status: Mapping[str, Any]
+    status_age: float | None
+    steps: Curves
+    evals: dict[str, Curves]
+    ledger: Ledger
+    alerts: Alerts
+    nodes: dict[int, Node]
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def name(self) -> str:
+        return self.folder.absolute().name
+
+    @property
+    def unit(self) -> str:
+        """What speed is counted in."""
+        return "images" if "images" in self.steps.totals else "tokens"
+
+    @property
+    def step(self) -> int:
+        """Steps done, by rows or status, whichever is newer."""
+        last = int(self.steps.total("step").last or 0)
+        told = self.status.get("step")
+        return max(last, told) if isinstance(told, int) else last
+
+    @property
+    def planned_steps(self) -> int | None:
+        steps = section(self.config, "train").get("steps")
+        return steps if isinstance(steps, int) else None
+
+
+def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), now: Callable[[], float] = time.time) -> Run:
+    """``nodes``: directories of the same run on disks of other nodes, of which only ``system/`` and ``alerts/`` are taken."""
+    files = [folder / name for name in ("metrics.jsonl", "eval.jsonl", "ledger.jsonl", "alerts.jsonl")]
+    system = {number_of(path): path for one in (folder, *nodes) for path in sorted((one / "system").glob("node-*.jsonl"))}
+    size = sum(path.stat().st_size for path in (*files, *system.values()) if path.exists())
+    status_file = folder / "status.json"
+    with progress.task("reading the run's rows", total=size, unit="B") as task:
+        advance = batched(task.advance)
+        steps = curves_of(files[0], "step", step_figures, advance, whole=True)
+        evals = _evals(files[1], advance)
+        ledger = _ledger(files[2], advance)
+        alerts = _alerts([files[3], *(path for one in (folder, *nodes) for path in sorted((one / "alerts").glob("node-*.jsonl")))], advance)
+        points = max(LEAST_NODE_POINTS, NODE_POINTS // max(1, len(system)))
+        measured = {number: read_node(path, advance, points) for number, path in sorted(system.items())}
+    text = _text(folder / "config.yaml")
+    return Run(
+        folder=folder, read_at=now(), config_text=text, config=_yaml(text), plan=_object(folder / "plan.json"), status=_object(status_file),
+        status_age=max(0.0, now() - status_file.stat().st_mtime) if status_file.exists() else None,
+        steps=steps, evals=evals, ledger=ledger, alerts=alerts, nodes=measured, attempts=tuple(_attempts(folder)))
+
+
+def section(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """The mapping at ``keys``; an empty one where there is none."""
+    for key in keys:
+        value = mapping.get(key)
+        if not isinstance(value, Mapping):
+            return {}
+        mapping = value
+    return mapping
+
+
+# ---- rows
+
+def step_figures(row: Mapping[str, Any]) -> dict[str, float]:
+    figures = {name: float(value) for name, value in row.items()
+               if (name in STEP_FIGURES or name.startswith(EPOCHS)) and isinstance(value, int | float)}
+    return {**figures, "step": row["step"]}
+
+
+def ledger_figures(row: Mapping[str, Any]) -> dict[str, float]:
+    figures = {"wall_seconds": row["wall_seconds"]} if is_number(row.get("wall_seconds")) else {}
+    for name, spread in section(row, "parts").items():
+        if isinstance(spread, list) and len(spread) == 3 and all(map(is_number, spread)):
+            figures |= {f"{name} min": spread[0], name: spread[1], f"{name} max": spread[2]}
+    return figures
+
+
+def _evals(path: Path, advance: Advance) -> dict[str, Curves]:
+    sets: dict[str, list[tuple[float, dict[str, float]]]] = {}
+    for row in placed(path, "step", advance):
+        figures = {name: float(row[name]) for name in ("loss", "accuracy", "seconds") if is_number(row.get(name))}
+        sets.setdefault(str(row.get("set")), []).append((row["step"], figures))
+    return {name: reduce(rows, rows[0][0], bucket_width(rows[0][0], max(rows[0][0], rows[-1][0]), whole=True))
+            for name, rows in sorted(sets.items())}
+
+
+def _ledger(path: Path, advance: Advance) -> Ledger:
+    slowest: Counter[int] = Counter()
+    excess, ranks = 0.0, 0
+
+    def figures(row: Mapping[str, Any]) -> dict[str, float]:
+        nonlocal excess, ranks
+        if isinstance(row.get("ranks"), int):
+            ranks = max(ranks, row["ranks"])
+        if isinstance(row.get("slowest_rank"), int):
+            slowest[row["slowest_rank"]] += 1
+        if is_number(row.get("slowest_busy_seconds")) and is_number(row.get("median_busy_seconds")):
+            excess += row["slowest_busy_seconds"] - row["median_busy_seconds"]
+        return ledger_figures(row)
+
+    curves = curves_of(path, "step", figures, advance, whole=True)
+    return Ledger(curves, ranks, slowest, excess)
+
+
+def _alerts(paths: Sequence[Path], advance: Advance) -> Alerts:
+    counts: Counter[tuple[str, str]] = Counter()
+    newest: list[dict[str, Any]] = []
+    for path in paths:
+        kept: deque[dict[str, Any]] = deque(maxlen=ALERTS)
+        for row in read_rows(path, advance):
+            counts[str(row.get("level", "warning")), str(row.get("name", "unnamed"))] += 1
+            kept.append(row)
+        newest += kept
+    return Alerts(sorted(newest, key=lambda row: row["step"] if is_number(row.get("step")) else 0)[-ALERTS:], counts)
+
+
+# ---- single files
+
+def _attempts(folder: Path) -> Iterator[Attempt]:
+    root = folder / "attempts"
+    numbers = sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit()) if root.is_dir() else []
+    known = {"config.yaml", "plan.json", "log.txt", "handover.json", "environment.json", "probe.json"}
+    for number in numbers:
+        place = root / f"{number:03d}"
+        log = place / "log.txt"
+        repeated = curves_of(place / "metrics.jsonl", "step", lambda row: {}, nothing, whole=True, points=1).rows
+        yield Attempt(
+            number=number, began=_modified(place / "config.yaml"), ended=_modified(log), log_end=_text(log, LOG_BYTES), repeated=repeated,
+            environment=_object(place / "environment.json"), probe=_object(place / "probe.json"),
+            hang=_text(place / "hang.txt", HANG_BYTES),
+            files=tuple(sorted(path.relative_to(folder).as_posix() for path in place.glob("*") if path.name not in known)))
+
+
+def _modified(path: Path) -> float | None:
+    return path.stat().st_mtime if path.exists() else None
+
+
+def _text(path: Path, last_bytes: int | None = None) -> str:
+    """The file's text, or the whole lines at its end; empty where there is no such file."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        skipped = max(0, path.stat().st_size - last_bytes) if last_bytes is not None else 0
+        file.seek(skipped)
+        text = file.read().decode("utf-8", errors="replace")
+    return text.partition("\n")[2] if skipped else text
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none, or a power failure left half of it."""
+    try:
+        value = json.loads(_text(path) or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _yaml(text: str) -> Mapping[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return value if isinstance(value, dict) else {}

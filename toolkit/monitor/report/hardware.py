@@ -1,0 +1,180 @@
+"""The nodes' GPUs and hosts over time, each GPU's figures, and what the run was made with."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from toolkit.monitor.report.data import Run, section
+from toolkit.monitor.report.nodes import Node
+from toolkit.monitor.report.reduce import Curve, Total
+from toolkit.monitor.report.training import COLOURS
+from toolkit.monitor.report.view import Chart, Folded, Format, Section, Series, Table, gigabytes, line, number, percent
+
+NODES = 6  # drawn one by one; of more, the range over all is drawn
+GPUS = 64  # rows of the table
+GAP = 6.0  # of usual distances between samples: the node was not sampled, so nothing is drawn
+
+# Figure of a node, title, label of the axis, how it is written, its factor (percents are shares here), and which of the nodes is the worst.
+Shown = tuple[str, str, str, Format, float, Callable[[Iterable[tuple[float, int]]], tuple[float, int]]]
+GPU_SHOWN: tuple[Shown, ...] = (
+    ("gpu/utilization_percent_mean", "GPUs running any kernel, mean of a node", "utilisation", Format.PERCENT, 0.01, min),
+    ("gpu/tensor_active_percent_mean", "Tensor cores active, mean of a node", "tensor activity", Format.PERCENT, 0.01, min),
+    ("gpu/sm_clock_ratio_min", "Clock of a node's slowest GPU, of its maximum", "clock / maximum", Format.PERCENT, 1.0, min),
+    ("gpu/temperature_celsius_max", "Hottest GPU of a node", "°C", Format.NUMBER, 1.0, max),
+    ("gpu/power_watts_sum", "Power of a node's GPUs", "W", Format.NUMBER, 1.0, max),
+    ("gpu/memory_used_bytes_max", "Fullest GPU of a node", "bytes", Format.BYTES, 1.0, max),
+)
+HOST_SHOWN: tuple[Shown, ...] = (
+    ("host/cpu_percent", "Processors of the host", "utilisation", Format.PERCENT, 0.01, max),
+    ("host/memory_used_bytes", "Memory of the host in use", "bytes", Format.BYTES, 1.0, max),
+    ("process/private_bytes", "Private memory of a node's ranks", "bytes", Format.BYTES, 1.0, max),
+    ("disk/free_bytes", "Free on the disk of the run's directory", "bytes", Format.BYTES, 1.0, min),
+    ("disk/read_bytes_per_second", "Reading from that disk", "bytes/s", Format.BYTES, 1.0, max),
+    ("disk/write_bytes_per_second", "Writing to that disk", "bytes/s", Format.BYTES, 1.0, max),
+    ("network/receive_bytes_per_second", "Received from the network", "bytes/s", Format.BYTES, 1.0, max),
+    ("network/send_bytes_per_second", "Sent to the network", "bytes/s", Format.BYTES, 1.0, max),
+    ("network/rdma_receive_bytes_per_second", "Received by RDMA", "bytes/s", Format.BYTES, 1.0, max),
+    ("network/rdma_send_bytes_per_second", "Sent by RDMA", "bytes/s", Format.BYTES, 1.0, max),
+)
+
+
+def hardware(run: Run) -> Section:
+    intro: list[str] = []
+    if not run.nodes:
+        intro.append("There are no samples of GPUs and hosts: monitor.system_seconds=0 leaves them out, older versions have none.")
+    elif not any(node.gpus for node in run.nodes.values()):
+        intro.append("No GPU was used, so the samples are of the hosts only.")
+    planned = section(run.plan, "world").get("nodes")
+    if run.nodes and isinstance(planned, int) and len(run.nodes) < planned:
+        intro.append(f"Samples of {len(run.nodes)} of {planned} nodes are here. Nodes that keep theirs on a disk of their own are taken in "
+                     f"by nodes=FOLDER,... with the run's directories there.")
+    if len(run.nodes) > NODES:
+        intro.append(f"Lines are the median of {len(run.nodes)} nodes, bands reach from the lowest to the highest.")
+    charts = tuple(chart for shown in (*GPU_SHOWN, *HOST_SHOWN) for chart in _chart(run.nodes, shown))
+    tables = tuple(table for table in (_gpus(run.nodes), _environment(run)) if table is not None)
+    return Section(id="hardware", title="Hardware", intro=tuple(intro), charts=charts, tables=tables, texts=tuple(_environments(run)))
+
+
+def _chart(nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
+    figure, title, label, written, factor, worst = shown
+    having = {name: node for name, node in nodes.items() if figure in node.curves.curves}
+    if not having:
+        return
+    if len(having) <= NODES:
+        series = tuple(_line(node, figure, f"node {name}", COLOURS[place % len(COLOURS)], factor)
+                       for place, (name, node) in enumerate(having.items()))
+    else:
+        series = (_range(having, figure, factor),)
+    totals = {name: node.curves.total(figure) for name, node in having.items()}
+    extreme, of = worst(((total.low if worst is min else total.high) * factor, name) for name, total in totals.items())
+    alt = f"{title} over time, {len(having)} nodes. {'Lowest' if worst is min else 'Highest'}: {number(extreme)} on node {of}."
+    yield Chart(id=figure.replace("/", "-"), title=title, alt=alt, series=series, y_label=label, y_format=written, x_format=Format.TIME,
+                from_zero=written is not Format.NUMBER or label == "W")
+
+
+def _line(node: Node, figure: str, name: str, colour: str, factor: float) -> Series:
+    """With a gap where the node was not sampled: between attempts."""
+    drawn = line(node.curves, figure, name, colour)
+    assert drawn is not None
+    distances = [after - before for before, after in zip(drawn.x, drawn.x[1:], strict=False)]
+    limit = GAP * statistics.median(distances) if distances else 0.0
+    x: list[float] = []
+    kept: list[list[float | None]] = [[], [], []]
+    for place, values in zip(drawn.x, zip(drawn.mid, drawn.low or drawn.mid, drawn.high or drawn.mid, strict=True), strict=True):
+        if x and place - x[-1] > limit:
+            x.append((x[-1] + place) / 2)
+            for into in kept:
+                into.append(None)
+        x.append(place)
+        for into, value in zip(kept, values, strict=True):
+            into.append(None if value is None else value * factor)
+    banded = drawn.low is not None
+    return Series(name=name, colour=colour, x=x, mid=kept[0], low=kept[1] if banded else None, high=kept[2] if banded else None)
+
+
+def _range(nodes: dict[int, Node], figure: str, factor: float) -> Series:
+    """Over nodes, in common buckets of time: their clocks and samples are not in step."""
+    begin = min(node.curves.x[0] for node in nodes.values())
+    end = max(node.curves.x[-1] for node in nodes.values())
+    buckets = max(1, min(len(node.curves.x) for node in nodes.values()))
+    width = max((end - begin) / buckets, 1e-3)
+    held: dict[int, list[tuple[float, float, float]]] = {}
+    for node in nodes.values():
+        curve: Curve = node.curves.curves[figure]
+        for x, low, mid, high in zip(node.curves.x, curve.low, curve.mid, curve.high, strict=True):
+            if low is not None and mid is not None and high is not None:
+                held.setdefault(int((x - begin) / width), []).append((low, mid, high))
+    order = sorted(held)
+    return Series(
+        name="median node, and the range of all", colour="blue", x=[begin + (bucket + 0.5) * width for bucket in order],
+        mid=[statistics.median(mid for _, mid, _ in held[bucket]) * factor for bucket in order],
+        low=[min(low for low, _, _ in held[bucket]) * factor for bucket in order],
+        high=[max(high for _, _, high in held[bucket]) * factor for bucket in order])
+
+
+def _gpus(nodes: dict[int, Node]) -> Table | None:
+    """Those that look worst first: by time with lowered clocks, then by utilisation."""
+    every = [(name, node, gpu) for name, node in nodes.items() for gpu in node.gpus]
+    if not every:
+        return None
+
+    def badness(one: tuple[int, Node, int]) -> tuple[float, float]:
+        held = one[1].gpus[one[2]]
+        return -(_mean(held, "throttled_percent") or 0.0), _mean(held, "utilization_percent") or 0.0
+
+    rows = tuple((f"node {name}, GPU {gpu}", node.names.get(gpu, ""), *_gpu(node.gpus[gpu], node.throttled.get(gpu, {})))
+                 for name, node, gpu in sorted(every, key=badness)[:GPUS])
+    return Table(
+        caption="GPUs", align="llrrrrrrrlrr", rows=rows,
+        head=("GPU", "kind", "utilisation", "tensor cores", "most memory", "hottest °C", "mean W", "mean clock", "time throttled",
+              "clocks lowered by (samples)", "uncorrected ECC", "XID events"),
+        note=f"The {GPUS} that look worst of {len(every):,}." if len(every) > GPUS else "")
+
+
+def _gpu(held: Mapping[str, Total], reasons: Mapping[str, int]) -> tuple[str, ...]:
+    lowered = ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items() if reason not in ("none", "idle"))
+    return (_percents(_mean(held, "utilization_percent")), _percents(_mean(held, "tensor_active_percent")),
+            gigabytes(_most(held, "memory_used_bytes")), number(_most(held, "temperature_celsius")), number(_mean(held, "power_watts")),
+            percent(_mean(held, "sm_clock_ratio")), _percents(_mean(held, "throttled_percent")), lowered,
+            number(_most(held, "ecc_uncorrected_errors")), number(_most(held, "xid_events")))
+
+
+def _mean(held: Mapping[str, Total], figure: str) -> float | None:
+    return held[figure].mean if figure in held else None
+
+
+def _most(held: Mapping[str, Total], figure: str) -> float | None:
+    return held[figure].high if figure in held else None
+
+
+def _percents(value: float | None) -> str:
+    return percent(None if value is None else value / 100)
+
+
+def _environment(run: Run) -> Table | None:
+    """Of the newest attempt that wrote it: single values."""
+    for attempt in reversed(run.attempts):
+        rows = tuple((key, str(value)) for key, value in _flat(attempt.environment) if value not in (None, ""))
+        if rows:
+            return Table(caption=f"Environment of attempt {attempt.number}", head=("what", "value"), align="ll", rows=rows)
+    return None
+
+
+def _environments(run: Run) -> Iterator[Folded]:
+    """Of older attempts, where they differ from the newest one."""
+    newest = next((attempt for attempt in reversed(run.attempts) if attempt.environment), None)
+    for attempt in run.attempts:
+        there = dict(_flat(newest.environment)) if newest is not None else {}
+        differing = [(key, value) for key, value in _flat(attempt.environment) if there.get(key) != value]
+        if differing:
+            yield Folded(f"attempt {attempt.number} differed", "\n".join(f"{key}: {value}" for key, value in differing))
+
+
+def _flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Nested objects as ``git.commit``."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, ", ".join(map(str, values)) if isinstance(values, list) else values

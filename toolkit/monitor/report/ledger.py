@@ -1,0 +1,103 @@
+"""Where the time of the steps went, over all ranks: the rows of ``monitor/ledger.py``."""
+
+from __future__ import annotations
+
+from toolkit.monitor.parts import (
+    BACKWARD,
+    BUBBLE,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    LOGGING,
+    OPTIMIZER,
+    TRANSFER,
+    UNEXPLAINED,
+)
+from toolkit.monitor.report.data import Ledger, Run
+from toolkit.monitor.report.training import marks
+from toolkit.monitor.report.view import Chart, Format, Section, Series, Table, line, percent, seconds
+
+USEFUL = (FORWARD, BACKWARD, OPTIMIZER)
+COLOURS = {FORWARD: "sky", BACKWARD: "blue", OPTIMIZER: "green", DATA: "orange", TRANSFER: "yellow", BUBBLE: "red", CHECKPOINT: "brown",
+           EVALUATION: "teal", LOGGING: "grey", UNEXPLAINED: "pale"}
+AXES_COLOURS = ("pink", "rose", "violet", "ink")
+FIRST = (*USEFUL, TRANSFER)  # from below: what is useful; then what is not, the largest first; last what is not known
+RANKS = 8  # the most often slowest ones that are named
+
+
+def ledger(run: Run) -> Section:
+    held = run.ledger
+    parts = held.parts
+    if not parts:
+        why = "monitor.ledger=false leaves it out, and runs of older versions have none" if run.steps.rows else "no step is done yet"
+        return Section(id="ledger", title="Where the time goes", intro=(f"There is no ledger: {why}.",))
+    useful = sum(held.share(part) for part in USEFUL)
+    intro = (
+        f"Forward, backward and optimizer took {percent(useful)} of the time of {held.curves.rows:,} steps, "
+        f"{percent(held.share(UNEXPLAINED))} is unexplained. A step reaches from one wait for samples to the next, so the evaluation and "
+        f"the save that followed it are its own.",
+        "Each part is that of the median rank. Ranks differ, in a pipeline by their stage, so the parts need not add up to the step.")
+    return Section(id="ledger", title="Where the time goes", intro=intro, charts=(_stack(run, parts), _walls(run)),
+                   tables=(_table(held, parts), *_slowest(held)))
+
+
+def colours(parts: list[str]) -> dict[str, str]:
+    axes = sorted(part for part in parts if part not in COLOURS)
+    return {**COLOURS, **{part: AXES_COLOURS[number % len(AXES_COLOURS)] for number, part in enumerate(axes)}}
+
+
+def _stack(run: Run, parts: list[str]) -> Chart:
+    """Shares of the time of a bucket's steps; they make 1."""
+    curves = run.ledger.curves.curves
+    order = [part for part in FIRST if part in parts] + [part for part in parts if part not in (*FIRST, UNEXPLAINED)]
+    order += [UNEXPLAINED] * (UNEXPLAINED in parts)
+    sums = {part: [value or 0.0 for value in curves[part].sum] for part in order}
+    whole = [sum(values) for values in zip(*sums.values(), strict=True)]
+    paint = colours(parts)
+    said = ", ".join(f"{part} {percent(run.ledger.share(part))}" for part in parts)
+    series = tuple(
+        Series(name=part, colour=paint[part], x=run.ledger.curves.x,
+               mid=[value / of_all if of_all else 0.0 for value, of_all in zip(values, whole, strict=True)])
+        for part, values in sums.items())
+    return Chart(id="ledger-shares", title="Shares of the steps' time", series=series, y_label="share of the time", y_format=Format.PERCENT,
+                 stacked=True, marks=marks(run), alt=f"Shares of each part in the steps' time, stacked. In all: {said}.")
+
+
+def _walls(run: Run) -> Chart:
+    """The largest parts as lines, so that what grew is seen."""
+    curves, paint = run.ledger.curves, colours(run.ledger.parts)
+    drawn = [line(curves, "wall_seconds", "whole step", "ink")]
+    drawn += [line(curves, f"{part} max", f"{part}, slowest rank", paint[part]) for part in run.ledger.parts[:5]]
+    lines = tuple(one for one in drawn if one is not None)
+    return Chart(id="ledger-seconds", title="Seconds of the largest parts, of the rank that takes longest", series=lines,
+                 alt="Seconds of the five largest parts, and of the whole step, over the steps.", y_label="seconds",
+                 y_format=Format.SECONDS, from_zero=True, marks=marks(run))
+
+
+def _table(held: Ledger, parts: list[str]) -> Table:
+    """Per part: its share, its mean over all steps, and how ranks differ in the steps that have it."""
+    rows = []
+    for part in parts:
+        middle = held.curves.total(part)
+        low, high = held.curves.total(f"{part} min"), held.curves.total(f"{part} max")
+        rows.append((part, percent(held.share(part)), seconds(middle.sum / held.curves.rows), seconds(low.median),
+                     seconds(middle.median), seconds(high.median), seconds(high.high), f"{middle.count:,}"))
+    return Table(
+        caption="Parts of a step", align="lrrrrrrr", rows=tuple(rows),
+        head=("part", "share of all time", "mean a step", "quickest rank", "median rank", "slowest rank", "longest ever", "steps with it"),
+        note="Quickest, median and slowest rank are of the median step among those that have the part. Exposed communication is named by "
+             "its axes; what overlaps with computing takes no time here.")
+
+
+def _slowest(held: Ledger) -> tuple[Table, ...]:
+    """Who is the longest busy, if there is anybody to compare with."""
+    total = sum(held.slowest.values())
+    if not total or held.ranks < 2:
+        return ()
+    rows = tuple((f"rank {rank}", f"{count:,}", percent(count / total)) for rank, count in held.slowest.most_common(RANKS))
+    return (Table(
+        caption="The slowest rank", head=("rank", "steps in which it was the slowest", "share"), align="lrr", rows=rows,
+        note=f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
+             f"median rank. Ranks that differ by chance take turns here; a slow one stands alone."),)
+

@@ -1,0 +1,77 @@
+"""Samples of the nodes' GPUs and hosts: the rows of ``monitor/sampler.py``, one file a node."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.monitor.report.reduce import Curves, Total
+from toolkit.monitor.report.rows import Advance, curves_of, is_number
+
+_SINGLE = re.compile(r"(gpu|rank)/(\d+)/(\w+)")
+# Figures of single GPUs that the page shows: a node has hundreds.
+GPU_FIGURES = frozenset((
+    "utilization_percent", "sm_active_percent", "tensor_active_percent", "memory_used_bytes", "temperature_celsius", "power_watts",
+    "sm_clock_ratio", "throttled_percent", "ecc_uncorrected_errors", "xid_events"))
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """
+    Attributes:
+        curves: over time, of the host and of the node's GPUs together.
+        gpus: by GPU and figure, over all samples.
+        names: the kind of each GPU.
+        throttled: by GPU, how many samples had each of the reasons for lowered clocks.
+        rank_bytes: the most private memory that each rank had.
+    """
+
+    curves: Curves
+    gpus: dict[int, dict[str, Total]]
+    names: dict[int, str]
+    throttled: dict[int, Counter[str]]
+    rank_bytes: dict[int, float]
+
+
+def read_node(path: Path, advance: Advance, points: int) -> Node:
+    """``points``: of a curve. Medians are not kept: a cluster has many nodes."""
+    gpus: dict[int, dict[str, Total]] = defaultdict(lambda: defaultdict(lambda: Total(keep=0)))
+    names: dict[int, str] = {}
+    throttled: dict[int, Counter[str]] = defaultdict(Counter)
+    rank_bytes: dict[int, float] = defaultdict(float)
+
+    def take(of: str, number: int, figure: str, value: object) -> None:
+        if of == "rank":
+            if figure == "private_bytes" and isinstance(value, int | float):
+                rank_bytes[number] = max(rank_bytes[number], value)
+        elif figure in GPU_FIGURES and isinstance(value, int | float):
+            gpus[number][figure].add(np.array([float(value)]))
+        elif figure == "throttle_reasons" and isinstance(value, str):
+            throttled[number].update(value.split("+"))
+        elif figure == "name":
+            names[number] = str(value)
+
+    def figures(row: Mapping[str, Any]) -> dict[str, float]:
+        kept: dict[str, float] = {}
+        for name, value in row.items():
+            single = _SINGLE.fullmatch(name)
+            if single is not None:
+                take(single[1], int(single[2]), single[3], value)
+            elif is_number(value) and name not in ("node", "time"):
+                kept[name] = value
+        return kept
+
+    curves = curves_of(path, "time", figures, advance, whole=False, points=points, keep=0)
+    return Node(curves, {gpu: dict(held) for gpu, held in gpus.items()}, names, dict(throttled), dict(rank_bytes))
+
+
+def number_of(path: Path) -> int:
+    """``system/node-3.jsonl`` is of node 3."""
+    number = path.stem.removeprefix("node-")
+    return int(number) if number.isdigit() else -1

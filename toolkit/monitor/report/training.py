@@ -1,0 +1,83 @@
+"""The curves of training over its steps: losses, gradient norm, learning rate, speed and utilisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.monitor.report.data import EPOCHS, Run
+from toolkit.monitor.report.reduce import Curves
+from toolkit.monitor.report.rows import is_number
+from toolkit.monitor.report.view import Chart, Format, Mark, Section, Series, line, number
+
+MARKS = 60  # alerts drawn on a curve: the newest
+COLOURS = ("blue", "orange", "green", "pink", "red", "violet", "teal", "brown", "yellow", "grey")
+
+
+def training(run: Run) -> Section:
+    if not run.steps.rows:
+        return Section(id="training", title="Training", intro=("No step is done yet, so there is no curve.",))
+    return Section(id="training", title="Training", intro=(_resolution(run.steps),), charts=tuple(_charts(run)))
+
+
+def _resolution(curves: Curves) -> str:
+    zoom = "Drag over a curve to zoom into all of them, double-click to see everything."
+    if curves.width <= 1:
+        return f"Every one of the {curves.rows:,} steps is a point. {zoom}"
+    return (f"{curves.rows:,} steps, {curves.width:,.0f} to a point: the line is their median, the band reaches from the smallest to the "
+            f"largest. {zoom}")
+
+
+def marks(run: Run) -> tuple[Mark, ...]:
+    """A line on the curves for each of the newest alerts."""
+    rows = [row for row in run.alerts.rows if is_number(row.get("step"))][-MARKS:]
+    return tuple(Mark(row["step"], str(row.get("level", "warning")), f"{row.get('name', 'alert')}: {row.get('cause', '')}") for row in rows)
+
+
+def _charts(run: Run) -> Iterator[Chart]:
+    told = marks(run)
+    losses = [line(run.steps, "loss", "training", "blue")]
+    for colour, (name, curves) in zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False):
+        drawn = line(curves, "loss", name, colour)
+        losses.append(drawn and _dotted(drawn))
+    per = "an image" if run.unit == "images" else "a token"
+    yield from _chart("loss", "Loss", f"loss (nats {per})", losses, told)
+    accuracies = [line(curves, "accuracy", name, colour) for colour, (name, curves) in
+                  zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False)]
+    yield from _chart("accuracy", "Accuracy", "accuracy", [one and _dotted(one) for one in accuracies], told, Format.PERCENT)
+    norm = line(run.steps, "grad_norm", "gradient norm", "green")
+    yield from _chart("grad_norm", "Gradient norm, before clipping", "gradient norm", [norm], told)
+    yield from _chart("lr", "Learning rate", "learning rate", [line(run.steps, "lr", "learning rate", "violet")], told)
+    speed = f"{run.unit}_per_second"
+    yield from _chart("speed", "Throughput", f"{run.unit}/s", [line(run.steps, speed, f"{run.unit}/s", "blue")], told, zero=True)
+    used = [line(run.steps, "mfu", "MFU", "green"), line(run.steps, "hfu", "HFU", "orange")]
+    yield from _chart("mfu", "Utilisation of the GPUs' peak", "share of the dense peak", used, told, Format.PERCENT, zero=True)
+    flops = [line(run.steps, "model_tflops_per_gpu", "model", "green"), line(run.steps, "hardware_tflops_per_gpu", "hardware", "orange")]
+    if run.steps.total("mfu").count == 0:
+        yield from _chart("tflops", "Arithmetic of a rank", "TFLOP/s a rank", flops, told, zero=True)
+    times = [line(run.steps, "step_seconds", "step", "blue"), line(run.steps, "data_seconds", "of it, waiting for samples", "orange"),
+             line(run.steps, "gc_seconds", "of it, garbage collection", "grey")]
+    yield from _chart("seconds", "Time of a step", "seconds", times, told, Format.SECONDS, zero=True)
+    held = [line(run.steps, "device_bytes", "tensors on the device", "green"), line(run.steps, "host_bytes", "process", "blue")]
+    yield from _chart("memory", "Memory after a step, of the rank that holds most", "bytes", held, told, Format.BYTES)
+    yield from _chart("loss_scale", "Loss scale of fp16", "loss scale", [line(run.steps, "loss_scale", "loss scale", "brown")], told)
+    epochs = [line(run.steps, name, name.removeprefix(EPOCHS), colour) for colour, name in
+              zip(COLOURS, sorted(name for name in run.steps.curves if name.startswith(EPOCHS)), strict=False)]
+    yield from _chart("epochs", "Epochs of each source", "epochs", epochs, (), zero=True)
+
+
+def _dotted(drawn: Series) -> Series:
+    return Series(name=drawn.name, colour=drawn.colour, x=drawn.x, mid=drawn.mid, low=drawn.low, high=drawn.high, dots=len(drawn.x) <= 100)
+
+
+def _chart(name: str, title: str, label: str, series: list[Series | None], told: tuple[Mark, ...], written: Format = Format.NUMBER, *,
+           zero: bool = False) -> Iterator[Chart]:
+    """Nothing where there is nothing to draw."""
+    drawn = tuple(one for one in series if one is not None)
+    if drawn:
+        yield Chart(id=name, title=title, alt=f"{title} over the steps. {'; '.join(map(_words, drawn))}", series=drawn, y_label=label,
+                    y_format=written, from_zero=zero, marks=told)
+
+
+def _words(series: Series) -> str:
+    known = [value for value in series.mid if value is not None]
+    return f"{series.name}: from {number(known[0])} to {number(known[-1])}, least {number(min(known))}, most {number(max(known))}"

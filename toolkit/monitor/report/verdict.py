@@ -1,0 +1,151 @@
+"""The first words of a report: how the run is, in a few sentences, and its most asked-for figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from toolkit.monitor.parts import DATA, UNEXPLAINED
+from toolkit.monitor.report.data import Run, section
+from toolkit.monitor.report.ledger import USEFUL
+from toolkit.monitor.report.rows import is_number
+from toolkit.monitor.report.view import number, percent, seconds
+from toolkit.progress import duration, quantity
+
+LATE_SECONDS = 60.0  # beyond the limit of a hang, after which a run that is alive would have ended itself
+LIMIT_SECONDS = 86_400.0  # where it has no such limit
+MOODS = {"done": "good", "running": "good", "starting": "good", "stopped": "warning", "failed": "error", "refused": "error"}
+TOLD_SHARE = 0.005  # of the time: a smaller part is not worth a word
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    label: str
+    value: str
+    note: str = ""
+
+
+def state(run: Run) -> tuple[str, str]:
+    """A word or two for the run's state, and its mood: good, warning or error."""
+    told = run.status.get("state")
+    if told is None:
+        return "not begun" if not run.steps.rows else "no status", "warning"
+    if dead(run):
+        return "not alive", "error"
+    return str(told), MOODS.get(str(told), "warning")
+
+
+def dead(run: Run) -> bool:
+    """It says that it is under way and has not said so for longer than it could."""
+    limit = section(run.config, "monitor").get("hang_seconds")
+    patience = limit + LATE_SECONDS if is_number(limit) and limit else LIMIT_SECONDS
+    return run.status.get("state") in ("running", "starting") and (run.status_age or 0.0) > patience
+
+
+def verdict(run: Run) -> list[str]:
+    """Sentences, in the order in which a person asks."""
+    return [" ".join(part) for part in ([*_course(run)], [*_losses(run)], [*_speed(run), *_time(run)], [*_alerts(run)]) if part]
+
+
+def _course(run: Run) -> Iterator[str]:
+    told, of = run.status.get("state"), f" of {run.planned_steps:,}" if run.planned_steps else ""
+    steps = f"step {run.step:,}{of}"
+    reason = run.status.get("reason")
+    match told:
+        case "done":
+            yield f"The run is done: {run.step:,} steps."
+        case "running" | "starting" if dead(run):
+            yield (f"The run says that it is at {steps}, but said so {duration(run.status_age or 0.0)} ago: it is no longer alive. "
+                   f"The same command continues it.")
+        case "running" | "starting":
+            left = run.steps.total("eta_seconds").last
+            yield f"The run is under way, at {steps}{f'; about {duration(left)} left' if left else ''}."
+        case "stopped":
+            yield f"The run was stopped at {steps}, and saved. The same command continues it."
+        case "failed" | "refused":
+            yield f"The run {'failed' if told == 'failed' else 'was refused'} at {steps}{f': {reason}' if reason else '.'}"
+        case _:
+            yield f"There is no status.json that tells how the run is; its rows end at {steps}."
+    attempts = len(run.attempts)
+    if attempts > 1:
+        repeated = sum(attempt.repeated for attempt in run.attempts)
+        yield f"It took {attempts} attempts{f', in which {repeated:,} steps were run twice' if repeated else ''}."
+
+
+def _losses(run: Run) -> Iterator[str]:
+    loss = run.steps.total("loss")
+    if loss.first is not None:
+        yield f"The training loss went from {number(loss.first)} to {number(loss.last)}."
+    if loss.not_finite:
+        yield f"In {loss.not_finite:,} step{'s' * (loss.not_finite > 1)} it was not finite."
+    for name, curves in run.evals.items():
+        of_set = curves.total("loss")
+        if of_set.last is not None:
+            best = "its lowest" if of_set.last <= of_set.low else f"the lowest was {number(of_set.low)}"
+            yield f"The {name} loss is {number(of_set.last)} after {curves.x[-1]:,.0f} steps, {best}."
+
+
+def _speed(run: Run) -> Iterator[str]:
+    step, speed = run.steps.total("step_seconds").median, run.steps.total(f"{run.unit}_per_second").median
+    if step is not None and speed is not None:
+        mfu = run.steps.total("mfu").median
+        used = f", {percent(mfu)} of the dense peak (MFU)" if mfu else ""
+        yield f"A median step takes {seconds(step)}: {quantity(speed, run.unit)}/s{used}."
+
+
+def _time(run: Run) -> Iterator[str]:
+    held = run.ledger
+    if not held.parts:
+        waited, whole = run.steps.total("data_seconds").sum, run.steps.total("step_seconds").sum
+        if whole and run.steps.total("data_seconds").count:
+            yield f"Of the steps' time {percent(waited / whole)} was spent waiting for samples."
+        return
+    yield f"{percent(sum(held.share(part) for part in USEFUL))} of the time went into forward, backward and optimizer."
+    lost = [part for part in held.parts if part not in USEFUL and part != UNEXPLAINED and held.share(part) >= TOLD_SHARE]
+    if lost:
+        yield f"What took the rest: {', '.join(f'{part} {percent(held.share(part))}' for part in lost[:4])}."
+
+
+def _alerts(run: Run) -> Iterator[str]:
+    counts: Counter[str] = Counter()
+    for (_, name), count in run.alerts.counts.items():
+        counts[name] += count
+    if counts:
+        total = sum(counts.values())
+        yield f"{total:,} alert{'s' * (total > 1)}: {', '.join(f'{name} ({count:,})' for name, count in counts.most_common())}."
+    elif run.steps.rows:
+        yield "There was no alert."
+
+
+def tiles(run: Run) -> Iterator[Tile]:
+    """The figures themselves, those that are known."""
+    steps, unit = run.steps, run.unit
+    of = f"of {run.planned_steps:,}" if run.planned_steps else ""
+    yield Tile("steps done", f"{run.step:,}", of)
+    loss = steps.total("loss")
+    if loss.last is not None:
+        yield Tile("training loss", number(loss.last), f"lowest {number(loss.low)}")
+    for name, curves in list(run.evals.items())[:2]:
+        if (last := curves.total("loss").last) is not None:
+            yield Tile(f"{name} loss", number(last), f"after {curves.x[-1]:,.0f} steps")
+    if (speed := steps.total(f"{unit}_per_second").median) is not None:
+        each = steps.total(f"{unit}_per_second_per_gpu").median
+        yield Tile(f"{unit}/s, median", number(speed, 5), f"{number(each, 5)} a GPU" if each is not None else "")
+    if (mfu := steps.total("mfu").median) is not None:
+        hfu = steps.total("hfu").median
+        yield Tile("MFU, median", percent(mfu), f"HFU {percent(hfu)}" if hfu is not None else "of the dense peak")
+    if run.ledger.parts:
+        yield Tile("useful time", percent(sum(run.ledger.share(part) for part in USEFUL)), "forward, backward, optimizer")
+        yield Tile("waiting for data", percent(run.ledger.share(DATA)))
+    elif (whole := steps.total("step_seconds").sum) and steps.total("data_seconds").count:
+        yield Tile("waiting for data", percent(steps.total("data_seconds").sum / whole))
+    total = sum(run.alerts.counts.values())
+    errors = sum(count for (level, _), count in run.alerts.counts.items() if level == "error")
+    yield Tile("alerts", f"{total:,}", f"{errors:,} of them errors" if total else "")
+    if (elapsed := steps.total("elapsed_seconds")).count:
+        hours = steps.total("gpu_hours")
+        yield Tile("time", duration(elapsed.high), f"{hours.high:,.3g} GPU-hours" if hours.count and hours.high else "over all attempts")
+    if (cost := steps.total("cost")).count:
+        price = section(run.config, "monitor").get("price_per_gpu_hour")
+        yield Tile("cost", f"{cost.high:,.2f}", f"at {price:g} a GPU-hour" if is_number(price) else "")
