@@ -272,4 +272,4 @@ def test_the_fake_takes_what_pynvml_takes() -> None:
         ours, theirs = (list(inspect.signature(function).parameters) for function in (getattr(FakeNvml, name), getattr(pynvml, name)))
         assert ours[1:] == theirs, name
     with pytest.raises(AttributeError):
-        FakeNvml([]).nvmlDeviceGetSerial
+        _ = FakeNvml([]).nvmlDeviceGetSerial

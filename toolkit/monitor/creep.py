@@ -64,7 +64,7 @@ class Creep:
                 continue
             window.append((samples[-1][0], min(size for _, size in samples)))
             samples.clear()
-            grown = growth(window) if len(window) == POINTS and found is None else None
+            grown = growth(tuple(window)) if len(window) == POINTS and found is None else None
             if grown is not None and grown.last - grown.first > GROWN_SHARE * available:
                 found = grown
                 window.clear()

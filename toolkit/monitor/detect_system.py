@@ -172,8 +172,7 @@ def silent(row: Row, source: str, node: int) -> Alert | None:
 # ---- memory that creeps
 
 
-def creeping(row: Row, rank: int, node: int, grown: Growth) -> Alert:
-    available = row["host/memory_available_bytes"]
+def creeping(row: Row, rank: int, node: int, grown: Growth, available: float) -> Alert:
     left, an_hour = available / grown.per_second, 3600 * grown.per_second
     return Alert(
         name="host-memory-creep", level=Level.WARNING, step=row["step"], where=f"rank {rank}",
@@ -208,18 +207,21 @@ class NodeDetector:
         found: list[Alert | None] = [memory_low(rows, node), disk_low(rows, node, self._checkpoint_bytes)]
         found += [silent(row, source, node) for source in ("gpu", "host")]
         for gpu in gpus(row):
-            found += [throttled(rows, gpu, node), slow_clock(rows, gpu, node), lost(before, row, gpu, node)]
+            held_down = throttled(rows, gpu, node)
+            found += [held_down or slow_clock(rows, gpu, node), lost(before, row, gpu, node)]
             found += memory_errors(before, row, gpu, node)
         found += self._creeping(row)
         return [alert for alert in found if alert is not None]
 
     def _creeping(self, row: Row) -> Iterator[Alert]:
+        # What was there a moment ago counts: memory that somebody took for a moment is no measure of growth.
+        available = max((one["host/memory_available_bytes"] for one in self._rows if "host/memory_available_bytes" in one), default=0.0)
         for name, size in row.items():
             if name.startswith("rank/") and name.endswith("/private_bytes"):
                 rank = int(name.split("/")[1])
-                grown = self._creeps.setdefault(rank, Creep()).add(row["time"], size, row["host/memory_available_bytes"])
+                grown = self._creeps.setdefault(rank, Creep()).add(row["time"], size, available)
                 if grown is not None:
-                    yield creeping(row, rank, self._node, grown)
+                    yield creeping(row, rank, self._node, grown, available)
 
 
 def gpus(row: Row) -> range:
