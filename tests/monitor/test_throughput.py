@@ -60,7 +60,7 @@ def test_what_is_recomputed_has_its_own_figures() -> None:
     assert counts is not None
     found = row(plan)
     assert found["hfu"] / found["mfu"] == pytest.approx(done / counts, rel=1e-12)
-    assert found["hfu"] > 1.2 * found["mfu"]
+    assert found["hfu"] > 1.1 * found["mfu"]
     assert found["hardware_tflops_per_gpu"] / found["model_tflops_per_gpu"] == pytest.approx(done / counts, rel=1e-12)
 
 

@@ -1,6 +1,6 @@
 """FLOPs of training on one token as other tools count them, each from its own formula.
 
-    python tests/plan/conventions.py        # prints the table of docs/monitoring.md
+    PYTHONPATH=. python tests/plan/conventions.py        # prints the table of docs/monitoring.md
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def cell(convention: str, name: str) -> str:
     """GFLOPs a token, and the difference to ours."""
     found = flops(convention, name)
     ours = flops("this toolkit", name)
-    return f"{found / 1e9:.2f}" + (f" ({found / ours - 1:+.1%})" if found != ours else "")
+    return f"{found / 1e9:.3f}" + (f" ({found / ours - 1:+.2%})" if found != ours else "")
 
 
 def table() -> str:

@@ -97,7 +97,7 @@ def test_constants_of_speed_are_told_once() -> None:
     plan = make_plan(run_config(precision__name=Precision.bf16, zero__stage=1, train__activation_checkpointing=True), h100s(2))
     found = to_json(plan)
     assert found["flops"]["model_per_token"] * 8 * 32 == found["flops_per_step"]
-    assert 1.2 < found["flops"]["hardware_per_token"] / found["flops"]["model_per_token"] < 4 / 3
+    assert 1.1 < found["flops"]["hardware_per_token"] / found["flops"]["model_per_token"] < 4 / 3
     assert found["flops"]["peak_per_gpu"] == 989.4e12
     unknown = to_json(make_plan(run_config(model__target="my.Model", model__family=None), CPU))
     assert unknown["flops"] == {"model_per_token": None, "hardware_per_token": None, "peak_per_gpu": None}
