@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.monitor.console import ConsoleSink
+from toolkit.monitor.alert import Alert, Level
+from toolkit.monitor.console import AlertLines, ConsoleSink
 from toolkit.monitor.jsonl import JsonlSink, read_rows
 from toolkit.monitor.plots import eval_losses, loss_curve, running_mean, train_losses
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
@@ -79,7 +80,7 @@ def test_rows_are_on_disk_at_once_in_full_precision(tmp_path: Path) -> None:
     assert json.loads(lines[0]) == ROW
     assert json.loads(lines[1])["loss"] == math.inf
     sink.close(0)
-    JsonlSink({Kind.STEP: tmp_path / "run" / "metrics.jsonl", Kind.EVAL: tmp_path / "run" / "eval.jsonl"}).log(Kind.STEP, {**ROW, "step": 3})
+    JsonlSink({Kind.STEP: tmp_path / "run" / "metrics.jsonl"}).log(Kind.STEP, {**ROW, "step": 3})
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
@@ -88,6 +89,17 @@ def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
     file.write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n\xff\xfe\n[1]\n{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 0.5}')
     assert train_losses(file) == ([1, 3], [2.0, 1.0])
     assert list(read_rows(tmp_path / "absent.jsonl")) == []
+
+
+def test_a_torn_line_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    for step in (3, 4):
+        sink = JsonlSink({Kind.STEP: file})
+        sink.log(Kind.STEP, {"step": step, "loss": 1.0})
+        sink.close(0)
+    assert train_losses(file) == ([1, 3, 4], [2.0, 1.0, 1.0])
+    assert file.read_bytes().count(b"\n") == 4
 
 
 def test_console_shows_loss_speed_and_time_left_at_its_cadence() -> None:
@@ -105,11 +117,32 @@ def test_console_shows_loss_speed_and_time_left_at_its_cadence() -> None:
     assert said == ["step 40: validation loss 2.0000 (perplexity 7.389), 1.5 s"]
 
 
+def test_console_tells_of_utilisation_where_it_is_known() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(Progress(stream, terminal=False, line_seconds=0), steps=9, done=0, every=1)
+    sink.log(Kind.STEP, {**ROW, "mfu": 0.4125})
+    sink.log(Kind.STEP, {**ROW, "step": 2})
+    assert [line.partition("tokens/s")[2] for line in stream.getvalue().splitlines()] == ["  MFU 41.2%", ""]
+
+
 def test_console_tells_of_skipped_steps() -> None:
     stream = io.StringIO()
     sink = ConsoleSink(Progress(stream, terminal=False, line_seconds=0), steps=9, done=0, every=1)
     sink.log(Kind.STEP, {**ROW, "skipped": True, "loss_scale": 32768.0})
     assert "skipped, loss scale 32768" in stream.getvalue()
+
+
+def test_an_alert_is_shown_whole_as_far_as_it_is_not_long() -> None:
+    shown: list[str] = []
+    sink = AlertLines(shown.append)
+    alert = Alert(name="data-stall", level=Level.WARNING, step=7, cause="The data pipeline is slow.", evidence="61% of 20 steps",
+                  next_step="see data.md")
+    sink.log(Kind.ALERT, {**alert.row(), "dropped_rows": 3})
+    sink.log(Kind.STEP, ROW)
+    assert shown == [f"warning: {alert}"]
+    sink.log(Kind.ALERT, {**alert.row(), "evidence": "x" * 10_000})
+    assert len(shown[1]) < 2100
+    assert shown[1].endswith("(whole in the run's alerts)")
 
 
 def written(folder: Path, steps: int) -> Path:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,11 +19,15 @@ from tests.train.fakes import FakeClock, FakeEngine, samples, step_done
 from toolkit.checkpoint.online.store import PendingSave
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
-from toolkit.monitor.jsonl import JsonlSink
-from toolkit.monitor.sink import Kind
-from toolkit.plan.types import RunPlan
+from toolkit.monitor.jsonl import JsonlSink, read_rows
+from toolkit.monitor.queued import QueuedSink
+from toolkit.monitor.sink import Kind, Row
+from toolkit.monitor.throughput import Course, Spent
+from toolkit.plan import make_plan
+from toolkit.plan.flops import flops_per_step
+from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rundir import RunDirectory, RunState
-from toolkit.testing.tiny import tiny_plan
+from toolkit.testing.tiny import tiny_config, tiny_plan
 from toolkit.train.agree import Agreed
 from toolkit.train.consumed import Consumption
 from toolkit.train.evaluation import Evaluation
@@ -38,8 +43,9 @@ def one_source(step: int) -> Mapping[str, tuple[int, float]]:
 
 
 def written(tmp_path: Path, plan: RunPlan, done: StepDone, consumed: Callable[..., Any] = one_source) -> dict[str, Any]:
-    sink = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"})
-    Metrics(plan, sink, consumed).on_step(done)
+    """By an attempt that began 5 seconds ago, after others of a minute."""
+    sink, clock = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"}), FakeClock()
+    Metrics(plan, sink, consumed, Course(plan, Spent(seconds=60.0), clock() - 5), clock).on_step(done)
     return json.loads((tmp_path / "metrics.jsonl").read_text())
 
 
@@ -47,7 +53,22 @@ def test_a_row_has_exactly_these_keys_in_full_precision(tmp_path: Path) -> None:
     result = StepResult(loss=1 / 3, grad_norm=2 / 3, tokens=1000)
     row = written(tmp_path, tiny_plan(), StepDone(7, 0.1 + 0.2, result, 0.3, Agreed(data_seconds=0.1), False))
     assert row == {"step": 7, "loss": 1 / 3, "grad_norm": 2 / 3, "lr": 0.1 + 0.2, "tokens": 1000, "step_seconds": 0.3, "data_seconds": 0.1,
-                   "tokens_per_second": 1000 / 0.3}
+                   "gc_seconds": 0.0, "host_bytes": 0, "tokens_per_second": 1000 / 0.3, "samples_per_second": 8 / 0.3,
+                   "elapsed_seconds": 65.0}
+
+
+def test_on_gpus_a_row_has_what_they_do_and_cost(tmp_path: Path) -> None:
+    """Constants are told once, in the plan: a row of months has these keys and no more."""
+    plan = make_plan(tiny_config(precision__name=Precision.bf16, monitor__price_per_gpu_hour=2.0),
+                     World(ranks=1, ranks_per_node=1, device=Device.CUDA, gpu="h100"))
+    done = StepDone(7, 0.1, StepResult(loss=1.0, grad_norm=1.0, tokens=200), 0.5, Agreed(), False)
+    row = written(tmp_path, plan, done)
+    assert row.keys() - written(tmp_path / "cpu", tiny_plan(), done).keys() == {
+        "device_bytes", "tokens_per_second_per_gpu", "model_tflops_per_gpu", "mfu", "gpu_hours", "cost"}
+    flops = flops_per_step(plan)
+    assert flops is not None
+    assert row["mfu"] == pytest.approx(flops / 0.5 / 989.4e12, rel=1e-12)  # masked tokens are computed too
+    assert row["cost"] == pytest.approx(2.0 * 5 / 3600, rel=1e-12)
 
 
 def test_several_sources_add_their_epochs(tmp_path: Path) -> None:
@@ -127,13 +148,14 @@ class FakeStore:
         return PendingSave(Path(f"step-{step:08d}"), future)
 
 
-def checkpoints(store: FakeStore, timer: Timer | None = None, **changes: Any) -> tuple[Checkpoints, list[Path], list[str]]:
+def checkpoints(store: FakeStore, timer: Timer | None = None, flush: Callable[[], None] = lambda: None,
+                **changes: Any) -> tuple[Checkpoints, list[Path], list[str]]:
     announced: list[Path] = []
     told: list[str] = []
     plan = tiny_plan(**{f"checkpoint__{name}": value for name, value in changes.items()})
     stream = SimpleNamespace(fingerprint=lambda: {"order": "x"}, state=lambda step: {})
     hook = Checkpoints(plan, FakeEngine(), store, stream, timer or Timer(None), rank=0, attempt=1,  # type: ignore[arg-type]
-                       announce=announced.append, tell=told.append)
+                       flush=flush, announce=announced.append, tell=told.append)
     return hook, announced, told
 
 
@@ -214,6 +236,33 @@ def test_after_a_failure_in_the_background_the_next_save_is_made_in_the_foregrou
     hook.on_step(step_done(6))
     assert store.saved == [(2, True), (4, False), (6, True)]
     assert announced == [Path("step-00000004")]
+
+
+def test_rows_up_to_a_save_are_written_before_it(tmp_path: Path) -> None:
+    """A killed run goes on from the save: rows that were still waiting then would be of steps that are not run again."""
+    file = tmp_path / "metrics.jsonl"
+
+    class Slow(JsonlSink):
+        def log(self, kind: Kind, row: Row) -> None:
+            time.sleep(0.02)
+            super().log(kind, row)
+
+    class Looking(FakeStore):
+        def save(self, *arguments: Any, **named: Any) -> PendingSave:
+            found.append(len(list(read_rows(file))))
+            return super().save(*arguments, **named)
+
+    found: list[int] = []
+    for flushes in (True, False):
+        sink = QueuedSink(lambda: Slow({Kind.STEP: file}), "slow")
+        hook, _, _ = checkpoints(Looking(), flush=sink.flush if flushes else lambda: None, every="5")
+        for step in range(1, 6):
+            sink.log(Kind.STEP, {"step": step})
+            hook.on_step(step_done(step))
+        sink.close(0)
+        file.unlink()
+    assert found[0] == 5
+    assert found[1] < 5, "the control"
 
 
 # ---- status and plots

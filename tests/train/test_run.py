@@ -93,8 +93,9 @@ class Start:
         self.status = status
 
     def rows(self) -> list[dict[str, Any]]:
-        """Without what the clock decides."""
-        return [{key: value for key, value in row.items() if "second" not in key} for row in _jsonl(self.directory.metrics_file)]
+        """Without what the clock decides, and memory."""
+        rows = _jsonl(self.directory.metrics_file)
+        return [{key: value for key, value in row.items() if "second" not in key and "bytes" not in key} for row in rows]
 
     def evals(self) -> list[tuple[int, str, float]]:
         return [(row["step"], row["set"], row["loss"]) for row in _jsonl(self.directory.eval_file)]
@@ -149,7 +150,9 @@ def test_a_run_leaves_what_people_and_programs_need(whole: Start, data: Path) ->
     assert Path(str(whole.status.checkpoint)).name == "step-00000006"
     rows = _jsonl(whole.directory.metrics_file)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert list(rows[0]) == ["step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "data_seconds", "tokens_per_second"]
+    assert list(rows[0]) == ["step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "data_seconds", "gc_seconds", "host_bytes",
+                             "tokens_per_second", "samples_per_second", "elapsed_seconds"]
+    assert list(rows[1]) == [*rows[0], "eta_seconds"]
     assert all(row["tokens"] == 8 * 32 for row in rows)
     assert rows[0]["loss"] == pytest.approx(math.log(264), abs=0.3)
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -224,6 +227,23 @@ def test_documents_are_kept_apart_in_training_and_evaluation(tmp_path: Path, cap
 def test_dropout_is_at_work(whole: Start, data: Path, tmp_path: Path) -> None:
     without = Start(tmp_path / "run", data, model__dropout=0.0)
     assert abs(without.rows()[0]["loss"] - whole.rows()[0]["loss"]) > 1e-4
+
+
+def test_time_adds_up_over_attempts_that_run_steps_again(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Killed after step 5, with a checkpoint of step 4: what step 5 took is counted, although its row stands elsewhere."""
+    every = {"checkpoint__every": "2"}
+    Start(tmp_path / "run", data, stop_after=5, **every)
+    assert re.search(r"^time: 0:\d\d$", capfd.readouterr().out, re.MULTILINE)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000005")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    rows = _jsonl(metrics)
+    rows[-1]["elapsed_seconds"] += 1000.0
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    resumed = Start(tmp_path / "run", data, **every)
+    elapsed = [row["elapsed_seconds"] for row in _jsonl(resumed.directory.metrics_file)]
+    assert [later > 1000.0 for later in elapsed] == [False] * 4 + [True] * 2
+    assert elapsed == sorted(elapsed)
+    assert re.search(r"^time: 1[67]:\d\d over all attempts$", capfd.readouterr().out, re.MULTILINE)
 
 
 def test_an_evaluation_that_a_stop_prevented_is_made_up_for(whole: Start, data: Path, tmp_path: Path) -> None:
@@ -322,10 +342,11 @@ def test_the_export_opens_and_continues_a_prompt(data: Path, tmp_path: Path, cap
     row = _jsonl(start.directory.eval_file)[-1]
     assert f"validation loss after 6 steps: {row['loss']:.4f} nats a token, on {row['tokens']} tokens; a unigram model's" in said
     assert "the model continues 'def main(args):'" in said
-    last = said.strip().splitlines()[-3:]
+    last = said.strip().splitlines()[-4:]
     assert last[0] == f"everything is in {tmp_path / 'run'}: plots/loss.png, metrics.jsonl, checkpoints, export"
-    assert last[1].startswith("ask the model for more: python launch/generate.py ")
-    assert "train.steps=12" in last[2]
+    assert last[1].endswith(f"python launch/report.py {tmp_path / 'run'}")
+    assert last[2].startswith("ask the model for more: python launch/generate.py ")
+    assert "train.steps=12" in last[3]
 
     from launch.generate import main
 

@@ -1,4 +1,4 @@
-"""What a person sees of training: steps done of all, speed and time left, the loss, and each evaluation as a line."""
+"""What a person sees of training: steps done of all, speed and time left, the loss, each evaluation as a line, and alerts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import math
 import sys
 from collections.abc import Callable
 
+from toolkit.monitor.alert import Alert
 from toolkit.monitor.sink import Kind, NullSink, Row
 from toolkit.progress import Progress, quantity
+
+ALERT_LENGTH = 2000  # characters; the files have the whole
 
 
 def say(line: str) -> None:
     print(line, file=sys.stdout, flush=True)
+
+
+def warn(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class ConsoleSink(NullSink):
@@ -39,7 +46,8 @@ class ConsoleSink(NullSink):
         if step % self._every and step != self._steps:
             return
         skipped = f"  skipped, loss scale {row['loss_scale']:g}" if row.get("skipped") else ""
-        note = f"loss {row['loss']:.4f}  {quantity(row[f'{self._unit}_per_second'], self._unit)}/s{skipped}"
+        used = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
+        note = f"loss {row['loss']:.4f}  {quantity(row[f'{self._unit}_per_second'], self._unit)}/s{used}{skipped}"
         self._task.advance(step - self._shown, note)
         self._shown = step
         if step == self._steps:
@@ -51,6 +59,18 @@ class ConsoleSink(NullSink):
 
     def close(self, exit_code: int) -> None:
         self._task.finish()
+
+
+class AlertLines(NullSink):
+    """Alerts, as they come."""
+
+    def __init__(self, warn: Callable[[str], None] = warn) -> None:
+        self._warn = warn
+
+    def log(self, kind: Kind, row: Row) -> None:
+        if kind is Kind.ALERT:
+            words = f"{row['level']}: {Alert.of(row)}"
+            self._warn(words if len(words) <= ALERT_LENGTH else f"{words[:ALERT_LENGTH]} ... (whole in the run's alerts)")
 
 
 def _perplexity(loss: float) -> str:

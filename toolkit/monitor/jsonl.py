@@ -4,11 +4,14 @@ and reads them)."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from toolkit.monitor.sink import Kind, NullSink, Row
+
+TAIL = 1 << 16  # bytes: a hundred rows and more
 
 
 class JsonlSink(NullSink):
@@ -21,7 +24,7 @@ class JsonlSink(NullSink):
     def __init__(self, paths: Mapping[Kind, Path]) -> None:
         for path in paths.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._files = {kind: path.open("a", encoding="utf-8") for kind, path in paths.items()}
+        self._files = {kind: _opened(path) for kind, path in paths.items()}
 
     def log(self, kind: Kind, row: Row) -> None:
         if kind in self._files:
@@ -30,6 +33,16 @@ class JsonlSink(NullSink):
     def close(self, exit_code: int) -> None:
         for file in self._files.values():
             file.close()
+
+
+def _opened(path: Path) -> TextIO:
+    """To append to. A line that a stopped machine or a killed process tore is ended, or the next row would be lost with it."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    return path.open("a", encoding="utf-8")
 
 
 def _write(file: TextIO, row: Row) -> None:
@@ -48,9 +61,30 @@ def read_rows(path: Path, advance: Callable[[float], object] = lambda characters
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             advance(len(line))
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if line.endswith("\n") and isinstance(row, dict):
+            row = _parsed(line)
+            if line.endswith("\n") and row is not None:
                 yield row
+
+
+def last_row(path: Path) -> dict[str, Any] | None:
+    """The last whole row of a file, without reading the others; None where there is none."""
+    if not path.exists():
+        return None
+    size, tail = path.stat().st_size, TAIL
+    while True:
+        with path.open("rb") as file:
+            file.seek(max(0, size - tail))
+            lines = file.read().split(b"\n")
+        whole = lines[:-1] if tail >= size else lines[1:-1]  # what follows the last line end is torn; the first line may be cut
+        found = next((row for line in reversed(whole) if (row := _parsed(line)) is not None), None)
+        if found is not None or tail >= size:
+            return found
+        tail *= 2
+
+
+def _parsed(line: str | bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
+from toolkit.monitor.parts import LOGGING, UNRECORDED, Recorder
 from toolkit.monitor.sink import Kind, Row, Sink
-from toolkit.plan.types import RunPlan
+from toolkit.monitor.throughput import Course, Throughput
+from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir import RunDirectory, RunState, Status
 from toolkit.train.agree import Agreed
 
@@ -41,7 +44,9 @@ class StepDone:
 
 
 class Hook:
-    """Listens to nothing; a hook overrides what it wants."""
+    """Listens to nothing; a hook overrides what it wants. Its time is its ``part``'s of the step (``monitor/parts.py``)."""
+
+    part: ClassVar[str] = LOGGING
 
     def on_start(self, step: int) -> None:
         pass
@@ -62,53 +67,67 @@ class Hook:
 class Hooks(Hook):
     """All hooks as one. A hook that makes an event of its own calls this object."""
 
-    def __init__(self, *hooks: Hook) -> None:
-        self._hooks = list(hooks)
+    def __init__(self, *hooks: Hook, recorder: Recorder = UNRECORDED) -> None:
+        self._hooks, self._recorder = list(hooks), recorder
 
     def add(self, hook: Hook) -> None:
         self._hooks.append(hook)
 
     def on_start(self, step: int) -> None:
         for hook in self._hooks:
-            hook.on_start(step)
+            with self._recorder.part(hook.part):
+                hook.on_start(step)
 
     def on_step(self, done: StepDone) -> None:
         for hook in self._hooks:
-            hook.on_step(done)
+            with self._recorder.part(hook.part):
+                hook.on_step(done)
 
     def on_eval(self, row: Row) -> None:
         for hook in self._hooks:
-            hook.on_eval(row)
+            with self._recorder.part(hook.part):
+                hook.on_eval(row)
 
     def on_checkpoint(self, path: Path) -> None:
         for hook in self._hooks:
-            hook.on_checkpoint(path)
+            with self._recorder.part(hook.part):
+                hook.on_checkpoint(path)
 
     def on_end(self, step: int) -> None:
         for hook in self._hooks:
-            hook.on_end(step)
+            with self._recorder.part(hook.part):
+                hook.on_end(step)
 
 
 class Metrics(Hook):
     """One row a step and one an evaluation, to the sinks."""
 
-    def __init__(self, plan: RunPlan, sink: Sink, consumed: Callable[[int], Mapping[str, tuple[int, float]]]) -> None:
-        """``consumed``: samples and epochs of each source after a step. Rows have the epochs where there are several sources."""
+    def __init__(self, plan: RunPlan, sink: Sink, consumed: Callable[[int], Mapping[str, tuple[int, float]]], course: Course,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            consumed: samples and epochs of each source after a step. Rows have the epochs where there are several sources.
+            clock: that of ``course``.
+        """
+        self._plan, self._sink, self._consumed, self._course, self._clock = plan, sink, consumed, course, clock
         self._scaled = plan.config.precision.name is Precision.fp16
-        self._unit = plan.unit
-        self._sink, self._consumed = sink, consumed
+        self._throughput = Throughput.of(plan)
 
     def on_step(self, done: StepDone) -> None:
-        result = done.result
+        result, plan = done.result, self._plan
+        samples = plan.batch.at(done.step - 1).size
         row = {
-            "step": done.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": done.lr, self._unit: result.tokens,
-            "step_seconds": done.seconds, "data_seconds": done.agreed.data_seconds,
-            f"{self._unit}_per_second": result.tokens / done.seconds,
+            "step": done.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": done.lr, plan.unit: result.tokens,
+            "step_seconds": done.seconds, "data_seconds": done.agreed.data_seconds, "gc_seconds": done.agreed.gc_seconds,
+            "host_bytes": done.agreed.host_bytes,
+            **self._throughput.row(samples=samples, units=result.tokens, computed=samples * plan.units_per_sample, seconds=done.seconds),
+            **self._course.row(step=done.step, seconds=done.seconds, now=self._clock()),
         }
+        device = {"device_bytes": done.agreed.device_bytes} if plan.world.device is Device.CUDA else {}
         scaling = {"skipped": result.skipped, "loss_scale": result.loss_scale} if self._scaled else {}
         consumed = self._consumed(done.step)
         epochs = {f"epochs/{name}": epochs for name, (_, epochs) in consumed.items()} if len(consumed) > 1 else {}
-        self._sink.log(Kind.STEP, {**row, **scaling, **epochs})
+        self._sink.log(Kind.STEP, {**row, **device, **scaling, **epochs})
 
     def on_eval(self, row: Row) -> None:
         self._sink.log(Kind.EVAL, row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
@@ -16,10 +17,12 @@ from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine
 from toolkit.errors import ExitCode
 from toolkit.monitor.console import say
-from toolkit.monitor.jsonl import read_rows
+from toolkit.monitor.jsonl import last_row, read_rows
 from toolkit.monitor.plots import loss_curve
-from toolkit.monitor.sink import tell
-from toolkit.plan.types import RunPlan
+from toolkit.monitor.sink import Sink, tell
+from toolkit.monitor.throughput import Course, Spent, spent
+from toolkit.plan.flops import without_utilisation
+from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir import RunDirectory
 from toolkit.train import closing, place
 from toolkit.train.agree import Agreed, Exchange, check_same_data, exchange
@@ -37,7 +40,8 @@ from toolkit.train.vision import vision_task
 Stop = Callable[[], str | None]
 
 
-def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, data: str | None = None) -> ExitCode:
+def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, data: str | None = None,
+        launcher: str | None = None) -> ExitCode:
     """Train on this rank.
 
     Args:
@@ -45,6 +49,7 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         attempt: the number that ``RunDirectory.begin`` gave this start.
         data: the folder of the generation of data to read: ``data.path`` may point to another one while the run is under way.
             None: the one that it points to now.
+        launcher: who started the ranks, for what is recorded of the run.
 
     Returns:
         DONE after the last step; STOPPED where a stop was agreed, and then the state is saved. How it ended is written to
@@ -53,6 +58,7 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
     Raises:
         UserError: data, checkpoint or model are not what the run says.
     """
+    began = time.monotonic()
     directory = RunDirectory(plan.run_dir)
     with ExitStack() as stack:
         stack.enter_context(place.process_group(plan, rank, local_rank))
@@ -62,42 +68,51 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         reads = open_data(plan.config, plan.batch, plan.axes.coordinates(rank).data, data or plan.config.data.path)
         stream = reads.stream
         stack.callback(stream.close)
-        check_same_data({**stream.fingerprint(), **{f"eval.sets {name}": one.data_hash for name, one in reads.sets.items()}}, ranks)
+        fingerprint = {**stream.fingerprint(), **{f"eval.sets {name}": one.data_hash for name, one in reads.sets.items()}}
+        check_same_data(fingerprint, ranks)
         beginning = find_beginning(plan, directory, stream)
         state = beginning.state
         if rank == 0:
             directory.trim_after(state.step, attempt)
             say(beginning.words)
-        sink = open_sinks(plan, directory, state.step, rank)
+        sink = open_sinks(plan, directory, state.step, rank, attempt=attempt, data=fingerprint, launcher=launcher)
         ended = stack.enter_context(closed_with_code(sink))
 
         task = text_task(plan, end_of_text(plan, reads)) if reads.records is None else vision_task(plan, reads.records)
         watch = stack.enter_context(watching(plan, directory, sink, ask, rank=rank, local_rank=local_rank, attempt=attempt))
-        engine = build_engine(plan, task, rank=rank, local_rank=local_rank)
+        engine = build_engine(plan, task, rank=rank, local_rank=local_rank, recorder=watch.recorder)
+        watch.progress.beat("building the engine")
         engine.load(beginning.reader)
         if rank == 0:
-            for words in (*take_up(plan, directory, beginning, attempt), *costs_of_windows(plan, reads)):
+            for words in (*take_up(plan, directory, beginning, attempt), *costs_of_windows(plan, reads), *words_without_utilisation(plan)):
                 say(words)
         timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
-        hooks = Hooks(Metrics(plan, sink, stream.consumed), *watch.hooks(engine))
-        hooks.add(evaluation(plan, engine, task, reads.sets, hooks, ask, directory, rank))
+        course = Course(plan, spent_before(directory) if rank == 0 else Spent(), began)
+        hooks = Hooks(Metrics(plan, watch.sink, stream.consumed, course), *watch.hooks(engine), recorder=watch.recorder)
+        hooks.add(evaluation(plan, engine, task, reads.sets, hooks, ask, directory, sink, watch.progress.beat, rank))
         hooks.add(Checkpoints(
             plan, engine, CheckpointStore(directory.checkpoints, plan.config.checkpoint.keep_last, plan.config.checkpoint.keep_every),
-            stream, timer, rank=rank, attempt=attempt, announce=hooks.on_checkpoint,
+            stream, timer, rank=rank, attempt=attempt, flush=sink.flush, announce=hooks.on_checkpoint,
             tell=tell if rank == 0 else lambda words: None))
         if rank == 0:
             hooks.add(StatusFile(directory, attempt, newest(directory.checkpoints)))
             if len(stream.consumed(0)) > 1:
                 hooks.add(Consumption(stream.consumed, say))
-            hooks.add(Plots(lambda: loss_curve(directory.path, reads.unigram(), plan.per), tell))
+            hooks.add(Plots(lambda: (sink.flush(), loss_curve(directory.path, reads.unigram(), plan.per)), tell))
 
         def agree(waited: float) -> Agreed:
-            stopping, due, microseconds = ask([stop() is not None, rank == 0 and timer.due(), round(waited * 1e6)])
-            return Agreed(stop=bool(stopping), save=bool(due), data_seconds=microseconds / 1e6)
+            mine = [stop() is not None, rank == 0 and timer.due(), round(waited * 1e6), watch.ledger_due()]
+            mine += watch.vitals.read(engine.device)
+            stopping, due, microseconds, steps, collecting, host_bytes, device_bytes = ask(mine)
+            return Agreed(stop=bool(stopping), save=bool(due), data_seconds=microseconds / 1e6, ledger=steps, gc_seconds=collecting / 1e6,
+                          host_bytes=host_bytes, device_bytes=device_bytes)
 
-        code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree)
+        code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree, recorder=watch.recorder)
+        watch.progress.stop()  # rank 0 has more to do than the others, who wait for it
         engine.close()
         ended(code)
+        if rank == 0:
+            say(course.words(time.monotonic()))
         try:
             if rank == 0 and code is ExitCode.DONE:
                 closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step),
@@ -124,11 +139,24 @@ def costs_of_windows(plan: RunPlan, reads: RunData) -> list[str]:
     return [f"documents of {name} are kept apart: {cost} (in {cost.tokens:,} tokens looked at)" for name, cost in reads.waste().items()]
 
 
+def words_without_utilisation(plan: RunPlan) -> list[str]:
+    """To people on GPUs, once."""
+    reason = without_utilisation(plan)
+    return [f"speed is told without a utilisation (MFU): {reason}"] if reason is not None and plan.world.device is Device.CUDA else []
+
+
+def spent_before(directory: RunDirectory) -> Spent:
+    """By earlier attempts, from their rows: those that stand, and those of steps that were run again."""
+    files = [directory.metrics_file, *(directory.attempt_folder(number) / directory.metrics_file.name for number in directory.attempts())]
+    return spent(row for file in files if (row := last_row(file)) is not None)
+
+
 def evaluation(plan: RunPlan, engine: Engine, task: Task, sets: Mapping[str, EvalSet], hooks: Hooks, ask: Exchange,
-               directory: RunDirectory, rank: int) -> Evaluation:
+               directory: RunDirectory, sink: Sink, progress: Callable[[str], None], rank: int) -> Evaluation:
     def missing(step: int) -> bool:
+        sink.flush()
         absent = rank == 0 and all(row["step"] != step for row in read_rows(directory.eval_file))
         return bool(ask([absent])[0])
 
     return Evaluation(engine, task, {name: one.batches for name, one in sets.items()}, every=plan.config.eval.every,
-                      steps=plan.config.train.steps, missing=missing, announce=hooks.on_eval, unit=plan.unit)
+                      steps=plan.config.train.steps, missing=missing, announce=hooks.on_eval, unit=plan.unit, progress=progress)
