@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written(checkpoint: Path, tmp
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda folder: full)
         err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/new/out", code=2)
-    assert f"{tmp_path} has 1,000 B free" in err
+    assert f"{tmp_path} has 1 kB free" in err
     assert not list(tmp_path.iterdir())
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     asked: list[tuple[int, int]] = []
