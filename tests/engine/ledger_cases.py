@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from toolkit.monitor.parts import (
     UNEXPLAINED,
     communication,
 )
-from toolkit.monitor.recorder import HostClock, StepRecorder, StepTime
+from toolkit.monitor.recorder import Clock, HostClock, StepRecorder, StepTime
 from toolkit.plan.types import RunPlan
 from toolkit.train.agree import Agreed, exchange
 from toolkit.train.evaluation import Evaluation
@@ -48,7 +48,7 @@ from toolkit.train.task import Task, text_task
 
 WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not looked at
 SHARE = 0.2  # a delay's of a step
-AROUND = (CHECKPOINT, EVALUATION, LOGGING)
+ASLEEP = 0.08  # seconds of forward and of backward in each step with delays: long steps in which little is computed, on however busy a machine
 
 
 @dataclass(frozen=True)
@@ -79,28 +79,62 @@ class Measured:
 
 
 class Delays:
-    """``seconds`` is a share of the slowest rank's step, the same on all ranks."""
+    """``seconds`` is a share of the slowest rank's step, the same on all ranks; where they are counted only, it is one."""
 
-    def __init__(self, script: Sequence[str | None]) -> None:
-        self.script = tuple(script)
+    def __init__(self, script: Sequence[str | None], counted: Counted | None = None) -> None:
+        self.script, self._counted = tuple(script), counted
+        self._asleep = ASLEEP if any(script) and counted is None else 0.0
         self.now: str | None = None
         self.seconds = 0.0
         self._struck = False
+        self._slept: set[str] = set()
         self._walls: list[float] = []
 
     def begin(self, step: int) -> None:
         self.now, self._struck = self.script[step], False
+        self._slept.clear()
 
     def over(self, wall: float) -> None:
         self._walls.append(wall)
         if len(self._walls) == CLEAN:
-            self.seconds = SHARE * statistics.median(self._walls[WARM_UP:])
+            self.seconds = 1.0 if self._counted else SHARE * statistics.median(self._walls[WARM_UP:])
+
+    def sleep(self, name: str) -> None:
+        """Once a step, in every step."""
+        if self._asleep and name not in self._slept:
+            self._slept.add(name)
+            time.sleep(self._asleep)
 
     def strike(self, name: str) -> None:
         """Once a step, in the place of this name."""
         if self.now == name and not self._struck:
             self._struck = True
-            time.sleep(self.seconds)
+            if self._counted:
+                self._counted.now += self.seconds
+            else:
+                time.sleep(self.seconds)
+
+
+class Counted(Clock):
+    """Stands still but for delays, which then cost nothing: where they land is exact, whatever else the machine does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def stamp(self) -> float:
+        return self.now
+
+    def seconds(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+    def passed(self, stamp: float) -> bool:
+        return True
+
+    def release(self, stamps: Iterable[float]) -> None:
+        pass
+
+    def idle(self) -> bool:
+        return False
 
 
 class _Task:
@@ -153,17 +187,19 @@ def stream(plan: RunPlan, data_rank: int, delays: Delays) -> Iterator[list[np.nd
 
 
 def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), repeats: int = 0, *, recorded: bool = True,
-            replaced: bool = True, around: bool = False) -> Measured:
+            replaced: bool = True, around: bool = False, counted: bool = False) -> Measured:
     """A run of ``CLEAN`` steps without delays, then ``repeats`` times one without and one of each of ``delayed``.
 
     Args:
         recorded: whether anybody records; False: what a run does by itself.
         replaced: whether the collectives' methods are; the control is False.
         around: evaluate and save after each step.
+        counted: delays are not waited for; nothing else takes time.
     """
-    delays = Delays([*[None] * CLEAN, *[None, *delayed] * repeats])
+    clock = Counted() if counted else None
+    delays = Delays([*[None] * CLEAN, *[None, *delayed] * repeats], clock)
     plan.config.train.steps = len(delays.script)
-    recorder = StepRecorder(HostClock(), pipelined=plan.axes.pipeline > 1)
+    recorder = StepRecorder(clock or HostClock(), pipelined=plan.axes.pipeline > 1)
     telling = {"recorder": recorder} if recorded else {}
     with slow_calls(delays, plan.axes), collectives.watched(plan.axes, recorder) if recorded else nullcontext():
         if not replaced:
@@ -211,16 +247,20 @@ def hooks_around(plan: RunPlan, engine: Engine, task: Task, delays: Delays) -> l
 
 
 def slow_engine(engine: Any, plan: RunPlan, rank: int, delays: Delays) -> None:
-    """Delays in forward, in backward, in the optimizer, and in each forward of the last stage."""
-    at, count = plan.axes.coordinates(rank), plan.batch.at(0).accumulation
-    slow_stage = plan.axes.pipeline > 1 and at.pipeline == plan.axes.pipeline - 1
+    """Delays in forward, in backward and in the optimizer; in forward of the last stage, which the others wait for."""
+    slow_stage = plan.axes.coordinates(rank).pipeline == plan.axes.pipeline - 1 > 0
 
     def after(module: nn.Module, arguments: object, output: torch.Tensor) -> None:
+        delays.sleep(FORWARD)
         delays.strike(FORWARD)
-        if slow_stage and delays.now == BUBBLE:
-            time.sleep(delays.seconds / count)
+        if slow_stage:
+            delays.strike(BUBBLE)
         if output.requires_grad:
-            output.register_hook(lambda gradient: delays.strike(BACKWARD))
+            output.register_hook(backward)
+
+    def backward(gradient: torch.Tensor) -> None:
+        delays.sleep(BACKWARD)
+        delays.strike(BACKWARD)
 
     first_norm(engine).register_forward_hook(after)
     optimizer = engine._built.optimizer if hasattr(engine, "_built") else engine._ds.optimizer if hasattr(engine, "_ds") \

@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from functools import partial
+
+from typing import Any
 
 import pytest
 
@@ -50,22 +53,39 @@ LAYOUTS: dict[str, tuple[Cell, tuple[str, ...]]] = {  # and along which axes the
 COMPUTED = (FORWARD, BACKWARD, OPTIMIZER)
 LOOP = (DATA, TRANSFER, CHECKPOINT, EVALUATION, LOGGING, UNEXPLAINED)
 WITHIN = 0.1  # of a delay
+TRIES = 3
 MOST_UNEXPLAINED = 0.05
 
 
-def plan_of(cell: Cell, accumulation: int = 4, **more: Any) -> RunPlan:
+def small(cell: Cell, accumulation: int = 2, **more: Any) -> RunPlan:
+    """For steps that mostly sleep."""
+    return cell.plan(Case.ADAM, train__global_batch=2 * accumulation * cell.data, **more)
+
+
+def large(cell: Cell) -> RunPlan:
     """Steps of more than 100 ms."""
-    sizes = {
-        "model__hidden_size": 128, "model__intermediate_size": 256, "model__num_hidden_layers": 4, "model__max_position_embeddings": 128,
-        "train__sequence_length": 128, "train__micro_batch": 2, "train__global_batch": 2 * accumulation * cell.data, **more,
-    }
-    return cell.plan(Case.ADAM, **sizes)
+    return small(cell, 4, model__hidden_size=128, model__intermediate_size=256, model__num_hidden_layers=4,
+                 model__max_position_embeddings=128, train__sequence_length=128)
 
 
-def check_delays(measured: list[Measured], parts: tuple[str, ...]) -> None:
-    for rank, one in enumerate(measured):
-        for part in parts:
-            assert abs(one.landed(part) - 1) <= WITHIN, f"rank {rank}: {one.landed(part):.3f} of {one.seconds * 1e3:.1f} ms are in {part}"
+def within(measured: list[Measured], parts: tuple[str, ...]) -> dict[tuple[int, str], float]:
+    """Rank and part of each delay that is not found where it was put, and how much of it is there."""
+    found = {(rank, part): one.landed(part) for rank, one in enumerate(measured) for part in parts}
+    return {place: share for place, share in found.items() if abs(share - 1) > WITHIN}
+
+
+def check_delays(run: Callable[[], list[Measured]], parts: tuple[str, ...]) -> list[Measured]:
+    """Measures again what another process may have disturbed: a delay that is counted elsewhere is never found."""
+    missing: dict[tuple[int, str], float] = {}
+    for attempt in range(TRIES):
+        measured = run()
+        check_sums(measured)
+        found = within(measured, parts)
+        missing = {place: share for place, share in found.items() if attempt == 0 or place in missing}
+        if not missing:
+            break
+    assert not missing, missing
+    return measured
 
 
 def check_sums(measured: list[Measured]) -> None:
@@ -78,37 +98,50 @@ def check_sums(measured: list[Measured]) -> None:
             assert found.busy == pytest.approx(found.wall - waited)
 
 
+def check_counted(measured: list[Measured], parts: tuple[str, ...]) -> None:
+    """Each delay is in its part, and nothing anywhere else."""
+    for one in measured:
+        for found, delayed in zip(one.times, one.delayed, strict=True):
+            assert {part: seconds for part, seconds in found.parts.items() if seconds} == ({delayed: 1.0} if delayed else {})
+        assert set(one.delayed) == {None, *parts}
+
+
 def test_every_part_of_one_rank(pool: RankPool) -> None:
-    found = pool.run(partial(measure, around=True), plan_of(LOCAL), (*COMPUTED, *LOOP), 3, ranks=1)
-    check_sums(found)
-    check_delays(found, (*COMPUTED, *LOOP))
+    parts = (*COMPUTED, *LOOP)
+    check_counted(pool.run(partial(measure, around=True, counted=True), small(LOCAL), parts, 1, ranks=1), parts)
+
+
+@pytest.mark.parametrize("name", ["deepspeed-dp2-zero3", "megatron-tp2"])
+def test_communication_and_its_control(name: str, pool: RankPool) -> None:
+    """Without the replaced methods nothing is communication: what computes has it."""
+    cell, axes = LAYOUTS[name]
+    parts = (*COMPUTED, *map(communication, axes))
+    check_counted(pool.run(partial(measure, counted=True), small(cell), parts, 1, ranks=2), parts)
+    for one in pool.run(partial(measure, counted=True, replaced=False), small(cell), parts, 1, ranks=2):
+        assert not any(part.startswith("communication") for found in one.times for part in found.parts)
+        assert all(found.wall == (delayed is not None) for found, delayed in zip(one.times, one.delayed, strict=True))
 
 
 def test_a_slow_stage_is_the_others_bubble(pool: RankPool) -> None:
     """The last stage's forward is delayed; to the first one the whole delay is waiting for it."""
     cell, _ = LAYOUTS["megatron-pp2"]
-    first, last = pool.run(measure, plan_of(cell), (BUBBLE,), 3, ranks=2)
-    check_sums([first, last])
-    assert abs(first.landed(BUBBLE) - 1) <= WITHIN, first.landed(BUBBLE)
-    assert abs(last.landed(FORWARD, BUBBLE) - 1) <= WITHIN, last.landed(FORWARD, BUBBLE)
+    check_slow_stage(lambda: pool.run(measure, small(cell), (BUBBLE,), 2, ranks=2))
 
 
-def test_communication_and_its_control(pool: RankPool) -> None:
-    """Without the replaced methods nothing is communication, and backward has it."""
-    cell, _ = LAYOUTS["deepspeed-dp2-zero1"]
-    part = communication("data")
-    found = pool.run(measure, plan_of(cell), (part,), 3, ranks=2)
-    control = pool.run(partial(measure, replaced=False), plan_of(cell), (part,), 3, ranks=2)
-    check_delays(found, (part,))
-    for one in found:
-        assert one.median(part) > 0
-    for one in control:
-        assert all(name != part for time in one.times for name in time.parts)
+def check_slow_stage(run: Callable[[], list[Measured]]) -> None:
+    shares: list[tuple[float, float]] = []
+    for _ in range(TRIES):
+        first, last = run()
+        check_sums([first, last])
+        shares.append((first.landed(BUBBLE), last.landed(FORWARD, BUBBLE)))
+        if all(abs(share - 1) <= WITHIN for share in shares[-1]):
+            return
+    raise AssertionError(f"bubble of the first stage, forward of the last one: {shares}")
 
 
 def test_the_last_calls_of_each_group(pool: RankPool) -> None:
     cell, _ = LAYOUTS["megatron-tp2"]
-    for calls in pool.run(calls_of, plan_of(cell, accumulation=1), ranks=2):
+    for calls in pool.run(calls_of, small(cell, 1), ranks=2):
         begun = [call for call in calls if call[1] == "all_reduce [3, 5] float32"]
         assert [(axis, over) for axis, _, _, over in begun] == [("tensor", False), ("tensor", True)]
         assert all(over for _, what, _, over in calls if what != begun[0][1])
@@ -120,32 +153,26 @@ def test_the_last_calls_of_each_group(pool: RankPool) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout(name: str, pool: RankPool) -> None:
-    """Little is unexplained, and a fifth of a step put into each part is there."""
+    """A fifth of a step put into each part is there. What the loop does is the same in all layouts: one of each engine shows it."""
     cell, axes = LAYOUTS[name]
-    piped = cell.pipeline > 1
-    communicated = () if piped else tuple(communication(axis) for axis in axes)
-    delayed = (*COMPUTED, *communicated, *([BUBBLE] if piped else []), *LOOP)
-    found = pool.run(partial(measure, around=True), plan_of(cell), delayed, 4, ranks=cell.ranks, timeout=240)
-    check_sums(found)
-    for one in found:
-        assert one.unexplained() <= MOST_UNEXPLAINED, f"{one.unexplained():.1%}"
-    check_delays(found, (*communicated, *LOOP))
-    if not piped:
-        check_delays(found, COMPUTED)
-    else:
-        assert abs(found[0].landed(BUBBLE) - 1) <= WITHIN, found[0].landed(BUBBLE)
+    piped, around = cell.pipeline > 1, name.endswith("dp2-zero1")
+    own = (*COMPUTED, *(communication(axis) for axis in axes if not piped), *(LOOP if around else ()))
+    check_delays(lambda: pool.run(partial(measure, around=around), small(cell), own, 3, ranks=cell.ranks), own)
+    if piped:
+        check_slow_stage(lambda: pool.run(measure, small(cell), (BUBBLE,), 3, ranks=cell.ranks))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_losses_are_the_same_to_the_bit(name: str, pool: RankPool) -> None:
+def test_little_is_unexplained_and_losses_are_the_same_to_the_bit(name: str, pool: RankPool) -> None:
     cell, _ = LAYOUTS[name]
-    plan = plan_of(cell, accumulation=2)
-    recorded = pool.run(measure, plan, ranks=cell.ranks)
-    alone = pool.run(partial(measure, recorded=False), plan, ranks=cell.ranks)
-    assert [one.losses for one in recorded] == [one.losses for one in alone]
+    recorded = pool.run(measure, large(cell), ranks=cell.ranks)
+    alone = pool.run(partial(measure, recorded=False), large(cell), ranks=cell.ranks)
     assert len(recorded[0].losses) == 6
+    assert [one.losses for one in recorded] == [one.losses for one in alone]
     assert all(one.times and not other.times for one, other in zip(recorded, alone, strict=True))
+    for one in recorded:
+        assert one.unexplained() <= MOST_UNEXPLAINED, f"{one.unexplained():.1%}"
 
 
 PIPELINES: dict[str, tuple[Cell, int, int]] = {  # stages, chunks of a stage
@@ -163,7 +190,7 @@ def test_the_bubble_of_equal_stages(name: str, pool: RankPool) -> None:
     """(p - 1) / (v m), within two points."""
     cell, stages, chunks = PIPELINES[name]
     micro_batches = 8
-    plan = plan_of(cell, micro_batches, model__num_hidden_layers=cell.layers, model__hidden_size=64, train__sequence_length=32)
+    plan = small(cell, micro_batches)
     found = pool.run(bubble, plan, 0.05 / chunks, 5, ranks=cell.ranks)
     measured = statistics.mean(statistics.median(steps) for steps in found)
     ideal = (stages - 1) / (chunks * micro_batches)

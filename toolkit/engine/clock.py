@@ -69,7 +69,7 @@ class SideStreams:
                 with side._waiting_for(stream, True):
                     side._synchronize(stream)
 
-            torch.cuda.Stream.wait_stream, torch.cuda.Stream.synchronize = wait_stream, synchronize  # type: ignore[method-assign]
+            torch.cuda.Stream.wait_stream, torch.cuda.Stream.synchronize = wait_stream, synchronize  # type: ignore[method-assign, assignment]
 
     def carry(self, part: AbstractContextManager[None]) -> None:
         """A collective begins on the current stream; waiting for it is ``part``."""
