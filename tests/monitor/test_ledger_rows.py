@@ -16,7 +16,7 @@ import pytest
 
 from toolkit.layout.axes import Axes
 from toolkit.monitor.ledger import PATIENCE, Assembly, Totals, Vectors, ledger_row, part_names, shares
-from toolkit.monitor.parts import BACKWARD, DATA, FORWARD, OPTIMIZER, PARTS, UNEXPLAINED, communication
+from toolkit.monitor.parts import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, OPTIMIZER, PARTS, UNEXPLAINED, communication
 from toolkit.monitor.recorder import StepTime, step_time
 from toolkit.train.ledger import FEWEST, MOST, MOST_BYTES, most_slots
 
@@ -57,6 +57,12 @@ def test_a_row_has_minimum_median_maximum_and_the_slowest_rank() -> None:
     assert row["median_busy_seconds"] == pytest.approx(np.median([0.11, 0.31, 0.61, 0.41]), abs=1e-6)
     assert row["unexplained_share"] == pytest.approx(0.01 / row["wall_seconds"], abs=1e-6)
     assert shares(row)[BACKWARD] == pytest.approx(0.25 / row["wall_seconds"])
+
+
+def test_asking_whether_it_is_time_to_evaluate_is_no_evaluation() -> None:
+    (row,) = Assembly(VECTORS, ranks=1).add(1, blocks(1, 1, [one(1, evaluation=1e-5, checkpoint=0.1, data=1e-5)]))
+    assert (CHECKPOINT in row["parts"], EVALUATION in row["parts"]) == (True, False)
+    assert row["parts"][DATA] == [1e-5] * 3
 
 
 def test_a_part_that_nobody_planned_is_unexplained() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.layout.axes import Axes, axis_names
-from toolkit.monitor.parts import DATA, PARTS, UNEXPLAINED, communication
+from toolkit.monitor.parts import CHECKPOINT, DATA, EVALUATION, PARTS, UNEXPLAINED, communication
 from toolkit.monitor.recorder import StepTime
 from toolkit.monitor.sink import Row
 
@@ -22,6 +22,8 @@ HEAD = 3
 EMPTY = -1.0  # in STEP's place: no step
 DIGITS = 6  # microseconds
 PATIENCE = 3  # gathers that a step waits for ranks whose clocks had not passed it
+OCCASIONAL = (CHECKPOINT, EVALUATION)  # asking whether it is time for one is none
+NEGLIGIBLE = 1e-3  # of a step
 
 
 def part_names(axes: Axes) -> tuple[str, ...]:
@@ -105,9 +107,9 @@ def ledger_row(step: int, table: np.ndarray, names: Sequence[str]) -> Row:
     Returns:
         ``step``; ``ranks`` that sent; ``wall_seconds`` of the median rank, from one wait for samples to the next, so with evaluation and
         the save that followed the step; ``parts``: seconds as [minimum, median, maximum] over ranks by name, without those that took no
-        time anywhere; ``slowest_rank``, the one that others wait for: the longest busy, with its ``slowest_busy_seconds`` beside
-        ``median_busy_seconds``; ``data_rank``, which waited longest for its samples; ``unexplained_share`` of
-        the median rank.
+        time anywhere, and without evaluation and saving where there was none; ``slowest_rank``, the one that others wait for: the longest
+        busy, with its ``slowest_busy_seconds`` beside ``median_busy_seconds``; ``data_rank``, which waited longest for its samples;
+        ``unexplained_share`` of the median rank.
     """
     present = np.flatnonzero(~np.isnan(table[:, STEP]))
     assert len(present), f"step {step} of no rank"
@@ -116,12 +118,13 @@ def ledger_row(step: int, table: np.ndarray, names: Sequence[str]) -> Row:
     wall, busy = WALL - 1, BUSY - 1
     slowest = int(seconds[:, busy].argmax())
     first = HEAD - 1
+    least = dict.fromkeys(OCCASIONAL, NEGLIGIBLE * middle[wall])
     return {
         "step": step,
         "ranks": len(present),
         "wall_seconds": _short(middle[wall]),
         "parts": {name: [_short(low[first + number]), _short(middle[first + number]), _short(high[first + number])]
-                  for number, name in enumerate(names) if high[first + number] > 0},
+                  for number, name in enumerate(names) if high[first + number] > least.get(name, 0.0)},
         "slowest_rank": int(present[slowest]),
         "slowest_busy_seconds": _short(seconds[slowest, busy]),
         "median_busy_seconds": _short(middle[busy]),
