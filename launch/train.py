@@ -81,7 +81,8 @@ def take_part(launch: Launch, overrides: Sequence[str], ending: Ending, stop: St
     with meeting.process_group(plan.world.device):
         from toolkit.train.run import run
 
-        return run(plan, rank=launch.rank, local_rank=launch.local_rank, stop=stop, attempt=start.attempt, data=start.data)
+        return run(plan, rank=launch.rank, local_rank=launch.local_rank, stop=stop, attempt=start.attempt, data=start.data,
+                   launcher=launch.launcher.value)
 
 
 def make_data_ready(plan: RunPlan) -> str:

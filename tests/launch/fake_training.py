@@ -21,7 +21,8 @@ from toolkit.rundir import RunDirectory, RunState, Status
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Callable[[], str | None], attempt: int, data: str) -> ExitCode:
+def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Callable[[], str | None], attempt: int, data: str,
+        launcher: str) -> ExitCode:
     import torch
     import torch.distributed as dist
 

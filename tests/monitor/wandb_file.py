@@ -43,3 +43,32 @@ def history(path: Path) -> list[dict[str, Any]]:
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             rows.append({name: value for name, value in row.items() if not name.startswith("_")})
     return rows
+
+
+def run_record(path: Path) -> Any:
+    """Who the run is: id, project, display name, group, tags, configuration."""
+    return next(record.run for record in records(path) if record.WhichOneof("record_type") == "run")
+
+
+def configuration(path: Path) -> dict[str, Any]:
+    return {update.key: json.loads(update.value_json) for update in run_record(path).config.update}
+
+
+def alerts(path: Path) -> list[tuple[str, str, str]]:
+    """Title, text and level of each."""
+    found = (record.alert for record in records(path) if record.WhichOneof("record_type") == "alert")
+    return [(alert.title, alert.text, alert.level) for alert in found]
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """The last value of everything, texts too."""
+    found: dict[str, Any] = {}
+    for record in records(path):
+        if record.WhichOneof("record_type") == "summary":
+            found |= {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.summary.update}
+    return found
+
+
+def exit_code(path: Path) -> int | None:
+    """None while nobody has closed the run."""
+    return next((record.exit.exit_code for record in records(path) if record.WhichOneof("record_type") == "exit"), None)

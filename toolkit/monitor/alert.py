@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -38,3 +39,8 @@ class Alert:
     def row(self) -> dict[str, Any]:
         """As ``Kind.ALERT`` has it."""
         return asdict(self)
+
+    @staticmethod
+    def of(row: Mapping[str, Any]) -> Alert:
+        """What ``row`` gave, whatever was added to it."""
+        return Alert(**{**{field.name: row[field.name] for field in fields(Alert)}, "level": Level(row["level"])})

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 Row = Mapping[str, Any]  # plain JSON types; ``step`` is the number of completed optimizer steps
 
+REASON_LENGTH = 300  # characters of what a broken sink says
+
 
 class Kind(StrEnum):
     """What a row is of. Each has its file in the run's directory (``jsonl.py``) and its prefix in W&B."""
@@ -22,8 +24,15 @@ class Kind(StrEnum):
 
 
 class Sink(Protocol):
+    """Rows may come from several threads."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return type(self).__name__
+
     def log(self, kind: Kind, row: Row) -> None:
-        """One row."""
+        """One row, which belongs to the sink from now on: it may be written later."""
 
     def log_text(self, name: str, text: str) -> None:
         """Words of the run: a generated continuation."""
@@ -91,4 +100,5 @@ class CompositeSink(Sink):
             except Exception as error:  # noqa: BLE001  whatever a sink raises, training goes on without it
                 if sink in self._sinks:  # another thread may have dropped it meanwhile
                     self._sinks.remove(sink)
-                    self._tell(f"{type(sink).__name__} failed and gets nothing more: {type(error).__name__}: {error}")
+                    words = " ".join(str(error).split())  # of a server, a page
+                    self._tell(f"{sink.name} failed and gets nothing more: {type(error).__name__}: {words[:REASON_LENGTH]}")

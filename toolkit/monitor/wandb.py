@@ -1,132 +1,122 @@
-"""Weights & Biases: one run of rank 0, offline unless asked otherwise. The only file that imports wandb.
-
-A thread does the talking. Training hands rows over and goes on; W&B may be slow to start, be missing or hang, and then it is
-told once (``CompositeSink``) and the run goes on without it.
-"""
+"""Weights & Biases, and nothing but talking to it: it belongs in a process of its own. The only file that imports wandb."""
 
 from __future__ import annotations
 
 import os
-import queue
 import re
 import signal
-import threading
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import WandbMode
+from toolkit.errors import ExitCode
+from toolkit.monitor.alert import Level
+from toolkit.monitor.columns import STEP, columns
 from toolkit.monitor.sink import Kind, NullSink, Row
 
 START_SECONDS = 90.0
-CLOSE_SECONDS = 60.0
-SERVICE = "wandb-core"
-WAITING = 100_000  # rows that may wait for a W&B that does not take them
+UPLOAD_SECONDS = 45.0  # at the end; what is left then is on the disk, for `wandb sync`
+TITLE = 63  # characters of an alert's title
 
 
-def run_id(run_dir: str | Path, identity: str) -> str:
-    """The same for every start of a run, so that a resumed run continues its curve; the directory tells apart runs of one
-    identity (the same training in another layout, say)."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(run_dir).name)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one node is to W&B.
+
+    Attributes:
+        run_id: the same for every start of a run, so that a resumed one continues its curve.
+        shared: several nodes write one run.
+    """
+
+    run_id: str
+    name: str
+    folder: Path
+    node: int
+    shared: bool = False
+
+
+def part(run_dir: str | Path, identity: str, mode: WandbMode, node: int, nodes: int) -> Part:
+    """Online, all nodes of a run write one W&B run; offline, which W&B's shared mode is not made for, each its own.
+
+    The shared run has an id of its own: where the same run is written in both modes, W&B overwrites rows of the one with rows of the
+    other (https://github.com/wandb/wandb/issues/12269), and a run may go on with another number of nodes.
+    """
+    folder = Path(run_dir)
+    run_id = _run_id(folder, identity)
+    own = folder if node == 0 else folder / "nodes" / f"node-{node}"  # W&B names folders by the second and the run
+    if mode is WandbMode.online and nodes > 1:
+        return Part(f"{run_id}-shared", folder.name, own, node, shared=True)
+    if node == 0:
+        return Part(run_id, folder.name, own, node)
+    return Part(f"{run_id}-node-{node}", f"{folder.name} node {node}", own, node)
+
+
+def _run_id(run_dir: Path, identity: str) -> str:
+    """The directory tells apart runs of one identity: the same training in another layout, say."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name)
     return name if name.endswith(identity) else f"{name}-{identity}"
 
 
 class WandbSink(NullSink):
     """
     Args:
-        run_dir: W&B's files go to ``wandb/`` there.
+        part: which run, by which node.
+        entity, group, tags: as in ``MonitorConfig``; without a group, the nodes' runs are together under the id of the first.
         config: what is recorded of the run, plain JSON types.
+        trainer: the process that trains: W&B measures it, and asks it to stop where somebody does so on the run's page.
     """
 
-    def __init__(self, *, run_dir: Path, identity: str, project: str, mode: WandbMode, config: Mapping[str, Any],
-                 start_seconds: float = START_SECONDS, close_seconds: float = CLOSE_SECONDS) -> None:
-        self._start_seconds, self._close_seconds = start_seconds, close_seconds
-        self._calls: queue.Queue[Callable[[Any], None] | None] = queue.Queue(WAITING)
-        self._error: BaseException | None = None
-        self._exit_code = 0
-        self._started = threading.Event()
-        self._begun_at = time.monotonic()
-        settings = {"project": project, "id": run_id(run_dir, identity), "name": run_dir.name, "dir": str(run_dir),
-                    "mode": mode.value, "config": dict(config)}
-        if mode is WandbMode.online:
-            settings["resume"] = "allow"  # offline, W&B joins the parts of one id when they are synced
-        self._thread = threading.Thread(target=self._work, args=(settings,), name="wandb", daemon=True)
-        self._thread.start()
+    def __init__(self, part: Part, *, mode: WandbMode, project: str, entity: str | None, group: str, tags: Sequence[str],
+                 config: Mapping[str, Any], trainer: int, start_seconds: float = START_SECONDS,
+                 upload_seconds: float = UPLOAD_SECONDS) -> None:
+        os.environ.pop("WANDB_SERVICE", None)  # a service of the user's would outlive this process
+        if mode is WandbMode.offline:
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it looks up its server's name at the start
+        import wandb
+
+        self._wandb: Any = wandb
+        self._part = part
+        part.folder.mkdir(parents=True, exist_ok=True)
+        # The log of the attempt has the console; code is the user's to publish. A killed machine keeps all but the last second.
+        wanted: dict[str, Any] = {
+            "console": "off", "silent": True, "save_code": False, "disable_git": True, "init_timeout": start_seconds,
+            "finish_timeout": upload_seconds, "finish_timeout_raises": True, "stop_fn": partial(os.kill, trainer, signal.SIGINT),
+            "x_transaction_log_flush_interval": 1.0, "x_stats_pid": trainer, "x_label": f"node-{part.node}",
+        }
+        if part.shared:
+            wanted |= {"x_primary": part.node == 0, "x_update_finish_state": part.node == 0}
+        settings = wandb.Settings(**{name: wanted[name] for name in wanted if name in wandb.Settings.model_fields})
+        self._run = wandb.init(
+            settings=settings, dir=str(part.folder), project=project, entity=entity, group=group, tags=list(tags), id=part.run_id,
+            name=part.name, config=dict(config), mode="shared" if part.shared else mode.value,
+            resume="allow" if mode is WandbMode.online else None)  # offline, W&B joins the parts of one id when they are synced
+        # W&B's own count of calls never goes back, but a run may: from a checkpoint before its last row.
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
 
     def log(self, kind: Kind, row: Row) -> None:
-        if kind is Kind.STEP:
-            self._put(lambda run: run.log({"step": row["step"], **{f"train/{name}": row[name] for name in row if name != "step"}}))
-        elif kind is Kind.EVAL:
-            means = {f"eval/{row['set']}/{name}": row[name] for name in ("loss", "accuracy") if name in row}
-            self._put(lambda run: run.log({"step": row["step"], **means}))
+        if kind is Kind.ALERT:
+            self._alert(row)
+        self._run.log(columns(kind, row, self._part.node))
 
     def log_text(self, name: str, text: str) -> None:
-        self._put(lambda run: run.summary.update({name: text}))
+        self._run.summary.update({name: text})
 
     def log_image(self, name: str, path: Path) -> None:
-        import wandb
-
-        self._put(lambda run: run.log({name: wandb.Image(str(path))}))
+        self._run.log({name: self._wandb.Image(str(path))})
 
     def close(self, exit_code: int) -> None:
-        self._exit_code = exit_code
-        self._put(None)
-        self._thread.join(self._close_seconds)
-        if self._error is not None:
-            raise self._error
-        if self._thread.is_alive():
-            _end_service()
-            raise TimeoutError(f"W&B did not finish within {self._close_seconds:g} s")
+        if exit_code == ExitCode.STOPPED:
+            self._run.mark_preempting()  # it is to go on: "preempted", not "failed"
+        self._run.finish(exit_code=exit_code)
+        self._wandb.teardown()
 
-    def _put(self, call: Callable[[Any], None] | None) -> None:
-        if self._error is not None:
-            raise self._error
-        if not self._started.is_set() and time.monotonic() - self._begun_at > self._start_seconds:
-            raise TimeoutError(f"W&B did not start within {self._start_seconds:g} s")
-        self._calls.put_nowait(call)
-
-    def _work(self, settings: dict[str, Any]) -> None:
-        try:
-            run = _begin(settings)
-            self._started.set()
-            while (call := self._calls.get()) is not None:
-                call(run)
-            run.finish(exit_code=self._exit_code)
-        except BaseException as error:  # noqa: BLE001  it is raised in the thread that uses this sink
-            self._error = error
-            _leave()
-
-
-def _begin(settings: dict[str, Any]) -> Any:
-    if settings["mode"] == WandbMode.offline.value:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it looks up its server's name at the start
-    import wandb
-
-    # The log of the attempt has the console; git and code are the user's to publish. A killed run keeps all but its last second.
-    wanted: dict[str, Any] = {"console": "off", "silent": True, "save_code": False, "disable_git": True,
-                              "init_timeout": START_SECONDS, "x_transaction_log_flush_interval": 1.0}
-    quiet = wandb.Settings(**{name: wanted[name] for name in wanted if name in wandb.Settings.model_fields})
-    run = wandb.init(settings=quiet, **settings)
-    # W&B's own count of calls never goes back, but a run may: from a checkpoint before its last row.
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run
-
-
-def _leave() -> None:
-    """Take back W&B's hook at the end of the process, which would raise the same error again, with a traceback."""
-    with suppress(Exception):  # the error is told; this only tidies up
-        import wandb
-
-        wandb.teardown()
-
-
-def _end_service() -> None:
-    """Kill W&B's process, a child of this one: the hook at the end of the process would wait for it without bound."""
-    for child in Path("/proc/self/task").glob("*/children"):
-        for pid in child.read_text().split():
-            with suppress(ProcessLookupError, FileNotFoundError):
-                if Path(f"/proc/{pid}/comm").read_text().strip() == SERVICE:
-                    os.kill(int(pid), signal.SIGKILL)
+    def _alert(self, row: Row) -> None:
+        where = f" ({row['where']})" if row["where"] else ""
+        levels = self._wandb.AlertLevel
+        self._run.alert(
+            title=f"{row['name']}{where}"[:TITLE], level=levels.ERROR if row["level"] == Level.ERROR else levels.WARN,
+            text=f"step {row['step']}: {row['cause']}\n\nEvidence: {row['evidence']}\n\nNext step: {row['next_step']}")

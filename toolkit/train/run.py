@@ -86,6 +86,11 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         if rank == 0:
             for words in (*take_up(plan, directory, beginning, attempt), *costs_of_windows(plan, reads), *words_without_utilisation(plan)):
                 say(words)
+
+        def draw() -> None:
+            sink.flush()
+            loss_curve(directory.path, reads.unigram(), plan.per)
+
         timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
         course = Course(plan, spent_before(directory) if rank == 0 else Spent(), began)
         hooks = Hooks(Metrics(plan, watch.sink, stream.consumed, course), *watch.hooks(engine), recorder=watch.recorder)
@@ -98,7 +103,7 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
             hooks.add(StatusFile(directory, attempt, newest(directory.checkpoints)))
             if len(stream.consumed(0)) > 1:
                 hooks.add(Consumption(stream.consumed, say))
-            hooks.add(Plots(lambda: (sink.flush(), loss_curve(directory.path, reads.unigram(), plan.per)), tell))
+            hooks.add(Plots(draw, tell))
 
         def agree(waited: float) -> Agreed:
             mine = [stop() is not None, rank == 0 and timer.due(), round(waited * 1e6), watch.ledger_due()]

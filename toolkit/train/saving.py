@@ -10,6 +10,7 @@ from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
 from toolkit.config.schema import parse_cadence
 from toolkit.data.kind import SampleStream
 from toolkit.engine.protocol import Engine
+from toolkit.monitor.parts import CHECKPOINT
 from toolkit.plan.types import RunPlan
 from toolkit.train import state
 from toolkit.train.hooks import Hook, StepDone
@@ -34,13 +35,19 @@ class Checkpoints(Hook):
 
     A save in the background that fails is told, and the next one is made in the foreground: it saves, or ends the run on all ranks
     at the same step.
+
+    Args:
+        flush: called before a save: a run that is killed later goes on from it, and its rows up to there are written.
     """
 
+    part = CHECKPOINT
+
     def __init__(self, plan: RunPlan, engine: Engine, store: CheckpointStore, stream: SampleStream, timer: Timer, *,
-                 rank: int, attempt: int, announce: Callable[[Path], None], tell: Callable[[str], None]) -> None:
+                 rank: int, attempt: int, flush: Callable[[], None], announce: Callable[[Path], None],
+                 tell: Callable[[str], None]) -> None:
         self._plan, self._engine, self._store, self._timer = plan, engine, store, timer
         self._stream, self._rank, self._attempt = stream, rank, attempt
-        self._announce, self._tell = announce, tell
+        self._flush, self._announce, self._tell = flush, announce, tell
         self._every_steps = parse_cadence(plan.config.checkpoint.every).steps
         self._pending: PendingSave | None = None
         self._failed = False
@@ -59,6 +66,7 @@ class Checkpoints(Hook):
 
     def _save(self, step: int, background: bool) -> None:
         self._settle()
+        self._flush()
         scalars = state.scalars(
             self._plan, state.TrainState(step), self._stream.fingerprint(), self._stream.state(step), self._engine.scalars())
         background = background and not self._failed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -11,33 +12,60 @@ from typing import Any
 
 from toolkit.config.schema import WandbMode
 from toolkit.errors import ExitCode
-from toolkit.monitor.console import ConsoleSink
+from toolkit.files import write_whole
+from toolkit.monitor import facts
+from toolkit.monitor.apart import CLOSE_SECONDS, ProcessSink
+from toolkit.monitor.console import AlertLines, ConsoleSink
 from toolkit.monitor.jsonl import JsonlSink
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Sink
+from toolkit.monitor.queued import QueuedSink
+from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Sink, tell
+from toolkit.monitor.wandb import WandbSink, part
 from toolkit.plan.types import RunPlan
 from toolkit.progress import Progress
 from toolkit.rundir import RunDirectory
 
+WANDB = "W&B"
 
-def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int) -> Sink:
-    """Rank 0's has the run, the first of each other node that node; nothing on the rest. ``done`` steps were made before."""
+
+def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, attempt: int, data: Mapping[str, str | int],
+               launcher: str | None = None) -> Sink:
+    """Rank 0's has the run, the first of each other node what is of that node; nothing on the rest. None of them is waited for.
+
+    Args:
+        done: steps that were made before.
+        data: fingerprints of what the run reads.
+        launcher: who started the ranks.
+    """
     node, place = divmod(rank, plan.world.ranks_per_node)
     if place != 0:
         return NullSink()
-    files = {Kind.SYSTEM: directory.system_file(node)}
-    if node != 0:
-        return CompositeSink([JsonlSink(files)])
-    files |= {Kind.STEP: directory.metrics_file, Kind.EVAL: directory.eval_file, Kind.LEDGER: directory.ledger_file,
-              Kind.ALERT: directory.alerts_file}
-    monitor, steps = plan.config.monitor, plan.config.train.steps
-    sinks: list[Sink] = [JsonlSink(files)]
+    monitor = plan.config.monitor
+    known = {"git": facts.git_state(), "environment": facts.environment(launcher), "data": dict(data)}
+    files = {Kind.SYSTEM: directory.system_file(node), Kind.ALERT: directory.node_alerts_file(node)}
+    if node == 0:
+        _keep(directory, attempt, known)
+        files |= {Kind.STEP: directory.metrics_file, Kind.EVAL: directory.eval_file, Kind.LEDGER: directory.ledger_file}
+    sinks: list[Sink] = [QueuedSink(lambda: JsonlSink(files), "JSONL")]
     if monitor.wandb is not WandbMode.disabled:
-        from toolkit.monitor.wandb import WandbSink
-
-        sinks.append(WandbSink(run_dir=directory.path, identity=plan.identity, project=monitor.project, mode=monitor.wandb,
-                               config=described(plan)))
-    sinks.append(ConsoleSink(Progress(), steps=steps, done=done, every=monitor.every, unit=plan.unit))
+        arguments = wandb_arguments(plan, known, node)
+        sinks.append(QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, close_seconds=CLOSE_SECONDS + 5.0))
+    sinks.append(QueuedSink(lambda: _console(plan, done, node), "console"))
     return CompositeSink(sinks)
+
+
+def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[str, Any]:
+    """Of ``WandbSink``, on one node.
+
+    In a run that several nodes write, node 0 says what it is and each other node adds itself under its name; configuration and plan are
+    every node's, so that nothing is lost whoever is the last to write.
+    """
+    monitor, world = plan.config.monitor, plan.world
+    mine = part(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
+    own = {name: known[name] for name in ("git", "environment")}
+    config = {**described(plan), "data": known["data"], **({f"node-{node}": own} if mine.shared and node else own)}
+    first = part(plan.run_dir, plan.identity, monitor.wandb, 0, world.nodes)
+    return {"part": mine, "mode": monitor.wandb, "project": monitor.project, "entity": monitor.entity, "tags": list(monitor.tags),
+            "group": monitor.group or first.run_id, "config": config, "trainer": os.getpid()}
 
 
 def described(plan: RunPlan) -> dict[str, Any]:
@@ -59,3 +87,17 @@ def closed_with_code(sink: Sink) -> Iterator[Callable[[ExitCode], None]]:
         yield told.append
     finally:
         sink.close(int(told[-1]))
+
+
+def _console(plan: RunPlan, done: int, node: int) -> Sink:
+    if node != 0:
+        return AlertLines()
+    shown = ConsoleSink(Progress(), steps=plan.config.train.steps, done=done, every=plan.config.monitor.every, unit=plan.unit)
+    return CompositeSink([shown, AlertLines()])
+
+
+def _keep(directory: RunDirectory, attempt: int, known: Mapping[str, Any]) -> None:
+    try:
+        write_whole(directory.environment_file(attempt), json.dumps(known, indent=1) + "\n", durable=False)
+    except OSError as error:
+        tell(f"{directory.environment_file(attempt)} could not be written: {error}")

@@ -1,0 +1,242 @@
+"""A queue before a sink: slow, full, broken or hanging, whoever logs goes on; what is lost is counted and told.
+
+    pytest tests/monitor/test_queued.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import ExitCode
+from toolkit.monitor.jsonl import JsonlSink, read_rows
+from toolkit.monitor.queued import DROPPED, QueuedSink, size
+from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
+
+
+class Slow(NullSink):
+    """Each row takes ``seconds``, and none is taken while ``gate`` is closed."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.rows: list[Row] = []
+        self.codes: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self._seconds = seconds
+
+    def log(self, kind: Kind, row: Row) -> None:
+        self.gate.wait()
+        time.sleep(self._seconds)
+        self.rows.append(row)
+
+    def close(self, exit_code: int) -> None:
+        self.gate.wait()
+        self.codes.append(exit_code)
+
+
+class Broken(NullSink):
+    def log(self, kind: Kind, row: Row) -> None:
+        raise ConnectionError("the server is gone")
+
+
+def queued(sink: Sink, **more: Any) -> tuple[QueuedSink, list[str]]:
+    told: list[str] = []
+    return QueuedSink(lambda: sink, "slow", tell=told.append, **more), told
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def steps(sink: Sink, count: int, first: int = 1) -> list[float]:
+    """Log so many rows; how long each took."""
+    took = []
+    for step in range(first, first + count):
+        began = time.perf_counter()
+        sink.log(Kind.STEP, {"step": step, "loss": 1.0})
+        took.append(time.perf_counter() - began)
+    return took
+
+
+def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_slow_sink_takes_no_time_of_who_logs() -> None:
+    slow = Slow(0.02)
+    assert statistics.median(steps(slow, 5)) >= 0.02, "the control: without the queue each row takes that long"
+    sink, told = queued(slow)
+    assert statistics.median(steps(sink, 50, first=6)) < 0.002
+    sink.close(0)
+    assert [row["step"] for row in slow.rows] == list(range(1, 56))
+    assert slow.codes == [0]
+    assert told == []
+
+
+def test_what_does_not_fit_is_counted_in_the_next_row_and_told_once_and_at_the_end() -> None:
+    slow = Slow()
+    slow.gate.clear()
+    sink, told = queued(slow, waiting=10)  # rows of two values: one that is being written, five that wait
+    steps(sink, 1)
+    until(lambda: not sink._calls)
+    steps(sink, 9, first=2)
+    assert told == [f"slow does not keep up: rows are left out, and counted in {DROPPED}"]
+    slow.gate.set()
+    until(lambda: len(slow.rows) == 6)
+    steps(sink, 2, first=11)
+    sink.close(0)
+    assert [row["step"] for row in slow.rows] == [1, 2, 3, 4, 5, 6, 11, 12]
+    assert [row.get(DROPPED) for row in slow.rows] == [None] * 6 + [4, None]
+    assert told[1:] == ["slow did not keep up: 4 rows were left out"]
+
+
+def test_memory_is_bounded_whatever_a_rows_form() -> None:
+    row = {"step": 1, "parts": {"forward": 0.1, "backward": {"least": 1, "most": 2}}, "gpus": [{"watts": 1}, {"watts": 2}]}
+    assert size(row.values()) == 6
+    slow = Slow()
+    slow.gate.clear()
+    sink, _ = queued(slow, waiting=1000)
+    steps(sink, 1)
+    until(lambda: not sink._calls)
+    for _ in range(100):
+        sink.log(Kind.SYSTEM, {"step": 1, "gpus": [{str(name): 0.5 for name in range(99)}]})
+    assert (len(sink._calls), sink._values) == (10, 1000)
+    slow.gate.set()
+    sink.close(0)
+
+
+def test_a_row_larger_than_the_bound_goes_through_alone() -> None:
+    slow = Slow()
+    sink, _ = queued(slow, waiting=3)
+    sink.log(Kind.STEP, {str(name): name for name in range(10)})
+    sink.close(0)
+    assert len(slow.rows) == 1
+
+
+def test_a_sink_that_raises_in_its_thread_is_told_once_and_the_others_go_on() -> None:
+    told: list[str] = []
+    whole = Slow()
+    sink = CompositeSink([QueuedSink(Broken, "slow"), whole], told.append)
+    for step in range(1, 21):
+        steps(sink, 1, first=step)
+        time.sleep(0.005)
+    sink.flush()
+    sink.close(0)
+    assert told == ["slow failed and gets nothing more: ConnectionError: the server is gone"]
+    assert len(whole.rows) == 20
+
+
+@pytest.mark.parametrize("last", ["log", "flush", "close"])
+def test_an_error_comes_out_whatever_is_called_next(last: str) -> None:
+    def refuse() -> Sink:
+        raise PermissionError("read-only")
+
+    sink = QueuedSink(refuse, "slow")
+    sink._thread.join()
+    call = {"log": lambda: sink.log(Kind.STEP, {"step": 1}), "flush": sink.flush, "close": lambda: sink.close(0)}[last]
+    with pytest.raises(PermissionError, match="read-only"):
+        call()
+
+
+def test_after_a_flush_everything_is_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+
+    class SlowFile(JsonlSink):
+        def log(self, kind: Kind, row: Row) -> None:
+            time.sleep(0.005)
+            super().log(kind, row)
+
+    sink, told = queued(SlowFile({Kind.STEP: file}))
+    steps(sink, 20)
+    assert len(list(read_rows(file))) < 20, "the control: without the flush rows still wait"
+    sink.flush()
+    assert [row["step"] for row in read_rows(file)] == list(range(1, 21))
+    sink.close(0)
+    assert told == []
+
+
+def test_a_flush_is_bounded_and_a_sink_that_is_late_is_waited_for_again_only_when_it_has_caught_up() -> None:
+    slow = Slow()
+    slow.gate.clear()
+    sink, told = queued(slow, flush_seconds=0.2)
+    steps(sink, 3)
+    assert 0.2 <= seconds_of(sink.flush) < 1.0
+    assert [seconds_of(sink.flush) < 0.1 for _ in range(5)] == [True] * 5
+    assert told == ["slow has not written everything within 0.2 s: what waits is lost if this process dies"]
+    slow.gate.set()
+    until(lambda: not sink._late)
+    steps(sink, 3, first=4)
+    sink.flush()
+    assert len(slow.rows) == 6
+    sink.close(0)
+
+
+@pytest.mark.parametrize(("code", "bound"), [(ExitCode.DONE, 0.4), (ExitCode.STOPPED, 0.1), (ExitCode.FAILURE, 0.1)])
+def test_a_close_is_bounded_and_shorter_when_somebody_waits(code: ExitCode, bound: float) -> None:
+    slow = Slow()
+    slow.gate.clear()
+    sink, _ = queued(slow, close_seconds=0.4, hurry_seconds=0.1)
+    steps(sink, 3)
+    began = time.perf_counter()
+    with pytest.raises(TimeoutError, match=f"it did not finish within {bound:g} s"):
+        sink.close(code)
+    assert bound <= time.perf_counter() - began < bound + 0.5
+    slow.gate.set()
+
+
+def test_what_comes_after_the_close_is_passed_over() -> None:
+    slow = Slow()
+    sink, _ = queued(slow)
+    sink.close(0)
+    steps(sink, 2)
+    sink.flush()
+    sink.close(1)
+    assert (slow.rows, slow.codes) == ([], [0])
+
+
+def test_threads_may_log_at_once() -> None:
+    slow = Slow()
+    sink, _ = queued(slow)
+
+    def log(number: int) -> None:
+        for step in range(500):
+            sink.log(Kind.SYSTEM, {"step": step, "thread": number})
+
+    threads = [threading.Thread(target=log, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sink.close(0)
+    for number in range(8):
+        assert [row["step"] for row in slow.rows if row["thread"] == number] == list(range(500))
+
+
+def test_a_row_of_2000_metrics_costs_less_than_a_millisecond() -> None:
+    """And so do those of 16 nodes, each with a sink of its own, at one step."""
+    sinks = [queued(Slow())[0] for _ in range(16)]
+    whole = {"step": 0, **{f"ledger/part-{number}/median": number / 7 for number in range(2000)}}
+    of_a_node = {name: whole[name] for name in list(whole)[:126]}
+    large: list[float] = []
+    small: list[float] = []
+    for step in range(1, 31):
+        whole["step"] = of_a_node["step"] = step
+        large.append(seconds_of(lambda: sinks[0].log(Kind.LEDGER, dict(whole))))
+        small.append(seconds_of(lambda: [sink.log(Kind.SYSTEM, dict(of_a_node)) for sink in sinks]))
+        time.sleep(0.005)
+    for sink in sinks:
+        sink.close(0)
+    print(f"one row of 2,000: {statistics.median(large) * 1e6:.0f} us; 16 rows of 125: {statistics.median(small) * 1e6:.0f} us")
+    assert statistics.median(large) < 1e-3
+    assert statistics.median(small) < 2e-3

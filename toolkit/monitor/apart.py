@@ -1,0 +1,174 @@
+"""A sink in a process of its own: what it computes, imports or waits for takes nothing from the process that trains.
+
+A thread would not do where a sink is busy: Python runs one thread at a time, and each call into torch would wait, up to 5 ms, to get the
+interpreter back.
+
+The process ends with the one that it serves, however that one dies: what was handed over is still written, and the sink is closed as
+after a failure, within ``close_seconds``. Signals are for the training; who ends that one, ends this one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ExitCode
+from toolkit.monitor.queued import HURRY_SECONDS, QueuedSink
+from toolkit.monitor.sink import Kind, NullSink, Row, Sink, tell
+
+CLOSE_SECONDS = 60.0
+ANSWER_SECONDS = 1.0  # for its last words, when it has given up
+NICE = 5  # training comes first
+ROOT = Path(__file__).resolve().parents[2]  # where ``toolkit`` is found
+TOLD, ENDED = "told", "ended"  # what the process says, with words
+
+
+class ProcessEnded(RuntimeError):
+    """What the process said last."""
+
+
+class ProcessSink(NullSink):
+    """Each call returns when the process has the words: it reads at once, and has a queue of its own for a sink that is slow.
+
+    Args:
+        make: makes the sink, in its process; importable, as are ``arguments``.
+        name: of the sink, for people.
+        close_seconds: how long the process may take to finish; then it is killed.
+        tell: for what the process tells.
+
+    Raises:
+        ProcessEnded: by any call, after the sink has raised.
+    """
+
+    def __init__(self, make: Callable[..., Sink], arguments: Mapping[str, Any], name: str, *, close_seconds: float = CLOSE_SECONDS,
+                 tell: Callable[[str], None] = tell) -> None:
+        self._name, self._close_seconds, self._tell = name, close_seconds, tell
+        theirs, ours = os.pipe()
+        hears, answers = os.pipe()
+        command = [sys.executable, "-P", "-m", __name__, str(theirs), str(answers), str(close_seconds)]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(theirs, answers),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, start_new_session=True)
+        os.close(theirs)
+        os.close(answers)
+        self._requests, self._answers = Connection(ours, readable=False), Connection(hears, writable=False)
+        self._send((make, dict(arguments), name, close_seconds))
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def log(self, kind: Kind, row: Row) -> None:
+        self._send(("log", (kind, dict(row))))
+
+    def log_text(self, name: str, text: str) -> None:
+        self._send(("log_text", (name, text)))
+
+    def log_image(self, name: str, path: Path) -> None:
+        self._send(("log_image", (name, path)))
+
+    def close(self, exit_code: int) -> None:
+        try:
+            self._send(("close", (exit_code,)))
+            deadline = time.monotonic() + self._close_seconds + ANSWER_SECONDS
+            while not self._ended(max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"its process did not finish within {self._close_seconds:g} s")
+        finally:
+            if self._process.poll() is None:  # it has finished, or it will not
+                end_children(self._process.pid)
+                self._process.kill()
+            self._process.wait()
+            for pipe in (self._requests, self._answers, self._process.stdin):
+                assert pipe is not None
+                pipe.close()
+
+    def _send(self, message: object) -> None:
+        if not self._ended(0.0):
+            with suppress(BrokenPipeError):
+                self._requests.send(message)
+                return
+        while not self._ended(None):
+            pass
+        raise ProcessEnded("its process ended before its work was done")
+
+    def _ended(self, seconds: float | None) -> bool:
+        """Whether the process has ended as it should, after the next thing that it says, for which this waits.
+
+        Raises:
+            ProcessEnded: it has ended otherwise.
+        """
+        if not self._answers.poll(seconds):
+            return False
+        try:
+            what, words = self._answers.recv()
+        except EOFError:
+            what, words = ENDED, f"its process ended with code {self._process.wait()}"
+        if what == TOLD:
+            self._tell(words)
+            return False
+        if words is not None:
+            raise ProcessEnded(words)
+        return True
+
+
+def work(requests: Connection, answers: Connection) -> None:
+    """Do what is asked until ``close``, or until nobody is left to ask; then say None, or what went wrong."""
+    lock = threading.Lock()
+
+    def say(what: str, words: str | None) -> None:
+        with lock, suppress(BrokenPipeError):
+            answers.send((what, words))
+
+    said = None
+    try:
+        make, arguments, name, seconds = requests.recv()
+        sink = QueuedSink(partial(make, **arguments), name, close_seconds=seconds, hurry_seconds=min(seconds, HURRY_SECONDS),
+                          tell=partial(say, TOLD))
+        asked = ""
+        while asked != "close":
+            try:
+                asked, words = requests.recv()
+            except EOFError:
+                asked, words = "close", (int(ExitCode.FAILURE),)
+            getattr(sink, asked)(*words)
+    except BaseException as error:  # noqa: BLE001  the process that trains tells it
+        said = f"{type(error).__name__}: {error}"
+    say(ENDED, said)
+
+
+def end_children(pid: int) -> None:
+    """Of process ``pid``: W&B's own, say, which may be stopped or wait for a server."""
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for child in file.read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+
+
+def _end_with(stdin: int, seconds: float) -> None:
+    """``stdin`` is never written to: it ends when the process that holds the other end does."""
+    os.read(stdin, 1)
+    time.sleep(seconds)
+    end_children(os.getpid())
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICE)
+    threading.Thread(target=_end_with, args=(0, float(sys.argv[3])), daemon=True).start()
+    work(Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False))
+    end_children(os.getpid())
+    os._exit(0)  # hooks at the end of a process wait, and everything is said
