@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from toolkit.monitor.report.reduce import POINTS, Total, bucket_width, reduce
+from toolkit.monitor.report.rows import curves_of, nothing, width_in_time
 
 
 def rows(count: int) -> Iterator[tuple[float, dict[str, float]]]:
@@ -27,7 +30,7 @@ def rows(count: int) -> Iterator[tuple[float, dict[str, float]]]:
 
 def test_few_rows_stay_as_they_are() -> None:
     kept = list(rows(500))
-    curves = reduce(kept, 1, bucket_width(1, 500, whole=True))
+    curves = reduce(kept, 1, bucket_width(1, 500))
     assert curves.width == 1
     assert curves.x == [step for step, _ in kept]
     for part in (curves.curves["loss"].low, curves.curves["loss"].mid, curves.curves["loss"].high, curves.curves["loss"].sum):
@@ -38,7 +41,7 @@ def test_few_rows_stay_as_they_are() -> None:
 def test_many_rows_are_told_by_least_median_and_most() -> None:
     count = 10 * POINTS + 3
     kept = list(rows(count))
-    width = bucket_width(1, count, whole=True)
+    width = bucket_width(1, count)
     curves = reduce(kept, 1, width)
     assert len(curves.x) <= POINTS
     assert width == 11
@@ -85,11 +88,19 @@ def test_memory_of_a_median_is_bounded_and_the_median_near() -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(1, 1), (1, 1200), (1, 1201), (500, 10_000_019), (7, 8)])
 def test_buckets_of_steps_are_never_too_many(first: int, last: int) -> None:
-    width = bucket_width(first, last, whole=True)
+    width = bucket_width(first, last)
     assert width == int(width)
     assert (last - first) // width < POINTS
 
 
-def test_buckets_of_time_are_never_too_many() -> None:
-    width = bucket_width(1e9, 1e9 + 86_400 * 90, whole=False, points=300)
-    assert math.floor(86_400 * 90 / width) + 1 <= 300
+def test_time_in_which_nothing_ran_takes_no_buckets(tmp_path: Path) -> None:
+    """Two attempts of 3,000 samples each, three days between them."""
+    times = [10 * number + (3 * 86_400 if number >= 3000 else 0) for number in range(6000)]
+    file = tmp_path / "node-0.jsonl"
+    file.write_text("".join(json.dumps({"time": 1e9 + at, "value": at % 7}) + "\n" for at in times))
+    curves = curves_of(file, "time", lambda row: {"value": row["value"]}, nothing, width=width_in_time, points=300)
+    assert curves.rows == 6000
+    assert 280 <= len(curves.x) <= 310
+    assert sum(x < 1e9 + 40_000 for x in curves.x) == pytest.approx(len(curves.x) / 2, abs=2)
+    few = curves_of(file, "time", lambda row: {"value": row["value"]}, nothing, width=width_in_time, points=6000)
+    assert few.x == [1e9 + at for at in times]

@@ -22,7 +22,7 @@ def attempts(run: Run) -> Section:
          _end(run) if one.number == newest else "a later attempt followed: see the end of its log",
          f"{one.repeated:,}", "\n".join(one.files)) for one in run.attempts)
     table = Table(
-        caption="Starts", align="rllllrl", rows=rows, note="Times are those of the files, in UTC.",
+        caption="Starts", align="rnnrlrl", rows=rows, note="Times are those of the files, in UTC.",
         head=("attempt", "began", "last word", "took", "how it ended", "steps run again later", "left behind"))
     return Section(id="attempts", title="Attempts", tables=(table,), texts=tuple(_texts(run.attempts)))
 

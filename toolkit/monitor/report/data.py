@@ -19,7 +19,7 @@ import yaml
 from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.report.nodes import Node, number_of, read_node
 from toolkit.monitor.report.reduce import Curves, bucket_width, reduce
-from toolkit.monitor.report.rows import Advance, batched, curves_of, is_number, nothing, placed
+from toolkit.monitor.report.rows import Advance, batched, curves_of, is_number, nothing, placed, width_in_steps
 from toolkit.progress import Progress
 
 ALERTS = 200  # the newest, of each file
@@ -145,7 +145,7 @@ def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), no
     status_file = folder / "status.json"
     with progress.task("reading the run's rows", total=size, unit="B") as task:
         advance = batched(task.advance)
-        steps = curves_of(files[0], "step", step_figures, advance, whole=True)
+        steps = curves_of(files[0], "step", step_figures, advance, width=width_in_steps)
         evals = _evals(files[1], advance)
         ledger = _ledger(files[2], advance)
         alerts = _alerts([files[3], *(path for one in (folder, *nodes) for path in sorted((one / "alerts").glob("node-*.jsonl")))], advance)
@@ -189,7 +189,7 @@ def _evals(path: Path, advance: Advance) -> dict[str, Curves]:
     for row in placed(path, "step", advance):
         figures = {name: float(row[name]) for name in ("loss", "accuracy", "seconds") if is_number(row.get(name))}
         sets.setdefault(str(row.get("set")), []).append((row["step"], figures))
-    return {name: reduce(rows, rows[0][0], bucket_width(rows[0][0], max(rows[0][0], rows[-1][0]), whole=True))
+    return {name: reduce(rows, rows[0][0], bucket_width(rows[0][0], max(rows[0][0], rows[-1][0])))
             for name, rows in sorted(sets.items())}
 
 
@@ -207,7 +207,7 @@ def _ledger(path: Path, advance: Advance) -> Ledger:
             excess += row["slowest_busy_seconds"] - row["median_busy_seconds"]
         return ledger_figures(row)
 
-    curves = curves_of(path, "step", figures, advance, whole=True)
+    curves = curves_of(path, "step", figures, advance, width=width_in_steps)
     return Ledger(curves, ranks, slowest, excess)
 
 
@@ -232,7 +232,7 @@ def _attempts(folder: Path) -> Iterator[Attempt]:
     for number in numbers:
         place = root / f"{number:03d}"
         log = place / "log.txt"
-        repeated = curves_of(place / "metrics.jsonl", "step", lambda row: {}, nothing, whole=True, points=1).rows
+        repeated = curves_of(place / "metrics.jsonl", "step", lambda row: {}, nothing, width=width_in_steps, points=1).rows
         yield Attempt(
             number=number, began=_modified(place / "config.yaml"), ended=_modified(log), log_end=_text(log, LOG_BYTES), repeated=repeated,
             environment=_object(place / "environment.json"), probe=_object(place / "probe.json"),

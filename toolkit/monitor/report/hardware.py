@@ -9,7 +9,7 @@ from toolkit.monitor.report.data import Run, section
 from toolkit.monitor.report.nodes import Node
 from toolkit.monitor.report.reduce import Curve, Total
 from toolkit.monitor.report.training import COLOURS
-from toolkit.monitor.report.view import Chart, Folded, Format, Section, Series, Table, gigabytes, line, number, percent
+from toolkit.monitor.report.view import UNKNOWN, Chart, Folded, Format, Section, Series, Table, gigabytes, line, number, percent
 
 NODES = 6  # drawn one by one; of more, the range over all is drawn
 GPUS = 64  # rows of the table
@@ -123,19 +123,22 @@ def _gpus(nodes: dict[int, Node]) -> Table | None:
         held = one[1].gpus[one[2]]
         return -(_mean(held, "throttled_percent") or 0.0), _mean(held, "utilization_percent") or 0.0
 
-    rows = tuple((f"node {name}, GPU {gpu}", node.names.get(gpu, ""), *_gpu(node.gpus[gpu], node.throttled.get(gpu, {})))
+    kinds = sorted({name for node in nodes.values() for name in node.names.values()})
+    rows = tuple((f"node {name}, GPU {gpu}", *_gpu(node.gpus[gpu], node.throttled.get(gpu, {})))
                  for name, node, gpu in sorted(every, key=badness)[:GPUS])
     return Table(
-        caption="GPUs", align="llrrrrrrrlrr", rows=rows,
-        head=("GPU", "kind", "utilisation", "tensor cores", "most memory", "hottest °C", "mean W", "mean clock", "time throttled",
-              "clocks lowered by (samples)", "uncorrected ECC", "XID events"),
-        note=f"The {GPUS} that look worst of {len(every):,}." if len(every) > GPUS else "")
+        caption=f"GPUs{': ' * bool(kinds)}{', '.join(kinds)}", align="nrrrrrrrlrr", rows=rows,
+        head=("GPU", "utilisation", "tensor cores", "most memory", "hottest", "power", "clock", "throttled", "clock lowered by (samples)",
+              "ECC", "XID"),
+        note="Utilisation, tensor cores, power, clock (of its maximum) and time throttled are means over all samples. ECC: uncorrected "
+             "errors. XID: errors that the driver told." + (f" The {GPUS} of {len(every):,} that look worst." * (len(every) > GPUS)))
 
 
 def _gpu(held: Mapping[str, Total], reasons: Mapping[str, int]) -> tuple[str, ...]:
     lowered = ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items() if reason not in ("none", "idle"))
     return (_percents(_mean(held, "utilization_percent")), _percents(_mean(held, "tensor_active_percent")),
-            gigabytes(_most(held, "memory_used_bytes")), number(_most(held, "temperature_celsius")), number(_mean(held, "power_watts")),
+            gigabytes(_most(held, "memory_used_bytes")), _unit(_most(held, "temperature_celsius"), "°C"),
+            _unit(_mean(held, "power_watts"), "W"),
             percent(_mean(held, "sm_clock_ratio")), _percents(_mean(held, "throttled_percent")), lowered,
             number(_most(held, "ecc_uncorrected_errors")), number(_most(held, "xid_events")))
 
@@ -146,6 +149,10 @@ def _mean(held: Mapping[str, Total], figure: str) -> float | None:
 
 def _most(held: Mapping[str, Total], figure: str) -> float | None:
     return held[figure].high if figure in held else None
+
+
+def _unit(value: float | None, unit: str) -> str:
+    return UNKNOWN if value is None else f"{value:,.0f} {unit}"
 
 
 def _percents(value: float | None) -> str:

@@ -68,9 +68,9 @@ def _walls(run: Run) -> Chart:
     """The largest parts as lines, so that what grew is seen."""
     curves, paint = run.ledger.curves, colours(run.ledger.parts)
     drawn = [line(curves, "wall_seconds", "whole step", "ink")]
-    drawn += [line(curves, f"{part} max", f"{part}, slowest rank", paint[part]) for part in run.ledger.parts[:5]]
+    drawn += [line(curves, f"{part} max", part, paint[part]) for part in run.ledger.parts[:5]]
     lines = tuple(one for one in drawn if one is not None)
-    return Chart(id="ledger-seconds", title="Seconds of the largest parts, of the rank that takes longest", series=lines,
+    return Chart(id="ledger-seconds", title="Seconds of the largest parts, slowest rank", series=lines,
                  alt="Seconds of the five largest parts, and of the whole step, over the steps.", y_label="seconds",
                  y_format=Format.SECONDS, from_zero=True, marks=marks(run))
 
@@ -84,7 +84,7 @@ def _table(held: Ledger, parts: list[str]) -> Table:
         rows.append((part, percent(held.share(part)), seconds(middle.sum / held.curves.rows), seconds(low.median),
                      seconds(middle.median), seconds(high.median), seconds(high.high), f"{middle.count:,}"))
     return Table(
-        caption="Parts of a step", align="lrrrrrrr", rows=tuple(rows),
+        caption="Parts of a step", align="nrrrrrrr", rows=tuple(rows),
         head=("part", "share of all time", "mean a step", "quickest rank", "median rank", "slowest rank", "longest ever", "steps with it"),
         note="Quickest, median and slowest rank are of the median step among those that have the part. Exposed communication is named by "
              "its axes; what overlaps with computing takes no time here.")

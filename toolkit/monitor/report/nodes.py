@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.monitor.report.reduce import Curves, Total
-from toolkit.monitor.report.rows import Advance, curves_of, is_number
+from toolkit.monitor.report.rows import Advance, curves_of, is_number, width_in_time
 
 _SINGLE = re.compile(r"(gpu|rank)/(\d+)/(\w+)")
 # Figures of single GPUs that the page shows: a node has hundreds.
@@ -67,7 +67,7 @@ def read_node(path: Path, advance: Advance, points: int) -> Node:
                 kept[name] = value
         return kept
 
-    curves = curves_of(path, "time", figures, advance, whole=False, points=points, keep=0)
+    curves = curves_of(path, "time", figures, advance, width=width_in_time, points=points, keep=0)
     return Node(curves, {gpu: dict(held) for gpu, held in gpus.items()}, names, dict(throttled), dict(rank_bytes))
 
 

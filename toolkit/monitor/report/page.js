@@ -2,7 +2,7 @@
 // together; a drag zooms, a double click or Escape shows everything, arrows move the reading, a legend's key hides its line.
 "use strict";
 (() => {
-  const HEIGHT = 250, LEFT = 66, RIGHT = 14, TOP = 12, BOTTOM = 40;
+  const HEIGHT = 250, LEFT = 74, RIGHT = 14, TOP = 12, BOTTOM = 40;
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const zoom = {};     // by format of x: [from, to]
   const extent = {};   // by format of x: of all charts together, so that they stand below each other alike
@@ -199,7 +199,7 @@
       this.element("line", { class: "axis", x1: LEFT, x2: this.width - RIGHT, y1: bottom, y2: bottom });
       const middle = { class: "label", "text-anchor": "middle" };
       this.element("text", { ...middle, x: LEFT + this.inner / 2, y: HEIGHT - 6, text: chart.xFormat === "time" ? "time (UTC)" : "step" });
-      this.element("text", { ...middle, transform: `translate(13 ${TOP + (bottom - TOP) / 2}) rotate(-90)`, text: chart.yLabel });
+      this.element("text", { ...middle, transform: `translate(12 ${TOP + (bottom - TOP) / 2}) rotate(-90)`, text: chart.yLabel });
     }
 
     // Runs of neighbouring points that have values: a gap in the figures is a gap in the line.

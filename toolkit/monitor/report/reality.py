@@ -17,7 +17,7 @@ def reality(run: Run) -> Section:
     if not run.plan:
         return Section(id="plan", title="Plan against reality", intro=("There is no plan.json, so there is nothing to compare with.",))
     rows = tuple(row for part in (_batch(run), _memory(run), _compute(run), _bubble(run)) for row in part)
-    table = Table(caption="Planned and measured", head=("what", "planned", "measured", "how to read it"), align="lrrl", rows=rows)
+    table = Table(caption="Planned and measured", head=("what", "planned", "measured", "how to read it"), align="nrrl", rows=rows)
     return Section(id="plan", title="Plan against reality", intro=(_layout(run.plan),), tables=(table, *_probe(run), *_warnings(run.plan)))
 
 
@@ -40,7 +40,7 @@ def _layout(plan: Mapping[str, Any]) -> str:
     axes = ", ".join(f"{name} {size}" for name, size in section(plan, "axes").items() if is_number(size) and size > 1) or "one rank"
     world = section(plan, "world")
     kind = "CPU ranks" if world.get("device") == "cpu" else world.get("gpu") or "GPUs of unknown kind"
-    return f"Engine {plan.get('engine', 'unknown')} on {world.get('ranks', '?')} x {kind}, {world.get('nodes', '?')} node(s). Axes: {axes}."
+    return f"Engine {plan.get('engine', 'unknown')} on {world.get('ranks', '?')} x {kind}, nodes: {world.get('nodes', '?')}. Axes: {axes}."
 
 
 def _batch(run: Run) -> Iterator[Row]:

@@ -99,11 +99,9 @@ class Curves:
 EMPTY = Curves([], {}, {}, 0, 1)
 
 
-def bucket_width(first: float, last: float, *, whole: bool, points: int = POINTS) -> float:
-    """Such that at most ``points`` buckets reach from ``first`` to ``last``, both in. ``whole``: of steps, which are whole."""
-    if whole:
-        return max(1, math.ceil((last - first + 1) / points))
-    return max((last - first) / (points - 1), 1e-3)
+def bucket_width(first: float, last: float, points: int = POINTS) -> float:
+    """In steps, such that at most ``points`` buckets reach from ``first`` to ``last``, both in."""
+    return max(1, math.ceil((last - first + 1) / points))
 
 
 def reduce(rows: Iterable[tuple[float, Mapping[str, float]]], first: float, width: float, keep: int = SAMPLE) -> Curves:

@@ -3,36 +3,59 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from toolkit.monitor.jsonl import last_row, read_rows
 from toolkit.monitor.report.reduce import EMPTY, POINTS, SAMPLE, Curves, bucket_width, reduce
 
 Advance = Callable[[float], object]  # is told how many bytes were read
 ADVANCE_BYTES = 1 << 20  # between two updates of the display
+HEAD = 50  # rows at the beginning of a file that stand for the others
+LEAST_SECONDS = 1e-3
 
 
 def nothing(amount: float) -> None:
     """For what is too small to be shown."""
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def curves_of(path: Path, place: str, figures: Callable[[Mapping[str, Any]], Mapping[str, float]], advance: Advance, *, whole: bool,
-              points: int = POINTS, keep: int = SAMPLE) -> Curves:
-    """A file's figures over ``place``, the key that orders its rows; empty where there is none."""
+def curves_of(path: Path, place: str, figures: Callable[[Mapping[str, Any]], Mapping[str, float]], advance: Advance, *,
+              width: Callable[[Path, str, int], float], points: int = POINTS, keep: int = SAMPLE) -> Curves:
+    """A file's figures over ``place``, the key that orders its rows, in about ``points`` buckets; empty where there is none."""
     first = next(placed(path, place), None)
     if first is None:
         return EMPTY
-    low, high = first[place], (last_row(path) or {}).get(place)
-    if not is_number(high):
-        high = max(row[place] for row in placed(path, place))
     rows = ((row[place], figures(row)) for row in placed(path, place, advance))
-    return reduce(rows, low, bucket_width(low, max(low, high), whole=whole, points=points), keep)
+    return reduce(rows, first[place], width(path, place, points), keep)
+
+
+def width_in_steps(path: Path, place: str, points: int) -> float:
+    """Of the buckets of a file with a row a step."""
+    first, last = next(placed(path, place)), last_row(path)
+    if last is None or not is_number(last.get(place)):
+        last = max(placed(path, place), key=lambda row: row[place])
+    return bucket_width(first[place], max(first[place], last[place]), points)
+
+
+def width_in_time(path: Path, place: str, points: int) -> float:
+    """Of the buckets of samples that come at regular times. A run may lie for days between two attempts, and that takes no buckets: so it
+    is not asked how long all of it took, but how many rows there are, by the file's size, and how far apart the first ones are."""
+    read = 0.0
+
+    def count(characters: float) -> None:
+        nonlocal read
+        read += characters
+
+    times = [row[place] for row in islice(placed(path, place, count), HEAD)]
+    interval = statistics.median([after - before for before, after in pairwise(times)] or [1.0])
+    return max(interval, LEAST_SECONDS) * max(0.5, math.ceil(path.stat().st_size / read * len(times) / points))
 
 
 def placed(path: Path, place: str, advance: Advance = nothing) -> Iterator[dict[str, Any]]:

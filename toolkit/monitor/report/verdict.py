@@ -142,7 +142,7 @@ def tiles(run: Run) -> Iterator[Tile]:
         yield Tile("waiting for data", percent(steps.total("data_seconds").sum / whole))
     total = sum(run.alerts.counts.values())
     errors = sum(count for (level, _), count in run.alerts.counts.items() if level == "error")
-    yield Tile("alerts", f"{total:,}", f"{errors:,} of them errors" if total else "")
+    yield Tile("alerts", f"{total:,}", f"errors: {errors:,}" if total else "")
     if (elapsed := steps.total("elapsed_seconds")).count:
         hours = steps.total("gpu_hours")
         yield Tile("time", duration(elapsed.high), f"{hours.high:,.3g} GPU-hours" if hours.count and hours.high else "over all attempts")

@@ -83,7 +83,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """``align`` has one letter a column: l or r. ``note`` stands below it."""
+    """``align`` has one letter a column: l, r, or n for left and never broken. ``note`` stands below it."""
 
     caption: str
     head: tuple[str, ...]
