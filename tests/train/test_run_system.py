@@ -18,6 +18,7 @@ from toolkit.config.schema import EngineName, EvalConfig, MonitorConfig, RunConf
 from toolkit.data.stdlib import ensure
 from toolkit.errors import ExitCode
 from toolkit.monitor.jsonl import read_rows
+from toolkit.monitor.sampler import PATIENCE_SECONDS
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
@@ -105,6 +106,5 @@ def test_what_is_wrong_with_a_nodes_gpus_is_named_and_training_goes_on(data: Pat
     assert {alert["name"] for alert in said if alert["name"].startswith(("gpu", "host", "disk"))} == {"gpu-throttled", "gpu-xid"}
     assert not [alert for alert in alerts(faulty, 0) if alert["name"].startswith("gpu")]
 
-    seconds = [row["step_seconds"] for row in steps]
-    before, after = median(seconds[5 : FAULT - 1]), median(seconds[FAULT:])
-    assert after < 2 * before + 0.01, "a driver that hangs on one node delays no step"
+    after = median(row["step_seconds"] for row in steps[FAULT:])
+    assert after < PATIENCE_SECONDS[0] / 2, "who waited for the samples of the node whose driver hangs would wait longer"
