@@ -95,8 +95,9 @@ def without_samples(kind: str, rank: str, step: int) -> None:
 
 
 def slow(seconds: float) -> None:
-    import toolkit.train.run as training
     from toolkit.checkpoint.store import CheckpointStore
+
+    import toolkit.train.run as training
 
     build = training.build_engine
 
@@ -119,8 +120,6 @@ def slow(seconds: float) -> None:
 if __name__ == "__main__":
     sys.argv[0] = str(Path(__file__).resolve())  # our parent starts the ranks with it
     sys.path.insert(0, str(ROOT))
-    if "RANK" in os.environ:
-        import deepspeed  # noqa: F401  a limit of seconds is for steps: without this the first import would be under it
     if fault := os.environ.get("FAULT"):
         kind, rank, step = fault.split(":")
         if kind == "slow":

@@ -214,9 +214,13 @@ def test_calls_are_read_from_a_flight_recorder() -> None:
              "profiling_name": "nccl:all_reduce", "input_sizes": [[4, 2], [3], [1], [1]], "input_dtypes": ["Float"] * 4,
              "time_created_ns": 2_000_000_000, "retired": False, "state": "started"}
     done = [{**entry, "collective_seq_id": n, "state": "completed"} for n in range(1, 12)]
-    trace = {"pg_config": {"5": {"name": "5", "desc": "", "ranks": "[0, 2]"}}, "entries": [*done, {**entry, "collective_seq_id": 12}]}
-    calls = from_flight_recorder(trace, lambda ranks: "+".join(map(str, ranks)))
+    trace = {"entries": [*done, {**entry, "collective_seq_id": 12}, {**entry, "process_group": ["6", ""]}]}
+    known = call(1, group="5", ranks=2, axis="tensor")
+    calls = from_flight_recorder(trace, [known])
     assert [one.number for one in calls] == list(range(5, 13))
-    assert calls[-1] == Call(group="5", ranks=(0, 2), axis="0+2", number=12, operation="all_reduce",
+    assert calls[-1] == Call(group="5", ranks=(0, 1), axis="tensor", number=12, operation="all_reduce",
                              tensors="[4, 2] Float, [3] Float, [1] Float and 1 more", begun=2.0, finished=False)
     assert calls[-2].finished
+    passing = {**entry, "is_p2p": True, "p2p_seq_id": 2, "profiling_name": "nccl:recv 1<-0"}
+    (one,) = from_flight_recorder({"entries": [passing]}, [replace(known, ranks=(4, 6))])
+    assert one.what == "recv from rank 4 [4, 2] Float, [3] Float, [1] Float and 1 more"

@@ -12,11 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.train.fakes import step_done
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.calls import Call
@@ -65,6 +65,7 @@ class Ranks:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_SECONDS", 0.0)
     monkeypatch.setattr(module, "COLLECT_SECONDS", 1.0)
     monkeypatch.setattr(module, "VERDICT_SECONDS", 1.0)
     monkeypatch.setattr(module, "FAILURE_SECONDS", 0.7)
@@ -148,6 +149,16 @@ def test_progress_of_any_kind_keeps_a_slow_run(ranks: Ranks, tmp_path: Path) -> 
     assert not ranks.directory.attempt_folder(1).exists()
 
 
+def test_a_start_has_more_time_than_a_step(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_SECONDS", 60.0)
+    watch = ranks.watch(0)
+    time.sleep(2 * LIMIT)
+    assert ranks.ended == {}
+    watch.on_step(step_done(17))
+    assert ranks.until_ended(1) < LIMIT + 3
+    assert "after step 17 (" in ranks.directory.hang_file(1).read_text()
+
+
 def test_after_stop_nothing_is_expected(ranks: Ranks) -> None:
     ranks.watch(0).stop()
     time.sleep(2 * LIMIT)
@@ -210,10 +221,14 @@ def test_what_cannot_be_written_keeps_nobody_from_ending(ranks: Ranks) -> None:
 
 def test_gpus_calls_take_the_place_of_the_process_own(ranks: Ranks) -> None:
     """NCCL's calls return when they are in the queue: only its own record knows that one has not ended."""
+    trace = json.dumps({"entries": [{
+        "process_group": ["0", ""], "is_p2p": False, "collective_seq_id": 17, "p2p_seq_id": 0, "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[1024]], "input_dtypes": ["Float"], "time_created_ns": time.time_ns() + 10**9, "retired": False,
+        "state": "started"}]})
     watch = ranks.watch(0, call(17))
-    watch._trace = lambda: ([replace(call(17), finished=False)], '{"entries": []}')
+    watch._trace = lambda: trace
     for rank in (1, 2):
         ranks.watch(rank, call(16))
     ranks.until_ended(3)
     assert "rank 0: waits in call 17" in ranks.directory.hang_file(1).read_text()
-    assert (ranks.directory.hang_folder(1) / "rank-0.nccl.json").read_text() == '{"entries": []}'
+    assert (ranks.directory.hang_folder(1) / "rank-0.nccl.json").read_text() == trace

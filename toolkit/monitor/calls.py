@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class Call:
         tensors: shapes and types, ``[1024] float32``; of several tensors the first ones and how many more.
         begun: ``time.monotonic()`` of the call.
         finished: it has returned, and an asynchronous one was waited for.
-        peer: the other side's global rank, for a send or a receive.
+        peer: the other side's global rank, for a send or a receive; -1 where it is not known.
     """
 
     group: str
@@ -39,7 +39,7 @@ class Call:
     @property
     def what(self) -> str:
         """``all_reduce [1024] float32``; equal on all ranks of a collective, but for those that gather or scatter unequal shares."""
-        to = "" if self.peer is None else f" {'to' if 'send' in self.operation else 'from'} rank {self.peer}"
+        to = "" if self.peer is None else f" {'to' if 'send' in self.operation else 'from'} {_rank(self.peer)}"
         return f"{self.operation}{to} {self.tensors}".rstrip()
 
     def to_json(self) -> dict[str, Any]:
@@ -50,29 +50,44 @@ class Call:
         return Call(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
-def from_flight_recorder(trace: Mapping[str, Any], axis: Callable[[tuple[int, ...]], str], recent: int = 8) -> list[Call]:
-    """The last calls of each group, by what PyTorch's flight recorder has of them: it knows which ones the device has finished, where
+def from_flight_recorder(trace: Mapping[str, Any], known: Iterable[Call], recent: int = 8) -> list[Call]:
+    """The last calls of each known group, by what PyTorch's flight recorder has of them: it knows which ones the device has finished, where
     the process only put them into a queue.
 
     Args:
         trace: of ``torch._C._distributed_c10d._dump_nccl_trace_json``, format 2 (``FlightRecorder.hpp`` in torch 2.11 to 2.13).
-        axis: of a group's global ranks.
+        known: what the process itself remembers, for the groups' ranks and axes.
 
     Returns:
         Calls whose ``begun`` is ``time.time()``, unlike elsewhere, oldest first in each group.
     """
-    groups = trace.get("pg_config", {})
+    groups = {call.group: call for call in known}
     found: dict[tuple[str, bool], list[Call]] = {}
     for entry in trace.get("entries", []):
-        name = entry["process_group"][0]
-        ranks = tuple(json.loads(groups[name]["ranks"])) if name in groups else ()
-        apart = entry["is_p2p"]
-        found.setdefault((name, apart), []).append(Call(
-            group=name, ranks=ranks, axis=axis(ranks), number=entry["p2p_seq_id" if apart else "collective_seq_id"],
-            operation=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+        group, apart = groups.get(entry["process_group"][0]), entry["is_p2p"]
+        if group is None:
+            continue
+        found.setdefault((group.group, apart), []).append(Call(
+            group=group.group, ranks=group.ranks, axis=group.axis, number=entry["p2p_seq_id" if apart else "collective_seq_id"],
+            operation=_operation(entry), peer=_peer(entry, group.ranks) if apart else None,
             tensors=_tensors(entry["input_sizes"], entry["input_dtypes"]), begun=entry["time_created_ns"] / 1e9,
             finished=entry["retired"] or entry["state"] == "completed"))
     return [call for calls in found.values() for call in calls[-recent:]]
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    """``nccl:all_reduce``, ``nccl:send 0->1``"""
+    return str(entry["profiling_name"]).rpartition(":")[2].partition(" ")[0]
+
+
+def _peer(entry: Mapping[str, Any], ranks: Sequence[int]) -> int:
+    """``nccl:recv 1<-0`` has places in the group."""
+    found = re.search(r"(?:->|<-)(\d+)$", entry["profiling_name"])
+    return ranks[int(found[1])] if found and int(found[1]) < len(ranks) else -1
+
+
+def _rank(peer: int) -> str:
+    return f"rank {peer}" if peer >= 0 else "another rank"
 
 
 def _tensors(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.calls import Call
@@ -196,7 +197,7 @@ def _blocked(found: Found) -> list[_Blocked]:
 def _steps(report: Report) -> list[tuple[str, str]]:
     """From call to call, as this rank made them: pairs of what was called, the newest last."""
     made = [f"{call.group} {call.what}" for call in sorted(report.calls, key=lambda call: call.begun)]
-    return list(zip(made, made[1:], strict=False))
+    return list(pairwise(made))
 
 
 def _passed_by(found: Found) -> Diagnosis | None:

@@ -21,11 +21,13 @@ DOING: tuple[tuple[str, str], ...] = (
     ("toolkit/checkpoint/", "saving or loading a checkpoint"),
     ("toolkit/train/saving.py", "saving a checkpoint"),
     ("toolkit/train/agree.py", "agreeing with the other ranks"),
-    ("toolkit/engine/", "in the engine's step"),
+    ("toolkit/models/", "building the model"),
+    ("toolkit/engine/", "in the engine"),
     ("toolkit/train/task.py", "making a batch"),
     ("toolkit/train/evaluation.py", "evaluating"),
     ("toolkit/monitor/", "logging"),
-    ("toolkit/train/", "between steps"),
+    ("toolkit/train/loop.py", "between steps"),
+    ("toolkit/train/run.py", "before or after training"),
 )
 SAMPLES = DOING[0][1]
 
@@ -86,7 +88,7 @@ class ProcessId:
 def threads() -> list[ThreadStack]:
     """Of this process, the main thread first; without the caller's, unless that is the main thread."""
     own, known = threading.get_ident(), {thread.ident: thread for thread in threading.enumerate()}
-    found = []
+    found: list[ThreadStack] = []
     for ident, frame in sys._current_frames().items():
         if ident == own and own != threading.main_thread().ident:
             continue
@@ -99,7 +101,7 @@ def threads() -> list[ThreadStack]:
 
 def frames_of(frame: FrameType | None) -> tuple[Frame, ...]:
     """The innermost FRAMES of a stack, outermost first."""
-    found = []
+    found: list[Frame] = []
     while frame is not None and len(found) < FRAMES:
         found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
         frame = frame.f_back
@@ -171,7 +173,7 @@ def short(file: str) -> str:
 
 def lines(stack: Sequence[Frame], source: Callable[[str, int], str]) -> list[str]:
     """One line a frame, outermost first. ``source`` gives the text of a line of a file, or nothing."""
-    found = []
+    found: list[str] = []
     for frame in stack:
         text = source(frame.file, frame.line).strip()
         found.append(f"{short(frame.file)}:{frame.line} {frame.function}" + (f":  {text}" if text else ""))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
-from toolkit.layout.axes import OTHER, Axes, axis_name
-from toolkit.monitor.calls import Call, from_flight_recorder
 from toolkit.monitor.stacks import ProcessId, this_process
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ def everyone(ranks: int, notes: int) -> list[ProcessId]:
 
 def own_store() -> Store:
     """A connection of its own to where the process group met: a call on the group's may wait for minutes, and holds its lock."""
-    return dist.PrefixStore("hang", dist.distributed_c10d._get_default_store().clone())
+    return dist.PrefixStore("hang", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]  # it is there
 
 
 def outlast(seconds: float) -> None:
@@ -46,12 +43,7 @@ def outlast(seconds: float) -> None:
             dist.distributed_c10d._set_pg_timeout(max(least, *own), group)
 
 
-def nccl_trace(axes: Axes) -> tuple[list[Call], str]:
-    """This rank's last calls as NCCL's flight recorder has them, and all that it has, as JSON."""
-    text = torch._C._distributed_c10d._dump_nccl_trace_json()
-    trace = text.decode() if isinstance(text, bytes) else text
-
-    def axis(ranks: tuple[int, ...]) -> str:
-        return axis_name(ranks, axes) if ranks and max(ranks) < axes.size else OTHER
-
-    return from_flight_recorder(json.loads(trace), axis), trace
+def nccl_trace() -> str:
+    """What NCCL's flight recorder has of this rank's calls, as JSON. PyTorch has it where it was built with NCCL."""
+    text = c10d._dump_nccl_trace_json()  # type: ignore[attr-defined]
+    return text.decode() if isinstance(text, bytes) else text

@@ -25,7 +25,7 @@ from toolkit.errors import ExitCode, UserError
 from toolkit.files import write_whole
 from toolkit.monitor import hang, hang_text, stacks
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.calls import Call
+from toolkit.monitor.calls import Call, from_flight_recorder
 from toolkit.monitor.hang_reports import Found, Neighbour, Report, found_of
 from toolkit.monitor.parts import UNEXPLAINED
 from toolkit.monitor.recorder import StepRecorder
@@ -39,6 +39,7 @@ from toolkit.train.mailbox import Mailbox
 
 T = TypeVar("T")
 
+START_SECONDS = 600.0  # until a start has made its first step, which compiles, the limit is no shorter than this
 POLL_SECONDS = 1.0  # between two looks; a tenth of a short limit
 PAUSE_SECONDS = 3.0  # a look that comes so much too late says that this process itself did not run
 COLLECT_SECONDS = 4.0  # for the other ranks' words
@@ -71,19 +72,20 @@ class Progress(Hook):
 class Watchdog(Progress):
     """
     Args:
-        limit_seconds: without progress the run is over.
+        limit_seconds: without progress the run is over. Before the first step it is START_SECONDS at least.
         processes: of all ranks, by rank; this one's has the file that its frozen stacks go to.
         part: the part of the step that the main thread is in.
         calls: this rank's last ones, as its process knows them.
-        trace: this rank's collectives as its GPU knows them, and what to keep of them as a file; None where there is no GPU.
+        trace: NCCL's record of this rank's calls, as JSON; None where there is no GPU.
         end: what ends the process.
     """
 
     def __init__(self, limit_seconds: float, *, rank: int, processes: Sequence[ProcessId], mailbox: Mailbox, directory: RunDirectory,
                  attempt: int, alert: Callable[[Alert], None], sink: Sink, part: Callable[[], str],
-                 calls: Callable[[], list[Call]] = last_calls, trace: Callable[[], tuple[list[Call], str]] | None = None,
+                 calls: Callable[[], list[Call]] = last_calls, trace: Callable[[], str] | None = None,
                  end: Callable[[int], object] = os._exit, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit, self._rank, self._processes, self._mailbox = limit_seconds, rank, processes, mailbox
+        self._steady_limit, self._rank, self._processes, self._mailbox = limit_seconds, rank, processes, mailbox
+        self._limit = max(limit_seconds, START_SECONDS)
         self._directory, self._attempt, self._alert, self._sink, self._part = directory, attempt, alert, sink, part
         self._calls, self._trace, self._end, self._clock = calls, trace, end, clock
         self._poll = min(POLL_SECONDS, limit_seconds / 10)
@@ -112,7 +114,7 @@ class Watchdog(Progress):
         peers.outlast(self._limit)
 
     def on_step(self, done: StepDone) -> None:
-        self._step = done.step
+        self._step, self._limit = done.step, self._steady_limit
         self.beat(f"step {done.step}")
 
     def on_eval(self, row: Row) -> None:
@@ -166,7 +168,7 @@ class Watchdog(Progress):
     def _arm(self, now: float) -> None:
         """Where native code keeps the interpreter, no thread of Python can speak. Then a thread of C writes the stacks, shortly before the
         others' limit is over, into memory that they can read."""
-        if now - self._armed < self._limit / 10:
+        if now - self._armed < self._steady_limit / 10:
             return
         self._armed = now
         notes = self._processes[self._rank].notes
@@ -197,9 +199,13 @@ class Watchdog(Progress):
             self._conclude(own)
         elif self._await(VERDICT, VERDICT_SECONDS) is None:
             _say(f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no word of the rank that should say why")
-        _bounded(lambda: (self._sink.flush(), self._sink.close(int(ExitCode.FAILURE))), FLUSH_SECONDS)
+        _bounded(self._close_sinks, FLUSH_SECONDS)
         if self._rank == 0 and self._nodes > 1:
             time.sleep(LINGER_SECONDS)
+
+    def _close_sinks(self) -> None:
+        self._sink.flush()
+        self._sink.close(int(ExitCode.FAILURE))
 
     def _collects(self) -> bool:
         """Whether this is the lowest rank that can speak. Rank 0 knows; the others find out while rank 0 collects."""
@@ -213,8 +219,8 @@ class Watchdog(Progress):
         found = self._found(self._collect(HANG, own, range(len(self._processes)), COLLECT_SECONDS if self._rank == 0 else self._pause))
         said = hang.diagnose(found)
         file = self._directory.hang_file(self._attempt)
-        head = (f"No progress for {own.idle:.0f} s after {own.last} (monitor.hang_seconds={self._limit:g}); told by rank {self._rank} at "
-                f"{time.strftime('%Y-%m-%d %H:%M:%S')}.")
+        head = (f"No progress for {own.idle:.0f} s after {own.last} (monitor.hang_seconds={self._steady_limit:g}); told by "
+                f"rank {self._rank} at {time.strftime('%Y-%m-%d %H:%M:%S')}.")
         alert = replace(said.alert(self._step), evidence=f"{said.evidence}; stacks of all ranks: {file}")
         self._try(lambda: _write(file, hang_text.report_text(said, found, head, linecache.getline)))
         self._try(lambda: self._directory.finish(RunState.FAILED, int(ExitCode.FAILURE), f"hang: {said.cause}; see {file}",
@@ -243,16 +249,15 @@ class Watchdog(Progress):
             threads=tuple(stacks.threads()), calls=calls, neighbours=self._neighbours(), failure=failure,
             whole=why == FAILURE or self._trace is None)
 
-    def _with_trace(self, own: Report, trace: Callable[[], tuple[list[Call], str]]) -> Report:
+    def _with_trace(self, own: Report, trace: Callable[[], str]) -> Report:
         """NCCL's own record takes the place of the process's: it knows what the GPU has finished."""
-        found = _bounded(trace, TRACE_SECONDS)
-        if found is None:
+        text = _bounded(trace, TRACE_SECONDS)
+        if text is None:
             return replace(own, whole=True)
-        calls, text = found
-        folder = self._directory.hang_folder(self._attempt)
-        self._try(lambda: _write(folder / f"rank-{self._rank}.nccl.json", text))
-        known = {call.group for call in calls}
-        return replace(own, calls=(*(call for call in own.calls if call.group not in known), *calls), whole=True)
+        self._try(lambda: _write(self._directory.hang_folder(self._attempt) / f"rank-{self._rank}.nccl.json", text))
+        calls = from_flight_recorder(json.loads(text), own.calls)
+        there = {call.group for call in calls}
+        return replace(own, calls=(*(call for call in own.calls if call.group not in there), *calls), whole=True)
 
     def _neighbours(self) -> dict[int, Neighbour]:
         """Ranks of this host that cannot speak for themselves."""
@@ -352,7 +357,7 @@ def watchdog(plan: RunPlan, directory: RunDirectory, sink: Sink, alert: Callable
 
     notes = os.memfd_create("stacks", os.MFD_CLOEXEC)
     store = peers.own_store() if plan.world.nodes > 1 else None
-    trace = (lambda: peers.nccl_trace(plan.axes)) if plan.world.device is Device.CUDA else None
+    trace = peers.nccl_trace if plan.world.device is Device.CUDA else None
     watch = Watchdog(limit, rank=rank, processes=peers.everyone(ranks, notes), mailbox=Mailbox(directory.hang_folder(attempt), store),
                      directory=directory, attempt=attempt, alert=alert, sink=sink, part=part, trace=trace)
     watch.start()
