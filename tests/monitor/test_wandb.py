@@ -63,7 +63,8 @@ def test_two_nodes_offline_are_two_runs_of_one_group(tmp_path: Path, monkeypatch
     plan = plan_of(folder, tags=["a", "b"], project="p", entity="us")
     first, second = (sinks_of(plan, rank) for rank in (0, 1))
     for step in (1, 2):
-        first.log(Kind.STEP, {"step": step, "loss": 1 / step, "tokens": 512, "step_seconds": 0.1, "tokens_per_second": 5120.0})
+        for sink in (first, second):  # every rank has the rows of the run
+            sink.log(Kind.STEP, {"step": step, "loss": 1 / step, "tokens": 512, "step_seconds": 0.1, "tokens_per_second": 5120.0})
         first.log(Kind.LEDGER, {"step": step, "parts": {"forward": [0.1, 0.2 * step, 0.9]}})
         for node, sink in enumerate((first, second)):
             sink.log(Kind.SYSTEM, {"step": step, "gpus": [{"watts": 100.0 * node + step}]})

@@ -102,3 +102,20 @@ class CompositeSink(Sink):
                     self._sinks.remove(sink)
                     words = " ".join(str(error).split())  # of a server, a page
                     self._tell(f"{sink.name} failed and gets nothing more: {type(error).__name__}: {words[:REASON_LENGTH]}")
+
+
+class OnlyKinds(NullSink):
+    """Rows of ``kinds`` of what comes, and nothing else, to ``sink``."""
+
+    def __init__(self, sink: Sink, *kinds: Kind) -> None:
+        self._sink, self._kinds = sink, kinds
+
+    def log(self, kind: Kind, row: Row) -> None:
+        if kind in self._kinds:
+            self._sink.log(kind, row)
+
+    def flush(self) -> None:
+        self._sink.flush()
+
+    def close(self, exit_code: int) -> None:
+        self._sink.close(exit_code)

@@ -18,7 +18,7 @@ from toolkit.monitor.apart import CLOSE_SECONDS, ProcessSink
 from toolkit.monitor.console import AlertLines, ConsoleSink
 from toolkit.monitor.jsonl import JsonlSink
 from toolkit.monitor.queued import QueuedSink
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Sink, tell
+from toolkit.monitor.sink import CompositeSink, Kind, NullSink, OnlyKinds, Sink, tell
 from toolkit.monitor.wandb import WandbSink, part
 from toolkit.plan.types import RunPlan
 from toolkit.progress import Progress
@@ -50,7 +50,8 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, 
         arguments = wandb_arguments(plan, known, node)
         sinks.append(QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, close_seconds=CLOSE_SECONDS + 5.0))
     sinks.append(QueuedSink(lambda: _console(plan, done, node), "console"))
-    return CompositeSink(sinks)
+    whole = CompositeSink(sinks)
+    return whole if node == 0 else OnlyKinds(whole, Kind.SYSTEM, Kind.ALERT)  # every rank knows the run's rows, and they are told once
 
 
 def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[str, Any]:
