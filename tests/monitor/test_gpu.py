@@ -119,6 +119,15 @@ def test_a_passing_error_costs_one_figure_of_one_sample() -> None:
     assert of(gpus.read(), 0)["power_watts"] == 612.5
 
 
+def test_an_answer_of_another_form_costs_one_figure_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    gpus = opened(FakeNvml([FakeGpu(remapped=(1, 0, 0))]))  # type: ignore[arg-type]
+    gpus.read()
+    row = of(second_reading(gpus), 0)
+    assert HOPPER.keys() - row.keys() == {"remapped_rows_corrected", "remapped_rows_uncorrected", "row_remap_pending", "row_remap_failed"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "GPU 0: no remapped_rows: ValueError: not enough values to unpack (expected 4, got 3)"]
+
+
 def test_a_lost_gpu_is_said_and_left_alone() -> None:
     nvml = FakeNvml([FakeGpu(), FakeGpu()])
     gpus = opened(nvml)

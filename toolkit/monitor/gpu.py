@@ -125,6 +125,9 @@ class Gpus:
                                    nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH):
                     card.lacking.add(measure.__name__)
                 log.debug("GPU %d has no %s: %s", card.place, measure.__name__.strip("_"), error)
+            except Exception as error:  # noqa: BLE001  a driver that answers otherwise than thought costs one figure, not all
+                card.lacking.add(measure.__name__)
+                log.warning("GPU %d: no %s: %s: %s", card.place, measure.__name__.strip("_"), type(error).__name__, error)
         return {"lost": 1} if card.lost else figures
 
 
