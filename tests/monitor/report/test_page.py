@@ -25,7 +25,7 @@ from toolkit.monitor.report.data import Run, read_run
 from toolkit.monitor.report.page import SECTIONS, embedded, page
 from toolkit.monitor.report.reality import bubble_measured, bubble_planned
 from toolkit.monitor.report.verdict import dead, state, verdict
-from toolkit.progress import Progress
+from toolkit.progress import Progress, quantity
 
 STEPS = 300
 # Attributes whose value a browser fetches, and the same in CSS.
@@ -300,7 +300,8 @@ def test_a_hundred_nodes_are_a_range(tmp_path: Path) -> None:
 def test_reading_shows_how_far_it_is(folder: Path) -> None:
     shown = io.StringIO()
     read_run(folder, Progress(shown, terminal=False, line_seconds=0.0))
-    assert "reading the run's rows" in shown.getvalue()
+    size = sum(path.stat().st_size for path in (*folder.glob("*.jsonl"), *folder.glob("system/*")))
+    assert f"reading the run's rows: {quantity(size, 'B')} in " in shown.getvalue()
 
 
 @pytest.mark.full

@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from toolkit.monitor.report.reduce import POINTS, Total, bucket_width, reduce
@@ -78,12 +77,12 @@ def test_memory_of_a_median_is_bounded_and_the_median_near() -> None:
     for _ in range(400):
         values = [noise.gauss(10, 2) for _ in range(100)]
         everything += values
-        total.add(np.array(values))
-        assert total._held <= 1000
+        total.add(values)
+        assert len(total._sample) <= 1000
     assert total.median == pytest.approx(statistics.median(everything), abs=0.3)
     none = Total(keep=0)
-    none.add(np.array([1.0, 2.0]))
-    assert (none.median, none.mean, none._sample) == (None, 1.5, [])
+    none.add([1.0, 2.0])
+    assert (none.median, none.mean, len(none._sample)) == (None, 1.5, 0)
 
 
 @pytest.mark.parametrize(("first", "last"), [(1, 1), (1, 1200), (1, 1201), (500, 10_000_019), (7, 8)])

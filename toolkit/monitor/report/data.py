@@ -143,8 +143,7 @@ def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), no
     system = {number_of(path): path for one in (folder, *nodes) for path in sorted((one / "system").glob("node-*.jsonl"))}
     size = sum(path.stat().st_size for path in (*files, *system.values()) if path.exists())
     status_file = folder / "status.json"
-    with progress.task("reading the run's rows", total=size, unit="B") as task:
-        advance = batched(task.advance)
+    with progress.task("reading the run's rows", total=size, unit="B") as task, batched(task.advance) as advance:
         steps = curves_of(files[0], "step", step_figures, advance, width=width_in_steps)
         evals = _evals(files[1], advance)
         ledger = _ledger(files[2], advance)

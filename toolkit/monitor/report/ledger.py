@@ -99,5 +99,6 @@ def _slowest(held: Ledger) -> tuple[Table, ...]:
     return (Table(
         caption="The slowest rank", head=("rank", "steps in which it was the slowest", "share"), align="lrr", rows=rows,
         note=f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
-             f"median rank. Ranks that differ by chance take turns here; a slow one stands alone."),)
+             f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they "
+             f"hold."),)
 

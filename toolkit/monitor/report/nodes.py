@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from toolkit.monitor.report.reduce import Curves, Total
 from toolkit.monitor.report.rows import Advance, curves_of, is_number, width_in_time
 
@@ -51,7 +49,7 @@ def read_node(path: Path, advance: Advance, points: int) -> Node:
             if figure == "private_bytes" and isinstance(value, int | float):
                 rank_bytes[number] = max(rank_bytes[number], value)
         elif figure in GPU_FIGURES and isinstance(value, int | float):
-            gpus[number][figure].add(np.array([float(value)]))
+            gpus[number][figure].add((value,))
         elif figure == "throttle_reasons" and isinstance(value, str):
             throttled[number].update(value.split("+"))
         elif figure == "name":

@@ -119,8 +119,9 @@
       this.range = this.rangeOfY();
       this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
       this.svg.replaceChildren();
+      // A little wider than the plot: a dot at its edge is round.
       const clip = this.element("clipPath", { id: `clip-${chart.id}` }, this.element("defs", {}));
-      this.element("rect", { x: LEFT, y: TOP, width: this.inner, height: HEIGHT - TOP - BOTTOM }, clip);
+      this.element("rect", { x: LEFT - 3, y: TOP - 3, width: this.inner + 6, height: HEIGHT - TOP - BOTTOM + 6 }, clip);
       this.axes();
       const plot = this.element("g", { "clip-path": `url(#clip-${chart.id})` });
       let points = 0;

@@ -7,12 +7,12 @@ largest value, so no spike is lost, however many rows there are; a bucket with o
 from __future__ import annotations
 
 import math
+import statistics
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-
-import numpy as np
 
 POINTS = 1200  # buckets of a curve: about as many as a screen has pixels
 SAMPLE = 65_536  # values of which an overall median is taken
@@ -46,30 +46,28 @@ class Total:
     high: float = -math.inf
     first: float | None = None
     last: float | None = None
-    _sample: list[np.ndarray] = field(default_factory=list)
-    _held: int = 0
+    _sample: array[float] = field(default_factory=lambda: array("d"))
     _stride: int = 1
 
-    def add(self, finite: np.ndarray, not_finite: int = 0) -> None:
-        """Take values in the order of their rows."""
-        self.not_finite += not_finite
-        if not len(finite):
-            return
-        self.count += len(finite)
-        self.sum += float(finite.sum())
-        self.low, self.high = min(self.low, float(finite.min())), max(self.high, float(finite.max()))
-        self.first, self.last = float(finite[0]) if self.first is None else self.first, float(finite[-1])
+    def add(self, values: Sequence[float]) -> list[float]:
+        """Take values in the order of their rows; returns the finite ones."""
+        finite = [value for value in values if math.isfinite(value)]
+        self.not_finite += len(values) - len(finite)
+        if finite:
+            self.count += len(finite)
+            self.sum += math.fsum(finite)
+            self.low, self.high = min(self.low, min(finite)), max(self.high, max(finite))
+            self.first, self.last = finite[0] if self.first is None else self.first, finite[-1]
         if self.keep:
-            self._sample.append(finite[:: self._stride])
-            self._held += len(self._sample[-1])
-        if self._held > self.keep:
-            self._sample = [np.concatenate(self._sample)[::2]]
-            self._held, self._stride = len(self._sample[0]), self._stride * 2
+            self._sample.extend(finite[:: self._stride])
+        if len(self._sample) > self.keep:
+            self._sample, self._stride = self._sample[::2], self._stride * 2
+        return finite
 
     @property
     def median(self) -> float | None:
         """Exact up to ``keep`` values. None without a finite value."""
-        return float(np.median(np.concatenate(self._sample))) if self._held else None
+        return statistics.median(self._sample) if self._sample else None
 
     @property
     def mean(self) -> float | None:
@@ -119,11 +117,9 @@ def reduce(rows: Iterable[tuple[float, Mapping[str, float]]], first: float, widt
             for name, value in figures.items():
                 held[name].append(value)
         for name, values in held.items():
-            finite = np.array([value for value in values if math.isfinite(value)])
-            totals[name].add(finite, len(values) - len(finite))
-            if len(finite):
-                middle = float(np.median(finite)) if len(finite) > 1 else float(finite[0])
-                points[name][len(x)] = (float(finite.min()), middle, float(finite.max()), float(finite.sum()))
+            finite = totals[name].add(values)
+            if finite:
+                points[name][len(x)] = (min(finite), statistics.median(finite), max(finite), math.fsum(finite))
         x.append(begin if begin == end else (begin + end) / 2)
     return Curves(x, {name: _aligned(by_index, len(x)) for name, by_index in points.items()}, dict(totals), count, width)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -63,8 +64,9 @@ def placed(path: Path, place: str, advance: Advance = nothing) -> Iterator[dict[
     return (row for row in read_rows(path, advance) if is_number(row.get(place)) and math.isfinite(row[place]))
 
 
-def batched(advance: Advance) -> Advance:
-    """Told of each line, tells of each megabyte: a display is not to cost more than reading."""
+@contextmanager
+def batched(advance: Advance) -> Iterator[Advance]:
+    """Told of each line, tells of each megabyte, and at the end of the rest: a display is not to cost more than reading."""
     held = 0.0
 
     def add(amount: float) -> None:
@@ -74,4 +76,5 @@ def batched(advance: Advance) -> Advance:
             advance(held)
             held = 0.0
 
-    return add
+    yield add
+    advance(held)

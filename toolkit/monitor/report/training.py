@@ -55,7 +55,7 @@ def _charts(run: Run) -> Iterator[Chart]:
     if run.steps.total("mfu").count == 0:
         yield from _chart("tflops", "Arithmetic of a rank", "TFLOP/s a rank", flops, told, zero=True)
     times = [line(run.steps, "step_seconds", "step", "blue"), line(run.steps, "data_seconds", "of it, waiting for samples", "orange"),
-             line(run.steps, "gc_seconds", "of it, garbage collection", "grey")]
+             line(run.steps, "gc_seconds", "garbage collection", "grey")]
     yield from _chart("seconds", "Time of a step", "seconds", times, told, Format.SECONDS, zero=True)
     held = [line(run.steps, "device_bytes", "tensors on the device", "green"), line(run.steps, "host_bytes", "process", "blue")]
     yield from _chart("memory", "Memory after a step, of the rank that holds most", "bytes", held, told, Format.BYTES)
