@@ -31,7 +31,7 @@ def gathered(sets: list[Set], hashes: list[np.ndarray], slots: int = 3) -> np.nd
 @pytest.mark.parametrize("rank", [0, 5, 7])
 def test_the_rank_and_the_tensor_are_named(rank: int, number: int) -> None:
     sets, hashes = world(8, groups=2)
-    verdicts = Verdicts(ranks_per_node=4, run_dir="runs/x")
+    verdicts = Verdicts(ranks_per_node=4)
     verdicts.learn([sets[0], sets[4]])
     assert verdicts.see(100, gathered(sets, hashes)) == []
     hashes[rank][number] ^= 1 << 40
@@ -40,7 +40,7 @@ def test_the_rank_and_the_tensor_are_named(rank: int, number: int) -> None:
     assert alert.where == f"rank {rank}"
     assert alert.cause == f"weights of rank {rank} differ from those of the other 3 ranks that should be equal: layers.{number}.weight"
     assert "equal after step 100" in alert.evidence
-    assert "resume=runs/x/checkpoints/step-N of a checkpoint before step 101" in alert.next_step
+    assert "resume=RUN_DIR/checkpoints/step-N of a checkpoint before step 101" in alert.next_step
     assert f"node {rank // 4} GPU {rank % 4}" in alert.next_step
 
 
@@ -68,7 +68,7 @@ def test_ranks_may_have_several_sets_and_none() -> None:
     blocks = np.stack([block(rows, 2), block([rows[0]], 2), block([other], 2), block([], 2)])
     (found,) = differences(blocks)
     assert found.ranks == (0, 2)
-    verdicts = Verdicts(1, "runs/x")
+    verdicts = Verdicts(1)
     verdicts.learn([Set("weights", 0, ("a", "b")), Set("tied weights", 0, ("c",))])
     (alert,) = verdicts.see(7, blocks)
     assert alert.where == "ranks 0, 2"

@@ -38,7 +38,7 @@ class Says(Detector):
         self.name, self.kinds = name, (kind,)  # type: ignore[misc]
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
-        return Alert(name=self.name, level=Level.WARNING, step=row["step"], cause="c", evidence="e", next_step="n")
+        return Alert(name=self.name, level=Level.WARNING, step=row["step"], cause="c", evidence="e", next_step="df -h RUN_DIR")
 
 
 class Breaks(Detector):
@@ -60,7 +60,7 @@ def test_each_detector_sees_its_kinds_and_one_that_breaks_is_left_out() -> None:
 
 def test_alerts_are_limited_and_come_from_any_thread() -> None:
     sink, clock = Kept(), FakeClock()
-    alert = Alerts(sink, clock)
+    alert = Alerts(sink, "runs/x", clock)
     detector = Says("a", Kind.STEP)
 
     def say(first: int) -> None:
@@ -81,6 +81,7 @@ def test_alerts_are_limited_and_come_from_any_thread() -> None:
     assert kind is Kind.ALERT
     assert row["evidence"] == "e (399 more like it since the last one told)"
     assert Alert.of(row).step == 9000
+    assert row["next_step"] == "df -h runs/x"
 
 
 def test_the_newest_checkpoint_is_told() -> None:

@@ -121,9 +121,9 @@ class Verdicts:
         ranks_per_node: for which machine to look at.
     """
 
-    def __init__(self, ranks_per_node: int, run_dir: str) -> None:
+    def __init__(self, ranks_per_node: int) -> None:
         self._sets: dict[tuple[int, int], Set] = {}
-        self._ranks_per_node, self._run_dir = ranks_per_node, run_dir
+        self._ranks_per_node = ranks_per_node
         self._equal_at: dict[tuple[int, int], int] = {}
 
     def learn(self, sets: Sequence[Set]) -> None:
@@ -156,7 +156,7 @@ class Verdicts:
         return Alert(
             name="replicas-differ", where=who, level=Level.ERROR, step=step, cause=cause,
             evidence=f"64-bit hashes of {len(known.names)} tensors on {_ranks(found.ranks)} after step {step}; {since}",
-            next_step=f"stop, and start the same command with resume={self._run_dir}/checkpoints/step-N of a checkpoint {before}; test the "
+            next_step=f"stop, and start the same command with resume=RUN_DIR/checkpoints/step-N of a checkpoint {before}; test the "
                       f"hardware ({place}): dcgmi diag -r 3, and memtest for the host; leave it out if it comes again. Several tensors on "
                       "many ranks at once: kernels that do not give the same result twice (debug.deterministic=true tells)")
 

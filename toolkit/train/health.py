@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.checkpoint.directory import step_of
@@ -16,17 +17,20 @@ from toolkit.train.hooks import Hook
 
 
 class Alerts:
-    """The way by which alerts of this process get out: limited in their rate, then to the sinks. From any thread."""
+    """The way by which alerts of this process get out: limited in their rate, then to the sinks. From any thread.
 
-    def __init__(self, sink: Sink, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sink, self._clock = sink, clock
+    RUN_DIR in a next step becomes the folder of the run: what a person should type can be typed, and who alerts need not know the folder.
+    """
+
+    def __init__(self, sink: Sink, run_dir: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sink, self._run_dir, self._clock = sink, run_dir, clock
         self._limiter, self._lock = Limiter(), threading.Lock()
 
     def __call__(self, alert: Alert) -> None:
         with self._lock:
             told = self._limiter.admit(alert, self._clock())
         if told is not None:
-            self._sink.log(Kind.ALERT, told.row())
+            self._sink.log(Kind.ALERT, replace(told, next_step=told.next_step.replace("RUN_DIR", self._run_dir)).row())
 
 
 class HealthSink(NullSink):

@@ -79,7 +79,7 @@ def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
     makers: list[Callable[[Engine], Hook]] = []
     ledger: Ledger | None = None
     with ExitStack() as stack:
-        alert = Alerts(sink)
+        alert = Alerts(sink, plan.run_dir)
         vitals = stack.enter_context(closing(Vitals()))
         if rank == 0:
             sink = CompositeSink([sink, judge(plan, alert, stack, makers)])

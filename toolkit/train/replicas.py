@@ -44,7 +44,7 @@ class Replicas(Hook):
         self._rank, self._every, self._alert, self._tell = rank, every, alert, tell
         self._end_seconds = end_seconds
         self._sets: list[Set] = []  # whose names rank 0 has
-        self._verdicts = Verdicts(plan.world.ranks_per_node, plan.run_dir)
+        self._verdicts = Verdicts(plan.world.ranks_per_node)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="replicas", daemon=True)
 

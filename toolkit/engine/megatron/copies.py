@@ -37,7 +37,9 @@ def kept(state: State, rank: int, device: torch.device) -> Iterator[Found]:
     for master in state.masters:
         held = master.held
         ranks = held.tensor_ranks if master.ranged else _everywhere(held, rank)
-        own = {} if master.tensor is held.parameter else {"master": master.tensor}
+        # In fp32 the master is the weight, or a range of it.
+        same = master.tensor.untyped_storage().data_ptr() == held.parameter.untyped_storage().data_ptr()
+        own = {} if same else {"master": master.tensor}
         moments = {name: tensor for name, tensor in master.inner.state.get(master.tensor, {}).items()
                    if isinstance(tensor, torch.Tensor) and tensor.numel() == master.tensor.numel() and tensor.dim()}
         for name, tensor in (own | moments).items():
