@@ -71,6 +71,8 @@ MEGATRON: tuple[tuple[str, World, str, str], ...] = (
     (f"train.activation_checkpointing=true {OWN}recompute_granularity=selective", CPU, "engine.megatron.recompute_granularity",
      "each block whole"),
     (f"{OWN}recompute_granularity=full", CPU, "engine.megatron.recompute_granularity", "recompute_method=uniform"),
+    (f"model=gpt2 {OWN}recompute_granularity=selective {OWN}recompute_modules=[mlp]", CPU, "engine.megatron.recompute_modules",
+     "train.activation_checkpointing=true"),
 )
 DEEPSPEED: tuple[tuple[str, World, str, str], ...] = (
     ("parallel.tensor=2 parallel.pipeline=2 zero=stage1", FOUR, "parallel.tensor", "engine=megatron"),

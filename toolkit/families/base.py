@@ -90,6 +90,7 @@ class Traits:
         qkv_bias: the query, key and value projections have one.
         qk_norm: each head's queries and keys are normalised before they are rotated.
         experts: the feed-forward is a router and experts.
+        linear: its projections are torch's linear layers, which DeepSpeed replaces under ZeRO 3.
         hidden_dropout: ``model.dropout`` is also that of the embedding's output and of what is added to the residual stream.
         muon: why DeepSpeed's Muon cannot train it; None where it can.
     """
@@ -101,6 +102,7 @@ class Traits:
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
+    linear: bool = True
     hidden_dropout: bool = False
     muon: str | None = None
 

@@ -20,7 +20,7 @@ PREFIX = "transformer."
 class GPT2Family:
     name = "gpt2"
     namespace = "gpt2/1"
-    traits = Traits(norm=Norm.layer, rotary=False, gated=False, biases=True, hidden_dropout=True,
+    traits = Traits(norm=Norm.layer, rotary=False, gated=False, biases=True, linear=False, hidden_dropout=True,
                     muon="DeepSpeed's Muon tells embeddings by the word embed, and gpt2's are wte and wpe")
     published: ClassVar[Mapping[str, ModelConfig]] = {
         "gpt2": ModelConfig(family=name, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, vocab_size=50257,

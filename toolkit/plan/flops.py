@@ -74,11 +74,10 @@ def _forward(plan: RunPlan, shape: ModelShape) -> ForwardFlops:
 
 def _recomputed_by_torch(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
     """``torch.utils.checkpoint`` of each block. It ends as soon as all that the backward pass needs is there again, and that is before
-    the last matrix: only its inputs are kept. Something after it needs its product in three cases: experts, whose outputs are weighted;
-    dropout; ZeRO 3, under which DeepSpeed's own linear layer notes its inputs after it has multiplied them (gpt2's are not
-    torch's linear layers, so for it this is up to 9% too much)."""
+    the last matrix: only its inputs are kept. Its product is needed, or made all the same, with experts, whose outputs are weighted; with
+    dropout; and under ZeRO 3, where DeepSpeed's own linear layer notes its inputs after it has multiplied them."""
     traits = get(shape.family).traits
-    whole = traits.experts or config.zero.stage == 3 or (traits.hidden_dropout and shape.dropout > 0)
+    whole = traits.experts or (traits.hidden_dropout and shape.dropout > 0) or (traits.linear and config.zero.stage == 3)
     return forward.blocks if whole else forward.blocks - forward.down
 
 
