@@ -53,8 +53,8 @@ MODEL = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidd
          "model.num_key_value_heads=2", "model.tie_word_embeddings=true", "train.micro_batch=2", "train.sequence_length=128",
          "optim.lr=1e-3", "schedule=constant", "checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0", "debug.threads=1")
 # ZeRO-3 has the most collectives a step, and each is timed.
-TWO_RANKS = ("engine=deepspeed", "zero=stage3", "train.global_batch=16")
-ONE_RANK = ("engine=local", "train.global_batch=8")
+TWO_RANKS = ("engine=deepspeed", "zero=stage3", "train.global_batch=8")
+ONE_RANK = ("engine=local", "train.global_batch=6")
 OFF = ("monitor.wandb=disabled", "monitor.ledger=false", "monitor.probe=false", "monitor.system_seconds=0", "monitor.replicas_every=0",
        "monitor.hang_seconds=0")
 ON = ("monitor.wandb=offline", "monitor.every=10")
