@@ -242,6 +242,16 @@ def test_a_leak_is_found_in_the_window_that_fits_it(per_sample: float, within: i
     assert len(said) < 1 + within * per_sample / (0.5 * GROWN_SHARE * 700 * GB)
 
 
+def test_loading_a_model_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(number: int, row: dict[str, Any]) -> None:
+        row["step"] = 5000 + number if number >= 60 else 5000 if number >= 55 else 0  # a resumed run
+        row["rank/11/private_bytes"] += 5 * GB * min(number, 60)
+
+    assert alerts(120, load) == []
+    monkeypatch.setattr(detect_system, "UNDER_WAY", 0)
+    assert {alert.name for _, alert in alerts(120, load)} == {"host-memory-creep"}, "the control: it would be taken for one"
+
+
 @pytest.mark.parametrize("curve", [
     lambda at: 0.0,
     lambda at: 50 * GB * (at >= 8),  # a jump

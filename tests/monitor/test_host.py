@@ -170,8 +170,8 @@ def test_steady_figures_are_written_where_they_change() -> None:
 
 
 def test_w_and_b_gets_what_it_does_not_collect() -> None:
-    row = {"step": 4, "node": 1, "gpu/3/power_watts": 612.0, "gpu/3/throttled": 1, "gpu/power_watts_sum": 5000.0, "disk/free_bytes": 5,
-           "host/load_1m": 2.0, "rank/1/private_bytes": 7}
+    row = {"step": 4, "node": 1, "time": 1.78e9, "gpu/3/power_watts": 612.0, "gpu/3/throttled": 1, "gpu/power_watts_sum": 5000.0,
+           "disk/free_bytes": 5, "host/load_1m": 2.0, "rank/1/private_bytes": 7}
     assert beyond_wandb(row) == {"step": 4, "gpu/3/throttled": 1, "gpu/power_watts_sum": 5000.0, "host/load_1m": 2.0,
                                  "rank/1/private_bytes": 7}
     assert all(name.count("/") == 1 for name in COLLECTED_BY_WANDB)
