@@ -115,7 +115,7 @@ def _compute(plan: RunPlan) -> str:
     assert done is not None
     text = f"{a_step:.3g} model FLOPs a step, {a_token:.3g} a token"
     if done > a_token:
-        text += f" ({done / a_token:.2f} times as many with what is recomputed)"
+        text += f" (x {done / a_token:.2f} with what is recomputed)"
     if peak is not None:
         ranks = plan.world.ranks
         text += f"; at {ranks} x {peak / 1e12:.0f} TFLOP/s no less than {a_step / (peak * ranks):.3g} s"
