@@ -1,7 +1,7 @@
 """The page of a run is whole, true to the files, harmless whatever the files say, and made of whatever files there are.
 
     pytest tests/monitor/report/test_page.py
-    pytest tests/monitor/report/test_page.py -m full      two million rows, too
+    pytest tests/monitor/report/test_page.py -m full      a million steps, too
 """
 
 from __future__ import annotations
@@ -305,14 +305,15 @@ def test_reading_shows_how_far_it_is(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_two_million_rows(tmp_path: Path) -> None:
+def test_a_million_steps(tmp_path: Path) -> None:
     """The page stays small and so does memory; a single spike is in it."""
     steps, spike = 1_000_000, 777_777
     with (tmp_path / "metrics.jsonl").open("w") as metrics, (tmp_path / "ledger.jsonl").open("w") as ledger:
         row, parts = next(step_rows(1)), next(ledger_rows(1, 4, 10))
         for step in range(1, steps + 1):
             metrics.write(json.dumps({**row, "step": step, "loss": 99.0 if step == spike else 2.0}) + "\n")
-            ledger.write(json.dumps({**parts, "step": step}) + "\n")
+            if step % 5 == 0:
+                ledger.write(json.dumps({**parts, "step": step}) + "\n")
     (tmp_path / "status.json").write_text('{"state": "running", "attempt": 1, "step": 12}')
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()

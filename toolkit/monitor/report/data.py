@@ -33,7 +33,7 @@ STEP_FIGURES = frozenset((
     "loss", "grad_norm", "lr", "tokens", "images", "step_seconds", "data_seconds", "tokens_per_second", "images_per_second",
     "samples_per_second", "tokens_per_second_per_gpu", "images_per_second_per_gpu", "model_tflops_per_gpu", "hardware_tflops_per_gpu",
     "mfu", "hfu", "elapsed_seconds", "eta_seconds", "gpu_hours", "cost", "loss_scale", "skipped", "gc_seconds",
-    "host_bytes", "device_bytes"))
+    "host_bytes", "device_bytes", "dropped_rows"))
 EPOCHS = "epochs/"
 
 
