@@ -186,6 +186,7 @@ def test_an_xid_is_told_in_words(number: int, words: str, level: Level) -> None:
     assert f"XID {number} on GPU 5 of node 2" in alert.cause
     assert words in alert.cause
     assert detect_system.xid(number, None, 2, 0).where == "node 2"
+    assert "INDEX" not in detect_system.xid(number, 5, 2, 0, "GPU-5").next_step
 
 
 def test_memory_that_is_nearly_full_is_told_with_the_limit_that_holds() -> None:

@@ -106,14 +106,15 @@ def lost(before: Row, row: Row, gpu: int, node: int) -> Alert | None:
         next_step="the run ends or hangs; restart it without this node, and the node itself: dmesg | grep -i -e xid -e nvrm tells more")
 
 
-def xid(number: int, gpu: int | None, node: int, step: int) -> Alert:
-    """An event of the driver, as it comes."""
+def xid(number: int, gpu: int | None, node: int, step: int, uuid: str = "") -> Alert:
+    """An event of the driver, as it comes. ``gpu`` None: of one that the run does not use."""
     known = xid_of(number)
     whose = f"GPU {gpu} of node {node}" if gpu is not None else f"a GPU of node {node}"
     return Alert(
         name="gpu-xid", level=known.level, step=step, where=_gpu(node, gpu) if gpu is not None else f"node {node}",
         cause=f"XID {number} on {whose}: the driver reports {known.meaning}",
-        evidence=f"event {number} of NVML; dmesg | grep -i xid on the node has the driver's own words", next_step=known.next_step)
+        evidence=f"event {number} of NVML{f' on {uuid}' if uuid else ''}; dmesg | grep -i xid on the node has the driver's own words",
+        next_step=known.next_step.replace("INDEX", uuid or "INDEX"))
 
 
 # ---- the host

@@ -54,7 +54,7 @@ class Xid:
 
     Attributes:
         meaning: a clause that fits after "the driver reports".
-        next_step: what to do first.
+        next_step: what to do first; INDEX stands for what nvidia-smi takes after -i.
     """
 
     meaning: str
@@ -71,8 +71,8 @@ _LATER = "the run may go on; reset the GPU after it (nvidia-smi --gpu-reset -i I
 _REBOOT = "take the node out of use and restart it; if it happens again, have power, cooling, slot and GPU looked at"
 _FIRMWARE = ("reset the GPU or restart the node; if it happens again, install another driver and send what nvidia-bug-report.sh makes "
              "to NVIDIA")
-_LINKS = ("look at nvidia-smi nvlink -e and at the fabric manager's log; reset all GPUs of the node together. A GPU that failed shows at the "
-          "other end of its links too: look for other XIDs first")
+_LINKS = ("look at nvidia-smi nvlink -e and the fabric manager's log; reset all GPUs of the node together. A GPU that failed shows at "
+          "the other ends of its links too: look for other XIDs first")
 
 # Of the catalog in XID_SOURCE (with what it says to do first) those that training meets.
 XIDS: dict[int, Xid] = {
