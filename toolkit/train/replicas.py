@@ -127,8 +127,8 @@ def unseen(plan: RunPlan) -> list[str]:
         found.append("weights: each data rank has a range of its own, which it sends to the others")
     if stage or ranged:
         found.append("master weights and optimizer state: each data rank has a range of its own, and a wrong one reaches all alike")
-    if (stage in (1, 2)) or ranged:
-        found.append("a flip in a copy of the weights that the next step's gather has mended before a comparison")
+    if stage in (1, 2) or ranged:
+        found.append("a flip in a copy of the weights that a gather has mended before a comparison")
     if axes.tensor > 1 and axes.data * axes.context == 1:
         found.append("what the tensor axis cuts: there is one copy of it")
     if axes.pipeline > 1 and axes.data * axes.context * axes.tensor == 1:
