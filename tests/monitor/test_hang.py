@@ -177,7 +177,7 @@ def test_the_report_tells_each_stack_once_and_names_all_who_have_it() -> None:
     assert "  rank 2, thread MainThread (S futex_wait_queue)" in text
     assert "  ranks 0-1, 3, thread MainThread" in text
     assert text.index("  rank 2, thread") < text.index("  ranks 0-1, 3, thread"), "the odd one first"
-    assert "rank 4 (node1 1004): NO ANSWER, process stopped by a signal (T)" in text
+    assert "rank 4 (node1 1004): NO ANSWER; its process is stopped by a signal (T)" in text
     assert "frozen here" in text
     assert "ranks 0-1, 3: 16 all_reduce [1024] float32; 17 all_reduce [1024] float32 WAITS" in text
     assert said.alert(16).level is Level.ERROR

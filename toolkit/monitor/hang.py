@@ -151,8 +151,10 @@ def _reading(report: Report) -> str:
     ahead = [thread for thread in report.threads if not thread.main and doing(thread.frames) == SAMPLES]
     if not ahead:
         return f"rank {report.rank} has no thread that reads ahead: it has ended"
+    ours = next(frame for frame in reversed(ahead[0].frames) if doing([frame]) == SAMPLES)
     inner = ahead[0].frames[-1]
-    return f"its thread {ahead[0].name} is in {inner.function} ({short(inner.file)}:{inner.line})"
+    below = "" if inner == ours else f", which waits in {inner.function}"
+    return f"its thread {ahead[0].name} is in {ours.function} ({short(ours.file)}:{ours.line}){below}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ LAST_SECONDS = 30.0  # after that the process ends, whatever it is at
 PAUSE_NODE, PAUSE_NODES = 0.1, 0.5  # between two looks for other ranks' words: on one node, and where a thousand may look
 MOST_COMPARED = 8  # ranks whose calls a failing rank looks at
 
+OWN_THREADS = ("watchdog", "mailbox")  # which only tell
 ASKED, VERDICT = "asked", "verdict"
 HANG, FAILURE = "rank", "failure"  # why words are asked for, and what they are called: rank-3.json
 
@@ -114,7 +115,10 @@ class Watchdog(Progress):
         peers.outlast(self._limit)
 
     def on_step(self, done: StepDone) -> None:
-        self._step, self._limit = done.step, self._steady_limit
+        self._step = done.step
+        if self._limit != self._steady_limit:
+            self._limit, self._armed = self._steady_limit, float("-inf")
+            self._arm(self._clock())
         self.beat(f"step {done.step}")
 
     def on_eval(self, row: Row) -> None:
@@ -244,9 +248,10 @@ class Watchdog(Progress):
         own = self._processes[self._rank]
         what, at = self._beat
         calls = tuple(replace(call, begun=call.begun - now + wall) for call in self._calls())
+        threads = tuple(thread for thread in stacks.threads() if not thread.name.startswith(OWN_THREADS))
         return Report(
             rank=self._rank, host=own.host, pid=own.pid, at=wall, step=self._step, last=what, idle=self._clock() - at, part=self._part(),
-            threads=tuple(stacks.threads()), calls=calls, neighbours=self._neighbours(), failure=failure,
+            threads=threads, calls=calls, neighbours=self._neighbours(), failure=failure,
             whole=why == FAILURE or self._trace is None)
 
     def _with_trace(self, own: Report, trace: Callable[[], str]) -> Report:
