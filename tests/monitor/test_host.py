@@ -96,7 +96,7 @@ def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
 
 def test_this_machine_has_figures_that_agree(tmp_path: Path) -> None:
     clock = FakeClock()
-    host = Host(tmp_path, {5: os.getpid()}, clock=clock)
+    host = Host(tmp_path / "not" / "yet", {5: os.getpid()}, clock=clock)
     first = host.read()
     clock.now += 10
     row = host.read()
