@@ -181,11 +181,11 @@ def test_shares_of_the_ledger_make_a_whole(folder: Path, run: Run, parsed: Parse
     assert set(layers) == {*PARTS, "checkpoint"}
     assert list(layers)[:3] == ["forward", "backward", "optimizer"]
     assert list(layers)[-1] == "unexplained"
-    for number, row in enumerate(rows):
-        whole = sum(middle for _, middle, _ in row["parts"].values())
+    for number, pair in enumerate(zip(rows[::2], rows[1::2], strict=True)):  # 150 points
+        whole = sum(middle for row in pair for _, middle, _ in row["parts"].values())
         assert sum(layer[number] for layer in layers.values()) == pytest.approx(1)
         for name, layer in layers.items():
-            assert layer[number] == pytest.approx(row["parts"].get(name, [0, 0, 0])[1] / whole)
+            assert layer[number] == pytest.approx(sum(row["parts"].get(name, [0, 0, 0])[1] for row in pair) / whole)
     wall = sum(row["wall_seconds"] for row in rows)
     assert run.ledger.share("backward") == pytest.approx(STEPS * PARTS["backward"] * 2 / wall)
     assert run.ledger.share("checkpoint") == pytest.approx(3 * 10.0 / wall)  # though no median step has a save
@@ -293,8 +293,8 @@ def test_a_hundred_nodes_are_a_range(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"state": "running", "attempt": 1, "step": 12}')
     chart = _check(tmp_path).charts()["gpu-sm_clock_ratio_min"]
     assert len(chart["series"]) == 1
-    assert min(chart["series"][0]["low"]) == 0.55
-    assert set(chart["series"][0]["mid"]) == {0.94}
+    assert min(value for value in chart["series"][0]["low"] if value is not None) == 0.55
+    assert set(chart["series"][0]["mid"]) == {0.94, None}  # a gap between the attempts
 
 
 def test_reading_shows_how_far_it_is(folder: Path) -> None:

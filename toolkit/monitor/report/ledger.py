@@ -24,6 +24,7 @@ COLOURS = {FORWARD: "sky", BACKWARD: "blue", OPTIMIZER: "green", DATA: "orange",
 AXES_COLOURS = ("pink", "rose", "violet", "ink")
 FIRST = (*USEFUL, TRANSFER)  # from below: what is useful; then what is not, the largest first; last what is not known
 RANKS = 8  # the most often slowest ones that are named
+STACKED = 150  # points of the shares: of less, a save now and then is seen as stripes instead of its share
 
 
 def ledger(run: Run) -> Section:
@@ -52,12 +53,15 @@ def _stack(run: Run, parts: list[str]) -> Chart:
     curves = run.ledger.curves.curves
     order = [part for part in FIRST if part in parts] + [part for part in parts if part not in (*FIRST, UNEXPLAINED)]
     order += [UNEXPLAINED] * (UNEXPLAINED in parts)
-    sums = {part: [value or 0.0 for value in curves[part].sum] for part in order}
+    together = -(-len(run.ledger.curves.x) // STACKED)
+    x = run.ledger.curves.x[::together]
+    sums = {part: [sum(value or 0.0 for value in curves[part].sum[first : first + together])
+                   for first in range(0, len(run.ledger.curves.x), together)] for part in order}
     whole = [sum(values) for values in zip(*sums.values(), strict=True)]
     paint = colours(parts)
     said = ", ".join(f"{part} {percent(run.ledger.share(part))}" for part in parts)
     series = tuple(
-        Series(name=part, colour=paint[part], x=run.ledger.curves.x,
+        Series(name=part, colour=paint[part], x=x,
                mid=[value / of_all if of_all else 0.0 for value, of_all in zip(values, whole, strict=True)])
         for part, values in sums.items())
     return Chart(id="ledger-shares", title="Shares of the steps' time", series=series, y_label="share of the time", y_format=Format.PERCENT,
