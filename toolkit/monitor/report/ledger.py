@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from toolkit.monitor.parts import (
     BACKWARD,
     BUBBLE,
@@ -53,10 +55,10 @@ def _stack(run: Run, parts: list[str]) -> Chart:
     curves = run.ledger.curves.curves
     order = [part for part in FIRST if part in parts] + [part for part in parts if part not in (*FIRST, UNEXPLAINED)]
     order += [UNEXPLAINED] * (UNEXPLAINED in parts)
-    together = -(-len(run.ledger.curves.x) // STACKED)
-    x = run.ledger.curves.x[::together]
-    sums = {part: [sum(value or 0.0 for value in curves[part].sum[first : first + together])
-                   for first in range(0, len(run.ledger.curves.x), together)] for part in order}
+    points = len(run.ledger.curves.x)
+    edges = [number * points // min(points, STACKED) for number in range(min(points, STACKED) + 1)]
+    x = [run.ledger.curves.x[first] for first in edges[:-1]]
+    sums = {part: [sum(value or 0.0 for value in curves[part].sum[first:end]) for first, end in pairwise(edges)] for part in order}
     whole = [sum(values) for values in zip(*sums.values(), strict=True)]
     paint = colours(parts)
     said = ", ".join(f"{part} {percent(run.ledger.share(part))}" for part in parts)
