@@ -21,7 +21,9 @@ import pytest
 
 from tests.monitor.report.runs import ALERTS, HOSTILE, PARTS, eval_rows, ledger_rows, step_rows, system_rows, write_run
 from toolkit.monitor.jsonl import read_rows
+from toolkit.monitor.report import data
 from toolkit.monitor.report.data import Run, read_run
+from toolkit.monitor.report.hardware import hardware
 from toolkit.monitor.report.page import SECTIONS, embedded, page
 from toolkit.monitor.report.reality import bubble_measured, bubble_planned
 from toolkit.monitor.report.verdict import dead, state, verdict
@@ -295,6 +297,17 @@ def test_a_hundred_nodes_are_a_range(tmp_path: Path) -> None:
     assert len(chart["series"]) == 1
     assert min(value for value in chart["series"][0]["low"] if value is not None) == 0.55
     assert set(chart["series"][0]["mid"]) == {0.94, None}  # a gap between the attempts
+
+
+def test_of_very_many_samples_some_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node in range(2):
+        _write(tmp_path / f"system/node-{node}.jsonl", list(system_rows(node, 6000, 6, 1)))
+    monkeypatch.setattr(data, "NODE_ROWS", 200)
+    run = read_run(tmp_path, Progress.silent())
+    assert [node.every for node in run.nodes.values()] == [10, 10]
+    assert [node.curves.rows for node in run.nodes.values()] == [100, 100]
+    assert run.nodes[0].names == {0: "NVIDIA H100 80GB HBM3"}  # of the first row
+    assert "one in 10 was read" in hardware(run).intro[-1]
 
 
 def test_reading_shows_how_far_it_is(folder: Path) -> None:

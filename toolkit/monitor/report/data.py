@@ -25,6 +25,7 @@ from toolkit.progress import Progress
 ALERTS = 200  # the newest, of each file
 NODE_POINTS = 2400  # of a figure, over all nodes together
 LEAST_NODE_POINTS = 60
+NODE_ROWS = 400_000  # samples of all nodes together that are read: a minute's work
 LOG_BYTES = 4000  # of the end of a log
 HANG_BYTES = 256_000  # of a report of a hang: all ranks' stacks
 
@@ -148,8 +149,8 @@ def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), no
         evals = _evals(files[1], advance)
         ledger = _ledger(files[2], advance)
         alerts = _alerts([files[3], *(path for one in (folder, *nodes) for path in sorted((one / "alerts").glob("node-*.jsonl")))], advance)
-        points = max(LEAST_NODE_POINTS, NODE_POINTS // max(1, len(system)))
-        measured = {number: read_node(path, advance, points) for number, path in sorted(system.items())}
+        points, rows = (max(LEAST_NODE_POINTS, limit // max(1, len(system))) for limit in (NODE_POINTS, NODE_ROWS))
+        measured = {number: read_node(path, advance, points=points, rows=rows) for number, path in sorted(system.items())}
     text = _text(folder / "config.yaml")
     return Run(
         folder=folder, read_at=now(), config_text=text, config=_yaml(text), plan=_object(folder / "plan.json"), status=_object(status_file),

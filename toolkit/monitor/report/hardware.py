@@ -52,6 +52,9 @@ def hardware(run: Run) -> Section:
                      f"by nodes=FOLDER,... with the run's directories there.")
     if len(run.nodes) > NODES:
         intro.append(f"Lines are the median of {len(run.nodes)} nodes, bands reach from the lowest to the highest.")
+    every = max((node.every for node in run.nodes.values()), default=1)
+    if every > 1:
+        intro.append(f"There are so many samples that one in {every:,} was read.")
     charts = tuple(chart for shown in (*GPU_SHOWN, *HOST_SHOWN) for chart in _chart(run.nodes, shown))
     tables = (*_gpus(run.nodes), *_environment(run))
     return Section(id="hardware", title="Hardware", intro=tuple(intro), charts=charts, tables=tables, texts=tuple(_environments(run)))
