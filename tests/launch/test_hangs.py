@@ -130,6 +130,8 @@ def test_different_shapes_in_one_call_are_named(data: Path, tmp_path: Path) -> N
     end = status_of(run_dir)
     assert end is not None
     assert (end.state, end.exit_code) == (RunState.FAILED, 1)
+    assert end.reason is not None
+    assert "different shapes" in end.reason, "not only that a rank was ended by SIGABRT, as gloo does"
 
 
 @pytest.mark.full

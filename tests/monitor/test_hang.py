@@ -26,7 +26,7 @@ STORAGE = Frame("/home/x/toolkit/data/storage.py", 200, "read")
 
 
 def processes(ranks: int, per_host: int = 4) -> list[ProcessId]:
-    return [ProcessId(f"node{rank // per_host}", 1000 + rank, "77", 5) for rank in range(ranks)]
+    return [ProcessId(f"node{rank // per_host}", 1000 + rank, "77", 5, 6) for rank in range(ranks)]
 
 
 def call(number: int, operation: str = "all_reduce", tensors: str = "[1024] float32", *, group: str = "7", ranks: int = 4,

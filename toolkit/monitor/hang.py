@@ -69,7 +69,7 @@ def _silent(found: Found) -> Diagnosis | None:
     if state is not None:
         ranks = states[state]
         words = f"{have(ranks) if state in ENDED else be(ranks)} {STATES[state]}"
-        seen = f"{_processes(found, ranks)} {words}" + ("" if state in ENDED else f" (state {state})")
+        seen = f"{_processes(found, ranks)} {words}" + ("" if state in ENDED else f" (state {state})") + _last_call(found, ranks)
         return Diagnosis(f"{ranks_named(ranks)} {words}", ranks_named(ranks), f"{seen}; {waits(found)}",
                          _SILENT.get(state, _ENDED))
     frozen = [rank for rank in silent if rank in found.neighbours and found.neighbours[rank].notes]
@@ -87,6 +87,11 @@ def _silent(found: Found) -> Diagnosis | None:
     return Diagnosis(f"{ranks_named(silent)} {'do' if len(silent) > 1 else 'does'} not answer", ranks_named(silent),
                      f"{_processes(found, silent)} {be(silent)} there and not stopped; {waits(found)}",
                      "look at its kernel's log (dmesg) and at its stack: py-spy dump --pid PID")
+
+
+def _last_call(found: Found, ranks: Sequence[int]) -> str:
+    last = found.neighbours[ranks[0]].last
+    return f"; the last call of {ranks_named(ranks[:1])}: {last}" if last else ""
 
 
 _SILENT = {

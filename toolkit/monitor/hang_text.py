@@ -40,12 +40,13 @@ def _ranks(found: Found) -> Iterable[str]:
         idle = max(report.idle for report in reports)
         inside = f", in the step's part {part}" if part else ""
         yield f"  {_who(found, [report.rank for report in reports])}: {state}{inside}; {last} done {idle:.0f} s ago"
-        yield from (f"    it failed: {report.failure}" for report in reports[:1] if report.failure)
+        yield from (f"    it failed: {report.failure.splitlines()[0]}" for report in reports[:1] if report.failure)
     for rank in found.silent:
         seen = found.neighbours.get(rank)
         verb = "has" if seen is not None and seen.state in ENDED else "is"
         state = f"its process {verb} {STATES.get(seen.state, seen.state)} ({seen.state})" if seen is not None else "nobody else on its host"
-        yield f"  {_who(found, [rank])}: NO ANSWER; {state}"
+        last = f"; its last call: {seen.last}" if seen is not None and seen.last else ""
+        yield f"  {_who(found, [rank])}: NO ANSWER; {state}{last}"
 
 
 def _who(found: Found, ranks: list[int]) -> str:
