@@ -90,7 +90,7 @@ def test_plan_json_has_stable_keys_and_plain_types() -> None:
         assert json.loads(json.dumps(found)) == found
         assert set(found) == {
             "format_version", "run_dir", "identity", "engine", "world", "axes", "batch", "model", "parameters", "flops_per_step",
-            "flops", "memory", "device_memory_bytes", "deepspeed", "megatron", "warnings"}
+            "flops", "memory", "device_memory_bytes", "not_compared", "deepspeed", "megatron", "warnings"}
 
 
 def test_constants_of_speed_are_told_once() -> None:

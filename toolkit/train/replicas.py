@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from toolkit.config.schema import EngineName, Place
 from toolkit.engine.hashing import hashes
 from toolkit.engine.protocol import Engine
 from toolkit.monitor.alert import Alert
@@ -112,30 +111,4 @@ class _Pending:
         if self._passed is not None:
             self._passed.synchronize()  # of the thread, not of training
         return self._values.numpy()
-
-
-def unseen(plan: RunPlan) -> list[str]:
-    """What a comparison cannot see in this layout, for people."""
-    config, axes = plan.config, plan.axes
-    if axes.size == 1:
-        return ["one rank: there are no copies"]
-    found = ["gradients and activations, which are not kept", "buffers that are not trained"]
-    megatron = config.engine.name is EngineName.megatron
-    ranged = megatron and plan.megatron is not None and bool(plan.megatron["ddp"].get("use_distributed_optimizer"))
-    stage = 0 if megatron else config.zero.stage
-    if stage == 3:
-        found.append("weights: each data rank has a range of its own, which it sends to the others")
-    if stage or ranged:
-        found.append("master weights and optimizer state: each data rank has a range of its own, and a wrong one reaches all alike")
-    if stage in (1, 2) or ranged:
-        found.append("a flip in a copy of the weights that a gather has mended before a comparison")
-    if axes.tensor > 1 and axes.data * axes.context == 1:
-        found.append("what the tensor axis cuts: there is one copy of it")
-    if axes.pipeline > 1 and axes.data * axes.context * axes.tensor == 1:
-        found.append("what stages have for themselves: there is one copy of it")
-    if axes.expert > 1 and axes.expert == axes.data * axes.context:
-        found.append("experts: there is one copy of each")
-    if config.offload.optimizer is not Place.none:
-        found.append("optimizer state that is offloaded")
-    return found
 
