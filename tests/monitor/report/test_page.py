@@ -192,6 +192,7 @@ def test_shares_of_the_ledger_make_a_whole(folder: Path, run: Run, parsed: Parse
     assert run.ledger.share("backward") == pytest.approx(STEPS * PARTS["backward"] * 2 / wall)
     assert run.ledger.share("checkpoint") == pytest.approx(3 * 10.0 / wall)  # though no median step has a save
     assert run.ledger.slowest.most_common(1)[0][0] == 5
+    assert run.ledger.starved == {3: STEPS}
 
 
 def test_verdict_says_how_it_is(run: Run, parsed: Parsed) -> None:

@@ -45,12 +45,14 @@ class Ledger:
         curves: ``wall_seconds``, and of each part ``NAME`` (the median rank's seconds), ``NAME min`` and ``NAME max``.
         ranks: that sent their times, at most.
         slowest: how often each rank was the slowest one.
+        starved: how often each rank waited longest for its samples.
         excess_seconds: that the slowest rank was busy beyond the median one, over all steps.
     """
 
     curves: Curves
     ranks: int
     slowest: Counter[int]
+    starved: Counter[int]
     excess_seconds: float
 
     @property
@@ -194,21 +196,22 @@ def _evals(path: Path, advance: Advance) -> dict[str, Curves]:
 
 
 def _ledger(path: Path, advance: Advance) -> Ledger:
-    slowest: Counter[int] = Counter()
+    counters: dict[str, Counter[int]] = {"slowest_rank": Counter(), "data_rank": Counter()}
     excess, ranks = 0.0, 0
 
     def figures(row: Mapping[str, Any]) -> dict[str, float]:
         nonlocal excess, ranks
         if isinstance(row.get("ranks"), int):
             ranks = max(ranks, row["ranks"])
-        if isinstance(row.get("slowest_rank"), int):
-            slowest[row["slowest_rank"]] += 1
+        for key, counter in counters.items():
+            if isinstance(row.get(key), int):
+                counter[row[key]] += 1
         if is_number(row.get("slowest_busy_seconds")) and is_number(row.get("median_busy_seconds")):
             excess += row["slowest_busy_seconds"] - row["median_busy_seconds"]
         return ledger_figures(row)
 
     curves = curves_of(path, "step", figures, advance, width=width_in_steps)
-    return Ledger(curves, ranks, slowest, excess)
+    return Ledger(curves, ranks, counters["slowest_rank"], counters["data_rank"], excess)
 
 
 def _alerts(paths: Sequence[Path], advance: Advance) -> Alerts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 
 from toolkit.monitor.parts import (
@@ -25,6 +27,7 @@ COLOURS = {FORWARD: "sky", BACKWARD: "blue", OPTIMIZER: "green", DATA: "orange",
            EVALUATION: "teal", LOGGING: "grey", UNEXPLAINED: "pale"}
 AXES_COLOURS = ("pink", "rose", "violet", "ink")
 FIRST = (*USEFUL, TRANSFER)  # from below: what is useful; then what is not, the largest first; last what is not known
+STARVING = 0.01  # of all time: less is not worth asking whose it is
 RANKS = 8  # the most often slowest ones that are named
 STACKED = 150  # points of the shares: of less, a save now and then is seen as stripes instead of its share
 
@@ -42,7 +45,7 @@ def ledger(run: Run) -> Section:
         f"the save that followed it are its own.",
         "Each part is that of the median rank. Ranks differ, in a pipeline by their stage, so the parts need not add up to the step.")
     return Section(id="ledger", title="Where the time goes", intro=intro, charts=(_stack(run, parts), _walls(run)),
-                   tables=(_table(held, parts), *_slowest(held)))
+                   tables=(_table(held, parts), *_ranks(held)))
 
 
 def colours(parts: list[str]) -> dict[str, str]:
@@ -96,15 +99,20 @@ def _table(held: Ledger, parts: list[str]) -> Table:
              "its axes; what overlaps with computing takes no time here.")
 
 
-def _slowest(held: Ledger) -> tuple[Table, ...]:
-    """Who is the longest busy, if there is anybody to compare with."""
-    total = sum(held.slowest.values())
-    if not total or held.ranks < 2:
-        return ()
-    rows = tuple((f"rank {rank}", f"{count:,}", percent(count / total)) for rank, count in held.slowest.most_common(RANKS))
-    return (Table(
-        caption="The slowest rank", head=("rank", "steps in which it was the slowest", "share"), align="lrr", rows=rows,
-        note=f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
-             f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they "
-             f"hold."),)
+def _ranks(held: Ledger) -> Iterator[Table]:
+    """Who is the longest busy, and who waits for samples, if there is anybody to compare with."""
+    if held.ranks < 2:
+        return
+    if held.slowest:
+        yield _who("The slowest rank", held.slowest, (
+            f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
+            f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they hold."))
+    if held.starved and held.share(DATA) >= STARVING:
+        yield _who("The rank that waited longest for its samples", held.starved, "One rank alone: its own disk, network or processors.")
+
+
+def _who(caption: str, counts: Counter[int], note: str) -> Table:
+    total = sum(counts.values())
+    rows = tuple((f"rank {rank}", f"{count:,}", percent(count / total)) for rank, count in counts.most_common(RANKS))
+    return Table(caption=caption, head=("rank", "steps", "share"), align="lrr", rows=rows, note=note)
 
