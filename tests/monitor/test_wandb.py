@@ -174,7 +174,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, init: Callable[..., Any]) -> None:
 
 def sink_of(folder: Path, mode: WandbMode = WandbMode.offline, node: int = 0, nodes: int = 1) -> WandbSink:
     return WandbSink(part(folder, IDENTITY, mode, node, nodes), mode=mode, project="p", entity=None, group="g", tags=[], config={},
-                     trainer=7)
+                     trainer=7, command=sys.argv)
 
 
 @pytest.mark.parametrize(("mode", "node", "nodes", "asked", "settings"), [
@@ -247,7 +247,7 @@ from toolkit.monitor.wandb import part
 
 folder = Path(sys.argv[1])
 arguments = dict(part=part(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=WandbMode.offline, project="p", entity=None, group="g",
-                 tags=[], config={}, trainer=os.getpid())
+                 tags=[], config={}, trainer=os.getpid(), command=["train.py"])
 sink = CompositeSink([QueuedSink(lambda: ProcessSink(without_network, arguments, "W&B", close_seconds=2.0), "W&B")])
 sink.log(Kind.STEP, {"step": 1, "loss": 1.0})
 while not any(b"train/loss" in file.read_bytes() for file in folder.rglob("*.wandb")):  # each second it is written out
