@@ -106,7 +106,8 @@ def _ranks(held: Ledger) -> Iterator[Table]:
     if held.slowest:
         yield _who("The slowest rank", held.slowest, (
             f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
-            f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they hold."))
+            f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they "
+            f"hold."))
     if held.starved and held.share(DATA) >= STARVING:
         yield _who("The rank that waited longest for its samples", held.starved, "One rank alone: its own disk, network or processors.")
 
