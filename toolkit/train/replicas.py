@@ -80,6 +80,8 @@ class Replicas(Hook):
             while (job := self._jobs.get()) is not None:
                 self._compare(*job)
         except Exception as error:  # noqa: BLE001  training goes on without comparisons
+            if isinstance(error, RuntimeError) and self._rank != 0:
+                return  # a rank is gone: that is everybody's trouble, and rank 0 tells it
             self._tell(f"copies are compared no more: {type(error).__name__}: {error}")
 
     def _compare(self, step: int, sets: Sequence[Set], pending: _Pending, slots: int, names: bytes | None) -> None:
