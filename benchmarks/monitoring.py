@@ -34,6 +34,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib import metadata
@@ -48,26 +49,34 @@ STEP_SECONDS = 0.2  # at least
 BOUND = 1.01
 ASLEEP = 0.02
 NODES, METRICS = 16, 2000
+SETTLE_SECONDS = 10.0  # W&B starts beside the first steps, on cores that here are training's
 RESAMPLES = 20_000
 MODEL = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "model.num_attention_heads=4",
          "model.num_key_value_heads=2", "model.tie_word_embeddings=true", "train.micro_batch=2", "train.sequence_length=128",
          "optim.lr=1e-3", "schedule=constant", "checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0", "debug.threads=1")
 # ZeRO-3 has the most collectives a step, and each is timed.
-TWO_RANKS = ("engine=deepspeed", "zero=stage3", "train.global_batch=16")
-ONE_RANK = ("engine=local", "train.global_batch=8")
+TWO_RANKS = ("engine=deepspeed", "zero=stage3", "train.global_batch=8")
+ONE_RANK = ("engine=local", "train.global_batch=6")
 OFF = ("monitor.wandb=disabled", "monitor.ledger=false", "monitor.probe=false", "monitor.system_seconds=0", "monitor.replicas_every=0",
        "monitor.hang_seconds=0")
 ON = ("monitor.wandb=offline", "monitor.every=10")
 
 
 class StoppingJob(Job):
-    """Its processes are stopped but for its turns."""
+    """Its processes are stopped but for its turns, once it has begun."""
+
+    def begin(self) -> None:
+        """A turn, after which it goes on with whatever it does in the background."""
+        super().block()
 
     def block(self) -> list[float]:
         self._signal(signal.SIGCONT)
         seconds = super().block()
-        self._signal(signal.SIGSTOP)
+        self.stop()
         return seconds
+
+    def stop(self) -> None:
+        self._signal(signal.SIGSTOP)
 
     def __exit__(self, *error: object) -> None:
         self._signal(signal.SIGCONT)
@@ -88,9 +97,14 @@ def family(process: int) -> Iterator[int]:
                 yield from family(int(child))
 
 
-def compare(jobs: Sequence[Job], pairs: int) -> tuple[dict[str, Any], dict[str, float]]:
+def compare(jobs: Sequence[StoppingJob], pairs: int) -> tuple[dict[str, Any], dict[str, float]]:
     """Each job against the first: by name, and seconds a step of each."""
-    for job in [*jobs] * WARM_UP_BLOCKS:
+    for job in jobs:
+        job.begin()
+    time.sleep(SETTLE_SECONDS)
+    for job in jobs:
+        job.stop()
+    for job in [*jobs] * (WARM_UP_BLOCKS - 1):
         job.block()
     seconds: dict[str, list[float]] = {job.name: [] for job in jobs}
     for pair in range(pairs):
@@ -144,6 +158,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=4, help="steps a turn")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes would stay for ever
     from toolkit.data.stdlib import ensure
 
     ensure(str(ROOT / "data" / "stdlib"), 4096)

@@ -48,7 +48,7 @@ from toolkit.train.task import Task, text_task
 
 WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not looked at
 SHARE = 0.2  # a delay's of a step
-ASLEEP = 0.08  # seconds of forward and of backward in each step with delays: long steps in which little is computed, on however busy a machine
+ASLEEP = 0.08  # seconds of forward and of backward in each step with delays: long steps in which little is computed
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,10 @@ class _Store:
 
 
 def micro_batch(plan: RunPlan, number: int) -> np.ndarray:
-    """int64 [micro-batch, sequence + 1]"""
-    shape = (plan.batch.micro_batch, plan.config.train.sequence_length + 1)
-    return np.random.default_rng(number).integers(0, 256, shape)
+    """int64 [micro-batch, sequence + 1], counting in steps of 1 to 3."""
+    random, length = np.random.default_rng(number), plan.config.train.sequence_length + 1
+    first, stride = random.integers(0, 256, (plan.batch.micro_batch, 1)), random.integers(1, 4, (plan.batch.micro_batch, 1))
+    return (first + stride * np.arange(length)) % 256
 
 
 def stream(plan: RunPlan, data_rank: int, delays: Delays) -> Iterator[list[np.ndarray]]:

@@ -50,12 +50,13 @@ class Case:
         return f"{self.fault.replace(':', '-')}-{self.launcher}"
 
 
+STOPPED = "NO ANSWER; its process is stopped by a signal (T)"
 SKIP = Case("skip:1:3", "rank 1", "rank 1 has made 3 calls on axis data, rank 0 waits in the 4th: all_reduce [1024] float32")
 FULL = [
     Case("skip:0:3", "rank 0", "rank 0 has made 3 calls on axis data, rank 1 waits in the 4th: all_reduce [1024] float32",
          launcher="torchrun"),
-    Case("stop:1:3", "rank 1", "rank 1 is stopped by a signal", "NO ANSWER, process is stopped by a signal (T)", silent=(1,), resumes=True),
-    Case("stop:0:3", "rank 0", "rank 0 is stopped by a signal", "NO ANSWER, process is stopped by a signal (T)", silent=(0,)),
+    Case("stop:1:3", "rank 1", "rank 1 is stopped by a signal", STOPPED, silent=(1,), resumes=True),
+    Case("stop:0:3", "rank 0", "rank 0 is stopped by a signal", STOPPED, silent=(0,)),
     Case("frozen:1:3", "rank 1", "rank 1 is held by native code", "in before", silent=(1,)),
     Case("loader:1:3", "rank 1", "rank 1 is waiting for samples, and the others wait for it", "its thread data-stream is in "),
     Case("dead:1:3", "rank 1", "rank 1 is waiting for samples, and the others wait for it", "no thread that reads ahead: it has ended"),
@@ -129,6 +130,8 @@ def test_different_shapes_in_one_call_are_named(data: Path, tmp_path: Path) -> N
     end = status_of(run_dir)
     assert end is not None
     assert (end.state, end.exit_code) == (RunState.FAILED, 1)
+    assert end.reason is not None
+    assert "different shapes" in end.reason, "not only that a rank was ended by SIGABRT, as gloo does"
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from toolkit.monitor.apart import ProcessEnded, ProcessSink
+from toolkit.monitor.apart import NICE, ProcessEnded, ProcessSink
 from toolkit.monitor.jsonl import JsonlSink, read_rows
 from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind, Row, Sink
@@ -58,6 +58,8 @@ def test_rows_arrive_in_order_in_another_process(tmp_path: Path) -> None:
     for step in range(100):
         sink.log(Kind.STEP, {"step": step})
     pid = sink._process.pid
+    until(lambda: len(list(read_rows(file))) == 100)
+    assert psutil.Process(pid).nice() == NICE
     sink.close(75)
     rows = list(read_rows(file))
     assert [row["step"] for row in rows[:-1]] == list(range(100))

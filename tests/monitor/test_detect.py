@@ -303,6 +303,13 @@ def test_a_falling_loss_without_noise_is_no_jump() -> None:
     assert [detector.see(Kind.STEP, {"step": step, "loss": loss}) for step, loss in enumerate(losses)] == [None] * 300
 
 
+def test_a_loss_that_is_zero_may_be_one() -> None:
+    detector = Jump(LOSS)
+    losses = [0.0] * 60 + [1.0] + [0.0] * 10
+    found = [alert for step, loss in enumerate(losses) if (alert := detector.see(Kind.STEP, {"step": step, "loss": loss})) is not None]
+    assert [(alert.name, alert.step) for alert in found] == [("loss-spike", 63)]
+
+
 @pytest.mark.parametrize(("change", "said"), [
     (lambda config: setattr(config.data, "name", "dataset"), "data.dataset.workers=4"),
     (lambda config: setattr(config.data, "path", "s3://bucket/data"), "data.cache.folder"),

@@ -186,6 +186,7 @@ def test_an_xid_is_told_in_words(number: int, words: str, level: Level) -> None:
     assert f"XID {number} on GPU 5 of node 2" in alert.cause
     assert words in alert.cause
     assert detect_system.xid(number, None, 2, 0).where == "node 2"
+    assert "INDEX" not in detect_system.xid(number, 5, 2, 0, "GPU-5").next_step
 
 
 def test_memory_that_is_nearly_full_is_told_with_the_limit_that_holds() -> None:
@@ -240,6 +241,16 @@ def test_a_leak_is_found_in_the_window_that_fits_it(per_sample: float, within: i
     # It is told when it matters, and not at each sample.
     assert (number - 100) * per_sample >= 0.5 * GROWN_SHARE * 700 * GB
     assert len(said) < 1 + within * per_sample / (0.5 * GROWN_SHARE * 700 * GB)
+
+
+def test_loading_a_model_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(number: int, row: dict[str, Any]) -> None:
+        row["step"] = 5000 + number if number >= 60 else 5000 if number >= 55 else 0  # a resumed run
+        row["rank/11/private_bytes"] += 5 * GB * min(number, 60)
+
+    assert alerts(120, load) == []
+    monkeypatch.setattr(detect_system, "UNDER_WAY", 0)
+    assert {alert.name for _, alert in alerts(120, load)} == {"host-memory-creep"}, "the control: it would be taken for one"
 
 
 @pytest.mark.parametrize("curve", [

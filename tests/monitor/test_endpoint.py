@@ -1,10 +1,12 @@
-"""W&B online, at a server on this machine that refuses, hangs or answers errors: whoever logs does not notice, and it is told once.
+"""W&B online, at a server on this machine. One that takes everything gets one run of two nodes; one that refuses, hangs or answers errors
+is not noticed by whoever logs, and told once.
 
     pytest tests/monitor/test_endpoint.py
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import statistics
@@ -14,10 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from toolkit.config.schema import WandbMode
+from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.apart import ProcessSink
 from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Sink
@@ -27,30 +31,121 @@ STEPS, STEP_SECONDS = 100, 0.02
 START_SECONDS, CLOSE_SECONDS = 1.5, 4.0
 
 
-class Failing(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_error(500)
+class Answering(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
 
-    do_GET = do_POST
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        code, answer = self.answer(body)
+        words = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(words)))
+        self.end_headers()
+        self.wfile.write(words)
+
+    do_GET = do_PUT = do_POST
+
+    def answer(self, body: bytes) -> tuple[int, Any]:
+        return 500, {}
 
     def log_message(self, *words: object) -> None:
         pass
 
 
+class Accepting(Answering):
+    """As far as W&B's client asks in these tests."""
+
+    asked: list[tuple[str, str, Any]]  # the writer, what it wants, and with what
+
+    def answer(self, body: bytes) -> tuple[int, Any]:
+        if self.path == "/upload":
+            return 200, {}
+        words = json.loads(body)
+        if self.path.endswith("/file_stream"):
+            self.asked.append((self.headers["X-WANDB-ASYNC-CLIENT-ID"], self.path, words))
+            return 200, {}
+        wanted, given = words["operationName"], words["variables"]
+        self.asked.append((self.headers["X-WANDB-CLIENT-ID"], wanted, given))
+        project = {"id": "p", "name": given.get("project"), "entity": {"id": "e", "name": given.get("entity")}}
+        bucket = {"id": "b", "name": given.get("name"), "displayName": given.get("displayName"), "historyLineCount": 0, "project": project}
+        files = [{"name": name, "uploadUrl": f"{os.environ['WANDB_BASE_URL']}/upload"} for name in given.get("files", [])]
+        return 200, {"data": {
+            "UpsertBucket": {"upsertBucket": {"bucket": bucket, "inserted": True}},
+            "CreateRunFiles": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}},
+            "NotifyScriptableRunAlert": {"notifyScriptableRunAlert": {"success": True}},
+        }.get(wanted, {})}
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is none of the server's."""
+
+
+@contextmanager
+def serving(handler: type[Answering]) -> Iterator[str]:
+    with Server(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 @contextmanager
 def endpoint(kind: str) -> Iterator[str]:
     if kind == "fails":
-        with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            yield f"http://127.0.0.1:{server.server_port}"
-            server.shutdown()
+        with serving(Answering) as url:
+            yield url
         return
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         if kind == "hangs":
             listening.listen(100)  # connections are made, and nobody reads them
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def online(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "WANDB_SERVICE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("WANDB_BASE_URL", url), ("WANDB_API_KEY", "local-" + "0" * 40), ("WANDB_ERROR_REPORTING", "false"),
+                        ("WANDB_CONFIG_DIR", str(folder)), ("HOME", str(folder))):
+        monkeypatch.setenv(name, value)
+
+
+def wandb(folder: Path, node: int, start_seconds: float, close_seconds: float) -> QueuedSink:
+    arguments = {"part": part(folder, "1a2b3c4d", WandbMode.online, node, 2), "mode": WandbMode.online, "project": "p", "entity": "us",
+                 "group": "g", "tags": ["t"], "config": {f"of-{node}": node}, "trainer": os.getpid(), "command": ["train.py", "a=b"],
+                 "start_seconds": start_seconds}
+    return QueuedSink(lambda: ProcessSink(WandbSink, arguments, "W&B", close_seconds=close_seconds), "W&B", close_seconds=close_seconds)
+
+
+def test_two_nodes_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, Any]] = []
+    monkeypatch.setattr(Accepting, "asked", asked, raising=False)
+    told: list[str] = []
+    with serving(Accepting) as url:
+        online(url, tmp_path, monkeypatch)
+        nodes = [CompositeSink([wandb(tmp_path / "run", node, 60.0, 60.0)], told.append) for node in (0, 1)]
+        nodes[0].log(Kind.STEP, {"step": 1, "loss": 0.5})
+        for node, sink in enumerate(nodes):
+            sink.log(Kind.SYSTEM, {"step": 1, "load": 10.0 + node})
+        nodes[1].log(Kind.ALERT, Alert(name="hot", level=Level.ERROR, step=1, cause="c", evidence="e", next_step="n").row())
+        for sink in reversed(nodes):
+            sink.close(0)
+    assert told == []
+    upserts = [(writer, given) for writer, wanted, given in asked if wanted == "UpsertBucket"]
+    assert {(given["name"], given["entity"], given["project"]) for _, given in upserts} == {("run-1a2b3c4d-shared", "us", "p")}
+    writers = {writer: next(node for node in (0, 1) if f"of-{node}" in json.loads(given["config"])) for writer, given in upserts}
+    assert sorted(writers.values()) == [0, 1]
+    assert {(given["groupName"], *given["tags"]) for _, given in upserts if given["groupName"]} == {("g", "t")}
+
+    streams = [(writers[writer], words) for writer, wanted, words in asked if wanted == "/files/us/p/run-1a2b3c4d-shared/file_stream"]
+    rows: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+    for node, words in streams:
+        for line in words.get("files", {}).get("wandb-history.jsonl", {}).get("content", []):
+            rows[node].append({name: value for name, value in json.loads(line).items() if not name.startswith("_")})
+    assert rows == {0: [{"step": 1, "train/loss": 0.5}, {"step": 1, "system/node-0/load": 10.0}],
+                    1: [{"step": 1, "system/node-1/load": 11.0}, {"step": 1, "alerts/hot": 1}]}
+    assert [given["title"] for _, wanted, given in asked if wanted == "NotifyScriptableRunAlert"] == ["hot"]
+    assert {node for node, words in streams if words.get("complete")} == {0}, "node 0 says how the run ended"
 
 
 def calls(sink: Sink, told: list[str]) -> list[float]:
@@ -72,16 +167,9 @@ def test_a_server_that_is_of_no_use_takes_no_time(kind: str, tmp_path: Path, mon
     without = calls(NullSink(), told)
     assert told == []
     with endpoint(kind) as url:
-        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "WANDB_SERVICE"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in (("WANDB_BASE_URL", url), ("WANDB_API_KEY", "local-" + "0" * 40), ("WANDB_ERROR_REPORTING", "false"),
-                            ("WANDB_CONFIG_DIR", str(tmp_path)), ("HOME", str(tmp_path))):
-            monkeypatch.setenv(name, value)
-        arguments = {"part": part(tmp_path / "run", "1a2b3c4d", WandbMode.online, 0, 2), "mode": WandbMode.online, "project": "p",
-                     "entity": "us", "group": "g", "tags": [], "config": {}, "trainer": os.getpid(), "start_seconds": START_SECONDS}
-        sink = QueuedSink(lambda: ProcessSink(WandbSink, arguments, "W&B", close_seconds=CLOSE_SECONDS), "W&B", close_seconds=CLOSE_SECONDS)
+        online(url, tmp_path, monkeypatch)
         began = time.monotonic()
-        using = calls(sink, told)
+        using = calls(wandb(tmp_path / "run", 0, START_SECONDS, CLOSE_SECONDS), told)
         seconds = time.monotonic() - began
     print(f"{kind}: median {statistics.median(using) * 1e6:.0f} us, longest {max(using) * 1e3:.1f} ms (without: "
           f"{statistics.median(without) * 1e6:.0f} us, {max(without) * 1e3:.1f} ms); over after {seconds:.1f} s: {told}")

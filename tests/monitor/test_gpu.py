@@ -206,7 +206,7 @@ def test_events_have_their_gpu() -> None:
     nvml.gpus[1].lost = True  # it cannot tell its UUID any more
     nvml.happens(1, xid=79)
     nvml.happens(0, xid=31)
-    assert events.wait(100) == (0, 79)
+    assert events.wait(100) == (gpus.cards[0], 79)
     assert events.wait(100) == (None, 31)
     events.close()
     gpus.close()

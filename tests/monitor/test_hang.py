@@ -26,7 +26,7 @@ STORAGE = Frame("/home/x/toolkit/data/storage.py", 200, "read")
 
 
 def processes(ranks: int, per_host: int = 4) -> list[ProcessId]:
-    return [ProcessId(f"node{rank // per_host}", 1000 + rank, "77", 5) for rank in range(ranks)]
+    return [ProcessId(f"node{rank // per_host}", 1000 + rank, "77", 5, 6) for rank in range(ranks)]
 
 
 def call(number: int, operation: str = "all_reduce", tensors: str = "[1024] float32", *, group: str = "7", ranks: int = 4,
@@ -177,7 +177,7 @@ def test_the_report_tells_each_stack_once_and_names_all_who_have_it() -> None:
     assert "  rank 2, thread MainThread (S futex_wait_queue)" in text
     assert "  ranks 0-1, 3, thread MainThread" in text
     assert text.index("  rank 2, thread") < text.index("  ranks 0-1, 3, thread"), "the odd one first"
-    assert "rank 4 (node1 1004): NO ANSWER, process stopped by a signal (T)" in text
+    assert "rank 4 (node1 1004): NO ANSWER; its process is stopped by a signal (T)" in text
     assert "frozen here" in text
     assert "ranks 0-1, 3: 16 all_reduce [1024] float32; 17 all_reduce [1024] float32 WAITS" in text
     assert said.alert(16).level is Level.ERROR

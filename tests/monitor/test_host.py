@@ -96,7 +96,7 @@ def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
 
 def test_this_machine_has_figures_that_agree(tmp_path: Path) -> None:
     clock = FakeClock()
-    host = Host(tmp_path, {5: os.getpid()}, clock=clock)
+    host = Host(tmp_path / "not" / "yet", {5: os.getpid()}, clock=clock)
     first = host.read()
     clock.now += 10
     row = host.read()
@@ -107,8 +107,9 @@ def test_this_machine_has_figures_that_agree(tmp_path: Path) -> None:
     assert row["host/memory_total_bytes"] == memory.total
     assert float(row["host/memory_available_bytes"]) <= memory.total
     assert abs(float(row["disk/free_bytes"]) - psutil.disk_usage(str(tmp_path)).free) < 1e9
-    own = psutil.Process().memory_info()
-    assert abs(float(row["rank/5/private_bytes"]) - (own.rss - own.shared)) < 200 * MIB
+    # With children: other tests in this process may have left some.
+    held = sum(memory.rss - memory.shared for memory in (process.memory_info() for process in trees({5: os.getpid()})[5]))
+    assert abs(float(row["rank/5/private_bytes"]) - held) < 100 * MIB
 
 
 def test_disk_and_ports_are_read_from_the_kernels_counters(tmp_path: Path) -> None:
@@ -170,8 +171,8 @@ def test_steady_figures_are_written_where_they_change() -> None:
 
 
 def test_w_and_b_gets_what_it_does_not_collect() -> None:
-    row = {"step": 4, "node": 1, "gpu/3/power_watts": 612.0, "gpu/3/throttled": 1, "gpu/power_watts_sum": 5000.0, "disk/free_bytes": 5,
-           "host/load_1m": 2.0, "rank/1/private_bytes": 7}
+    row = {"step": 4, "node": 1, "time": 1.78e9, "gpu/3/power_watts": 612.0, "gpu/3/throttled": 1, "gpu/power_watts_sum": 5000.0,
+           "disk/free_bytes": 5, "host/load_1m": 2.0, "rank/1/private_bytes": 7}
     assert beyond_wandb(row) == {"step": 4, "gpu/3/throttled": 1, "gpu/power_watts_sum": 5000.0, "host/load_1m": 2.0,
                                  "rank/1/private_bytes": 7}
     assert all(name.count("/") == 1 for name in COLLECTED_BY_WANDB)

@@ -42,7 +42,7 @@ class Node:
         self.nvml = nvml
         self.gpus = GpuSource(
             lambda: open_gpus(nvml, 8, None), lambda gpus: XidEvents(nvml, gpus.cards), say=self.said.append,
-            xid=lambda place, xid: self.alerts.append(detect_system.xid(xid, place, number, self.sampler.step)))
+            xid=lambda card, xid: self.alerts.append(detect_system.xid(xid, card and card.place, number, self.sampler.step)))
         self.sampler = Sampler(
             node=number, seconds=EVERY, tell=self.said.append,
             sources=[Source("host", host, self.said.append), Source("gpu", self.gpus.read, self.said.append, self.gpus.close)],

@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from toolkit.monitor import sink as sink_module
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.console import AlertLines, ConsoleSink
 from toolkit.monitor.jsonl import JsonlSink, read_rows
@@ -179,3 +181,15 @@ def test_there_is_no_curve_without_a_step(tmp_path: Path) -> None:
 ])
 def test_running_mean(values: list[float], window: int, expected: list[float]) -> None:
     assert running_mean(values, window) == expected
+
+
+def test_a_close_that_takes_a_while_is_told_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Slow(NullSink):
+        def close(self, exit_code: int) -> None:
+            time.sleep(0.3)
+
+    monkeypatch.setattr(sink_module, "NOTICE_SECONDS", 0.05)
+    CompositeSink([Slow(), NullSink()], told.append).close(0)
+    assert told == ["Slow has not finished yet, and is waited for a while"]

@@ -85,11 +85,11 @@ def test_a_process_is_seen_running_stopped_and_gone() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         started = process_fields(child.pid)
-        process = ProcessId("here", child.pid, started, 0)
+        process = ProcessId("here", child.pid, started, 0, 0)
         assert process_state(process) in "RSD"
         child.send_signal(signal.SIGSTOP)
         until(lambda: process_state(process) == "T")
-        assert process_state(ProcessId("here", child.pid, "1", 0)) == GONE, "another process of that number"
+        assert process_state(ProcessId("here", child.pid, "1", 0, 0)) == GONE, "another process of that number"
     finally:
         child.kill()
         child.wait()
@@ -100,7 +100,7 @@ def test_stacks_of_a_process_whose_interpreter_is_held_can_be_read_by_others() -
     child = subprocess.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
-        process = ProcessId("here", child.pid, process_fields(child.pid), int(child.stdout.readline()))
+        process = ProcessId("here", child.pid, process_fields(child.pid), int(child.stdout.readline()), 0)
         until(lambda: "in_native_code" in notes_of(process))
         assert process_state(process) == "S"
     finally:
@@ -110,7 +110,7 @@ def test_stacks_of_a_process_whose_interpreter_is_held_can_be_read_by_others() -
 
 
 def test_this_process_knows_itself() -> None:
-    own = this_process("here", 3)
+    own = this_process("here", 3, 4)
     assert own.pid == os.getpid()
     assert process_state(own) in "RS"
 

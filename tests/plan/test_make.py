@@ -90,7 +90,7 @@ def test_plan_json_has_stable_keys_and_plain_types() -> None:
         assert json.loads(json.dumps(found)) == found
         assert set(found) == {
             "format_version", "run_dir", "identity", "engine", "world", "axes", "batch", "model", "parameters", "flops_per_step",
-            "flops", "memory", "device_memory_bytes", "deepspeed", "megatron", "warnings"}
+            "flops", "memory", "device_memory_bytes", "not_compared", "deepspeed", "megatron", "warnings"}
 
 
 def test_constants_of_speed_are_told_once() -> None:
@@ -127,7 +127,7 @@ def test_the_table_says_what_a_person_asks() -> None:
     for word in ("Megatron-core gets", "use_distributed_optimizer", "distributed optimizer: states sharded"):
         assert word in megatron, word
     assert "unknown" not in shown(run_config(engine__name=EngineName.local), replace(CPU, ranks=1))
-    assert "times as many with what is recomputed" in shown(run_config(train__activation_checkpointing=True), CPU)
+    assert "with what is recomputed" in shown(run_config(train__activation_checkpointing=True), CPU)
     assert "none: the peaks of GPUs" in shown(run_config(), h100s(2))
 
 

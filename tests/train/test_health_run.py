@@ -26,6 +26,7 @@ from toolkit.data.stdlib import ensure
 from toolkit.engine.local import LocalEngine
 from toolkit.engine.protocol import StepResult
 from toolkit.errors import ExitCode
+from toolkit.monitor.alert import Alert
 from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.parts import communication
 from toolkit.plan import make_plan
@@ -235,8 +236,9 @@ def judged(found: list[dict[str, Any]], busy: bool, name: str = "") -> list[dict
     """Without what is true of a busy machine, where that is what it was, unless it is ``name``."""
     if not busy:
         return found
-    warnings.warn("other processes had the processors: alerts about time are not judged here", stacklevel=2)
-    return [row for row in found if row["name"] == name or row["name"] not in OF_A_BUSY_MACHINE]
+    left_out = [row for row in found if row["name"] != name and row["name"] in OF_A_BUSY_MACHINE]
+    warnings.warn(f"other processes had the processors: not judged are {[str(Alert.of(row)) for row in left_out]}", stacklevel=2)
+    return [row for row in found if row not in left_out]
 
 
 def check(told: tuple[list[dict[str, Any]], bool], name: str, where: str, cause: str) -> None:

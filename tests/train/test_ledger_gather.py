@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +24,7 @@ from toolkit.monitor.ledger import Vectors, part_names
 from toolkit.monitor.parts import FORWARD
 from toolkit.monitor.recorder import StepTime, step_time
 from toolkit.monitor.sink import Row
-from toolkit.testing.dist import RankPool, rank_pool
+from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.agree import Agreed, Together
 from toolkit.train.gather import Gather, alone, gather_of
@@ -36,7 +41,12 @@ SLOW = 2
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with rank_pool(4) as ranks:
+        ranks.run(ready)  # what is timed below is not their start
         yield ranks
+
+
+def ready(rank: int, ranks: int) -> None:
+    pass
 
 
 class Recorded(Hook):
@@ -59,7 +69,7 @@ class Recorded(Hook):
 
 
 def followed(rank: int, ranks: int, ranks_per_node: int, lags: dict[int, int], gather: Gather | None = None,
-             end_seconds: float = 5.0) -> dict[str, Any]:
+             end_seconds: float = 5.0, stream: Iterator[Any] | None = None) -> dict[str, Any]:
     """A training of no work, whose ledger gathers as often as it can."""
     rows: list[Row] = []
     said: list[str] = []
@@ -81,10 +91,9 @@ def followed(rank: int, ranks: int, ranks_per_node: int, lags: dict[int, int], g
         asked.append(slots)
         return Agreed(ledger=slots)
 
-    train(tiny_plan(train__steps=STEPS), FakeEngine(), NextToken(), samples(), state, Hooks(recorded, ledger), agree)
-    ended = time.monotonic()
-    ledger.close()
-    return {"rows": rows, "said": said, "told": told, "asked": asked, "step": state.step, "left": time.monotonic() - ended}
+    with closing(ledger):
+        train(tiny_plan(train__steps=STEPS), FakeEngine(), NextToken(), stream or samples(), state, Hooks(recorded, ledger), agree)
+    return {"rows": rows, "said": said, "told": told, "asked": asked, "step": state.step}
 
 
 @pytest.mark.parametrize(("ranks_per_node", "lags"), [(4, {}), (4, {1: 3}), (2, {0: 2, 3: 1}), (3, {}), (1, {})], ids=str)
@@ -144,6 +153,34 @@ def test_a_rank_that_stops_sending_keeps_nobody(pool: RankPool) -> None:
     assert time.monotonic() - began < 5.0  # leaving the process group did not wait either
     again = pool.run(followed, 2, {}, ranks=2)
     assert len(again[0]["rows"]) == STEPS
+
+
+def dies(rank: int, ranks: int, folder: Path) -> None:
+    """Rank 1 is killed in the middle of its training; rank 0 writes how long its own end took."""
+    steps = 0
+
+    def taken_until_the_end() -> Iterator[Any]:
+        nonlocal steps
+        for batch in samples():
+            steps += 1
+            if rank == 1 and steps == STEPS // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    began = time.monotonic()
+    try:
+        followed(rank, ranks, ranks, {}, stream=taken_until_the_end())
+    except RuntimeError:
+        (folder / "told").write_text(json.dumps({"steps": steps, "seconds": time.monotonic() - began}))
+        raise
+
+
+def test_a_rank_that_dies_ends_the_others_at_once(pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="the process died"):
+        pool.run(dies, tmp_path, ranks=2)
+    told = json.loads((tmp_path / "told").read_text())
+    assert told["steps"] in (STEPS // 2, STEPS // 2 + 1)
+    assert told["seconds"] < 2.0
 
 
 class Waiting:

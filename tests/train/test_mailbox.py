@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def test_a_silent_store_is_asked_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def know_each_other(rank: int, ranks: int) -> dict[str, Any]:
-    everyone = peers.everyone(ranks, notes=7)
+    everyone = peers.everyone(ranks, notes=7, box=8)
     store = peers.own_store()
     store.set(f"rank-{rank}", str(os.getpid()))
     dist.barrier()
@@ -93,6 +94,18 @@ def test_ranks_know_each_others_processes_and_groups_outlast_the_limit() -> None
 
 
 def test_one_rank_needs_no_process_group() -> None:
-    assert [one.pid for one in peers.everyone(1, 3)] == [os.getpid()]
+    assert [one.pid for one in peers.everyone(1, 3, 4)] == [os.getpid()]
     assert not dist.is_initialized()
     peers.outlast(600)
+
+
+def test_a_neighbour_keeps_the_last_call_of_who_has_ended() -> None:
+    call = Call(group="4", ranks=(), axis="data", number=7, operation="all_reduce", tensors="[512] float32", begun=1.5, finished=False)
+    box = peers.LastCall()
+    held = os.open(f"/proc/self/fd/{box.descriptor}", os.O_RDONLY)
+    assert peers.last_call(held) is None
+    box.note(replace(call, number=1000, tensors="[1, 2, 3, 4, 5, 6] float32"))
+    box.note(replace(call, ranks=(0, 1)))
+    box.close()
+    assert peers.last_call(held) == call
+    os.close(held)

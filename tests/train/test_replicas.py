@@ -30,7 +30,7 @@ from toolkit.testing.parity import step_all
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.agree import alone, exchange
 from toolkit.train.gather import gather_of
-from toolkit.train.replicas import Replicas, unseen
+from toolkit.train.replicas import Replicas
 from toolkit.train.task import text_task
 
 EVERY, STEPS = 2, 6
@@ -177,7 +177,6 @@ def test_one_rank_has_nothing_to_compare() -> None:
     hook = Replicas(plan, engine, alone, lambda block: block[np.newaxis], rank=0, every=1, alert=fail, tell=fail)  # type: ignore[arg-type]
     hook.on_step(step_done(1))
     hook.on_end(1)
-    assert unseen(plan) == ["one rank: there are no copies"]
 
 
 def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
@@ -204,20 +203,6 @@ def test_a_gather_that_never_comes_does_not_hold_up_the_end() -> None:
     began = time.monotonic()
     hook.on_end(1)
     assert time.monotonic() - began < 1
-
-
-def test_what_a_layout_cannot_see_is_said() -> None:
-    def said(cell: Cell) -> str:
-        return "; ".join(unseen(cell.plan(Case.ADAM)))
-
-    assert "weights: each data rank has a range of its own" in said(deepspeed("llama", 3, data=2))
-    assert "optimizer state: each data rank" in said(deepspeed("llama", 1, data=2))
-    assert "optimizer state: each data rank" in said(megatron("llama", data=2, zero=1))
-    assert "optimizer state" not in said(megatron("llama", data=2))
-    assert "mended before a comparison" in said(deepspeed("llama", 2, data=2))
-    assert "what the tensor axis cuts" in said(megatron("llama", tensor=2))
-    assert "what stages have for themselves" in said(deepspeed("llama", 1, pipeline=2))
-    assert "experts: there is one copy" in said(megatron("mixtral", data=2, expert=2))
 
 
 @pytest.mark.full

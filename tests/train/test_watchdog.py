@@ -75,7 +75,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def own() -> Iterator[ProcessId]:
     notes = os.memfd_create("stacks")
-    yield this_process("here", notes)
+    yield this_process("here", notes, 0)
     os.close(notes)
 
 
@@ -114,7 +114,7 @@ def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path, own: Process
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        stopped = ProcessId("here", child.pid, started, 0)
+        stopped = ProcessId("here", child.pid, started, 0, 0)
         child.send_signal(signal.SIGSTOP)
         while process_state(stopped) != "T":
             time.sleep(0.01)
@@ -209,7 +209,7 @@ def test_a_rank_that_failed_is_the_cause_of_the_others_wait(ranks: Ranks) -> Non
     for rank in (0, 2):
         ranks.watch(rank, call(17, finished=False))
     ranks.until_ended(2)
-    assert "rank 1 failed: " in ranks.directory.hang_file(1).read_text()
+    assert "rank 1 failed: RuntimeError: out of memory" in ranks.directory.hang_file(1).read_text()
 
 
 def test_what_cannot_be_written_keeps_nobody_from_ending(ranks: Ranks) -> None:

@@ -92,6 +92,12 @@ def last_calls() -> list[Call]:
     return found.snapshot() if found is not None else []
 
 
+def tell_each(told: Callable[[Call], None] | None) -> None:
+    """``told`` gets each call before it is made, while somebody watches. None: nobody does any more."""
+    if _watched is not None:
+        _watched.told = told
+
+
 def install() -> None:
     """Replace the methods. Again: nothing happens."""
     if _originals:
@@ -176,6 +182,7 @@ class _Watched:
         self._lock = threading.Lock()
         self._works: OrderedDict[int, tuple[tuple[_Made, ...], Part | None]] = OrderedDict()  # by identity, too
         self._directions: dict[int, str] = {}
+        self.told: Callable[[Call], None] | None = None
 
     def call(self, operation: str, original: Callable[..., Any], process_group: ProcessGroup, arguments: tuple[Any, ...],
              named: Mapping[str, Any]) -> Any:
@@ -220,8 +227,7 @@ class _Watched:
         with self._lock:
             groups = list(self._groups.values())
         return [
-            Call(group=group.name, ranks=group.ranks, axis=made.axis, number=made.number, operation=made.operation,
-                 tensors=_in_words(made.tensors), begun=made.begun, finished=made.finished, peer=made.peer)
+            _in_public(group, made)
             for group in groups if group.process_group() is not None for calls in list(group.calls.values()) for made in list(calls)
         ]
 
@@ -249,6 +255,8 @@ class _Watched:
         group.counts[kind] = number = group.counts.get(kind, 0) + 1
         made = _Made(operation, axis, number, peer, tensors, size)
         group.calls.setdefault(kind, deque(maxlen=RECENT)).append(made)
+        if self.told is not None:
+            self.told(_in_public(group, made))
         return made
 
     def _parts(self, made: _Made) -> tuple[Part | None, Part | None]:
@@ -277,6 +285,11 @@ class _Watched:
             inside = max(self._rank, peer) < self._axes.size and self._rank != peer
             found = self._directions[peer] = axis_name((self._rank, peer), self._axes) if inside else OTHER
         return found
+
+
+def _in_public(group: _Group, made: _Made) -> Call:
+    return Call(group=group.name, ranks=group.ranks, axis=made.axis, number=made.number, operation=made.operation,
+                tensors=_in_words(made.tensors), begun=made.begun, finished=made.finished, peer=made.peer)
 
 
 def _finish(made: Sequence[_Made]) -> None:

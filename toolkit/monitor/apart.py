@@ -28,7 +28,7 @@ from toolkit.monitor.sink import Kind, NullSink, Row, Sink, tell
 
 CLOSE_SECONDS = 60.0
 ANSWER_SECONDS = 1.0  # for its last words, when it has given up
-NICE = 5  # training comes first
+NICE = 19  # of the sink once it is made: training comes first, also where it takes every core
 ROOT = Path(__file__).resolve().parents[2]  # where ``toolkit`` is found
 TOLD, ENDED = "told", "ended"  # what the process says, with words
 
@@ -134,7 +134,7 @@ def work(requests: Connection, answers: Connection) -> None:
     said = None
     try:
         make, arguments, name, seconds = requests.recv()
-        sink = QueuedSink(partial(make, **arguments), name, close_seconds=seconds, hurry_seconds=min(seconds, HURRY_SECONDS),
+        sink = QueuedSink(partial(_made, make, arguments), name, close_seconds=seconds, hurry_seconds=min(seconds, HURRY_SECONDS),
                           tell=partial(say, TOLD))
         asked = ""
         while asked != "close":
@@ -148,12 +148,28 @@ def work(requests: Connection, answers: Connection) -> None:
     say(ENDED, said)
 
 
+def _made(make: Callable[..., Sink], arguments: Mapping[str, Any]) -> Sink:
+    """The sink, which makes room for the training when it is there. Not before: W&B gives up where its start takes long."""
+    sink = make(**arguments)
+    for group in (os.getpid(), *children(os.getpid())):  # each leads a group of its own, which has all its threads
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PGRP, group, NICE)
+    return sink
+
+
 def end_children(pid: int) -> None:
     """Of process ``pid``: W&B's own, say, which may be stopped or wait for a server."""
+    for child in children(pid):
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            for child in file.read_text().split():
-                os.kill(int(child), signal.SIGKILL)
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found += map(int, file.read_text().split())
+    return found
 
 
 def _end_with(stdin: int, seconds: float) -> None:
@@ -167,7 +183,6 @@ def _end_with(stdin: int, seconds: float) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICE)
     threading.Thread(target=_end_with, args=(0, float(sys.argv[3])), daemon=True).start()
     work(Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False))
     end_children(os.getpid())

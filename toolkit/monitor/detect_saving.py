@@ -73,17 +73,17 @@ class LateCheckpoint(Detector):
 
     def __init__(self, cadence: Cadence, clock: Callable[[], float]) -> None:
         self._cadence, self._clock = cadence, clock
-        self._step: int | None = None  # of the newest checkpoint, or of the start
-        self._at = clock()
+        self._begun = False
+        self._step, self._at = 0, 0.0  # of the newest checkpoint, or where this start began
 
     def saved(self, step: int) -> None:
         """A checkpoint of ``step`` is complete."""
-        self._step, self._at = step, self._clock()
+        self._begun, self._step, self._at = True, step, self._clock()
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
         step = row["step"]
-        if self._step is None:
-            self._step = step - 1
+        if not self._begun:
+            self.saved(step - 1)
         steps, waited = step - self._step, self._clock() - self._at
         every, limit = self._cadence.steps, self._cadence.seconds
         if every is not None and steps > max(self.TIMES * every, every + self.SPARE_STEPS):

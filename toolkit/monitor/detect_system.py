@@ -24,6 +24,7 @@ SLOW_CLOCK = 0.8  # of the median of the others: GPUs at one power limit differ 
 MEMORY_SHARE = 0.03  # of the host's memory, or of its limit, that should be free
 DISK_SHARE, DISK_BYTES = 0.03, 50e9  # free of the run's disk: the smaller of the two, and room for one checkpoint
 SILENT_SECONDS = 60.0
+UNDER_WAY = 3  # samples in which training went on, before its memory is looked at: a model and its state take theirs steadily too
 
 
 # ---- one GPU
@@ -105,14 +106,15 @@ def lost(before: Row, row: Row, gpu: int, node: int) -> Alert | None:
         next_step="the run ends or hangs; restart it without this node, and the node itself: dmesg | grep -i -e xid -e nvrm tells more")
 
 
-def xid(number: int, gpu: int | None, node: int, step: int) -> Alert:
-    """An event of the driver, as it comes."""
+def xid(number: int, gpu: int | None, node: int, step: int, uuid: str = "") -> Alert:
+    """An event of the driver, as it comes. ``gpu`` None: of one that the run does not use."""
     known = xid_of(number)
     whose = f"GPU {gpu} of node {node}" if gpu is not None else f"a GPU of node {node}"
     return Alert(
         name="gpu-xid", level=known.level, step=step, where=_gpu(node, gpu) if gpu is not None else f"node {node}",
         cause=f"XID {number} on {whose}: the driver reports {known.meaning}",
-        evidence=f"event {number} of NVML; dmesg | grep -i xid on the node has the driver's own words", next_step=known.next_step)
+        evidence=f"event {number} of NVML{f' on {uuid}' if uuid else ''}; dmesg | grep -i xid on the node has the driver's own words",
+        next_step=known.next_step.replace("INDEX", uuid or "INDEX"))
 
 
 # ---- the host
@@ -197,10 +199,12 @@ class NodeDetector:
         self._rows: deque[Row] = deque(maxlen=LASTING)
         self._known: dict[str, object] = {}  # the last value of each figure: a sample may lack some
         self._creeps: dict[int, Creep] = {}
+        self._moves = 0
 
     def see(self, row: Row) -> list[Alert]:
         """What is wrong by now. Rows come in order and with all their figures."""
         node, before = self._node, dict(self._known)
+        self._moves += "step" in before and row["step"] != before["step"]
         self._rows.append(row)
         self._known |= row
         rows = tuple(self._rows)
@@ -210,7 +214,8 @@ class NodeDetector:
             held_down = throttled(rows, gpu, node)
             found += [held_down or slow_clock(rows, gpu, node), lost(before, row, gpu, node)]
             found += memory_errors(before, row, gpu, node)
-        found += self._creeping(row)
+        if self._moves >= UNDER_WAY:
+            found += self._creeping(row)
         return [alert for alert in found if alert is not None]
 
     def _creeping(self, row: Row) -> Iterator[Alert]:

@@ -26,8 +26,8 @@ COLLECTED_BY_WANDB = frozenset((
 
 
 def beyond_wandb(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a row that W&B does not have of itself, without the node's number, which is in their columns' names."""
-    return {name: value for name, value in row.items() if _of_one(name) not in COLLECTED_BY_WANDB and name != "node"}
+    """The figures of a row that W&B does not have of itself, nor of their columns' names (``node``)."""
+    return {name: value for name, value in row.items() if _of_one(name) not in COLLECTED_BY_WANDB and name not in ("node", "time")}
 
 
 def _of_one(name: str) -> str:

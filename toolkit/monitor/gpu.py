@@ -180,8 +180,8 @@ class XidEvents:
             except nvml.NVMLError as error:
                 log.debug("GPU %d has no events: %s", card.place, error)
 
-    def wait(self, milliseconds: int) -> tuple[int | None, int] | None:
-        """The next event: the GPU's place (None: a GPU that is not the run's) and the XID. None: there was none for so long.
+    def wait(self, milliseconds: int) -> tuple[Card | None, int] | None:
+        """The next event: the GPU (None: one that is not the run's) and the XID. None: there was none for so long.
 
         Raises:
             NVMLError: another one than a timeout.
@@ -193,14 +193,14 @@ class XidEvents:
             if error.value == nvml.NVML_ERROR_TIMEOUT:
                 return None
             raise
-        return self._place(event.device), int(event.eventData)
+        return self._card(event.device), int(event.eventData)
 
     def close(self) -> None:
         with suppress(self._nvml.NVMLError):
             self._nvml.nvmlEventSetFree(self._events)
             self._nvml.nvmlShutdown()
 
-    def _place(self, device: Any) -> int | None:
+    def _card(self, device: Any) -> Card | None:
         # By address: a GPU that fell off the bus does not tell its UUID any more.
         address = ctypes.cast(device, ctypes.c_void_p).value
-        return next((card.place for card in self._cards if card.address == address), None)
+        return next((card for card in self._cards if card.address == address), None)

@@ -54,7 +54,7 @@ class Xid:
 
     Attributes:
         meaning: a clause that fits after "the driver reports".
-        next_step: what to do first.
+        next_step: what to do first; INDEX stands for what nvidia-smi takes after -i.
     """
 
     meaning: str
@@ -63,46 +63,53 @@ class Xid:
 
 
 XID_SOURCE = "https://docs.nvidia.com/deploy/xid-errors/"
-_PROGRAM = ("look at the traceback of the rank on this GPU; if it is of no use, run again with CUDA_LAUNCH_BLOCKING=1. The same number "
-            "on one GPU only, with every program, points to the hardware: dcgmi diag -r 3")
-_RESET = "take the node out of the run, reset the GPU (nvidia-smi --gpu-reset -i INDEX) and test it: dcgmi diag -r 3"
-_REPLACE = "take the node out of use; a GPU that does this again after a reset is to be replaced"
+_PROGRAM = ("look at the traceback of the rank on this GPU; if it is of no use, run again under compute-sanitizer or with "
+            "CUDA_LAUNCH_BLOCKING=1. The same number on one GPU only, with every program, points to the hardware: dcgmi diag -r 3")
+_RESET = ("take the node out of the run, reset the GPU (nvidia-smi --gpu-reset -i INDEX) and test it: dcgmi diag -r 3; what comes again "
+          "after a reset is the maker's to look at")
+_LATER = "the run may go on; reset the GPU after it (nvidia-smi --gpu-reset -i INDEX), and watch for more of them"
 _REBOOT = "take the node out of use and restart it; if it happens again, have power, cooling, slot and GPU looked at"
 _FIRMWARE = ("reset the GPU or restart the node; if it happens again, install another driver and send what nvidia-bug-report.sh makes "
              "to NVIDIA")
+_LINKS = ("look at nvidia-smi nvlink -e and the fabric manager's log; reset all GPUs of the node together. A GPU that failed shows at "
+          "the other ends of its links too: look for other XIDs first")
 
-# The Xid catalog in XID_SOURCE has them all; here are those that training meets.
+# Of the catalog in XID_SOURCE (with what it says to do first) those that training meets.
 XIDS: dict[int, Xid] = {
     13: Xid("an exception in the compute engine: a kernel used a wrong address or instruction, seldom the hardware's fault", _PROGRAM),
     31: Xid("a page fault: a kernel touched GPU memory that is not mapped", _PROGRAM),
+    32: Xid("a broken stream of commands, seldom the program's fault: PCIe delivers them",
+            "restart the run; if it happens again, have the GPU's slot and riser looked at"),
     43: Xid("that a program was stopped after a fault of its own; the GPU is sound", _PROGRAM),
     45: Xid("that a program's work was taken off the GPU, because it ended or because of an error before",
             "look for another XID or a traceback just before this one", Level.WARNING),
+    46: Xid("that the GPU stopped working on its queue", _RESET),
     48: Xid("a double-bit memory error, which ECC cannot correct", _RESET),
-    61: Xid("that the GPU's microcontroller stopped at a breakpoint", _RESET),
     62: Xid("that the GPU's microcontroller halted", _RESET),
-    63: Xid("that a bad row of memory was recorded and is remapped at the next reset",
-            "reset the GPU when the run ends (nvidia-smi --gpu-reset -i INDEX), and watch for more of them", Level.WARNING),
-    64: Xid("that a bad row of memory could not be remapped", _REPLACE),
+    63: Xid("that a bad row of memory was recorded and is remapped at the next reset", _LATER, Level.WARNING),
+    64: Xid("that a bad row of memory could not be remapped", _RESET),
     69: Xid("a class error of the compute engine", _PROGRAM),
-    74: Xid("an NVLink error", "look at nvidia-smi nvlink -e and at the fabric manager's log; reset all GPUs of the node together, and if "
-                                 "it comes again have link, bridge or switch looked at"),
+    74: Xid("an NVLink error", _LINKS),
     79: Xid("that the GPU has fallen off the bus: it cannot be reached by PCIe any more", _REBOOT),
-    92: Xid("many single-bit memory errors in a short time, corrected by ECC", "watch it, and have the GPU tested after the run: "
+    92: Xid("many single-bit memory errors in a short time, corrected by ECC", "the run may go on; have the GPU tested after it: "
             "dcgmi diag -r 3", Level.WARNING),
     94: Xid("a memory error that could not be corrected and was contained: it ended the program that used that memory, and no other",
-            _RESET),
-    95: Xid("a memory error that could not be corrected nor contained: results of all programs on the GPU are in doubt", _RESET),
-    109: Xid("that a switch between programs on the GPU took too long", _PROGRAM),
+            "restart the run from its checkpoint; reset the GPU when it is convenient (nvidia-smi --gpu-reset -i INDEX)"),
+    95: Xid("a memory error that could be neither corrected nor contained: all programs on the GPU are hit", _RESET),
+    109: Xid("that a switch between programs on the GPU took too long", _RESET),
     119: Xid("that the GPU's system processor (GSP) did not answer the driver", _FIRMWARE),
     120: Xid("an error of the GPU's system processor (GSP)", _FIRMWARE),
-    121: Xid("an error of the link between processor and GPU (C2C)", _RESET),
+    121: Xid("errors, corrected, of the link between processor and GPU (C2C)", _LATER, Level.WARNING),
+    136: Xid("that an NVLink could not be trained", _LINKS),
     137: Xid("that a program used NVLink addresses of a peer which it may not", _PROGRAM),
     140: Xid("a memory error that ECC could not correct and the driver could not recover from", _RESET),
-    143: Xid("that the GPU could not be started", _REBOOT),
-    149: Xid("an error of NVLink's link layer", _RESET),
-    154: Xid("that the GPU's recovery action has changed", "nvidia-smi -q says what the driver wants: a reset, a restart of the node or "
-             "less"),
+    143: Xid("that the GPU could not be started", _RESET),
+    **{number: Xid("an error of NVLink 5", _LINKS) for number in range(144, 151)},
+    154: Xid("which action the GPU needs to recover from another XID", "dmesg | grep 'recovery action' on the node says which: a reset, a "
+             "restart of the node or less", Level.WARNING),
+    158: Xid("that the GPU did not answer at all for too long", _RESET),
+    171: Xid("an error in the GPU's DRAM that ECC cannot correct (with XID 48)", _RESET),
+    172: Xid("an error in the GPU's SRAM that ECC cannot correct (with XID 48)", _RESET),
 }
 
 

@@ -69,7 +69,7 @@ def _silent(found: Found) -> Diagnosis | None:
     if state is not None:
         ranks = states[state]
         words = f"{have(ranks) if state in ENDED else be(ranks)} {STATES[state]}"
-        seen = f"{_processes(found, ranks)} {words}" + ("" if state in ENDED else f" (state {state})")
+        seen = f"{_processes(found, ranks)} {words}" + ("" if state in ENDED else f" (state {state})") + _last_call(found, ranks)
         return Diagnosis(f"{ranks_named(ranks)} {words}", ranks_named(ranks), f"{seen}; {waits(found)}",
                          _SILENT.get(state, _ENDED))
     frozen = [rank for rank in silent if rank in found.neighbours and found.neighbours[rank].notes]
@@ -87,6 +87,11 @@ def _silent(found: Found) -> Diagnosis | None:
     return Diagnosis(f"{ranks_named(silent)} {'do' if len(silent) > 1 else 'does'} not answer", ranks_named(silent),
                      f"{_processes(found, silent)} {be(silent)} there and not stopped; {waits(found)}",
                      "look at its kernel's log (dmesg) and at its stack: py-spy dump --pid PID")
+
+
+def _last_call(found: Found, ranks: Sequence[int]) -> str:
+    last = found.neighbours[ranks[0]].last
+    return f"; the last call of {ranks_named(ranks[:1])}: {last}" if last else ""
 
 
 _SILENT = {
@@ -151,8 +156,10 @@ def _reading(report: Report) -> str:
     ahead = [thread for thread in report.threads if not thread.main and doing(thread.frames) == SAMPLES]
     if not ahead:
         return f"rank {report.rank} has no thread that reads ahead: it has ended"
+    ours = next(frame for frame in reversed(ahead[0].frames) if doing([frame]) == SAMPLES)
     inner = ahead[0].frames[-1]
-    return f"its thread {ahead[0].name} is in {inner.function} ({short(inner.file)}:{inner.line})"
+    below = "" if inner == ours else f", which waits in {inner.function}"
+    return f"its thread {ahead[0].name} is in {ours.function} ({short(ours.file)}:{ours.line}){below}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ CALLING = "toolkit/engine/collectives.py"  # a thread in a call has frames of it
 @dataclass(frozen=True, slots=True)
 class Neighbour:
     """A process as another one of its host sees it. ``state``: a letter of proc(5). ``notes``: stacks that its own watch wrote while
-    native code held the interpreter."""
+    native code held the interpreter. ``last``: its newest call, in words."""
 
     state: str
     notes: str = ""
+    last: str = ""
 
     @property
     def silent(self) -> bool:
@@ -94,25 +95,28 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Everything that is known. ``processes``: of all ranks, by rank."""
+    """Everything that is known. ``processes``: of all ranks, by rank. ``asked``: who was asked for a word; None: all."""
 
     reports: Mapping[int, Report]
     processes: Sequence[ProcessId]
     neighbours: Mapping[int, Neighbour]
+    asked: Sequence[int] | None = None
 
     @property
     def silent(self) -> list[int]:
-        return [rank for rank in range(len(self.processes)) if rank not in self.reports]
+        asked = range(len(self.processes)) if self.asked is None else self.asked
+        return [rank for rank in asked if rank not in self.reports]
 
     def members(self, call: Call) -> list[Report]:
         """Of the call's group, those that reported."""
         return [self.reports[rank] for rank in call.ranks if rank in self.reports]
 
 
-def found_of(reports: Mapping[int, Report], processes: Sequence[ProcessId], own: Mapping[int, Neighbour]) -> Found:
+def found_of(reports: Mapping[int, Report], processes: Sequence[ProcessId], own: Mapping[int, Neighbour],
+             asked: Sequence[int] | None = None) -> Found:
     """``own``: what the collecting rank sees of its host's processes; the others' words add to it."""
     neighbours = {rank: seen for report in reports.values() for rank, seen in report.neighbours.items()}
-    return Found(reports, processes, neighbours | dict(own))
+    return Found(reports, processes, neighbours | dict(own), asked)
 
 
 # ---- words
@@ -128,9 +132,12 @@ def state_of(report: Report) -> str:
     call = report.waits_in
     if call is None:
         return report.does
-    if call.peer is not None:
-        return f"waits in {call.what} on {axis_words(call)}"
-    return f"waits in call {call.number} on {axis_words(call)}, {call.what}"
+    return f"waits in {call_words(call)}"
+
+
+def call_words(call: Call) -> str:
+    number = f"call {call.number} on {axis_words(call)}, " if call.peer is None else ""
+    return f"{number}{call.what}" if number else f"{call.what} on {axis_words(call)}"
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from toolkit.monitor.calls import Call
 from toolkit.monitor.hang import Diagnosis
 from toolkit.monitor.hang_reports import Found, Report, ranks_named, state_of
-from toolkit.monitor.stacks import STATES, ThreadStack, lines
+from toolkit.monitor.stacks import ENDED, STATES, ThreadStack, lines
 
 MOST_STACKS = 100  # different ones; the rest is in the ranks' own files
 
@@ -40,11 +40,13 @@ def _ranks(found: Found) -> Iterable[str]:
         idle = max(report.idle for report in reports)
         inside = f", in the step's part {part}" if part else ""
         yield f"  {_who(found, [report.rank for report in reports])}: {state}{inside}; {last} done {idle:.0f} s ago"
-        yield from (f"    it failed: {report.failure}" for report in reports[:1] if report.failure)
+        yield from (f"    it failed: {report.failure.splitlines()[0]}" for report in reports[:1] if report.failure)
     for rank in found.silent:
         seen = found.neighbours.get(rank)
-        state = f"process {STATES.get(seen.state, seen.state)} ({seen.state})" if seen is not None else "nobody on its host can tell"
-        yield f"  {_who(found, [rank])}: NO ANSWER, {state}"
+        verb = "has" if seen is not None and seen.state in ENDED else "is"
+        state = f"its process {verb} {STATES.get(seen.state, seen.state)} ({seen.state})" if seen is not None else "nobody else on its host"
+        last = f"; its last call: {seen.last}" if seen is not None and seen.last else ""
+        yield f"  {_who(found, [rank])}: NO ANSWER; {state}{last}"
 
 
 def _who(found: Found, ranks: list[int]) -> str:

@@ -55,9 +55,11 @@ class Host:
         }
 
     def _disk(self) -> Figures:
-        usage = psutil.disk_usage(str(self._run_dir))
+        # On a node with disks of its own nothing may have been written yet.
+        folder = next(one for one in (self._run_dir, *self._run_dir.parents) if one.exists())
+        usage = psutil.disk_usage(str(folder))
         figures: Figures = {"disk/total_bytes": usage.total, "disk/free_bytes": usage.free}
-        device = self._run_dir.stat().st_dev
+        device = folder.stat().st_dev
         counters = self._root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}/stat"
         if counters.exists():  # not of network file systems and overlays
             fields = counters.read_text(encoding="ascii").split()

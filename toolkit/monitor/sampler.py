@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.figures import Figures, Thrifty
 from toolkit.monitor.gpu import Gpus, XidEvents
+from toolkit.monitor.gpu_measures import Card
 from toolkit.monitor.sink import Row
 
 PATIENCE_SECONDS = (1.0, 10.0)  # least and most that a row waits for its sources
@@ -148,12 +149,12 @@ class GpuSource:
     Args:
         open_gpus: called at the first reading, in the reading thread: starting a driver takes seconds, or hangs. None: there is no GPU.
         open_events: the events of these GPUs.
-        xid: takes place and number of each event as it comes.
+        xid: takes GPU and number of each event as it comes.
         say: takes a sentence where there is no GPU.
     """
 
     def __init__(self, open_gpus: Callable[[], Gpus | None], open_events: Callable[[Gpus], XidEvents], *,
-                 xid: Callable[[int | None, int], None], say: Callable[[str], None]) -> None:
+                 xid: Callable[[Card | None, int], None], say: Callable[[str], None]) -> None:
         self._open_gpus, self._open_events, self._xid, self._say = open_gpus, open_events, xid, say
         self._opened = False
         self._gpus: Gpus | None = None
@@ -199,8 +200,8 @@ class GpuSource:
         if events is not None:
             events.close()
 
-    def _note(self, place: int | None, number: int) -> None:
-        if place is not None:
-            key = f"gpu/{place}/xid_events"
-            self._events = {**self._events, key: int(self._events.get(key, 0)) + 1, f"gpu/{place}/xid": number}
-        self._xid(place, number)
+    def _note(self, card: Card | None, number: int) -> None:
+        if card is not None:
+            key = f"gpu/{card.place}/xid_events"
+            self._events = {**self._events, key: int(self._events.get(key, 0)) + 1, f"gpu/{card.place}/xid": number}
+        self._xid(card, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 Row = Mapping[str, Any]  # plain JSON types; ``step`` is the number of completed optimizer steps
 
+NOTICE_SECONDS = 5.0  # until a person is told why nothing happens
 REASON_LENGTH = 300  # characters of what a broken sink says
 
 
@@ -91,7 +93,16 @@ class CompositeSink(Sink):
         self._each(lambda sink: sink.flush())
 
     def close(self, exit_code: int) -> None:
-        self._each(lambda sink: sink.close(exit_code))
+        self._each(lambda sink: self._close(sink, exit_code))
+
+    def _close(self, sink: Sink, exit_code: int) -> None:
+        notice = threading.Timer(NOTICE_SECONDS, self._tell, [f"{sink.name} has not finished yet, and is waited for a while"])
+        notice.daemon = True
+        notice.start()
+        try:
+            sink.close(exit_code)
+        finally:
+            notice.cancel()
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):

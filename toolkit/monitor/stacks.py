@@ -77,12 +77,13 @@ class ThreadStack:
 @dataclass(frozen=True, slots=True)
 class ProcessId:
     """A process that cannot be mistaken for another one: numbers are used again, and the time of its start (ticks since the machine's)
-    tells them apart. ``notes``: a file descriptor of it that others may read, see :func:`notes_of`."""
+    tells them apart. ``notes`` and ``box``: file descriptors of it that others may read: :func:`notes_of`, ``peers.LastCall``."""
 
     host: str
     pid: int
     started: str
     notes: int
+    box: int
 
 
 def threads() -> list[ThreadStack]:
@@ -123,10 +124,10 @@ def process_state(process: ProcessId) -> str:
     return fields[0] if fields is not None and fields[19] == process.started else GONE
 
 
-def this_process(host: str, notes: int) -> ProcessId:
+def this_process(host: str, notes: int, box: int) -> ProcessId:
     fields = _stat(Path("/proc/self/stat"))
     assert fields is not None, "a process sees itself"
-    return ProcessId(host, os.getpid(), fields[19], notes)
+    return ProcessId(host, os.getpid(), fields[19], notes, box)
 
 
 def notes_of(process: ProcessId) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,14 +68,16 @@ class WandbSink(NullSink):
         entity, group, tags: as in ``MonitorConfig``; without a group, the nodes' runs are together under the id of the first.
         config: what is recorded of the run, plain JSON types.
         trainer: the process that trains: W&B measures it, and asks it to stop where somebody does so on the run's page.
+        command: its words, which W&B shows.
     """
 
     def __init__(self, part: Part, *, mode: WandbMode, project: str, entity: str | None, group: str, tags: Sequence[str],
-                 config: Mapping[str, Any], trainer: int, start_seconds: float = START_SECONDS,
+                 config: Mapping[str, Any], trainer: int, command: Sequence[str], start_seconds: float = START_SECONDS,
                  upload_seconds: float = UPLOAD_SECONDS) -> None:
         os.environ.pop("WANDB_SERVICE", None)  # a service of the user's would outlive this process
         if mode is WandbMode.offline:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it looks up its server's name at the start
+        sys.argv = list(command)  # that is where W&B looks
         import wandb
 
         self._wandb: Any = wandb
@@ -84,7 +87,7 @@ class WandbSink(NullSink):
         wanted: dict[str, Any] = {
             "console": "off", "silent": True, "save_code": False, "disable_git": True, "init_timeout": start_seconds,
             "finish_timeout": upload_seconds, "finish_timeout_raises": True, "stop_fn": partial(os.kill, trainer, signal.SIGINT),
-            "x_transaction_log_flush_interval": 1.0, "x_stats_pid": trainer, "x_label": f"node-{part.node}",
+            "program": command[0], "x_transaction_log_flush_interval": 1.0, "x_stats_pid": trainer, "x_label": f"node-{part.node}",
         }
         if part.shared:
             wanted |= {"x_primary": part.node == 0, "x_update_finish_state": part.node == 0}

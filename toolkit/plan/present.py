@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import EngineName, ScheduleName
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.flops import flops_per_step, hardware_flops, model_flops, peak_flops, without_utilisation
+from toolkit.plan.not_compared import not_compared
 from toolkit.plan.schedule import decay_span, learning_rate
 from toolkit.plan.types import Device, RunPlan
 
@@ -42,6 +43,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "flops": _flops(plan),
         "memory": None if memory is None else {**asdict(memory), "device_total": memory.device_total},
         "device_memory_bytes": memory_bytes(plan.world),
+        "not_compared": not_compared(plan),
         "deepspeed": plan.deepspeed,
         "megatron": plan.megatron,
         "warnings": [{**asdict(problem), "severity": problem.severity.value} for problem in plan.warnings],
@@ -115,7 +117,7 @@ def _compute(plan: RunPlan) -> str:
     assert done is not None
     text = f"{a_step:.3g} model FLOPs a step, {a_token:.3g} a token"
     if done > a_token:
-        text += f" ({done / a_token:.2f} times as many with what is recomputed)"
+        text += f" (x {done / a_token:.2f} with what is recomputed)"
     if peak is not None:
         ranks = plan.world.ranks
         text += f"; at {ranks} x {peak / 1e12:.0f} TFLOP/s no less than {a_step / (peak * ranks):.3g} s"

@@ -117,8 +117,9 @@ def recomputation(case: Case) -> Iterator[Problem]:
         yield _own(case, "recompute_modules", f"what can be recomputed is {', '.join(RECOMPUTED)}",
                    f"write +{ROOT}.recompute_modules=[core_attn]")
     if "mlp" in modules and case.traits is not None and case.traits.biases:
-        yield _own(case, "recompute_modules", "recomputing the mlp never ends in a family whose linear layers have biases: Megatron-core takes "
-                   "the bias, which is handed on beside the product, for something to recompute",
+        yield _own(case, "recompute_modules",
+                   "recomputing the mlp never ends in a family whose linear layers have biases: Megatron-core takes the bias, which is "
+                   "handed on beside the product, for something to recompute",
                    "leave mlp out, or recompute blocks: train.activation_checkpointing=true")
 
 

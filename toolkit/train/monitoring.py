@@ -24,13 +24,13 @@ from toolkit.monitor.sink import CompositeSink, Kind, Sink, tell
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory
 from toolkit.train.agree import Exchange
-from toolkit.train.gather import Gather, gather_of
+from toolkit.train.gather import gather_of
 from toolkit.train.health import Alerts, HealthSink, Saves
 from toolkit.train.hooks import Hook
 from toolkit.train.ledger import Ledger, ledger_of
 from toolkit.train.probe import Probe
 from toolkit.train.profile import Profile
-from toolkit.train.replicas import Replicas, unseen
+from toolkit.train.replicas import Replicas
 from toolkit.train.system import sampling
 from toolkit.train.vitals import Vitals
 from toolkit.train.watchdog import Progress, watchdog
@@ -92,7 +92,8 @@ def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
             stack.enter_context(collectives.watched(plan.axes, taking))
         if monitor.replicas_every and plan.axes.size > 1:
             compare = gather_of(rank, plan.axes.size, plan.world.ranks_per_node)
-            makers.append(lambda engine: stack.enter_context(closing(compares(plan, engine, ask, compare, alert, sink, rank))))
+            makers.append(lambda engine: stack.enter_context(closing(
+                Replicas(plan, engine, ask, compare, rank=rank, every=monitor.replicas_every, alert=alert, tell=tell))))
         if monitor.probe:
             makers.append(lambda engine: Probe(plan, engine.device, ask, rank=rank, file=attempt_folder / "probe.json", sink=sink,
                                                take=recorder.transfers_take, say=say))
@@ -117,10 +118,3 @@ def judge(plan: RunPlan, alert: Callable[[Alert], None], stack: ExitStack, maker
     health = CompositeSink([queued])  # trouble of its own is told, and ends nothing
     stack.callback(health.close, int(ExitCode.DONE))
     return health
-
-
-def compares(plan: RunPlan, engine: Engine, ask: Exchange, gather: Gather, alert: Callable[[Alert], None], sink: Sink,
-             rank: int) -> Replicas:
-    if rank == 0:
-        sink.log_text("not_compared", "; ".join(unseen(plan)))
-    return Replicas(plan, engine, ask, gather, rank=rank, every=plan.config.monitor.replicas_every, alert=alert, tell=tell)

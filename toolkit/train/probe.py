@@ -73,6 +73,8 @@ class Probe(Hook):
         # DeepSpeed sends one tensor at a time over the group of all ranks, Megatron-core batches over the pipeline's own. With NCCL those
         # are different communicators, and here is none made that training does not use.
         batched = self._plan.config.engine.name is EngineName.megatron
+        if batched:  # the first call of a group is every rank's, says torch
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         place, found = peers.index(self._rank), []
         for phase in (0, 1):
             other = place + 1 if place % 2 == phase else place - 1

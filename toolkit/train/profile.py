@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +17,10 @@ WRITE_SECONDS = 300.0  # how long the end of the run waits for the file
 
 
 class Profile(Hook):
-    """Starts between two steps and stops between two steps: those outside the window run without a profiler. The file is written by a
-    thread.
+    """Starts between two steps and stops between two steps: those outside the window run without a profiler.
+
+    torch holds the interpreter while it writes what it saw, a second for some 200 MB, so that is done between steps too, where it shows as
+    logging; a thread would stop training somewhere inside the next step. What a thread does is packing.
 
     Args:
         first, steps: of the window; the first step of a run is 1. A run that starts inside it sees what is left of it.
@@ -30,6 +31,7 @@ class Profile(Hook):
     def __init__(self, first: int, steps: int, file: Path, device: torch.device, *, say: Callable[[str], None],
                  tell: Callable[[str], None]) -> None:
         self._window, self._file, self._device = range(first, first + steps), file, device
+        self._plain = file.with_suffix("")
         self._say, self._tell = say, tell
         self._profile: profile | None = None
         self._step: record_function | None = None
@@ -73,20 +75,18 @@ class Profile(Hook):
         assert self._profile is not None
         done, self._profile = self._profile, None
         done.stop()
-        self._thread = threading.Thread(target=self._write, args=(done,), name="trace", daemon=True)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        done.export_chrome_trace(str(self._plain))
+        self._thread = threading.Thread(target=self._pack, name="trace", daemon=True)
         self._thread.start()
 
-    def _write(self, done: profile) -> None:
+    def _pack(self) -> None:
         try:
-            began = time.monotonic()
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            plain = self._file.with_suffix("")
-            done.export_chrome_trace(str(plain))
-            # Packed here rather than by torch, whose temporary file may be on a small disk.
-            with plain.open("rb") as source, gzip.open(self._file, "wb", compresslevel=5) as packed:
+            # By hand rather than by torch, whose temporary file may be on a small disk.
+            with self._plain.open("rb") as source, gzip.open(self._file, "wb", compresslevel=5) as packed:
                 shutil.copyfileobj(source, packed)
-            plain.unlink()
+            self._plain.unlink()
             steps = f"steps {self._seen[0]} to {self._seen[-1]}" if len(self._seen) > 1 else f"step {self._seen[0]}"
-            self._say(f"trace of {steps}: {self._file} (for ui.perfetto.dev; written in {time.monotonic() - began:.1f} s)")
-        except Exception as error:  # noqa: BLE001  see above
+            self._say(f"trace of {steps}: {self._file} (for ui.perfetto.dev)")
+        except Exception as error:  # noqa: BLE001  a trace is no reason to end a training
             self._tell(f"the trace of the steps could not be written: {type(error).__name__}: {error}")

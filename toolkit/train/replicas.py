@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from toolkit.config.schema import EngineName, Place
 from toolkit.engine.hashing import hashes
 from toolkit.engine.protocol import Engine
 from toolkit.monitor.alert import Alert
@@ -81,6 +80,8 @@ class Replicas(Hook):
             while (job := self._jobs.get()) is not None:
                 self._compare(*job)
         except Exception as error:  # noqa: BLE001  training goes on without comparisons
+            if isinstance(error, RuntimeError) and self._rank != 0:
+                return  # a rank is gone: that is everybody's trouble, and rank 0 tells it
             self._tell(f"copies are compared no more: {type(error).__name__}: {error}")
 
     def _compare(self, step: int, sets: Sequence[Set], pending: _Pending, slots: int, names: bytes | None) -> None:
@@ -112,30 +113,4 @@ class _Pending:
         if self._passed is not None:
             self._passed.synchronize()  # of the thread, not of training
         return self._values.numpy()
-
-
-def unseen(plan: RunPlan) -> list[str]:
-    """What a comparison cannot see in this layout, for people."""
-    config, axes = plan.config, plan.axes
-    if axes.size == 1:
-        return ["one rank: there are no copies"]
-    found = ["gradients and activations, which are not kept", "buffers that are not trained"]
-    megatron = config.engine.name is EngineName.megatron
-    ranged = megatron and plan.megatron is not None and bool(plan.megatron["ddp"].get("use_distributed_optimizer"))
-    stage = 0 if megatron else config.zero.stage
-    if stage == 3:
-        found.append("weights: each data rank has a range of its own, which it sends to the others")
-    if stage or ranged:
-        found.append("master weights and optimizer state: each data rank has a range of its own, and a wrong one reaches all alike")
-    if (stage in (1, 2)) or ranged:
-        found.append("a flip in a copy of the weights that the next step's gather has mended before a comparison")
-    if axes.tensor > 1 and axes.data * axes.context == 1:
-        found.append("what the tensor axis cuts: there is one copy of it")
-    if axes.pipeline > 1 and axes.data * axes.context * axes.tensor == 1:
-        found.append("what stages have for themselves: there is one copy of it")
-    if axes.expert > 1 and axes.expert == axes.data * axes.context:
-        found.append("experts: there is one copy of each")
-    if config.offload.optimizer is not Place.none:
-        found.append("optimizer state that is offloaded")
-    return found
 

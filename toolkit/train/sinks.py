@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -66,7 +67,7 @@ def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[
     config = {**described(plan), "data": known["data"], **({f"node-{node}": own} if mine.shared and node else own)}
     first = part(plan.run_dir, plan.identity, monitor.wandb, 0, world.nodes)
     return {"part": mine, "mode": monitor.wandb, "project": monitor.project, "entity": monitor.entity, "tags": list(monitor.tags),
-            "group": monitor.group or first.run_id, "config": config, "trainer": os.getpid()}
+            "group": monitor.group or first.run_id, "config": config, "trainer": os.getpid(), "command": sys.argv}
 
 
 def described(plan: RunPlan) -> dict[str, Any]:

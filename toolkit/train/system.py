@@ -12,6 +12,7 @@ from toolkit.monitor import detect_system, gpu
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.detect_system import NodeDetector
 from toolkit.monitor.gpu import Gpus, XidEvents
+from toolkit.monitor.gpu_measures import Card
 from toolkit.monitor.host import Host
 from toolkit.monitor.sampler import GpuSource, Sampler, Source
 from toolkit.monitor.sink import Kind, Sink
@@ -67,8 +68,9 @@ def sampling(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
     def open_gpus() -> Gpus | None:
         return gpu.open_gpus(module, per_node, os.environ.get("CUDA_VISIBLE_DEVICES")) if module is not None else None
 
-    def on_xid(where: int | None, number: int) -> None:
-        alert(detect_system.xid(number, where, node, sampler.step))
+    def on_xid(card: Card | None, number: int) -> None:
+        place, uuid = (card.place, card.uuid) if card is not None else (None, "")
+        alert(detect_system.xid(number, place, node, sampler.step, uuid))
 
     gpus = GpuSource(open_gpus, lambda opened: XidEvents(module, opened.cards), xid=on_xid, say=lambda words: say(f"node {node}: {words}"))
     sampler = Sampler(

@@ -18,15 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-from toolkit.engine.collectives import last_calls
+from toolkit.engine.collectives import last_calls, tell_each
 from toolkit.errors import ExitCode, UserError
-from toolkit.files import write_whole
 from toolkit.monitor import hang, hang_text, stacks
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.calls import Call, from_flight_recorder
-from toolkit.monitor.hang_reports import Found, Neighbour, Report, found_of
+from toolkit.monitor.hang_reports import Found, Neighbour, Report, call_words, found_of
 from toolkit.monitor.parts import UNEXPLAINED
 from toolkit.monitor.recorder import StepRecorder
 from toolkit.monitor.sink import Row, Sink
@@ -36,8 +34,7 @@ from toolkit.rundir import RunDirectory, RunState
 from toolkit.train import peers
 from toolkit.train.hooks import Hook, StepDone
 from toolkit.train.mailbox import Mailbox
-
-T = TypeVar("T")
+from toolkit.train.urgent import append, bounded, say, write
 
 START_SECONDS = 600.0  # until a start has made its first step, which compiles, the limit is no shorter than this
 POLL_SECONDS = 1.0  # between two looks; a tenth of a short limit
@@ -52,6 +49,8 @@ LAST_SECONDS = 30.0  # after that the process ends, whatever it is at
 PAUSE_NODE, PAUSE_NODES = 0.1, 0.5  # between two looks for other ranks' words: on one node, and where a thousand may look
 MOST_COMPARED = 8  # ranks whose calls a failing rank looks at
 
+OWN_THREADS = ("watchdog", "mailbox")  # which only tell
+MISMATCH = "mismatch"  # the alert of a run that fails where ranks call different collectives
 ASKED, VERDICT = "asked", "verdict"
 HANG, FAILURE = "rank", "failure"  # why words are asked for, and what they are called: rank-3.json
 
@@ -74,6 +73,7 @@ class Watchdog(Progress):
     Args:
         limit_seconds: without progress the run is over. Before the first step it is START_SECONDS at least.
         processes: of all ranks, by rank; this one's has the file that its frozen stacks go to.
+        boxes: of neighbours' last calls, by rank: ``peers.hold_boxes``.
         part: the part of the step that the main thread is in.
         calls: this rank's last ones, as its process knows them.
         trace: NCCL's record of this rank's calls, as JSON; None where there is no GPU.
@@ -81,12 +81,13 @@ class Watchdog(Progress):
     """
 
     def __init__(self, limit_seconds: float, *, rank: int, processes: Sequence[ProcessId], mailbox: Mailbox, directory: RunDirectory,
-                 attempt: int, alert: Callable[[Alert], None], sink: Sink, part: Callable[[], str],
+                 attempt: int, alert: Callable[[Alert], None], sink: Sink, part: Callable[[], str], boxes: Mapping[int, int] | None = None,
                  calls: Callable[[], list[Call]] = last_calls, trace: Callable[[], str] | None = None,
                  end: Callable[[int], object] = os._exit, clock: Callable[[], float] = time.monotonic) -> None:
         self._steady_limit, self._rank, self._processes, self._mailbox = limit_seconds, rank, processes, mailbox
         self._limit = max(limit_seconds, START_SECONDS)
         self._directory, self._attempt, self._alert, self._sink, self._part = directory, attempt, alert, sink, part
+        self._boxes = dict(boxes or {})
         self._calls, self._trace, self._end, self._clock = calls, trace, end, clock
         self._poll = min(POLL_SECONDS, limit_seconds / 10)
         self._nodes = len({process.host for process in processes})
@@ -114,7 +115,10 @@ class Watchdog(Progress):
         peers.outlast(self._limit)
 
     def on_step(self, done: StepDone) -> None:
-        self._step, self._limit = done.step, self._steady_limit
+        self._step = done.step
+        if self._limit != self._steady_limit:
+            self._limit, self._armed = self._steady_limit, float("-inf")
+            self._arm(self._clock())
         self.beat(f"step {done.step}")
 
     def on_eval(self, row: Row) -> None:
@@ -134,16 +138,23 @@ class Watchdog(Progress):
         if len(self._processes) == 1 or isinstance(error, UserError) or self._stopped.is_set():
             return
         self._stopped.set()
-        own = self._report("".join(traceback.format_exception(error)), FAILURE)
+        words = f"{type(error).__name__}: {error}"
+        own = self._report("\n".join([words, *traceback.format_exception(error)]), FAILURE)
         self._post(f"{FAILURE}-{self._rank}", own.to_json())
         call = own.waits_in
         if call is None:
             return
         self._ask(FAILURE)
         with_it = [rank for rank in call.ranks if rank != self._rank][:MOST_COMPARED]
-        said = hang.mismatch(found_of(self._collect(FAILURE, own, with_it, FAILURE_SECONDS), self._processes, {}))
+        reports = self._collect(FAILURE, own, with_it, FAILURE_SECONDS)
+        reports |= {rank: word for rank in with_it if rank not in reports and (word := self._last_word(rank, call)) is not None}
+        found = found_of(reports, self._processes, {}, asked=(self._rank, *with_it))
+        said = hang.mismatch(found)
         if said is not None:
             error.add_note(f"{said.cause} ({said.evidence})")
+            self._try(lambda: self._write_report(said, found, f"Rank {self._rank} failed after {own.last}: {words}"))
+            if self._rank == 0 or self._gone(0):
+                self._raise(replace(said.alert(self._step), name=MISMATCH))
 
     # ---- watching, on a thread of its own
 
@@ -184,7 +195,7 @@ class Watchdog(Progress):
         try:
             self._tell_and_leave()
         except BaseException:  # noqa: BLE001  the run is over in any case
-            _say(f"rank {self._rank} could not tell of its hang: {traceback.format_exc()}")
+            say(f"rank {self._rank} could not tell of its hang: {traceback.format_exc()}")
         self._left.set()
         self._end(int(ExitCode.FAILURE))
 
@@ -198,8 +209,8 @@ class Watchdog(Progress):
         if self._collects():
             self._conclude(own)
         elif self._await(VERDICT, VERDICT_SECONDS) is None:
-            _say(f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no word of the rank that should say why")
-        _bounded(self._close_sinks, FLUSH_SECONDS)
+            say(f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no word of the rank that should say why")
+        bounded(self._close_sinks, FLUSH_SECONDS)
         if self._rank == 0 and self._nodes > 1:
             time.sleep(LINGER_SECONDS)
 
@@ -218,23 +229,30 @@ class Watchdog(Progress):
     def _conclude(self, own: Report) -> None:
         found = self._found(self._collect(HANG, own, range(len(self._processes)), COLLECT_SECONDS if self._rank == 0 else self._pause))
         said = hang.diagnose(found)
-        file = self._directory.hang_file(self._attempt)
         head = (f"No progress for {own.idle:.0f} s after {own.last} (monitor.hang_seconds={self._steady_limit:g}); told by "
                 f"rank {self._rank} at {time.strftime('%Y-%m-%d %H:%M:%S')}.")
+        file = self._directory.hang_file(self._attempt)
         alert = replace(said.alert(self._step), evidence=f"{said.evidence}; stacks of all ranks: {file}")
-        self._try(lambda: _write(file, hang_text.report_text(said, found, head, linecache.getline)))
+        self._try(lambda: self._write_report(said, found, head))
         self._try(lambda: self._directory.finish(RunState.FAILED, int(ExitCode.FAILURE), f"hang: {said.cause}; see {file}",
                                                  attempt=self._attempt))
-        if self._rank == 0:
-            _bounded(lambda: self._alert(alert), FLUSH_SECONDS)
-        else:
-            self._try(lambda: _append(self._directory.alerts_file, alert.row()))
-        _say(f"the run hangs after {own.last}: {said.cause}. It ends; see {file}")
+        self._raise(alert)
+        say(f"the run hangs after {own.last}: {said.cause}. It ends; see {file}")
         self._post(VERDICT, json.dumps({"cause": said.cause, "report": str(file)}))
+
+    def _raise(self, alert: Alert) -> None:
+        """Through rank 0's sinks, or past them where it cannot."""
+        if self._rank == 0:
+            bounded(lambda: self._alert(alert), FLUSH_SECONDS)
+        else:
+            self._try(lambda: append(self._directory.alerts_file, alert.row()))
+
+    def _write_report(self, said: hang.Diagnosis, found: Found, head: str) -> None:
+        write(self._directory.hang_file(self._attempt), hang_text.report_text(said, found, head, linecache.getline))
 
     def _at_last(self) -> None:
         if not self._left.wait(LAST_SECONDS):
-            _say(f"rank {self._rank} hangs, and could not tell why within {LAST_SECONDS:g} s")
+            say(f"rank {self._rank} hangs, and could not tell why within {LAST_SECONDS:g} s")
             self._end(int(ExitCode.FAILURE))
 
     # ---- words
@@ -244,17 +262,18 @@ class Watchdog(Progress):
         own = self._processes[self._rank]
         what, at = self._beat
         calls = tuple(replace(call, begun=call.begun - now + wall) for call in self._calls())
+        threads = tuple(thread for thread in stacks.threads() if not thread.name.startswith(OWN_THREADS))
         return Report(
             rank=self._rank, host=own.host, pid=own.pid, at=wall, step=self._step, last=what, idle=self._clock() - at, part=self._part(),
-            threads=tuple(stacks.threads()), calls=calls, neighbours=self._neighbours(), failure=failure,
+            threads=threads, calls=calls, neighbours=self._neighbours(), failure=failure,
             whole=why == FAILURE or self._trace is None)
 
     def _with_trace(self, own: Report, trace: Callable[[], str]) -> Report:
         """NCCL's own record takes the place of the process's: it knows what the GPU has finished."""
-        text = _bounded(trace, TRACE_SECONDS)
+        text = bounded(trace, TRACE_SECONDS)
         if text is None:
             return replace(own, whole=True)
-        self._try(lambda: _write(self._directory.hang_folder(self._attempt) / f"rank-{self._rank}.nccl.json", text))
+        self._try(lambda: write(self._directory.hang_folder(self._attempt) / f"rank-{self._rank}.nccl.json", text))
         calls = from_flight_recorder(json.loads(text), own.calls)
         there = {call.group for call in calls}
         return replace(own, calls=(*(call for call in own.calls if call.group not in there), *calls), whole=True)
@@ -262,9 +281,26 @@ class Watchdog(Progress):
     def _neighbours(self) -> dict[int, Neighbour]:
         """Ranks of this host that cannot speak for themselves."""
         own = self._processes[self._rank]
-        seen = {rank: Neighbour(stacks.process_state(process), stacks.notes_of(process))
-                for rank, process in enumerate(self._processes) if process.host == own.host and rank != self._rank}
+        seen = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if process.host == own.host and rank != self._rank}
         return {rank: neighbour for rank, neighbour in seen.items() if neighbour.silent}
+
+    def _seen(self, rank: int) -> Neighbour:
+        process = self._processes[rank]
+        last = peers.last_call(self._boxes[rank]) if rank in self._boxes else None
+        return Neighbour(stacks.process_state(process), stacks.notes_of(process), call_words(last) if last is not None else "")
+
+    def _last_word(self, rank: int, call: Call) -> Report | None:
+        """Of a rank that ended without one: its last call, if that was one of the group of ``call``."""
+        last = peers.last_call(self._boxes[rank]) if rank in self._boxes else None
+        if last is None or last.group != call.group:
+            return None
+        process = self._processes[rank]
+        return Report(rank=rank, host=process.host, pid=process.pid, at=time.time(), step=self._step, last=self._beat[0], idle=0.0,
+                      calls=(replace(last, ranks=call.ranks),))
+
+    def _gone(self, rank: int) -> bool:
+        process = self._processes[rank]
+        return process.host == self._processes[self._rank].host and stacks.process_state(process) in stacks.ENDED
 
     def _collect(self, why: str, own: Report, ranks: Sequence[int], seconds: float) -> dict[int, Report]:
         """This rank's word and those of ``ranks``, as far as they come."""
@@ -274,7 +310,8 @@ class Watchdog(Progress):
             for rank in ranks:
                 if (rank not in reports or not reports[rank].whole) and (text := self._mailbox.read(f"{why}-{rank}")) is not None:
                     reports[rank] = Report.from_json(text)
-            if all(rank in reports and reports[rank].whole for rank in ranks) or self._clock() > deadline:
+            open_ones = [rank for rank in ranks if rank not in reports or not reports[rank].whole]
+            if all(map(self._gone, open_ones)) or self._clock() > deadline:
                 return dict(sorted(reports.items()))
             time.sleep(self._pause)
 
@@ -283,9 +320,8 @@ class Watchdog(Progress):
         gone = {rank: Report.from_json(text) for rank in range(len(self._processes))
                 if rank not in reports and (text := self._mailbox.read(f"{FAILURE}-{rank}")) is not None}
         failed = {rank: report for rank, report in gone.items() if report.failure}
-        own = self._processes[self._rank]
-        states = {rank: Neighbour(stacks.process_state(process), stacks.notes_of(process)) for rank, process in enumerate(self._processes)
-                  if rank not in reports and process.host == own.host}
+        host = self._processes[self._rank].host
+        states = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if rank not in reports and process.host == host}
         return found_of({**reports, **failed}, self._processes, states)
 
     def _await(self, name: str, seconds: float) -> str | None:
@@ -307,39 +343,7 @@ class Watchdog(Progress):
         try:
             action()
         except Exception as error:  # noqa: BLE001  said, and the run ends all the same
-            _say(f"rank {self._rank}: {type(error).__name__}: {error}")
-
-
-def _bounded(action: Callable[[], T], seconds: float) -> T | None:
-    """What it gives, if that comes in time and does not fail."""
-    answers: list[T] = []
-
-    def work() -> None:
-        try:
-            answers.append(action())
-        except Exception as error:  # noqa: BLE001  said; who called goes on
-            _say(f"{type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=work, name="watchdog-work", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else None
-
-
-def _say(line: str) -> None:
-    """Not through ``sys.stderr``, whose lock another thread may hold."""
-    os.write(2, f"{line}\n".encode())
-
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, text, durable=False)
-
-
-def _append(file: Path, row: Mapping[str, object]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as rows:
-        rows.write(json.dumps(row) + "\n")
+            say(f"rank {self._rank}: {type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -355,11 +359,15 @@ def watchdog(plan: RunPlan, directory: RunDirectory, sink: Sink, alert: Callable
         open_part = recorder.doing[1] if recorder is not None else UNEXPLAINED
         return "" if open_part == UNEXPLAINED else open_part
 
-    notes = os.memfd_create("stacks", os.MFD_CLOEXEC)
+    notes, box = os.memfd_create("stacks", os.MFD_CLOEXEC), peers.LastCall()
+    processes = peers.everyone(ranks, notes, box.descriptor)
+    boxes = peers.hold_boxes(processes, rank)
+    if plan.world.device is Device.CPU:  # gloo's calls take much longer; NCCL's do not end a process
+        tell_each(box.note)
     store = peers.own_store() if plan.world.nodes > 1 else None
     trace = peers.nccl_trace if plan.world.device is Device.CUDA else None
-    watch = Watchdog(limit, rank=rank, processes=peers.everyone(ranks, notes), mailbox=Mailbox(directory.hang_folder(attempt), store),
-                     directory=directory, attempt=attempt, alert=alert, sink=sink, part=part, trace=trace)
+    watch = Watchdog(limit, rank=rank, processes=processes, mailbox=Mailbox(directory.hang_folder(attempt), store),
+                     directory=directory, attempt=attempt, alert=alert, sink=sink, part=part, boxes=boxes, trace=trace)
     watch.start()
     try:
         yield watch
@@ -368,4 +376,7 @@ def watchdog(plan: RunPlan, directory: RunDirectory, sink: Sink, alert: Callable
         raise
     finally:
         watch.stop()
-        os.close(notes)
+        tell_each(None)
+        box.close()
+        for descriptor in (notes, *boxes.values()):
+            os.close(descriptor)

@@ -47,7 +47,7 @@ def ledger_rows(steps: int, ranks: int, save_every: int) -> Iterator[dict[str, A
             parts["checkpoint"] = [9.0, 10.0, 11.0]
             wall += 10.0
         yield {"step": step, "ranks": ranks, "wall_seconds": wall, "parts": parts, "slowest_rank": 5 if step % 3 else step % ranks,
-               "slowest_busy_seconds": 1.9, "median_busy_seconds": 1.8, "unexplained_share": PARTS["unexplained"]}
+               "data_rank": 3, "slowest_busy_seconds": 1.9, "median_busy_seconds": 1.8, "unexplained_share": PARTS["unexplained"]}
 
 
 def system_rows(node: int, seconds: float, every: float, gpus: int) -> Iterator[dict[str, Any]]:

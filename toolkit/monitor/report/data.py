@@ -25,6 +25,7 @@ from toolkit.progress import Progress
 ALERTS = 200  # the newest, of each file
 NODE_POINTS = 2400  # of a figure, over all nodes together
 LEAST_NODE_POINTS = 60
+NODE_ROWS = 400_000  # samples of all nodes together that are read: a minute's work
 LOG_BYTES = 4000  # of the end of a log
 HANG_BYTES = 256_000  # of a report of a hang: all ranks' stacks
 
@@ -33,7 +34,7 @@ STEP_FIGURES = frozenset((
     "loss", "grad_norm", "lr", "tokens", "images", "step_seconds", "data_seconds", "tokens_per_second", "images_per_second",
     "samples_per_second", "tokens_per_second_per_gpu", "images_per_second_per_gpu", "model_tflops_per_gpu", "hardware_tflops_per_gpu",
     "mfu", "hfu", "elapsed_seconds", "eta_seconds", "gpu_hours", "cost", "loss_scale", "skipped", "gc_seconds",
-    "host_bytes", "device_bytes"))
+    "host_bytes", "device_bytes", "dropped_rows"))
 EPOCHS = "epochs/"
 
 
@@ -44,12 +45,14 @@ class Ledger:
         curves: ``wall_seconds``, and of each part ``NAME`` (the median rank's seconds), ``NAME min`` and ``NAME max``.
         ranks: that sent their times, at most.
         slowest: how often each rank was the slowest one.
+        starved: how often each rank waited longest for its samples.
         excess_seconds: that the slowest rank was busy beyond the median one, over all steps.
     """
 
     curves: Curves
     ranks: int
     slowest: Counter[int]
+    starved: Counter[int]
     excess_seconds: float
 
     @property
@@ -148,8 +151,8 @@ def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), no
         evals = _evals(files[1], advance)
         ledger = _ledger(files[2], advance)
         alerts = _alerts([files[3], *(path for one in (folder, *nodes) for path in sorted((one / "alerts").glob("node-*.jsonl")))], advance)
-        points = max(LEAST_NODE_POINTS, NODE_POINTS // max(1, len(system)))
-        measured = {number: read_node(path, advance, points) for number, path in sorted(system.items())}
+        points, rows = (max(LEAST_NODE_POINTS, limit // max(1, len(system))) for limit in (NODE_POINTS, NODE_ROWS))
+        measured = {number: read_node(path, advance, points=points, rows=rows) for number, path in sorted(system.items())}
     text = _text(folder / "config.yaml")
     return Run(
         folder=folder, read_at=now(), config_text=text, config=_yaml(text), plan=_object(folder / "plan.json"), status=_object(status_file),
@@ -193,21 +196,22 @@ def _evals(path: Path, advance: Advance) -> dict[str, Curves]:
 
 
 def _ledger(path: Path, advance: Advance) -> Ledger:
-    slowest: Counter[int] = Counter()
+    counters: dict[str, Counter[int]] = {"slowest_rank": Counter(), "data_rank": Counter()}
     excess, ranks = 0.0, 0
 
     def figures(row: Mapping[str, Any]) -> dict[str, float]:
         nonlocal excess, ranks
         if isinstance(row.get("ranks"), int):
             ranks = max(ranks, row["ranks"])
-        if isinstance(row.get("slowest_rank"), int):
-            slowest[row["slowest_rank"]] += 1
+        for key, counter in counters.items():
+            if isinstance(row.get(key), int):
+                counter[row[key]] += 1
         if is_number(row.get("slowest_busy_seconds")) and is_number(row.get("median_busy_seconds")):
             excess += row["slowest_busy_seconds"] - row["median_busy_seconds"]
         return ledger_figures(row)
 
     curves = curves_of(path, "step", figures, advance, width=width_in_steps)
-    return Ledger(curves, ranks, slowest, excess)
+    return Ledger(curves, ranks, counters["slowest_rank"], counters["data_rank"], excess)
 
 
 def _alerts(paths: Sequence[Path], advance: Advance) -> Alerts:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from toolkit.monitor.report.data import Run, section
 from toolkit.monitor.report.nodes import Node
@@ -12,7 +13,7 @@ from toolkit.monitor.report.training import COLOURS
 from toolkit.monitor.report.view import UNKNOWN, Chart, Folded, Format, Section, Series, Table, gigabytes, line, number, percent
 
 NODES = 6  # drawn one by one; of more, the range over all is drawn
-GPUS = 64  # rows of the table
+GPUS, ALL_GPUS = 16, 1024  # rows of the table, and of the folded one
 GAP = 6.0  # of usual distances between samples: the node was not sampled, so nothing is drawn
 
 # Figure of a node, title, label of the axis, how it is written, its factor (percents are shares here), and which of the nodes is the worst.
@@ -51,8 +52,11 @@ def hardware(run: Run) -> Section:
                      f"by nodes=FOLDER,... with the run's directories there.")
     if len(run.nodes) > NODES:
         intro.append(f"Lines are the median of {len(run.nodes)} nodes, bands reach from the lowest to the highest.")
+    every = max((node.every for node in run.nodes.values()), default=1)
+    if every > 1:
+        intro.append(f"There are so many samples that one in {every:,} was read.")
     charts = tuple(chart for shown in (*GPU_SHOWN, *HOST_SHOWN) for chart in _chart(run.nodes, shown))
-    tables = tuple(table for table in (_gpus(run.nodes), _environment(run)) if table is not None)
+    tables = (*_gpus(run.nodes), *_environment(run))
     return Section(id="hardware", title="Hardware", intro=tuple(intro), charts=charts, tables=tables, texts=tuple(_environments(run)))
 
 
@@ -74,31 +78,40 @@ def _chart(nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
 
 
 def _line(node: Node, figure: str, name: str, colour: str, factor: float) -> Series:
-    """With a gap where the node was not sampled: between attempts."""
+    """One node's, with a gap where it was not sampled: between attempts."""
     drawn = line(node.curves, figure, name, colour)
     assert drawn is not None
-    distances = [after - before for before, after in zip(drawn.x, drawn.x[1:], strict=False)]
-    limit = GAP * statistics.median(distances) if distances else 0.0
-    x: list[float] = []
-    kept: list[list[float | None]] = [[], [], []]
-    for place, values in zip(drawn.x, zip(drawn.mid, drawn.low or drawn.mid, drawn.high or drawn.mid, strict=True), strict=True):
-        if x and place - x[-1] > limit:
-            x.append((x[-1] + place) / 2)
+    banded = drawn.low is not None
+    x, (mid, low, high) = _with_gaps(drawn.x, (drawn.mid, drawn.low or drawn.mid, drawn.high or drawn.mid), factor)
+    return Series(name=name, colour=colour, x=x, mid=mid, low=low if banded else None, high=high if banded else None)
+
+
+def _with_gaps(x: Sequence[float], parts: Sequence[Sequence[float | None]], factor: float) -> tuple[list[float], list[list[float | None]]]:
+    """A point without values where distances are ``GAP`` times the usual one; the values times ``factor``."""
+    limit = GAP * _usual(x)
+    at: list[float] = []
+    kept: list[list[float | None]] = [[] for _ in parts]
+    for index, place in enumerate(x):
+        if at and place - at[-1] > limit:
+            at.append((at[-1] + place) / 2)
             for into in kept:
                 into.append(None)
-        x.append(place)
-        for into, value in zip(kept, values, strict=True):
+        at.append(place)
+        for into, part in zip(kept, parts, strict=True):
+            value = part[index]
             into.append(None if value is None else value * factor)
-    banded = drawn.low is not None
-    return Series(name=name, colour=colour, x=x, mid=kept[0], low=kept[1] if banded else None, high=kept[2] if banded else None)
+    return at, kept
+
+
+def _usual(x: Sequence[float]) -> float:
+    """The distance between neighbours."""
+    return statistics.median([after - before for before, after in pairwise(x)] or [1.0])
 
 
 def _range(nodes: dict[int, Node], figure: str, factor: float) -> Series:
     """Over nodes, in common buckets of time: their clocks and samples are not in step."""
     begin = min(node.curves.x[0] for node in nodes.values())
-    end = max(node.curves.x[-1] for node in nodes.values())
-    buckets = max(1, min(len(node.curves.x) for node in nodes.values()))
-    width = max((end - begin) / buckets, 1e-3)
+    width = max(_usual(node.curves.x) for node in nodes.values())
     held: dict[int, list[tuple[float, float, float]]] = {}
     for node in nodes.values():
         curve: Curve = node.curves.curves[figure]
@@ -106,18 +119,16 @@ def _range(nodes: dict[int, Node], figure: str, factor: float) -> Series:
             if low is not None and mid is not None and high is not None:
                 held.setdefault(int((x - begin) / width), []).append((low, mid, high))
     order = sorted(held)
-    return Series(
-        name="median node, and the range of all", colour="blue", x=[begin + (bucket + 0.5) * width for bucket in order],
-        mid=[statistics.median(mid for _, mid, _ in held[bucket]) * factor for bucket in order],
-        low=[min(low for low, _, _ in held[bucket]) * factor for bucket in order],
-        high=[max(high for _, _, high in held[bucket]) * factor for bucket in order])
+    places, (lows, mids, highs) = _with_gaps([begin + (bucket + 0.5) * width for bucket in order], (
+        [min(low for low, _, _ in held[bucket]) for bucket in order],
+        [statistics.median(mid for _, mid, _ in held[bucket]) for bucket in order],
+        [max(high for _, _, high in held[bucket]) for bucket in order]), factor)
+    return Series(name="median node, and the range of all", colour="blue", x=places, mid=mids, low=lows, high=highs)
 
 
-def _gpus(nodes: dict[int, Node]) -> Table | None:
-    """Those that look worst first: by time with lowered clocks, then by utilisation."""
+def _gpus(nodes: dict[int, Node]) -> Iterator[Table]:
+    """Those that look worst, by time with lowered clocks, then by utilisation; and folded all of them."""
     every = [(name, node, gpu) for name, node in nodes.items() for gpu in node.gpus]
-    if not every:
-        return None
 
     def badness(one: tuple[int, Node, int]) -> tuple[float, float]:
         held = one[1].gpus[one[2]]
@@ -125,13 +136,18 @@ def _gpus(nodes: dict[int, Node]) -> Table | None:
 
     kinds = sorted({name for node in nodes.values() for name in node.names.values()})
     rows = tuple((f"node {name}, GPU {gpu}", *_gpu(node.gpus[gpu], node.throttled.get(gpu, {})))
-                 for name, node, gpu in sorted(every, key=badness)[:GPUS])
-    return Table(
-        caption=f"GPUs{': ' * bool(kinds)}{', '.join(kinds)}", align="nrrrrrrrlrr", rows=rows,
-        head=("GPU", "utilisation", "tensor cores", "most memory", "hottest", "power", "clock", "throttled", "clock lowered by (samples)",
-              "ECC", "XID"),
-        note="Utilisation, tensor cores, power, clock (of its maximum) and time throttled are means over all samples. ECC: uncorrected "
-             "errors. XID: errors that the driver told." + (f" The {GPUS} of {len(every):,} that look worst." * (len(every) > GPUS)))
+                 for name, node, gpu in sorted(every, key=badness)[:ALL_GPUS])
+    head = ("GPU", "utilisation", "tensor cores", "most memory", "hottest", "power", "clock", "throttled", "clock lowered by (samples)",
+            "ECC", "XID")
+    note = ("Utilisation, tensor cores, power, clock (of its maximum) and time throttled are means over all samples. ECC: uncorrected "
+            "errors. XID: errors that the driver told.")
+    few = len(rows) <= GPUS
+    title = ": ".join(("GPUs" if few else f"The {GPUS} GPUs that look worst", *filter(None, [", ".join(kinds)])))
+    if rows:
+        yield Table(caption=title, align="nrrrrrrrlrr", head=head, rows=rows[:GPUS], note=note)
+    if not few:
+        title = f"{len(rows):,} of {len(every):,} GPUs, the worst first"
+        yield Table(caption=title, align="nrrrrrrrlrr", head=head, rows=rows, folded=True)
 
 
 def _gpu(held: Mapping[str, Total], reasons: Mapping[str, int]) -> tuple[str, ...]:
@@ -159,13 +175,13 @@ def _percents(value: float | None) -> str:
     return percent(None if value is None else value / 100)
 
 
-def _environment(run: Run) -> Table | None:
+def _environment(run: Run) -> Iterator[Table]:
     """Of the newest attempt that wrote it: single values."""
     for attempt in reversed(run.attempts):
         rows = tuple((key, str(value)) for key, value in _flat(attempt.environment) if value not in (None, ""))
         if rows:
-            return Table(caption=f"Environment of attempt {attempt.number}", head=("what", "value"), align="ll", rows=rows)
-    return None
+            yield Table(caption=f"Environment of attempt {attempt.number}", head=("what", "value"), align="nl", rows=rows)
+            return
 
 
 def _environments(run: Run) -> Iterator[Folded]:

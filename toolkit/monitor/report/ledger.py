@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
 from toolkit.monitor.parts import (
     BACKWARD,
     BUBBLE,
@@ -23,7 +27,9 @@ COLOURS = {FORWARD: "sky", BACKWARD: "blue", OPTIMIZER: "green", DATA: "orange",
            EVALUATION: "teal", LOGGING: "grey", UNEXPLAINED: "pale"}
 AXES_COLOURS = ("pink", "rose", "violet", "ink")
 FIRST = (*USEFUL, TRANSFER)  # from below: what is useful; then what is not, the largest first; last what is not known
+STARVING = 0.01  # of all time: less is not worth asking whose it is
 RANKS = 8  # the most often slowest ones that are named
+STACKED = 150  # points of the shares: of less, a save now and then is seen as stripes instead of its share
 
 
 def ledger(run: Run) -> Section:
@@ -39,7 +45,7 @@ def ledger(run: Run) -> Section:
         f"the save that followed it are its own.",
         "Each part is that of the median rank. Ranks differ, in a pipeline by their stage, so the parts need not add up to the step.")
     return Section(id="ledger", title="Where the time goes", intro=intro, charts=(_stack(run, parts), _walls(run)),
-                   tables=(_table(held, parts), *_slowest(held)))
+                   tables=(_table(held, parts), *_ranks(held)))
 
 
 def colours(parts: list[str]) -> dict[str, str]:
@@ -52,12 +58,15 @@ def _stack(run: Run, parts: list[str]) -> Chart:
     curves = run.ledger.curves.curves
     order = [part for part in FIRST if part in parts] + [part for part in parts if part not in (*FIRST, UNEXPLAINED)]
     order += [UNEXPLAINED] * (UNEXPLAINED in parts)
-    sums = {part: [value or 0.0 for value in curves[part].sum] for part in order}
+    points = len(run.ledger.curves.x)
+    edges = [number * points // min(points, STACKED) for number in range(min(points, STACKED) + 1)]
+    x = [run.ledger.curves.x[first] for first in edges[:-1]]
+    sums = {part: [sum(value or 0.0 for value in curves[part].sum[first:end]) for first, end in pairwise(edges)] for part in order}
     whole = [sum(values) for values in zip(*sums.values(), strict=True)]
     paint = colours(parts)
     said = ", ".join(f"{part} {percent(run.ledger.share(part))}" for part in parts)
     series = tuple(
-        Series(name=part, colour=paint[part], x=run.ledger.curves.x,
+        Series(name=part, colour=paint[part], x=x,
                mid=[value / of_all if of_all else 0.0 for value, of_all in zip(values, whole, strict=True)])
         for part, values in sums.items())
     return Chart(id="ledger-shares", title="Shares of the steps' time", series=series, y_label="share of the time", y_format=Format.PERCENT,
@@ -90,15 +99,21 @@ def _table(held: Ledger, parts: list[str]) -> Table:
              "its axes; what overlaps with computing takes no time here.")
 
 
-def _slowest(held: Ledger) -> tuple[Table, ...]:
-    """Who is the longest busy, if there is anybody to compare with."""
-    total = sum(held.slowest.values())
-    if not total or held.ranks < 2:
-        return ()
-    rows = tuple((f"rank {rank}", f"{count:,}", percent(count / total)) for rank, count in held.slowest.most_common(RANKS))
-    return (Table(
-        caption="The slowest rank", head=("rank", "steps in which it was the slowest", "share"), align="lrr", rows=rows,
-        note=f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
-             f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they "
-             f"hold."),)
+def _ranks(held: Ledger) -> Iterator[Table]:
+    """Who is the longest busy, and who waits for samples, if there is anybody to compare with."""
+    if held.ranks < 2:
+        return
+    if held.slowest:
+        yield _who("The slowest rank", held.slowest, (
+            f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
+            f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they "
+            f"hold."))
+    if held.starved and held.share(DATA) >= STARVING:
+        yield _who("The rank that waited longest for its samples", held.starved, "One rank alone: its own disk, network or processors.")
+
+
+def _who(caption: str, counts: Counter[int], note: str) -> Table:
+    total = sum(counts.values())
+    rows = tuple((f"rank {rank}", f"{count:,}", percent(count / total)) for rank, count in counts.most_common(RANKS))
+    return Table(caption=caption, head=("rank", "steps", "share"), align="lrr", rows=rows, note=note)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.monitor.report.reduce import Curves, Total
-from toolkit.monitor.report.rows import Advance, curves_of, is_number, width_in_time
+from toolkit.monitor.report.rows import Advance, about_rows, curves_of, is_number, width_in_time
 
 _SINGLE = re.compile(r"(gpu|rank)/(\d+)/(\w+)")
 # Figures of single GPUs that the page shows: a node has hundreds.
@@ -27,6 +28,7 @@ class Node:
         gpus: by GPU and figure, over all samples.
         names: the kind of each GPU.
         throttled: by GPU, how many samples had each of the reasons for lowered clocks.
+        every: one sample of so many was read.
         rank_bytes: the most private memory that each rank had.
     """
 
@@ -35,10 +37,16 @@ class Node:
     names: dict[int, str]
     throttled: dict[int, Counter[str]]
     rank_bytes: dict[int, float]
+    every: int
 
 
-def read_node(path: Path, advance: Advance, points: int) -> Node:
-    """``points``: of a curve. Medians are not kept: a cluster has many nodes."""
+def read_node(path: Path, advance: Advance, *, points: int, rows: int) -> Node:
+    """
+    Args:
+        points: of a curve. Medians are not kept: a cluster has many nodes.
+        rows: that are read, about, of however many there are. What a GPU counts (errors) may change in a row that is not.
+    """
+    every = max(1, math.ceil(about_rows(path, "time") / rows))
     gpus: dict[int, dict[str, Total]] = defaultdict(lambda: defaultdict(lambda: Total(keep=0)))
     names: dict[int, str] = {}
     throttled: dict[int, Counter[str]] = defaultdict(Counter)
@@ -65,8 +73,8 @@ def read_node(path: Path, advance: Advance, points: int) -> Node:
                 kept[name] = value
         return kept
 
-    curves = curves_of(path, "time", figures, advance, width=width_in_time, points=points, keep=0)
-    return Node(curves, {gpu: dict(held) for gpu, held in gpus.items()}, names, dict(throttled), dict(rank_bytes))
+    curves = curves_of(path, "time", figures, advance, width=width_in_time, points=points, keep=0, every=every)
+    return Node(curves, {gpu: dict(held) for gpu, held in gpus.items()}, names, dict(throttled), dict(rank_bytes), every)
 
 
 def number_of(path: Path) -> int:

@@ -177,7 +177,7 @@
       if (this.chart.stacked) return [0, Math.max(1e-6, most(middle, 0)) > 0.97 ? 1 : most(middle, 1e-6)];
       let low = least(middle, Infinity), high = most(middle, -Infinity);
       // Bands are seen as far as they do not flatten the line; where they go on, they are cut at the edge.
-      const span = high - low || Math.abs(high) * 0.1 || 1;
+      const span = Math.max(high - low, Math.abs(high) / 2) || 1;
       [low, high] = [Math.max(least(around, low), low - 1.5 * span), Math.min(most(around, high), high + 1.5 * span)];
       if (this.logarithmic) return [low > 0 ? low / 1.05 : least(middle, Infinity) / 1.05, high * 1.05];
       if (this.chart.fromZero) low = Math.min(0, low);

@@ -28,12 +28,13 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def curves_of(path: Path, place: str, figures: Callable[[Mapping[str, Any]], Mapping[str, float]], advance: Advance, *,
-              width: Callable[[Path, str, int], float], points: int = POINTS, keep: int = SAMPLE) -> Curves:
-    """A file's figures over ``place``, the key that orders its rows, in about ``points`` buckets; empty where there is none."""
+              width: Callable[[Path, str, int], float], points: int = POINTS, keep: int = SAMPLE, every: int = 1) -> Curves:
+    """A file's figures over ``place``, the key that orders its rows, in about ``points`` buckets; empty where there is none. ``every``: see
+    ``read_rows``."""
     first = next(placed(path, place), None)
     if first is None:
         return EMPTY
-    rows = ((row[place], figures(row)) for row in placed(path, place, advance))
+    rows = ((row[place], figures(row)) for row in placed(path, place, advance, every))
     return reduce(rows, first[place], width(path, place, points), keep)
 
 
@@ -47,21 +48,32 @@ def width_in_steps(path: Path, place: str, points: int) -> float:
 
 def width_in_time(path: Path, place: str, points: int) -> float:
     """Of the buckets of samples that come at regular times. A run may lie for days between two attempts, and that takes no buckets: so it
-    is not asked how long all of it took, but how many rows there are, by the file's size, and how far apart the first ones are."""
+    is not asked how long all of it took, but how many rows there are, and how far apart the first ones are."""
+    times, rows = _head(path, place)
+    interval = statistics.median([after - before for before, after in pairwise(times)] or [1.0])
+    return max(interval, LEAST_SECONDS) * max(0.5, math.ceil(rows / points))
+
+
+def about_rows(path: Path, place: str) -> float:
+    """How many rows a file has, by its size and its first ones'."""
+    return _head(path, place)[1]
+
+
+def _head(path: Path, place: str) -> tuple[list[float], float]:
+    """The places of the first rows, and how many there may be in all."""
     read = 0.0
 
     def count(characters: float) -> None:
         nonlocal read
         read += characters
 
-    times = [row[place] for row in islice(placed(path, place, count), HEAD)]
-    interval = statistics.median([after - before for before, after in pairwise(times)] or [1.0])
-    return max(interval, LEAST_SECONDS) * max(0.5, math.ceil(path.stat().st_size / read * len(times) / points))
+    places = [row[place] for row in islice(placed(path, place, count), HEAD)]
+    return places, path.stat().st_size / read * len(places) if places else 0.0
 
 
-def placed(path: Path, place: str, advance: Advance = nothing) -> Iterator[dict[str, Any]]:
+def placed(path: Path, place: str, advance: Advance = nothing, every: int = 1) -> Iterator[dict[str, Any]]:
     """The rows that have ``place``."""
-    return (row for row in read_rows(path, advance) if is_number(row.get(place)) and math.isfinite(row[place]))
+    return (row for row in read_rows(path, advance, every) if is_number(row.get(place)) and math.isfinite(row[place]))
 
 
 @contextmanager

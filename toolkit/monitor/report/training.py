@@ -16,7 +16,10 @@ COLOURS = ("blue", "orange", "green", "pink", "red", "violet", "teal", "brown", 
 def training(run: Run) -> Section:
     if not run.steps.rows:
         return Section(id="training", title="Training", intro=("No step is done yet, so there is no curve.",))
-    return Section(id="training", title="Training", intro=(_resolution(run.steps),), charts=tuple(_charts(run)))
+    intro = [_resolution(run.steps)]
+    if dropped := run.steps.total("dropped_rows").sum:
+        intro.append(f"{dropped:,.0f} more rows were dropped: the file system could not take them in time.")
+    return Section(id="training", title="Training", intro=tuple(intro), charts=tuple(_charts(run)))
 
 
 def _resolution(curves: Curves) -> str:

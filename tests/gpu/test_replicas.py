@@ -1,0 +1,62 @@
+"""Hashes on a GPU: equal to those of a CPU, at the speed of reading, and nobody waits for them.
+
+    pytest tests/gpu/test_replicas.py -m gpu
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from toolkit.cluster.machine import this_machine
+from toolkit.engine.hashing import hashes
+from toolkit.plan.devices import find
+from toolkit.testing.dist import RankPool
+from toolkit.train.replicas import _Pending
+
+pytestmark = pytest.mark.gpu
+
+GIB = 2**30
+
+
+def both(rank: int, ranks: int) -> tuple[list[int], list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in ((3,), (1000, 7), (4096, 513))
+               for dtype in (torch.float32, torch.bfloat16)]
+    gpu = torch.device("cuda", 0)
+    return hashes(tensors, torch.device("cpu")).tolist(), hashes([tensor.to(gpu) for tensor in tensors], gpu).tolist()
+
+
+def timed(rank: int, ranks: int) -> tuple[float, float, float]:
+    """Seconds of the device for 4 GiB in 64 tensors, of the host to ask for it, and of the host to have the answer."""
+    gpu = torch.device("cuda", 0)
+    tensors = [torch.ones(2**25, dtype=torch.bfloat16, device=gpu) for _ in range(64)]
+    _Pending(hashes(tensors, gpu)).wait()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began = time.perf_counter()
+    start.record()
+    pending = _Pending(hashes(tensors, gpu))
+    end.record()
+    asked = time.perf_counter() - began
+    pending.wait()
+    answered = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3, asked, answered
+
+
+def test_a_gpu_has_the_same_hashes(gpu: RankPool) -> None:
+    (answers,) = gpu.run(both)
+    assert answers[0] == answers[1]
+
+
+def test_hashing_is_reading(gpu: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+    ((device, asked, answered),) = gpu.run(timed)
+    with capsys.disabled():
+        print(f"hashing takes {device / 4 * 1e3:.2f} ms a GiB, of the host {asked * 1e3:.1f} ms to ask for 64 tensors")
+    assert answered >= asked
+    known = find(this_machine().gpus[0].product)
+    if known is not None:
+        assert device < 4 * (4 * GIB / known.bandwidth) + 64 * 50e-6
