@@ -3,6 +3,7 @@
     deepspeed --num_gpus 2 launch/train.py +exp=quickstart train.steps=20 zero=stage3
     torchrun --nproc_per_node 2 launch/train.py +exp=quickstart
     python launch/train.py +exp=quickstart cluster.cpu_ranks=2
+    python launch/train.py --frozen=RUN_DIR/jobs/001/config.yaml       a whole configuration, composed before: jobs start so
     python launch/train.py --help
 
 Exit code: 0 done, 2 a mistake in configuration or input, 75 stopped by a signal after saving, else a failure. Launchers change

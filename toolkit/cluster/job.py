@@ -27,6 +27,7 @@ from toolkit.plan.types import Device, RunPlan, World
 
 FROZEN = "--frozen="  # launch/train.py takes a whole configuration from a file
 CONFIG_FILE = "config.yaml"
+RECORD_FILE = "job.json"  # once it was handed over: submission.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.cluster.environment import Launch, check_startable, detect_world
+from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world
+from toolkit.cluster.job import FROZEN
 from toolkit.cluster.machine import Machine
+from toolkit.config.schema import RunConfig, Where
+from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.files import write_whole
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rundir import RunDirectory
@@ -54,19 +57,51 @@ def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[S
     Raises:
         UserError: whatever is wrong with the configuration; then nothing has been written.
     """
-    from toolkit.config.compose import compose, to_yaml
+    from toolkit.config.compose import to_yaml
     from toolkit.plan import make_plan
     from toolkit.plan.present import to_json
-    from toolkit.plan.pretrained import resolve
     from toolkit.plan.target import check_target
 
-    config = resolve(compose(overrides))
+    config = configuration(overrides, launch)
     check_startable(config.cluster, launch, machine)
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
     check_target(plan.config.model)
     directory = RunDirectory(plan.run_dir)
     attempt = directory.begin(plan.config, to_json(plan))
     return Start(to_yaml(plan.config), plan.world, attempt), plan, directory
+
+
+def configuration(words: Sequence[str], launch: Launch) -> RunConfig:
+    """What ``words`` describe, with the sizes of ``model.pretrained``; or, as it stands, what ``--frozen=FILE`` holds.
+
+    A frozen configuration was composed where its job was submitted, or is an earlier attempt's ``config.yaml``: nothing of it is
+    looked up again, so it means the same on every node and at every start.
+
+    Raises:
+        UserError: a mistake in the words or the file; or the run is meant for other machines, and nobody has started it there.
+    """
+    from toolkit.config.compose import compose, from_yaml
+    from toolkit.plan.pretrained import resolve
+
+    frozen = [word for word in words if word.startswith(FROZEN)]
+    if not frozen:
+        config = resolve(compose(words))
+        where = config.cluster.where
+        if where is not Where.local and launch.launcher is Launcher.NONE:
+            raise ConfigError(Problem("cluster", f"cluster={where.value}", "launch/train.py trains where it is started",
+                                      "hand it over: python launch/submit.py with the same words; dry_run=true shows what would be submitted"))
+        return config
+    if len(words) > 1:
+        others = " ".join(word for word in words if word != frozen[0])
+        raise ConfigError(Problem("--frozen", f"{frozen[0]} {others}", "a frozen configuration is whole: nothing is composed with it",
+                                  f"leave out {others}, or leave out --frozen and write the words that the run began with"))
+    path = Path(frozen[0].removeprefix(FROZEN))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(Problem("--frozen", frozen[0], f"the file can be read ({error.strerror if isinstance(error, OSError) else error})",
+                                 "give the config.yaml of a job (RUN_DIR/jobs/NNN) or of an attempt; every node needs it")) from None
+    return from_yaml(text)
 
 
 def announce(plan: RunPlan, attempt: int) -> None:

@@ -1,0 +1,74 @@
+"""Hand a run over to where it shall be carried out, as one job; or show exactly what would be handed over.
+
+    python launch/submit.py cluster=slurm cluster.nodes=4 cluster.gpus_per_node=8 +exp=gpt2_125m
+    python launch/submit.py cluster=slurm cluster.gpus_per_node=8 cluster.slurm.partition=h100 +exp=gpt2_125m dry_run=true
+    python launch/submit.py cluster=kubernetes cluster.gpus_per_node=8 cluster.kubernetes.image=IMAGE +exp=gpt2_125m
+    python launch/submit.py +exp=quickstart            this machine, in the background
+    python launch/submit.py --help
+
+The words are those of launch/train.py. The run is composed and planned here, and every mistake is told before anything is written.
+Exit code: 0 handed over, or shown; 2 a mistake, or the cluster did not take it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.errors import ConfigError, ExitCode, Problem, UserError
+
+DRY_RUN = "dry_run"
+TRAIN = Path(__file__).resolve().with_name("train.py")
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not {"--help", "-h"}.isdisjoint(arguments):
+        from toolkit.config.help import show_help
+
+        return show_help(arguments, above=__doc__ or "")
+    try:
+        words, dry_run = read(arguments)
+        hand_over(words, dry_run=dry_run)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USER
+    return ExitCode.DONE
+
+
+def read(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """The words of the run, and whether only to show. Raises ConfigError."""
+    values = [word.partition("=")[2] for word in arguments if word.partition("=")[0] == DRY_RUN]
+    for value in values:
+        if value.lower() not in ("true", "false"):
+            raise ConfigError(Problem(DRY_RUN, f"{DRY_RUN}={value}", f"{DRY_RUN} is true or false", f"write {DRY_RUN}=true"))
+    return [word for word in arguments if word.partition("=")[0] != DRY_RUN], bool(values) and values[-1].lower() == "true"
+
+
+def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
+    """Raises UserError: nothing was handed over."""
+    from toolkit.cluster import backends, submission
+    from toolkit.cluster.job import make_job, plan_job
+    from toolkit.config.compose import compose
+    from toolkit.plan.target import check_target
+
+    plan = plan_job(compose(words))
+    check_target(plan.config.model)
+    for warning in plan.warnings:
+        print(f"{warning.severity}: {warning}", file=sys.stderr)
+    job = make_job(plan, TRAIN)
+    backend = backends.of(job.config.cluster.where)
+    if dry_run:
+        for name, text in backend.render(job).items():
+            print(f"# ---- {job.folder / name}\n{text.rstrip()}\n")
+        print(f"# ---- then\n{shlex.join(backend.argv(job))}")
+        return
+    job, id = submission.submit(job)
+    print(f"{id.where.value} {id.id}: run {job.run_dir}, job {job.number}, {job.world.ranks} ranks on {job.world.nodes} node"
+          f"{'s' * (job.world.nodes > 1)}")
+    print(f"its files and what it prints: {job.folder}; how the run fares: {Path(job.run_dir) / 'status.json'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,192 @@
+"""What becomes of a Slurm job whose tasks have ended: it is done, it goes on in the same job, or it is given up.
+
+    python -m toolkit.cluster.requeue RUN_DIR/jobs/001 --asked=TERM --code=1       (the last line of the batch script)
+
+Decided by the run's status.json and its newest checkpoint, and by what was decided before: ``RUN_DIR/jobs/001/ends.jsonl``, one line
+an end. Slurm itself starts a job again that lost a node or was preempted without a word; then no line is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from toolkit.cluster.job import CONFIG_FILE, RECORD_FILE
+from toolkit.config.schema import RunConfig
+from toolkit.errors import ExitCode
+from toolkit.rundir import RunDirectory, RunState
+
+ENDS_FILE = "ends.jsonl"
+SCONTROL_SECONDS = 120.0
+
+
+class Asked(StrEnum):
+    """By which signal the batch script was asked to end."""
+
+    NONE = "none"
+    TERM = "TERM"  # Slurm: the time limit, or a preemption
+    INT = "INT"  # a person: cancel() of cluster/backends/slurm.py
+
+
+class Next(StrEnum):
+    END = "end"
+    AGAIN = "again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """When the job was submitted, or at its last end."""
+
+    attempt: int = 0  # the newest; 0: none
+    checkpoint: str | None = None  # name of the newest complete one
+    fruitless: int = 0  # failures in a row that left no newer checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What there is after the tasks have ended.
+
+    Attributes:
+        state: of the newest attempt; None: there is no status.
+        code: how srun ended.
+    """
+
+    asked: Asked
+    code: int
+    attempt: int
+    state: RunState | None
+    reason: str | None
+    checkpoint: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    next: Next
+    code: ExitCode  # of the job, if this is its end
+    why: str
+    fruitless: int = 0
+
+
+def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Decision:
+    """
+    Args:
+        restarts: ``cluster.restarts``: so many failures in a row without a newer checkpoint are answered by another start.
+        requeue: ``cluster.slurm.requeue``.
+    """
+    def again(why: str, fruitless: int = 0) -> Decision:
+        return Decision(next=Next.AGAIN, code=ExitCode.STOPPED, why=why, fruitless=fruitless)
+
+    def end(code: ExitCode, why: str) -> Decision:
+        return Decision(next=Next.END, code=code, why=why)
+
+    if ended.attempt <= before.attempt and ended.state is not RunState.DONE:
+        # What refused it before it could write into the run's directory would refuse it again.
+        if ended.asked is Asked.TERM and requeue:
+            return again("stopped before an attempt began")
+        code = ExitCode.STOPPED if ended.asked is not Asked.NONE else ExitCode.USER if ended.code == ExitCode.USER else ExitCode.FAILURE
+        return end(code, "no attempt was begun: what is said above is the reason")
+    if ended.state is RunState.DONE:
+        return end(ExitCode.DONE, "done")
+    if ended.state is RunState.REFUSED:
+        return end(ExitCode.USER, f"refused, which another start would not change: {ended.reason}")
+    if ended.asked is Asked.INT:
+        return end(ExitCode.STOPPED if ended.state is RunState.STOPPED else ExitCode.FAILURE, f"stopped by a person: {ended.reason}")
+    if ended.state is RunState.STOPPED:
+        if ended.reason is not None and ended.reason.startswith("SIGINT") and ended.asked is Asked.NONE:
+            return end(ExitCode.STOPPED, "stopped by a person (SIGINT), so it is not started again")
+        return again(f"stopped ({ended.reason}), saved as {ended.checkpoint}") if requeue else \
+            end(ExitCode.STOPPED, f"stopped ({ended.reason}), and cluster.slurm.requeue=false")
+    what = f"failed: {ended.reason}" if ended.state is RunState.FAILED else "ended without a word (killed, or a lost node)"
+    if not requeue:
+        return end(ExitCode.FAILURE, f"{what}; cluster.slurm.requeue=false")
+    if ended.checkpoint is not None and ended.checkpoint != before.checkpoint:
+        return again(f"{what}; goes on from {ended.checkpoint}")
+    fruitless = before.fruitless + 1
+    if fruitless <= restarts:
+        return again(f"{what}; no newer checkpoint, start {fruitless} of cluster.restarts={restarts}", fruitless)
+    return end(ExitCode.FAILURE, f"{what}; {fruitless} times in a row without a newer checkpoint (cluster.restarts={restarts})")
+
+
+def at_submission(run_dir: Path) -> Before:
+    return Before(attempt=max(RunDirectory(run_dir).attempts(), default=0), checkpoint=newest(run_dir))
+
+
+def newest(run_dir: Path) -> str | None:
+    """Name of the run's newest complete checkpoint."""
+    folder = RunDirectory(run_dir).checkpoints
+    return max((path.parent.name for path in folder.glob("*/manifest.json") if not path.parent.name.startswith(".")), default=None)
+
+
+def read_before(folder: Path) -> Before:
+    """Of the job's last end, or of its submission; of the run's beginning where neither was recorded."""
+    file = folder / ENDS_FILE
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    if lines:
+        last = json.loads(lines[-1])
+        return Before(attempt=last["attempt"], checkpoint=last["checkpoint"], fruitless=last["fruitless"])
+    file = folder / RECORD_FILE
+    return Before(**json.loads(file.read_text(encoding="utf-8"))["before"]) if file.exists() else Before()
+
+
+def look(run_dir: Path, asked: Asked, code: int) -> Ended:
+    directory = RunDirectory(run_dir)
+    status = directory.status()
+    return Ended(asked=asked, code=code, attempt=max(directory.attempts(), default=0), state=status.state if status else None,
+                 reason=status.reason if status else None, checkpoint=newest(run_dir))
+
+
+def record(folder: Path, ended: Ended, decision: Decision) -> None:
+    line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asdict(ended), **asdict(decision), "code": ended.code}
+    with (folder / ENDS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def put_back(job: str) -> None:
+    """``scontrol requeue``, unless somebody has cancelled the job meanwhile: Slurm would put back a cancelled job, too."""
+    shown = _scontrol("--oneliner", "show", "job", job)
+    if "JobState=CANCELLED" in shown.stdout:
+        print(f"job {job} was cancelled: it stays so", flush=True)
+        return
+    done = _scontrol("requeue", job)
+    if done.returncode:
+        print(f"job {job} could not be put back into the queue: {done.stderr.strip()}", file=sys.stderr, flush=True)
+    else:
+        print(f"job {job} is put back into the queue", flush=True)
+
+
+def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
+
+
+def main(arguments: Sequence[str]) -> int:
+    from toolkit.config.compose import from_yaml
+
+    parser = argparse.ArgumentParser(prog="python -m toolkit.cluster.requeue")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--asked", type=Asked, required=True)
+    parser.add_argument("--code", type=int, required=True)
+    given = parser.parse_args(arguments)
+    config: RunConfig = from_yaml((given.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    assert config.run.dir is not None, "a frozen configuration has its directory"
+    ended = look(Path(config.run.dir), given.asked, given.code)
+    decision = decide(read_before(given.folder), ended, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue)
+    record(given.folder, ended, decision)
+    job = os.environ["SLURM_JOB_ID"]
+    print(f"job {job}: {decision.why}", flush=True)
+    if decision.next is Next.AGAIN:
+        put_back(job)
+    return decision.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

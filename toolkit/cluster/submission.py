@@ -1,0 +1,80 @@
+"""Handing a job over: its folder is taken, its files are written, the backend gets it, and what it is called there is recorded.
+
+    <run.dir>/jobs/001/{config.yaml, the backend's own files, job.json}
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from toolkit.cluster import backends
+from toolkit.cluster.job import RECORD_FILE, Job, JobId, JobState, numbers, take_folder, write_files
+from toolkit.cluster.requeue import Before, at_submission
+from toolkit.config.schema import Where
+from toolkit.errors import ConfigError, Problem
+from toolkit.files import write_whole
+from toolkit.rundir import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """``job.json``: what was handed over, and what there was of the run before."""
+
+    id: JobId
+    name: str
+    submitted: str  # local time with its offset
+    before: Before
+
+
+def submit(job: Job) -> tuple[Job, JobId]:
+    """Hand ``job`` over; it may get a higher number than it had.
+
+    Raises:
+        ConfigError: an earlier job of the run waits or runs still, or the backend cannot carry it out; then nothing is written.
+        InputError: the backend does not take it; its folder stays, with what was to be submitted.
+    """
+    backend = backends.of(job.config.cluster.where)
+    backend.render(job)  # refused before a folder is taken
+    check_alone(Path(job.run_dir))
+    RunDirectory(job.run_dir).check(job.config)
+    before = at_submission(Path(job.run_dir))
+    job = take_folder(job)
+    write_files(job, backend.render(job))
+    id = backend.submit(job)
+    record = Record(id, job.name, time.strftime("%Y-%m-%dT%H:%M:%S%z"), before)
+    write_whole(job.folder / RECORD_FILE, json.dumps(asdict(record), indent=1) + "\n")
+    return job, id
+
+
+def read_record(folder: Path) -> Record | None:
+    """None where the job has not been handed over, or is being so just now."""
+    file = folder / RECORD_FILE
+    if not file.exists():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return Record(JobId(Where(found["id"]["where"]), found["id"]["id"]), found["name"], found["submitted"], Before(**found["before"]))
+
+
+def last_job(run_dir: Path) -> tuple[int, Record] | None:
+    """Of the jobs of a run that were handed over, the newest: its number and record."""
+    for number in reversed(numbers(run_dir)):
+        record = read_record(run_dir / "jobs" / f"{number:03d}")
+        if record is not None:
+            return number, record
+    return None
+
+
+def check_alone(run_dir: Path) -> None:
+    """Two jobs of one run would wait for each other's directory. Raises ConfigError."""
+    last = last_job(run_dir)
+    if last is None:
+        return
+    number, record = last
+    state = backends.of(record.id.where).state(record.id)
+    if state is not JobState.ENDED:
+        known = f"{record.id.where.value} {record.id.id}"
+        raise ConfigError(Problem("run.dir", f"run.dir={run_dir}, whose job {number} ({known}) is {state.value}", "a run has one job at a time",
+                                  "wait for it, cancel it, or give this run its own run.name or run.dir"))
