@@ -89,7 +89,7 @@ def configuration(words: Sequence[str], launch: Launch) -> RunConfig:
         where = config.cluster.where
         if where is not Where.local and launch.launcher is Launcher.NONE:
             raise ConfigError(Problem("cluster", f"cluster={where.value}", "launch/train.py trains where it is started",
-                                      "hand it over: python launch/submit.py with the same words; dry_run=true shows what would be submitted"))
+                                      "hand it over: python launch/submit.py with the same words (dry_run=true only shows it)"))
         return config
     if len(words) > 1:
         others = " ".join(word for word in words if word != frozen[0])

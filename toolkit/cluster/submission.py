@@ -76,5 +76,5 @@ def check_alone(run_dir: Path) -> None:
     state = backends.of(record.id.where).state(record.id)
     if state is not JobState.ENDED:
         known = f"{record.id.where.value} {record.id.id}"
-        raise ConfigError(Problem("run.dir", f"run.dir={run_dir}, whose job {number} ({known}) is {state.value}", "a run has one job at a time",
-                                  "wait for it, cancel it, or give this run its own run.name or run.dir"))
+        raise ConfigError(Problem("run.dir", f"run.dir={run_dir}, whose job {number} ({known}) is {state.value}",
+                                  "a run has one job at a time", "wait for it, cancel it, or give this run its own run.name or run.dir"))

@@ -28,6 +28,8 @@ class Root:
     short: tuple[tuple[str, str], ...] = ()
 
 
-RUN = Root(RunConfig, "config", "run_schema", groups=None, open=("engine.deepspeed", "engine.megatron", "model.arguments", "data.sources"))
+RUN = Root(RunConfig, "config", "run_schema", groups=None, open=(
+    "engine.deepspeed", "engine.megatron", "model.arguments", "data.sources", "cluster.slurm.options",
+    *(f"cluster.kubernetes.{name}" for name in ("rdma", "secrets", "volumes", "node_selector"))))
 PREPARE = Root(PrepareConfig, "prepare", "prepare_schema", groups=())
 RESHARD = Root(ReshardConfig, "reshard", "reshard_schema", groups=("model",), short=(("target", "target.path"),))
