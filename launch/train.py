@@ -4,6 +4,7 @@
     torchrun --nproc_per_node 2 launch/train.py +exp=quickstart
     python launch/train.py +exp=quickstart cluster.cpu_ranks=2
     python launch/train.py --frozen=RUN_DIR/jobs/001/config.yaml       a whole configuration, composed before: jobs start so
+    python launch/train.py -m +exp=quickstart zero=stage1,stage2 train.micro_batch=2,4      a sweep: every combination is a run
     python launch/train.py --help
 
 Exit code: 0 done, 2 a mistake in configuration or input, 75 stopped by a signal after saving, else a failure. Launchers change
@@ -42,7 +43,12 @@ def main(arguments: Sequence[str]) -> int:
         launch, overrides = read_launch(os.environ, arguments)
         ending.launch, stop.abort = launch, ending.abort
         stop.install(launchers(launch))
-        ending.code = take_part(launch, overrides, ending, stop)
+        if {"-m", "--multirun"}.isdisjoint(overrides):
+            ending.code = take_part(launch, overrides, ending, stop)
+        else:
+            from toolkit.cluster.sweep.run import sweep
+
+            ending.code = sweep(overrides, launch, stop, sys.argv[0])
     stop.close()
     return ending.code
 

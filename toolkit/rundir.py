@@ -5,7 +5,7 @@
     alerts.jsonl alerts/node-N.jsonl           as they came; of other nodes than the first
     system/node-N.jsonl                        as they came, of each node
     checkpoints/ plots/
-    attempts/001/{config.yaml,plan.json,environment.json,log.txt}, and metric rows and checkpoints of steps that a later attempt ran again
+    attempts/001/{config.yaml,plan.json,environment.json,log.txt,times.json,saves.jsonl}, and metric rows and checkpoints of steps that a later attempt ran again
     attempts/001/{hang.txt,hang/}              of one that ended for want of progress
     fork.json                                  the parent, in a run that began from another one's state
     lock                                       held while a process runs here
@@ -22,11 +22,12 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from toolkit.attempts import Attempt, Times, end_times, goodput, read_attempt, write_times
 from toolkit.config.schema import RunConfig
 from toolkit.errors import CheckpointError, ConfigError, InputError, Problem
 from toolkit.files import write_whole
@@ -36,7 +37,7 @@ class RunState(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     DONE = "done"
-    STOPPED = "stopped"  # by a signal, after saving
+    STOPPED = "stopped"  # by a signal or a notice, after saving; where time was too short for that, the reason says what is lost
     FAILED = "failed"
     REFUSED = "refused"  # a mistake in configuration or input, found after the folder was opened
 
@@ -47,7 +48,8 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The truth of a run: launchers change exit codes, this file does not. ``exit_code`` is None while it runs."""
+    """The truth of a run: launchers change exit codes, this file does not. ``exit_code`` is None while it runs. ``goodput`` is of the
+    whole run until now, as ``toolkit/attempts.py`` describes it, and says nothing of how the run stands."""
 
     state: RunState
     attempt: int
@@ -55,6 +57,7 @@ class Status:
     step: int | None = None  # optimizer steps done
     checkpoint: str | None = None  # the newest complete one
     reason: str | None = None
+    goodput: Mapping[str, Any] | None = field(default=None, compare=False)
 
 
 class SourceKind(StrEnum):
@@ -190,11 +193,12 @@ class RunDirectory:
         if source.kind is SourceKind.RESUME and source.path is not None:
             check_same_run(config, source.path)
 
-    def begin(self, config: RunConfig, plan: Mapping[str, Any]) -> int:
-        """Take the folder for this process and open the next attempt, whose number is returned.
+    def begin(self, config: RunConfig, plan: Mapping[str, Any], *, began: float | None = None) -> int:
+        """Take the folder for this process, unless it has it, and open the next attempt, whose number is returned.
 
         Args:
             plan: what ``plan.json`` shall hold.
+            began: when the process was started that does it, in seconds since 1970. None: now.
 
         Raises:
             UserError: see :meth:`check`; or another live process runs here.
@@ -203,7 +207,8 @@ class RunDirectory:
 
         self.check(config)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
+        if self._lock is None:
+            self._take_lock()
         attempt = max(self.attempts(), default=0) + 1
         yaml, plan_json = to_yaml(config), json.dumps(plan, indent=1) + "\n"
         folder = self.attempt_folder(attempt)
@@ -214,8 +219,18 @@ class RunDirectory:
         if config.run.fork is not None and not self._fork_file.exists():
             parent = str(Path(config.run.fork).expanduser().absolute())
             write_whole(self._fork_file, json.dumps({"parent": parent, "attempt": attempt}) + "\n")
+        now = time.time()
+        write_times(folder, Times(began=min(began or now, now), seen=now))
         self.write_status(Status(state=RunState.STARTING, attempt=attempt))
         return attempt
+
+    def continued(self, config: RunConfig) -> RunConfig:
+        """``config`` for a start that nobody typed, since an attempt of the same command has ended: what that one got to is continued.
+        A ``resume`` that is a path, or never, was meant for the first attempt, which has gone there as soon as it got to train."""
+        newest = max(self.attempts(), default=None)
+        before = read_attempt(self.attempt_folder(newest)) if newest is not None else None
+        went = self._any_checkpoint() is not None if config.resume == "never" else before is not None and before.times.first is not None
+        return replace(config, resume="auto") if went else config
 
     @property
     def lock_descriptor(self) -> int:
@@ -249,7 +264,25 @@ class RunDirectory:
         if last is not None and last.attempt == attempt and not last.state.live and not anew:
             return
         step, checkpoint = (last.step, last.checkpoint) if last is not None and last.attempt == attempt else (None, None)
-        self.write_status(Status(state=state, attempt=attempt, exit_code=exit_code, step=step, checkpoint=checkpoint, reason=reason))
+        end_times(self.attempt_folder(attempt), time.time(), anew=anew)
+        total = goodput(self.tried(), kept=None if state is RunState.DONE else self.saved_step() or 0)
+        self.write_status(Status(state=state, attempt=attempt, exit_code=exit_code, step=step, checkpoint=checkpoint, reason=reason,
+                                 goodput=total.to_json() if total is not None else None))
+
+    def tried(self, before: int | None = None) -> list[Attempt]:
+        """What is known of the attempts' time, in their order; of those that left nothing to read, nothing.
+
+        Args:
+            before: only attempts before this one.
+        """
+        numbers = (number for number in self.attempts() if before is None or number < before)
+        return [attempt for number in numbers if (attempt := read_attempt(self.attempt_folder(number))) is not None]
+
+    def saved_step(self) -> int | None:
+        """Of the newest checkpoint of this run's own folder; None if there is none."""
+        newest = self._any_checkpoint()
+        digits = newest.name.removeprefix("step-") if newest is not None else ""
+        return int(digits) if digits.isdigit() else None
 
     # ---- what is run again
 
@@ -309,20 +342,30 @@ class RunDirectory:
     # ---- one process at a time
 
     def _take_lock(self) -> None:
-        """The kernel frees the lock with its last holder, however that one dies; pid and host are for people."""
-        path = self.path / "lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        owner = _read_owner(path)
-        if not _locked(descriptor, owner):
-            os.close(descriptor)
+        descriptor, owner = lock_file(self.path / "lock")
+        if descriptor is None:
             who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
             remedy = f"wait for it or stop it (kill {owner['pid']})" if owner else "wait for it or stop it"
             raise ConfigError(Problem("run.dir", f"run.dir={self.path}, where {who} is running", "one run at a time uses a directory",
                                       f"{remedy}, or give this run its own run.name or run.dir"))
-        record = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, record.encode(), 0)
         self._lock = descriptor
+
+
+def lock_file(path: Path) -> tuple[int | None, dict[str, Any] | None]:
+    """Take the lock ``path`` for this process: the open file, which holds it; or None and its owner {pid, host, since}, if known.
+
+    The kernel frees the lock with its last holder, however that one dies; a child that inherits the open file is one. pid and host are
+    for people, and for file systems without locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    owner = _read_owner(path)
+    if not _locked(descriptor, owner):
+        os.close(descriptor)
+        return None, owner
+    record = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, record.encode(), 0)
+    return descriptor, None
 
 
 def _read_owner(path: Path) -> dict[str, Any] | None:

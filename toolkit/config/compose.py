@@ -22,8 +22,9 @@ from toolkit.config import keys, search
 from toolkit.config.overrides import Words, read, schema, unknown_key, wrong_value
 from toolkit.config.prepare import PrepareConfig
 from toolkit.config.reshard import ReshardConfig, check_together
-from toolkit.config.roots import PREPARE, RESHARD, RUN, Root
+from toolkit.config.roots import PREPARE, RESHARD, RUN, SWEEP, Root
 from toolkit.config.schema import RunConfig
+from toolkit.config.sweep import SweepConfig, SweepSection
 from toolkit.errors import ConfigError, Problem
 
 
@@ -52,6 +53,13 @@ def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
     assert isinstance(config, ReshardConfig)
     check_together(config, words.overrides)
     return config
+
+
+def compose_sweep(overrides: Sequence[str]) -> SweepSection:
+    """The words ``sweep.*`` of a sweep."""
+    config = _typed(_composed(read(overrides, SWEEP), SWEEP), SWEEP)
+    assert isinstance(config, SweepConfig)
+    return config.sweep
 
 
 def to_yaml(config: RunConfig) -> str:

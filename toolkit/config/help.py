@@ -19,7 +19,7 @@ import yaml
 from toolkit.config import keys, search
 from toolkit.config.compose import compose
 from toolkit.config.overrides import EXPERIMENT, unknown_key
-from toolkit.config.roots import RUN, Root
+from toolkit.config.roots import RUN, SWEEP, Root
 from toolkit.errors import ConfigError, ExitCode
 
 INTRODUCTION = """\
@@ -30,6 +30,7 @@ START
   deepspeed --num_gpus 2 launch/train.py +exp=quickstart          DeepSpeed's launcher (two ranks, also without a GPU)
   torchrun --nproc_per_node 2 launch/train.py +exp=quickstart     torch's launcher
   python launch/train.py +exp=quickstart cluster.cpu_ranks=2      no launcher: this process starts the ranks
+  python launch/train.py -m +exp=quickstart zero=stage1,stage2    a sweep: every combination of values is a run of its own
   python launch/plan.py +exp=quickstart cluster.nodes=8 cluster.gpus_per_node=8 cluster.gpu=h100
                                                                   what would run there: layout, settings, bytes; starts nothing
 WORDS
@@ -68,7 +69,8 @@ def help_text(words: Sequence[str] = (), root: Root = RUN) -> str:
         parts = [INTRODUCTION, _experiments(folders)] if root.groups is None else []
         if groups:
             parts += ["GROUPS (the default is marked *)", *(_group(folders, name, root) for name in _ordered(groups, root))]
-        return "\n".join(part for part in [*parts, *all_keys] if part)
+        of_sweeps = ["KEYS OF A SWEEP (with -m)", _section("sweep", SWEEP)] if root is RUN else []
+        return "\n".join(part for part in [*parts, *all_keys, *of_sweeps] if part)
     return "\n".join(_topic(topic, folders, groups, root) for topic in topics)
 
 
@@ -80,6 +82,8 @@ def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: Roo
         parts.append(_group(folders, topic, root))
     if topic in keys.sections(root):
         parts += [_section(name, root) for name in keys.sections(root) if name == topic or name.startswith(topic + ".")]
+    elif topic == "sweep" and root is RUN:
+        parts.append(_section(topic, SWEEP))
     elif topic in keys.table(root):
         parts.append("\n".join(_key(topic, root)))
     if not parts:

@@ -42,7 +42,7 @@ def read(arguments: Sequence[str], root: Root = RUN) -> Words:
     Raises:
         ConfigError: with a problem for each word that cannot be meant.
     """
-    plain, own, problems = _options(arguments)
+    plain, own, problems = options(arguments)
     words = Words(search.folders(own))
     checker = _Checker(words.search, root)
     for typed in plain:
@@ -50,7 +50,7 @@ def read(arguments: Sequence[str], root: Root = RUN) -> Words:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            problems.append(checker.unreadable(text, error))
+            problems.append(unreadable(text, error, words.search if EXPERIMENT in checker.groups else ()))
             continue
         found = list(checker.check(override))
         problems += found
@@ -71,7 +71,7 @@ def _long(text: str, root: Root) -> str:
     return f"{dict(root.short).get(name, name)}={value}" if equals else text
 
 
-def _options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Problem]]:
+def options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Problem]]:
     """Arguments without the options that begin with a dash; the user's own folder; problems."""
     plain: list[str] = []
     problems: list[Problem] = []
@@ -87,8 +87,8 @@ def _options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Pro
                 problems.append(Problem(name, argument, "--config-dir is followed by a folder", "write --config-dir=FOLDER"))
             own = Path(folder).expanduser().absolute() if folder else own
         elif name in MULTIRUN:
-            problems.append(Problem(argument, argument, "sweeps over several values are not available yet",
-                                    "start one run a value, from a loop in the shell"))
+            problems.append(Problem(argument, argument, "a sweep is what python launch/train.py -m starts",
+                                    "leave it out, or write python launch/train.py -m with the same words"))
         else:
             problems.append(Problem(argument, argument, "an option is --help or --config-dir=FOLDER; everything else is KEY=VALUE",
                                     "leave it out; launch/plan.py with the same words shows what would run"))
@@ -126,29 +126,19 @@ class _Checker:
         self.root = root
         self.groups = search.groups(folders) if root.groups is None else root.groups
 
-    def unreadable(self, text: str, error: HydraException) -> Problem:
-        if "=" not in text and EXPERIMENT in self.groups and text in search.options(self.folders, EXPERIMENT):
-            return Problem(text, text, "an experiment is added with +exp=", f"write +exp={text}")
-        name = text.partition("=")[0]
-        if "=" not in text:
-            return Problem(name, text, "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME", f"write {text}=VALUE; --help lists the keys")
-        why = str(error).splitlines()[0].strip()
-        if re.search(r"\s[\w.+~]+=", text):
-            return Problem(name, text, "each KEY=VALUE is a word of its own", f"write {text} without quotes around it")
-        return Problem(name, text, f"a value with blanks, quotes, brackets or commas is quoted ({why})",
-                       f"write '{name}=\"...\"', the outer quotes for the shell")
-
     def check(self, override: Override) -> Iterator[Problem]:
         name, text = override.key_or_group, override.input_line or ""
         if not name:
             yield Problem(text, text, "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME", "write the key before the =")
         elif override.is_sweep_override():
             value = text.partition("=")[2]
-            yield Problem(name, text, "sweeps over several values are not available yet",
-                          f"give one value; a list is written {name}=[{value}], and text with commas in quotes")
+            yield Problem(name, text, "several values make a sweep, which starts with -m",
+                          f"write python launch/train.py -m, or one value; a list is written {name}=[{value}], text with commas in quotes")
         elif override.package is not None:
             yield Problem(name, text, "a group's place cannot be changed", f"write {text.replace('@' + override.package, '')}")
-        elif name == "hydra" or name.startswith("hydra."):
+        elif name.startswith("sweep.") and self.root is RUN:
+            yield Problem(name, text, "the keys of a sweep go with -m", f"write python launch/train.py -m {text}, or leave it out")
+        elif name == "hydra" or name.startswith(("hydra.", "hydra/")):
             yield Problem(name, text, "Hydra only composes here; it makes no folders and no logs",
                           "write run.dir=FOLDER for where a run goes, or --config-dir=FOLDER for your own files")
         elif name in self.groups:
@@ -196,6 +186,20 @@ class _Checker:
         except OmegaConfBaseException as error:
             full_key = getattr(error, "full_key", None) or name
             yield wrong_value(full_key if full_key in keys.table(self.root) else name, text, self.root)
+
+
+def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -> Problem:
+    """``text`` is no KEY=VALUE; ``folders`` are where experiments are looked for, if there are any."""
+    if "=" not in text and text in search.options(folders, EXPERIMENT):
+        return Problem(text, text, "an experiment is added with +exp=", f"write +exp={text}")
+    name = text.partition("=")[0]
+    if "=" not in text:
+        return Problem(name, text, "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME", f"write {text}=VALUE; --help lists the keys")
+    why = str(error).splitlines()[0].strip()
+    if re.search(r"\s[\w.+~]+=", text):
+        return Problem(name, text, "each KEY=VALUE is a word of its own", f"write {text} without quotes around it")
+    return Problem(name, text, f"a value with blanks, quotes, brackets or commas is quoted ({why})",
+                   f"write '{name}=\"...\"', the outer quotes for the shell")
 
 
 def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: Root = RUN) -> Problem:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from toolkit.config.prepare import PrepareConfig
 from toolkit.config.reshard import ReshardConfig
 from toolkit.config.schema import RunConfig
+from toolkit.config.sweep import SweepConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +34,4 @@ RUN = Root(RunConfig, "config", "run_schema", groups=None, open=(
     *(f"cluster.kubernetes.{name}" for name in ("rdma", "secrets", "volumes", "node_selector"))))
 PREPARE = Root(PrepareConfig, "prepare", "prepare_schema", groups=())
 RESHARD = Root(ReshardConfig, "reshard", "reshard_schema", groups=("model",), short=(("target", "target.path"),))
+SWEEP = Root(SweepConfig, "sweep", "sweep_schema", groups=())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from signal import SIGTERM
 
 from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
@@ -23,15 +23,17 @@ def argv(job: Job) -> list[str]:
     return [sys.executable, "-u", *job.command()]
 
 
-def start(job: Job, environ: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
+def start(job: Job, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """The job as a process of its own session, which this one may outlive or not; what it prints is added to ``output.txt``.
 
     Args:
         environ: a sweep gives each point its own CUDA_VISIBLE_DEVICES.
+        keep: file descriptors that the process inherits: a sweep's locks, which last as long as it does.
     """
     with (job.folder / OUTPUT).open("ab") as output:
         return subprocess.Popen(
-            argv(job), env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            argv(job), env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            pass_fds=tuple(keep))
 
 
 def submit(job: Job) -> JobId:

@@ -1,0 +1,146 @@
+"""Points: composed and planned before anything is queued, so that what cannot run is known, with its reason, at once."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from toolkit.cluster.environment import Launch, check_startable
+from toolkit.cluster.job import plan_job
+from toolkit.cluster.machine import Machine
+from toolkit.config.multirun import OWN, SweepWords, quoted
+from toolkit.config.schema import Where
+from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError
+from toolkit.plan.devices import memory_bytes
+from toolkit.plan.types import Device, RunPlan
+
+GB = 1e9
+NAME = 60  # letters of a point's name before the digits: a folder that can be read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """
+    Attributes:
+        name: of its folder in the sweep's, the same whenever and by whomever the point is made.
+        words: ``compose(words)`` is its configuration: as a user would type them, with the run directory and the group.
+        swept: those of the words in which points differ.
+        plan: None where it is refused.
+        problems: why it is refused.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    swept: tuple[str, ...]
+    plan: RunPlan | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return " ".join(self.swept) or self.name
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is refused, on one line."""
+        errors = [problem for problem in self.problems if problem.severity is Severity.ERROR]
+        return "; ".join(f"{problem.seen}: {problem.rule}" for problem in errors) or None
+
+
+def make_points(batch: Sequence[Sequence[str]], words: SweepWords, folder: Path, machine: Machine) -> list[Point]:
+    """One point for each combination of words; the same combination twice is one point.
+
+    Raises:
+        ConfigError: a word that no point can mean, such as an unknown key: that is a slip and no point to be left out.
+    """
+    unplanned = {point.name: point for point in (_named(combination, words, folder) for combination in batch)}
+    _check_words(list(unplanned.values()))
+    return [_planned(point, machine) for point in unplanned.values()]
+
+
+def name_of(swept: Sequence[str]) -> str:
+    """``zero-stage1-tensor-2-1f2e3d4c``: the last parts of the keys, the values, and eight digits that tell any two points apart."""
+    digits = hashlib.sha256("\0".join(sorted(swept)).encode()).hexdigest()[:8]
+    parts = (f"{re.split('[./]', key.lstrip('+~'))[-1]}-{value}" for key, _, value in (word.partition("=") for word in swept))
+    text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")[:NAME].rstrip("-.")
+    return f"{text}-{digits}" if text else f"point-{digits}"
+
+
+def _named(combination: Sequence[str], words: SweepWords, folder: Path) -> Point:
+    swept = words.swept(combination)
+    name = name_of(swept)
+    own = [f"{OWN[0]}={quoted(folder / name)}"]
+    if not any(word.partition("=")[0] == OWN[1] for word in combination):
+        own.append(f"{OWN[1]}={quoted(folder.name)}")
+    return Point(name=name, words=(*words.options, *combination, *own), swept=swept)
+
+
+def _check_words(points: Sequence[Point]) -> None:
+    from toolkit.config.overrides import read
+
+    found: dict[str, Problem] = {}
+    for point in points:
+        try:
+            read(point.words)
+        except ConfigError as error:
+            found |= {str(problem): problem for problem in error.problems}
+    if found:
+        raise ConfigError(*found.values())
+
+
+def _planned(point: Point, machine: Machine) -> Point:
+    from toolkit.config.compose import compose
+    from toolkit.plan.target import check_target
+
+    try:
+        config = compose(point.words)
+        here = config.cluster.where is Where.local
+        seen = share(machine, config.cluster.gpus_per_node) if here else machine
+        if here:
+            check_startable(config.cluster, Launch(), seen)
+        plan = plan_job(config, seen)
+        check_target(plan.config.model)
+    except UserError as error:
+        return replace(point, problems=error.problems)
+    crowded = too_large(plan)
+    return replace(point, problems=(crowded,)) if crowded is not None else replace(point, plan=plan, problems=plan.warnings)
+
+
+def share(machine: Machine, gpus: int | None) -> Machine:
+    """What a point sees of this machine: as many GPUs as it asks for, of those here."""
+    return replace(machine, gpus=machine.gpus[:gpus]) if gpus else machine
+
+
+def too_large(plan: RunPlan) -> Problem | None:
+    """A point that would start and then run out of memory. ``launch/train.py`` only warns of that: activations are an estimate."""
+    memory = plan.memory
+    if memory is None:
+        return None
+    if plan.world.device is Device.CUDA:
+        have = memory_bytes(plan.world)
+        if have is not None and memory.device_total > have:
+            return Problem("train.micro_batch", f"{memory.device_total / GB:.1f} GB a rank with activations and buffers",
+                           f"it does not fit: {plan.world.gpu or 'the device'} has {have / GB:.1f} GB",
+                           "write a smaller train.micro_batch, or train.activation_checkpointing=true, or a higher zero stage")
+        return None
+    have, needed = plan.world.host_memory_bytes, host_bytes(plan)
+    if have is not None and needed > have:
+        return Problem("cluster.cpu_ranks", f"{needed / GB:.1f} GB on a node of {plan.world.ranks_per_node} ranks",
+                       f"it does not fit: the node has {have / GB:.1f} GB", "write fewer cluster.cpu_ranks, or a smaller model or micro-batch")
+    return None
+
+
+def host_bytes(plan: RunPlan) -> int:
+    """Of a node, that its ranks are planned to use. 0 where that is unknown: model.target."""
+    if plan.memory is None:
+        return 0
+    each = plan.memory.host + (plan.memory.device_total if plan.world.device is Device.CPU else 0)
+    return each * min(plan.world.ranks, plan.world.ranks_per_node)
+
+
+def all_refused(points: Sequence[Point]) -> PlanError:
+    """Nothing is left to run: each reason once."""
+    problems = {str(problem): problem for point in points for problem in point.problems}
+    return PlanError(*problems.values())

@@ -1,0 +1,183 @@
+"""What is kept of a sweep: ``sweep.json``, and who is at which point.
+
+    sweeps/quickstart-1f2e3d4c/
+        sweep.json results.csv sweep.png          of all points, best first
+        claims/                                   a lock a point, held by whoever starts it and by its process
+        zero-stage1-tensor-2-5a6b7c8d/            a run directory a point; its status.json is the truth of it
+
+Several processes may carry out one sweep. Each reads and writes ``sweep.json`` under a lock; what it says of a point is a note for
+people and for the table: whether a point is done is asked of its ``status.json``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from toolkit.cluster.sweep.points import Point
+from toolkit.config.schema import RunConfig
+from toolkit.config.sweep import SweepSection
+from toolkit.errors import ConfigError, Problem
+from toolkit.files import write_whole
+from toolkit.rundir import RunDirectory, RunState, lock_file
+
+FORMAT_VERSION = 1
+
+
+class PointState(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"  # or waiting in the queue of a cluster
+    DONE = "done"
+    STOPPED = "stopped"  # after saving: the same command goes on with it
+    FAILED = "failed"
+    REFUSED = "refused"  # by its plan, before anything was queued, or when it started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A point in ``sweep.json``. ``number`` is what points are compared by; ``ended`` is Unix time, of its last end."""
+
+    name: str
+    swept: list[str]
+    words: list[str]
+    run_dir: str
+    state: PointState
+    reason: str | None = None
+    number: float | None = None
+    step: int | None = None
+    attempt: int | None = None
+    ended: float | None = None
+
+
+class Record:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._claims = folder / "claims"
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "sweep.json"
+
+    # ---- sweep.json
+
+    def check(self, id: str, words: Sequence[str]) -> None:
+        """Refuse the folder of another sweep. Raises ConfigError."""
+        found = self._read()
+        if found is not None and found["id"] != id:
+            raise ConfigError(Problem("sweep.dir", f"sweep.dir={self.folder}, which holds the sweep: {' '.join(found['words'])}",
+                                      "a folder belongs to one sweep", "leave out sweep.dir, or write another one"))
+
+    def begin(self, id: str, words: Sequence[str], options: SweepSection) -> None:
+        self._claims.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            rows = (self._read() or {"points": []})["points"]
+            self._write({"format_version": FORMAT_VERSION, "id": id, "words": list(words), "metric": options.metric,
+                         "maximize": options.maximize, "points": rows})
+
+    def rows(self) -> list[Row]:
+        """In the order in which points were made."""
+        return [Row(**{**row, "state": PointState(row["state"])}) for row in (self._read() or {"points": []})["points"]]
+
+    def note(self, *rows: Row) -> None:
+        """These points are as ``rows`` say; the others stay."""
+        with self._locked():
+            found = self._read()
+            assert found is not None, "begin() comes first"
+            known = {row["name"]: row for row in found["points"]}
+            known |= {row.name: asdict(row) for row in rows}
+            self._write({**found, "points": list(known.values())})
+
+    def _read(self) -> dict[str, Any] | None:
+        return json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else None
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        write_whole(self.file, json.dumps(content, indent=1) + "\n", durable=False)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        file = os.open(self._claims / "sweep", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    # ---- who is at which point
+
+    def claim(self, name: str) -> int | None:
+        """The open file that holds the point for this process and for those that inherit it; None: another one has it.
+
+        Nobody has to clean up: the kernel takes the claim from a process that dies.
+        """
+        return lock_file(self._claims / f"{name}.lock")[0]
+
+
+# -- how a point is
+
+
+def row_of(point: Point, folder: Path, state: PointState, reason: str | None = None, **more: Any) -> Row:
+    return Row(name=point.name, swept=list(point.swept), words=list(point.words), run_dir=str(folder / point.name), state=state,
+               reason=reason, **more)
+
+
+def result(point: Point, folder: Path, metric: str | None, silent: str | None = None) -> Row:
+    """How a point whose process has ended is, from its own files.
+
+    Args:
+        silent: why there is no word of it, where its process left none.
+    """
+    assert point.plan is not None, "it was started"
+    directory = RunDirectory(folder / point.name)
+    status = directory.status()
+    if status is None:
+        return row_of(point, folder, PointState.FAILED, silent or "it has not begun")
+    ends = {RunState.DONE: PointState.DONE, RunState.STOPPED: PointState.STOPPED, RunState.REFUSED: PointState.REFUSED}
+    state = ends.get(status.state, PointState.FAILED)
+    reason = status.reason or (silent or "it ended without a word" if status.state.live else None)
+    number = number_of(directory, point.plan.config, metric) if state is PointState.DONE else None
+    if state is PointState.DONE and number is None:
+        reason = f"no {metric or 'loss'} in its eval.jsonl or metrics.jsonl: it is not compared"
+    return row_of(point, folder, state, reason, number=number, step=status.step, attempt=status.attempt, ended=time.time())
+
+
+def is_done(point: Point, folder: Path) -> bool:
+    """By its own word, and as far as it shall go: a run that was done may be asked for more steps, in a sweep with a folder of its own."""
+    status = RunDirectory(folder / point.name).status()
+    assert point.plan is not None
+    return status is not None and status.state is RunState.DONE and (status.step or 0) >= point.plan.config.train.steps
+
+
+def number_of(directory: RunDirectory, config: RunConfig, metric: str | None) -> float | None:
+    """What the point is compared by; None where it is not there or not finite."""
+    evaluated = [row for row in _rows(directory.eval_file) if "loss" in row]
+    steps = list(_rows(directory.metrics_file))
+    name = metric or (config.eval.sets[0] if config.eval.every and config.eval.sets else None)
+    losses = [row["loss"] for row in (evaluated if name is not None else steps) if (name is None or row["set"] == name) and "loss" in row]
+    if losses:
+        found = losses[-1]
+    else:
+        values = [row[name] for row in steps[min(1, len(steps) - 1) :] if row.get(name) is not None] if name is not None else []
+        found = statistics.median(values) if values else None
+    return found if isinstance(found, int | float) and abs(found) < float("inf") else None
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Whole rows. The last line may have been torn."""
+    if not file.exists():
+        return
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row

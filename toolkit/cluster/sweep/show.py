@@ -1,0 +1,85 @@
+"""A sweep shown, best first: a table for the terminal, results.csv for programs, a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.cluster.sweep.record import PointState, Row
+from toolkit.files import write_whole
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+ORDER = (PointState.DONE, PointState.RUNNING, PointState.STOPPED, PointState.WAITING, PointState.FAILED, PointState.REFUSED)
+STYLES = {PointState.DONE: "green", PointState.FAILED: "red", PointState.REFUSED: "yellow"}
+BARS = 40  # of the picture; worse points are in the table
+REASON = 200  # characters of a reason in the table; all of it is in sweep.json and results.csv
+
+
+def ranked(rows: Sequence[Row], maximize: bool) -> list[Row]:
+    """Best first; then what has no number, by how far it is."""
+    def key(row: Row) -> tuple[int, int, float]:
+        number = row.number
+        return ORDER.index(row.state), number is None, 0.0 if number is None else -number if maximize else number
+
+    return sorted(rows, key=key)
+
+
+def table(rows: Sequence[Row], metric: str, maximize: bool) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(title_justify="left")
+    shown.add_column("", justify="right")
+    shown.add_column("point", overflow="fold")
+    shown.add_column(metric, justify="right")
+    shown.add_column("step", justify="right")
+    shown.add_column("state")
+    shown.add_column("why", overflow="fold")
+    for place, row in enumerate(ranked(rows, maximize), 1):
+        done = row.number is not None
+        shown.add_row(str(place) if done else "", Text(" ".join(row.swept) or row.name), f"{row.number:.6g}" if done else "",
+                      "" if row.step is None else str(row.step), Text(row.state.value, style=STYLES.get(row.state, "")),
+                      Text(" ".join((row.reason or "").split())[:REASON]))
+    return shown
+
+
+def write_csv(file: Path, rows: Sequence[Row], metric: str, maximize: bool) -> None:
+    """A column for each key in which points differ."""
+    keys = list(dict.fromkeys(word.partition("=")[0] for row in rows for word in row.swept))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["point", *keys, metric, "state", "step", "run_dir", "reason"])
+    for row in ranked(rows, maximize):
+        values = dict(word.split("=", 1) for word in row.swept)
+        writer.writerow([row.name, *(values.get(key, "") for key in keys), "" if row.number is None else repr(row.number), row.state.value,
+                         "" if row.step is None else row.step, row.run_dir, row.reason or ""])
+    write_whole(file, text.getvalue(), durable=False)
+
+
+def plot(file: Path, title: str, rows: Sequence[Row], metric: str, maximize: bool) -> Path | None:
+    """A bar a point, best on top. None where fewer than two have a number: there is nothing to compare."""
+    best = [row for row in ranked(rows, maximize) if row.number is not None][:BARS]
+    if len(best) < 2:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    numbers = [row.number for row in best if row.number is not None]
+    figure = Figure(figsize=(9, 1.5 + 0.3 * len(best)), layout="constrained")
+    axes = figure.add_subplot()
+    # Dots, not bars from zero: losses of a sweep lie close together.
+    axes.hlines(range(len(best)), min(numbers), numbers, color="C0", alpha=0.4)
+    axes.plot(numbers, range(len(best)), "o", color="C0")
+    axes.set_yticks(range(len(best)), [" ".join(row.swept) or row.name for row in best])
+    axes.invert_yaxis()
+    axes.set(xlabel=metric, title=f"{title}: {'largest' if maximize else 'smallest'} first")
+    axes.grid(alpha=0.3)
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    write_whole(file, picture.getvalue(), durable=False)
+    return file
