@@ -9,6 +9,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from toolkit.cluster import backends
 from toolkit.cluster.job import RECORD_FILE, Job, JobId, JobState, numbers, take_folder, write_files
@@ -45,8 +46,12 @@ def submit(job: Job) -> tuple[Job, JobId]:
     write_files(job, backend.render(job))
     id = backend.submit(job)
     record = Record(id, job.name, time.strftime("%Y-%m-%dT%H:%M:%S%z"), before)
-    write_whole(job.folder / RECORD_FILE, json.dumps(asdict(record), indent=1) + "\n")
+    write_whole(job.folder / RECORD_FILE, json.dumps(_to_json(record), indent=1) + "\n")
     return job, id
+
+
+def _to_json(record: Record) -> dict[str, Any]:
+    return {**asdict(record), "id": {"where": record.id.where.value, "id": record.id.id}}
 
 
 def read_record(folder: Path) -> Record | None:

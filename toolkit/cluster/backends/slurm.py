@@ -90,23 +90,35 @@ def script(job: Job, python: str = sys.executable) -> str:
             f"--wait={cluster.grace_seconds + END_SECONDS}"]
     if slurm.cpus_per_task is not None:
         srun.append(f"--cpus-per-task={slurm.cpus_per_task}")
-    several = job.world.nodes > 1
+    nodes = job.world.nodes
     parts = [
         "#!/bin/bash",
-        f"# {job.name}, job {job.number}: one distributed training, a task on each of {job.world.nodes} nodes. Made by launch/submit.py.",
-        *(["", "# cluster.slurm.setup", *slurm.setup] if slurm.setup else []),
+        f"# {job.name}, job {job.number}: one distributed training, one task a node ({nodes}). Made by launch/submit.py.",
         "",
+        _ASKED,
+        *(["# cluster.slurm.setup", *slurm.setup, ""] if slurm.setup else []),
         "set -uo pipefail",
         f"python={shlex.quote(python)}",
         f"folder={shlex.quote(str(job.folder))}",
         f"train=({_words(job.command())})",
         f"srun=({_words(srun)})",
-        *([_SEVERAL.format(nodes=job.world.nodes, ranks=job.world.ranks_per_node, first=FIRST_PORT, ports=PORTS,
-                           restarts=cluster.restarts, leave=cluster.grace_seconds + END_SECONDS // 2)] if several else [_ONE]),
-        _BODY,
+        _ONE if nodes == 1 else _SEVERAL.format(nodes=nodes, ranks=job.world.ranks_per_node, first=FIRST_PORT, ports=PORTS,
+                                                restarts=cluster.restarts, leave=cluster.grace_seconds + END_SECONDS // 2),
+        _RUN,
     ]
     return "\n".join(parts)
 
+
+_ASKED = """\
+asked=none  # by which signal this script was asked to end
+ask() {
+  asked=$1
+  # srun itself answers SIGTERM by killing its tasks; Slurm passes it on.
+  scancel --signal=TERM "$SLURM_JOB_ID"
+}
+trap 'ask TERM' TERM  # the time limit or a preemption is near: save, and go on later
+trap 'ask INT' INT    # somebody stops the run: save, and that is all
+"""
 
 # One node: the parent starts the ranks, passes signals on, and starts them again (cluster.restarts).
 _ONE = """\
@@ -120,22 +132,13 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={leave}  # what torchrun leaves its ranks to save in; else 30 s
 # shellcheck disable=SC2016  # the task's own shell fills these in
-node='export PET_NODE_RANK=$SLURM_NODEID PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); exec "$@"'
+node='export PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); exec "$@"'
 task=(bash -c "$node" node "$python" -u -m torch.distributed.run --nnodes={nodes} --nproc-per-node={ranks}
   --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="${{address:-$first}}:$(({first} + SLURM_JOB_ID % {ports}))"
   --max-restarts={restarts} "${{train[@]}}")
 """
 
-_BODY = """\
-asked=none  # by which signal this script was asked to end
-ask() {
-  asked=$1
-  # srun itself answers SIGTERM by killing its tasks; Slurm passes it on.
-  scancel --signal=TERM "$SLURM_JOB_ID"
-}
-trap 'ask TERM' TERM  # the time limit or a preemption is near: save, and go on later
-trap 'ask INT' INT    # somebody stops the run: save, and that is all
-
+_RUN = """\
 code=75
 if [ "$asked" = none ]; then
   srun "${srun[@]}" "${task[@]}" &
@@ -145,7 +148,7 @@ if [ "$asked" = none ]; then
     code=$?
   done
 fi
-trap '' TERM INT
+trap '' TERM INT  # from here on it is decided, whoever asks
 "$python" -m toolkit.cluster.requeue "$folder" --asked="$asked" --code="$code"
 """
 

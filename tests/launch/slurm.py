@@ -1,0 +1,152 @@
+"""A Slurm of this machine's own, for ``with``: munged, slurmctld and two slurmd, all on loopback, in a folder of the test.
+
+    with loopback_slurm(folder) as slurm:
+        slurm.run("sinfo")
+
+Two daemons of compute nodes on one host need a Slurm that was built for it, as Debian's is (``--enable-multiple-slurmd``). Needs root:
+slurmd carries out jobs of any user.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.cluster.parent import free_port
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
+NODES = ("node1", "node2")
+START_SECONDS = 30.0
+
+CONFIG = """\
+ClusterName=loopback
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={control}
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+ReturnToService=2
+KillWait=20
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs={cores} State=UNKNOWN
+NodeName={other} NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs={cores} State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
+"""
+
+
+def missing() -> str | None:
+    """Why no Slurm can be started here; None where it can."""
+    if os.geteuid() != 0:
+        return "not root"
+    absent = [name for name in (*DAEMONS, *COMMANDS) if shutil.which(name, path=_path()) is None]
+    return f"without {', '.join(absent)}: apt-get install slurmctld slurmd slurm-client munge" if absent else None
+
+
+@dataclass(frozen=True)
+class Slurm:
+    folder: Path
+
+    @property
+    def environ(self) -> dict[str, str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+        return {**clean, "PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run(words, env=self.environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    def job_state(self, job: str) -> str:
+        """As Slurm has it: PENDING, RUNNING, ... ."""
+        found = self.run("scontrol", "--oneliner", "show", "job", job)
+        return next(word.partition("=")[2] for word in found.split() if word.startswith("JobState="))
+
+
+@contextmanager
+def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
+    """Started and answering; at the end of the block every daemon is ended by its own number, and its jobs with it."""
+    slurm = Slurm(folder)
+    for name in ("state", "munge"):
+        (folder / name).mkdir(parents=True)
+    host = os.uname().nodename.partition(".")[0]
+    (folder / "slurm.conf").write_text(CONFIG.format(
+        folder=folder, host=host, node=NODES[0], other=NODES[1], cores=cores, control=free_port(), port1=free_port(), port2=free_port()))
+    (folder / "munge" / "key").write_bytes(os.urandom(1024))
+    (folder / "munge" / "key").chmod(0o600)
+    config = str(folder / "slurm.conf")
+    with ExitStack() as stack:
+        own = folder / "munge"
+        stack.enter_context(_daemon(slurm, "munge", [
+            "munged", "--foreground", "--force", f"--socket={own}/socket", f"--key-file={own}/key", f"--log-file={own}/log",
+            f"--pid-file={own}/pid", f"--seed-file={own}/seed"]))
+        _until(lambda: (own / "socket").exists(), "munged answers", slurm)
+        stack.enter_context(_daemon(slurm, "slurmctld", ["slurmctld", "-D", "-f", config]))
+        for node in NODES:
+            stack.enter_context(_daemon(slurm, node, ["slurmd", "-D", "-N", node, "-f", config]))
+        _until(lambda: _idle(slurm), "both nodes are idle", slurm)
+        try:
+            yield slurm
+        finally:
+            subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=slurm.environ, capture_output=True, timeout=60, check=False)
+            subprocess.run(["scancel", "--user=root"], env=slurm.environ, capture_output=True, timeout=60, check=False)
+            time.sleep(1)
+
+
+def _idle(slurm: Slurm) -> bool:
+    shown = subprocess.run(["sinfo", "--noheader", "--Node", "--partition=main", "--format=%T"], env=slurm.environ, capture_output=True, text=True,
+                           timeout=60, check=False)
+    return shown.stdout.split() == ["idle"] * len(NODES)
+
+
+@contextmanager
+def _daemon(slurm: Slurm, name: str, argv: Sequence[str]) -> Iterator[None]:
+    with (slurm.folder / f"{name}.out").open("wb") as output:
+        process = subprocess.Popen(argv, env=slurm.environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=15)
+
+
+def _until(holds: object, what: str, slurm: Slurm) -> None:
+    assert callable(holds)
+    deadline = time.monotonic() + START_SECONDS
+    while not holds():
+        said = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in slurm.folder.glob("*.out"))
+        assert time.monotonic() < deadline, f"not after {START_SECONDS:g} s: {what}\n{said}"
+        time.sleep(0.2)
+
+
+def _path() -> str:
+    return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
