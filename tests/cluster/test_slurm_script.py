@@ -1,0 +1,247 @@
+"""What is handed to Slurm: sbatch's argv, and the script, which is held against golden files, looked at by shellcheck, and carried
+out by bash with stand-ins for Slurm's commands.
+
+    pytest tests/cluster/test_slurm_script.py
+    python -m tests.cluster.test_slurm_script        writes the golden files anew
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from toolkit.cluster.backends import slurm
+from toolkit.cluster.job import Job, JobId, JobState
+from toolkit.config.schema import ClusterConfig, RunConfig, RunSection, SlurmConfig, Where
+from toolkit.errors import ConfigError, InputError
+from toolkit.plan.types import Device, World
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "slurm"
+PYTHON = "/opt/venv/bin/python"
+HOSTILE = "/data/it's \"a\" $(touch pwned) `touch pwned`; touch pwned & 50%"
+
+
+def job(nodes: int = 1, gpus: int = 8, run_dir: str = "/data/runs/gpt-0123abcd", slurm: SlurmConfig | None = None, grace: int = 60,
+        script: str = "/repo/launch/train.py") -> Job:
+    cluster = ClusterConfig(where=Where.slurm, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, slurm=slurm or SlurmConfig())
+    config = RunConfig(run=RunSection(name="gpt", dir=run_dir), cluster=cluster)
+    world = World(ranks=nodes * (gpus or 1), ranks_per_node=gpus or 1, device=Device.CUDA if gpus else Device.CPU)
+    return Job(name=Path(run_dir).name, run_dir=run_dir, number=1, config=config, world=world, script=script)
+
+
+CASES = {
+    "one_node.sh": job(),
+    "four_nodes.sh": job(nodes=4, slurm=SlurmConfig(cpus_per_task=64, setup=["module load cuda/12.8", 'export NCCL_DEBUG="WARN"'])),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_script_is_the_golden_one(name: str) -> None:
+    assert slurm.script(CASES[name], PYTHON) == (GOLDEN / name).read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shellcheck_has_nothing_to_say(name: str) -> None:
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck did not look at the script: apt-get install shellcheck")
+    text = slurm.script(CASES[name], PYTHON)
+    done = subprocess.run([shellcheck, "-"], input=text, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+    wrong = text.replace('--signal=TERM "$SLURM_JOB_ID"', "--signal=TERM $SLURM_JOB_ID")  # a control: an unquoted variable is told
+    assert subprocess.run([shellcheck, "-"], input=wrong, capture_output=True, text=True, timeout=60, check=False).returncode != 0
+
+
+def test_what_sbatch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    asked = SlurmConfig(account="lab", partition="h100", qos="long", time="1-12:00:00", priority=7, constraint="ib&nvme", exclude="node[3,7-9]",
+                        reservation="course", cpus_per_task=64, memory="0", options={"mail-type": "END", "exclusive": ""})
+    assert slurm.argv(job(nodes=4, slurm=asked)) == [
+        "sbatch", "--parsable", "--job-name=gpt-0123abcd", "--nodes=4", "--ntasks-per-node=1", "--gres=gpu:8", "--cpus-per-task=64", "--mem=0",
+        "--time=1-12:00:00", "--account=lab", "--partition=h100", "--qos=long", "--priority=7", "--constraint=ib&nvme",
+        "--exclude=node[3,7-9]", "--reservation=course", "--signal=B:TERM@90", "--requeue", "--open-mode=append",
+        "--output=/data/runs/gpt-0123abcd/jobs/001/output.txt", "--chdir=/", "--mail-type=END", "--exclusive",
+        "/data/runs/gpt-0123abcd/jobs/001/job.sh"]
+
+
+def test_what_is_left_out_is_the_sites_to_decide() -> None:
+    words = slurm.options(job(gpus=0, slurm=SlurmConfig(requeue=False)))
+    assert [word.partition("=")[0] for word in words] == [
+        "--job-name", "--nodes", "--ntasks-per-node", "--signal", "--no-requeue", "--open-mode", "--output", "--chdir"]
+
+
+def test_a_users_own_form_of_asking_for_gpus_stands_for_ours() -> None:
+    words = slurm.options(job(slurm=SlurmConfig(options={"gpus-per-node": "h100:8"})))
+    assert "--gpus-per-node=h100:8" in words
+    assert not any(word.startswith("--gres") for word in words)
+
+
+def test_a_percent_sign_of_a_folder_is_not_a_pattern_of_slurms() -> None:
+    assert "--output=/data/50%%/jobs/001/output.txt" in slurm.options(job(run_dir="/data/50%"))
+
+
+@pytest.mark.parametrize(("time", "seconds"), [
+    ("90", 5400), ("10:30", 630), ("1:00:00", 3600), ("2-1", 176400), ("2-1:30", 178200), ("2-01:30:05", 178205),
+    ("soon", None), ("1:2:3:4", None), ("-5", None), ("", None)])
+def test_forms_of_a_time_limit(time: str, seconds: int | None) -> None:
+    assert slurm.limit_seconds(time) == seconds
+
+
+@pytest.mark.parametrize(("asked", "grace", "key"), [
+    (SlurmConfig(time="soon"), 60, "cluster.slurm.time"),
+    (SlurmConfig(time="1"), 60, "cluster.slurm.time"),
+    (SlurmConfig(), 65536, "cluster.grace_seconds"),
+    (SlurmConfig(account="a\n#SBATCH --uid=0"), 60, "cluster.slurm.account"),
+    (SlurmConfig(options={"comment": "a\nb"}), 60, "cluster.slurm.options.comment"),
+    (SlurmConfig(options={"--wrap": "id"}), 60, "cluster.slurm.options"),
+    (SlurmConfig(options={"nodes": "3"}), 60, "cluster.slurm.options"),
+])
+def test_mistakes_are_told_before_anything_is_written(asked: SlurmConfig, grace: int, key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        slurm.render(job(slurm=asked, grace=grace))
+    assert [problem.key for problem in raised.value.problems] == [key]
+
+
+def test_a_limit_that_is_long_enough_is_taken() -> None:
+    assert set(slurm.render(job(slurm=SlurmConfig(time="2"), grace=60))) == {"config.yaml", "job.sh"}
+
+
+def test_the_job_begins_without_the_marks_of_what_is_around_it() -> None:
+    around = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "x", "RANK": "0", "WORLD_SIZE": "2",
+              "MASTER_PORT": "1", "PET_NNODES": "2", "TORCHELASTIC_RUN_ID": "x", "SBATCH_PARTITION": "mine", "WANDB_MODE": "offline"}
+    assert slurm.clean(around) == {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": "mine", "WANDB_MODE": "offline"}
+
+
+# ---- the script, carried out
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> dict[str, str]:
+    """An environment in which Slurm's commands write down how they were called; ``srun`` runs its task once, as node 0."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    own = {
+        "srun": 'note srun "$@"; while [[ "$1" == --* ]]; do shift; done; SLURM_NODEID=0 "$@"',
+        "scancel": 'note scancel "$@"; [ -e "$NOTES/step" ] && kill -TERM "$(cat "$NOTES/step")"',
+        "scontrol": 'case "$*" in *hostnames*) printf "n1\\nn2\\n";; *) echo "NodeName=n1 NodeAddr=10.0.0.1 Version=22";; esac',
+        "python": 'case "$*" in *requeue*) note requeue "$@"; exit 75;; esac\n'
+                  'note task "$@" "${PET_RDZV_CONF:-}"; echo $$ > "$NOTES/step"\n'
+                  'trap "exit 75" TERM; for _ in $(seq "${STEPS:-0}"); do sleep 0.1; done; exit 3',
+    }
+    note = 'note() { printf "%s\\0" "$@" >> "$NOTES/calls"; printf "\\n" >> "$NOTES/calls"; }\n'
+    for name, body in own.items():
+        (folder / name).write_text(f"#!/bin/bash\n{note}{body}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(tmp_path), "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+def calls(environ: dict[str, str]) -> list[list[str]]:
+    lines = (Path(environ["NOTES"]) / "calls").read_text().split("\0\n")
+    return [line.split("\0") for line in lines if line]
+
+
+def started(job: Job, environ: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
+    python = str(Path(environ["NOTES"]) / "bin" / "python")
+    path = cwd / "job.sh"
+    path.write_text(slurm.script(job, python))
+    return subprocess.Popen(["bash", str(path)], env=environ, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_texts_of_the_user_stay_words(stand_ins: dict[str, str], tmp_path: Path) -> None:
+    one = job(run_dir=HOSTILE, script="/my repo's/train.py")
+    process = started(one, stand_ins, tmp_path)
+    output = process.communicate(timeout=20)[0]
+    assert process.returncode == 75, output
+    by_name = {call[0]: call[1:] for call in calls(stand_ins)}
+    assert by_name["task"] == ["-u", "/my repo's/train.py", f"--frozen={HOSTILE}/jobs/001/config.yaml", ""]
+    assert by_name["requeue"] == ["-m", "toolkit.cluster.requeue", f"{HOSTILE}/jobs/001", "--asked=none", "--code=3"]
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_on_several_nodes_the_first_serves_the_rendezvous(stand_ins: dict[str, str], tmp_path: Path) -> None:
+    process = started(job(nodes=2, run_dir=HOSTILE), stand_ins, tmp_path)
+    output = process.communicate(timeout=20)[0]
+    assert process.returncode == 75, output
+    task = next(call for call in calls(stand_ins) if call[0] == "task")
+    assert task[1:] == [
+        "-u", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=c10d", "--rdzv-id=12345",
+        "--rdzv-endpoint=10.0.0.1:22345", "--max-restarts=3", "/repo/launch/train.py", f"--frozen={HOSTILE}/jobs/001/config.yaml", "is_host=1"]
+
+
+@pytest.mark.parametrize(("number", "asked"), [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])
+def test_a_signal_reaches_the_tasks_and_is_waited_for(number: signal.Signals, asked: str, stand_ins: dict[str, str], tmp_path: Path) -> None:
+    process = started(job(), {**stand_ins, "STEPS": "200"}, tmp_path)
+    deadline = time.monotonic() + 15
+    while not (tmp_path / "step").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    output = process.communicate(timeout=20)[0]
+    assert process.returncode == 75, output
+    assert ["scancel", "--signal=TERM", "12345"] in calls(stand_ins)
+    assert calls(stand_ins)[-1] == ["requeue", "-m", "toolkit.cluster.requeue", "/data/runs/gpt-0123abcd/jobs/001", f"--asked={asked}", "--code=75"]
+
+
+def test_a_signal_during_the_setup_starts_no_task(stand_ins: dict[str, str], tmp_path: Path) -> None:
+    setup = SlurmConfig(setup=["kill -TERM $$", "sleep 0.1"])
+    process = started(job(slurm=setup), stand_ins, tmp_path)
+    process.communicate(timeout=20)
+    assert [call[0] for call in calls(stand_ins)] == ["scancel", "requeue"]
+
+
+# ---- Slurm's answers
+
+
+@pytest.mark.parametrize(("answer", "state"), [
+    ("echo PENDING", JobState.QUEUED), ("echo RUNNING", JobState.RUNNING), ("echo COMPLETING", JobState.RUNNING), ("echo FAILED", JobState.ENDED),
+    ("true", JobState.ENDED), ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", JobState.ENDED)])
+def test_where_a_job_stands(answer: str, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _command(tmp_path, "squeue", answer, monkeypatch)
+    assert slurm.state(JobId(Where.slurm, "7")) is state
+
+
+def test_a_slurm_that_does_not_answer_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _command(tmp_path, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1", monkeypatch)
+    with pytest.raises(InputError, match="Unable to contact"):
+        slurm.state(JobId(Where.slurm, "7"))
+
+
+def test_no_slurm_here_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="sbatch is not here"):
+        slurm.submit(job())
+
+
+def test_the_number_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _command(tmp_path, "sbatch", f'printf "%s\\n" "$@" > "{tmp_path}/argv"; echo "4711;cluster"', monkeypatch)
+    assert slurm.submit(job()) == JobId(Where.slurm, "4711")
+    assert (tmp_path / "argv").read_text().splitlines() == slurm.argv(job())[1:]
+
+
+def _command(folder: Path, name: str, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_files_hold_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret-of-mine")
+    one = replace(job(), number=2)
+    assert "secret-of-mine" not in json.dumps([slurm.render(one), slurm.argv(one)])
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for name, case in CASES.items():
+        (GOLDEN / name).write_text(slurm.script(case, PYTHON))
+    sys.exit(0)
