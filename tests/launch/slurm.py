@@ -113,14 +113,14 @@ def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
         try:
             yield slurm
         finally:
-            subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=slurm.environ, capture_output=True, timeout=60, check=False)
-            subprocess.run(["scancel", "--user=root"], env=slurm.environ, capture_output=True, timeout=60, check=False)
+            for words in (["--full", "--signal=KILL"], []):
+                subprocess.run(["scancel", *words, "--user=root"], env=slurm.environ, capture_output=True, timeout=60, check=False)
             time.sleep(1)
 
 
 def _idle(slurm: Slurm) -> bool:
-    shown = subprocess.run(["sinfo", "--noheader", "--Node", "--partition=main", "--format=%T"], env=slurm.environ, capture_output=True, text=True,
-                           timeout=60, check=False)
+    words = ["sinfo", "--noheader", "--Node", "--partition=main", "--format=%T"]
+    shown = subprocess.run(words, env=slurm.environ, capture_output=True, text=True, timeout=60, check=False)
     return shown.stdout.split() == ["idle"] * len(NODES)
 
 

@@ -1,0 +1,141 @@
+"""What becomes of a Slurm job: decided by status.json and the checkpoints, not by exit codes.
+
+    pytest tests/cluster/test_requeue.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.cluster import requeue
+from toolkit.cluster.requeue import Asked, Before, Ended, Next, decide
+from toolkit.config.compose import compose, to_yaml
+from toolkit.errors import ExitCode
+from toolkit.rundir import RunDirectory, RunState, Status
+
+
+def ended(state: RunState | None, *, asked: Asked = Asked.NONE, code: int = 1, attempt: int = 2, checkpoint: str | None = "step-1",
+          reason: str | None = "SIGTERM") -> Ended:
+    return Ended(asked=asked, code=code, attempt=attempt, state=state, reason=reason, checkpoint=checkpoint)
+
+
+BEFORE = Before(attempt=1, checkpoint="step-1")
+NEWER = "step-2"
+
+
+@pytest.mark.parametrize(("end", "next", "code"), [
+    # srun's code is torchrun's, and says nothing of what the ranks said
+    (ended(RunState.DONE, code=1), Next.END, ExitCode.DONE),
+    (ended(RunState.REFUSED, code=1), Next.END, ExitCode.USER),
+    (ended(RunState.STOPPED, code=1, asked=Asked.TERM), Next.AGAIN, None),
+    (ended(RunState.STOPPED, code=1), Next.AGAIN, None),  # preempted: Slurm told the tasks itself
+    (ended(RunState.STOPPED, asked=Asked.INT), Next.END, ExitCode.STOPPED),
+    (ended(RunState.STOPPED, reason="SIGINT"), Next.END, ExitCode.STOPPED),  # from W&B's page, or by hand
+    (ended(RunState.FAILED, checkpoint=NEWER), Next.AGAIN, None),
+    (ended(RunState.RUNNING, checkpoint=NEWER, code=137), Next.AGAIN, None),  # killed without a word
+    (ended(RunState.FAILED, asked=Asked.INT), Next.END, ExitCode.FAILURE),
+    # no attempt was begun
+    (ended(None, attempt=1, code=2), Next.END, ExitCode.USER),
+    (ended(RunState.STOPPED, attempt=1, code=1), Next.END, ExitCode.FAILURE),
+    (ended(RunState.STOPPED, attempt=1, code=75, asked=Asked.TERM), Next.AGAIN, None),
+    (ended(RunState.STOPPED, attempt=1, code=75, asked=Asked.INT), Next.END, ExitCode.STOPPED),
+    (ended(RunState.DONE, attempt=1, code=0), Next.END, ExitCode.DONE),
+])
+def test_the_next_thing(end: Ended, next: Next, code: ExitCode | None) -> None:
+    decision = decide(BEFORE, end, restarts=3, requeue=True)
+    assert decision.next is next
+    assert code is None or decision.code is code
+
+
+@pytest.mark.parametrize("end", [
+    ended(RunState.STOPPED, asked=Asked.TERM), ended(RunState.FAILED, checkpoint=NEWER), ended(None, attempt=1, asked=Asked.TERM)])
+def test_without_requeue_every_end_is_one(end: Ended) -> None:
+    assert decide(BEFORE, end, restarts=3, requeue=False).next is Next.END
+
+
+def test_failures_without_progress_are_bounded_and_progress_forgives_them() -> None:
+    before, decisions = BEFORE, []
+    for attempt in range(2, 6):
+        decision = decide(before, ended(RunState.FAILED, attempt=attempt), restarts=2, requeue=True)
+        decisions.append(decision.next)
+        before = Before(attempt=attempt, checkpoint="step-1", fruitless=decision.fruitless)
+        if decision.next is Next.END:
+            break
+    assert decisions == [Next.AGAIN, Next.AGAIN, Next.END]
+    twice = Before(attempt=3, checkpoint="step-1", fruitless=2)
+    forgiven = decide(twice, ended(RunState.FAILED, attempt=4, checkpoint=NEWER), restarts=2, requeue=True)
+    assert (forgiven.next, forgiven.fruitless) == (Next.AGAIN, 0)
+    assert decide(BEFORE, ended(RunState.FAILED), restarts=0, requeue=True).next is Next.END
+
+
+# ---- the command
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job's folder, and a ``scontrol`` that writes down what it was asked."""
+    run_dir = tmp_path / "run"
+    own = run_dir / "jobs" / "001"
+    own.mkdir(parents=True)
+    (own / "config.yaml").write_text(to_yaml(compose(["+exp=quickstart", f"run.dir={run_dir}", "cluster.restarts=1"])))
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\necho "JobId=7 JobState=${{JOB_STATE:-RUNNING}} Reason=None"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    return own
+
+
+def attempt(folder: Path, number: int, state: RunState, checkpoint: str | None = None) -> None:
+    directory = RunDirectory(folder.parent.parent)
+    directory.attempt_folder(number).mkdir(parents=True)
+    directory.write_status(Status(state=state, attempt=number, reason="because"))
+    if checkpoint is not None:
+        (directory.checkpoints / checkpoint).mkdir(parents=True)
+        (directory.checkpoints / checkpoint / "manifest.json").write_text("{}")
+
+
+def asked(folder: Path) -> list[str]:
+    file = folder.parents[2] / "asked"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_a_stopped_job_is_put_back(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    attempt(folder, 1, RunState.STOPPED)
+    assert requeue.main([str(folder), "--asked=TERM", "--code=1"]) == 75
+    assert asked(folder) == ["--oneliner show job 7", "requeue 7"]
+    assert "stopped (because)" in capfd.readouterr().out
+
+
+def test_a_cancelled_job_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOB_STATE", "CANCELLED")
+    attempt(folder, 1, RunState.STOPPED)
+    assert requeue.main([str(folder), "--asked=TERM", "--code=1"]) == 75
+    assert asked(folder) == ["--oneliner show job 7"]
+
+
+def test_a_done_job_ends(folder: Path) -> None:
+    attempt(folder, 1, RunState.DONE)
+    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 0
+    assert asked(folder) == []
+
+
+def test_what_was_decided_before_is_remembered(folder: Path) -> None:
+    (folder / "job.json").write_text(json.dumps({"before": {"attempt": 0, "checkpoint": None, "fruitless": 0}}))
+    attempt(folder, 1, RunState.FAILED, checkpoint="step-1")
+    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 75
+    attempt(folder, 2, RunState.FAILED)
+    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 75  # the one start of cluster.restarts=1
+    attempt(folder, 3, RunState.FAILED)
+    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1
+    lines = [json.loads(line) for line in (folder / "ends.jsonl").read_text().splitlines()]
+    assert [(line["attempt"], line["next"], line["fruitless"]) for line in lines] == [(1, "again", 0), (2, "again", 1), (3, "end", 0)]
+    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1  # no newer attempt: it was not begun
+
+
+def test_an_incomplete_checkpoint_is_no_progress(folder: Path) -> None:
+    attempt(folder, 1, RunState.FAILED, checkpoint=".step-2")
+    assert requeue.newest(folder.parent.parent) is None

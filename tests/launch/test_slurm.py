@@ -1,0 +1,172 @@
+"""A real Slurm, started here on loopback: jobs of ``launch/submit.py`` train on two nodes, are stopped, preempted, cancelled, and go on.
+
+    apt-get install slurmctld slurmd slurm-client munge; pytest tests/launch/test_slurm.py -m full -rs
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.processes import FAKE, ROOT, TRAIN, command, status_of
+from tests.launch.slurm import Slurm, loopback_slurm, missing
+from toolkit.cluster import submission
+from toolkit.cluster.backends import slurm as backend
+from toolkit.cluster.job import Job, JobState, make_job, plan_job
+from toolkit.config.compose import compose
+from toolkit.rundir import RunDirectory, RunState
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+
+NODES = ("cluster=slurm", "cluster.nodes=2", "cluster.gpus_per_node=0", "cluster.grace_seconds=30")
+SMALL = ("+exp=quickstart", "model.hidden_size=64", "model.num_hidden_layers=2", "zero=stage2", "checkpoint.every=never", "eval.every=0",
+         "monitor=files", "monitor.every=1")
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    why = missing()
+    if why is not None:
+        pytest.skip(f"no job ran in a real Slurm: {why}")
+    with loopback_slurm(tmp_path_factory.mktemp("slurm")) as own:
+        yield own
+
+
+@pytest.fixture(autouse=True)
+def around(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person's shell at a login node has. The nodes are this machine, which they know as loopback."""
+    for name, value in {**slurm.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+
+def until(holds: Callable[[], bool], seconds: float, what: str, output: Path) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not {what} within {seconds:g} s:\n{output.read_text() if output.exists() else ''}"
+        time.sleep(0.1)
+
+
+def steps_of(directory: RunDirectory, attempt: int) -> int:
+    """Rows of metrics since ``attempt`` began; 0 before it."""
+    status = directory.status()
+    if status is None or status.attempt != attempt or not status.state.live or not directory.metrics_file.exists():
+        return 0
+    return directory.metrics_file.read_text().count("\n")
+
+
+def losses(run_dir: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slurm, tmp_path: Path) -> None:
+    run_dir, data = tmp_path / "it's a run", f"data.path={tmp_path / 'data'}"
+    words = [*SMALL, data, f"train.steps={STEPS}"]
+    subprocess.run(command("python", TRAIN, *words, f"run.dir={tmp_path / 'unbroken'}"), cwd=tmp_path, check=True, timeout=300,
+                   stdout=subprocess.DEVNULL)
+
+    submit = [sys.executable, str(ROOT / "launch" / "submit.py"), *words, *NODES, f'run.dir="{run_dir}"']
+    shown = subprocess.run([*submit, "dry_run=true"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert not run_dir.exists()
+    subprocess.run(submit, check=True, timeout=60)
+    found = submission.last_job(run_dir)
+    assert found is not None
+    number, record = found
+    folder, id = run_dir / "jobs" / f"{number:03d}", record.id
+    for name in ("config.yaml", "job.sh"):
+        assert (folder / name).read_text().strip() in shown  # exactly what was shown
+    output, directory = folder / "output.txt", RunDirectory(run_dir)
+
+    # As before a time limit: the batch script alone is signalled.
+    until(lambda: steps_of(directory, 1) > 5, 120, "training", output)
+    slurm.run("scancel", "--batch", "--signal=TERM", id.id)
+    until(lambda: slurm.job_state(id.id) == "PENDING", 60, "put back into the queue", output)
+    stopped = directory.status()
+    assert stopped is not None
+    assert (stopped.state, stopped.exit_code) == (RunState.STOPPED, 75), output.read_text()
+    assert stopped.step is not None
+    assert 0 < stopped.step < STEPS
+    assert backend.state(id) is JobState.QUEUED
+
+    # Preempted by Slurm for the sake of an urgent job: its tasks are signalled, and have the partition's grace.
+    until(lambda: steps_of(directory, 2) > stopped.step + 3, 120, "going on", output)
+    everything = ("--partition=urgent", "--nodes=2", "--exclusive")
+    urgent = slurm.run("sbatch", "--parsable", *everything, "--output=/dev/null", "--wrap=sleep 1").strip()
+    until(lambda: slurm.job_state(urgent) == "COMPLETED", 120, "the urgent job carried out", output)
+
+    until(lambda: (status_of(run_dir) or stopped).state is RunState.DONE, 200, "done", output)
+    until(lambda: slurm.job_state(id.id) == "COMPLETED", 30, "told as done", output)
+    end = status_of(run_dir)
+    assert end is not None
+    assert (end.attempt, end.step, end.exit_code) == (3, STEPS, 0)
+    assert losses(run_dir) == pytest.approx(losses(tmp_path / "unbroken"), abs=1e-6)
+    assert losses(run_dir)[stopped.step] != pytest.approx(losses(run_dir)[stopped.step - 1], abs=1e-6)  # a control: one step off is seen
+
+
+def fake_job(run_dir: Path, *words: str) -> Job:
+    """On one node, with a training that only keeps time."""
+    plan = plan_job(compose(["+exp=quickstart", *NODES, "cluster.nodes=1", f"run.dir={run_dir}", *words]))
+    return make_job(plan, FAKE)
+
+
+def fake_steps(directory: RunDirectory) -> int:
+    status = directory.status()
+    return 0 if status is None else status.step or 0
+
+
+@pytest.mark.parametrize("by", ["cancel", "scancel"])
+def test_who_cancels_a_job_is_not_overruled(by: str, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
+    monkeypatch.setenv("FAKE_SAVE_SECONDS", "1")
+    job, id = submission.submit(fake_job(tmp_path / "run", "train.steps=100000"))
+    output, directory = job.folder / "output.txt", RunDirectory(job.run_dir)
+    until(lambda: fake_steps(directory) > 2, 60, "running", output)
+    if by == "cancel":
+        backend.cancel(id)
+    else:
+        slurm.run("scancel", id.id)
+    until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", output)
+    assert slurm.job_state(id.id) == {"cancel": "FAILED", "scancel": "CANCELLED"}[by]
+    end = directory.status()
+    assert end is not None
+    assert (end.state, end.attempt, end.checkpoint) == (RunState.STOPPED, 1, "saved"), output.read_text()
+
+
+def test_a_waiting_job_is_withdrawn(slurm: Slurm, tmp_path: Path) -> None:
+    job, id = submission.submit(fake_job(tmp_path / "run", "cluster.slurm.options={hold: ''}"))
+    assert backend.state(id) is JobState.QUEUED
+    backend.cancel(id)
+    assert backend.state(id) is JobState.ENDED
+    assert not (Path(job.run_dir) / "attempts").exists()
+
+
+def test_a_mistake_on_the_nodes_is_not_started_again(slurm: Slurm, tmp_path: Path) -> None:
+    """The run's directory is held by another process when the job starts."""
+    job = fake_job(tmp_path / "run", "train.steps=2")
+    held = RunDirectory(job.run_dir)
+    held.begin(job.config, {})
+    job, id = submission.submit(job)
+    until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", job.folder / "output.txt")
+    assert slurm.job_state(id.id) == "FAILED"
+    assert "where process" in (job.folder / "output.txt").read_text()
+    ends = [json.loads(line) for line in (job.folder / "ends.jsonl").read_text().splitlines()]
+    assert [(end["next"], end["code"]) for end in ends] == [("end", 2)]
+    held.release()
+
+
+def test_what_slurm_refuses_is_told_in_its_words(slurm: Slurm, tmp_path: Path) -> None:
+    submit = [sys.executable, str(ROOT / "launch" / "submit.py"), "+exp=quickstart", *NODES, f"run.dir={tmp_path / 'run'}",
+              "cluster.slurm.partition=nowhere"]
+    done = subprocess.run(submit, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "invalid partition" in done.stderr
+    assert "Traceback" not in done.stderr
