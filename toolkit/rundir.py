@@ -5,7 +5,8 @@
     alerts.jsonl alerts/node-N.jsonl           as they came; of other nodes than the first
     system/node-N.jsonl                        as they came, of each node
     checkpoints/ plots/
-    attempts/001/{config.yaml,plan.json,environment.json,log.txt,times.json,saves.jsonl}, and metric rows and checkpoints of steps that a later attempt ran again
+    attempts/001/{config.yaml,plan.json,environment.json,log.txt,times.json,saves.jsonl}, and metric rows and checkpoints of steps that a
+                                               later attempt ran again
     attempts/001/{hang.txt,hang/}              of one that ended for want of progress
     fork.json                                  the parent, in a run that began from another one's state
     lock                                       held while a process runs here
@@ -224,12 +225,12 @@ class RunDirectory:
         self.write_status(Status(state=RunState.STARTING, attempt=attempt))
         return attempt
 
-    def continued(self, config: RunConfig) -> RunConfig:
-        """``config`` for a start that nobody typed, since an attempt of the same command has ended: what that one got to is continued.
-        A ``resume`` that is a path, or never, was meant for the first attempt, which has gone there as soon as it got to train."""
-        newest = max(self.attempts(), default=None)
-        before = read_attempt(self.attempt_folder(newest)) if newest is not None else None
-        went = self._any_checkpoint() is not None if config.resume == "never" else before is not None and before.times.first is not None
+    def continued(self, config: RunConfig, starts: int) -> RunConfig:
+        """``config`` for a start that nobody typed: the last ``starts`` attempts were of the same command, and what they got to is
+        continued. A ``resume`` that is a path, or never, was meant for the first of them, and has been followed once one of them got to
+        train."""
+        before = (read_attempt(self.attempt_folder(number)) for number in self.attempts()[-starts:] if starts > 0)
+        went = any(attempt is not None and attempt.times.first is not None for attempt in before)
         return replace(config, resume="auto") if went else config
 
     @property
@@ -264,7 +265,7 @@ class RunDirectory:
         if last is not None and last.attempt == attempt and not last.state.live and not anew:
             return
         step, checkpoint = (last.step, last.checkpoint) if last is not None and last.attempt == attempt else (None, None)
-        end_times(self.attempt_folder(attempt), time.time(), anew=anew)
+        end_times(self.attempt_folder(attempt), time.time(), state=state.value, reason=reason, anew=anew)
         total = goodput(self.tried(), kept=None if state is RunState.DONE else self.saved_step() or 0)
         self.write_status(Status(state=state, attempt=attempt, exit_code=exit_code, step=step, checkpoint=checkpoint, reason=reason,
                                  goodput=total.to_json() if total is not None else None))
