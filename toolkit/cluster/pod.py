@@ -1,0 +1,127 @@
+"""What a pod of a job runs: the launcher of its node, and a word for Kubernetes about what became of the run.
+
+    python -m toolkit.cluster.pod --config=/etc/toolkit/config.yaml                                    one node
+    python -m toolkit.cluster.pod --config=/etc/toolkit/config.yaml --meet=HOST:PORT --ranks=8         one of several
+
+A job of one node is launched by our parent, one of several by torchrun, which meet at the first pod. Their exit codes say too
+little, so the code of the pod is taken from the run's status.json, which every pod has on the volume that the run's directory lies
+on: 0 done, 2 another start would not help, 75 it goes on with another start, 1 the same, but no newer checkpoint came of this one.
+The rules of cluster/backends/kubernetes.py carry that out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import toolkit
+from toolkit.cluster.job import FROZEN
+from toolkit.cluster.requeue import Asked, Before, Decision, Ended, Next, at_submission, decide, look
+from toolkit.config.schema import RunConfig
+from toolkit.errors import ExitCode, UserError
+
+TRAIN = Path(toolkit.__file__).resolve().parents[1] / "launch" / "train.py"
+LEAVE_SECONDS = 15  # of a launcher, besides the grace of its ranks
+SETTLE_SECONDS = 15.0  # the first rank writes how the run ended, and a network's file system shows it a little later
+POLL_SECONDS = 0.2
+
+
+class Launcher:
+    """The process that starts this node's ranks. It gets each signal once, as it has a session of its own."""
+
+    def __init__(self) -> None:
+        self.asked = Asked.NONE
+        self._process: subprocess.Popen[bytes] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, _: object) -> None:
+        if self.asked is Asked.NONE:
+            self.asked = Asked.TERM if number == signal.SIGTERM else Asked.INT
+            if self._process is not None:
+                self._process.send_signal(number)
+
+    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Its exit code; that of a stop where one was asked for before it began."""
+        if self.asked is not Asked.NONE:
+            return ExitCode.STOPPED
+        self._process = subprocess.Popen(command, env=dict(environ), start_new_session=True)
+        if self.asked is not Asked.NONE:  # between the look and the start
+            self._process.send_signal(signal.SIGTERM)
+        return self._process.wait()
+
+
+def command(config: RunConfig, config_file: str, *, meet: str | None, ranks: int, index: int, id: str) -> list[str]:
+    """
+    Args:
+        meet: HOST:PORT of the rendezvous, which the first pod serves; None: the job has one node.
+        ranks: of this node.
+        index: of this pod among the job's.
+        id: of this start of the job: what is left of an earlier one does not meet it.
+    """
+    train = [str(TRAIN), f"{FROZEN}{config_file}"]
+    if meet is None:
+        return [sys.executable, "-u", *train]
+    return [
+        sys.executable, "-u", "-m", "torch.distributed.run", f"--nnodes={config.cluster.nodes}", f"--node-rank={index}",
+        f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meet}", f"--rdzv-id={id}",
+        # torchrun would compare its host's name with the address, which has the network's name, too.
+        f"--rdzv-conf=is_host={int(index == 0)}", f"--max-restarts={config.cluster.restarts}", *train,
+    ]
+
+
+def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: float = SETTLE_SECONDS) -> Ended:
+    """What there is once this node's ranks have ended: with the last word of the run if it comes within ``seconds``."""
+    until = time.monotonic() + seconds
+    while True:
+        ended = look(run_dir, asked, code)
+        told = ended.attempt > before.attempt and ended.state is not None and not ended.state.live
+        if told or time.monotonic() > until:
+            return ended
+        time.sleep(POLL_SECONDS)
+
+
+def code_of(decision: Decision) -> ExitCode:
+    """The word for Kubernetes."""
+    if decision.next is Next.AGAIN:
+        return ExitCode.FAILURE if decision.fruitless else ExitCode.STOPPED
+    if decision.code is ExitCode.STOPPED:  # by a person, in the pod: 75 would start it again
+        return ExitCode.USER
+    return decision.code
+
+
+def main(arguments: Sequence[str]) -> int:
+    from toolkit.config.compose import from_yaml
+
+    parser = argparse.ArgumentParser(prog="python -m toolkit.cluster.pod")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--meet")
+    parser.add_argument("--ranks", type=int, default=0)
+    given = parser.parse_args(arguments)
+    launcher = Launcher()
+    try:
+        config = from_yaml(Path(given.config).read_text(encoding="utf-8"))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USER
+    assert config.run.dir is not None, "a frozen configuration has its directory"
+    run_dir = Path(config.run.dir)
+    before = at_submission(run_dir)
+    leave = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(config.cluster.grace_seconds + LEAVE_SECONDS)}  # else torchrun kills ranks after 30 s
+    restart = os.environ.get("JOBSET_RESTART", "0")
+    words = command(config, given.config, meet=given.meet, ranks=given.ranks, index=int(os.environ.get("JOB_COMPLETION_INDEX", "0")),
+                    id=f"start-{restart}")
+    code = launcher.run(words, os.environ | leave)
+    decision = decide(before, settled(run_dir, before, launcher.asked, code), restarts=config.cluster.restarts, requeue=True)
+    print(f"this pod, start {restart} of the job: {decision.why}", flush=True)
+    return code_of(decision)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
