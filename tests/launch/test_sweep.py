@@ -10,21 +10,22 @@ import csv
 import json
 import os
 import signal
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.launch.processes import ROOT, TRAIN, Started, command, hit
 from toolkit.config.compose import compose, from_yaml
 
 STUB = ROOT / "tests" / "launch" / "stub_training.py"
-RATES = ("1e-4", "3e-4", "1e-3", "3e-3")
-# 48 combinations, of which 16 cannot run: a global batch of 4 is not cut into micro-batches of 3.
-GRID = ("+exp=quickstart", "train.global_batch=4", "train.batch_ramp.start=null", "zero=stage0,stage1,stage2,stage3", f"optim.lr={','.join(RATES)}",
-        "train.micro_batch=1,2,3")
+# 40 combinations, of which 8 cannot run: the rate would have to rise to quickstart's schedule.min_lr=2e-4.
+GRID = ("+exp=quickstart", "zero=stage0,stage1,stage2,stage3", "optim.lr=3e-4,5e-4,7e-4,1e-3,2e-3,3e-3,5e-3,1e-2,1e-4,1e-5")
+LOW = ("optim.lr=0.0001", "optim.lr=1e-05")
 
 
 def typed(*words: str, script: Path = STUB) -> list[str]:
@@ -50,60 +51,75 @@ def done(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(240)
-def test_32_points_are_32_jobs_through_a_kill_and_under_two_processes(tmp_path: Path) -> None:
-    folder = tmp_path / "grid"
+def test_32_points_are_32_jobs_though_one_of_two_sweeps_is_killed_half_way(tmp_path: Path) -> None:
+    folder, other = tmp_path / "grid", tmp_path / "other"
+    other.mkdir()
     argv = typed(*GRID, f"sweep.dir={folder}")
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.3")) as first:
+    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first, \
+            Started(argv, folder, cwd=other, environ=environ(tmp_path, STUB_SECONDS="0.2")) as second:
         first.until(lambda: len(done(folder)) >= 12, 100, "half-way")
-        hit(signal.SIGKILL, first.process.pid)
-        orphans = [process for process in first.ours() if process.pid != first.process.pid]
-        for orphan in orphans[:1]:  # a point that loses its own process, too, has to be run again
-            orphan.kill()
-        first.process.wait(10)
-        before = done(folder)
-        assert 12 <= len(before) < 32
-        began = starts(folder)
-        (tmp_path / "two").mkdir()
-        with Started(argv, folder, cwd=tmp_path / "two", environ=environ(tmp_path)) as second, \
+        before, began, orphans = killed(first, folder)
+        assert second.ended(120) == 0, second.output
+    check_grid(folder, before, began, orphans)
+    assert "best: zero=stage0 optim.lr=0.001: loss 0 in" in second.output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_sweep_killed_half_way_goes_on_from_cold_and_under_two_processes(tmp_path: Path) -> None:
+    folder, other = tmp_path / "grid", tmp_path / "other"
+    other.mkdir()
+    argv = typed(*GRID, f"sweep.dir={folder}")
+    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first:
+        first.until(lambda: len(done(folder)) >= 12, 100, "half-way")
+        before, began, orphans = killed(first, folder)
+        with Started(argv, folder, cwd=other, environ=environ(tmp_path)) as second, \
                 Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as third:
-            codes = second.ended(120), third.ended(120)
-            assert codes == (0, 0), second.output + third.output
-        answers = second.output + third.output
+            assert (second.ended(120), third.ended(120)) == (0, 0), second.output + third.output
+    check_grid(folder, before, began, orphans)
+
+
+def killed(sweep: Started, folder: Path) -> tuple[list[str], Counter[str], int]:
+    """The sweep's process by -9, and one of its points, which then has to be run again. What was done and begun by then, and how many
+    points that may be."""
+    points = psutil.Process(sweep.process.pid).children()
+    hit(signal.SIGKILL, sweep.process.pid)
+    sweep.process.wait(10)
+    for point in points[:1]:
+        point.kill()
+    return done(folder), starts(folder), len(points[:1])
+
+
+def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int) -> None:
+    assert 12 <= len(before) < 32
     assert len(done(folder)) == 32
-    again = {name: count for name, count in starts(folder).items() if count > 1}
-    assert set(again) <= set(began) - set(before)
-    assert set(again.values()) <= {2}
-    assert len(again) <= 1, "orphans of the killed sweep were waited for, and not started again"
     assert len(starts(folder)) == 32
+    again = {name: count for name, count in starts(folder).items() if count > 1}
+    assert set(again) <= set(began) - set(before), "what was done is not run again"
+    assert sum(again.values()) <= 2 * lost, "orphans of a killed sweep are waited for, and not started again"
     jobs = Counter(file.parts[-4] for file in folder.glob("*/jobs/*/config.yaml"))
     assert jobs == starts(folder), "every job was one start"
 
-    found = content(folder)
-    states = Counter(row["state"] for row in found["points"])
-    assert states == {"done": 32, "refused": 16}
-    refused = [row for row in found["points"] if row["state"] == "refused"]
-    assert all("train.micro_batch=3" in row["swept"] and "micro_batch=3" in row["reason"] for row in refused)
-    assert not any(Path(row["run_dir"]).exists() for row in refused), "a refused point leaves no folder"
-    configurations = {}
-    for row in found["points"]:
+    rows = content(folder)["points"]
+    assert Counter(row["state"] for row in rows) == {"done": 32, "refused": 8}
+    for row in rows:
+        if row["state"] == "refused":
+            assert row["swept"][1] in LOW
+            assert "schedule.min_lr" in row["reason"]
+            assert not Path(row["run_dir"]).exists(), "a refused point leaves no folder"
+    configurations = set()
+    for row in rows:
         if row["state"] == "done":
             frozen = from_yaml((Path(row["run_dir"]) / "jobs" / "001" / "config.yaml").read_text())
             assert frozen == compose(row["words"])
-            assert frozen.run.dir == row["run_dir"]
-            assert frozen.monitor.group == "grid"
-            configurations[row["name"]] = replace(frozen, run=replace(frozen.run, dir=None))
-    assert len({repr(config) for config in configurations.values()}) == 32, "no two points are the same run"
-    assert f"best: zero=stage0 optim.lr=0.001 train.micro_batch={found_micro(folder)}" in answers
+            assert (frozen.run.dir, frozen.monitor.group) == (row["run_dir"], "grid")
+            configurations.add(repr(replace(frozen, run=replace(frozen.run, dir=None))))
+    assert len(configurations) == 32, "no two points are the same run"
     table = list(csv.DictReader((folder / "results.csv").open()))
     losses = [float(row["loss"]) for row in table if row["loss"]]
-    assert len(losses) == 32
+    assert (len(losses), losses[0]) == (32, 0.0)
     assert losses == sorted(losses)
-    assert losses[0] == pytest.approx(0.0, abs=1e-9)
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-
-def found_micro(folder: Path) -> str:
-    return next(iter(csv.DictReader((folder / "results.csv").open())))["train.micro_batch"]
 
 
 @pytest.mark.timeout(120)
@@ -138,7 +154,7 @@ def test_a_point_that_fails_is_told_and_tried_again_by_the_next_command(tmp_path
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.full)])
 def test_under_a_launcher_the_answer_is_given_once_and_no_rank_sweeps(launcher: str, tmp_path: Path) -> None:
     """hydra#2074, submitit#1764: launchers of Hydra and of ranks clash, and sweeps start inside every rank."""
     folder = tmp_path / "pair"
@@ -150,6 +166,58 @@ def test_under_a_launcher_the_answer_is_given_once_and_no_rank_sweeps(launcher: 
     assert started.output.count("remedy:") == 1
     assert "write python launch/train.py -m +exp=quickstart" in started.output
     assert not folder.exists()
+
+
+QUEUE = """#!{python}
+# A queue of one machine that takes everything: sbatch starts the job's frozen configuration and prints its number, squeue says whether
+# it runs, scancel stops it.
+import os, pathlib, signal, subprocess, sys
+here, words = pathlib.Path("{bin}"), sys.argv[1:]
+name = pathlib.Path(sys.argv[0]).name
+with (here / "calls").open("a") as calls: calls.write(name + " " + " ".join(words) + chr(10))
+if name == "sbatch":
+    folder = pathlib.Path(words[-1]).parent
+    job = subprocess.Popen([sys.executable, "{stub}", "--frozen=" + str(folder / "config.yaml")], stdout=subprocess.DEVNULL,
+                           stderr=subprocess.DEVNULL, start_new_session=True)
+    print(job.pid)
+elif name == "squeue":
+    number = next(word for word in words if word.startswith("--jobs=")).removeprefix("--jobs=")
+    try: alive = pathlib.Path("/proc/" + number + "/stat").read_text().split()[2] not in "ZX"
+    except FileNotFoundError: alive = False
+    print("RUNNING" if alive else "")
+elif name == "scancel" and "--batch" in words: os.kill(int(words[-1]), signal.SIGTERM)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and_ctrl_c_stops(tmp_path: Path) -> None:
+    folder, tools = tmp_path / "queued", tmp_path / "bin"
+    tools.mkdir()
+    for name in ("sbatch", "squeue", "scancel"):
+        (tools / name).write_text(QUEUE.format(python=sys.executable, bin=tools, stub=STUB))
+        (tools / name).chmod(0o755)
+    argv = typed("+exp=quickstart", "cluster=slurm", "cluster.gpus_per_node=0", "zero=stage0,stage1", "optim.lr=1e-3,1e-2", f"sweep.dir={folder}")
+    slow = environ(tmp_path, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}", STUB_SECONDS="60", OMP_NUM_THREADS="1")
+    with Started(argv, folder, cwd=tmp_path, environ=slow) as first:
+        first.until(lambda: len(starts(folder)) == 4, 60, "handed over")
+        first.until(lambda: {row["state"] for row in content(folder)["points"]} == {"running"}, 10, "noted")
+        hit(signal.SIGHUP, first.process.pid)
+        assert first.ended(20) == 75, first.output
+        assert "4 jobs stay in the queue" in first.output
+        asked = (tools / "calls").read_text().count("squeue")
+        with Started(argv, folder, cwd=tmp_path, environ=slow) as second:
+            second.until(lambda: (tools / "calls").read_text().count("squeue") >= asked + 4, 60, "found again")
+            hit(signal.SIGINT, second.process.pid)
+            assert second.ended(30) == 75, second.output
+            second.gone(5)
+    assert {row["state"] for row in content(folder)["points"]} == {"stopped"}
+    calls = (tools / "calls").read_text()
+    assert (calls.count("sbatch "), calls.count("scancel --batch")) == (4, 4)
+    assert sorted(starts(folder).values()) == [1, 1, 1, 1]
+    with Started(argv, folder, cwd=tmp_path, environ={**slow, "STUB_SECONDS": "0"}) as third:
+        assert third.ended(60) == 0, third.output
+    assert {row["state"] for row in content(folder)["points"]} == {"done"}
+    assert sorted(starts(folder).values()) == [2, 2, 2, 2], "stopped ones go on, as one more job each"
 
 
 @pytest.mark.full

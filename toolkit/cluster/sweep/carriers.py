@@ -19,9 +19,12 @@ from toolkit.cluster.sweep.points import Point
 from toolkit.cluster.sweep.slots import Place, Slots, need_of
 from toolkit.config.schema import Where
 from toolkit.errors import InputError
+from toolkit.rundir import RunDirectory, RunState
 
 KILL_SECONDS = 30.0  # after the grace of a stop: launchers end after their ranks
-QUEUE_SECONDS = 5.0  # between two questions to a cluster about a job
+FILE_SECONDS = 1.0  # between two looks at the status.json of a job in a queue
+QUEUE_SECONDS = 5.0  # between two questions to a cluster about a job, and
+BETWEEN_SECONDS = 0.5  # between two about any
 TAIL = 2000  # characters of what a process printed, where that is its only word
 
 
@@ -109,17 +112,31 @@ def _on(cores: tuple[int, ...]) -> Iterator[None]:
 class QueuedPoint:
     """A job of a cluster. It outlives this process, and the next one finds it again by its ``job.json``."""
 
-    def __init__(self, id: JobId) -> None:
-        self._id = id
-        self._look_at = 0.0
-        self._ended = False
+    def __init__(self, id: JobId, run_dir: Path, carrier: QueueCarrier) -> None:
+        self._id, self._directory, self._carrier = id, RunDirectory(run_dir), carrier
+        self._file_at = time.monotonic()
+        self._queue_at = self._file_at + QUEUE_SECONDS
+        carrier.jobs += 1
 
     def ended(self) -> bool:
-        if not self._ended and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + QUEUE_SECONDS
-            with suppress(InputError):  # the cluster does not answer just now: a job is not over for that
-                self._ended = backends.of(self._id.where).state(self._id) is JobState.ENDED
-        return self._ended
+        now = time.monotonic()
+        if now < self._file_at:
+            return False
+        self._file_at = now + FILE_SECONDS
+        status = self._directory.status()
+        if status is not None and status.state is RunState.DONE:
+            return self._over()
+        if now < self._queue_at:
+            return False
+        self._queue_at = now + max(QUEUE_SECONDS, self._carrier.jobs * BETWEEN_SECONDS)
+        with suppress(InputError):  # the cluster does not answer just now: a job is not over for that
+            if backends.of(self._id.where).state(self._id) is JobState.ENDED:
+                return self._over()
+        return False
+
+    def _over(self) -> bool:
+        self._carrier.jobs -= 1
+        return True
 
     def stop(self, number: signal.Signals) -> bool:
         """Ctrl-C stops jobs, too. Another end of this process, a closed terminal say, leaves them in the queue."""
@@ -133,15 +150,22 @@ class QueuedPoint:
 
 
 class QueueCarrier:
+    """
+    Attributes:
+        jobs: that are waited for: the more they are, the more rarely the cluster is asked about each.
+    """
+
     def __init__(self, script: Path) -> None:
         self._script = script
+        self.jobs = 0
 
     def start(self, point: Point, claim: int) -> Handle | None:
         assert point.plan is not None
-        before = submission.last_job(Path(point.plan.run_dir))
+        run_dir = Path(point.plan.run_dir)
+        before = submission.last_job(run_dir)
         if before is not None and backends.of(before[1].id.where).state(before[1].id) is not JobState.ENDED:
-            return QueuedPoint(before[1].id)
-        return QueuedPoint(submission.submit(make_job(point.plan, self._script))[1])
+            return QueuedPoint(before[1].id, run_dir, self)
+        return QueuedPoint(submission.submit(make_job(point.plan, self._script))[1], run_dir, self)
 
 
 def carrier_of(where: Where, script: Path, machine: Machine, points: int) -> Carrier:

@@ -56,7 +56,7 @@ def make_points(batch: Sequence[Sequence[str]], words: SweepWords, folder: Path,
         ConfigError: a word that no point can mean, such as an unknown key: that is a slip and no point to be left out.
     """
     unplanned = {point.name: point for point in (_named(combination, words, folder) for combination in batch)}
-    _check_words(list(unplanned.values()))
+    _check_words(list(unplanned.values()), words.options)
     return [_planned(point, machine) for point in unplanned.values()]
 
 
@@ -77,17 +77,12 @@ def _named(combination: Sequence[str], words: SweepWords, folder: Path) -> Point
     return Point(name=name, words=(*words.options, *combination, *own), swept=swept)
 
 
-def _check_words(points: Sequence[Point]) -> None:
+def _check_words(points: Sequence[Point], options: Sequence[str]) -> None:
+    """Each word once, however many points have it."""
     from toolkit.config.overrides import read
 
-    found: dict[str, Problem] = {}
-    for point in points:
-        try:
-            read(point.words)
-        except ConfigError as error:
-            found |= {str(problem): problem for problem in error.problems}
-    if found:
-        raise ConfigError(*found.values())
+    words = dict.fromkeys(word for point in points for word in point.words if word not in options)
+    read([*options, *words])
 
 
 def _planned(point: Point, machine: Machine) -> Point:

@@ -110,6 +110,7 @@ class _Sweep:
         points = make_points(combinations, self.words, self.folder, self._machine)
         refused = [row_of(point, self.folder, PointState.REFUSED, point.reason) for point in points if point.plan is None]
         if self._options.dry_run:
+            print("\n".join(show.grouped(refused)), file=sys.stderr)
             self._show([*refused, *(row_of(point, self.folder, PointState.WAITING) for point in points if point.plan is not None)])
             self.leave_nothing()
             raise _Enough(ExitCode.DONE)
@@ -119,8 +120,8 @@ class _Sweep:
         known = {row.name for row in self._record.rows()}
         feasible = [point for point in points if point.plan is not None]
         self._record.note(*refused, *(row_of(point, self.folder, PointState.WAITING) for point in feasible if point.name not in known))
-        for row in refused:
-            print(f"left out: {' '.join(row.swept) or row.name}: {row.reason}", file=sys.stderr)
+        for line in show.grouped(refused):
+            print(line, file=sys.stderr)
         if feasible:
             self._carry_out(feasible)
         rows = {row.name: row for row in self._record.rows()}

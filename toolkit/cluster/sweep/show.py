@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ORDER = (PointState.DONE, PointState.RUNNING, PointState.STOPPED, PointState.WAITING, PointState.FAILED, PointState.REFUSED)
 STYLES = {PointState.DONE: "green", PointState.FAILED: "red", PointState.REFUSED: "yellow"}
 BARS = 40  # of the picture; worse points are in the table
-REASON = 200  # characters of a reason in the table; all of it is in sweep.json and results.csv
+FEW = 4  # points named of those that are left out for one reason; all are in the table
 
 
 def ranked(rows: Sequence[Row], maximize: bool) -> list[Row]:
@@ -33,19 +33,28 @@ def table(rows: Sequence[Row], metric: str, maximize: bool) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(title_justify="left")
+    shown = Table()
     shown.add_column("", justify="right")
     shown.add_column("point", overflow="fold")
     shown.add_column(metric, justify="right")
     shown.add_column("step", justify="right")
     shown.add_column("state")
-    shown.add_column("why", overflow="fold")
+    shown.add_column("why", no_wrap=True, overflow="ellipsis")
     for place, row in enumerate(ranked(rows, maximize), 1):
         done = row.number is not None
         shown.add_row(str(place) if done else "", Text(" ".join(row.swept) or row.name), f"{row.number:.6g}" if done else "",
                       "" if row.step is None else str(row.step), Text(row.state.value, style=STYLES.get(row.state, "")),
-                      Text(" ".join((row.reason or "").split())[:REASON]))
+                      Text(" ".join((row.reason or "").split())))
     return shown
+
+
+def grouped(rows: Sequence[Row]) -> list[str]:
+    """Each reason once, with the points that have it."""
+    by_reason: dict[str, list[Row]] = {}
+    for row in rows:
+        by_reason.setdefault(row.reason or "", []).append(row)
+    return [f"{len(same)} point{'s' * (len(same) > 1)} left out: {reason}\n    " + ", ".join(" ".join(row.swept) or row.name for row in same[:FEW])
+            + (f" and {len(same) - FEW} more" if len(same) > FEW else "") for reason, same in by_reason.items()]
 
 
 def write_csv(file: Path, rows: Sequence[Row], metric: str, maximize: bool) -> None:
