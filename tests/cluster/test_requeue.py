@@ -82,7 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own.mkdir(parents=True)
     (own / "config.yaml").write_text(to_yaml(compose(["+exp=quickstart", f"run.dir={run_dir}", "cluster.restarts=1"])))
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\necho "JobId=7 JobState=${{JOB_STATE:-RUNNING}} Reason=None"\n')
+    scontrol.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\necho "JobId=7 JobState=${{JOB_STATE-RUNNING}} Reason=None"\n')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -110,8 +110,9 @@ def test_a_stopped_job_is_put_back(folder: Path, capfd: pytest.CaptureFixture[st
     assert "stopped (because)" in capfd.readouterr().out
 
 
-def test_a_cancelled_job_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JOB_STATE", "CANCELLED")
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", ""])
+def test_a_cancelled_job_is_left_alone(state: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOB_STATE", state)
     attempt(folder, 1, RunState.STOPPED)
     assert requeue.main([str(folder), "--asked=TERM", "--code=1"]) == 75
     assert asked(folder) == ["--oneliner show job 7"]

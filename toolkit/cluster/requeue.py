@@ -152,10 +152,12 @@ def record(folder: Path, ended: Ended, decision: Decision) -> None:
 
 
 def put_back(job: str) -> None:
-    """``scontrol requeue``, unless somebody has cancelled the job meanwhile: Slurm would put back a cancelled job, too."""
+    """``scontrol requeue``, where the job runs still. Slurm would put back a cancelled job, too, and while its script runs
+    it is shown as COMPLETING, as one that was over its time is."""
     shown = _scontrol("--oneliner", "show", "job", job)
-    if "JobState=CANCELLED" in shown.stdout:
-        print(f"job {job} was cancelled: it stays so", flush=True)
+    state = next((word.partition("=")[2] for word in shown.stdout.split() if word.startswith("JobState=")), "unknown")
+    if state != "RUNNING":
+        print(f"job {job} is {state} already (cancelled, or over its time limit): it stays so", flush=True)
         return
     done = _scontrol("requeue", job)
     if done.returncode:

@@ -168,20 +168,26 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 def state(id: JobId) -> JobState:
     """squeue forgets a job some minutes after its end, and then does not know its number."""
-    try:
-        found = _run(["squeue", "--noheader", f"--jobs={id.id}", "--format=%T"]).split()
-    except InputError as error:
-        if "Invalid job id" not in str(error):
-            raise
-        found = []
+    found = _of_known_job("squeue", "--noheader", f"--jobs={id.id}", "--format=%T").split()
     if found and found[0] in QUEUED:
         return JobState.QUEUED
     return JobState.RUNNING if found and found[0] in RUNNING else JobState.ENDED
 
 
 def cancel(id: JobId) -> None:
-    _run(["scancel", "--state=PENDING", id.id])
-    _run(["scancel", "--batch", "--signal=INT", id.id])  # the script's own word for a stop; does nothing where it does not run
+    _of_known_job("scancel", "--state=PENDING", id.id)
+    if state(id) is not JobState.ENDED:
+        _of_known_job("scancel", "--batch", "--signal=INT", id.id)  # the script's own word for a stop
+
+
+def _of_known_job(*command: str) -> str:
+    """What it prints; nothing where Slurm no longer knows the job."""
+    try:
+        return _run(command)
+    except InputError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        return ""
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
