@@ -22,6 +22,7 @@ from toolkit.cluster.ends import Ending, leave
 from toolkit.cluster.environment import Launch, read_launch, set_defaults, set_thread_default
 from toolkit.cluster.log import log_to
 from toolkit.cluster.machine import this_machine
+from toolkit.cluster.notice import watch as watch_notices
 from toolkit.cluster.parent import start_ranks
 from toolkit.cluster.rendezvous import Meeting
 from toolkit.cluster.start import Start, announce, begin
@@ -82,14 +83,16 @@ def take_part(launch: Launch, overrides: Sequence[str], ending: Ending, stop: St
     elif composes:
         start = replace(start, data=make_data_ready(plan))
     if plan.world.ranks > launch.ranks:
-        return start_ranks(sys.argv[0], start, directory, stop, ending, plan.config.cluster.grace_seconds)
+        return start_ranks(sys.argv[0], start, directory, stop, ending, plan.config.cluster)
     set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)
     stop.arm(plan.config.cluster.grace_seconds)
+    if launch.local_rank == 0:
+        watch_notices(plan.config.cluster.notice, stop.request)
     with meeting.process_group(plan.world.device):
         from toolkit.train.run import run
 
         return run(plan, rank=launch.rank, local_rank=launch.local_rank, stop=stop, attempt=start.attempt, data=start.data,
-                   launcher=launch.launcher.value)
+                   launcher=launch.launcher.value, seconds_left=stop.seconds_left)
 
 
 def make_data_ready(plan: RunPlan) -> str:

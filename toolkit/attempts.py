@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +163,10 @@ def goodput(attempts: Sequence[Attempt], *, kept: int | None = None) -> Goodput 
             told[OTHER] = max(0.0, whole - times.stepping - sum(told.values()))
         for cause, seconds in told.items():
             lost[cause] += seconds
-    for one, following in zip(attempts, attempts[1:], strict=False):
+    for one, following in pairwise(attempts):
         lost[WAITING] += max(0.0, following.times.began - one.times.end)
     wall = max(attempt.times.end for attempt in attempts) - attempts[0].times.began
-    starts = tuple(seconds for attempt in attempts if (seconds := attempt.times.start_seconds) is not None)
+    starts = tuple(took for attempt in attempts if (took := attempt.times.start_seconds) is not None)
     return Goodput(wall_seconds=max(0.0, wall), useful_seconds=useful, lost=lost, attempts=len(attempts), start_seconds=starts)
 
 
@@ -174,8 +175,8 @@ def words(total: Goodput) -> str:
     told = ", ".join(f"{cause} {duration(seconds)}" for cause, seconds in sorted(total.lost.items(), key=lambda one: -one[1])
                      if seconds >= max(1.0, TOLD_SHARE * total.wall_seconds))
     over = f" over {total.attempts} attempts" if total.attempts > 1 else ""
-    return (f"goodput {total.share:.1%}: of {duration(total.wall_seconds)}{over}, {duration(total.useful_seconds)} went into steps that stand"
-            + (f"; the rest: {told}" if told else ""))
+    return (f"goodput {total.share:.1%}: of {duration(total.wall_seconds)}{over}, {duration(total.useful_seconds)} went into steps that "
+            f"stand{f'; the rest: {told}' if told else ''}")
 
 
 # ---- files

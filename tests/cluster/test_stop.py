@@ -14,7 +14,7 @@ import time
 import pytest
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.stop import Process, launchers
+from toolkit.cluster.stop import Process, StopRequest, launchers, own_beginning
 
 # Prints "ready", then what it sees; `save` is how long it takes to leave after a request.
 WAITER = """
@@ -50,7 +50,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out.strip()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_is_a_reason(number: signal.Signals) -> None:
     process = waiter()
     process.send_signal(number)
@@ -76,6 +76,30 @@ def test_a_second_interrupt_ends_at_once_and_an_echo_does_not() -> None:
     code, said = end(patient)
     assert code == 75
     assert said in ("saved SIGINT", "saved SIGTERM")  # of two at once, the kernel chooses the first
+
+
+def test_after_any_request_an_interrupt_insists_and_a_repeated_signal_does_not() -> None:
+    """Slurm and launchers send SIGTERM again while ranks save; a person presses Ctrl-C."""
+    repeated, insisting = waiter(save=2.5), waiter(save=60)
+    for process in (repeated, insisting):
+        process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    repeated.send_signal(signal.SIGTERM)
+    insisting.send_signal(signal.SIGINT)
+    assert end(insisting) == (1, "abort 1 SIGTERM, then SIGINT: ended without saving")
+    assert end(repeated) == (75, "saved SIGTERM")
+
+
+def test_a_request_may_bring_a_time_of_its_own() -> None:
+    stop = StopRequest()
+    assert stop.seconds_left() is None
+    stop._grace_seconds = 60  # as arm() does, without a thread that would end this process
+    stop.request("the cloud takes it", 20)
+    stop.request("SIGTERM")  # the first one counts
+    left = stop.seconds_left()
+    assert stop() == "the cloud takes it"
+    assert left is not None
+    assert 19 < left <= 20
 
 
 def test_saving_has_its_time_and_no_more() -> None:
@@ -107,6 +131,14 @@ print(worker.exitcode, stop())
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["-15", "None"]
+
+
+def test_a_process_knows_when_it_was_started() -> None:
+    code = "import time; time.sleep(1.5); from toolkit.cluster.stop import own_beginning; print(own_beginning())"
+    before = time.time()
+    told = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout)
+    assert before - 0.1 < told < before + 1.0
+    assert own_beginning() < time.time()
 
 
 def test_a_process_is_known_by_its_start_too() -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
-from toolkit.cluster.environment import Launch
+from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.rendezvous import Left, Meeting
 from toolkit.errors import ExitCode, UserError
 from toolkit.rundir import RunDirectory, RunState
@@ -73,9 +73,24 @@ class Ending:
         self.record(reason if self.code is not ExitCode.DONE else None)
         if error is not None and not isinstance(error, Left) and self.meeting is not None:
             self.meeting.dismiss(self.code)
-        if self.code is ExitCode.USER and self.launch.restarts_left > 0 and self.launch.local_rank == 0:
-            os.kill(os.getppid(), signal.SIGTERM)  # torchrun would restart a mistake as it does a fault
+        if self.code in (ExitCode.USER, ExitCode.STOPPED) and self.launch.restarts_left > 0 and self.launch.local_rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)  # torchrun would restart a mistake, or what was asked to stop, as it does a fault
+        if self.code is ExitCode.FAILURE and self.launch.rank == 0 and (words := self._next_start()):
+            print(words, file=sys.stderr, flush=True)
         return True
+
+    def _next_start(self) -> str:
+        """After a failure, what becomes of it; nothing where our parent says it."""
+        match self.launch.launcher:
+            case Launcher.PARENT:
+                return ""
+            case Launcher.TORCHELASTIC if self.launch.restarts_left > 0:
+                return f"torchrun starts the ranks again, {self.launch.restarts_left} more times at most"
+            case Launcher.TORCHELASTIC:
+                return "torchrun does not start the ranks again (--max-restarts=N would); the same command continues"
+            case Launcher.DEEPSPEED:
+                return "deepspeed does not start ranks again (plain python and torchrun do); the same command continues"
+        return "the same command continues" if self.directory is not None else ""
 
     def record(self, reason: str | None, *, anew: bool = False) -> None:
         """The status file, by rank 0. ``anew``: even where an end is recorded."""

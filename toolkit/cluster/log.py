@@ -25,6 +25,10 @@ class Tee(io.TextIOBase):
             self._file.write(_ESCAPES.sub("", text))
         return self._stream.write(text)
 
+    @property
+    def stream(self) -> TextIO:
+        return self._stream
+
     def flush(self) -> None:
         self._file.flush()
         self._stream.flush()
@@ -41,7 +45,11 @@ class Tee(io.TextIOBase):
 
 
 def log_to(path: Path) -> None:
-    """From now on, stdout and stderr of this process are added to ``path`` line by line."""
+    """From now on, stdout and stderr of this process are added to ``path`` line by line, and no longer to another log."""
     file = path.open("a", encoding="utf-8", buffering=1)
-    sys.stdout = Tee(sys.stdout, file)
-    sys.stderr = Tee(sys.stderr, file)
+    sys.stdout = Tee(_bare(sys.stdout), file)
+    sys.stderr = Tee(_bare(sys.stderr), file)
+
+
+def _bare(stream: TextIO) -> TextIO:
+    return stream.stream if isinstance(stream, Tee) else stream

@@ -1,4 +1,8 @@
-"""``python launch/train.py`` with several ranks: this process starts them, passes signals on, and outlives none of them."""
+"""``python launch/train.py`` with several ranks: this process starts them, passes signals on, and outlives none of them.
+
+Ranks that failed are started again from their newest checkpoint, as a new attempt with its own folder and log (cluster/restarts.py says
+whether and when). Each of them is a process of its own, so whatever state a failure left, in NCCL, in a CUDA context, goes with it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from toolkit.cluster import restarts
 from toolkit.cluster.ends import Ending
 from toolkit.cluster.environment import HANDOVER
-from toolkit.cluster.start import Start
+from toolkit.cluster.log import log_to
+from toolkit.cluster.oom import oom_kills, oom_words
+from toolkit.cluster.start import Start, begin_again
 from toolkit.cluster.stop import StopRequest
+from toolkit.config.schema import ClusterConfig
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
 from toolkit.rundir import RunDirectory
@@ -36,6 +44,7 @@ class Ranks:
         port = str(free_port())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first: tuple[int, int] | None = None  # rank and code of the first failure
+        self._oom_kills, self._out_of_memory = oom_kills(), ""
         for rank in range(world.ranks):
             own = {
                 **environ,
@@ -65,6 +74,8 @@ class Ranks:
         ended = [(rank, process.returncode) for rank, process in enumerate(self._processes) if process.poll() is not None]
         if self._first is None:  # of several in one look, a signal (negative) is the likelier cause
             self._first = min((end for end in ended if end[1] not in ENDS), key=lambda end: end[1], default=None)
+            if self._first is not None and self._first[1] == -signal.SIGKILL:
+                self._out_of_memory = oom_words(self._oom_kills, oom_kills())
         return [code for _, code in ended]
 
     def wait(self, stop: StopRequest, grace_seconds: float) -> ExitCode:
@@ -77,8 +88,7 @@ class Ranks:
             now = time.monotonic()
             if stop() is not None and not forwarded:
                 forwarded = True
-                assert stop.signal is not None
-                self.send(stop.signal)
+                self.send(stop.signal or signal.SIGTERM)
             if stopping_since is None and (forwarded or ExitCode.STOPPED in codes):
                 stopping_since = now
             if failed_since is None and any(code not in (ExitCode.DONE, ExitCode.STOPPED) for code in codes):
@@ -92,18 +102,68 @@ class Ranks:
             time.sleep(POLL_SECONDS)
         return combined(codes)
 
+    @property
+    def killed(self) -> bool:
+        """Whether the first failure was a signal's work."""
+        return self._first is not None and self._first[1] < 0
+
     def first_failure(self) -> str | None:
         """Which rank was ended by a signal, or by a failure without a word; None if rank 0 can say more itself."""
         if self._first is None:
             return None
         rank, code = self._first
         if code < 0:
-            return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name})"
+            why = f": {self._out_of_memory}" if self._out_of_memory else ""
+            return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name}){why}"
         return None if rank == 0 else f"rank {rank} failed first (code {code}): see the attempt's log"
 
 
-def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRequest, ending: Ending, grace_seconds: float) -> ExitCode:
-    """Hand the start to one process a rank and see them to their end."""
+def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRequest, ending: Ending, cluster: ClusterConfig) -> ExitCode:
+    """See the start to its end, over as many attempts as it takes and ``cluster.restarts`` allows."""
+    stop.arm(None)  # the ranks keep to their grace, and Ranks.wait() has the last word
+    fruitless, starts = 0, 1
+    while True:
+        before = directory.saved_step()
+        code, by_itself = _attempt(script, start, directory, stop, ending, cluster.grace_seconds)
+        saved = directory.saved_step()
+        following = restarts.after(
+            code, asked=stop() is not None, hopeless=by_itself and not _has_stepped(directory, starts), before=before, saved=saved,
+            fruitless=fruitless, limit=cluster.restarts)
+        if isinstance(following, restarts.NoRestart):
+            if following.why:
+                print(f"it is not started again: {following.why}", file=sys.stderr, flush=True)
+            return code
+        status = directory.status()
+        why = (status.reason if status is not None else None) or "without a word"
+        print(restarts.words(following, failed=start.attempt, why=why, saved=saved, limit=cluster.restarts), file=sys.stderr, flush=True)
+        # The attempt begins before the pause: whoever looks at status.json meanwhile sees a run that goes on.
+        fruitless = following.fruitless
+        start = begin_again(start, directory, starts)
+        starts += 1
+        ending.attempt, ending.code = start.attempt, ExitCode.DONE
+        log_to(directory.log_file(start.attempt))
+        if not _pause(stop, following.seconds):
+            ending.code = ExitCode.STOPPED
+            ending.record(f"{stop()} before training began")
+            return ending.code
+
+
+def _has_stepped(directory: RunDirectory, starts: int) -> bool:
+    """Whether one of the last ``starts`` attempts has made a step."""
+    return any(attempt.times.first_step is not None for attempt in directory.tried()[-starts:])
+
+
+def _pause(stop: StopRequest, seconds: float) -> bool:
+    """Whether nobody asked to stop meanwhile."""
+    deadline = time.monotonic() + seconds
+    while stop() is None and (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(POLL_SECONDS, left))
+    return stop() is None
+
+
+def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopRequest, ending: Ending,
+             grace_seconds: float) -> tuple[ExitCode, bool]:
+    """Hand the start to one process a rank and see them to their end; and whether that was an error of their own, not a signal or a hang."""
     handover = directory.attempt_folder(start.attempt).absolute() / "handover.json"
     start.write(handover)
     # The ranks keep the directory taken should this process be killed: they will still be saving.
@@ -114,7 +174,6 @@ def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRe
         ending.abort(reason, code)
 
     stop.abort = abort
-    stop.arm(None)  # the ranks keep to their grace, and wait() has the last word
     try:
         ending.code = ranks.wait(stop, grace_seconds)
     finally:
@@ -123,7 +182,7 @@ def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRe
     # Of a failure rank 0 saw a lost connection, and this process knows why; of a hang the ranks know more than how they ended.
     told = directory.hang_file(start.attempt).exists()
     ending.record(failure or stop(), anew=failure is not None and not told)
-    return ending.code
+    return ending.code, not told and not ranks.killed
 
 
 def combined(codes: Sequence[int]) -> ExitCode:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world
 from toolkit.cluster.job import FROZEN
 from toolkit.cluster.machine import Machine
+from toolkit.cluster.stop import own_beginning
 from toolkit.config.schema import RunConfig, Where
 from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.files import write_whole
@@ -67,8 +69,28 @@ def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[S
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
     check_target(plan.config.model)
     directory = RunDirectory(plan.run_dir)
-    attempt = directory.begin(plan.config, to_json(plan))
+    if starts := launch.restart or int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+        plan = replace(plan, config=directory.continued(plan.config, starts))
+    attempt = directory.begin(plan.config, to_json(plan), began=own_beginning())
     return Start(to_yaml(plan.config), plan.world, attempt), plan, directory
+
+
+def begin_again(start: Start, directory: RunDirectory, starts: int) -> Start:
+    """The next attempt of the same start, by the process that has the run's directory.
+
+    Args:
+        starts: attempts that there were of it.
+
+    Raises:
+        UserError: the directory no longer lets the run continue.
+    """
+    from toolkit.config.compose import to_yaml
+    from toolkit.plan.present import to_json
+
+    plan = start.plan()
+    config = directory.continued(plan.config, starts)
+    attempt = directory.begin(config, to_json(plan))
+    return replace(start, yaml=to_yaml(config), attempt=attempt)
 
 
 def configuration(words: Sequence[str], launch: Launch) -> RunConfig:

@@ -1,4 +1,4 @@
-"""A request to stop: a signal, or the death of the launcher. It sets a flag; the loop saves and leaves when it looks.
+"""A request to stop: a signal, a notice, or the death of the launcher. It sets a flag; the loop saves and leaves when it looks.
 
 A thread does the watching, since Python runs signal handlers only between two instructions of the main thread, which may sit in
 a collective for minutes. It also ends the process when the user insists, or when saving does not end in the time allowed.
@@ -22,7 +22,9 @@ from toolkit.errors import ExitCode
 POLL_SECONDS = 0.5
 # A terminal's Ctrl-C reaches a rank once by itself and again through its launcher: that is one request.
 ECHO_SECONDS = 1.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OLDEST_START = 600.0  # seconds: beyond it, the clocks of processes and of this one are not the same
+# Slurm sends whichever its job asked for (sbatch --signal): SIGUSR1 and SIGUSR2 are what people ask for.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,15 @@ class Process:
 
     def alive(self) -> bool:
         return Process.of(self.pid) == self
+
+
+def own_beginning() -> float:
+    """When this process was started, in seconds since 1970: some of a start is over before its first line of Python runs."""
+    now = time.time()
+    fields = _stat(os.getpid())
+    assert fields is not None, "this process is there"
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return now - age if 0 <= age < OLDEST_START else now
 
 
 def launchers(launch: Launch) -> list[Process]:
@@ -63,7 +74,8 @@ def launchers(launch: Launch) -> list[Process]:
 class StopRequest:
     """Called, it gives the reason to stop, or None.
 
-    Until :meth:`arm`, there is nothing to save, and a request ends the process at once.
+    Until :meth:`arm`, there is nothing to save, and a request ends the process at once. SIGINT, more than a second after any request,
+    does so too: somebody insists. Other signals that come again do not: launchers and Slurm repeat them while the ranks are saving.
 
     Attributes:
         abort: called by the watching thread right before it ends the process, with the reason and the exit code.
@@ -75,16 +87,29 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._watched: Sequence[Process] = ()
         self._grace_seconds: float | None = None
+        self._own_seconds: float | None = None  # that the request itself allows, in place of the grace
         self._armed = False
         self._closed = False
         self._reason: str | None = None
+        self._interrupted = False
         self._requested_at = 0.0
-        self._interrupted_at: float | None = None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
 
     def __call__(self) -> str | None:
         return self._reason
+
+    def request(self, reason: str, seconds: float | None = None) -> None:
+        """From any thread: stop, within ``seconds``, or the grace that :meth:`arm` was told. The first request counts."""
+        if self._reason is None:
+            self._own_seconds = seconds
+            self._requested_at = time.monotonic()
+            self._reason = reason
+
+    def seconds_left(self) -> float | None:
+        """Until the process is ended in any case; None where nobody asked, or there is no such bound."""
+        limit = self._limit()
+        return None if self._reason is None or limit is None else limit - self._waited()
 
     def install(self, watched: Sequence[Process] = ()) -> None:
         """Take over SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP; the death of a ``watched`` process is a request too.
@@ -115,28 +140,29 @@ class StopRequest:
             for number in os.read(self._wake_read, 64) if ready else b"":
                 self._signalled(signal.Signals(number))
             if self._reason is None and (dead := [process.pid for process in self._watched if not process.alive()]):
-                self._request(f"the launcher (process {dead[0]}) is gone")
+                self.request(f"the launcher (process {dead[0]}) is gone")
             if self._reason is None or self._closed:
                 continue
             if not self._armed:
                 self._end(f"{self._reason} before training began", ExitCode.STOPPED)
-            if self._grace_seconds is not None and self._waited() > self._grace_seconds:
+            limit = self._limit()
+            if limit is not None and self._waited() > limit:
                 faulthandler.dump_traceback(2)  # where the saving hangs
-                self._end(f"{self._reason}, and saving took more than cluster.grace_seconds={self._grace_seconds:g}", ExitCode.FAILURE)
+                bound = f"cluster.grace_seconds={limit:g}" if self._own_seconds is None else f"the {limit:g} s that there were"
+                self._end(f"{self._reason}, and saving took more than {bound}", ExitCode.FAILURE)
 
     def _signalled(self, number: signal.Signals) -> None:
         if number is signal.SIGINT and not self._closed:
-            self._interrupted_at = self._interrupted_at or time.monotonic()
-            if time.monotonic() - self._interrupted_at > ECHO_SECONDS:
-                self._end("SIGINT twice: ended without saving", ExitCode.FAILURE)
+            if self._reason is not None and self._waited() > ECHO_SECONDS:
+                words = "SIGINT twice" if self._interrupted else f"{self._reason}, then SIGINT"
+                self._end(f"{words}: ended without saving", ExitCode.FAILURE)
+            self._interrupted = True
         if number in SIGNALS and self.signal is None:
             self.signal = number
-            self._request(number.name)
+            self.request(number.name)
 
-    def _request(self, reason: str) -> None:
-        if self._reason is None:
-            self._requested_at = time.monotonic()
-            self._reason = reason
+    def _limit(self) -> float | None:
+        return self._grace_seconds if self._own_seconds is None else self._own_seconds
 
     def _waited(self) -> float:
         return time.monotonic() - self._requested_at

@@ -374,6 +374,15 @@ class Where(Enum):
     kubernetes = "kubernetes"
 
 
+class Notice(Enum):
+    """Who is asked whether a machine will be taken away."""
+
+    none = "none"
+    gce = "gce"
+    aws = "aws"
+    azure = "azure"
+
+
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig:
     account: str | None = None
@@ -449,6 +458,9 @@ class ClusterConfig:
     restarts: int = 3
     """How often a job that failed goes on from its newest checkpoint by itself; only attempts without progress count. A mistake in
     configuration is never started again."""
+    notice: Notice = Notice.none
+    """Ask this cloud every five seconds whether it takes a machine of the run away (spot, preemptible): gce, aws or azure. Then the run
+    is saved and stops. none: nobody is asked; a signal does the same."""
     preflight: bool = False
     """Look at every machine with launch/doctor.py before the first step."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

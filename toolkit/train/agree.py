@@ -29,6 +29,7 @@ class Agreed:
 
     stop: bool = False  # some rank was asked to stop
     save: bool = False  # by rank 0's clock a checkpoint is due
+    no_time: bool = False  # a rank that was asked to stop has less time than a save takes: ``train/parting.py``
     data_seconds: float = 0.0  # that the rank which waited longest for its samples waited: the others wait for it
     ledger: int = 0  # how many steps each rank sends to the ledger now: ``train/ledger.py``
     gc_seconds: float = 0.0  # that the rank which collected garbage longest since the step before did so: the others wait for it

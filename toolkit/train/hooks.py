@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
@@ -136,8 +136,9 @@ class Metrics(Hook):
 class StatusFile(Hook):
     """``status.json`` while the run is under way, at a bounded rate; how it ended is written by whoever started it. For rank 0."""
 
-    def __init__(self, directory: RunDirectory, attempt: int, newest: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._directory, self._attempt, self._clock = directory, attempt, clock
+    def __init__(self, directory: RunDirectory, attempt: int, newest: Path | None, clock: Callable[[], float] = time.monotonic,
+                 goodput: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
+        self._directory, self._attempt, self._clock, self._goodput = directory, attempt, clock, goodput
         self._checkpoint = newest
         self._step = 0
         self._next = 0.0
@@ -160,7 +161,8 @@ class StatusFile(Hook):
     def _write(self, step: int) -> None:
         self._step, self._next = step, self._clock() + STATUS_SECONDS
         checkpoint = str(self._checkpoint) if self._checkpoint is not None else None
-        self._directory.write_status(Status(state=RunState.RUNNING, attempt=self._attempt, step=step, checkpoint=checkpoint))
+        self._directory.write_status(
+            Status(state=RunState.RUNNING, attempt=self._attempt, step=step, checkpoint=checkpoint, goodput=self._goodput()))
 
 
 class Plots(Hook):

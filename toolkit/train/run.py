@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from toolkit.checkpoint.directory import newest
+from toolkit.attempts import words as goodput_words
+from toolkit.checkpoint.directory import newest, step_of
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.config.data import Documents
 from toolkit.config.schema import parse_cadence
@@ -23,7 +24,7 @@ from toolkit.monitor.sink import Sink, tell
 from toolkit.monitor.throughput import Course, Spent, spent
 from toolkit.plan.flops import without_utilisation
 from toolkit.plan.types import Device, RunPlan
-from toolkit.rundir import RunDirectory
+from toolkit.rundir import RunDirectory, RunState
 from toolkit.train import closing, place
 from toolkit.train.agree import Agreed, Exchange, check_same_data, exchange
 from toolkit.train.consumed import Consumption
@@ -31,17 +32,19 @@ from toolkit.train.evaluation import Evaluation
 from toolkit.train.hooks import Hooks, Metrics, Plots, StatusFile
 from toolkit.train.loop import train
 from toolkit.train.monitoring import watching
-from toolkit.train.saving import Checkpoints, Timer
+from toolkit.train.parting import Parting
+from toolkit.train.saving import AllCosts, Checkpoints, Costs, Timer
 from toolkit.train.sinks import closed_with_code, open_sinks
 from toolkit.train.source import find_beginning, take_up
 from toolkit.train.task import Task, text_task
+from toolkit.train.times import AttemptTimes
 from toolkit.train.vision import vision_task
 
 Stop = Callable[[], str | None]
 
 
 def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, data: str | None = None,
-        launcher: str | None = None) -> ExitCode:
+        launcher: str | None = None, seconds_left: Callable[[], float | None] = lambda: None) -> ExitCode:
     """Train on this rank.
 
     Args:
@@ -50,10 +53,11 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         data: the folder of the generation of data to read: ``data.path`` may point to another one while the run is under way.
             None: the one that it points to now.
         launcher: who started the ranks, for what is recorded of the run.
+        seconds_left: until this rank, asked to stop, is ended in any case; None: it was not asked, or is not ended.
 
     Returns:
-        DONE after the last step; STOPPED where a stop was agreed, and then the state is saved. How it ended is written to
-        ``status.json`` by the caller, who knows of errors too.
+        DONE after the last step; STOPPED where a stop was agreed. Then the state is saved; where no rank has the time for it,
+        ``status.json`` says what is lost. Every other end is written there by the caller, who knows of errors too.
 
     Raises:
         UserError: data, checkpoint or model are not what the run says.
@@ -91,26 +95,34 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
             sink.flush()
             loss_curve(directory.path, reads.unigram(), plan.per)
 
+        parting = Parting(plan, (save for one in directory.tried(before=attempt) for save in one.saves))
+        costs: Costs = parting
+        if rank == 0:
+            times = AttemptTimes(directory.attempt_folder(attempt), directory.tried(before=attempt), say)
+            costs = AllCosts(times, parting)
         timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
         course = Course(plan, spent_before(directory) if rank == 0 else Spent(), began)
         hooks = Hooks(Metrics(plan, watch.sink, stream.consumed, course), *watch.hooks(engine), recorder=watch.recorder)
+        if rank == 0:
+            hooks.add(times)
         hooks.add(evaluation(plan, engine, task, reads.sets, hooks, ask, directory, sink, watch.progress.beat, rank))
-        hooks.add(Checkpoints(
+        saving = Checkpoints(
             plan, engine, CheckpointStore(directory.checkpoints, plan.config.checkpoint.keep_last, plan.config.checkpoint.keep_every),
             stream, timer, rank=rank, attempt=attempt, flush=sink.flush, announce=hooks.on_checkpoint,
-            tell=tell if rank == 0 else lambda words: None))
+            tell=tell if rank == 0 else lambda words: None, costs=costs)
+        hooks.add(saving)
         if rank == 0:
-            hooks.add(StatusFile(directory, attempt, newest(directory.checkpoints)))
+            hooks.add(StatusFile(directory, attempt, newest(directory.checkpoints), goodput=times.status))
             if len(stream.consumed(0)) > 1:
                 hooks.add(Consumption(stream.consumed, say))
             hooks.add(Plots(draw, tell))
 
         def agree(waited: float) -> Agreed:
-            mine = [stop() is not None, rank == 0 and timer.due(), round(waited * 1e6), watch.ledger_due()]
-            mine += watch.vitals.read(engine.device)
-            stopping, due, microseconds, steps, collecting, host_bytes, device_bytes = ask(mine)
-            return Agreed(stop=bool(stopping), save=bool(due), data_seconds=microseconds / 1e6, ledger=steps, gc_seconds=collecting / 1e6,
-                          host_bytes=host_bytes, device_bytes=device_bytes)
+            mine: list[int] = [stop() is not None, parting.too_late(seconds_left()), rank == 0 and timer.due()]
+            mine += [round(waited * 1e6), watch.ledger_due(), *watch.vitals.read(engine.device)]
+            stopping, late, due, microseconds, steps, collecting, host_bytes, device_bytes = ask(mine)
+            return Agreed(stop=bool(stopping), no_time=bool(late), save=bool(due), data_seconds=microseconds / 1e6, ledger=steps,
+                          gc_seconds=collecting / 1e6, host_bytes=host_bytes, device_bytes=device_bytes)
 
         code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree, recorder=watch.recorder)
         watch.progress.stop()  # rank 0 has more to do than the others, who wait for it
@@ -118,10 +130,18 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         ended(code)
         if rank == 0:
             say(course.words(time.monotonic()))
+            if (total := times.goodput()) is not None:
+                say(goodput_words(total))
         try:
             if rank == 0 and code is ExitCode.DONE:
                 closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step),
                                say=say, tell=tell, stop=stop)
+            elif rank == 0 and saving.given_up:
+                kept = newest(directory.checkpoints)
+                words = parting.words(stop() or "another rank was asked to stop", step=state.step,
+                                      saved=step_of(kept) if kept is not None else None, work=times.unsaved())
+                say(f"stopped after step {state.step}: {words}")
+                directory.finish(RunState.STOPPED, int(ExitCode.STOPPED), words, attempt=attempt)
             elif rank == 0:
                 say(f"stopped after step {state.step} of {plan.config.train.steps}, saved; the same command continues")
         finally:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
+from toolkit.checkpoint.directory import step_of
 from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
 from toolkit.config.schema import parse_cadence
 from toolkit.data.kind import SampleStream
@@ -30,21 +32,70 @@ class Timer:
         self._since = self._clock()
 
 
+class Costs(Protocol):
+    """Who keeps account of saves."""
+
+    def save_begun(self, step: int) -> None:
+        """The state after ``step`` is about to be saved."""
+
+    def stood_still(self, seconds: float) -> None:
+        """Training waited so long for saves."""
+
+    def saved(self, step: int, seconds: float, size: int) -> None:
+        """A save of ``size`` bytes on this rank has taken so long to its commit, in the background or not."""
+
+
+class NoCosts(Costs):
+    def save_begun(self, step: int) -> None:
+        pass
+
+    def stood_still(self, seconds: float) -> None:
+        pass
+
+    def saved(self, step: int, seconds: float, size: int) -> None:
+        pass
+
+
+class AllCosts(Costs):
+    """Tells several."""
+
+    def __init__(self, *several: Costs) -> None:
+        self._several = several
+
+    def save_begun(self, step: int) -> None:
+        for one in self._several:
+            one.save_begun(step)
+
+    def stood_still(self, seconds: float) -> None:
+        for one in self._several:
+            one.stood_still(seconds)
+
+    def saved(self, step: int, seconds: float, size: int) -> None:
+        for one in self._several:
+            one.saved(step, seconds, size)
+
+
 class Checkpoints(Hook):
-    """Saves at the cadence of ``checkpoint.every``, after the last step if asked, and always before a stop.
+    """Saves at the cadence of ``checkpoint.every``, after the last step if asked, and before a stop unless there is no time for it.
 
     A save in the background that fails is told, and the next one is made in the foreground: it saves, or ends the run on all ranks
     at the same step.
 
     Args:
         flush: called before a save: a run that is killed later goes on from it, and its rows up to there are written.
+        costs: is told what saves take.
+
+    Attributes:
+        given_up: a stop was agreed, and there was no time to save.
     """
 
     part = CHECKPOINT
 
     def __init__(self, plan: RunPlan, engine: Engine, store: CheckpointStore, stream: SampleStream, timer: Timer, *,
                  rank: int, attempt: int, flush: Callable[[], None], announce: Callable[[Path], None],
-                 tell: Callable[[str], None]) -> None:
+                 tell: Callable[[str], None], costs: Costs | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._costs, self._clock = costs or NoCosts(), clock
+        self.given_up = False
         self._plan, self._engine, self._store, self._timer = plan, engine, store, timer
         self._stream, self._rank, self._attempt = stream, rank, attempt
         self._flush, self._announce, self._tell = flush, announce, tell
@@ -55,6 +106,9 @@ class Checkpoints(Hook):
     def on_step(self, done: StepDone) -> None:
         if self._pending is not None and self._pending.done():
             self._settle()
+        if done.agreed.stop and done.agreed.no_time and not done.last:
+            self.given_up = True
+            return
         checkpoint = self._plan.config.checkpoint
         by_steps = self._every_steps is not None and done.step % self._every_steps == 0
         at_end = done.last and (checkpoint.at_end or checkpoint.export)
@@ -62,11 +116,15 @@ class Checkpoints(Hook):
             self._save(done.step, background=checkpoint.background and not (done.last or done.agreed.stop))
 
     def on_end(self, step: int) -> None:
+        began = self._clock()
         self._settle()
+        self._costs.stood_still(self._clock() - began)
 
     def _save(self, step: int, background: bool) -> None:
+        began = self._clock()
         self._settle()
         self._flush()
+        self._costs.save_begun(step)
         scalars = state.scalars(
             self._plan, state.TrainState(step), self._stream.fingerprint(), self._stream.state(step), self._engine.scalars())
         background = background and not self._failed
@@ -76,6 +134,7 @@ class Checkpoints(Hook):
         self._timer.restart()
         if not background:
             self._settle()
+        self._costs.stood_still(self._clock() - began)
 
     def _settle(self) -> None:
         """Wait for the save under way, if there is one, and tell how it ended."""
@@ -89,4 +148,7 @@ class Checkpoints(Hook):
             self._tell(f"{pending.path} could not be saved, the next one is not made in the background: {type(error).__name__}: {error}")
         else:
             self._failed = False
+            step = step_of(pending.path)
+            assert step is not None, f"{pending.path} is a checkpoint of this run"
+            self._costs.saved(step, pending.seconds or 0.0, pending.size)
             self._announce(pending.path)

@@ -12,6 +12,7 @@ nothing of a dead attempt is ever taken for this one's:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,10 +27,11 @@ from toolkit.checkpoint.shard import Shard
 
 
 class PendingSave:
-    """A save under way. ``path`` is where the checkpoint will be."""
+    """A save under way. ``path`` is where the checkpoint will be, ``size`` the bytes that this rank writes."""
 
-    def __init__(self, path: Path, future: Future[None]) -> None:
+    def __init__(self, path: Path, future: Future[float], size: int = 0) -> None:
         self.path = path
+        self.size = size
         self._future = future
         self.waited = False
 
@@ -40,6 +42,11 @@ class PendingSave:
     def error(self) -> BaseException | None:
         """What went wrong; None while it runs and when it is committed."""
         return self._future.exception() if self._future.done() else None
+
+    @property
+    def seconds(self) -> float | None:
+        """That it took to its commit; None until then."""
+        return self._future.result() if self._future.done() and self.error is None else None
 
     def wait(self) -> Path:
         """Return when the checkpoint is committed, on every rank. Raises what went wrong."""
@@ -97,7 +104,8 @@ class CheckpointStore:
             directory=self.directory, step=step, namespace=namespace, rank=rank, ranks=ranks, attempt=attempt, number=self._saves,
             outgoing=self._snapshot.take(outgoing) if background else outgoing, scalars=dict(scalars), keep_last=self._keep_last,
             keep_every=self._keep_every, timeout_seconds=self._timeout_seconds, on_phase=self._on_phase)
-        self._pending = PendingSave(target, _in_thread(lambda: carry_out(save), f"checkpoint-{step}"))
+        size = sum(item.data.numel() * item.data.element_size() for item in outgoing)
+        self._pending = PendingSave(target, _in_thread(lambda: carry_out(save), f"checkpoint-{step}"), size)
         if not background:
             self._pending.wait()
         return self._pending
@@ -116,17 +124,18 @@ class CheckpointStore:
         return directory.complete(self.directory)
 
 
-def _in_thread(work: Callable[[], None], name: str) -> Future[None]:
-    """A daemon, unlike a pool's thread: a rank that dies of something else does not stay to wait for its peers."""
-    future: Future[None] = Future()
+def _in_thread(work: Callable[[], None], name: str) -> Future[float]:
+    """The seconds that it takes. A daemon, unlike a pool's thread: a rank that dies of something else does not stay to wait for its peers."""
+    future: Future[float] = Future()
 
     def run() -> None:
+        began = time.monotonic()
         try:
             work()
         except BaseException as error:  # noqa: BLE001  it is raised again by wait() and by the next save
             future.set_exception(error)
         else:
-            future.set_result(None)
+            future.set_result(time.monotonic() - began)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

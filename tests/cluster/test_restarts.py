@@ -1,0 +1,90 @@
+"""Who is started again after a failure, when, and what the kernel's counters say of a killed rank. Pure.
+
+    pytest tests/cluster/test_restarts.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.cluster.oom import oom_kills, oom_words
+from toolkit.cluster.restarts import MOST_SECONDS, NoRestart, Restart, after, words
+from toolkit.errors import ExitCode
+
+FAILED = {"asked": False, "hopeless": False, "before": 4, "saved": 4, "fruitless": 0, "limit": 3}
+
+
+def test_failures_without_progress_are_bounded_and_their_pauses_grow() -> None:
+    fruitless, pauses = 0, []
+    while isinstance(found := after(ExitCode.FAILURE, **{**FAILED, "fruitless": fruitless}), Restart):  # type: ignore[arg-type]
+        assert found.fruitless == fruitless + 1
+        fruitless = found.fruitless
+        pauses.append(found.seconds)
+    assert pauses == [2, 4, 8]
+    assert found == NoRestart("it failed 4 times in a row without a newer checkpoint, and cluster.restarts=3")
+
+
+@pytest.mark.parametrize(("before", "saved"), [(None, 2), (4, 6), (400, 40)], ids=["first", "newer", "went back and saved"])
+def test_a_newer_checkpoint_counts_as_a_new_beginning(before: int | None, saved: int) -> None:
+    found = after(ExitCode.FAILURE, **{**FAILED, "before": before, "saved": saved, "fruitless": 3})  # type: ignore[arg-type]
+    assert found == Restart(0, 2)
+    assert isinstance(after(ExitCode.FAILURE, **{**FAILED, "fruitless": 3}), NoRestart), "the control"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [(ExitCode.DONE, {}), (ExitCode.USER, {}), (ExitCode.STOPPED, {}), (ExitCode.FAILURE, {"asked": True}), (ExitCode.FAILURE, {"limit": 0})],
+    ids=["done", "a mistake", "stopped", "failed while stopping", "not wanted"])
+def test_these_are_never_started_again(code: ExitCode, changes: dict[str, object]) -> None:
+    assert after(code, **{**FAILED, "saved": 6, **changes}) == NoRestart()  # type: ignore[arg-type]
+
+
+def test_an_error_before_the_first_step_would_be_met_again() -> None:
+    assert after(ExitCode.FAILURE, **{**FAILED, "hopeless": True}) != after(ExitCode.FAILURE, **FAILED)  # type: ignore[arg-type]
+    assert isinstance(after(ExitCode.FAILURE, **{**FAILED, "hopeless": True}), NoRestart)  # type: ignore[arg-type]
+
+
+def test_the_pause_has_a_bound() -> None:
+    found = after(ExitCode.FAILURE, **{**FAILED, "fruitless": 50, "limit": 100})  # type: ignore[arg-type]
+    assert isinstance(found, Restart)
+    assert found.seconds == MOST_SECONDS
+
+
+def test_people_are_told_from_where_and_how_often() -> None:
+    told = words(Restart(2, 4), failed=3, why="rank 1 was ended by signal 9 (SIGKILL)", saved=4, limit=3)
+    assert told == ("attempt 3 failed: rank 1 was ended by signal 9 (SIGKILL)\n"
+                    "attempt 4 begins in 4 s, from the checkpoint of step 4 (start 2 of 3 without a newer checkpoint)")
+    assert words(Restart(0, 2), failed=1, why="x", saved=None, limit=3).endswith("begins in 2 s, from the beginning")
+
+
+# ---- out of memory
+
+
+def machine(root: Path, group: int | None, vmstat: int, cgroup: str = "0::/job\n", file: str = "sys/fs/cgroup/job/memory.events") -> Path:
+    for path, text in (("proc/self/cgroup", cgroup), ("proc/vmstat", f"pgfault 7\noom_kill {vmstat}\n")):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    if group is not None:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(f"low 0\noom 3\noom_kill {group}\n")
+    return root
+
+
+def test_a_kill_for_want_of_memory_is_said_with_its_evidence(tmp_path: Path) -> None:
+    before = oom_kills(machine(tmp_path, 1, 5))
+    assert oom_words(before, oom_kills(tmp_path)) == "", "the control"
+    told = oom_words(before, oom_kills(machine(tmp_path, 2, 6)))
+    assert told.startswith("out of host memory: the kernel killed 1 process in its container or job meanwhile (oom_kill of ")
+    assert told.endswith("job/memory.events)")
+    elsewhere = oom_words(oom_kills(tmp_path), oom_kills(machine(tmp_path, 2, 8)))
+    assert "2 processes on this machine" in elsewhere
+
+
+def test_the_older_control_groups_and_none_at_all(tmp_path: Path) -> None:
+    old = {"cgroup": "4:memory:/job\n1:cpu:/\n", "file": "sys/fs/cgroup/memory/job/memory.oom_control"}
+    before = oom_kills(machine(tmp_path, 0, 0, **old))
+    assert "memory.oom_control" in oom_words(before, oom_kills(machine(tmp_path, 1, 1, **old)))
+    assert oom_kills(tmp_path / "nothing") == {}
+    assert oom_kills()["/proc/vmstat"] >= 0  # this kernel's
