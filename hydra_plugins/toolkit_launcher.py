@@ -15,7 +15,6 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-
 # A plain node: a dataclass looks its module up, which Hydra's scan for plugins registers only after it is executed.
 NODE = {"_target_": "hydra_plugins.toolkit_launcher.ToolkitLauncher"}
 ConfigStore.instance().store(group="hydra/launcher", name="toolkit", node=NODE, provider="toolkit")

@@ -147,7 +147,8 @@ def test_a_point_that_fails_is_told_and_tried_again_by_the_next_command(tmp_path
         assert "failed: zero=stage2" in started.output
         assert "the stub fails" in started.output, "its own words"
     assert {row["swept"][0]: row["state"] for row in content(folder)["points"]} == {"zero=stage1": "done", "zero=stage2": "failed"}
-    with Started([*argv, "sweep.metric=tokens_per_second", "sweep.maximize=true"], folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
+    argv += ["sweep.metric=tokens_per_second", "sweep.maximize=true"]
+    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
         assert started.ended(60) == 0, started.output
         assert "best: zero=stage2: tokens_per_second 102" in started.output
     assert sorted(starts(folder).values()) == [1, 2], "what was done is not run again"
@@ -196,7 +197,8 @@ def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and
     for name in ("sbatch", "squeue", "scancel"):
         (tools / name).write_text(QUEUE.format(python=sys.executable, bin=tools, stub=STUB))
         (tools / name).chmod(0o755)
-    argv = typed("+exp=quickstart", "cluster=slurm", "cluster.gpus_per_node=0", "zero=stage0,stage1", "optim.lr=1e-3,1e-2", f"sweep.dir={folder}")
+    where = ("cluster=slurm", "cluster.gpus_per_node=0", f"sweep.dir={folder}")
+    argv = typed("+exp=quickstart", "zero=stage0,stage1", "optim.lr=1e-3,1e-2", *where)
     slow = environ(tmp_path, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}", STUB_SECONDS="60", OMP_NUM_THREADS="1")
     with Started(argv, folder, cwd=tmp_path, environ=slow) as first:
         first.until(lambda: len(starts(folder)) == 4, 60, "handed over")

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import initialize_config_dir
 from hydra._internal.callbacks import Callbacks
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -104,7 +105,8 @@ def read_sweep(arguments: Sequence[str]) -> SweepWords:
         elif name.startswith("sweep."):
             of_sweep.append(word)
         elif name in OWN[:1]:
-            problems.append(Problem(name, word, "each point has a run directory of its own, in the sweep's folder", "write sweep.dir=FOLDER"))
+            problems.append(Problem(name, word, "each point has a run directory of its own, in the sweep's folder",
+                                    "write sweep.dir=FOLDER"))
         elif (override := _parsed(word, folders, problems)) is not None:
             words.append(word)
             if not override.is_sweep_override():
@@ -150,7 +152,8 @@ class CarryOut:
 
 
 class _Loader:
-    """Hydra's own, but a sweeper's trial of its points says nothing: the launcher composes each of them once, and prunes what is refused."""
+    """Hydra's own, but a sweeper's trial of its points says nothing: the launcher composes each of them once, and leaves out what is
+    refused."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -193,7 +196,8 @@ def _sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> Any:
             with open_dict(config):
                 for section in [name for name in config if name != "hydra"]:
                     del config[section]  # of the defaults, which are not what points are
-            context = HydraContext(config_loader=_Loader(hydra.config_loader), callbacks=Callbacks())
+            loader = cast(ConfigLoader, _Loader(hydra.config_loader))
+            context = HydraContext(config_loader=loader, callbacks=Callbacks())
             return Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=carry_out)
     except (HydraException, OmegaConfBaseException, ImportError) as error:
         raise ConfigError(_refused(words, error)) from error

@@ -13,7 +13,7 @@ from toolkit.cluster.job import plan_job
 from toolkit.cluster.machine import Machine
 from toolkit.config.multirun import OWN, SweepWords, quoted
 from toolkit.config.schema import Where
-from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError
+from toolkit.errors import PlanError, Problem, Severity, UserError
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import Device, RunPlan
 
@@ -123,7 +123,8 @@ def too_large(plan: RunPlan) -> Problem | None:
     have, needed = plan.world.host_memory_bytes, host_bytes(plan)
     if have is not None and needed > have:
         return Problem("cluster.cpu_ranks", f"{needed / GB:.1f} GB on a node of {plan.world.ranks_per_node} ranks",
-                       f"it does not fit: the node has {have / GB:.1f} GB", "write fewer cluster.cpu_ranks, or a smaller model or micro-batch")
+                       f"it does not fit: the node has {have / GB:.1f} GB",
+                       "write fewer cluster.cpu_ranks, or a smaller model or micro-batch")
     return None
 
 

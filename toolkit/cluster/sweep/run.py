@@ -1,4 +1,4 @@
-"""``python launch/train.py -m ...``: the sweeper makes points, what is refused is left out, the others are carried out, best first in the end.
+"""``python launch/train.py -m ...``: the sweeper makes points, what is refused is left out, and the others are carried out.
 
 Any number of processes may carry out one sweep, at once or one after another: a point belongs to the one that holds its claim, and one
 that is done is not run again.
@@ -66,7 +66,7 @@ def refuse_in_ranks(launch: Launch, arguments: Sequence[str]) -> None:
     words = shlex.join(arguments)
     raise ConfigError(Problem("-m", f"{launch.launcher} started {launch.ranks} ranks of a sweep ({words})",
                               "a sweep starts the ranks of each point itself, so it is started without a launcher",
-                              f"write python launch/train.py {words}; cluster.gpus_per_node=N or cluster.cpu_ranks=N says how many ranks a point has"))
+                              f"write python launch/train.py {words}; a point has cluster.gpus_per_node (or cluster.cpu_ranks) ranks"))
 
 
 class _Enough(Exception):

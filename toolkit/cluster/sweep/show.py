@@ -53,8 +53,12 @@ def grouped(rows: Sequence[Row]) -> list[str]:
     by_reason: dict[str, list[Row]] = {}
     for row in rows:
         by_reason.setdefault(row.reason or "", []).append(row)
-    return [f"{len(same)} point{'s' * (len(same) > 1)} left out: {reason}\n    " + ", ".join(" ".join(row.swept) or row.name for row in same[:FEW])
-            + (f" and {len(same) - FEW} more" if len(same) > FEW else "") for reason, same in by_reason.items()]
+    lines = []
+    for reason, same in by_reason.items():
+        names = ", ".join(" ".join(row.swept) or row.name for row in same[:FEW])
+        more = f" and {len(same) - FEW} more" if len(same) > FEW else ""
+        lines.append(f"{len(same)} point{'s' * (len(same) > 1)} left out: {reason}\n    {names}{more}")
+    return lines
 
 
 def write_csv(file: Path, rows: Sequence[Row], metric: str, maximize: bool) -> None:
