@@ -127,6 +127,11 @@ class Meeting:
 
     # ---- the store
 
+    @property
+    def store(self) -> Store:
+        """For what messages are too slow for; opened at the first use."""
+        return self._store()
+
     def _store(self) -> Store:
         if self._opened is None:
             import torch.distributed as dist

@@ -1,0 +1,58 @@
+"""How far the machines' clocks are apart, asked through the store in which the ranks meet.
+
+Cristian's algorithm: the first machine tells its time between two readings of the asking one's clock; it was told about half-way, and
+half of the way there and back bounds the error. Of several rounds the fastest one counts (Cristian, Distributed Computing 3, 1989).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+ROUNDS = 5
+ANSWER_SECONDS = 20.0
+
+Clock = Callable[[], float]
+
+
+class Store(Protocol):
+    """Of torch.distributed's stores, what is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """``seconds``: this machine's clock less the first one's, give or take ``error_seconds``."""
+
+    seconds: float
+    error_seconds: float
+
+
+def tell(store: Store, node: int, now: Clock = time.time) -> None:
+    """On the first machine: answer ``node``'s questions. Raises torch's error of a time-out where it does not ask."""
+    for turn in range(ROUNDS):
+        _wait(store, f"clock/{node}/{turn}/asked")
+        store.set(f"clock/{node}/{turn}/told", repr(now()))
+
+
+def compare(store: Store, node: int, now: Clock = time.time) -> Offset:
+    """On machine ``node``, at the same time."""
+    found = []
+    for turn in range(ROUNDS):
+        began = now()
+        store.set(f"clock/{node}/{turn}/asked", "")
+        _wait(store, f"clock/{node}/{turn}/told")
+        ended = now()
+        told = float(store.get(f"clock/{node}/{turn}/told"))
+        found.append(Offset((began + ended) / 2 - told, (ended - began) / 2))
+    return min(found, key=lambda offset: offset.error_seconds)
+
+
+def _wait(store: Store, key: str) -> None:
+    store.wait([key], timedelta(seconds=ANSWER_SECONDS))

@@ -1,0 +1,110 @@
+"""Where the run writes: room, and how long a save will take."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.cluster.doctor.types import Check, Finding, Need, fail, gib, ok, warn
+
+BLOCK_BYTES = 8 * 2**20
+MOST_BYTES = 256 * 2**20
+MOST_SECONDS = 3.0
+HANGS_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """
+    Attributes:
+        folder: the nearest folder above the run's directory, or itself, that is there.
+        problem: why nothing can be written there.
+        written_bytes, seconds: of one file written and synced.
+    """
+
+    folder: str
+    free_bytes: int = 0
+    problem: str | None = None
+    written_bytes: int = 0
+    seconds: float = 0.0
+
+
+def measure(need: Need) -> Disk:
+    folder = need.run_dir.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    free = os.statvfs(folder)
+    free_bytes = free.f_bavail * free.f_frsize
+    path = folder / f".doctor-{os.urandom(6).hex()}"
+    most = min(MOST_BYTES, free_bytes // 4)  # so that looking is not what fills it
+    try:
+        written, seconds = write(path, most)
+    except OSError as error:
+        return Disk(folder=str(folder), free_bytes=free_bytes, problem=error.strerror or str(error))
+    finally:
+        path.unlink(missing_ok=True)
+    return Disk(folder=str(folder), free_bytes=free_bytes, written_bytes=written, seconds=seconds)
+
+
+def write(path: Path, most: int, seconds: float = MOST_SECONDS) -> tuple[int, float]:
+    """Up to ``most`` bytes in about ``seconds``, synced block by block, so that a slow disk is found slow and not its cache fast.
+
+    Returns bytes and seconds.
+    """
+    block = os.urandom(BLOCK_BYTES)  # some file systems store zeros as nothing
+    began, written = time.perf_counter(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        while written + BLOCK_BYTES <= most and time.perf_counter() - began < seconds:
+            written += os.write(descriptor, block)
+            os.fdatasync(descriptor)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return written, time.perf_counter() - began
+
+
+def judge(disk: Disk, need: Need) -> Iterator[Finding]:
+    if disk.problem is not None:
+        yield fail(f"{disk.folder}: {disk.problem}", "make it writable for this user, or write run.dir=FOLDER")
+        return
+    size = need.checkpoint_bytes
+    room = f"{disk.folder}: {gib(disk.free_bytes)} free"
+    if size is None:
+        yield ok(f"{room}; what a checkpoint takes is not known")
+    elif disk.free_bytes < size:
+        yield fail(f"{room}; one checkpoint takes {gib(size)}", "make room, or write run.dir=FOLDER on a larger disk")
+    elif disk.free_bytes < size * (need.keep_checkpoints + 1):
+        yield warn(f"{room}; {need.keep_checkpoints} checkpoints (checkpoint.keep_last) and the one being written take "
+                   f"{gib(size * (need.keep_checkpoints + 1))}", "make room, or write a smaller checkpoint.keep_last")
+    else:
+        yield ok(f"{room}; one checkpoint takes {gib(size)}")
+    yield from _speed(disk, need)
+
+
+def _speed(disk: Disk, need: Need) -> Iterator[Finding]:
+    if not disk.written_bytes:
+        yield warn(f"{disk.folder}: too full to measure how fast it is", "make room")
+        return
+    speed = disk.written_bytes / disk.seconds
+    said = f"{gib(disk.written_bytes)} written and synced at {speed / 1e6:,.0f} MB/s"
+    if need.checkpoint_bytes is None:
+        yield ok(said)
+        return
+    save_seconds = need.checkpoint_bytes / need.nodes / speed
+    said += f": a save takes about {save_seconds:,.0f} s" if save_seconds >= 1 else ": a save takes less than a second"
+    if save_seconds > need.grace_seconds:
+        yield warn(f"{said}, more than cluster.grace_seconds={need.grace_seconds}: a run that is stopped by a signal cannot save",
+                   f"write cluster.grace_seconds={round(1.5 * save_seconds)} where the cluster waits so long, a faster run.dir, or save "
+                   "more often")
+    else:
+        yield ok(said)
+
+
+CHECK = Check(
+    name="disk", how=f"free space; a file of up to {gib(MOST_BYTES)} or {MOST_SECONDS:g} s, synced every {gib(BLOCK_BYTES)}, on all "
+    "machines at about the same time; a save is each machine's share of the checkpoint at that speed", measure=measure, judge=judge,
+    seconds=HANGS_SECONDS, stuck="the file system of run.dir hangs: look at its server and mounts (mount, dmesg), or write run.dir=FOLDER")

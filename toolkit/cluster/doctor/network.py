@@ -1,0 +1,183 @@
+"""How ranks of several machines find each other: names, interfaces, RDMA ports, the address of the meeting."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.cluster.doctor.types import Check, Finding, Need, fail, ok, warn
+from toolkit.plan.types import Device
+
+# ---- the machine's name
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    host: str
+    addresses: tuple[str, ...]
+
+
+def measure_name(need: Need) -> Name:
+    return Name(host := socket.gethostname(), resolve(host))
+
+
+def resolve(host: str) -> tuple[str, ...]:
+    """Empty where the name does not resolve."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def judge_name(name: Name, need: Need) -> Iterator[Finding]:
+    several = need.nodes > 1
+    if not name.addresses:
+        tell = fail if several else warn
+        yield tell(f"{name.host} does not resolve", f"add {name.host} to DNS or /etc/hosts; or name the interface that ranks talk over: "
+                   "GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0")
+    elif several and all(map(_is_loopback, name.addresses)):
+        yield warn(f"{name.host} is {', '.join(name.addresses)}: libraries that ask for the host's own address get one that other machines "
+                   "cannot reach", "name the interface: GLOO_SOCKET_IFNAME=eth0; or take the name out of the 127.* line of /etc/hosts")
+    else:
+        yield ok(f"{name.host} is {', '.join(name.addresses[:3])}")
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+# ---- interfaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interfaces:
+    """
+    Attributes:
+        up: by name, whether the interface is up.
+        rdma: state of each port of RDMA devices, by ``device:port``.
+        chosen: the environment's variables that choose among them.
+    """
+
+    up: Mapping[str, bool]
+    rdma: Mapping[str, str] = field(default_factory=dict)
+    chosen: Mapping[str, str] = field(default_factory=dict)
+
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
+
+
+def measure_interfaces(need: Need) -> Interfaces:
+    # The loopback and some virtual interfaces say "unknown" while they work.
+    up = {name: (Path("/sys/class/net") / name / "operstate").read_text(encoding="utf-8").strip() in ("up", "unknown")
+          for _, name in socket.if_nameindex()}
+    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
+    rdma = {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text(encoding="utf-8").partition(":")[2].strip() for port in ports}
+    return Interfaces(up=up, rdma=rdma, chosen={name: os.environ[name] for name in VARIABLES if os.environ.get(name)})
+
+
+def judge_interfaces(found: Interfaces, need: Need) -> Iterator[Finding]:
+    problems = list(_chosen(found, need))
+    down = [port for port, state in found.rdma.items() if state != "ACTIVE"]
+    if need.device is Device.CUDA and need.nodes > 1 and down:
+        problems.append(warn(f"RDMA port {', '.join(down)}: {', '.join(dict.fromkeys(found.rdma[port] for port in down))}",
+                             "look at the cable and the subnet manager (ibstat); or leave the device out: NCCL_IB_HCA=^DEVICE"))
+    yield from problems
+    if not problems:
+        told = "; ".join(f"{name}={value}" for name, value in found.chosen.items()) or "none is chosen by name"
+        rdma = f"; RDMA: {', '.join(found.rdma)}" if found.rdma else ""
+        yield ok(f"{', '.join(name for name, up in found.up.items() if up)}{rdma}; {told}")
+
+
+def _chosen(found: Interfaces, need: Need) -> Iterator[Finding]:
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        text = found.chosen.get(variable)
+        if text is None or (variable.startswith("NCCL") and need.device is Device.CPU):
+            continue
+        named = selected(text, found.up, exact=variable.startswith("GLOO"))
+        there = ", ".join(found.up)
+        if not named:
+            yield fail(f"{variable}={text}: no such interface; there are {there}", f"write one of them, or: unset {variable}")
+        elif not any(found.up[name] for name in named):
+            yield fail(f"{variable}={text}: it is down", f"bring it up, write another one of {there}, or: unset {variable}")
+        elif need.nodes > 1 and set(named) == {"lo"}:
+            yield fail(f"{variable}={text} with {need.nodes} machines: over the loopback none reaches another",
+                       f"write the interface of the machines' network, or: unset {variable}")
+    text = found.chosen.get("NCCL_IB_HCA")
+    if text is not None and need.device is Device.CUDA and not text.startswith("^"):
+        devices = {port.partition(":")[0] for port in found.rdma}
+        if not any(selected(text, dict.fromkeys(devices, True), exact=False)):
+            yield fail(f"NCCL_IB_HCA={text}: no such RDMA device; there are {', '.join(sorted(devices)) or 'none'}",
+                       "write one of them, or: unset NCCL_IB_HCA")
+
+
+def selected(text: str, there: Mapping[str, bool], *, exact: bool) -> list[str]:
+    """What a variable chooses. gloo takes names, comma-separated; NCCL beginnings of names, all but those after ``^``, or names after
+    ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME)."""
+    without = not exact and text.startswith("^")
+    whole = exact or text.lstrip("^").startswith("=")
+    entries = [entry.partition(":")[0] for entry in text.lstrip("^=").split(",") if entry]
+    return [name for name in there if without != any(name == entry if whole else name.startswith(entry) for entry in entries)]
+
+
+# ---- where the ranks meet
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """
+    Attributes:
+        addresses: what MASTER_ADDR resolves to.
+        taken: why the port cannot be listened on; None: it can, or another machine does.
+    """
+
+    addresses: tuple[str, ...]
+    taken: str | None = None
+
+
+def measure_place(need: Need) -> Place:
+    host = need.address or "127.0.0.1"
+    addresses = resolve(host)
+    return Place(addresses=addresses, taken=_taken(need.serves_port) if need.serves_port is not None else None)
+
+
+def _taken(port: int) -> str | None:
+    """As the store's server listens: on all addresses. Port 0: any free one."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def judge_place(place: Place, need: Need) -> Iterator[Finding]:
+    host = need.address or "127.0.0.1"
+    if not place.addresses:
+        yield fail(f"MASTER_ADDR={host} does not resolve", "write its IP address, or add the name to DNS or /etc/hosts of all machines")
+    elif need.nodes > 1 and all(map(_is_loopback, place.addresses)):
+        yield fail(f"MASTER_ADDR={host} is {', '.join(place.addresses)} with {need.nodes} machines: only one of them reaches it",
+                   "write the first machine's address: torchrun --master_addr (or --rdzv-endpoint), deepspeed --master_addr")
+    elif place.taken is not None:
+        yield fail(f"port {need.serves_port}: {place.taken}", "another run may use it: write torchrun --master_port N or deepspeed "
+                   "--master_port N; on one machine 0 takes a free one")
+    else:
+        free = "a free port found" if need.serves_port == 0 else f"port {need.serves_port} is free"
+        served = "" if need.serves_port is None else f", {free}"
+        yield ok(f"{host} is {', '.join(place.addresses[:3])}{served}")
+
+
+PLACE = Check(
+    name="meeting place", how="MASTER_ADDR asked of the resolver; where this process serves the port, listening on it",
+    measure=measure_place, judge=judge_place, stuck="a name server does not answer: write MASTER_ADDR as an IP address")
+CHECKS = (
+    PLACE,
+    Check(name="host name", how="this machine's name, asked of the resolver", measure=measure_name, judge=judge_name,
+          stuck="a name server does not answer: look at /etc/resolv.conf, or add the name to /etc/hosts"),
+    Check(name="interfaces", how="/sys/class/net, /sys/class/infiniband and the environment", measure=measure_interfaces,
+          judge=judge_interfaces),
+)

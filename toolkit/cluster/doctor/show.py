@@ -1,0 +1,55 @@
+"""The doctor's report: a table grouped by machine, or JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from toolkit.cluster.doctor.types import RANKING, Finding, Report, Verdict
+from toolkit.errors import without_secrets
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+FORMAT_VERSION = 1
+FEW_MACHINES = 4  # of more than these, only what is not well is shown row by row
+COLOURS = {Verdict.OK: "green", Verdict.UNKNOWN: "cyan", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    return {"format_version": FORMAT_VERSION, "verdict": report.verdict.value, "machines": [one.to_json() for one in report.machines],
+            "together": [finding.to_json() for finding in report.together]}
+
+
+def table(report: Report) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = Table(show_edge=False, pad_edge=False, show_lines=False)
+    rows.add_column("check", no_wrap=True)
+    rows.add_column("", no_wrap=True)
+    rows.add_column("what was seen, and what to do", overflow="fold")
+
+    def part(title: str, findings: Sequence[Finding], *, briefly: bool) -> None:
+        rows.add_section()
+        shown = [finding for finding in findings if not briefly or finding.verdict is not Verdict.OK]
+        rest = f"  {len(findings) - len(shown)} checks are well" if len(shown) < len(findings) else ""
+        rows.add_row(Text(title, style="bold"), "", Text(rest))
+        for finding in shown:
+            text = Text(without_secrets(finding.evidence))
+            if finding.remedy:
+                text.append(f"\n-> {without_secrets(finding.remedy)}", style="bold")
+            rows.add_row(f"  {finding.check}", Text(finding.verdict.value, style=COLOURS[finding.verdict]), text)
+
+    for machine in report.machines:
+        part(f"machine {machine.node}: {machine.host}", machine.findings, briefly=len(report.machines) > FEW_MACHINES)
+    part("together", report.together, briefly=False)
+    return Group(rows, Text(), Text(summary(report), style=COLOURS[report.verdict]))
+
+
+def summary(report: Report) -> str:
+    counts = Counter(finding.verdict for finding in report.findings)
+    said = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in reversed(RANKING) if counts[verdict])
+    return f"{said}: {'this run would fail' if report.verdict is Verdict.FAIL else 'ready'}"

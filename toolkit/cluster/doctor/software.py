@@ -1,0 +1,164 @@
+"""Versions against the tested ranges, and secrets in command lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
+
+from toolkit.cluster.doctor.types import Check, Finding, Need, fail, ok, warn
+from toolkit.config.schema import EngineName
+from toolkit.plan.types import Device
+
+PROJECT = "deepspeed-megatron-toolkit"
+ENGINES = {"deepspeed": EngineName.deepspeed, "megatron-core": EngineName.megatron}  # each is needed by its own runs only
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+ALIKE = ("torch", "deepspeed", "megatron-core")  # on all machines: ranks exchange what these make
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """
+    Attributes:
+        python_range, requirements: as the installed project's metadata, which is pyproject.toml's, says.
+        installed: version by package; None where it is not there.
+        cuda: that torch was built with; None: built without.
+        nccl: of NVIDIA's package; None: torch brings its own, or there is none.
+    """
+
+    python: str
+    python_range: str
+    requirements: tuple[str, ...]
+    installed: Mapping[str, str | None] = field(default_factory=dict)
+    cuda: str | None = None
+    nccl: str | None = None
+
+
+def measure_versions(need: Need) -> Versions:
+    own = metadata.metadata(PROJECT)
+    requirements = tuple(text for text in metadata.requires(PROJECT) or () if 'extra == "dev"' not in text)
+    names = [Requirement(text).name for text in requirements]
+    return Versions(
+        python=platform.python_version(), python_range=own.get("Requires-Python", ""), requirements=requirements,
+        installed={name: _installed(name) for name in names}, cuda=torch_cuda(),
+        nccl=next(filter(None, map(_installed, NCCL_PACKAGES)), None))
+
+
+def judge_versions(versions: Versions, need: Need) -> Iterator[Finding]:
+    wrong = list(_wrong(versions, need))
+    yield from wrong
+    shown = ", ".join(f"{name} {version}" for name, version in versions.installed.items() if name in ALIKE and version)
+    built = f"CUDA {versions.cuda}" if versions.cuda else "no CUDA"
+    nccl = f", NCCL {versions.nccl}" if versions.nccl else ""
+    if need.device is Device.CUDA and versions.cuda is None:
+        yield fail(f"{shown}: a torch built without CUDA", "install a CUDA build of torch, or write cluster.gpus_per_node=0")
+    elif not wrong:
+        yield ok(f"Python {versions.python}, {shown} ({built}{nccl}), and {len(versions.requirements)} packages in their tested ranges")
+
+
+def _wrong(versions: Versions, need: Need) -> Iterator[Finding]:
+    if versions.python_range and not _within(versions.python, versions.python_range):
+        yield fail(f"Python {versions.python}", f"install one of the tested versions: {versions.python_range}")
+    for text in versions.requirements:
+        requirement = Requirement(text)
+        name, tested = requirement.name, str(requirement.specifier)
+        engine = ENGINES.get(name)
+        if engine is not None and engine is not need.engine:
+            continue
+        found = versions.installed.get(name)
+        if found is None:
+            yield fail(f"{name} is not installed", f"pip install '{name}{tested}'")
+        elif not _within(found, tested):
+            # Engines are met by their inner names too, so that another version may train wrongly; the others are merely not tested.
+            tell = fail if engine is not None else warn
+            yield tell(f"{name} {found}: tested with {tested}", f"pip install '{name}{tested}'")
+
+
+def _within(version: str, tested: str) -> bool:
+    """NVIDIA's images have versions like 2.11.0a0+5228986c39.nv25.6, of which the number counts."""
+    try:
+        return Requirement(f"x{tested}").specifier.contains(Version(version).base_version, prereleases=True)
+    except InvalidRequirement:
+        return True
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """From the text of ``torch/version.py``: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b[^=]*= '([^']+)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+# ---- secrets
+
+# Beginnings that their makers give to tokens: https://huggingface.co/docs/hub/security-tokens, and the AWS IAM guide ("Understanding
+# unique ID prefixes"). W&B's keys have none, so they are found by the name before them.
+SECRETS: Mapping[str, re.Pattern[str]] = {
+    "a Hugging Face token": re.compile(r"\bhf_[A-Za-z0-9]{20,}"),
+    "an AWS access key": re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
+    "a W&B key": re.compile(r"wandb[^=\s]*=(?:local-)?[0-9a-f]{40}\b|\bwandb_v\d_\w{20,}", re.IGNORECASE),
+    "a password in a URL": re.compile(r"[a-z][a-z0-9+.-]*://[^\s/:@]+:[^\s/@]+@", re.IGNORECASE),
+}
+
+
+def measure_arguments(need: Need) -> list[str]:
+    """What kind of secret stands in which command line; never the secret itself."""
+    lines = {"this command": list(need.arguments)}
+    for pid in _above():
+        lines[f"process {pid}"] = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return secrets_in(lines)
+
+
+def secrets_in(lines: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{kind} in the command line of {where}" for where, words in lines.items() for kind, pattern in SECRETS.items()
+            if any(pattern.search(word) for word in words)]
+
+
+def judge_arguments(found: list[str], need: Need) -> Iterator[Finding]:
+    for text in found:
+        yield fail(f"{text}: everybody on the machine sees command lines, and logs keep them",
+                   "revoke it; give it in the environment (HF_TOKEN, WANDB_API_KEY, AWS_*), or by `hf auth login`, `wandb login`")
+    if not found:
+        yield ok("none is seen")
+
+
+def _above() -> Iterator[int]:
+    """The processes above this one that belong to the same user."""
+    own = Path("/proc/self/status")
+    for _ in range(8):
+        parent = re.search(r"^PPid:\s*(\d+)", own.read_text(encoding="utf-8"), re.MULTILINE)
+        if parent is None or int(parent[1]) <= 1:
+            return
+        own = Path(f"/proc/{parent[1]}/status")
+        try:
+            Path(f"/proc/{parent[1]}/cmdline").read_bytes()
+        except OSError:  # another user's, or gone meanwhile
+            return
+        yield int(parent[1])
+
+
+VERSIONS = Check(
+    name="versions", how="metadata of the installed packages against the ranges of pyproject.toml; torch itself is not imported",
+    measure=measure_versions, judge=judge_versions, stuck="the file system of the Python environment hangs",
+    traits=lambda versions: {"Python": versions.python, **{name: str(versions.installed.get(name)) for name in ALIKE}})
+ARGUMENTS = Check(
+    name="secrets", how="tokens of known form in the command lines of this process and those above it", measure=measure_arguments,
+    judge=judge_arguments)
+CHECKS = (VERSIONS, ARGUMENTS)
