@@ -76,7 +76,7 @@ def command(config: RunConfig, config_file: str, *, meet: str | None, ranks: int
     ]
 
 
-def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: float = SETTLE_SECONDS) -> Ended:
+def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: float) -> Ended:
     """What there is once this node's ranks have ended: with the last word of the run if it comes within ``seconds``."""
     until = time.monotonic() + seconds
     while True:
@@ -118,7 +118,9 @@ def main(arguments: Sequence[str]) -> int:
     words = command(config, given.config, meet=given.meet, ranks=given.ranks, index=int(os.environ.get("JOB_COMPLETION_INDEX", "0")),
                     id=f"start-{restart}")
     code = launcher.run(words, os.environ | leave)
-    decision = decide(before, settled(run_dir, before, launcher.asked, code), restarts=config.cluster.restarts, requeue=True)
+    # On one node our parent has written the last word before it ended.
+    ended = settled(run_dir, before, launcher.asked, code, SETTLE_SECONDS if given.meet is not None else 0.0)
+    decision = decide(before, ended, restarts=config.cluster.restarts, requeue=True)
     print(f"this pod, start {restart} of the job: {decision.why}", flush=True)
     return code_of(decision)
 

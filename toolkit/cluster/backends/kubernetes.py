@@ -263,7 +263,7 @@ def _problems(job: Job) -> Iterator[Problem]:
                           "make one with kubectl create secret generic, and write {WANDB_API_KEY: wandb/api-key}")
     for label, value in kubernetes.node_selector.items():
         if re.fullmatch(f"{_RESOURCE}|{_VALUE}", label) is None or re.fullmatch(_VALUE, value) is None:
-            yield _wrong("node_selector", f"{{{label}: {value}}}", "labels are letters, digits, dashes, dots and underscores, at most 63")
+            yield _wrong("node_selector", f"{{{label}: {value}}}", "labels are letters, digits, dashes, dots, underscores: at most 63")
     yield from _places(job)
     size = len(job.yaml.encode())
     if size > MOST_CONFIG_BYTES:

@@ -1,0 +1,74 @@
+"""The health check of the image.
+
+    pytest tests/cluster/test_health.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from toolkit.cluster import health
+from toolkit.config.compose import to_yaml
+from toolkit.config.schema import MonitorConfig, RunConfig
+from toolkit.rundir import RunDirectory, RunState, Status, lock_file
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "elsewhere" / "run")
+    directory.attempt_folder(1).mkdir(parents=True)
+    (directory.path / "config.yaml").write_text(to_yaml(RunConfig(monitor=MonitorConfig(hang_seconds=600))))
+    return directory
+
+
+@pytest.mark.parametrize(("state", "age", "ill"), [
+    (RunState.RUNNING, 0.0, False),
+    (RunState.RUNNING, 599.0, False),  # a step may take so long
+    (RunState.RUNNING, 661.0, True),
+    (RunState.STARTING, 3600.0, False),  # data are made
+    (RunState.DONE, 3600.0, False),
+    (RunState.STOPPED, 0.0, False),
+    (RunState.FAILED, 0.0, True),
+    (RunState.REFUSED, 0.0, True),
+])
+def test_health_is_read_from_the_status(state: RunState, age: float, ill: bool, directory: RunDirectory) -> None:
+    directory.write_status(Status(state=state, attempt=1))
+    assert (health.what_ails(directory.path, time.time() + age) is not None) is ill
+
+
+def test_a_run_is_found_by_its_lock_wherever_it_is(directory: RunDirectory) -> None:
+    own = Path(f"/proc/{os.getpid()}")
+    assert directory.path not in set(health.run_folders(own.parent))
+    descriptor, _ = lock_file(directory.path / "lock")
+    assert descriptor is not None
+    try:
+        assert directory.path in set(health.run_folders(own.parent))
+    finally:
+        os.close(descriptor)
+
+
+def test_it_is_quick_and_imports_nothing_heavy() -> None:
+    program = ("import sys, toolkit.cluster.health as health, pathlib\nhealth.main(pathlib.Path('/nowhere'))\n"
+               "print(sorted({'torch', 'omegaconf', 'numpy'} & set(sys.modules)))")
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == ["well", "[]"], done.stderr
+    assert time.monotonic() - began < 5
+
+
+def test_a_file_system_that_does_not_answer_is_no_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named pipe that nobody writes to blocks its reader."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    os.mkfifo(folder / "status.json")
+    program = (f"import toolkit.cluster.health as health, pathlib\nhealth.SECONDS = 1\n"
+               f"health.run_folders = lambda _: [pathlib.Path({str(folder)!r})]\nraise SystemExit(health.main())")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "could not be read in 1 s" in done.stdout

@@ -1,0 +1,325 @@
+"""What is handed to Kubernetes: held against golden files and against the schemas of Kubernetes and JobSet; and what is asked of
+kubectl, by a stand-in for it.
+
+    pytest tests/cluster/test_kubernetes.py
+    python -m tests.cluster.test_kubernetes        writes the golden files anew
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolkit.cluster import backends
+from toolkit.cluster.backends import kubernetes
+from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
+from toolkit.config.compose import compose, from_yaml, to_yaml
+from toolkit.config.schema import ClusterConfig, KubernetesConfig, RunConfig, RunSection, Where
+from toolkit.errors import ConfigError, InputError
+from toolkit.plan.types import Device, World
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "kubernetes"
+SCHEMAS = Path(__file__).with_name("schemas")
+
+
+def job(nodes: int = 1, gpus: int = 8, *, run_dir: str = "runs/gpt-0123abcd", number: int = 1, name: str | None = None,
+        grace: int = 60, **keys: Any) -> Job:
+    own = KubernetesConfig(**{"image": "registry.example/toolkit:1.0", "volumes": {"/workspace": "training"}, **keys})
+    cluster = ClusterConfig(where=Where.kubernetes, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, kubernetes=own)
+    config = RunConfig(run=RunSection(name="gpt", dir=run_dir), cluster=cluster)
+    world = World(ranks=nodes * (gpus or 1), ranks_per_node=gpus or 1, device=Device.CUDA if gpus else Device.CPU)
+    return Job(name=name or Path(run_dir).name, run_dir=run_dir, number=number, config=config, world=world, script="/laptop/train.py")
+
+
+ALL = job(4, run_dir="/data/runs/Große Läufe, 2", namespace="research", queue="gpus", priority_class="urgent", shared_memory_gib=64,
+          rdma={"rdma/hca_shared_devices": 8}, secrets={"WANDB_API_KEY": "wandb/api-key", "AWS_SECRET_ACCESS_KEY": "store/secret"},
+          volumes={"/workspace": "scratch", "/data": "training", "/archive": "training"}, service_account="trainer",
+          node_selector={"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "pool": "train"}, cpus=96, memory_gib=1024, grace=300)
+CASES = {
+    "one_node.yaml": job(),
+    "four_nodes.yaml": ALL,
+    "cpu.yaml": job(2, 0, priority_class="low"),
+}
+
+
+def documents(of: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    config_map, job_set = yaml.safe_load_all(kubernetes.render(of)[kubernetes.MANIFEST_FILE])
+    return config_map, job_set
+
+
+def golden(of: Job) -> str:
+    """The manifest without the configuration, which changes with every key of the schema."""
+    text = kubernetes.render(of)[kubernetes.MANIFEST_FILE]
+    return re.sub(r"(?<=config\.yaml: \|\n)(?:    .*\n)+", "    (the frozen configuration)\n", text)
+
+
+def pod_of(job_set: Mapping[str, Any]) -> dict[str, Any]:
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    pod: dict[str, Any] = replicated["template"]["spec"]["template"]["spec"]
+    return pod
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_manifest_is_the_golden_one(name: str) -> None:
+    assert golden(CASES[name]) == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+# ---- schemas
+
+def strict(schema: Any) -> Any:
+    """``schema`` which refuses unknown fields, as the API server does for kubectl (fieldValidation=Strict)."""
+    if isinstance(schema, dict):
+        found = {key: strict(value) for key, value in schema.items()}
+        if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+            found.setdefault("additionalProperties", False)
+        return found
+    return [strict(value) for value in schema] if isinstance(schema, list) else schema
+
+
+def validators() -> tuple[Callable[[Any], list[str]], Callable[[str], Callable[[Any], list[str]]]]:
+    """One for JobSets, and one for each kind of Kubernetes: the errors of a document."""
+    jsonschema = pytest.importorskip("jsonschema", reason="no manifest was held against the schemas: pip install jsonschema")
+    crd = strict(json.loads((SCHEMAS / "jobset-v1alpha2.json").read_text()))
+    crd["properties"]["metadata"] = {"type": "object"}  # ObjectMeta is in the schema of Kubernetes
+    core = json.loads((SCHEMAS / "kubernetes-1.37.json").read_text())
+
+    def errors(schema: Any) -> Callable[[Any], list[str]]:
+        validator = jsonschema.Draft202012Validator(schema)
+        return lambda document: [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
+
+    return errors(crd), lambda kind: errors({"$ref": f"#/definitions/{kind}", **core})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_manifests_are_valid(name: str) -> None:
+    job_set_errors, kind = validators()
+    config_map, job_set = documents(CASES[name])
+    assert job_set_errors(job_set) == []
+    assert kind("io.k8s.api.core.v1.ConfigMap")(config_map) == []
+    assert kind("io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta")(job_set["metadata"]) == []
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": replicated["template"]["spec"]}
+    assert kind("io.k8s.api.batch.v1.Job")(as_job) == []
+
+
+@pytest.mark.parametrize("wrong", ["field", "type", "enum", "pod"])
+def test_control_a_wrong_manifest_is_not_valid(wrong: str) -> None:
+    job_set_errors, _ = validators()
+    job_set = copy.deepcopy(documents(ALL)[1])
+    spec = job_set["spec"]
+    match wrong:
+        case "field":
+            spec["failurePolicy"]["maximumRestarts"] = 3
+        case "type":
+            spec["failurePolicy"]["maxRestarts"] = "3"
+        case "enum":
+            spec["failurePolicy"]["rules"][0]["action"] = "Fail"
+        case "pod":
+            pod_of(job_set)["containers"][0]["securityContext"]["nonRoot"] = True
+    assert len(job_set_errors(job_set)) == 1
+
+
+# ---- what it says
+
+def test_pods_have_no_rights_and_no_secret_is_written() -> None:
+    config_map, job_set = documents(ALL)
+    pod = pod_of(job_set)
+    (container,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == 1000
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert {entry["name"]: set(entry) for entry in container["env"]} == {
+        name: {"name", "valueFrom"} for name in ("JOBSET_RESTART", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")}
+    for privileged in ("hostNetwork", "hostPID", "hostIPC", "hostPath", "privileged"):
+        assert privileged not in json.dumps(job_set)
+    assert config_map["immutable"] is True
+
+
+def test_a_job_of_several_nodes_meets_at_the_first_pod() -> None:
+    _, job_set = documents(ALL)
+    name = job_set["metadata"]["name"]
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    spec = replicated["template"]["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"], spec["backoffLimit"]) == (4, 4, "Indexed", 0)
+    assert f"--meet={name}-node-0-0.{name}:29400" in pod_of(job_set)["containers"][0]["command"]
+    assert job_set["spec"]["network"]["subdomain"] == name
+    assert not any(word.startswith("--meet") for word in kubernetes.command(job()))
+
+
+def test_exit_codes_are_carried_out() -> None:
+    """By the words that Kubernetes' controller of Jobs writes (pkg/controller/job/pod_failure_policy.go, v1.31)."""
+    _, job_set = documents(ALL)
+    rules = job_set["spec"]["failurePolicy"]["rules"]
+    assert job_set["spec"]["failurePolicy"]["maxRestarts"] == ALL.config.cluster.restarts == 3
+
+    def action(message: str) -> str | None:
+        found = (rule["action"] for rule in rules for pattern in rule["onJobFailureMessagePatterns"] if re.search(pattern, message))
+        return next(found, None)
+
+    failed = "Container trainer for pod research/gpt-node-0-2-x7k2p failed with exit code {} matching FailJob rule at index 0"
+    assert action(failed.format(2)) == "FailJobSet"
+    assert action(failed.format(75)) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert action(failed.format(127)) is None  # so it is started again, and counted
+    assert action(failed.format(25)) is None
+    disrupted = "Pod research/gpt-node-0-2-x7k2p has condition DisruptionTarget matching FailJob rule at index 2"
+    assert action(disrupted) == "RestartJobSetAndIgnoreMaxRestarts"
+
+
+def test_a_pod_has_the_time_to_save() -> None:
+    assert pod_of(documents(ALL)[1])["terminationGracePeriodSeconds"] == 330
+    assert pod_of(documents(job())[1])["terminationGracePeriodSeconds"] == 90
+
+
+def test_priority_is_kueues_with_a_queue_and_kubernetes_own_without() -> None:
+    _, queued = documents(ALL)
+    assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+    assert queued["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "urgent"
+    assert "priorityClassName" not in pod_of(queued)
+    _, plain = documents(job(priority_class="urgent"))
+    assert not any("kueue" in label for label in plain["metadata"]["labels"])
+    assert pod_of(plain)["priorityClassName"] == "urgent"
+
+
+@pytest.mark.parametrize("name", ["gpt", "7b", "Große Läufe, 2", "x" * 200, "--", "a.b_c", "$(HOSTNAME)"])
+def test_names_are_dns_labels_that_leave_room_for_pods(name: str) -> None:
+    found = kubernetes.object_name(job(name=name))
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found), found
+    assert len(f"{found}-node-0-9999-abcde") <= 63
+
+
+def test_each_job_of_each_run_has_a_name_of_its_own() -> None:
+    jobs = [job(), job(number=2), job(run_dir="runs/Gpt-0123abcd"), job(run_dir="runs/gpt-0123abcd/x", name="gpt-0123abcd")]
+    assert len({kubernetes.object_name(each) for each in jobs}) == 4
+
+
+def test_the_configuration_arrives_whole() -> None:
+    """Composed words with what YAML and Kubernetes treat in their own way; equal to a local run's but for cluster and run.dir."""
+    words = ["+exp=quickstart", "monitor.prompt='a: \"b\" $(HOSTNAME) # c\n- d'", "cluster=kubernetes", "cluster.gpus_per_node=0"]
+    config = compose(words)
+    own = replace(config.cluster, kubernetes=job().config.cluster.kubernetes)
+    frozen = replace(config, cluster=own, run=replace(config.run, dir="runs/a"))
+    of = replace(job(), config=frozen)
+    config_map, _ = documents(of)
+    arrived = from_yaml(config_map["data"][CONFIG_FILE])
+    assert to_yaml(arrived) == to_yaml(frozen) == kubernetes.render(of)[CONFIG_FILE]
+    here = compose(words[:2])
+    assert replace(arrived, cluster=here.cluster, run=replace(arrived.run, dir=None)) == here
+
+
+# ---- refused before anything is written
+
+REFUSED: dict[str, tuple[Job, str]] = {
+    "no image": (job(image=None), "cluster.kubernetes.image"),
+    "image of two words": (job(image="toolkit: 1"), "cluster.kubernetes.image"),
+    "no volume": (job(volumes={}), "cluster.kubernetes.volumes"),
+    "another volume": (job(volumes={"/data": "training"}), "cluster.kubernetes.volumes"),
+    "out of the volume": (job(run_dir="../runs/x"), "cluster.kubernetes.volumes"),
+    "a relative place": (job(volumes={"/workspace": "training", "data": "training"}), "cluster.kubernetes.volumes"),
+    "over the configuration": (job(volumes={"/workspace": "training", "/etc": "training"}), "cluster.kubernetes.volumes"),
+    "claim": (job(volumes={"/workspace": "Training"}), "cluster.kubernetes.volumes"),
+    "queue": (job(queue="my queue"), "cluster.kubernetes.queue"),
+    "namespace": (job(namespace="a.b"), "cluster.kubernetes.namespace"),
+    "memory": (job(memory_gib=16), "cluster.kubernetes.memory_gib"),
+    "shared memory": (job(shared_memory_gib=0), "cluster.kubernetes.shared_memory_gib"),
+    "device": (job(rdma={"hca": 1}), "cluster.kubernetes.rdma"),
+    "label": (job(node_selector={"pool": "a b"}), "cluster.kubernetes.node_selector"),
+    "variable": (job(secrets={"A-B": "wandb/key"}), "cluster.kubernetes.secrets"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_kubernetes_would_not_start_is_refused(name: str) -> None:
+    wrong, key = REFUSED[name]
+    with pytest.raises(ConfigError) as refused:
+        kubernetes.render(wrong)
+    assert [problem.key for problem in refused.value.problems] == [key]
+
+
+def test_a_secret_that_was_written_out_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as refused:
+        kubernetes.render(job(secrets={"WANDB_API_KEY": "0123456789abcdef"}))
+    assert "WANDB_API_KEY" in str(refused.value)
+    assert "0123456789abcdef" not in str(refused.value)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        kubernetes.render(job(image=None, queue="A", volumes={}))
+    assert len(refused.value.problems) == 3
+
+
+# ---- kubectl
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in, which writes its words into ``asked`` and answers with ``answer`` and ``code``."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "kubectl"
+    script.write_text('#!/bin/bash\ncd "$(dirname "$0")"\nprintf "%s\\n" "$@" > asked\ncat answer 2>/dev/null\n'
+                      'cat error >&2 2>/dev/null\nexit "$(cat code 2>/dev/null || echo 0)"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def test_a_job_is_applied_from_its_folder(kubectl: Path) -> None:
+    of = replace(ALL, run_dir="/data/run dir; touch pwned")
+    id = backends.of(Where.kubernetes).submit(of)
+    assert id == JobId(Where.kubernetes, f"research/{kubernetes.object_name(of)}")
+    assert (kubectl / "asked").read_text().splitlines() == kubernetes.argv(of)[1:]
+    assert kubernetes.argv(of)[-1] == "--filename=/data/run dir; touch pwned/jobs/001/job.yaml"
+
+
+def test_a_refusal_is_told_in_the_clusters_words(kubectl: Path) -> None:
+    (kubectl / "error").write_text('error: resource mapping not found for kind "JobSet"\n')
+    (kubectl / "code").write_text("1")
+    with pytest.raises(InputError, match='not found for kind "JobSet"'):
+        kubernetes.submit(ALL)
+
+
+def test_without_kubectl_the_job_is_not_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="kubectl is not here"):
+        kubernetes.submit(ALL)
+
+
+@pytest.mark.parametrize(("found", "state"), [
+    (None, JobState.ENDED),
+    ({"spec": {}}, JobState.QUEUED),
+    ({"spec": {"suspend": True}, "status": {"replicatedJobsStatus": [{"name": "node", "ready": 0}]}}, JobState.QUEUED),
+    ({"spec": {}, "status": {"replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 0}]}}, JobState.QUEUED),
+    ({"spec": {}, "status": {"replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 1}]}}, JobState.RUNNING),
+    ({"spec": {}, "status": {"conditions": [{"type": "Suspended", "status": "False"}],
+                             "replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 1}]}}, JobState.RUNNING),
+    ({"spec": {}, "status": {"conditions": [{"type": "Completed", "status": "True"}]}}, JobState.ENDED),
+    ({"spec": {}, "status": {"conditions": [{"type": "Failed", "status": "True"}]}}, JobState.ENDED),
+])
+def test_states(found: Mapping[str, Any] | None, state: JobState, kubectl: Path) -> None:
+    (kubectl / "answer").write_text(json.dumps(found) if found is not None else "")
+    assert kubernetes.state(JobId(Where.kubernetes, "research/gpt-1")) is state
+    assert (kubectl / "asked").read_text().split() == [
+        "--namespace=research", "get", "jobset", "gpt-1", "--ignore-not-found", "--output=json"]
+
+
+def test_a_cancelled_job_takes_its_configuration_with_it(kubectl: Path) -> None:
+    kubernetes.cancel(JobId(Where.kubernetes, "research/gpt-1"))
+    assert (kubectl / "asked").read_text().split() == [
+        "--namespace=research", "delete", "jobset/gpt-1", "configmap/gpt-1", "--ignore-not-found", "--wait=false"]
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for case, of in CASES.items():
+        (GOLDEN / case).write_text(golden(of), encoding="utf-8")
