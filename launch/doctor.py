@@ -234,19 +234,13 @@ class Doctor:
         """Once a process: rank 0 on stdout; where it comes to that, the first rank of another machine on stderr."""
         report = Report(machines=tuple(self._machines), together=tuple(self._together))
         if self._launch.local_rank == 0 and self._told.acquire(blocking=False):
+            from toolkit.cluster.doctor.show import show, to_json
+
             stream = sys.stdout if self._launch.rank == 0 else sys.stderr
             if self._as_json:
-                from toolkit.cluster.doctor.show import to_json
-
                 print(json.dumps(to_json(report), indent=1), file=stream, flush=True)
             else:
-                from rich.console import Console
-
-                from toolkit.cluster.doctor.show import table
-
-                # A file or a pipe has no width; a table should not be folded at 80 there.
-                Console(file=stream, width=None if stream.isatty() else 140).print(table(report))
-                stream.flush()
+                show(report, stream)
         return ExitCode.USER if report.verdict is Verdict.FAIL else ExitCode.DONE
 
 

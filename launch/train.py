@@ -84,6 +84,8 @@ def take_part(launch: Launch, overrides: Sequence[str], ending: Ending, stop: St
         start = replace(start, data=make_data_ready(plan))
     if plan.world.ranks > launch.ranks:
         return start_ranks(sys.argv[0], start, directory, stop, ending, plan.config.cluster)
+    if plan.config.cluster.preflight:
+        look_at_machines(plan, launch, meeting)
     set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)
     stop.arm(plan.config.cluster.grace_seconds)
     if launch.local_rank == 0:
@@ -93,6 +95,16 @@ def take_part(launch: Launch, overrides: Sequence[str], ending: Ending, stop: St
 
         return run(plan, rank=launch.rank, local_rank=launch.local_rank, stop=stop, attempt=start.attempt, data=start.data,
                    launcher=launch.launcher.value, seconds_left=stop.seconds_left)
+
+
+def look_at_machines(plan: RunPlan, launch: Launch, meeting: Meeting) -> None:
+    """By every rank. Raises InputError with what would make the run fail, before anything of an engine is started."""
+    from toolkit.cluster.doctor.examine import preflight
+    from toolkit.cluster.doctor.show import show
+
+    report = preflight(plan, launch, meeting, sys.argv)
+    if report is not None:
+        show(report, sys.stdout)
 
 
 def make_data_ready(plan: RunPlan) -> str:

@@ -25,7 +25,7 @@ def measure_links(axes: Axes | None, device: torch.device, rank: int, ranks: int
         axes: None where there is no plan: all ranks only.
     """
     ask = exchange(ranks)
-    rows = []
+    rows: list[Row] = []
     for name, groups in _along(axes, ranks):
         made = {group: dist.new_group(list(group)) for group in groups}  # every rank makes all of them, in one order
         own = next(group for group in groups if rank in group)

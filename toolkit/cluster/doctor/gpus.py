@@ -67,8 +67,8 @@ def judge_driver(driver: Driver, need: Need) -> Iterator[Finding]:
         if need.device is Device.CPU:
             yield ok("none, and the run is planned for CPU ranks")
         else:
-            yield fail("NVML finds no driver", "install NVIDIA's driver, or start the container with --gpus all; cluster.gpus_per_node=0 trains "
-                       "on the CPU")
+            yield fail("NVML finds no driver", "install NVIDIA's driver, or start the container with --gpus all; cluster.gpus_per_node=0 "
+                       "trains on the CPU")
         return
     seen = f"{driver.version}, up to CUDA {_dotted(driver.cuda)}"
     if driver.built is None or need.device is Device.CPU:
@@ -129,8 +129,8 @@ def judge_gpus(cards: Sequence[Card], need: Need) -> Iterator[Finding]:
         yield ok(f"{seen}; the run is planned for CPU ranks")
         return
     if len(cards) < need.ranks_per_node:
-        yield fail(f"{seen} for {need.ranks_per_node} ranks", "look for one that was lost (nvidia-smi, dmesg) and at CUDA_VISIBLE_DEVICES, or "
-                   "start fewer ranks")
+        yield fail(f"{seen} for {need.ranks_per_node} ranks", "look for one that was lost (nvidia-smi, dmesg) and at CUDA_VISIBLE_DEVICES, "
+                   "or start fewer ranks")
     used = cards[:need.ranks_per_node]
     problems = [problem for card in used for problem in _problems(card, need)]
     if len({card.name for card in used}) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from toolkit.cluster.doctor.types import RANKING, Finding, Report, Verdict
 from toolkit.errors import without_secrets
@@ -20,6 +20,14 @@ COLOURS = {Verdict.OK: "green", Verdict.UNKNOWN: "cyan", Verdict.WARN: "yellow",
 def to_json(report: Report) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "verdict": report.verdict.value, "machines": [one.to_json() for one in report.machines],
             "together": [finding.to_json() for finding in report.together]}
+
+
+def show(report: Report, stream: TextIO) -> None:
+    from rich.console import Console
+
+    # A file or a pipe has no width; a table should not be folded at 80 there.
+    Console(file=stream, width=None if stream.isatty() else 140).print(table(report))
+    stream.flush()
 
 
 def table(report: Report) -> RenderableType:

@@ -46,7 +46,7 @@ def measure_versions(need: Need) -> Versions:
     requirements = tuple(text for text in metadata.requires(PROJECT) or () if 'extra == "dev"' not in text)
     names = [Requirement(text).name for text in requirements]
     return Versions(
-        python=platform.python_version(), python_range=own.get("Requires-Python", ""), requirements=requirements,
+        python=platform.python_version(), python_range=own["Requires-Python"] or "", requirements=requirements,
         installed={name: _installed(name) for name in names}, cuda=torch_cuda(),
         nccl=next(filter(None, map(_installed, NCCL_PACKAGES)), None))
 
