@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Sequence
 
-from toolkit.cluster.environment import detect_world, read_launch
 from toolkit.errors import ExitCode, UserError
 
 
@@ -36,14 +35,11 @@ def show(overrides: Sequence[str], *, as_json: bool) -> None:
     """Print the plan of ``overrides``. Raises UserError with every problem."""
     from rich.console import Console
 
+    from toolkit.cluster.job import plan_job
     from toolkit.config.compose import compose
-    from toolkit.plan import make_plan
     from toolkit.plan.present import table, to_json
-    from toolkit.plan.pretrained import resolve
 
-    config = resolve(compose(overrides))
-    launch, _ = read_launch({}, [])  # nothing was started: the world is what cluster.* says, else this machine
-    plan = make_plan(config, detect_world(config.cluster, launch))
+    plan = plan_job(compose(overrides))  # nothing was started: the world is what cluster.* says, else this machine
     if as_json:
         print(json.dumps(to_json(plan), indent=2))
     else:

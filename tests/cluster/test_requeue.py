@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ NEWER = "step-2"
     (ended(RunState.STOPPED, asked=Asked.INT), Next.END, ExitCode.STOPPED),
     (ended(RunState.STOPPED, reason="SIGINT"), Next.END, ExitCode.STOPPED),  # from W&B's page, or by hand
     (ended(RunState.FAILED, checkpoint=NEWER), Next.AGAIN, None),
+    (ended(RunState.FAILED), Next.END, ExitCode.FAILURE),  # its launcher has had cluster.restarts already
+    (ended(RunState.RUNNING, code=137), Next.AGAIN, None),
     (ended(RunState.RUNNING, checkpoint=NEWER, code=137), Next.AGAIN, None),  # killed without a word
     (ended(RunState.FAILED, asked=Asked.INT), Next.END, ExitCode.FAILURE),
     # no attempt was begun
@@ -56,19 +59,19 @@ def test_without_requeue_every_end_is_one(end: Ended) -> None:
     assert decide(BEFORE, end, restarts=3, requeue=False).next is Next.END
 
 
-def test_failures_without_progress_are_bounded_and_progress_forgives_them() -> None:
+def test_ends_without_a_word_are_bounded_and_progress_forgives_them() -> None:
     before, decisions = BEFORE, []
     for attempt in range(2, 6):
-        decision = decide(before, ended(RunState.FAILED, attempt=attempt), restarts=2, requeue=True)
+        decision = decide(before, ended(RunState.RUNNING, attempt=attempt), restarts=2, requeue=True)
         decisions.append(decision.next)
         before = Before(attempt=attempt, checkpoint="step-1", fruitless=decision.fruitless)
         if decision.next is Next.END:
             break
     assert decisions == [Next.AGAIN, Next.AGAIN, Next.END]
     twice = Before(attempt=3, checkpoint="step-1", fruitless=2)
-    forgiven = decide(twice, ended(RunState.FAILED, attempt=4, checkpoint=NEWER), restarts=2, requeue=True)
+    forgiven = decide(twice, ended(RunState.RUNNING, attempt=4, checkpoint=NEWER), restarts=2, requeue=True)
     assert (forgiven.next, forgiven.fruitless) == (Next.AGAIN, 0)
-    assert decide(BEFORE, ended(RunState.FAILED), restarts=0, requeue=True).next is Next.END
+    assert decide(BEFORE, ended(RunState.FAILED, checkpoint=NEWER), restarts=0, requeue=True).next is Next.END
 
 
 # ---- the command
@@ -128,13 +131,23 @@ def test_what_was_decided_before_is_remembered(folder: Path) -> None:
     (folder / "job.json").write_text(json.dumps({"before": {"attempt": 0, "checkpoint": None, "fruitless": 0}}))
     attempt(folder, 1, RunState.FAILED, checkpoint="step-1")
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 75
-    attempt(folder, 2, RunState.FAILED)
+    attempt(folder, 2, RunState.RUNNING)
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 75  # the one start of cluster.restarts=1
-    attempt(folder, 3, RunState.FAILED)
+    attempt(folder, 3, RunState.RUNNING)
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1
     lines = [json.loads(line) for line in (folder / "ends.jsonl").read_text().splitlines()]
     assert [(line["attempt"], line["next"], line["fruitless"]) for line in lines] == [(1, "again", 0), (2, "again", 1), (3, "end", 0)]
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1  # no newer attempt: it was not begun
+
+
+def test_a_last_word_that_comes_late_is_waited_for(folder: Path) -> None:
+    attempt(folder, 1, RunState.RUNNING)
+    run_dir = folder.parent.parent
+    late = threading.Timer(0.5, lambda: RunDirectory(run_dir).write_status(Status(state=RunState.DONE, attempt=1)))
+    late.start()
+    assert requeue.settled(run_dir, Before(), Asked.NONE, 1, seconds=20).state is RunState.DONE
+    late.join()
+    assert requeue.settled(run_dir, Before(attempt=1), Asked.NONE, 2, seconds=20).attempt == 1  # a mistake before it began: at once
 
 
 def test_an_incomplete_checkpoint_is_no_progress(folder: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 from toolkit.cluster.environment import Launch, detect_world
 from toolkit.cluster.machine import Machine
 from toolkit.config.schema import ClusterConfig, RunConfig, Where
-from toolkit.errors import ConfigError, Problem
+from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.files import write_whole
 from toolkit.plan.devices import normalise
 from toolkit.plan.types import Device, RunPlan, World
@@ -186,12 +186,20 @@ def next_number(run_dir: Path) -> int:
 
 
 def take_folder(job: Job) -> Job:
-    """``job`` with a folder that no other process has: its number grows where somebody was faster."""
+    """``job`` with a folder that no other process has: its number grows where somebody was faster.
+
+    Raises:
+        InputError: the folder cannot be made here.
+    """
     while True:
         try:
             job.folder.mkdir(parents=True)
         except FileExistsError:
             job = replace(job, number=max(job.number, next_number(Path(job.run_dir)) - 1) + 1)
+        except OSError as error:
+            raise InputError(Problem("run.dir", f"run.dir={job.run_dir}: {error.strerror}",
+                                     "a job's files are written below the run's directory, from where it is submitted",
+                                     "write run.dir=FOLDER, one that can be written here and that the nodes have too")) from None
         else:
             return job
 

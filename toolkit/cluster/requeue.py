@@ -26,6 +26,9 @@ from toolkit.rundir import RunDirectory, RunState
 
 ENDS_FILE = "ends.jsonl"
 SCONTROL_SECONDS = 120.0
+# The first rank, maybe on another node, writes how the run ended; a network's file system shows it a little later.
+SETTLE_SECONDS = 15.0
+POLL_SECONDS = 0.2
 
 
 class Asked(StrEnum):
@@ -47,7 +50,7 @@ class Before:
 
     attempt: int = 0  # the newest; 0: none
     checkpoint: str | None = None  # name of the newest complete one
-    fruitless: int = 0  # failures in a row that left no newer checkpoint
+    fruitless: int = 0  # ends without a word in a row that left no newer checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,8 @@ class Decision:
 def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Decision:
     """
     Args:
-        restarts: ``cluster.restarts``: so many failures in a row without a newer checkpoint are answered by another start.
+        restarts: ``cluster.restarts``. The launcher inside the job (our parent, torchrun) has had so many starts already; where it
+            was killed itself, so many ends in a row without a newer checkpoint are answered by another start.
         requeue: ``cluster.slurm.requeue``.
     """
     def again(why: str, fruitless: int = 0) -> Decision:
@@ -104,11 +108,14 @@ def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Dec
             return end(ExitCode.STOPPED, "stopped by a person (SIGINT), so it is not started again")
         return again(f"stopped ({ended.reason}), saved as {ended.checkpoint}") if requeue else \
             end(ExitCode.STOPPED, f"stopped ({ended.reason}), and cluster.slurm.requeue=false")
-    what = f"failed: {ended.reason}" if ended.state is RunState.FAILED else "ended without a word (killed, or a lost node)"
-    if not requeue:
-        return end(ExitCode.FAILURE, f"{what}; cluster.slurm.requeue=false")
+    told = ended.state is RunState.FAILED
+    what = f"failed: {ended.reason}" if told else "ended without a word (killed, or a lost node)"
+    if not requeue or not restarts:
+        return end(ExitCode.FAILURE, f"{what}; {'cluster.restarts=0' if requeue else 'cluster.slurm.requeue=false'}")
     if ended.checkpoint is not None and ended.checkpoint != before.checkpoint:
         return again(f"{what}; goes on from {ended.checkpoint}")
+    if told:
+        return end(ExitCode.FAILURE, f"{what}; no newer checkpoint came of it, though its launcher could start it {restarts} times again")
     fruitless = before.fruitless + 1
     if fruitless <= restarts:
         return again(f"{what}; no newer checkpoint, start {fruitless} of cluster.restarts={restarts}", fruitless)
@@ -141,6 +148,18 @@ def look(run_dir: Path, asked: Asked, code: int) -> Ended:
     status = directory.status()
     return Ended(asked=asked, code=code, attempt=max(directory.attempts(), default=0), state=status.state if status else None,
                  reason=status.reason if status else None, checkpoint=newest(run_dir))
+
+
+def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: float) -> Ended:
+    """:func:`look`, once the run has said its last word, if it does so within ``seconds``."""
+    until = time.monotonic() + seconds
+    while True:
+        ended = look(run_dir, asked, code)
+        begun = ended.attempt > before.attempt
+        told = begun and ended.state is not None and not ended.state.live
+        if told or (not begun and code == ExitCode.USER) or time.monotonic() > until:
+            return ended
+        time.sleep(POLL_SECONDS)
 
 
 def record(folder: Path, ended: Ended, decision: Decision) -> None:
@@ -180,8 +199,10 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     config: RunConfig = from_yaml((given.folder / CONFIG_FILE).read_text(encoding="utf-8"))
     assert config.run.dir is not None, "a frozen configuration has its directory"
-    ended = look(Path(config.run.dir), given.asked, given.code)
-    decision = decide(read_before(given.folder), ended, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue)
+    before = read_before(given.folder)
+    several = (config.cluster.nodes or 1) > 1
+    ended = settled(Path(config.run.dir), before, given.asked, given.code, SETTLE_SECONDS if several else 0.0)
+    decision = decide(before, ended, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue)
     record(given.folder, ended, decision)
     job = os.environ["SLURM_JOB_ID"]
     print(f"job {job}: {decision.why}", flush=True)

@@ -1,0 +1,47 @@
+"""``launch/submit.py`` as typed: what it shows, and how it answers mistakes. Nothing is handed over here: test_slurm.py does that.
+
+    pytest tests/launch/test_submit.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.launch.processes import ROOT
+
+SUBMIT = str(ROOT / "launch" / "submit.py")
+WORDS = ("+exp=quickstart", "cluster=slurm", "cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.gpu=h100", "train.global_batch=32")
+
+
+def submit(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SUBMIT, *words], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_dry_run_shows_files_and_argv_and_writes_nothing(tmp_path: Path) -> None:
+    done = submit(*WORDS, "cluster.slurm.options={comment: it's mine}", "dry_run=true", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in ("/jobs/001/config.yaml", "/jobs/001/job.sh", "where: slurm", "#!/bin/bash", "\nsbatch --parsable --job-name=quickstart-",
+                 "--nodes=4", "--gres=gpu:8", "'--comment=it'\"'\"'s mine'"):
+        assert part in done.stdout, part
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_are_told_at_once_and_without_a_traceback(tmp_path: Path) -> None:
+    for words, told in ((("dry_run=perhaps",), "dry_run is true or false"),
+                        (("parallel.tensor=3", "engine=megatron"), "parallel.tensor=3"),
+                        (("cluster.slurm.time=soon", "dry_run=true"), "cluster.slurm.time=soon")):
+        done = submit(*WORDS, *words, cwd=tmp_path)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_neither_torch_nor_an_engine_is_imported(tmp_path: Path) -> None:
+    code = (f"import sys; sys.argv = ['submit.py', *{[*WORDS, 'dry_run=true']!r}]; sys.path.insert(0, {str(ROOT)!r})\n"
+            "from launch import submit; submit.main(sys.argv[1:])\n"
+            "print([name for name in ('torch', 'deepspeed', 'transformers', 'wandb') if name in sys.modules], file=sys.stderr)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.strip().splitlines()[-1] == "[]"
