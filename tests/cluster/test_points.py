@@ -24,8 +24,9 @@ from toolkit.cluster.environment import Launch
 from toolkit.cluster.environment import Launcher as StartedBy
 from toolkit.cluster.machine import Gpu, Machine
 from toolkit.cluster.rendezvous import Left
+from toolkit.cluster.sweep import run
 from toolkit.cluster.sweep.points import make_points, name_of
-from toolkit.cluster.sweep.record import PointState, Record, Row, number_of
+from toolkit.cluster.sweep.record import PointState, Record, Row, number_of, result
 from toolkit.cluster.sweep.run import refuse_in_ranks
 from toolkit.cluster.sweep.show import grouped, ranked
 from toolkit.cluster.sweep.slots import Slots, need_of
@@ -33,7 +34,7 @@ from toolkit.config.compose import compose
 from toolkit.config.multirun import CarryOut, quoted, read_sweep, run_sweeper
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError
-from toolkit.rundir import RunDirectory
+from toolkit.rundir import RunDirectory, RunState, Status
 
 GIB = 2**30
 LAPTOP = Machine(cores=4, host_memory_bytes=16 * GIB)
@@ -65,6 +66,12 @@ def test_a_grid_is_every_combination_and_text_stays_text(tmp_path: Path) -> None
     config = compose(made[3])
     assert (config.monitor.prompt, config.data.path, config.zero.stage) == ("a, b = {1}", "007", 2)
     assert read_sweep(["-m", "+exp=quickstart", "zero=stage1,stage2"]).swept(made[0]) == ("zero=stage1", "parallel.tensor=1", *made[0][3:])
+
+
+def test_the_last_word_of_a_key_counts(tmp_path: Path) -> None:
+    typed = ("+exp=quickstart", "zero=stage0", "optim.lr=1,2", "zero=stage1,stage2", "optim.lr=1e-3")
+    assert read_sweep(["-m", *typed]).fixed == {"+exp", "optim.lr"}
+    assert [point.swept for point in points(*typed, folder=tmp_path)] == [("zero=stage1",), ("zero=stage2",)]
 
 
 def test_batches_of_hydras_sweeper(tmp_path: Path) -> None:
@@ -182,8 +189,8 @@ def test_points_share_gpus_and_never_the_same_one(tmp_path: Path) -> None:
     first, second = slots.take(need), other.take(need)
     assert first is not None
     assert second is not None
-    assert first.environ(need)["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1,GPU-2"
-    assert second.environ(need)["CUDA_VISIBLE_DEVICES"] == "GPU-3,GPU-4,GPU-5"
+    assert first.environ(need, {"A": "b"}) == {"A": "b", "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1,GPU-2", "OMP_NUM_THREADS": "8"}
+    assert second.environ(need, {"OMP_NUM_THREADS": "2"}) == {"CUDA_VISIBLE_DEVICES": "GPU-3,GPU-4,GPU-5", "OMP_NUM_THREADS": "2"}
     assert slots.take(need) is None, "two are left"
     assert slots.take(replace(need, gpus=2)) is not None, "and were not kept by the attempt"
     other.release(second)
@@ -255,6 +262,24 @@ def test_two_records_keep_each_others_points(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a folder belongs to one sweep"):
         first.check("another", ["zero=stage2"])
     first.check("id", ["zero=stage1"])
+
+
+def test_a_process_without_a_word_of_its_own_is_not_told_by_an_older_one(tmp_path: Path) -> None:
+    [point] = points("+exp=quickstart", folder=tmp_path)
+    directory = RunDirectory(tmp_path / point.name)
+    directory.path.mkdir()
+    assert result(point, tmp_path, None, silent="exit code 2: no").reason == "exit code 2: no"
+    older = Status(state=RunState.FAILED, attempt=1, exit_code=1, reason="older")
+    directory.write_status(older)
+    told = result(point, tmp_path, None, before=older, silent="exit code 2: no")
+    assert (told.state, told.reason) == (PointState.FAILED, "exit code 2: no")
+    asked = result(point, tmp_path, None, before=older, silent="exit code 75", asked=True)
+    assert (asked.state, asked.reason) == (PointState.STOPPED, "stopped before it began")
+    directory.write_status(replace(older, attempt=2, reason="its own"))
+    assert result(point, tmp_path, None, before=older, silent="exit code 1").reason == "its own"
+    directory.write_status(Status(state=RunState.RUNNING, attempt=2, step=3))
+    killed = result(point, tmp_path, None, before=older, silent="ended by signal 9")
+    assert (killed.state, killed.reason, killed.step) == (PointState.FAILED, "ended by signal 9", 3)
 
 
 def test_the_number_that_points_are_compared_by(tmp_path: Path) -> None:
@@ -336,7 +361,8 @@ def test_hydra_finds_the_launcher_and_other_programs_are_told_that_it_is_not_the
         launcher.setup(hydra_context=None, task_function=lambda config: None, config=None)
 
 
-def test_no_rank_sweeps() -> None:
+def test_no_rank_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "ANSWER_SECONDS", 0.0)
     refuse_in_ranks(Launch(), ["-m"])
     with pytest.raises(ConfigError, match=r"write python launch/train\.py -m optim\.lr=1,2"):
         refuse_in_ranks(Launch(launcher=StartedBy.TORCHELASTIC, ranks=2), ["-m", "optim.lr=1,2"])

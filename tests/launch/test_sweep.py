@@ -154,6 +154,17 @@ def test_a_point_that_fails_is_told_and_tried_again_by_the_next_command(tmp_path
     assert sorted(starts(folder).values()) == [1, 2], "what was done is not run again"
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("word", "shows"), [("train.micro_batch=3,5", "train.micro_batch=5"), ("zero=stage1,stage9", "stage9")])
+def test_where_no_point_can_run_nothing_is_begun_and_nothing_left(word: str, shows: str, tmp_path: Path) -> None:
+    with Started(typed("+exp=quickstart", word), tmp_path, cwd=tmp_path, environ=environ(tmp_path)) as started:
+        assert started.ended(30) == 2, started.output
+    assert "remedy:" in started.output
+    assert shows in started.output
+    assert "Traceback" not in started.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["output.txt"]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.full)])
 def test_under_a_launcher_the_answer_is_given_once_and_no_rank_sweeps(launcher: str, tmp_path: Path) -> None:

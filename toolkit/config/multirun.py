@@ -7,9 +7,9 @@ always: where points are carried out is chosen by ``cluster=``.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,8 +109,7 @@ def read_sweep(arguments: Sequence[str]) -> SweepWords:
                                     "write sweep.dir=FOLDER"))
         elif (override := _parsed(word, folders, problems)) is not None:
             words.append(word)
-            if not override.is_sweep_override():
-                fixed.add(override.get_key_element())
+            (fixed.discard if override.is_sweep_override() else fixed.add)(override.get_key_element())  # the last one counts
     try:
         sweep = compose_sweep(of_sweep)
     except ConfigError as error:
@@ -183,9 +182,7 @@ def run_sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> None:
 
 
 def _sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> Any:
-    if not _installed():
-        raise ConfigError(Problem(LAUNCHER, f"{LAUNCHER}=toolkit is not installed", "Hydra finds the launcher in the package hydra_plugins",
-                                  "install again from the repository: pip install -e ."))
+    _register()
     ConfigStore.instance().store(name=RUN.schema, node=RUN.kind, provider="toolkit")
     own = [*words.hydra, f"{LAUNCHER}=toolkit", f"hydra.sweep.dir={quoted(folder)}"]
     try:
@@ -203,11 +200,15 @@ def _sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> Any:
         raise ConfigError(_refused(words, error)) from error
 
 
-def _installed() -> bool:
-    try:
-        return find_spec("hydra_plugins.toolkit_launcher") is not None
-    except ModuleNotFoundError:  # there is no plugin at all
-        return False
+def _register() -> None:
+    """Hydra finds the launcher by itself where it was installed. An installation from before it, or of the package alone, lacks it; it lies
+    beside conf/."""
+    plugins, root = Plugins.instance(), str(search.ROOT.parent)
+    if root not in sys.path:
+        sys.path.append(root)
+    from hydra_plugins.toolkit_launcher import ToolkitLauncher
+
+    plugins.register(ToolkitLauncher)
 
 
 def _refused(words: SweepWords, error: Exception) -> Problem:

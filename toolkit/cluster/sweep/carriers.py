@@ -91,9 +91,8 @@ class LocalCarrier:
             return None
         job = take_folder(make_job(point.plan, self._script))
         write_files(job, local.render(job))
-        environ = {**os.environ, **place.environ(need)}
         with _on(place.cores):
-            process = local.start(job, environ, keep=(claim, *place.locks))
+            process = local.start(job, place.environ(need, os.environ), keep=(claim, *place.locks))
         return LocalPoint(process, job.folder / local.OUTPUT, place, self._slots, point.plan.config.cluster.grace_seconds)
 
 

@@ -28,7 +28,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError, Problem
 from toolkit.files import write_whole
-from toolkit.rundir import RunDirectory, RunState, lock_file
+from toolkit.rundir import RunDirectory, RunState, Status, lock_file
 
 FORMAT_VERSION = 1
 
@@ -129,17 +129,21 @@ def row_of(point: Point, folder: Path, state: PointState, reason: str | None = N
                reason=reason, **more)
 
 
-def result(point: Point, folder: Path, metric: str | None, silent: str | None = None) -> Row:
+def result(point: Point, folder: Path, metric: str | None, *, before: Status | None = None, silent: str | None = None,
+           asked: bool = False) -> Row:
     """How a point whose process has ended is, from its own files.
 
     Args:
-        silent: why there is no word of it, where its process left none.
+        before: its status when it was started: where that stands still, its process has come to no word of its own.
+        silent: what there is to say of it then.
+        asked: it was asked to stop.
     """
     assert point.plan is not None, "it was started"
     directory = RunDirectory(folder / point.name)
     status = directory.status()
-    if status is None:
-        return row_of(point, folder, PointState.FAILED, silent or "it has not begun")
+    if status is None or (status == before and status.state is not RunState.DONE):
+        state, why = (PointState.STOPPED, "stopped before it began") if asked else (PointState.FAILED, silent)
+        return row_of(point, folder, state, why, ended=time.time())
     ends = {RunState.DONE: PointState.DONE, RunState.STOPPED: PointState.STOPPED, RunState.REFUSED: PointState.REFUSED}
     state = ends.get(status.state, PointState.FAILED)
     reason = status.reason or (silent or "it ended without a word" if status.state.live else None)

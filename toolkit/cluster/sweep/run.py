@@ -27,8 +27,10 @@ from toolkit.config.multirun import CarryOut, SweepWords, read_sweep, run_sweepe
 from toolkit.config.schema import Where
 from toolkit.errors import ConfigError, ExitCode, Problem, UserError
 from toolkit.progress import Progress, Task
+from toolkit.rundir import RunDirectory, Status
 
 POLL_SECONDS = 0.1
+ANSWER_SECONDS = 10.0  # in which rank 0 says what is wrong: a launcher that sees another rank end ends it, too, and the words with it
 
 
 def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: str) -> ExitCode:
@@ -58,10 +60,11 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
 
 
 def refuse_in_ranks(launch: Launch, arguments: Sequence[str]) -> None:
-    """Under a launcher every rank would be a sweep of its own. Raises ConfigError in rank 0, Left in the others."""
+    """Under a launcher every rank would be a sweep of its own. Raises ConfigError in rank 0, Left in the others, a little later."""
     if launch.launcher is Launcher.NONE:
         return
     if launch.rank != 0:
+        time.sleep(ANSWER_SECONDS)
         raise Left(ExitCode.USER)
     words = shlex.join(arguments)
     raise ConfigError(Problem("-m", f"{launch.launcher} started {launch.ranks} ranks of a sweep ({words})",
@@ -86,6 +89,7 @@ class _Running:
     point: Point
     handle: Handle
     claim: int
+    before: Status | None  # of the point, when it was started
 
 
 class _Sweep:
@@ -97,6 +101,9 @@ class _Sweep:
         self._record.check(words.id, self._typed)
         self._began = time.time()
         self._elsewhere: set[str] = set()  # points that another process had when it was last asked
+        self._left_out: set[str] = set()  # points that their plan refuses
+        self._started = False
+        self._told: set[str] = set()
         self._metric = words.sweep.metric or "loss"
 
     @property
@@ -109,19 +116,20 @@ class _Sweep:
         """One number a combination. Raises _Enough where no more are wanted."""
         points = make_points(combinations, self.words, self.folder, self._machine)
         refused = [row_of(point, self.folder, PointState.REFUSED, point.reason) for point in points if point.plan is None]
+        if self.words.grid and len(refused) == len(points) and not self._options.dry_run:
+            raise all_refused(points)
+        for line in show.grouped(refused):
+            print(line, file=sys.stderr)
         if self._options.dry_run:
-            print("\n".join(show.grouped(refused)), file=sys.stderr)
             self._show([*refused, *(row_of(point, self.folder, PointState.WAITING) for point in points if point.plan is not None)])
             self.leave_nothing()
             raise _Enough(ExitCode.DONE)
-        if self.words.grid and len(refused) == len(points):
-            raise all_refused(points)
         self._record.begin(self.words.id, self._typed, self._options)
-        known = {row.name for row in self._record.rows()}
+        known = {row.name: row.state for row in self._record.rows()}  # another machine may have done what this one cannot
         feasible = [point for point in points if point.plan is not None]
-        self._record.note(*refused, *(row_of(point, self.folder, PointState.WAITING) for point in feasible if point.name not in known))
-        for line in show.grouped(refused):
-            print(line, file=sys.stderr)
+        new = [row_of(point, self.folder, PointState.WAITING) for point in feasible if point.name not in known]
+        self._record.note(*(row for row in refused if known.get(row.name) is not PointState.DONE), *new)
+        self._left_out |= {row.name for row in refused}
         if feasible:
             self._carry_out(feasible)
         rows = {row.name: row for row in self._record.rows()}
@@ -151,6 +159,8 @@ class _Sweep:
                     raise _Enough(ExitCode.STOPPED, self._stop())
                 self._start(waiting, running, carriers, task)
                 self._collect(running, task)
+                if not running and self._elsewhere.issuperset(waiting) and waiting:
+                    self._tell_once("what is left is under way in another process, or was left behind by a killed sweep: waiting for it")
                 time.sleep(POLL_SECONDS)
 
     def _start(self, waiting: dict[str, Point], running: dict[str, _Running], carriers: Mapping[Where, Carrier],
@@ -166,19 +176,30 @@ class _Sweep:
             row = self._settled(point)
             if row is None:
                 assert point.plan is not None
+                before = RunDirectory(self.folder / name).status()
                 try:
                     handle = carriers[point.plan.config.cluster.where].start(point, claim)
                 except UserError as error:
+                    if not self._started:  # the cluster does not answer, say: the next point would fare no better
+                        raise
                     row = row_of(point, self.folder, PointState.REFUSED, str(error))
                 else:
                     if handle is None:
                         os.close(claim)
+                        if not running:
+                            self._tell_once("the GPUs or cores of this machine are taken by points of other sweeps: waiting for room")
                         return
-                    running[name] = _Running(point, handle, claim)
+                    self._started = True
+                    running[name] = _Running(point, handle, claim, before)
                     self._record.note(row_of(point, self.folder, PointState.RUNNING))
             if row is not None:
                 self._finish(row, claim, task)
             del waiting[name]
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            print(text, file=sys.stderr)
 
     def _settled(self, point: Point) -> Row | None:
         """A point that is done; or that another process has tried while this one waited, and not done: it is not tried again."""
@@ -194,8 +215,11 @@ class _Sweep:
     def _collect(self, running: dict[str, _Running], task: Task) -> None:
         for name, run in list(running.items()):
             if run.handle.ended():
-                self._finish(result(run.point, self.folder, self._options.metric, run.handle.last_words()), run.claim, task)
+                self._finish(self._result(run), run.claim, task)
                 del running[name]
+
+    def _result(self, run: _Running, *, asked: bool = False) -> Row:
+        return result(run.point, self.folder, self._options.metric, before=run.before, silent=run.handle.last_words(), asked=asked)
 
     def _finish(self, row: Row, claim: int, task: Task | None = None) -> None:
         """The row is there before another process can take the claim."""
@@ -217,7 +241,7 @@ class _Sweep:
         while running:
             for name, run in list(running.items()):
                 if run.handle.ended():
-                    self._finish(result(run.point, self.folder, self._options.metric, run.handle.last_words()), run.claim)
+                    self._finish(self._result(run, asked=True), run.claim)
                     del running[name]
             time.sleep(POLL_SECONDS)
         if left:
@@ -237,9 +261,11 @@ class _Sweep:
             print(f"best: {' '.join(best.swept) or best.name}: {self._metric} {best.number:.6g} in {best.run_dir}")
         files = ", ".join(["sweep.json", "results.csv", *(["sweep.png"] if picture else [])])
         print(f"everything is in {self.folder}: {files}, and a run directory a point")
-        states = {row.state for row in rows}
+        states = {row.state for row in rows if row.name not in self._left_out}
         if PointState.FAILED in states:
             return ExitCode.FAILURE
+        if PointState.REFUSED in states:  # when it started: by its run directory, its data, the cluster
+            return ExitCode.USER
         return ExitCode.STOPPED if states & {PointState.STOPPED, PointState.WAITING, PointState.RUNNING} else ExitCode.DONE
 
     def _show(self, rows: Sequence[Row]) -> None:
@@ -252,6 +278,6 @@ class _Sweep:
         if self._record.file.exists():
             return
         (self.folder / "multirun.yaml").unlink(missing_ok=True)
-        for folder in (self.folder, self.folder.parent):
+        for folder in (self.folder, *([self.folder.parent] if self._options.dir is None else [])):
             with suppress(OSError):  # it holds something else, or is not there
                 folder.rmdir()

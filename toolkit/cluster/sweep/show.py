@@ -68,7 +68,7 @@ def write_csv(file: Path, rows: Sequence[Row], metric: str, maximize: bool) -> N
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["point", *keys, metric, "state", "step", "run_dir", "reason"])
     for row in ranked(rows, maximize):
-        values = dict(word.split("=", 1) for word in row.swept)
+        values = {word.partition("=")[0]: word.partition("=")[2] for word in row.swept}
         writer.writerow([row.name, *(values.get(key, "") for key in keys), "" if row.number is None else repr(row.number), row.state.value,
                          "" if row.step is None else row.step, row.run_dir, row.reason or ""])
     write_whole(file, text.getvalue(), durable=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,11 +51,10 @@ class Place:
     host_bytes: int
     locks: tuple[int, ...]  # open files
 
-    def environ(self, need: Need) -> dict[str, str]:
-        chosen = {"OMP_NUM_THREADS": str(need.threads)}
-        if self.gpus:
-            chosen["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
-        return chosen
+    def environ(self, need: Need, above: Mapping[str, str]) -> dict[str, str]:
+        """``above`` with what is the point's own; threads that the user has set stay."""
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
+        return {"OMP_NUM_THREADS": str(need.threads), **above, **own}
 
 
 class Slots:
