@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from tests.launch.processes import ROOT, TRAIN, Started, command, hit
+from tests.launch.slurm import loopback_slurm, missing
 from toolkit.config.compose import compose, from_yaml
 
 STUB = ROOT / "tests" / "launch" / "stub_training.py"
@@ -231,6 +233,28 @@ def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and
         assert third.ended(60) == 0, third.output
     assert {row["state"] for row in content(folder)["points"]} == {"done"}
     assert sorted(starts(folder).values()) == [2, 2, 2, 2], "stopped ones go on, as one more job each"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_four_points_are_four_jobs_of_a_real_slurm(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if (why := missing()) is not None:
+        pytest.skip(f"no sweep ran in a real Slurm: {why}")
+    folder = tmp_path / "queued"
+    where = ("cluster=slurm", "cluster.nodes=1", "cluster.gpus_per_node=0", f"sweep.dir={folder}")
+    argv = typed("+exp=quickstart", "zero=stage0,stage1", "optim.lr=1e-3,1e-2", *where)
+    with loopback_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        with Started(argv, folder, cwd=tmp_path, environ={**slurm.environ, **environ(tmp_path, STUB_SECONDS="2")}) as started:
+            assert started.ended(200) == 0, started.output
+        records = [json.loads(file.read_text()) for file in folder.glob("*/jobs/*/job.json")]
+        jobs = {record["id"]["id"] for record in records}
+        assert len(jobs) == len(records) == 4
+        deadline = time.monotonic() + 30
+        while {slurm.job_state(job) for job in jobs} != {"COMPLETED"}:
+            assert time.monotonic() < deadline, [slurm.job_state(job) for job in jobs]
+            time.sleep(0.5)
+    assert sorted(starts(folder).values()) == [1, 1, 1, 1]
+    assert {row["state"] for row in content(folder)["points"]} == {"done"}
 
 
 @pytest.mark.full
