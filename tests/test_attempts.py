@@ -32,7 +32,8 @@ from toolkit.attempts import (
 
 # 10 s of starting, 20 steps of 2 s, two saves of 3 s, an evaluation of 4 s, 1 s of logging, and 5 s after the last step.
 FIRST = Attempt(
-    Times(began=1000, seen=1066, ended=1066, first=0, first_step=1012, starting=10, step=20, stepping=40, saving=6, evaluating=4, active=1061),
+    Times(began=1000, seen=1066, ended=1066, first=0, first_step=1012, starting=10, step=20, stepping=40, saving=6, evaluating=4,
+          active=1061),
     (Save(step=8, seconds=3, bytes=100, stepping=16), Save(step=16, seconds=3, bytes=100, stepping=32)))
 # From step 16, 30 s later: 24 steps, to the end.
 SECOND = Attempt(

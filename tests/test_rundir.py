@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.attempts import Times, write_times
 from toolkit.config.schema import RunConfig, RunSection, TrainConfig
 from toolkit.errors import CheckpointError, ConfigError, InputError, UserError
 from toolkit.rundir import RunDirectory, RunState, Source, SourceKind, Status, resolve_source
@@ -282,3 +283,42 @@ def test_a_fork_apart_from_its_parent(tmp_path: Path) -> None:
     for path in (directory.path, saved):
         with pytest.raises(ConfigError, match=r"run\.name or run\.dir"):
             directory.begin(config(fork=path), PLAN)
+
+
+# ---- starts that nobody typed
+
+
+def test_the_process_that_has_the_folder_opens_the_next_attempt(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.begin(config(), PLAN) == 1
+    assert directory.begin(config(), PLAN) == 2
+    with pytest.raises(ConfigError, match="one run at a time"):
+        RunDirectory(tmp_path).begin(config(), PLAN)
+
+
+def test_what_was_typed_for_the_first_attempt_is_not_done_again(tmp_path: Path) -> None:
+    """After resume=PATH has been followed, going there again would lose what was done since."""
+    directory = begun(tmp_path)
+    went, never = config(resume="/a/checkpoint"), config(resume="never")
+    assert directory.continued(went, 1) == went, "it never got to train"
+    write_times(directory.attempt_folder(1), Times(began=1.0, seen=2.0, first=40))
+    assert directory.continued(went, 1).resume == "auto"
+    assert directory.continued(never, 1).resume == "auto"
+    assert directory.continued(went, 0) == went, "a person typed it"
+
+
+def test_the_end_of_an_attempt_tells_the_goodput_of_the_run(tmp_path: Path) -> None:
+    directory = begun(tmp_path)
+    write_times(directory.attempt_folder(1), Times(
+        began=100.0, seen=160.0, first=0, first_step=112.0, starting=10.0, step=20, stepping=40.0, active=160.0))
+    checkpoint(directory, "step-00000010")
+    directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=20))
+    directory.finish(RunState.FAILED, 1, "rank 1", attempt=1)
+    status = directory.status()
+    assert status is not None
+    assert status.goodput is not None
+    assert status.goodput["useful_seconds"] == 20.0, "half of the steps will have to be run again"
+    ended = json.loads((directory.attempt_folder(1) / "times.json").read_text())
+    assert (ended["state"], ended["reason"]) == ("failed", "rank 1")
+    assert ended["ended"] > 160.0
+    assert directory.saved_step() == 10

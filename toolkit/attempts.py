@@ -188,11 +188,13 @@ def write_times(folder: Path, times: Times, *, durable: bool = False) -> None:
 
 def read_times(folder: Path) -> Times | None:
     """None where there is none, as of older versions, or a power failure left half of it."""
-    found = _object(_text(folder / TIMES))
-    known = {field.name for field in fields(Times)}
-    if found is None or not isinstance(found.get("began"), int | float) or not isinstance(found.get("seen"), int | float):
-        return None
-    return Times(**{name: value for name, value in found.items() if name in known})
+    found = _object(_text(folder / TIMES)) or {}
+    known = {field.name: found[field.name] for field in fields(Times) if field.name in found}
+    words = {"state", "reason"}
+    must = {"began", "seen", "stepping", "saving", "evaluating"}
+    right = all(isinstance(value, str if name in words else int | float) or (value is None and name not in must)
+                for name, value in known.items())
+    return Times(**known) if right and {"began", "seen"} <= known.keys() else None
 
 
 def end_times(folder: Path, now: float, *, state: str, reason: str | None, anew: bool = False) -> None:
@@ -217,7 +219,7 @@ def read_saves(folder: Path) -> Iterator[Save]:
     names = {field.name for field in fields(Save)}
     for line in _text(folder / SAVES).splitlines():
         row = _object(line)
-        if row is not None and row.keys() == names:
+        if row is not None and row.keys() == names and all(isinstance(value, int | float) for value in row.values()):
             yield Save(**row)
 
 

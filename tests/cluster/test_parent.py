@@ -84,6 +84,13 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ranks.first_failure() == "rank 1 failed first (code 3): see the attempt's log"
 
 
+@pytest.mark.parametrize(("first", "code"), [("sys.exit(2)", 2), ("sys.exit(1)", 1), ("os.kill(os.getpid(), signal.SIGKILL)", 1)])
+def test_the_first_to_end_decides_what_it_was(first: str, code: int, tmp_path: Path) -> None:
+    """A mistake that one rank finds leaves the others alone in a collective, where they fail; it is a mistake all the same."""
+    ranks = Ranks(script(tmp_path, f"if rank == '0': {first}\ntime.sleep(0.5); sys.exit({3 - code})"), TWO)
+    assert ranks.wait(StopRequest(), 60) == code
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_passed_on_once(tmp_path: Path, number: signal.Signals) -> None:
     """In a process of its own, whose group gets the signal as from a terminal."""

@@ -35,7 +35,8 @@ def test_a_newer_checkpoint_counts_as_a_new_beginning(before: int | None, saved:
 
 @pytest.mark.parametrize(
     ("code", "changes"),
-    [(ExitCode.DONE, {}), (ExitCode.USER, {}), (ExitCode.STOPPED, {}), (ExitCode.FAILURE, {"asked": True}), (ExitCode.FAILURE, {"limit": 0})],
+    [(ExitCode.DONE, {}), (ExitCode.USER, {}), (ExitCode.STOPPED, {}), (ExitCode.FAILURE, {"asked": True}),
+     (ExitCode.FAILURE, {"limit": 0})],
     ids=["done", "a mistake", "stopped", "failed while stopping", "not wanted"])
 def test_these_are_never_started_again(code: ExitCode, changes: dict[str, object]) -> None:
     assert after(code, **{**FAILED, "saved": 6, **changes}) == NoRestart()  # type: ignore[arg-type]

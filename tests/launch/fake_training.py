@@ -2,19 +2,22 @@
 
     deepspeed --num_gpus 2 tests/launch/fake_training.py +exp=quickstart
 
-``FAKE_STEP_SECONDS``, ``FAKE_SAVE_SECONDS`` and ``FAKE_FAILS`` (a rank) set what it does.
+``FAKE_STEP_SECONDS``, ``FAKE_SAVE_SECONDS``, ``FAKE_FAILS`` (a rank), ``FAKE_REFUSES`` (a rank, by a mistake of the user),
+``FAKE_SAVE_EVERY`` (steps, 0: never; what is saved is a folder that is named as a checkpoint is) and ``FAKE_KILLS``
+(ATTEMPT:RANK:STEP,...: this rank kills itself before this step of this attempt) set what it does.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import types
 from collections.abc import Callable
 from pathlib import Path
 
-from toolkit.errors import ExitCode
+from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory, RunState, Status
 
@@ -22,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Callable[[], str | None], attempt: int, data: str,
-        launcher: str) -> ExitCode:
+        launcher: str, **others: object) -> ExitCode:
     import torch
     import torch.distributed as dist
 
@@ -35,8 +38,20 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Callable[[], str | N
         if rank == 0:
             directory.write_status(Status(state=state, attempt=attempt, step=step, checkpoint=checkpoint))
 
-    for step in range(plan.config.train.steps):
+    first, every = directory.saved_step() or 0, int(os.environ.get("FAKE_SAVE_EVERY", "0"))
+    if rank == 0:
+        print(f"attempt {attempt} begins with step {first}", flush=True)
+    for step in range(first, plan.config.train.steps):
         status(RunState.RUNNING, step)
+        if every and step and step % every == 0 and rank == 0:
+            folder = directory.checkpoints / f"step-{step:08d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "manifest.json").write_text("{}")
+        dist.barrier()  # nobody dies before it is saved
+        if f"{attempt}:{rank}:{step}" in os.environ.get("FAKE_KILLS", "").split(","):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get("FAKE_REFUSES") == str(rank):
+            raise ConfigError(Problem("train", "train=fake", "the fake training refuses", "let it be"))
         time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0")))
         if os.environ.get("FAKE_FAILS") == str(rank):
             raise RuntimeError("the fake training fails")

@@ -49,6 +49,8 @@ FULL = [
     Case("python", "top", KILL),
     Case("python", "rank1", TERM, exit_code=75),
     Case("python", "top", TERM, ranks=None, exit_code=75),
+    Case("python", "top", signal.SIGUSR1, exit_code=75),
+    Case("torchrun", "rank0", signal.SIGUSR2),
     Case("python", "group", INT, ranks=None, exit_code=75),
 ]
 
@@ -81,7 +83,7 @@ def running(run_dir: Path) -> bool:
 @pytest.mark.timeout(120)
 def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    argv = command("python", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000")
+    argv = command("python", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000", "cluster.restarts=0")
     with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
         started.until(lambda: running(run_dir), 60, "running")
         hit(KILL, started.ranks()[1].pid)

@@ -29,7 +29,8 @@ DRIVER = Path(__file__).with_name("killed_training.py")
 STEPS, EVERY = 6, 2
 KEYS = ("model=gpt2", "model.vocab_size=264", "model.max_position_embeddings=32", "data=prepared", "train.sequence_length=32",
         "train.global_batch=8", f"train.steps={STEPS}", "optim.lr=3e-3", "optim.eps=1e-4", "schedule=constant", "schedule.warmup=0",
-        "eval.every=0", f"checkpoint.every={EVERY}", "checkpoint.keep_last=1", "monitor=files", "debug.threads=1")
+        "eval.every=0", f"checkpoint.every={EVERY}", "checkpoint.keep_last=1", "monitor=files", "debug.threads=1",
+        "cluster.restarts=0")
 
 
 @dataclass(frozen=True)

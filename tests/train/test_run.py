@@ -67,7 +67,7 @@ class Start:
     """One start of a run in ``folder``, stopped after ``stop_after`` of its own steps. GPT-2, which has every kind of dropout."""
 
     def __init__(self, folder: Path, data: Path, stop_after: int | None = None, config: Callable[[RunConfig], None] = lambda config: None,
-                 generation: Path | None = None, **changes: Any) -> None:
+                 generation: Path | None = None, seconds_left: Callable[[], float | None] = lambda: None, **changes: Any) -> None:
         settings = tiny_config("gpt2", **{"train__steps": STEPS, "model__dropout": 0.1, "checkpoint__every": "never", **changes})
         settings.run = RunSection(dir=str(folder))
         settings.data.path, settings.data.vocab_size = str(data), 264
@@ -85,7 +85,8 @@ class Start:
             return "SIGTERM" if stop_after is not None and asked >= stop_after else None
 
         try:
-            self.code = run(plan, rank=0, local_rank=0, stop=stop, attempt=self.attempt, data=generation and str(generation))
+            self.code = run(plan, rank=0, local_rank=0, stop=stop, attempt=self.attempt, data=generation and str(generation),
+                            seconds_left=seconds_left)
         finally:
             self.directory.release()
         status = self.directory.status()

@@ -24,7 +24,7 @@ from toolkit.cluster.stop import StopRequest
 from toolkit.config.schema import ClusterConfig
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
-from toolkit.rundir import RunDirectory
+from toolkit.rundir import RunDirectory, RunState
 
 POLL_SECONDS = 0.1
 PEER_SECONDS = 5.0  # after one rank failed: the others find it out by themselves, or are told to stop
@@ -44,6 +44,7 @@ class Ranks:
         port = str(free_port())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first: tuple[int, int] | None = None  # rank and code of the first failure
+        self._mistake: bool | None = None  # whether the first rank that did not end well made a mistake of the user's known
         self._oom_kills, self._out_of_memory = oom_kills(), ""
         for rank in range(world.ranks):
             own = {
@@ -72,6 +73,9 @@ class Ranks:
     def _codes(self) -> list[int]:
         """Exit codes of the ranks that have ended; the first failure among them is kept."""
         ended = [(rank, process.returncode) for rank, process in enumerate(self._processes) if process.poll() is not None]
+        bad = [code for _, code in ended if code not in (ExitCode.DONE, ExitCode.STOPPED)]
+        if self._mistake is None and bad:
+            self._mistake = min(bad) >= 0 and ExitCode.USER in bad
         if self._first is None:  # of several in one look, a signal (negative) is the likelier cause
             self._first = min((end for end in ended if end[1] not in ENDS), key=lambda end: end[1], default=None)
             if self._first is not None and self._first[1] == -signal.SIGKILL:
@@ -100,7 +104,8 @@ class Ranks:
             if out_of_grace or (failed_since is not None and now - failed_since > PEER_SECONDS + KILL_SECONDS):
                 self.kill()
             time.sleep(POLL_SECONDS)
-        return combined(codes)
+        # Whom a mistake leaves alone in a collective fails too.
+        return ExitCode.USER if self._mistake else combined(codes)
 
     @property
     def killed(self) -> bool:
@@ -163,7 +168,7 @@ def _pause(stop: StopRequest, seconds: float) -> bool:
 
 def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopRequest, ending: Ending,
              grace_seconds: float) -> tuple[ExitCode, bool]:
-    """Hand the start to one process a rank and see them to their end; and whether that was an error of their own, not a signal or a hang."""
+    """Hand the start to one process a rank and see them to their end; and whether that was an error of their own, no signal and no hang."""
     handover = directory.attempt_folder(start.attempt).absolute() / "handover.json"
     start.write(handover)
     # The ranks keep the directory taken should this process be killed: they will still be saving.
@@ -178,10 +183,15 @@ def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopReque
         ending.code = ranks.wait(stop, grace_seconds)
     finally:
         ranks.kill()
-    failure = ranks.first_failure()
-    # Of a failure rank 0 saw a lost connection, and this process knows why; of a hang the ranks know more than how they ended.
+    # Of a failure rank 0 saw a lost connection, and this process knows why; of a hang the ranks know more than how they ended, and of a
+    # mistake rank 0, unless another rank alone has met it.
     told = directory.hang_file(start.attempt).exists()
-    ending.record(failure or stop(), anew=failure is not None and not told)
+    if ending.code is ExitCode.USER:
+        status = directory.status()
+        ending.record("a mistake that one rank has met: see what was printed", anew=status is None or status.state is not RunState.REFUSED)
+    else:
+        failure = ranks.first_failure()
+        ending.record(failure or stop(), anew=failure is not None and not told)
     return ending.code, not told and not ranks.killed
 
 

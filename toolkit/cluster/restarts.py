@@ -29,7 +29,8 @@ class NoRestart:
     why: str = ""
 
 
-def after(code: ExitCode, *, asked: bool, hopeless: bool, before: int | None, saved: int | None, fruitless: int, limit: int) -> Restart | NoRestart:
+def after(code: ExitCode, *, asked: bool, hopeless: bool, before: int | None, saved: int | None, fruitless: int,
+          limit: int) -> Restart | NoRestart:
     """What follows the end of an attempt.
 
     Args:

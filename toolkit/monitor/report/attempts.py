@@ -6,10 +6,19 @@ import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
+from toolkit.attempts import ENDING, EVALUATION, OTHER, REPEATED, SAVING, STARTING, WAITING
 from toolkit.errors import without_secrets
-from toolkit.monitor.report.data import Attempt, Run
-from toolkit.monitor.report.view import UNKNOWN, Folded, Section, Table
+from toolkit.monitor.report.data import Attempt, Run, section
+from toolkit.monitor.report.rows import is_number
+from toolkit.monitor.report.view import UNKNOWN, Folded, Section, Table, percent, seconds
 from toolkit.progress import duration
+
+
+LATER = "a later attempt followed: see the end of its log"
+CAUSES = {
+    REPEATED: "steps that were run again, or will have to be", STARTING: "from a start to its first step",
+    SAVING: "training stood still for saves", EVALUATION: "evaluation", ENDING: "from an attempt's last step to its end",
+    WAITING: "between two attempts", OTHER: "between steps: logging, plots, probes"}
 
 
 def attempts(run: Run) -> Section:
@@ -19,12 +28,13 @@ def attempts(run: Run) -> Section:
     newest = run.attempts[-1].number
     rows = tuple(
         (str(one.number), _when(one.began), _when(one.ended), duration(one.ended - one.began) if one.began and one.ended else UNKNOWN,
-         _end(run) if one.number == newest else "a later attempt followed: see the end of its log",
+         seconds(one.start_seconds), _end(run) if one.number == newest else without_secrets(one.end) or LATER,
          f"{one.repeated:,}", "\n".join(one.files)) for one in run.attempts)
     table = Table(
-        caption="Starts", align="rnnrlrl", rows=rows, note="Times are those of the files, in UTC.",
-        head=("attempt", "began", "last word", "took", "how it ended", "steps run again later", "left behind"))
-    return Section(id="attempts", title="Attempts", tables=(table,), texts=tuple(_texts(run.attempts)))
+        caption="Starts", align="rnnrrlrl", rows=rows, note="Times are in UTC, by the clock of the machine that wrote them.",
+        head=("attempt", "began", "last word", "took", "first step after", "how it ended", "steps run again later", "left behind"))
+    return Section(id="attempts", title="Attempts", intro=tuple(_goodput(run)), tables=(table, *_losses(run)),
+                   texts=tuple(_texts(run.attempts)))
 
 
 def configuration(run: Run) -> Section:
@@ -33,6 +43,24 @@ def configuration(run: Run) -> Section:
     texts = tuple(Folded(title, without_secrets(text)) for title, text in files if text)
     intro = () if texts else ("There is neither config.yaml nor plan.json.",)
     return Section(id="configuration", title="Configuration", intro=intro, texts=texts)
+
+
+def _goodput(run: Run) -> Iterator[str]:
+    """From the status, which every end of an attempt and every second of one brings up to date."""
+    told = section(run.status, "goodput")
+    share, wall, useful = (told.get(name) for name in ("share", "wall_seconds", "useful_seconds"))
+    if is_number(share) and is_number(wall) and is_number(useful):
+        yield (f"Goodput {percent(share)}: of {duration(wall)} since the first start, between attempts too, {duration(useful)} went "
+               f"into steps that stand.")
+
+
+def _losses(run: Run) -> Iterator[Table]:
+    told = section(run.status, "goodput")
+    wall = told.get("wall_seconds")
+    lost = {name: value for name, value in section(told, "lost").items() if is_number(value)}
+    if lost and is_number(wall) and wall > 0:
+        rows = tuple((CAUSES.get(name, name), duration(value), percent(value / wall)) for name, value in lost.items())
+        yield Table(caption="Where the rest of the time went", head=("cause", "time", "of all"), align="lrr", rows=rows)
 
 
 def _end(run: Run) -> str:
@@ -49,5 +77,5 @@ def _texts(every: tuple[Attempt, ...]) -> Iterator[Folded]:
             yield Folded(f"attempt {one.number}: the end of its log", without_secrets(one.log_end))
 
 
-def _when(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+def _when(moment: float | None) -> str:
+    return UNKNOWN if moment is None else f"{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M:%S}"

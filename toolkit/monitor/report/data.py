@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from toolkit.attempts import SAVES, TIMES, Times, read_times
 from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.report.nodes import Node, number_of, read_node
 from toolkit.monitor.report.reduce import Curves, bucket_width, reduce
@@ -79,7 +80,10 @@ class Alerts:
 class Attempt:
     """
     Attributes:
-        began, ended: seconds since 1970, by the files' times; ``ended`` is when its last line was printed.
+        began, ended: seconds since 1970, as the attempt says; where it does not, by the files' times, of which the last is when its last
+            line was printed.
+        end: how it ended, in words; empty where it does not say.
+        start_seconds: from its start to the end of its first step.
         repeated: its steps that a later attempt ran again.
         files: what else it left, by path relative to the run's directory.
     """
@@ -87,6 +91,8 @@ class Attempt:
     number: int
     began: float | None
     ended: float | None
+    end: str
+    start_seconds: float | None
     log_end: str
     repeated: int
     environment: Mapping[str, Any]
@@ -231,16 +237,25 @@ def _alerts(paths: Sequence[Path], advance: Advance) -> Alerts:
 def _attempts(folder: Path) -> Iterator[Attempt]:
     root = folder / "attempts"
     numbers = sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit()) if root.is_dir() else []
-    known = {"config.yaml", "plan.json", "log.txt", "handover.json", "environment.json", "probe.json"}
+    known = {"config.yaml", "plan.json", "log.txt", "handover.json", "environment.json", "probe.json", TIMES, SAVES}
     for number in numbers:
         place = root / f"{number:03d}"
         log = place / "log.txt"
         repeated = curves_of(place / "metrics.jsonl", "step", lambda row: {}, nothing, width=width_in_steps, points=1).rows
+        times = read_times(place)
         yield Attempt(
-            number=number, began=_modified(place / "config.yaml"), ended=_modified(log), log_end=_text(log, LOG_BYTES), repeated=repeated,
+            number=number, began=times.began if times is not None else _modified(place / "config.yaml"),
+            ended=times.end if times is not None else _modified(log), end=_end(times), log_end=_text(log, LOG_BYTES), repeated=repeated,
+            start_seconds=times.start_seconds if times is not None else None,
             environment=_object(place / "environment.json"), probe=_object(place / "probe.json"),
             hang=_text(place / "hang.txt", HANG_BYTES),
             files=tuple(sorted(path.relative_to(folder).as_posix() for path in place.glob("*") if path.name not in known)))
+
+
+def _end(times: Times | None) -> str:
+    if times is None or times.state is None:
+        return ""
+    return f"{times.state}: {times.reason}" if times.reason else str(times.state)
 
 
 def _modified(path: Path) -> float | None:

@@ -140,6 +140,8 @@ def tiles(run: Run) -> Iterator[Tile]:
         yield Tile("waiting for data", percent(run.ledger.share(DATA)))
     elif (whole := steps.total("step_seconds").sum) and steps.total("data_seconds").count:
         yield Tile("waiting for data", percent(steps.total("data_seconds").sum / whole))
+    if is_number(share := section(run.status, "goodput").get("share")):
+        yield Tile("goodput", percent(share), "steps that stand, of all time")
     total = sum(run.alerts.counts.values())
     errors = sum(count for (level, _), count in run.alerts.counts.items() if level == "error")
     yield Tile("alerts", f"{total:,}", f"errors: {errors:,}" if total else "")
