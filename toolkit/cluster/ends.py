@@ -80,7 +80,9 @@ class Ending:
         return True
 
     def _next_start(self) -> str:
-        """After a failure, what becomes of it; nothing where our parent says it."""
+        """After a failure of a run, what becomes of it; nothing where our parent says it."""
+        if self.directory is None:
+            return ""
         match self.launch.launcher:
             case Launcher.PARENT:
                 return ""
@@ -90,7 +92,7 @@ class Ending:
                 return "torchrun does not start the ranks again (--max-restarts=N would); the same command continues"
             case Launcher.DEEPSPEED:
                 return "deepspeed does not start ranks again (plain python and torchrun do); the same command continues"
-        return "the same command continues" if self.directory is not None else ""
+        return "the same command continues"
 
     def record(self, reason: str | None, *, anew: bool = False) -> None:
         """The status file, by rank 0. ``anew``: even where an end is recorded."""

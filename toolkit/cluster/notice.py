@@ -21,8 +21,6 @@ import os
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -80,6 +78,9 @@ CLOUDS: Mapping[Notice, Callable[[Get, float], Taken | None]] = {Notice.gce: gce
 
 def server(base: str) -> Get:
     """Asks ``base``. Raises OSError where it does not answer, or with anything but a text or a 404."""
+    import urllib.error
+    import urllib.request
+
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(method: str, path: str, headers: Mapping[str, str]) -> str | None:
