@@ -1,29 +1,53 @@
 # syntax=docker/dockerfile:1
-# Two bases, one file:
-#   docker build -t toolkit .                                                   CPU, every version from constraints.txt
-#   docker build -t toolkit --build-arg BASE=nvcr.io/nvidia/pytorch:25.09-py3 --build-arg KEEP_TORCH=1 .   GPU, the image's own torch
-#   docker run --rm -v "$PWD/runs:/workspace/runs" toolkit +exp=quickstart           the same overrides as launch/train.py
+# One file, two bases:
+#   docker build -t toolkit .                                        CPU, every version of constraints.txt
+#   docker build -t toolkit:gpu --build-arg BASE=nvcr.io/nvidia/pytorch:26.05-py3 --build-arg KEEP_TORCH=1 .
+#                                                                    GPUs; the base's own torch (2.12) stays, which is checked
+#   docker run --rm -v "$PWD/runs:/workspace/runs" toolkit +exp=quickstart          the same words as launch/train.py
+#   docker run --rm --gpus all --ipc=host --stop-timeout 90 -v "$PWD/runs:/workspace/runs" toolkit:gpu +exp=quickstart
+# A private index: --secret id=pip,src=$HOME/.config/pip/pip.conf. It is there while pip runs, and in no layer.
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 ARG KEEP_TORCH=
-ARG TORCH_INDEX=
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG VERSION=0.1.0
+ARG REVISION=
 
-# gcc and the Python headers: DeepSpeed builds its CPU Adam when it is first used. tini: signals and zombies as PID 1.
-RUN apt-get update && apt-get install -y --no-install-recommends g++ tini && rm -rf /var/lib/apt/lists/*
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
+# g++: DeepSpeed builds its CPU Adam when it is first used. tini: PID 1, which passes signals on and collects orphans.
+# Versions of Debian's packages are not pinned: its archive keeps only the newest, so that a pin ends with the next security update.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ tini \
+    && rm -rf /var/lib/apt/lists/*
+
+# What changes seldom comes first: the dependencies are a layer of their own.
 WORKDIR /opt/toolkit
 COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY toolkit/__init__.py toolkit/__init__.py
-RUN if [ -n "$KEEP_TORCH" ]; then grep -vE '^(torch|numpy)==' constraints.txt > /tmp/constraints.txt; \
-    else cp constraints.txt /tmp/constraints.txt; \
-      pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} $(grep -E '^(torch|numpy)==' constraints.txt); fi \
-    && DS_BUILD_OPS=0 pip install --no-cache-dir -c /tmp/constraints.txt -e '.[megatron]'
+COPY docker docker
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf docker/install.sh
+
 COPY conf conf
+COPY hydra_plugins hydra_plugins
 COPY toolkit toolkit
 COPY launch launch
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation --root-user-action=ignore -e . \
+    && python -m compileall -q toolkit launch hydra_plugins
 
-RUN useradd --create-home --uid 1000 trainer && mkdir /workspace && chown trainer /workspace
-USER trainer
+# Not root, and by number, so that Kubernetes can see it. Some bases have a user 1000 of their own.
+RUN (getent passwd 1000 || true) | cut -d: -f1 | xargs -r userdel --remove \
+    && useradd --create-home --uid 1000 --user-group trainer \
+    && install -d -o 1000 -g 1000 /workspace
+USER 1000:1000
 WORKDIR /workspace
-ENTRYPOINT ["tini", "-g", "--", "python", "/opt/toolkit/launch/train.py"]
+ENV PYTHONUNBUFFERED=1
+
+LABEL org.opencontainers.image.title="deepspeed-megatron-toolkit" \
+      org.opencontainers.image.description="One run description, DeepSpeed or Megatron-core, any layout" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+HEALTHCHECK --interval=30s --timeout=15s --start-period=120s --retries=3 CMD ["python", "-m", "toolkit.cluster.health"]
+ENTRYPOINT ["tini", "--", "python", "/opt/toolkit/launch/train.py"]
 CMD ["--help"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -65,10 +66,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, *, reason: 
     ("stopped", "SIGTERM", "0001", 1, ExitCode.STOPPED),
     ("stopped", "SIGINT", "0001", 1, ExitCode.USER),  # a person's word: it is not started again
     ("failed", "out of memory", "0001", 1, ExitCode.STOPPED),  # with a newer checkpoint: not counted
-    ("failed", "out of memory", "-", 1, ExitCode.FAILURE),
-    ("running", "", "-", 0, ExitCode.FAILURE),  # the first rank died without a word, whatever the launcher says
+    ("failed", "out of memory", "-", 1, ExitCode.USER),  # its launcher has started it as often as it may
+    ("running", "", "-", 0, ExitCode.FAILURE),  # the first rank died without a word, whatever the launcher says: counted
     ("none", "", "-", 2, ExitCode.USER),  # refused before an attempt began, by our parent
-    ("none", "", "-", 1, ExitCode.FAILURE),  # the pods did not meet
+    ("none", "", "-", 1, ExitCode.FAILURE),  # the pods did not meet: counted
 ])
 def test_the_code_is_the_runs(state: str, reason: str, step: str, launcher: int, code: ExitCode, tmp_path: Path,
                               monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_the_code_is_the_runs(state: str, reason: str, step: str, launcher: int,
 
 def test_a_checkpoint_of_an_earlier_start_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(tmp_path, monkeypatch, "failed", step="0001") == ExitCode.STOPPED
-    assert run(tmp_path, monkeypatch, "failed") == ExitCode.FAILURE
+    assert run(tmp_path, monkeypatch, "failed") == ExitCode.USER
 
 
 def test_an_older_end_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +122,29 @@ def test_a_signal_reaches_the_launcher_once(tmp_path: Path) -> None:
     assert status.reason == "SIGTERM x1"
 
 
+def test_a_pod_waits_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may wait for its node, or for its image; and a stop ends the waiting."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    launcher = pod.Launcher()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        meet = f"127.0.0.1:{server.getsockname()[1]}"
+        began = time.monotonic()
+        launcher.wait_for(meet, seconds=0.6)  # nobody listens
+        assert 0.6 <= time.monotonic() - began < 5
+        late = threading.Timer(0.7, server.listen)
+        late.start()
+        began = time.monotonic()
+        launcher.wait_for(meet, seconds=30)
+        assert 0.6 <= time.monotonic() - began < 10
+        late.join()
+    launcher.asked = Asked.TERM
+    began = time.monotonic()
+    launcher.wait_for("host.invalid:1", seconds=30)
+    assert time.monotonic() - began < 5
+    assert launcher.run(["/nowhere"], {}) == ExitCode.STOPPED
+
+
 def test_one_node_is_launched_by_our_parent_and_several_by_torchrun() -> None:
     config = RunConfig(cluster=ClusterConfig(where=Where.kubernetes, nodes=4, restarts=5))
     alone = pod.command(config, "/c.yaml", meet=None, ranks=0, index=0, id="1")
@@ -129,5 +153,5 @@ def test_one_node_is_launched_by_our_parent_and_several_by_torchrun() -> None:
     first, last = (pod.command(config, "/c.yaml", meet="h:29400", ranks=8, index=index, id="start-1") for index in (0, 3))
     assert first[-2:] == last[-2:] == [str(pod.TRAIN), "--frozen=/c.yaml"]
     assert {"--nnodes=4", "--nproc-per-node=8", "--rdzv-endpoint=h:29400", "--rdzv-id=start-1", "--max-restarts=5"} < set(first)
-    assert set(first) - set(last) == {"--node-rank=0", "--rdzv-conf=is_host=1"}
-    assert set(last) - set(first) == {"--node-rank=3", "--rdzv-conf=is_host=0"}
+    assert set(first) - set(last) == {"--node-rank=0", "--rdzv-conf=is_host=1,join_timeout=1800"}
+    assert set(last) - set(first) == {"--node-rank=3", "--rdzv-conf=is_host=0,join_timeout=1800"}

@@ -5,7 +5,7 @@
 
 A job of one node is launched by our parent, one of several by torchrun, which meet at the first pod. Their exit codes say too
 little, so the code of the pod is taken from the run's status.json, which every pod has on the volume that the run's directory lies
-on: 0 done, 2 another start would not help, 75 it goes on with another start, 1 the same, but no newer checkpoint came of this one.
+on: 0 done; 2 another start would not help; 75 it goes on with another start; 1 it may, but nothing was gained, so it is counted.
 The rules of cluster/backends/kubernetes.py carry that out.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,14 +23,15 @@ from pathlib import Path
 
 import toolkit
 from toolkit.cluster.job import FROZEN
-from toolkit.cluster.requeue import Asked, Before, Decision, Ended, Next, at_submission, decide, look
+from toolkit.cluster.requeue import SETTLE_SECONDS, Asked, Before, Decision, Ended, Next, at_submission, decide, settled
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, UserError
 
 TRAIN = Path(toolkit.__file__).resolve().parents[1] / "launch" / "train.py"
 LEAVE_SECONDS = 15  # of a launcher, besides the grace of its ranks
-SETTLE_SECONDS = 15.0  # the first rank writes how the run ended, and a network's file system shows it a little later
-POLL_SECONDS = 0.2
+# Without a queue that starts all pods together, some wait for nodes, and for their image, while the others are there.
+MEET_SECONDS = 1800
+PROBE_SECONDS = 2.0
 
 
 class Launcher:
@@ -56,6 +58,18 @@ class Launcher:
             self._process.send_signal(signal.SIGTERM)
         return self._process.wait()
 
+    def wait_for(self, meet: str, seconds: float = MEET_SECONDS) -> None:
+        """Until somebody listens at ``meet``, or ``seconds`` are over: torchrun itself gives up after a minute."""
+        host, _, port = meet.rpartition(":")
+        until = time.monotonic() + seconds
+        while self.asked is Asked.NONE and time.monotonic() < until:
+            try:
+                socket.create_connection((host, int(port)), timeout=PROBE_SECONDS).close()
+            except OSError:  # it has no name yet, or nobody listens yet
+                time.sleep(PROBE_SECONDS / 4)
+            else:
+                return
+
 
 def command(config: RunConfig, config_file: str, *, meet: str | None, ranks: int, index: int, id: str) -> list[str]:
     """
@@ -72,28 +86,17 @@ def command(config: RunConfig, config_file: str, *, meet: str | None, ranks: int
         sys.executable, "-u", "-m", "torch.distributed.run", f"--nnodes={config.cluster.nodes}", f"--node-rank={index}",
         f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meet}", f"--rdzv-id={id}",
         # torchrun would compare its host's name with the address, which has the network's name, too.
-        f"--rdzv-conf=is_host={int(index == 0)}", f"--max-restarts={config.cluster.restarts}", *train,
+        f"--rdzv-conf=is_host={int(index == 0)},join_timeout={MEET_SECONDS}", f"--max-restarts={config.cluster.restarts}", *train,
     ]
 
 
-def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: float) -> Ended:
-    """What there is once this node's ranks have ended: with the last word of the run if it comes within ``seconds``."""
-    until = time.monotonic() + seconds
-    while True:
-        ended = look(run_dir, asked, code)
-        told = ended.attempt > before.attempt and ended.state is not None and not ended.state.live
-        if told or time.monotonic() > until:
-            return ended
-        time.sleep(POLL_SECONDS)
-
-
-def code_of(decision: Decision) -> ExitCode:
+def code_of(decision: Decision, ended: Ended, before: Before) -> ExitCode:
     """The word for Kubernetes."""
     if decision.next is Next.AGAIN:
         return ExitCode.FAILURE if decision.fruitless else ExitCode.STOPPED
-    if decision.code is ExitCode.STOPPED:  # by a person, in the pod: 75 would start it again
-        return ExitCode.USER
-    return decision.code
+    if decision.code is ExitCode.FAILURE and ended.attempt <= before.attempt:  # the pods did not meet: next time they may
+        return ExitCode.FAILURE
+    return ExitCode.DONE if decision.code is ExitCode.DONE else ExitCode.USER
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -112,17 +115,18 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.USER
     assert config.run.dir is not None, "a frozen configuration has its directory"
     run_dir = Path(config.run.dir)
+    index, start = int(os.environ.get("JOB_COMPLETION_INDEX", "0")), os.environ.get("JOBSET_RESTART") or "0"
     before = at_submission(run_dir)
+    if given.meet is not None and index > 0:
+        launcher.wait_for(given.meet)
     leave = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(config.cluster.grace_seconds + LEAVE_SECONDS)}  # else torchrun kills ranks after 30 s
-    restart = os.environ.get("JOBSET_RESTART", "0")
-    words = command(config, given.config, meet=given.meet, ranks=given.ranks, index=int(os.environ.get("JOB_COMPLETION_INDEX", "0")),
-                    id=f"start-{restart}")
+    words = command(config, given.config, meet=given.meet, ranks=given.ranks, index=index, id=f"start-{start}")
     code = launcher.run(words, os.environ | leave)
     # On one node our parent has written the last word before it ended.
     ended = settled(run_dir, before, launcher.asked, code, SETTLE_SECONDS if given.meet is not None else 0.0)
     decision = decide(before, ended, restarts=config.cluster.restarts, requeue=True)
-    print(f"this pod, start {restart} of the job: {decision.why}", flush=True)
-    return code_of(decision)
+    print(f"pod {index}, start {start} of the job: {decision.why}", flush=True)
+    return code_of(decision, ended, before)
 
 
 if __name__ == "__main__":

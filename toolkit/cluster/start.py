@@ -69,10 +69,23 @@ def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[S
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
     check_target(plan.config.model)
     directory = RunDirectory(plan.run_dir)
-    if starts := launch.restart or int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+    if starts := earlier_starts(launch, directory):
         plan = replace(plan, config=directory.continued(plan.config, starts))
     attempt = directory.begin(plan.config, to_json(plan), began=own_beginning())
     return Start(to_yaml(plan.config), plan.world, attempt), plan, directory
+
+
+def earlier_starts(launch: Launch, directory: RunDirectory) -> int:
+    """How many of the newest attempts were of this same command, which no person has started again.
+
+    Under torchrun those that began in the life of its agent on this node: the agent's own count is of failures of this node's ranks.
+    """
+    jobs = int(os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("JOBSET_RESTART") or 0)
+    if launch.launcher is not Launcher.TORCHELASTIC:
+        return jobs
+    import psutil
+
+    return jobs + directory.begun_since(psutil.Process(os.getppid()).create_time())
 
 
 def begin_again(start: Start, directory: RunDirectory, starts: int) -> Start:

