@@ -111,7 +111,7 @@ def test_a_notice_is_a_request_to_stop_with_its_own_time(metadata: Metadata, mon
     left = stop.seconds_left()
     assert left is not None
     assert 25 < left <= 30
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "Google Cloud preempts this machine: 30 s are left, and the run stops\n"
 
 
 def test_a_cloud_that_does_not_answer_is_told_once_and_asked_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -115,12 +115,13 @@ def watch(cloud: Notice, request: Callable[[str, float], object], poll_seconds: 
             try:
                 found = ask(get, time.time())
                 silent = False
-            except (OSError, ValueError, KeyError, TypeError) as error:  # no answer, or one of another form
+            except Exception as error:  # noqa: BLE001  no answer, or one of another form: told, and asking goes on
                 if not silent:
                     print(f"no notice can be had of {cloud.value} (cluster.notice): {type(error).__name__}: {error}; asking goes on",
                           file=sys.stderr, flush=True)
                 silent, found = True, None
             if found is not None:
+                print(f"{found.words}: {found.seconds:.0f} s are left, and the run stops", file=sys.stderr, flush=True)
                 request(found.words, found.seconds)
                 return
 
