@@ -87,11 +87,12 @@ class Doctor:
         self._launch, self._words, self._ending, self._as_json = launch, list(words), ending, as_json
         self._machines: list[MachineReport] = []
         self._together: list[Finding] = []
+        self._why: str | None = None  # this machine cannot be looked at for GPUs
         self._told = threading.Lock()
 
     def examine(self, stop: StopRequest) -> ExitCode:
         asked = ask(this_machine, MACHINE_SECONDS)
-        machine = asked.value if asked.problem is None else None
+        machine, self._why = asked.value, asked.problem
         if self._launch.ranks > 1:
             return self._among_ranks(machine)
         subject = self._subject(machine)
@@ -195,7 +196,7 @@ class Doctor:
         config = configuration(self._words, launch)
         if machine is None:
             world = World(ranks=launch.ranks, ranks_per_node=launch.ranks_per_node, device=Device.CUDA)
-            return Subject(config, world, None, (Problem("the machine", f"NVML does not answer within {MACHINE_SECONDS:g} s",
+            return Subject(config, world, None, (Problem("the machine", f"NVML: {self._why} (within {MACHINE_SECONDS:g} s)",
                                                          "what GPUs there are decides the plan", HANGS),))
         check_startable(config.cluster, launch, replace(machine, torch_has_cuda=True))  # a torch without CUDA is a check of its own
         return _planned(config, detect_world(config.cluster, launch, machine))
@@ -210,9 +211,9 @@ class Doctor:
 
     def _need(self, subject: Subject) -> Need:
         launch = self._launch
-        serves = launch.rank == 0 and launch.ranks > 1 and not launch.agent_store
+        serves = launch.rank == 0 and not launch.agent_store  # else the launcher does
         return need_of(subject.config, subject.world, subject.plan, address=launch.address if launch.ranks > 1 else None,
-                       serves_port=launch.port if serves or launch.ranks == 1 else None, arguments=tuple(sys.argv))
+                       serves_port=launch.port if serves else None, arguments=tuple(sys.argv))
 
     def _checks(self, subject: Subject) -> list[Check]:
         def read() -> FirstRead:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from toolkit.cluster.doctor.types import RANKING, Finding, Report, Verdict
-from toolkit.errors import without_secrets
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,9 +45,9 @@ def table(report: Report) -> RenderableType:
         rest = f"  {len(findings) - len(shown)} checks are well" if len(shown) < len(findings) else ""
         rows.add_row(Text(title, style="bold"), "", Text(rest))
         for finding in shown:
-            text = Text(without_secrets(finding.evidence))
+            text = Text(finding.evidence)
             if finding.remedy:
-                text.append(f"\n-> {without_secrets(finding.remedy)}", style="bold")
+                text.append(f"\n-> {finding.remedy}", style="bold")
             rows.add_row(f"  {finding.check}", Text(finding.verdict.value, style=COLOURS[finding.verdict]), text)
 
     for machine in report.machines:

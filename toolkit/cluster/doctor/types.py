@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import EngineName, RunConfig
+from toolkit.errors import without_secrets
 from toolkit.plan.saved import checkpoint_bytes
 from toolkit.plan.types import Device, RunPlan, World
 
@@ -47,19 +48,19 @@ class Finding:
 
 
 def ok(evidence: str) -> Finding:
-    return Finding(Verdict.OK, evidence)
+    return Finding(Verdict.OK, without_secrets(evidence))
 
 
 def warn(evidence: str, remedy: str) -> Finding:
-    return Finding(Verdict.WARN, evidence, remedy)
+    return Finding(Verdict.WARN, without_secrets(evidence), without_secrets(remedy))
 
 
 def fail(evidence: str, remedy: str) -> Finding:
-    return Finding(Verdict.FAIL, evidence, remedy)
+    return Finding(Verdict.FAIL, without_secrets(evidence), without_secrets(remedy))
 
 
 def unknown(evidence: str) -> Finding:
-    return Finding(Verdict.UNKNOWN, evidence)
+    return Finding(Verdict.UNKNOWN, without_secrets(evidence))
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:

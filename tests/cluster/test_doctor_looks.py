@@ -1,0 +1,144 @@
+"""The doctor's doing: questions in bounded time, what one machine says, clocks through a store.
+
+    pytest tests/cluster/test_doctor_looks.py
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from queue import Empty, Queue
+from typing import NoReturn
+
+import pytest
+
+from toolkit.cluster.doctor import clocks, disk, host
+from toolkit.cluster.doctor.bounded import Answer, ask
+from toolkit.cluster.doctor.examine import CHECKS, look
+from toolkit.cluster.doctor.types import Check, Finding, Need, Verdict, fail, ok
+from toolkit.config.schema import EngineName
+from toolkit.plan.types import Device
+
+NEED = Need(device=Device.CPU, engine=EngineName.local, ranks=1, ranks_per_node=1, nodes=1, run_dir=Path("runs/x"), checkpoint_bytes=1,
+            keep_checkpoints=2, grace_seconds=60, host_bytes=1, device_bytes=None)
+
+
+def broken() -> NoReturn:
+    raise OSError("Stale file handle")
+
+
+def test_an_answer() -> None:
+    assert ask(lambda: {"a": [1, None]}, 5) == Answer({"a": [1, None]})
+    assert ask(broken, 5) == Answer(problem="OSError: Stale file handle")
+    assert ask(lambda: os._exit(3), 5) == Answer(problem="the process that asked ended with 3")
+    assert ask(lambda: os.abort(), 5).problem == "the process that asked ended with -6"
+    assert len(ask(lambda: "x" * 300_000, 5).value) == 300_000  # more than a pipe holds
+
+
+def test_a_question_that_hangs_is_left_behind_and_its_process_ended() -> None:
+    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    before = set(path.read_text().split())
+    began = time.monotonic()
+    assert ask(lambda: time.sleep(60), 0.3).hangs
+    assert time.monotonic() - began < 5
+    for _ in range(100):  # killed, and collected here
+        left = set(path.read_text().split()) - before
+        if all(_gone(int(pid)) for pid in left):
+            return
+        time.sleep(0.05)
+    raise AssertionError(left)
+
+
+def _gone(pid: int) -> bool:
+    return os.waitpid(pid, os.WNOHANG)[0] == pid
+
+
+def judge(facts: str, need: Need) -> Iterator[Finding]:
+    yield ok(facts) if facts == "well" else fail(facts, "mend it")
+
+
+CHECK = Check(name="one", how="by asking", measure=lambda need: "well", judge=judge, seconds=5, stuck="restart the server",
+              traits=lambda facts: {"one": facts})
+
+
+def test_checks_run_side_by_side_and_one_that_hangs_holds_up_no_other() -> None:
+    slow = replace(CHECK, measure=lambda need: time.sleep(0.5) or "well")
+    hanging = replace(CHECK, name="nfs", measure=lambda need: time.sleep(60), seconds=0.7)
+    began = time.monotonic()
+    report = look(NEED, 3, [hanging, *[slow] * 4, replace(CHECK, measure=lambda need: broken()), replace(CHECK, measure=lambda need: "ill")])
+    assert time.monotonic() - began < 5  # one after the other it would not be four seconds alone
+    assert [finding.verdict for finding in report.findings] == [Verdict.FAIL, *[Verdict.OK] * 4, Verdict.WARN, Verdict.FAIL]
+    assert report.findings[0] == Finding(Verdict.FAIL, "no answer within 0.7 s", "restart the server", "nfs", "by asking")
+    assert "Stale file handle" in report.findings[5].evidence
+    assert report.findings[6].remedy == "mend it"
+    assert (report.node, report.traits) == (3, {"one": "ill"})
+
+
+def test_this_machine_has_an_answer_to_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "MOST_BYTES", 2 * disk.BLOCK_BYTES)
+    report = look(replace(NEED, run_dir=tmp_path, arguments=("launch/train.py",), serves_port=0))
+    assert {finding.check for finding in report.findings} == {check.name for check in CHECKS}
+    assert not [finding for finding in report.findings if "could not be looked at" in finding.evidence]
+    assert {"torch", "deepspeed", "GPUs", "driver"} <= report.traits.keys()
+    assert host.measure_memory(NEED).available_bytes <= host.measure_memory(NEED).total_bytes
+
+
+# ---- clocks
+
+
+class Store:
+    """Of one process: what a rank sets, another one waits for."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not all(key in self._values for key in keys):
+            if time.monotonic() > deadline:
+                raise TimeoutError(keys)
+            time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("skew", [0.0, 2.5, -700.0])
+def test_a_clock_that_is_wrong_is_found(skew: float) -> None:
+    store = Store()
+    with ThreadPoolExecutor(1) as threads:
+        told = threads.submit(clocks.tell, store, 1)
+        found = clocks.compare(store, 1, lambda: time.time() + skew)
+        told.result(10)
+    assert found.seconds == pytest.approx(skew, abs=found.error_seconds + 1e-3)
+    assert 0 < found.error_seconds < 1
+
+
+def test_the_fastest_round_counts() -> None:
+    """Times of the asking machine: rounds of 0.8, 0.1, 0.8 ... s, and the first machine's clock stands at 100."""
+    spans = [0.8, 0.1, 0.8, 0.8, 0.8]
+    times: Queue[float] = Queue()
+    for span in spans:
+        times.put(110.0)
+        times.put(110.0 + span)
+    store = Store()
+    for turn in range(clocks.ROUNDS):
+        store.set(f"clock/1/{turn}/told", "100.0")
+    found = clocks.compare(store, 1, times.get_nowait)
+    assert (found.seconds, found.error_seconds) == (pytest.approx(10.05), pytest.approx(0.05))
+    with pytest.raises(Empty):
+        times.get_nowait()
+
+
+def test_a_machine_that_does_not_ask_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "ANSWER_SECONDS", 0.1)
+    with pytest.raises(TimeoutError):
+        clocks.tell(Store(), 1)

@@ -1,0 +1,167 @@
+"""launch/doctor.py as typed: what it answers, how it exits, and that ranks meet under every launcher.
+
+    pytest tests/launch/test_doctor_commands.py
+    pytest tests/launch/test_doctor_commands.py -m full
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.processes import FAKE, ROOT, Started, command, status_of
+from toolkit.rundir import RunState
+
+DOCTOR = ROOT / "launch" / "doctor.py"
+# In one process, so that it can be asked which packages it has imported.
+HEAVY = """
+import sys
+from launch.doctor import main
+code = main(sys.argv[1:])
+print([name for name in ("torch", "deepspeed", "transformers", "wandb") if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def doctor(*words: str, cwd: Path, environ: dict[str, str] | None = None, program: tuple[str, ...] = (str(DOCTOR),),
+           ) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")}
+    return subprocess.run([sys.executable, *program, *words], cwd=cwd, env={**own, "PYTHONPATH": str(ROOT), **(environ or {})},
+                          capture_output=True, text=True, timeout=120, check=False)
+
+
+def found(report: dict[str, object], check: str) -> list[dict[str, str]]:
+    machines = report["machines"]
+    together = report["together"]
+    assert isinstance(machines, list)
+    assert isinstance(together, list)
+    return [one for one in [*(finding for machine in machines for finding in machine["findings"]), *together] if one["check"] == check]
+
+
+def test_one_machine_is_looked_at_without_torch(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = doctor("--json", "+exp=quickstart", "run.dir=run", cwd=tmp_path, program=("-c", HEAVY))
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.strip() == "[]"
+    assert seconds < 20, "about two alone on a machine"
+    report = json.loads(done.stdout)
+    assert report["format_version"] == 1
+    assert [machine["node"] for machine in report["machines"]] == [0]
+    assert found(report, "ranks meet")[0]["evidence"] == "one rank: nobody to meet"
+    assert {one["verdict"] for one in found(report, "plan")} == {"ok"}
+    assert all(one["how"] for one in found(report, "disk"))
+    assert not (tmp_path / "run").exists(), "nothing is written but what is measured"
+
+
+def test_what_fails_is_told_with_its_remedy(tmp_path: Path) -> None:
+    done = doctor("+exp=quickstart", "run.dir=run", cwd=tmp_path, environ={"GLOO_SOCKET_IFNAME": "nothere0"})
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "GLOO_SOCKET_IFNAME=nothere0: no such interface" in done.stdout
+    assert "unset GLOO_SOCKET_IFNAME" in done.stdout
+    assert "machine 0: " in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 fail, " + done.stdout.splitlines()[-1].split(", ", 1)[1]
+
+
+def test_a_run_that_cannot_be_planned_is_told_beside_the_rest(tmp_path: Path) -> None:
+    done = doctor("--json", "+exp=quickstart", "cluster.cpu_ranks=2", "parallel.tensor=3", "run.dir=run", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert any("divisible" in one["evidence"] for one in found(report, "plan") if one["verdict"] == "fail")
+    assert found(report, "ranks meet")[0]["verdict"] == "unknown"
+    assert found(report, "disk")[0]["verdict"] == "ok"
+
+
+@pytest.mark.parametrize(("words", "said"), [(["train.stepps=3"], "train.steps"), (["cluster.nodes=4"], "cluster.nodes")])
+def test_mistakes_are_answered_as_by_training(words: list[str], said: str, tmp_path: Path) -> None:
+    done = doctor("+exp=quickstart", *words, cwd=tmp_path)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+# ---- ranks
+
+RANKS = pytest.mark.parametrize("launcher", ["python", "torchrun", "deepspeed"])
+
+
+@pytest.mark.full
+@RANKS
+def test_two_ranks_meet(launcher: str, tmp_path: Path) -> None:
+    argv = command(launcher, DOCTOR, "--json", "+exp=quickstart", "parallel.tensor=2", f"run.dir={tmp_path / 'run'}")
+    with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
+        assert started.ended(120) == 0, started.output
+        started.gone(5)
+        output = started.output
+    report, _ = json.JSONDecoder().raw_decode(output[output.index('{\n "format_version"'):])
+    links = [one["evidence"] for one in found(report, "ranks meet")]
+    assert links[0].startswith("they met in ")
+    assert links[1].startswith("tensor (2 ranks): ")
+    assert "bus bandwidth" in links[1]
+    assert len(report["machines"]) == 1
+    assert found(report, "meeting place")[0]["verdict"] == "ok"
+
+
+@pytest.mark.full
+@RANKS
+def test_two_ranks_and_a_machine_that_is_not_fit(launcher: str, tmp_path: Path) -> None:
+    argv = command(launcher, DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
+    # gloo itself is told the loopback, so that the ranks meet; RDMA's variable is looked at with GPUs only. A soft limit is inherited.
+    argv = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash", *argv]
+    with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
+        code = started.ended(120)
+        output = started.output
+    assert code == (1 if launcher == "torchrun" else 2), output  # torchrun makes one code of all
+    assert "200 open files a process" in output
+    assert "ulimit -n 65536" in output
+    assert output.count("machine 0: ") == 1, "rank 0 alone tells"
+
+
+@pytest.mark.full
+def test_a_port_that_is_taken_is_told_with_the_rest(tmp_path: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen(1)
+        argv = command("deepspeed", DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
+        argv[argv.index("--master_port") + 1] = str(held.getsockname()[1])
+        with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
+            assert started.ended(90) == 2, started.output
+            assert "Address already in use" in started.output
+            assert "deepspeed --master_port" in " ".join(started.output.split())
+
+
+# ---- before a run
+
+
+@pytest.mark.full
+@RANKS
+def test_a_run_looks_at_its_machines_first(launcher: str, tmp_path: Path) -> None:
+    words = ("+exp=quickstart", "cluster.preflight=true", "train.steps=3", f"run.dir={tmp_path / 'run'}")
+    with Started(command(launcher, FAKE, *words), tmp_path / "run", cwd=tmp_path) as started:
+        assert started.ended(120) == 0, started.output
+        assert started.output.count("machine 0: ") == 1
+        assert "shared memory" in started.output
+    status = status_of(tmp_path / "run")
+    assert status is not None
+    assert status.state is RunState.DONE
+
+
+@pytest.mark.full
+@RANKS
+def test_a_run_on_a_machine_that_is_not_fit_is_refused(launcher: str, tmp_path: Path) -> None:
+    words = ("+exp=quickstart", "cluster.preflight=true", "train.steps=3", f"run.dir={tmp_path / 'run'}")
+    argv = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash", *command(launcher, FAKE, *words)]
+    with Started(argv, tmp_path / "run", cwd=tmp_path) as started:
+        started.ended(120)
+        started.gone(30)
+        output = started.output
+    status = status_of(tmp_path / "run")
+    assert status is not None
+    assert (status.state, status.exit_code, status.step) == (RunState.REFUSED, 2, None), output
+    assert "limits: 200 open files a process" in output
+    assert output.count("remedy: ulimit -n 65536") == 1, "rank 0 alone tells, and nothing is started again"
