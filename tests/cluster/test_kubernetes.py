@@ -21,7 +21,7 @@ import yaml
 
 from toolkit.cluster import backends
 from toolkit.cluster.backends import kubernetes
-from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
+from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState, make_job, plan_job
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.config.schema import ClusterConfig, KubernetesConfig, RunConfig, RunSection, Where
 from toolkit.errors import ConfigError, InputError
@@ -217,6 +217,26 @@ def test_the_configuration_arrives_whole() -> None:
     assert replace(arrived, cluster=here.cluster, run=replace(arrived.run, dir=None)) == here
 
 
+def test_the_configuration_is_the_same_on_every_backend(tmp_path: Path) -> None:
+    """But for cluster and run.dir; and the run directory has the same name."""
+    words = ["+exp=quickstart", "optim.lr=0.002", "cluster.gpus_per_node=0", "cluster.cpu_ranks=2"]
+    own = {
+        Where.local: [],
+        Where.slurm: ["cluster=slurm", "cluster.slurm.partition=cpu"],
+        Where.kubernetes: ["cluster=kubernetes", "cluster.kubernetes.image=toolkit", "cluster.kubernetes.volumes={/workspace: training}"],
+    }
+
+    def frozen(words: list[str]) -> RunConfig:
+        of = make_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path)
+        config = from_yaml(backends.of(of.config.cluster.where).render(of)[CONFIG_FILE])
+        assert config.run.dir is not None
+        return replace(config, cluster=ClusterConfig(), run=replace(config.run, dir=Path(config.run.dir).name))
+
+    here, slurm, kubernetes = (frozen([*words, *more]) for more in own.values())
+    assert here == slurm == kubernetes
+    assert frozen([*words, "optim.lr=0.003"]) != here  # a control
+
+
 # ---- refused before anything is written
 
 REFUSED: dict[str, tuple[Job, str]] = {
@@ -227,6 +247,7 @@ REFUSED: dict[str, tuple[Job, str]] = {
     "out of the volume": (job(run_dir="../runs/x"), "cluster.kubernetes.volumes"),
     "a relative place": (job(volumes={"/workspace": "training", "data": "training"}), "cluster.kubernetes.volumes"),
     "over the configuration": (job(volumes={"/workspace": "training", "/etc": "training"}), "cluster.kubernetes.volumes"),
+    "over the toolkit": (job(volumes={"/workspace": "training", "/opt": "training"}), "cluster.kubernetes.volumes"),
     "claim": (job(volumes={"/workspace": "Training"}), "cluster.kubernetes.volumes"),
     "queue": (job(queue="my queue"), "cluster.kubernetes.queue"),
     "namespace": (job(namespace="a.b"), "cluster.kubernetes.namespace"),

@@ -38,6 +38,7 @@ WORKING_DIR = "/workspace"
 USER = 1000
 
 CONFIG_FOLDER = "/etc/toolkit"
+OWN_FOLDERS = ("/dev/shm", CONFIG_FOLDER, "/opt/toolkit")  # that no volume may hide
 CONTAINER = "trainer"
 NODES = "node"  # the replicated job: pods are called NAME-node-0-INDEX
 PORT = 29400  # of the rendezvous; a pod has all ports to itself
@@ -293,8 +294,8 @@ def _places(job: Job) -> Iterator[Problem]:
         path = PurePosixPath(place)
         if not path.is_absolute() or path == PurePosixPath("/") or ".." in path.parts or ":" in place or not place.isprintable():
             yield _wrong("volumes", f"{{{place}: {claim}}}", "a volume is mounted at an absolute path: {/workspace: training}")
-        elif any(path == own or path in own.parents or own in path.parents for own in map(PurePosixPath, ("/dev/shm", CONFIG_FOLDER))):
-            yield _wrong("volumes", f"{{{place}: {claim}}}", f"/dev/shm and {CONFIG_FOLDER} are the pod's own")
+        elif any(path == own or path in own.parents or own in path.parents for own in map(PurePosixPath, OWN_FOLDERS)):
+            yield _wrong("volumes", f"{{{place}: {claim}}}", f"{', '.join(OWN_FOLDERS)} are the pod's own")
         if re.fullmatch(_SUBDOMAIN, claim) is None:
             yield _wrong("volumes", f"{{{place}: {claim}}}", "a PersistentVolumeClaim is named by small letters, digits and dashes")
     run_dir = PurePosixPath(WORKING_DIR) / job.run_dir
