@@ -67,7 +67,8 @@ def test_what_fails_is_told_with_its_remedy(tmp_path: Path) -> None:
     assert "GLOO_SOCKET_IFNAME=nothere0: no such interface" in done.stdout
     assert "unset GLOO_SOCKET_IFNAME" in done.stdout
     assert "machine 0: " in done.stdout
-    assert done.stdout.splitlines()[-1] == "1 fail, " + done.stdout.splitlines()[-1].split(", ", 1)[1]
+    assert done.stdout.splitlines()[-1].startswith("1 fail, ")
+    assert done.stdout.splitlines()[-1].endswith("this run would fail")
 
 
 def test_a_run_that_cannot_be_planned_is_told_beside_the_rest(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_two_ranks_meet(launcher: str, tmp_path: Path) -> None:
 @RANKS
 def test_two_ranks_and_a_machine_that_is_not_fit(launcher: str, tmp_path: Path) -> None:
     argv = command(launcher, DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
-    # gloo itself is told the loopback, so that the ranks meet; RDMA's variable is looked at with GPUs only. A soft limit is inherited.
+    # A soft limit is inherited by all that is started, and does not keep the ranks from meeting.
     argv = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash", *argv]
     with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
         code = started.ended(120)

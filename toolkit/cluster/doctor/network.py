@@ -164,7 +164,7 @@ def judge_place(place: Place, need: Need) -> Iterator[Finding]:
                    "write the first machine's address: torchrun --master_addr (or --rdzv-endpoint), deepspeed --master_addr")
     elif place.taken is not None:
         yield fail(f"port {need.serves_port}: {place.taken}", "another run may use it: write torchrun --master_port N or deepspeed "
-                   "--master_port N; on one machine 0 takes a free one")
+                   "--master_port N; torchrun --standalone takes a free one")
     else:
         free = "a free port found" if need.serves_port == 0 else f"port {need.serves_port} is free"
         served = "" if need.serves_port is None else f", {free}"

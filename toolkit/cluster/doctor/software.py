@@ -157,7 +157,8 @@ def _above() -> Iterator[int]:
 VERSIONS = Check(
     name="versions", how="metadata of the installed packages against the ranges of pyproject.toml; torch itself is not imported",
     measure=measure_versions, judge=judge_versions, stuck="the file system of the Python environment hangs",
-    traits=lambda versions: {"Python": versions.python, **{name: str(versions.installed.get(name)) for name in ALIKE}})
+    traits=lambda versions: {"Python": versions.python, "NCCL": str(versions.nccl),
+                             **{name: str(versions.installed.get(name)) for name in ALIKE}})
 ARGUMENTS = Check(
     name="secrets", how="tokens of known form in the command lines of this process and those above it", measure=measure_arguments,
     judge=judge_arguments)
