@@ -233,6 +233,11 @@ class RunDirectory:
         went = any(attempt is not None and attempt.times.first is not None for attempt in before)
         return replace(config, resume="auto") if went else config
 
+    def begun_since(self, moment: float) -> int:
+        """How many attempts began at ``moment``, in seconds since 1970, or later."""
+        found = (read_attempt(self.attempt_folder(number)) for number in self.attempts())
+        return sum(attempt is not None and attempt.times.began >= moment for attempt in found)
+
     @property
     def lock_descriptor(self) -> int:
         """The open lock file. A child that inherits it keeps the folder taken when this process dies first."""
