@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from toolkit.cluster.interface import interface_to
 from toolkit.cluster.machine import Machine, this_machine
 from toolkit.config.schema import ClusterConfig
 from toolkit.errors import ConfigError, Problem
@@ -163,6 +164,8 @@ def set_defaults(environ: MutableMapping[str, str], launch: Launch, world: World
         environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that PyTorch remembers of each rank, for the report of a hang
     if world.nodes == 1:
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up the host's name, which need not resolve
+    elif (interface := interface_to(launch.address)) is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Libraries that were written for launchers look for these, also where one process runs alone.
     for name, value in (("RANK", launch.rank), ("LOCAL_RANK", launch.local_rank), ("WORLD_SIZE", world.ranks),
                         ("LOCAL_WORLD_SIZE", world.ranks_per_node), ("LOCAL_SIZE", world.ranks_per_node),

@@ -1,0 +1,72 @@
+"""Which interface gloo is told to use on several machines.
+
+    pytest tests/cluster/test_interface.py
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.nodes import ADDRESSES, two_nodes
+from toolkit.cluster import interface
+from toolkit.cluster.environment import Launch, set_defaults
+from toolkit.cluster.interface import interface_to
+from toolkit.cluster.machine import Machine
+from toolkit.plan.types import Device, World
+
+TWO = World(ranks=2, ranks_per_node=1, device=Device.CPU)
+LOOPBACK, LINK = ["127.0.0.1", "::1"], ["10.0.0.5", "fe80::1"]
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, way: str | None, **interfaces: list[str]) -> None:
+    """A machine with these interfaces, whose way to where ranks meet begins at the address ``way``."""
+    monkeypatch.setattr(interface, "_source", lambda address: ipaddress.ip_address(way) if way is not None else None)
+    found = {name: [ipaddress.ip_address(one) for one in addresses] for name, addresses in interfaces.items()}
+    monkeypatch.setattr(interface, "_interfaces", lambda: found)
+
+
+@pytest.mark.parametrize(
+    ("way", "interfaces", "expected"),
+    [
+        ("10.0.0.5", {"lo": LOOPBACK, "eth0": LINK, "eth1": ["192.168.0.5"]}, "eth0"),
+        ("fd00::5", {"lo": LOOPBACK, "eth0": LINK, "ib0": ["fd00::5"]}, "ib0"),
+        ("127.0.1.1", {"lo": LOOPBACK, "eth0": LINK}, "eth0"),  # the first node's own name, as Debian's /etc/hosts has it
+        ("127.0.1.1", {"lo": LOOPBACK, "eth0": LINK, "eth1": ["192.168.0.5"]}, None),  # either may be meant
+        ("127.0.1.1", {"lo": LOOPBACK, "eth0": ["fe80::1"]}, None),  # that one has no address of its own
+        (None, {"lo": LOOPBACK, "eth0": LINK}, None),  # the name does not resolve
+        ("10.0.0.9", {"lo": LOOPBACK, "eth0": LINK}, None),
+    ],
+)
+def test_it_is_the_way_to_where_the_ranks_meet(
+        monkeypatch: pytest.MonkeyPatch, way: str | None, interfaces: dict[str, list[str]], expected: str | None) -> None:
+    machine(monkeypatch, way, **interfaces)
+    assert interface_to("first") == expected
+
+
+def test_what_the_user_wrote_stays_and_one_machine_needs_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, "10.0.0.5", lo=LOOPBACK, eth0=LINK)
+    for environ, world, expected in (({}, TWO, "eth0"), ({"GLOO_SOCKET_IFNAME": "ib0"}, TWO, "ib0"),
+                                     ({}, World(ranks=2, ranks_per_node=2, device=Device.CPU), "lo")):
+        set_defaults(environ, Launch(), world, Machine(cores=1), None)
+        assert environ["GLOO_SOCKET_IFNAME"] == expected
+
+
+def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert interface_to("first") is None
+
+
+def test_on_two_machines_without_names(tmp_path: Path) -> None:
+    """On the first node the way to its own address is the loopback's, and the interface that has it is another one."""
+    code = "import sys; from toolkit.cluster.interface import interface_to; print(interface_to(sys.argv[1]), interface_to(sys.argv[2]))"
+    with two_nodes(tmp_path) as nodes:
+        for node in nodes:
+            assert node.run(sys.executable, "-c", code, ADDRESSES[0], "127.0.1.1").split() == ["wire", "wire"]
