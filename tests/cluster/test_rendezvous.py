@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from torch.distributed import PrefixStore
 
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.parent import free_port
@@ -89,16 +90,62 @@ def test_waiting_is_bounded() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_each_restart_meets_anew(threads: ThreadPoolExecutor) -> None:
-    """Under torchelastic one store outlives the ranks; here the first attempt's server plays the agent."""
+def test_each_start_under_torchrun_meets_anew(threads: ThreadPoolExecutor) -> None:
+    """The agent's store outlives the ranks, and has what those before have said; here the first attempt's server plays the agent."""
     first = Ranks(2)
-    first.meetings[0].publish("start", {"attempt": 1})
-    second = Ranks(2, port=first.port, restart=1, agent_store=True)
-    heard = second.others(threads, lambda meeting: meeting.receive("start"))[0]
-    time.sleep(0.2)
-    assert not heard.done()
-    second.meetings[0].publish("start", {"attempt": 2})
-    assert heard.result(10) == [{"attempt": 2}]
+    first.meetings[0].publish("start", {"attempt": 0})
+    for attempt in (1, 2):
+        ranks = Ranks(2, port=first.port, agent_store=True)
+        heard = ranks.others(threads, lambda meeting: meeting.receive("start"))[0]
+        time.sleep(0.2)
+        assert not heard.done()
+        ranks.meetings[0].publish("start", {"attempt": attempt})
+        assert heard.result(10) == [{"attempt": attempt}]
+
+
+def test_ranks_meet_whatever_their_agents_have_counted(threads: ThreadPoolExecutor) -> None:
+    """torchrun's agents count the failures of their own node's ranks: after a rank was killed, two nodes say 1 and 0."""
+    agent = Ranks(2)
+    agent.meetings[0].publish("start", {"attempt": 0})
+    three = {"launcher": Launcher.TORCHELASTIC, "ranks": 3, "ranks_per_node": 1, "port": agent.port, "agent_store": True}
+    launches = [Launch(**three, rank=rank, restart=restart)  # type: ignore[arg-type]
+                for rank, restart in enumerate((0, 2, 1))]
+    meetings = [Meeting(launch, ("a=1",), seconds=10) for launch in launches]
+    heard = [threads.submit(meeting.receive, "start") for meeting in meetings[1:]]
+    meetings[0].publish("start", {"attempt": 1})
+    assert [future.result(10) for future in heard] == [[{"attempt": 1}]] * 2
+
+
+def test_a_rank_that_asked_and_died_is_not_waited_for(threads: ThreadPoolExecutor) -> None:
+    """It was killed while it waited for rank 0, or between two words; those of the next start take its place."""
+    agent = Ranks(2)
+    agent.meetings[0].publish("start", {"attempt": 0})
+    gone = Meeting(Ranks(2, port=agent.port, agent_store=True).meetings[1]._launch, ("a=1",), seconds=0.5)
+    with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.5 s for rank 0"):
+        gone.receive("start")
+    PrefixStore(gone._prefix, gone._open()).add("asked", 1)
+    ranks = Ranks(2, port=agent.port, agent_store=True)
+    heard = ranks.others(threads, lambda meeting: meeting.receive("start"))[0]
+    ranks.meetings[0].publish("start", {"attempt": 1})
+    assert heard.result(10) == [{"attempt": 1}]
+
+
+def test_who_does_not_come_is_counted() -> None:
+    agent = Ranks(2)
+    agent.meetings[0].publish("start", {"attempt": 0})
+    alone = Meeting(Ranks(2, port=agent.port, agent_store=True).meetings[0]._launch, ("a=1",), seconds=0.3)
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.3 s for all 2 ranks to come"):
+        alone.publish("start", {})
+
+
+def test_a_name_that_does_not_resolve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(place: object, timeout: float) -> socket.socket:
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    launch = Launch(launcher=Launcher.TORCHELASTIC, rank=1, ranks=2, ranks_per_node=1, address="node0", port=1, agent_store=True)
+    with pytest.raises(TimeoutError, match=r"the store at node0:1, .* --local-addr=ADDRESS"):
+        Meeting(launch, (), seconds=0.3).receive("start")
 
 
 def test_another_launch_at_the_same_port_is_not_heard() -> None:

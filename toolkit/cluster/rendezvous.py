@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,8 +54,7 @@ class Meeting:
         self._seconds = seconds
         self._opened: Store | None = None
         self._grouped = False
-        # Each restart by the launcher is a meeting of its own: keys of the one before would mix with it.
-        self._prefix = f"toolkit/{launch.restart}/{_token(launch, overrides)}"
+        self._prefix = f"toolkit/{_token(launch, overrides)}"
 
     # ---- messages
 
@@ -82,8 +82,8 @@ class Meeting:
         """Send the other ranks away; why has been printed. Before the process group starts, stay until they have heard it, since
         this process may be the one that serves the store."""
         try:
-            store = self._store()
-        except InputError:  # there is no meeting to end
+            store = self._store(FAREWELL_SECONDS)
+        except (InputError, TimeoutError):  # there is no meeting to end
             return
         store.set(ERROR, str(int(code)))
         deadline = time.monotonic() + (0 if self._grouped else FAREWELL_SECONDS)
@@ -132,12 +132,32 @@ class Meeting:
         """For what messages are too slow for; opened at the first use."""
         return self._store()
 
-    def _store(self) -> Store:
+    def _store(self, seconds: float | None = None) -> Store:
         if self._opened is None:
             import torch.distributed as dist
 
-            self._opened = dist.PrefixStore(self._prefix, self._open())
+            store = dist.PrefixStore(self._prefix, self._open())
+            if self._launch.agent_store:  # it outlives the ranks, and has what those before them have said; rank 0's own ends with it
+                store = dist.PrefixStore(self._gathering(store, seconds), store)
+            self._opened = store
         return self._opened
+
+    def _gathering(self, store: Store, seconds: float | None) -> str:
+        """The name of this gathering of ranks: rank 0 makes it, and answers each rank by itself.
+
+        torchrun says how often it has started a rank again. But the agent of each node counts by itself, and only failures of its own
+        ranks (torch 2.13, ``_invoke_run``: "membership changes do not count as retries"): when a rank was killed, those of two nodes have
+        different numbers. So each rank asks with a word that nobody had before, and who answers that one is alive.
+        """
+        own = secrets.token_hex(8)
+        if self._launch.rank == 0:
+            self._wait(_RollCall(store, own, self._launch.ranks - 1), f"all {self._launch.ranks} ranks to come", seconds)
+            return own
+        store.set(f"asked/{store.add('asked', 1)}", own)
+        self._wait(lambda: store.check([f"answer/{own}"]), "rank 0", seconds)
+        name = store.get(f"answer/{own}").decode()
+        store.add(f"{name}/here", 1)
+        return name
 
     def _open(self) -> Store:
         import torch.distributed as dist
@@ -153,24 +173,62 @@ class Meeting:
                                          "rank 0 serves the ranks' meeting at MASTER_ADDR:MASTER_PORT",
                                          "another run may use it: write deepspeed --master_port N or torchrun --master_port N")) from error
         # Looking first avoids the warnings that the store's client prints while nobody answers.
-        self._wait(lambda: _answers(address, port), f"the store at {address}:{port}, which rank 0 or its launcher serves")
+        door = _Door(address, port)
+        self._wait(door, f"the store at {address}:{port}, which rank 0 or its launcher serves", why=door.why)
         return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
-    def _wait(self, holds: Callable[[], bool], what: str, seconds: float | None = None) -> None:
+    def _wait(self, holds: Callable[[], bool], what: str, seconds: float | None = None, why: Callable[[], str] = str) -> None:
+        """``why``: what to add to the words of a time-out."""
         seconds = seconds or self._seconds
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._launch.rank} waited {seconds:g} s for {what}")
+                raise TimeoutError(f"rank {self._launch.rank} waited {seconds:g} s for {what}{why()}")
             time.sleep(POLL_SECONDS)
 
 
-def _answers(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
+class _RollCall:
+    """Rank 0's part of a gathering: each call answers those that have asked since, and says whether everybody has heard it.
+
+    Args:
+        name: of the gathering.
+        others: how many ranks there are besides.
+    """
+
+    def __init__(self, store: Store, name: str, others: int) -> None:
+        self._store, self._name, self._others = store, name, others
+        self._seen = 0
+        self._open: list[int] = []
+
+    def __call__(self) -> bool:
+        asked = self._store.add("asked", 0)
+        self._open += range(self._seen + 1, asked + 1)
+        self._seen = asked
+        for number in list(self._open):
+            if self._store.check([f"asked/{number}"]):  # else its rank is about to write it, or was killed before it could
+                self._store.set(f"answer/{self._store.get(f'asked/{number}').decode()}", self._name)
+                self._open.remove(number)
+        return self._store.add(f"{self._name}/here", 0) >= self._others
+
+
+class _Door:
+    """Whether somebody listens at ``address``:``port``."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._place, self._error = (address, port), ""
+
+    def __call__(self) -> bool:
+        try:
+            socket.create_connection(self._place, timeout=1).close()
+        except OSError as error:
+            self._error = str(error)
+            if isinstance(error, socket.gaierror):
+                self._error += "; the first node's name does not resolve here: torchrun --local-addr=ADDRESS there says its address instead"
+            return False
+        return True
+
+    def why(self) -> str:
+        return f" ({self._error})" if self._error else ""
 
 
 def _token(launch: Launch, overrides: Sequence[str]) -> str:

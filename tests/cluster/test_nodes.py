@@ -1,0 +1,268 @@
+"""Two machines that share one folder train together, through torchrun and through deepspeed, and are cut apart.
+
+    pytest tests/cluster/test_nodes.py -rs             what the machines are, and one start of both
+    pytest tests/cluster/test_nodes.py -rs -m full     whole trainings: to the end, cut apart, one rank killed, data of each node's own
+
+Without root or namespaces nothing of it runs, and pytest says so.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.nodes import OnNode, TwoNodes, deepspeed, torchrun, two_nodes, until
+from tests.launch.processes import FAKE, TRAIN, Started, command
+from tests.launch.test_killed import KEYS, STEPS, data, rows
+from toolkit.rundir import RunDirectory, RunState
+
+__all__ = ["data"]  # the fixture
+
+DRIVER = Path(__file__).resolve().parents[1] / "launch" / "hung_training.py"  # launch/train.py, where nothing else is asked for
+PORT = 29400  # of networks that nobody else has
+HANG_SECONDS = 5
+# After the limit of a hang: a look at it, the other ranks' words, and the sinks: 30 s at most (LAST_SECONDS of train/watchdog.py).
+TELLING_SECONDS = 35
+# Until then torchrun waits for its store, twice: at a look, and when it leaves (read_timeout of its c10d rendezvous).
+STORE_SECONDS = 2 * 60
+ENVIRON = {"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
+SLOW = {"FAULT": "slow:ALL:1"}  # a step takes so long that the test can act between two
+RUN = (*KEYS, "zero=stage2", "monitor.probe=false", f"monitor.hang_seconds={HANG_SECONDS}", "cluster.grace_seconds=5")
+LISTEN = "import socket; s = socket.create_server(('10.213.0.1', 7)); s.settimeout(20); [s.accept()[0].close() for _ in range(2)]"
+CALL = "import socket; socket.create_connection(('10.213.0.1', 7), timeout=1).close()"
+SUM = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+rank = int(sys.argv[1])
+store = dist.TCPStore("10.213.0.1", 29400, 2, rank == 0, timedelta(seconds=20))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=10))
+one = torch.tensor(rank + 1)
+dist.all_reduce(one)
+print("the sum is", int(one))
+"""
+
+
+@contextmanager
+def both(nodes: TwoNodes, launcher: str, script: Path, *words: str, environ: Mapping[str, str] | None = None,
+         restarts: int = 0) -> Iterator[list[OnNode]]:
+    """The same command on both nodes, as a person types it there."""
+    with ExitStack() as stack:
+        found = []
+        for node in nodes:
+            argv = torchrun(nodes, node.number, PORT, str(script), *words, restarts=restarts) if launcher == "torchrun" else \
+                deepspeed(nodes, node.number, PORT, str(script), *words)
+            output = nodes.shared.parent / f"output-{node.number}.txt"
+            found.append(stack.enter_context(node.start(argv, output, {**ENVIRON, **(environ or {})})))
+        yield found
+
+
+def ended(commands: Sequence[OnNode], seconds: float) -> list[int | None]:
+    """Their exit codes."""
+    until(lambda: all(one.code() is not None for one in commands), seconds, "ended", *commands)
+    return [one.code() for one in commands]
+
+
+def words(nodes: TwoNodes) -> list[str]:
+    return [*RUN, f"data.path={nodes.here / 'data'}", f"run.dir={nodes.shared / 'run'}"]
+
+
+def give(nodes: TwoNodes, data: Path) -> None:
+    """To each node the same data, on its own disk."""
+    for node in nodes:
+        node.run("cp", "-r", str(data), "data")
+
+
+def done(run: RunDirectory, attempt: int) -> None:
+    status = run.status()
+    assert status is not None
+    assert (status.state, status.exit_code, status.attempt, status.step) == (RunState.DONE, 0, attempt, STEPS)
+    assert run.attempts() == list(range(1, attempt + 1)), "one start of both nodes is one attempt"
+
+
+def trained(run: RunDirectory, steps: int) -> bool:
+    return run.metrics_file.exists() and run.metrics_file.read_text().count("\n") >= steps
+
+
+def losses(run: RunDirectory) -> list[float]:
+    found = rows(run.metrics_file)
+    assert [step for step, _ in found] == list(range(1, STEPS + 1))
+    return [loss for _, loss in found]
+
+
+@pytest.fixture(scope="module")
+def one_node(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of two ranks of this machine, started by our parent."""
+    folder = tmp_path_factory.mktemp("one")
+    run = RunDirectory(folder / "run")
+    argv = command("python", TRAIN, *RUN, f"data.path={data}", f"run.dir={run.path}")
+    with Started(argv, run.path, cwd=folder, environ=ENVIRON) as started:
+        assert started.ended(150) == 0, started.output
+    found = losses(run)
+    assert found[0] - found[-1] > 0.3, "one that began anew or left out a step could pass for this run"
+    return found
+
+
+def test_what_the_machines_are(tmp_path: Path) -> None:
+    """What a node writes is its own, but in the folder that they share; with the cable they reach each other, without it they do not."""
+    with two_nodes(tmp_path) as nodes:
+        names = [node.run("hostname").strip() for node in nodes]
+        assert names == ["node0", "node1"]
+        nodes[0].run("touch", "mine", str(nodes.shared / "ours"))
+        assert nodes[1].run("ls", str(nodes.here)) == ""
+        assert nodes[1].run("ls", str(nodes.shared)) == "ours\n"
+        assert not list(nodes.here.iterdir()), "nor is it seen outside"
+        with pytest.raises(OSError, match="Read-only"):
+            nodes[1].run("touch", str(nodes.here.parent / "elsewhere"))
+        with nodes[0].start([sys.executable, "-c", LISTEN], tmp_path / "listen.txt") as listening:
+            until(lambda: reached(nodes), 10, "reached", listening)
+            nodes.cable(up=False)
+            assert not reached(nodes)
+            nodes.cable(up=True)
+            until(lambda: reached(nodes), 10, "reached again", listening)
+        first = nodes[0]
+        assert first.processes() == []
+    assert first._first.returncode is not None
+
+
+def reached(nodes: TwoNodes) -> bool:
+    try:
+        nodes[1].run(sys.executable, "-c", CALL)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.timeout(60)
+def test_ranks_of_two_nodes_meet(tmp_path: Path) -> None:
+    """Names do not resolve and no file was handed over: the first node composes, the other one is told; gloo takes the cable. Training
+    only keeps time."""
+    with two_nodes(tmp_path) as nodes:
+        run = RunDirectory(nodes.shared / "run")
+        with both(nodes, "torchrun", FAKE, "+exp=quickstart", "train.steps=2", f"run.dir={run.path}") as commands:
+            assert ended(commands, 50) == [0, 0], commands[0].output + commands[1].output
+            assert "attempt 1: 2 ranks on cpu" in commands[0].output
+            assert "attempt 1" not in commands[1].output
+        status = run.status()
+        assert status is not None
+        assert (status.state, status.step) == (RunState.DONE, 2)
+        plan = json.loads(run.plan_file.read_text())
+        assert (plan["world"]["ranks"], plan["world"]["ranks_per_node"]) == (2, 1)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_two_nodes_train_what_one_node_trains(launcher: str, data: Path, one_node: list[float], tmp_path: Path) -> None:
+    with two_nodes(tmp_path) as nodes:
+        give(nodes, data)
+        run = RunDirectory(nodes.shared / "run")
+        with both(nodes, launcher, TRAIN, *words(nodes)) as commands:
+            assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
+        done(run, attempt=1)
+        assert losses(run) == pytest.approx(one_node, abs=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("launcher", "restarts"), [("deepspeed", 0), ("torchrun", 0), ("torchrun", 2)])
+def test_cut_apart_both_sides_end_in_bounded_time_and_the_job_goes_on(
+        launcher: str, restarts: int, data: Path, one_node: list[float], tmp_path: Path) -> None:
+    """Nobody is told that a cable was pulled: each side finds out that nothing goes on. torchrun starts the ranks again by itself where it
+    may; else the same command does."""
+    with two_nodes(tmp_path) as nodes:
+        give(nodes, data)
+        run = RunDirectory(nodes.shared / "run")
+        with both(nodes, launcher, DRIVER, *words(nodes), environ=SLOW, restarts=restarts) as commands:
+            until(lambda: trained(run, 3), 120, "training", *commands)
+            first = [rank.pid for node in nodes for rank in node.ranks().values()]
+            nodes.cable(up=False)
+            began = time.monotonic()
+
+            def gone() -> bool:
+                return not {rank.pid for node in nodes for rank in node.ranks().values()} & set(first)
+
+            until(gone, HANG_SECONDS + TELLING_SECONDS, "without ranks", *commands)
+            status = run.status()
+            assert status is not None
+            assert (status.state, status.exit_code) == (RunState.FAILED, 1)
+            assert status.reason is not None
+            assert status.reason.startswith("hang: ")
+            assert run.hang_file(1).exists()
+            if restarts == 0:
+                codes = ended(commands, HANG_SECONDS + TELLING_SECONDS + (STORE_SECONDS if launcher == "torchrun" else 5))
+                assert 0 not in codes
+            print(f"{launcher}: cut apart, ranks and commands were gone after {time.monotonic() - began:.1f} s")
+            nodes.cable(up=True)
+            if restarts:
+                assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
+        if restarts == 0:
+            with both(nodes, launcher, DRIVER, *words(nodes)) as commands:
+                assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
+        done(run, attempt=2)
+        assert losses(run) == pytest.approx(one_node, abs=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("killed", [0, 1])
+def test_after_a_rank_was_killed_torchrun_starts_those_of_both_nodes_again(
+        killed: int, data: Path, one_node: list[float], tmp_path: Path) -> None:
+    """The agents count differently, and their store is the one of before: neither keeps the ranks from meeting."""
+    with two_nodes(tmp_path) as nodes:
+        give(nodes, data)
+        run = RunDirectory(nodes.shared / "run")
+        with both(nodes, "torchrun", DRIVER, *words(nodes), environ=SLOW, restarts=2) as commands:
+            until(lambda: trained(run, 3), 120, "training", *commands)
+            nodes[killed].ranks()[killed].send_signal(signal.SIGKILL)
+            assert ended(commands, 250) == [0, 0], commands[0].output + commands[1].output
+        done(run, attempt=2)
+        assert losses(run) == pytest.approx(one_node, abs=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_each_node_makes_its_own_data(tmp_path: Path) -> None:
+    """Megatron-LM#907, #795: an index that rank 0 alone makes is not there on other machines."""
+    with two_nodes(tmp_path) as nodes:
+        keys = [key for key in RUN if not key.startswith(("data=", "train.steps"))]
+        run = RunDirectory(nodes.shared / "run")
+        with both(nodes, "torchrun", TRAIN, *keys, "train.steps=2", "data=stdlib", "data.path=made", f"run.dir={run.path}") as commands:
+            assert ended(commands, 300) == [0, 0], commands[0].output + commands[1].output
+            made = [node.run("cat", "made/manifest.json") for node in nodes]
+        assert made[0] == made[1]
+        assert sorted(entry.name for entry in nodes.shared.iterdir()) == ["run"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+def test_data_that_one_node_lacks_are_a_mistake_that_is_told_once(data: Path, tmp_path: Path) -> None:
+    with two_nodes(tmp_path) as nodes:
+        nodes[0].run("cp", "-r", str(data), "data")
+        run = RunDirectory(nodes.shared / "run")
+        with both(nodes, "deepspeed", TRAIN, *words(nodes)) as commands:
+            assert ended(commands, 120) == [2, 2], commands[0].output + commands[1].output
+            assert "rank 1: " in commands[1].output
+            assert commands[0].output.count("remedy:") + commands[1].output.count("remedy:") == 1
+        status = run.status()
+        assert status is not None
+        assert (status.state, status.exit_code) == (RunState.REFUSED, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("interface", "sums"), [("wire", True), ("lo", False)])
+def test_control_gloo_needs_the_right_interface(interface: str, sums: bool, tmp_path: Path) -> None:
+    """What it is chosen for: where gloo listens at the loopback, the other node waits for nobody."""
+    with two_nodes(tmp_path) as nodes, ExitStack() as stack:
+        commands = [stack.enter_context(node.start([sys.executable, "-c", SUM, str(node.number)], tmp_path / f"output-{node.number}.txt",
+                                                   {"GLOO_SOCKET_IFNAME": interface})) for node in nodes]
+        codes = ended(commands, 60)
+        assert (codes == [0, 0]) is sums, commands[0].output + commands[1].output
+        assert all(("the sum is 3" in one.output) is sums for one in commands)
