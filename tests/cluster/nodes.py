@@ -81,10 +81,11 @@ class Node:
 
     def processes(self) -> list[psutil.Process]:
         """Every live one, but the node's first."""
+        own = Path(f"/proc/{self.pid}/ns/pid").readlink()
         found = []
         for process in psutil.process_iter():
             try:
-                same = os.readlink(f"/proc/{process.pid}/ns/pid") == os.readlink(f"/proc/{self.pid}/ns/pid")
+                same = Path(f"/proc/{process.pid}/ns/pid").readlink() == own
                 if same and process.pid != self.pid and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (OSError, psutil.Error):
