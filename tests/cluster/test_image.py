@@ -99,7 +99,7 @@ def test_every_folder_that_is_imported_or_read_is_in_the_image() -> None:
     needed = {pattern.rstrip("*") for pattern in found} | {"conf", "launch", "docker", "pyproject.toml", "constraints.txt", "README.md",
                                                            "LICENSE"}
     assert copied(DOCKERFILE) == needed
-    assert set(re.findall(r"^    (\S+) /opt/toolkit/", APPTAINER, re.MULTILINE)) == needed
+    assert set(re.findall(r"^    (\S+) /opt/toolkit/\1$", APPTAINER, re.MULTILINE)) == needed
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert allowed == needed  # so that no key, no data and no run of the working folder can get in
     assert all((ROOT / name).exists() for name in needed)
