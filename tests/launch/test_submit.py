@@ -20,7 +20,7 @@ def submit(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_dry_run_shows_files_and_argv_and_writes_nothing(tmp_path: Path) -> None:
-    done = submit(*WORDS, "cluster.slurm.options={comment: it's mine}", "dry_run=true", cwd=tmp_path)
+    done = submit(*WORDS, 'cluster.slurm.options={comment: "it\'s mine"}', "dry_run=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for part in ("/jobs/001/config.yaml", "/jobs/001/job.sh", "where: slurm", "#!/bin/bash", "\nsbatch --parsable --job-name=quickstart-",
                  "--nodes=4", "--gres=gpu:8", "'--comment=it'\"'\"'s mine'"):
