@@ -70,7 +70,8 @@ def test_checks_run_side_by_side_and_one_that_hangs_holds_up_no_other() -> None:
     slow = replace(CHECK, measure=lambda need: time.sleep(0.5) or "well")
     hanging = replace(CHECK, name="nfs", measure=lambda need: time.sleep(60), seconds=0.7)
     began = time.monotonic()
-    report = look(NEED, 3, [hanging, *[slow] * 4, replace(CHECK, measure=lambda need: broken()), replace(CHECK, measure=lambda need: "ill")])
+    report = look(NEED, 3, [hanging, *[slow] * 4, replace(CHECK, measure=lambda need: broken()),
+                            replace(CHECK, measure=lambda need: "ill")])
     assert time.monotonic() - began < 5  # one after the other it would not be four seconds alone
     assert [finding.verdict for finding in report.findings] == [Verdict.FAIL, *[Verdict.OK] * 4, Verdict.WARN, Verdict.FAIL]
     assert report.findings[0] == Finding(Verdict.FAIL, "no answer within 0.7 s", "restart the server", "nfs", "by asking")

@@ -8,7 +8,7 @@ from functools import partial
 
 from toolkit.cluster.doctor import clocks, disk, gpus, host, network, software, together
 from toolkit.cluster.doctor.bounded import Answer, Asked
-from toolkit.cluster.doctor.types import Check, Finding, MachineReport, Need, Report, Verdict, fail, need_of, warn
+from toolkit.cluster.doctor.types import Check, Finding, MachineReport, Need, Report, Verdict, need_of, warn
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.rendezvous import Meeting
 from toolkit.errors import InputError, Problem
@@ -33,7 +33,7 @@ def look(need: Need, node: int = 0, checks: Sequence[Check] = CHECKS) -> Machine
 
 def judged(check: Check, answer: Answer, need: Need) -> list[Finding]:
     if answer.hangs:
-        found = [fail(f"no answer within {check.seconds:g} s", check.stuck)]
+        found = [Finding(check.hanging, f"no answer within {check.seconds:g} s", check.stuck)]
     elif answer.problem is not None:
         found = [warn(f"it could not be looked at: {answer.problem}", "look by hand; other checks are not touched by it")]
     else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.cluster.doctor.types import Check, Finding, Need, fail, ok, warn
+from toolkit.cluster.doctor.types import Check, Finding, Need, Verdict, fail, ok, warn
 from toolkit.plan.types import Device
 
 # ---- the machine's name
@@ -35,10 +35,11 @@ def resolve(host: str) -> tuple[str, ...]:
 
 def judge_name(name: Name, need: Need) -> Iterator[Finding]:
     several = need.nodes > 1
-    if not name.addresses:
-        tell = fail if several else warn
-        yield tell(f"{name.host} does not resolve", f"add {name.host} to DNS or /etc/hosts; or name the interface that ranks talk over: "
-                   "GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0")
+    if not name.addresses and several:
+        # Not more: gloo and NCCL are told an interface (cluster/environment.py). But torchrun tells the other machines this name.
+        yield warn(f"{name.host} does not resolve", f"add {name.host} to DNS or /etc/hosts, or start with torchrun --local-addr=ADDRESS")
+    elif not name.addresses:
+        yield ok(f"{name.host} does not resolve, which one machine alone does not need")
     elif several and all(map(_is_loopback, name.addresses)):
         yield warn(f"{name.host} is {', '.join(name.addresses)}: libraries that ask for the host's own address get one that other machines "
                    "cannot reach", "name the interface: GLOO_SOCKET_IFNAME=eth0; or take the name out of the 127.* line of /etc/hosts")
@@ -177,7 +178,7 @@ PLACE = Check(
 CHECKS = (
     PLACE,
     Check(name="host name", how="this machine's name, asked of the resolver", measure=measure_name, judge=judge_name,
-          stuck="a name server does not answer: look at /etc/resolv.conf, or add the name to /etc/hosts"),
+          hanging=Verdict.WARN, stuck="a name server does not answer: look at /etc/resolv.conf, or add the name to /etc/hosts"),
     Check(name="interfaces", how="/sys/class/net, /sys/class/infiniband and the environment", measure=measure_interfaces,
           judge=judge_interfaces),
 )

@@ -119,7 +119,7 @@ class Check:
         measure: asks the machine; runs in a child process, and what it returns is pickled.
         judge: facts -> findings; pure.
         seconds: after which the machine is taken to hang.
-        stuck: the remedy then.
+        hanging, stuck: how bad that is, and the remedy.
         traits: what should be alike on all machines, by name.
     """
 
@@ -128,6 +128,7 @@ class Check:
     measure: Callable[[Need], Any]
     judge: Callable[[Any, Need], Iterable[Finding]]
     seconds: float = 10.0
+    hanging: Verdict = Verdict.FAIL
     stuck: str = "look at the machine's kernel log (dmesg): something of it hangs"
     traits: Callable[[Any], Mapping[str, str]] = lambda _: {}
 

@@ -1,0 +1,47 @@
+"""The doctor on two machines: each looks at itself, the first hears of both, and their ranks meet.
+
+    pytest tests/cluster/test_doctor_nodes.py -rs -m full
+
+Without root or namespaces nothing of it runs, and pytest says so.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.nodes import deepspeed, torchrun, two_nodes
+from tests.cluster.test_nodes import ENVIRON, PORT, ended
+from tests.launch.processes import ROOT
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+
+DOCTOR = ROOT / "launch" / "doctor.py"
+FEW_FILES = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash"]  # of one machine alone
+
+
+@pytest.mark.parametrize(("launcher", "fit"), [("torchrun", True), ("deepspeed", True), ("torchrun", False)])
+def test_two_machines(launcher: str, fit: bool, tmp_path: Path) -> None:
+    with two_nodes(tmp_path) as nodes, ExitStack() as stack:
+        words = ("--json", "+exp=quickstart", "parallel.tensor=2", f"run.dir={nodes.shared / 'run'}")
+        commands = []
+        for node in nodes:
+            argv = (torchrun if launcher == "torchrun" else deepspeed)(nodes, node.number, PORT, str(DOCTOR), *words)
+            around = FEW_FILES if node.number == 1 and not fit else []
+            commands.append(stack.enter_context(node.start([*around, *argv], tmp_path / f"output-{node.number}.txt", ENVIRON)))
+        codes = ended(commands, 200)
+        output = commands[0].output
+    assert (codes == [0, 0]) is fit, output
+    assert '"format_version"' not in commands[1].output, "the first machine tells of both"
+    report, _ = json.JSONDecoder().raw_decode(output[output.index('{\n "format_version"'):])
+    assert [(one["node"], one["host"]) for one in report["machines"]] == [(0, "node0"), (1, "node1")]
+    failing = [(machine["host"], one["check"]) for machine in report["machines"] for one in machine["findings"] if one["verdict"] == "fail"]
+    assert failing == ([] if fit else [("node1", "limits")])
+    together = {one["check"]: one for one in report["together"]}
+    assert together["clocks"]["verdict"] == "ok", "it is one clock"
+    assert "node1" in together["clocks"]["evidence"]
+    assert together["alike"]["evidence"].startswith("2 machines have the same ")
+    assert together["ranks meet"]["evidence"].startswith("tensor (2 ranks): ")
