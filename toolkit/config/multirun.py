@@ -93,7 +93,8 @@ def read_sweep(arguments: Sequence[str]) -> SweepWords:
     """
     folders, rest = _folders([argument for argument in arguments if argument not in overrides.MULTIRUN])
     problems: list[Problem] = []
-    words, fixed, of_hydra, of_sweep = [], set(), [], []
+    words, of_hydra, of_sweep = list[str](), list[str](), list[str]()
+    fixed: set[str] = set()
     for word in rest:
         name = word.partition("=")[0].lstrip("+~")
         if name == LAUNCHER:

@@ -101,7 +101,7 @@ class _Sweep:
         self._record.check(words.id, self._typed)
         self._began = time.time()
         self._elsewhere: set[str] = set()  # points that another process had when it was last asked
-        self._left_out: set[str] = set()  # points that their plan refuses
+        self._mine: set[str] = set()  # points that can run, by their plans; an earlier search may have left others
         self._started = False
         self._told: set[str] = set()
         self._metric = words.sweep.metric or "loss"
@@ -129,7 +129,7 @@ class _Sweep:
         feasible = [point for point in points if point.plan is not None]
         new = [row_of(point, self.folder, PointState.WAITING) for point in feasible if point.name not in known]
         self._record.note(*(row for row in refused if known.get(row.name) is not PointState.DONE), *new)
-        self._left_out |= {row.name for row in refused}
+        self._mine |= {point.name for point in feasible}
         if feasible:
             self._carry_out(feasible)
         rows = {row.name: row for row in self._record.rows()}
@@ -182,7 +182,7 @@ class _Sweep:
                 except UserError as error:
                     if not self._started:  # the cluster does not answer, say: the next point would fare no better
                         raise
-                    row = row_of(point, self.folder, PointState.REFUSED, str(error))
+                    row = row_of(point, self.folder, PointState.REFUSED, str(error), ended=time.time())
                 else:
                     if handle is None:
                         os.close(claim)
@@ -261,10 +261,10 @@ class _Sweep:
             print(f"best: {' '.join(best.swept) or best.name}: {self._metric} {best.number:.6g} in {best.run_dir}")
         files = ", ".join(["sweep.json", "results.csv", *(["sweep.png"] if picture else [])])
         print(f"everything is in {self.folder}: {files}, and a run directory a point")
-        states = {row.state for row in rows if row.name not in self._left_out}
+        states = {row.state for row in rows if row.name in self._mine}
         if PointState.FAILED in states:
             return ExitCode.FAILURE
-        if PointState.REFUSED in states:  # when it started: by its run directory, its data, the cluster
+        if PointState.REFUSED in states or not states:  # when it started: by its run directory, its data, the cluster; or all by their plans
             return ExitCode.USER
         return ExitCode.STOPPED if states & {PointState.STOPPED, PointState.WAITING, PointState.RUNNING} else ExitCode.DONE
 
