@@ -264,7 +264,7 @@ class _Sweep:
         states = {row.state for row in rows if row.name in self._mine}
         if PointState.FAILED in states:
             return ExitCode.FAILURE
-        if PointState.REFUSED in states or not states:  # when it started: by its run directory, its data, the cluster; or all by their plans
+        if PointState.REFUSED in states or not states:  # when it started, by its data or the cluster; or all by their plans
             return ExitCode.USER
         return ExitCode.STOPPED if states & {PointState.STOPPED, PointState.WAITING, PointState.RUNNING} else ExitCode.DONE
 
