@@ -37,7 +37,7 @@ class Launch:
     address: str = "127.0.0.1"
     port: int = 0
     agent_store: bool = False  # the launcher itself serves the store at address:port
-    restart: int = 0  # how often the launcher has started these ranks again
+    restart: int = 0  # how often the launcher of this node has answered a failure of its ranks by another start
     restarts_left: int = 0
     handover: Path | None = None
 
