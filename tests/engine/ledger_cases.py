@@ -48,7 +48,7 @@ from toolkit.train.task import Task, text_task
 
 WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not looked at
 SHARE = 0.2  # a delay's of a step
-ASLEEP = 0.08  # seconds of forward and of backward in each step with delays: long steps in which little is computed
+ASLEEP = 0.12  # seconds of forward and of backward in each step with delays: long steps in which little is computed
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Measured:
     losses: tuple[float, ...]
 
     def values(self, part: str, delayed: str | None) -> list[float]:
-        """Seconds of ``part`` in the steps of this delay, after the warm-up."""
-        pairs = list(zip(self.times, self.delayed, strict=True))[WARM_UP:]
+        """Seconds of ``part`` in the steps of this delay, as many for each."""
+        pairs = list(zip(self.times, self.delayed, strict=True))[CLEAN:]
         return [found.parts.get(part, 0.0) for found, name in pairs if name == delayed]
 
     def landed(self, part: str, delayed: str | None = None) -> float:
@@ -73,9 +73,6 @@ class Measured:
         """Share of a step, the median of those without delays."""
         clean = [found for found, name in zip(self.times, self.delayed, strict=True) if name is None][WARM_UP:]
         return statistics.median(found.parts.get(UNEXPLAINED, 0.0) / found.wall for found in clean)
-
-    def median(self, part: str) -> float:
-        return statistics.median(self.values(part, None))
 
 
 class Delays:

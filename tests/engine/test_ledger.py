@@ -52,11 +52,11 @@ LAYOUTS: dict[str, tuple[Cell, tuple[str, ...]]] = {  # and along which axes the
 COMPUTED = (FORWARD, BACKWARD, OPTIMIZER)
 LOOP = (DATA, TRANSFER, CHECKPOINT, EVALUATION, LOGGING, UNEXPLAINED)
 WITHIN = 0.1  # of a delay
-TRIES = 3
+TRIES = 4
 MOST_UNEXPLAINED = 0.05
 
 
-def small(cell: Cell, accumulation: int = 2, **more: Any) -> RunPlan:
+def small(cell: Cell, accumulation: int = 1, **more: Any) -> RunPlan:
     """For steps that mostly sleep."""
     return cell.plan(Case.ADAM, train__global_batch=2 * accumulation * cell.data, **more)
 
