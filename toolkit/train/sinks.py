@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import WandbMode
@@ -20,7 +21,7 @@ from toolkit.monitor.console import AlertLines, ConsoleSink
 from toolkit.monitor.jsonl import JsonlSink
 from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, OnlyKinds, Sink, tell
-from toolkit.monitor.wandb import WandbSink, part
+from toolkit.monitor.wandb import WandbSink, part, run_id
 from toolkit.plan.types import RunPlan
 from toolkit.progress import Progress
 from toolkit.rundir import RunDirectory
@@ -65,9 +66,9 @@ def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[
     mine = part(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
     own = {name: known[name] for name in ("git", "environment")}
     config = {**described(plan), "data": known["data"], **({f"node-{node}": own} if mine.shared and node else own)}
-    first = part(plan.run_dir, plan.identity, monitor.wandb, 0, world.nodes)
     return {"part": mine, "mode": monitor.wandb, "project": monitor.project, "entity": monitor.entity, "tags": list(monitor.tags),
-            "group": monitor.group or first.run_id, "config": config, "trainer": os.getpid(), "command": sys.argv}
+            "group": monitor.group or run_id(Path(plan.run_dir), plan.identity), "config": config, "trainer": os.getpid(),
+            "command": sys.argv}
 
 
 def described(plan: RunPlan) -> dict[str, Any]:
