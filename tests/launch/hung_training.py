@@ -95,8 +95,6 @@ def without_samples(kind: str, rank: str, step: int) -> None:
 
 
 def slow(seconds: float) -> None:
-    from toolkit.checkpoint.store import CheckpointStore
-
     import toolkit.train.run as training
 
     build = training.build_engine
@@ -114,7 +112,7 @@ def slow(seconds: float) -> None:
         return engine
 
     training.build_engine = build_engine
-    CheckpointStore.save = slowly(CheckpointStore.save)  # type: ignore[method-assign]
+    training.CheckpointStore.save = slowly(training.CheckpointStore.save)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

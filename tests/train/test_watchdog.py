@@ -129,6 +129,7 @@ def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path, own: Process
         assert end is not None
         assert end.state is RunState.FAILED
         assert ranks.alerts == [], "rank 0's sinks are the ones for that"
+        assert child.wait(5) == -signal.SIGKILL, "it is not left behind"
     finally:
         child.kill()
         child.wait()

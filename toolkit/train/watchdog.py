@@ -11,11 +11,12 @@ import faulthandler
 import json
 import linecache
 import os
+import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,11 +209,22 @@ class Watchdog(Progress):
             self._post(f"{HANG}-{self._rank}", own.to_json())
         if self._collects():
             self._conclude(own)
-        elif self._await(VERDICT, VERDICT_SECONDS) is None:
+        verdict = self._await(VERDICT, VERDICT_SECONDS)
+        if verdict is None:
             say(f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no word of the rank that should say why")
+        else:
+            self._end_neighbours(json.loads(verdict)["silent"])
         bounded(self._close_sinks, FLUSH_SECONDS)
         if self._rank == 0 and self._nodes > 1:
             time.sleep(LINGER_SECONDS)
+
+    def _end_neighbours(self, silent: Sequence[int]) -> None:
+        """Ranks of this host that can no longer end themselves: torchrun would wait for half a minute before it does that."""
+        own = self._processes[self._rank]
+        for process in (self._processes[rank] for rank in silent):
+            if process.host == own.host and process != own and stacks.process_state(process) not in stacks.ENDED:
+                with suppress(ProcessLookupError):  # it has ended in between
+                    os.kill(process.pid, signal.SIGKILL)
 
     def _close_sinks(self) -> None:
         self._sink.flush()
@@ -238,7 +250,7 @@ class Watchdog(Progress):
                                                  attempt=self._attempt))
         self._raise(alert)
         say(f"the run hangs after {own.last}: {said.cause}. It ends; see {file}")
-        self._post(VERDICT, json.dumps({"cause": said.cause, "report": str(file)}))
+        self._post(VERDICT, json.dumps({"cause": said.cause, "report": str(file), "silent": found.silent}))
 
     def _raise(self, alert: Alert) -> None:
         """Through rank 0's sinks, or past them where it cannot."""
