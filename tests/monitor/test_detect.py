@@ -108,7 +108,7 @@ def diverging(step: Step, random: np.random.Generator) -> None:
 
 
 def gradient_spike(step: Step, random: np.random.Generator) -> None:
-    step.grad_norm *= 40.0 if step.number == SINCE else 1.0
+    step.grad_norm *= 100.0 if step.number == SINCE else 1.0
 
 
 def host_leak(step: Step, random: np.random.Generator) -> None:
