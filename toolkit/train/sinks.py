@@ -20,6 +20,7 @@ from toolkit.monitor.apart import CLOSE_SECONDS, ProcessSink
 from toolkit.monitor.console import AlertLines, ConsoleSink
 from toolkit.monitor.jsonl import JsonlSink
 from toolkit.monitor.queued import QueuedSink
+from toolkit.monitor.ration import RationedSink
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, OnlyKinds, Sink, tell
 from toolkit.monitor.wandb import WandbSink, part, run_id
 from toolkit.plan.types import RunPlan
@@ -50,7 +51,8 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, 
     sinks: list[Sink] = [QueuedSink(lambda: JsonlSink(files), "JSONL")]
     if monitor.wandb is not WandbMode.disabled:
         arguments = wandb_arguments(plan, known, node)
-        sinks.append(QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, close_seconds=CLOSE_SECONDS + 5.0))
+        process = QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, close_seconds=CLOSE_SECONDS + 5.0)
+        sinks.append(RationedSink(process))
     sinks.append(QueuedSink(lambda: _console(plan, done, node), "console"))
     whole = CompositeSink(sinks)
     return whole if node == 0 else OnlyKinds(whole, Kind.SYSTEM, Kind.ALERT)  # every rank knows the run's rows, and they are told once
