@@ -114,7 +114,7 @@ def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path, own: Process
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        stopped = ProcessId("here", child.pid, started, 0, 0)
+        stopped = ProcessId("here", child.pid, started, 0, 0, own.space)
         child.send_signal(signal.SIGSTOP)
         while process_state(stopped) != "T":
             time.sleep(0.01)

@@ -222,7 +222,7 @@ class Watchdog(Progress):
         """Ranks of this host that can no longer end themselves: torchrun would wait for half a minute before it does that."""
         own = self._processes[self._rank]
         for process in (self._processes[rank] for rank in silent):
-            if process.host == own.host and process != own and stacks.process_state(process) not in stacks.ENDED:
+            if process.beside(own) and process != own and stacks.process_state(process) not in stacks.ENDED:
                 with suppress(ProcessLookupError):  # it has ended in between
                     os.kill(process.pid, signal.SIGKILL)
 
@@ -248,9 +248,9 @@ class Watchdog(Progress):
         self._try(lambda: self._write_report(said, found, head))
         self._try(lambda: self._directory.finish(RunState.FAILED, int(ExitCode.FAILURE), f"hang: {said.cause}; see {file}",
                                                  attempt=self._attempt))
-        self._raise(alert)
         say(f"the run hangs after {own.last}: {said.cause}. It ends; see {file}")
         self._post(VERDICT, json.dumps({"cause": said.cause, "report": str(file), "silent": found.silent}))
+        self._raise(alert)  # sinks may take their time, and the others need not wait for them
 
     def _raise(self, alert: Alert) -> None:
         """Through rank 0's sinks, or past them where it cannot."""
@@ -293,7 +293,7 @@ class Watchdog(Progress):
     def _neighbours(self) -> dict[int, Neighbour]:
         """Ranks of this host that cannot speak for themselves."""
         own = self._processes[self._rank]
-        seen = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if process.host == own.host and rank != self._rank}
+        seen = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if process.beside(own) and rank != self._rank}
         return {rank: neighbour for rank, neighbour in seen.items() if neighbour.silent}
 
     def _seen(self, rank: int) -> Neighbour:
@@ -312,7 +312,7 @@ class Watchdog(Progress):
 
     def _gone(self, rank: int) -> bool:
         process = self._processes[rank]
-        return process.host == self._processes[self._rank].host and stacks.process_state(process) in stacks.ENDED
+        return process.beside(self._processes[self._rank]) and stacks.process_state(process) in stacks.ENDED
 
     def _collect(self, why: str, own: Report, ranks: Sequence[int], seconds: float) -> dict[int, Report]:
         """This rank's word and those of ``ranks``, as far as they come."""
@@ -332,8 +332,8 @@ class Watchdog(Progress):
         gone = {rank: Report.from_json(text) for rank in range(len(self._processes))
                 if rank not in reports and (text := self._mailbox.read(f"{FAILURE}-{rank}")) is not None}
         failed = {rank: report for rank, report in gone.items() if report.failure}
-        host = self._processes[self._rank].host
-        states = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if rank not in reports and process.host == host}
+        own = self._processes[self._rank]
+        states = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if rank not in reports and process.beside(own)}
         return found_of({**reports, **failed}, self._processes, states)
 
     def _await(self, name: str, seconds: float) -> str | None:
