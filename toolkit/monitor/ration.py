@@ -16,8 +16,8 @@ RATIONED = (Kind.STEP, Kind.LEDGER, Kind.SYSTEM)  # come all the time, and the n
 
 
 class RationedSink(Sink):
-    """Passes rows on to ``sink``, of each kind of ``RATIONED`` at most ``VALUES_PER_SECOND`` in the long run; rows beyond are left out, which
-    is told once.
+    """Passes rows on to ``sink``, of each kind of ``RATIONED`` at most ``VALUES_PER_SECOND`` in the long run; rows beyond are left out,
+    which is told once.
 
     W&B's processes work 10 us for each value, and share processors with the training where those are few: at this rate, 0.2% of one for
     each kind.
