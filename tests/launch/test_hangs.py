@@ -168,3 +168,27 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(data: Path, tmp_path: Path) -
             hit(signal.SIGCONT, pid)
         assert started.ended(60) == 0, started.output
     assert not RunDirectory(run_dir).hang_file(1).exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_nodes_without_a_common_disk_tell_each_other_by_the_store(data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    environ = {**ENVIRON, "FAULT": "loader:1:3", "FAULT_TIME": str(tmp_path / "moment"), "APART": "1"}
+    (torchrun, port, number, *rest) = command("torchrun", DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}",
+                                              f"monitor.hang_seconds={LIMIT}", ranks=1)
+    places = [tmp_path / f"node-{node}" for node in range(2)]
+    for place in places:
+        place.mkdir()
+    argvs = [[torchrun, port, number, "--master_addr", "127.0.0.1", "--nnodes", "2", "--node_rank", str(node), *rest] for node in range(2)]
+    with (Started(argvs[1], run_dir, cwd=places[1], environ=environ) as other,
+          Started(argvs[0], run_dir, cwd=places[0], environ=environ) as first):
+        assert first.ended(90) == 1, first.output
+        assert other.ended(40) == 1, other.output
+        first.gone(15)
+    folder = RunDirectory(run_dir).attempt_folder(1)
+    assert sorted(file.name for file in (folder / "hang-1").iterdir()) == ["asked.json", "rank-1.json"]
+    assert not (folder / "hang-0" / "rank-1.json").exists()
+    text = (folder / "hang.txt").read_text()
+    assert "cause:     rank 1 is waiting for samples, and the others wait for it" in text
+    assert "rank 1, thread data-stream" in text, "its stacks have come over"
