@@ -41,7 +41,7 @@ ONLY_IN = {
 }
 TORCH_FREE = (
     "toolkit.errors", "toolkit.progress", "toolkit.files", "toolkit.config.compose", "toolkit.layout.axes", "toolkit.families",
-    "toolkit.plan.make", "toolkit.rundir",
+    "toolkit.plan.make", "toolkit.rundir", "toolkit.monitor.apart", "toolkit.monitor.wandb",
 )
 
 
