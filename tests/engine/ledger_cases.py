@@ -48,7 +48,6 @@ from toolkit.train.task import Task, text_task
 
 WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not looked at
 SHARE = 0.2  # a delay's of a step
-ASLEEP = 0.12  # seconds of forward and of backward in each step with delays: long steps in which little is computed
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,8 @@ class Measured:
 class Delays:
     """``seconds`` is a share of the slowest rank's step, the same on all ranks; where they are counted only, it is one."""
 
-    def __init__(self, script: Sequence[str | None], counted: Counted | None = None) -> None:
-        self.script, self._counted = tuple(script), counted
-        self._asleep = ASLEEP if any(script) and counted is None else 0.0
+    def __init__(self, script: Sequence[str | None], counted: Counted | None = None, asleep: float = 0.0) -> None:
+        self.script, self._counted, self._asleep = tuple(script), counted, asleep
         self.now: str | None = None
         self.seconds = 0.0
         self._struck = False
@@ -185,7 +183,7 @@ def stream(plan: RunPlan, data_rank: int, delays: Delays) -> Iterator[list[np.nd
 
 
 def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), repeats: int = 0, *, recorded: bool = True,
-            replaced: bool = True, around: bool = False, counted: bool = False) -> Measured:
+            replaced: bool = True, around: bool = False, counted: bool = False, asleep: float = 0.0) -> Measured:
     """A run of ``CLEAN`` steps without delays, then ``repeats`` times one without and one of each of ``delayed``.
 
     Args:
@@ -193,9 +191,10 @@ def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), r
         replaced: whether the collectives' methods are; the control is False.
         around: evaluate and save after each step.
         counted: delays are not waited for; nothing else takes time.
+        asleep: seconds of forward and of backward in each step: long steps in which little is computed.
     """
     clock = Counted() if counted else None
-    delays = Delays([*[None] * CLEAN, *[None, *delayed] * repeats], clock)
+    delays = Delays([*[None] * CLEAN, *[None, *delayed] * repeats], clock, asleep)
     plan.config.train.steps = len(delays.script)
     recorder = StepRecorder(clock or HostClock(), pipelined=plan.axes.pipeline > 1)
     telling = {"recorder": recorder} if recorded else {}
@@ -317,8 +316,8 @@ def bubble(rank: int, ranks: int, plan: RunPlan, seconds: float, steps: int) -> 
             norm = next(module for module in model.modules() if "Norm" in type(module).__name__)
             norm.register_forward_hook(_sleeping(seconds))
         delays = Delays([None] * steps)
-        train(plan, engine, task, stream(plan, 0, delays), TrainState(), Hooks(recorder=recorder), agreeing(ranks, delays),
-              recorder=recorder)
+        samples = stream(plan, plan.axes.coordinates(rank).data, delays)
+        train(plan, engine, task, samples, TrainState(), Hooks(recorder=recorder), agreeing(ranks, delays), recorder=recorder)
         engine.close()
     return [found.parts[BUBBLE] / (found.parts[FORWARD] + found.parts[BACKWARD]) for found in recorder.taken()[2:]]
 
