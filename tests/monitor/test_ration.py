@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from toolkit.monitor.ration import BURST, VALUES_PER_SECOND, RationedSink
 from toolkit.monitor.sink import Kind, NullSink, Row
+from toolkit.monitor.sinks.ration import BURST, VALUES_PER_SECOND, RationedSink
 
 
 class Kept(NullSink):

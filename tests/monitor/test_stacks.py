@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from toolkit.monitor.stacks import (
+from toolkit.monitor.hangs.stacks import (
     GONE,
     SAMPLES,
     Frame,

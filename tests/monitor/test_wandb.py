@@ -20,11 +20,11 @@ from tests.monitor.wandb_file import alerts, configuration, exit_code, history, 
 from tests.monitor.wandb_process import without_network
 from toolkit.config.schema import EngineName, RunSection, WandbMode
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.apart import NICE
-from toolkit.monitor.jsonl import read_rows
-from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind, Sink
-from toolkit.monitor.wandb import WandbSink, part
+from toolkit.monitor.sinks.apart import NICE
+from toolkit.monitor.sinks.jsonl import read_rows
+from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.monitor.sinks.wandb import WandbSink, part
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rundir import RunDirectory
@@ -247,10 +247,10 @@ from pathlib import Path
 import psutil
 from tests.monitor.wandb_process import without_network
 from toolkit.config.schema import WandbMode
-from toolkit.monitor.apart import ProcessSink
-from toolkit.monitor.queued import QueuedSink
+from toolkit.monitor.sinks.apart import ProcessSink
+from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind
-from toolkit.monitor.wandb import part
+from toolkit.monitor.sinks.wandb import part
 
 folder = Path(sys.argv[1])
 arguments = dict(part=part(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=WandbMode.offline, project="p", entity=None, group="g",

@@ -28,8 +28,8 @@ from toolkit.engine.local import LocalEngine
 from toolkit.engine.protocol import StepResult
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.parts import communication
+from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, RunPlan, World

@@ -17,8 +17,8 @@ from tests.monitor.fake_nvml import FakeGpu, FakeNvml
 from toolkit.config.schema import EngineName, EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
 from toolkit.data.stdlib import ensure
 from toolkit.errors import ExitCode
-from toolkit.monitor.jsonl import read_rows
-from toolkit.monitor.sampler import PATIENCE_SECONDS
+from toolkit.monitor.sinks.jsonl import read_rows
+from toolkit.monitor.system.sampler import PATIENCE_SECONDS
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World

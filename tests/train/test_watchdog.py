@@ -20,8 +20,8 @@ from tests.train.fakes import step_done
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.calls import Call
+from toolkit.monitor.hangs.stacks import ProcessId, process_state, this_process
 from toolkit.monitor.sink import NullSink
-from toolkit.monitor.stacks import ProcessId, process_state, this_process
 from toolkit.rundir import RunDirectory, RunState, Status
 from toolkit.train import watchdog as module
 from toolkit.train.mailbox import Mailbox

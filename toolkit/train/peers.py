@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from toolkit.monitor.calls import Call
-from toolkit.monitor.stacks import ProcessId, this_process
+from toolkit.monitor.hangs.stacks import ProcessId, this_process
 
 if TYPE_CHECKING:
     from torch.distributed import Store

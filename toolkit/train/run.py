@@ -16,10 +16,10 @@ from toolkit.data.open import open_data
 from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine
 from toolkit.errors import ExitCode
-from toolkit.monitor.console import say
-from toolkit.monitor.jsonl import last_row, read_rows
 from toolkit.monitor.plots import loss_curve
 from toolkit.monitor.sink import Sink, tell
+from toolkit.monitor.sinks.console import say
+from toolkit.monitor.sinks.jsonl import last_row, read_rows
 from toolkit.monitor.throughput import Course, Spent, spent
 from toolkit.plan.flops import without_utilisation
 from toolkit.plan.types import Device, RunPlan

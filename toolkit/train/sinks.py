@@ -15,14 +15,14 @@ from typing import Any
 from toolkit.config.schema import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.files import write_whole
-from toolkit.monitor import facts
-from toolkit.monitor.apart import CLOSE_SECONDS, ProcessSink
-from toolkit.monitor.console import AlertLines, ConsoleSink
-from toolkit.monitor.jsonl import JsonlSink
-from toolkit.monitor.queued import QueuedSink
-from toolkit.monitor.ration import RationedSink
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, OnlyKinds, Sink, tell
-from toolkit.monitor.wandb import WandbSink, part, run_id
+from toolkit.monitor.sinks import facts
+from toolkit.monitor.sinks.apart import CLOSE_SECONDS, ProcessSink
+from toolkit.monitor.sinks.console import AlertLines, ConsoleSink
+from toolkit.monitor.sinks.jsonl import JsonlSink
+from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.monitor.sinks.ration import RationedSink
+from toolkit.monitor.sinks.wandb import WandbSink, part, run_id
 from toolkit.plan.types import RunPlan
 from toolkit.progress import Progress
 from toolkit.rundir import RunDirectory

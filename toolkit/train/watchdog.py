@@ -22,14 +22,14 @@ from pathlib import Path
 
 from toolkit.engine.collectives import last_calls, tell_each
 from toolkit.errors import ExitCode, UserError
-from toolkit.monitor import hang, hang_text, stacks
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.calls import Call, from_flight_recorder
-from toolkit.monitor.hang_reports import Found, Neighbour, Report, call_words, found_of
+from toolkit.monitor.hangs import diagnosis, hang_text, stacks
+from toolkit.monitor.hangs.reports import Found, Neighbour, Report, call_words, found_of
+from toolkit.monitor.hangs.stacks import ProcessId
 from toolkit.monitor.parts import UNEXPLAINED
 from toolkit.monitor.recorder import StepRecorder
 from toolkit.monitor.sink import Row, Sink
-from toolkit.monitor.stacks import ProcessId
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir import RunDirectory, RunState
 from toolkit.train import peers
@@ -150,7 +150,7 @@ class Watchdog(Progress):
         reports = self._collect(FAILURE, own, with_it, FAILURE_SECONDS)
         reports |= {rank: word for rank in with_it if rank not in reports and (word := self._last_word(rank, call)) is not None}
         found = found_of(reports, self._processes, {}, asked=(self._rank, *with_it))
-        said = hang.mismatch(found)
+        said = diagnosis.mismatch(found)
         if said is not None:
             error.add_note(f"{said.cause} ({said.evidence})")
             self._try(lambda: self._write_report(said, found, f"Rank {self._rank} failed after {own.last}: {words}"))
@@ -240,7 +240,7 @@ class Watchdog(Progress):
 
     def _conclude(self, own: Report) -> None:
         found = self._found(self._collect(HANG, own, range(len(self._processes)), COLLECT_SECONDS if self._rank == 0 else self._pause))
-        said = hang.diagnose(found)
+        said = diagnosis.diagnose(found)
         head = (f"No progress for {own.idle:.0f} s after {own.last} (monitor.hang_seconds={self._steady_limit:g}); told by "
                 f"rank {self._rank} at {time.strftime('%Y-%m-%d %H:%M:%S')}.")
         file = self._directory.hang_file(self._attempt)
@@ -259,7 +259,7 @@ class Watchdog(Progress):
         else:
             self._try(lambda: append(self._directory.alerts_file, alert.row()))
 
-    def _write_report(self, said: hang.Diagnosis, found: Found, head: str) -> None:
+    def _write_report(self, said: diagnosis.Diagnosis, found: Found, head: str) -> None:
         write(self._directory.hang_file(self._attempt), hang_text.report_text(said, found, head, linecache.getline))
 
     def _at_last(self) -> None:

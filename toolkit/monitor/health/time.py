@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.detector import LASTING, LEAST_SECONDS, OF_STEPS, Detector, SizeOfStep, WarmUp, per_cent, seconds
+from toolkit.monitor.health.detector import LASTING, LEAST_SECONDS, OF_STEPS, Detector, SizeOfStep, WarmUp, per_cent, seconds
+from toolkit.monitor.health.robust import Best, Lasting
 from toolkit.monitor.parts import BUBBLE, CHECKPOINT, COMMUNICATION, DATA, EVALUATION
-from toolkit.monitor.robust import Best, Lasting
 from toolkit.monitor.sink import Kind, Row
 
 LONG = 200  # steps that are looked at for what comes now and then

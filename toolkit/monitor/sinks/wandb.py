@@ -15,8 +15,8 @@ from typing import Any
 from toolkit.config.schema import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Level
-from toolkit.monitor.columns import STEP, columns
 from toolkit.monitor.sink import Kind, NullSink, Row
+from toolkit.monitor.sinks.columns import STEP, columns
 
 START_SECONDS = 90.0
 UPLOAD_SECONDS = 45.0  # at the end; what is left then is on the disk, for `wandb sync`

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from toolkit.monitor.queued import size
 from toolkit.monitor.sink import Kind, Row, Sink, tell
+from toolkit.monitor.sinks.queued import size
 
 VALUES_PER_SECOND = 200.0
 BURST = 5000.0  # values: the first hundred steps and more of any run go through whole

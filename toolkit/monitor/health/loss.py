@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.detector import Detector
-from toolkit.monitor.robust import noise
+from toolkit.monitor.health.detector import Detector
+from toolkit.monitor.health.robust import noise
 from toolkit.monitor.sink import Kind, Row
 
 BEFORE = 50  # steps whose noise a value is compared with
