@@ -70,8 +70,7 @@ class Watch:
 
 
 @contextmanager
-def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, *, rank: int, local_rank: int,
-             attempt: int) -> Iterator[Watch]:
+def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, *, rank: int, attempt: int) -> Iterator[Watch]:
     """From before the engine is built until the run is over, whatever ends it."""
     monitor, attempt_folder = plan.config.monitor, directory.attempt_folder(attempt)
     recorder: Recorder = UNRECORDED

@@ -79,7 +79,7 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         ended = stack.enter_context(closed_with_code(sink))
 
         task = text_task(plan, end_of_text(plan, reads)) if reads.records is None else vision_task(plan, reads.records)
-        watch = stack.enter_context(watching(plan, directory, sink, ask, rank=rank, local_rank=local_rank, attempt=attempt))
+        watch = stack.enter_context(watching(plan, directory, sink, ask, rank=rank, attempt=attempt))
         engine = build_engine(plan, task, rank=rank, local_rank=local_rank, recorder=watch.recorder)
         watch.progress.beat("building the engine")
         engine.load(beginning.reader)
