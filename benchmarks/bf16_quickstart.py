@@ -31,7 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from toolkit.monitor.jsonl import read_rows
+from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.progress import Progress
 from toolkit.rundir import RunDirectory
 

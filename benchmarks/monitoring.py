@@ -7,7 +7,8 @@ Jobs are alive at once and take turns of a few steps (benchmarks/sides/turns.py)
 their processes: what a sampler, W&B or a watchdog does falls into the turns of its own job, however late it is with it. A turn's figure is
 the mean of its steps from hook to hook, so that what happens every few steps or seconds is in it; a pair's is the ratio of two turns
 of one round, and a comparison's the median over pairs with bounds from the bootstrap (Efron, 1979), each of 95% alone. ``total`` is
-the ratio of all time, with what is so rare that no median has it.
+the ratio of all time, with what is so rare that no median has it, and ``cpu`` that of the processor time of all processes, which sees
+work on cores that training does not use, and noise of other programs hardly.
 
 On two ranks, one a core, the jobs are:
 
@@ -78,6 +79,10 @@ class StoppingJob(Job):
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
 
+    def cpu_seconds(self) -> float:
+        """Of all its processes so far; one that ends counts no more."""
+        return sum(map(cpu_seconds, family(self._process.pid)))
+
     def __exit__(self, *error: object) -> None:
         self._signal(signal.SIGCONT)
         super().__exit__(*error)
@@ -97,6 +102,15 @@ def family(process: int) -> Iterator[int]:
                 yield from family(int(child))
 
 
+def cpu_seconds(process: int) -> float:
+    """User and system time, to a hundredth of a second: fields 14 and 15 of proc(5)'s stat, after the name, which may have spaces."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def compare(jobs: Sequence[StoppingJob], pairs: int) -> tuple[dict[str, Any], dict[str, float]]:
     """Each job against the first: by name, and seconds a step of each."""
     for job in jobs:
@@ -107,12 +121,15 @@ def compare(jobs: Sequence[StoppingJob], pairs: int) -> tuple[dict[str, Any], di
     for job in [*jobs] * (WARM_UP_BLOCKS - 1):
         job.block()
     seconds: dict[str, list[float]] = {job.name: [] for job in jobs}
+    before = {job.name: job.cpu_seconds() for job in jobs}
     for pair in range(pairs):
         for job in jobs if pair % 2 == 0 else reversed(jobs):
             seconds[job.name].append(statistics.fmean(job.block()))
     first, *others = jobs
     steps = {name: statistics.median(values) for name, values in seconds.items()}
-    return {job.name: against(seconds[job.name], seconds[first.name]) for job in others}, steps
+    used = {job.name: job.cpu_seconds() - before[job.name] for job in jobs}
+    rows = {job.name: {**against(seconds[job.name], seconds[first.name]), "cpu": used[job.name] / used[first.name]} for job in others}
+    return rows, steps
 
 
 def against(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
@@ -136,7 +153,8 @@ def comparison(words: Sequence[str], jobs: Mapping[str, Mapping[str, Any]], rank
         ratios, seconds = compare(made, given.pairs)
     for name, row in ratios.items():
         print(f"{name:>7} over off on {ranks} rank{'s' if ranks > 1 else ''}: {row['ratio']:.4f} [{row['lower_95']:.4f}, "
-              f"{row['upper_95']:.4f}], in all {row['total']:.4f}; {seconds['off'] * 1e3:.0f} ms a step", flush=True)
+              f"{row['upper_95']:.4f}], in all {row['total']:.4f}, processor time {row['cpu']:.4f}; "
+              f"{seconds['off'] * 1e3:.0f} ms a step", flush=True)
     return {"ranks": ranks, "step_seconds": seconds, "over_off": ratios}
 
 

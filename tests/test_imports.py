@@ -33,8 +33,8 @@ CLUSTER_USES = {"errors", "progress", "files", "config", "layout", "families", "
 ONLY_IN = {
     "deepspeed": ("toolkit/engine/", "toolkit/testing/"),
     "megatron": ("toolkit/engine/", "toolkit/models/"),
-    "wandb": ("toolkit/monitor/wandb.py",),
-    "pynvml": ("toolkit/cluster/", "toolkit/monitor/gpu.py"),
+    "wandb": ("toolkit/monitor/sinks/wandb.py",),
+    "pynvml": ("toolkit/cluster/", "toolkit/monitor/system/gpu.py"),
     "obstore": ("toolkit/data/storage.py",),
     "omegaconf": ("toolkit/config/",),
     "hydra": ("toolkit/config/",),
@@ -42,6 +42,7 @@ ONLY_IN = {
 TORCH_FREE = (
     "toolkit.errors", "toolkit.progress", "toolkit.files", "toolkit.config.compose", "toolkit.layout.axes", "toolkit.families",
     "toolkit.plan.make", "toolkit.rundir", "toolkit.cluster.submission", "toolkit.cluster.backends.slurm", "toolkit.cluster.requeue",
+    "toolkit.monitor.sinks.apart", "toolkit.monitor.sinks.wandb",
 )
 
 

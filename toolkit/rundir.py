@@ -11,7 +11,7 @@
     fork.json                                  the parent, in a run that began from another one's state
     lock                                       held while a process runs here
 
-Only rank 0, or the parent that starts the ranks, writes; and each node's first rank what is of its node.
+Only rank 0, or the parent that starts the ranks, writes; and each node's first rank what is of its node; and whichever rank reports a hang.
 """
 
 from __future__ import annotations

@@ -75,12 +75,13 @@ def test_what_reads_a_file_whole_is_seen_to_grow(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", CHORES)
 def test_resident_memory_does_not_grow(tmp_path: Path, name: str) -> None:
-    """Masters of 32, 128 and 512 MiB and their weights, by two workers, of which each may take 128 MB."""
+    """Masters of 32, 128 and 512 MiB and their weights, by two workers, of which each may take 128 MB. The smallest is done before both
+    have filled their rooms: that it takes no more is all that can be said of it."""
     found = []
     for rows in (2**15, 2**17, 2**19):
         folder = checkpoints(tmp_path / f"{rows}", rows)
         command = [sys.executable, "-m", "tests.checkpoint.chores", name, str(folder)]
         found.append(int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout))
     print(name, [f"{numbytes / 2**20:.0f} MiB" for numbytes in found])
-    assert max(found) < 1.1 * found[0] + 8 * 2**20, found
+    assert max(found) < 1.1 * found[1] + 8 * 2**20, found
     assert max(found) < 2 * 128e6, found

@@ -196,3 +196,13 @@ def test_a_cpu_run_hides_the_gpus_it_was_told_to_leave() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "0,1"}
     set_defaults(environ, Launch(), World(ranks=1, ranks_per_node=1, device=Device.CPU), EIGHT_H100, None)
     assert environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_on_gpus_collectives_are_remembered_for_the_report_of_a_hang() -> None:
+    world = World(ranks=8, ranks_per_node=8, device=Device.CUDA)
+    environ: dict[str, str] = {}
+    set_defaults(environ, Launch(), world, EIGHT_H100, None)
+    assert environ["TORCH_FR_BUFFER_SIZE"] == "2000"
+    environ = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}
+    set_defaults(environ, Launch(), world, EIGHT_H100, None)
+    assert "TORCH_FR_BUFFER_SIZE" not in environ, "the older name stays in force"

@@ -48,7 +48,6 @@ from toolkit.train.task import Task, text_task
 
 WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not looked at
 SHARE = 0.2  # a delay's of a step
-ASLEEP = 0.08  # seconds of forward and of backward in each step with delays: long steps in which little is computed
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class Measured:
     losses: tuple[float, ...]
 
     def values(self, part: str, delayed: str | None) -> list[float]:
-        """Seconds of ``part`` in the steps of this delay, after the warm-up."""
-        pairs = list(zip(self.times, self.delayed, strict=True))[WARM_UP:]
+        """Seconds of ``part`` in the steps of this delay, as many for each."""
+        pairs = list(zip(self.times, self.delayed, strict=True))[CLEAN:]
         return [found.parts.get(part, 0.0) for found, name in pairs if name == delayed]
 
     def landed(self, part: str, delayed: str | None = None) -> float:
@@ -74,16 +73,12 @@ class Measured:
         clean = [found for found, name in zip(self.times, self.delayed, strict=True) if name is None][WARM_UP:]
         return statistics.median(found.parts.get(UNEXPLAINED, 0.0) / found.wall for found in clean)
 
-    def median(self, part: str) -> float:
-        return statistics.median(self.values(part, None))
-
 
 class Delays:
     """``seconds`` is a share of the slowest rank's step, the same on all ranks; where they are counted only, it is one."""
 
-    def __init__(self, script: Sequence[str | None], counted: Counted | None = None) -> None:
-        self.script, self._counted = tuple(script), counted
-        self._asleep = ASLEEP if any(script) and counted is None else 0.0
+    def __init__(self, script: Sequence[str | None], counted: Counted | None = None, asleep: float = 0.0) -> None:
+        self.script, self._counted, self._asleep = tuple(script), counted, asleep
         self.now: str | None = None
         self.seconds = 0.0
         self._struck = False
@@ -188,7 +183,7 @@ def stream(plan: RunPlan, data_rank: int, delays: Delays) -> Iterator[list[np.nd
 
 
 def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), repeats: int = 0, *, recorded: bool = True,
-            replaced: bool = True, around: bool = False, counted: bool = False) -> Measured:
+            replaced: bool = True, around: bool = False, counted: bool = False, asleep: float = 0.0) -> Measured:
     """A run of ``CLEAN`` steps without delays, then ``repeats`` times one without and one of each of ``delayed``.
 
     Args:
@@ -196,9 +191,10 @@ def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), r
         replaced: whether the collectives' methods are; the control is False.
         around: evaluate and save after each step.
         counted: delays are not waited for; nothing else takes time.
+        asleep: seconds of forward and of backward in each step: long steps in which little is computed.
     """
     clock = Counted() if counted else None
-    delays = Delays([*[None] * CLEAN, *[None, *delayed] * repeats], clock)
+    delays = Delays([*[None] * CLEAN, *[None, *delayed] * repeats], clock, asleep)
     plan.config.train.steps = len(delays.script)
     recorder = StepRecorder(clock or HostClock(), pipelined=plan.axes.pipeline > 1)
     telling = {"recorder": recorder} if recorded else {}
@@ -320,8 +316,8 @@ def bubble(rank: int, ranks: int, plan: RunPlan, seconds: float, steps: int) -> 
             norm = next(module for module in model.modules() if "Norm" in type(module).__name__)
             norm.register_forward_hook(_sleeping(seconds))
         delays = Delays([None] * steps)
-        train(plan, engine, task, stream(plan, 0, delays), TrainState(), Hooks(recorder=recorder), agreeing(ranks, delays),
-              recorder=recorder)
+        samples = stream(plan, plan.axes.coordinates(rank).data, delays)
+        train(plan, engine, task, samples, TrainState(), Hooks(recorder=recorder), agreeing(ranks, delays), recorder=recorder)
         engine.close()
     return [found.parts[BUBBLE] / (found.parts[FORWARD] + found.parts[BACKWARD]) for found in recorder.taken()[2:]]
 

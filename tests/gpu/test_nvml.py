@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.monitor import gpu as nvml_gpus
-from toolkit.monitor.gpu import Gpus, XidEvents
-from toolkit.monitor.sampler import GpuSource, Sampler, Source
+from toolkit.monitor.system import gpu as nvml_gpus
+from toolkit.monitor.system.gpu import Gpus, XidEvents
+from toolkit.monitor.system.sampler import GpuSource, Sampler, Source
 
 pytestmark = pytest.mark.gpu
 

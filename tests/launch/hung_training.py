@@ -3,7 +3,8 @@
     FAULT=skip:1:3 python tests/launch/hung_training.py ...
 
 ``FAULT`` is KIND:RANK:STEP, steps counted from 0; when it happens is written to the file that ``FAULT_TIME`` names. ``slow:ALL:SECONDS``
-is no fault: each step, each batch of an evaluation and each save takes so long. Without ``FAULT`` it is ``launch/train.py``.
+is no fault: each step, each batch of an evaluation and each save takes so long. With ``APART`` ranks do not see each other's files. Without
+either it is ``launch/train.py``.
 """
 
 from __future__ import annotations
@@ -94,9 +95,15 @@ def without_samples(kind: str, rank: str, step: int) -> None:
         _Buffer.fill = dead  # type: ignore[method-assign]
 
 
-def slow(seconds: float) -> None:
-    from toolkit.checkpoint.store import CheckpointStore
+def apart() -> None:
+    """Each rank sees only its own words, as on nodes without a common disk."""
+    from toolkit.rundir import RunDirectory
 
+    own = f"hang-{os.environ.get('RANK')}"
+    RunDirectory.hang_folder = lambda self, attempt: self.attempt_folder(attempt) / own  # type: ignore[method-assign]
+
+
+def slow(seconds: float) -> None:
     import toolkit.train.run as training
 
     build = training.build_engine
@@ -114,12 +121,14 @@ def slow(seconds: float) -> None:
         return engine
 
     training.build_engine = build_engine
-    CheckpointStore.save = slowly(CheckpointStore.save)  # type: ignore[method-assign]
+    training.CheckpointStore.save = slowly(training.CheckpointStore.save)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     sys.argv[0] = str(Path(__file__).resolve())  # our parent starts the ranks with it
     sys.path.insert(0, str(ROOT))
+    if os.environ.get("APART"):
+        apart()
     if fault := os.environ.get("FAULT"):
         kind, rank, step = fault.split(":")
         if kind == "slow":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.detector import Detector
+from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.parts import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, LOGGING, OPTIMIZER, UNEXPLAINED, communication
 from toolkit.monitor.sink import Kind
 

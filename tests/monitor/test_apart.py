@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from toolkit.monitor.apart import NICE, ProcessEnded, ProcessSink
-from toolkit.monitor.jsonl import JsonlSink, read_rows
-from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind, Row, Sink
+from toolkit.monitor.sinks.apart import NICE, ProcessEnded, ProcessSink
+from toolkit.monitor.sinks.jsonl import JsonlSink, read_rows
+from toolkit.monitor.sinks.queued import QueuedSink
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,7 +116,7 @@ SERVED = """
 import sys, time
 from pathlib import Path
 from tests.monitor.test_apart import There
-from toolkit.monitor.apart import ProcessSink
+from toolkit.monitor.sinks.apart import ProcessSink
 from toolkit.monitor.sink import Kind
 
 sink = ProcessSink(There, {"file": Path(sys.argv[1])}, "there", close_seconds=float(sys.argv[2]))

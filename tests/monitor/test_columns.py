@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.monitor.columns import columns
 from toolkit.monitor.sink import Kind
+from toolkit.monitor.sinks.columns import columns
 
 
 @pytest.mark.parametrize(("kind", "row", "expected"), [

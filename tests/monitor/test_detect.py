@@ -15,11 +15,11 @@ import pytest
 from tests.monitor.made_rows import EVAL, GIB, RANKS, SAVE, STEP_SECONDS, Fault, Step, alerts_of, steps_of
 from toolkit.config.schema import Cadence, RunConfig
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.detect import detectors, faster_data
-from toolkit.monitor.detect_loss import LOSS, Jump, LossScale, NonFinite, Validation
-from toolkit.monitor.detect_saving import LateCheckpoint, SlowCheckpoint, best_interval
-from toolkit.monitor.detect_time import Pauses, Straggler
-from toolkit.monitor.detector import Detector
+from toolkit.monitor.health.detector import Detector
+from toolkit.monitor.health.detectors import detectors, faster_data
+from toolkit.monitor.health.loss import LOSS, Jump, LossScale, NonFinite, Validation
+from toolkit.monitor.health.saving import LateCheckpoint, SlowCheckpoint, best_interval
+from toolkit.monitor.health.time import Pauses, Straggler
 from toolkit.monitor.parts import BACKWARD, DATA, FORWARD, communication
 from toolkit.monitor.sink import Kind
 from toolkit.plan.types import RunPlan
@@ -108,7 +108,7 @@ def diverging(step: Step, random: np.random.Generator) -> None:
 
 
 def gradient_spike(step: Step, random: np.random.Generator) -> None:
-    step.grad_norm *= 40.0 if step.number == SINCE else 1.0
+    step.grad_norm *= 100.0 if step.number == SINCE else 1.0
 
 
 def host_leak(step: Step, random: np.random.Generator) -> None:

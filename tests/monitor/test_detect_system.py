@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from toolkit.monitor import detect_system
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.creep import GROWN_SHARE, POINTS, SCALES, Creep, growth
-from toolkit.monitor.detect_system import LASTING, SILENT_SECONDS, NodeDetector
+from toolkit.monitor.health import nodes
+from toolkit.monitor.health.creep import GROWN_SHARE, POINTS, SCALES, Creep, growth
+from toolkit.monitor.health.nodes import LASTING, SILENT_SECONDS, NodeDetector
 
 GB = 10**9
 GPUS = 8
@@ -181,12 +181,12 @@ def test_a_lost_gpu_is_told_once() -> None:
     (63, "remapped at the next reset", Level.WARNING), (94, "contained", Level.ERROR), (119, "did not answer", Level.ERROR),
     (777, "not in this toolkit's table", Level.ERROR)])
 def test_an_xid_is_told_in_words(number: int, words: str, level: Level) -> None:
-    alert = detect_system.xid(number, 5, 2, 1234)
+    alert = nodes.xid(number, 5, 2, 1234)
     assert (alert.name, alert.where, alert.step, alert.level) == ("gpu-xid", "node 2, GPU 5", 1234, level)
     assert f"XID {number} on GPU 5 of node 2" in alert.cause
     assert words in alert.cause
-    assert detect_system.xid(number, None, 2, 0).where == "node 2"
-    assert "INDEX" not in detect_system.xid(number, 5, 2, 0, "GPU-5").next_step
+    assert nodes.xid(number, None, 2, 0).where == "node 2"
+    assert "INDEX" not in nodes.xid(number, 5, 2, 0, "GPU-5").next_step
 
 
 def test_memory_that_is_nearly_full_is_told_with_the_limit_that_holds() -> None:
@@ -249,7 +249,7 @@ def test_loading_a_model_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
         row["rank/11/private_bytes"] += 5 * GB * min(number, 60)
 
     assert alerts(120, load) == []
-    monkeypatch.setattr(detect_system, "UNDER_WAY", 0)
+    monkeypatch.setattr(nodes, "UNDER_WAY", 0)
     assert {alert.name for _, alert in alerts(120, load)} == {"host-memory-creep"}, "the control: it would be taken for one"
 
 

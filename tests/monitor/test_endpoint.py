@@ -22,10 +22,10 @@ import pytest
 
 from toolkit.config.schema import WandbMode
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.apart import ProcessSink
-from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Sink
-from toolkit.monitor.wandb import WandbSink, part
+from toolkit.monitor.sinks.apart import ProcessSink
+from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.monitor.sinks.wandb import WandbSink, part
 
 STEPS, STEP_SECONDS = 100, 0.02
 START_SECONDS, CLOSE_SECONDS = 1.5, 4.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import toolkit
-from toolkit.monitor import facts
+from toolkit.monitor.sinks import facts
 
 
 def git(folder: Path, *arguments: str) -> str:

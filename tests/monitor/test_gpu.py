@@ -15,10 +15,10 @@ import pytest
 
 from tests.monitor.fake_nvml import GIB, FakeGpu, FakeNvml
 from tests.train.fakes import FakeClock
-from toolkit.monitor import gpu as gpu_module
-from toolkit.monitor import gpu_measures
-from toolkit.monitor.gpu import Gpus, XidEvents, find_cards, open_gpus
-from toolkit.monitor.gpu_codes import HARMFUL, REASONS, XIDS, is_harmful, reasons_of, xid_of
+from toolkit.monitor.system import gpu as gpu_module
+from toolkit.monitor.system import gpu_measures
+from toolkit.monitor.system.gpu import Gpus, XidEvents, find_cards, open_gpus
+from toolkit.monitor.system.gpu_codes import HARMFUL, REASONS, XIDS, is_harmful, reasons_of, xid_of
 
 HOPPER = {
     "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-00000000-0000-0000-0000-000000000000", "utilization_percent": 97,
@@ -73,7 +73,7 @@ def test_an_older_gpu_and_driver_have_what_they_have(caplog: pytest.LogCaptureFi
         "nvmlDeviceGetRemappedRows": pynvml.NVML_ERROR_NOT_SUPPORTED, "nvmlDeviceGetPowerUsage": pynvml.NVML_ERROR_NOT_SUPPORTED})
     nvml = FakeNvml([old])
     gpus = opened(nvml)
-    with caplog.at_level("DEBUG", logger="toolkit.monitor.gpu"):
+    with caplog.at_level("DEBUG", logger="toolkit.monitor.system.gpu"):
         gpus.read()
         old.fields[tx] = 1000 + 2000  # KiB
         gpus._clock.now += 10  # type: ignore[attr-defined]

@@ -12,10 +12,10 @@ import pytest
 
 from toolkit.monitor.alert import Level
 from toolkit.monitor.calls import Call, from_flight_recorder
-from toolkit.monitor.hang import diagnose, mismatch
-from toolkit.monitor.hang_reports import Found, Neighbour, Report, found_of, ordinal, ranks_named
-from toolkit.monitor.hang_text import MOST_STACKS, report_text
-from toolkit.monitor.stacks import Frame, ProcessId, ThreadStack
+from toolkit.monitor.hangs.diagnosis import diagnose, mismatch
+from toolkit.monitor.hangs.hang_text import MOST_STACKS, report_text
+from toolkit.monitor.hangs.reports import Found, Neighbour, Report, found_of, ordinal, ranks_named
+from toolkit.monitor.hangs.stacks import Frame, ProcessId, ThreadStack
 
 AT = 10_000.0
 IDLE = 100.0

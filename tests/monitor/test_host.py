@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from tests.train.fakes import FakeClock
-from toolkit.monitor.figures import COLLECTED_BY_WANDB, Rates, Thrifty, beyond_wandb
-from toolkit.monitor.host import TREE_SECONDS, Host, cgroup_memory, trees
+from toolkit.monitor.system.figures import COLLECTED_BY_WANDB, Rates, Thrifty, beyond_wandb
+from toolkit.monitor.system.host import TREE_SECONDS, Host, cgroup_memory, trees
 
 MIB = 2**20
 ALWAYS = {

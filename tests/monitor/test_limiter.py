@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.limiter import BURST, CALM, FIRST_GAP_SECONDS, LONGEST_GAP_SECONDS, Limiter
+from toolkit.monitor.health.limiter import BURST, CALM, FIRST_GAP_SECONDS, LONGEST_GAP_SECONDS, Limiter
 
 
 def alert(name: str = "data-stall", where: str = "", step: int = 1) -> Alert:

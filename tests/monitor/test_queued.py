@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ExitCode
-from toolkit.monitor.jsonl import JsonlSink, read_rows
-from toolkit.monitor.queued import DROPPED, QueuedSink, size
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
+from toolkit.monitor.sinks.jsonl import JsonlSink, read_rows
+from toolkit.monitor.sinks.queued import DROPPED, QueuedSink, size
 
 
 class Slow(NullSink):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import pytest
 
 from toolkit.monitor.parts import BACKWARD, BUBBLE, CHECKPOINT, DATA, EVALUATION, FORWARD, OPTIMIZER, UNEXPLAINED, communication
-from toolkit.monitor.recorder import KEPT, PIPELINE, Clock, HostClock, StepRecorder, attribute, step_time
+from toolkit.monitor.recorder import KEPT, PIPELINE, UNREAD, Clock, HostClock, StepRecorder, attribute, step_time
 
 TENSOR = communication("tensor")
 
@@ -175,6 +175,17 @@ def test_what_nobody_takes_is_bounded() -> None:
     taken = recorder.taken()
     assert len(taken) == KEPT
     assert taken[-1].step == KEPT + 98
+
+
+def test_marks_that_nobody_takes_are_read_by_the_step() -> None:
+    recorder, clock = started()
+    for step in range(2, 12):
+        for _ in range(UNREAD // 4):
+            with recorder.part(FORWARD):
+                clock.now += 1
+        recorder.next_step(step)
+    assert len(clock.released) > 7 * UNREAD // 2
+    assert [found.parts[FORWARD] for found in recorder.taken()] == [UNREAD // 4] * 10
 
 
 def test_waiting_for_another_stage_is_bubble() -> None:

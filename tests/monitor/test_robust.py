@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from toolkit.monitor.robust import Best, Blocks, Lasting, noise
+from toolkit.monitor.health.robust import Best, Blocks, Lasting, noise
 
 
 def test_noise_is_the_standard_deviation_whatever_the_trend() -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.monitor.fake_nvml import FakeGpu, FakeNvml
-from toolkit.monitor import detect_system
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.detect_system import NodeDetector
-from toolkit.monitor.figures import Figures
-from toolkit.monitor.gpu import XidEvents, open_gpus
-from toolkit.monitor.jsonl import JsonlSink, read_rows
-from toolkit.monitor.sampler import CLOSE_SECONDS, GpuSource, Sampler, Source
+from toolkit.monitor.health import nodes
+from toolkit.monitor.health.nodes import NodeDetector
 from toolkit.monitor.sink import Kind, Row
+from toolkit.monitor.sinks.jsonl import JsonlSink, read_rows
+from toolkit.monitor.system.figures import Figures
+from toolkit.monitor.system.gpu import XidEvents, open_gpus
+from toolkit.monitor.system.sampler import CLOSE_SECONDS, GpuSource, Sampler, Source
 
 EVERY = 0.02
 
@@ -42,7 +42,7 @@ class Node:
         self.nvml = nvml
         self.gpus = GpuSource(
             lambda: open_gpus(nvml, 8, None), lambda gpus: XidEvents(nvml, gpus.cards), say=self.said.append,
-            xid=lambda card, xid: self.alerts.append(detect_system.xid(xid, card and card.place, number, self.sampler.step)))
+            xid=lambda card, xid: self.alerts.append(nodes.xid(xid, card and card.place, number, self.sampler.step)))
         self.sampler = Sampler(
             node=number, seconds=EVERY, tell=self.said.append,
             sources=[Source("host", host, self.said.append), Source("gpu", self.gpus.read, self.said.append, self.gpus.close)],

@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from toolkit.monitor.stacks import (
+from toolkit.monitor.hangs.stacks import (
     GONE,
     SAMPLES,
     Frame,
@@ -113,6 +114,9 @@ def test_this_process_knows_itself() -> None:
     own = this_process("here", 3, 4)
     assert own.pid == os.getpid()
     assert process_state(own) in "RS"
+    assert own.beside(this_process("here", 5, 6))
+    assert not own.beside(this_process("there", 3, 4))
+    assert not own.beside(replace(own, space="pid:[1]")), "its numbers are others"
 
 
 def process_fields(pid: int) -> str:

@@ -14,8 +14,8 @@ import pytest
 
 from tests.plan.cases import CPU, h100s, run_config
 from toolkit.config.schema import BatchRampConfig, Precision
-from toolkit.monitor import jsonl
-from toolkit.monitor.jsonl import last_row
+from toolkit.monitor.sinks import jsonl
+from toolkit.monitor.sinks.jsonl import last_row
 from toolkit.monitor.throughput import Course, Spent, Throughput, spent
 from toolkit.plan import make_plan
 from toolkit.plan.flops import hardware_flops, model_flops, without_utilisation

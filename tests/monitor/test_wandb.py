@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from tests.monitor.wandb_file import alerts, configuration, exit_code, history, run_record, summary
+from tests.monitor.wandb_file import alerts, configuration, exit_code, history, run_record, stats, summary
 from tests.monitor.wandb_process import without_network
 from toolkit.config.schema import EngineName, RunSection, WandbMode
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.apart import NICE
-from toolkit.monitor.jsonl import read_rows
-from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind, Sink
-from toolkit.monitor.wandb import WandbSink, part
+from toolkit.monitor.sinks.apart import NICE
+from toolkit.monitor.sinks.jsonl import read_rows
+from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.monitor.sinks.wandb import WandbSink, part
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rundir import RunDirectory
@@ -106,6 +106,9 @@ def test_two_nodes_offline_are_two_runs_of_one_group(tmp_path: Path, monkeypatch
     assert summary(files[0])["continuation"] == "def main():"
     assert summary(files[0])["train/loss"] == 0.5
     assert [exit_code(file) for file in files] == [0, 75]
+    for node, file in enumerate(files):
+        assert stats(file)
+        assert all(name.endswith(f"/l:node-{node}") for name in stats(file))
 
     directory = RunDirectory(folder)
     assert [row["step"] for row in read_rows(directory.metrics_file)] == [1, 2]
@@ -137,6 +140,10 @@ def test_in_a_shared_run_each_node_adds_itself_and_none_takes_anything_away(tmp_
     assert second["config"].keys() == {"config", "plan", "data", "node-1"}
     assert second["config"]["node-1"] == {"git": None, "environment": {"host": "here"}}
     assert first["group"] == second["group"] == "sweep"
+    for mode in WandbMode.offline, WandbMode.online:
+        groups = {str(sinks.wandb_arguments(plan_of(tmp_path, nodes=nodes, wandb=mode), known, node)["group"])
+                  for nodes in (1, 2) for node in range(nodes)}
+        assert groups == {f"{tmp_path.name}-{plan.identity}"}, "however many nodes a run goes on with"
 
 
 # ---- how W&B is asked, by a module that only remembers
@@ -240,10 +247,10 @@ from pathlib import Path
 import psutil
 from tests.monitor.wandb_process import without_network
 from toolkit.config.schema import WandbMode
-from toolkit.monitor.apart import ProcessSink
-from toolkit.monitor.queued import QueuedSink
+from toolkit.monitor.sinks.apart import ProcessSink
+from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind
-from toolkit.monitor.wandb import part
+from toolkit.monitor.sinks.wandb import part
 
 folder = Path(sys.argv[1])
 arguments = dict(part=part(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=WandbMode.offline, project="p", entity=None, group="g",

@@ -72,3 +72,8 @@ def summary(path: Path) -> dict[str, Any]:
 def exit_code(path: Path) -> int | None:
     """None while nobody has closed the run."""
     return next((record.exit.exit_code for record in records(path) if record.WhichOneof("record_type") == "exit"), None)
+
+
+def stats(path: Path) -> set[str]:
+    """Names of what W&B measures by itself, each with the label of who measured: ``cpu/l:node-0``."""
+    return {item.key for record in records(path) if record.WhichOneof("record_type") == "stats" for item in record.stats.item}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from toolkit.monitor.wandb import WandbSink
+from toolkit.monitor.sinks.wandb import WandbSink
 
 CONNECT = socket.socket.connect
 

@@ -16,8 +16,8 @@ import torch
 
 from tests.train.fakes import FakeClock
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.detector import Detector
-from toolkit.monitor.limiter import FIRST_GAP_SECONDS
+from toolkit.monitor.health.detector import Detector
+from toolkit.monitor.health.limiter import FIRST_GAP_SECONDS
 from toolkit.monitor.sink import Kind, NullSink, Row
 from toolkit.train.health import Alerts, HealthSink, Saves
 from toolkit.train.vitals import Vitals

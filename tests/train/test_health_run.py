@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 import warnings
@@ -27,8 +28,8 @@ from toolkit.engine.local import LocalEngine
 from toolkit.engine.protocol import StepResult
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.parts import communication
+from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, RunPlan, World
@@ -166,8 +167,8 @@ BUSY = 0.02  # share of the time
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "monitor"
-    ensure(folder, 264, root=Path(__file__).resolve().parents[2] / "toolkit" / "monitor")
+    folder = tmp_path_factory.mktemp("data") / "asyncio"
+    ensure(folder, 264, root=Path(asyncio.__file__).parent)
     return folder
 
 

@@ -19,9 +19,9 @@ from tests.train.fakes import FakeClock, FakeEngine, samples, step_done
 from toolkit.checkpoint.online.store import PendingSave
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
-from toolkit.monitor.jsonl import JsonlSink, read_rows
-from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.sink import Kind, Row
+from toolkit.monitor.sinks.jsonl import JsonlSink, read_rows
+from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.throughput import Course, Spent
 from toolkit.plan import make_plan
 from toolkit.plan.flops import flops_per_step

@@ -18,9 +18,9 @@ from toolkit.config.schema import EngineName, EvalConfig, MonitorConfig, RunConf
 from toolkit.data.open import ready_for
 from toolkit.errors import ExitCode
 from toolkit.layout.axes import Axes
-from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.ledger import part_names
 from toolkit.monitor.parts import BACKWARD, DATA, EVALUATION, FORWARD, LOGGING, OPTIMIZER, TRANSFER, communication
+from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, RunPlan, World

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.monitor.calls import Call, from_flight_recorder
-from toolkit.monitor.stacks import process_state
+from toolkit.monitor.hangs.stacks import process_state
 from toolkit.testing.dist import run_ranks
 from toolkit.train import mailbox, peers
 from toolkit.train.mailbox import Mailbox

@@ -15,7 +15,7 @@ from tests.monitor.wandb_process import without_network
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection, WandbMode
 from toolkit.data.stdlib import ensure
 from toolkit.errors import ExitCode
-from toolkit.monitor.jsonl import read_rows
+from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World

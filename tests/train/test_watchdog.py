@@ -20,8 +20,8 @@ from tests.train.fakes import step_done
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.calls import Call
+from toolkit.monitor.hangs.stacks import ProcessId, process_state, this_process
 from toolkit.monitor.sink import NullSink
-from toolkit.monitor.stacks import ProcessId, process_state, this_process
 from toolkit.rundir import RunDirectory, RunState, Status
 from toolkit.train import watchdog as module
 from toolkit.train.mailbox import Mailbox
@@ -114,7 +114,7 @@ def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path, own: Process
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        stopped = ProcessId("here", child.pid, started, 0, 0)
+        stopped = ProcessId("here", child.pid, started, 0, 0, own.space)
         child.send_signal(signal.SIGSTOP)
         while process_state(stopped) != "T":
             time.sleep(0.01)
@@ -129,6 +129,7 @@ def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path, own: Process
         assert end is not None
         assert end.state is RunState.FAILED
         assert ranks.alerts == [], "rank 0's sinks are the ones for that"
+        assert child.wait(5) == -signal.SIGKILL, "it is not left behind"
     finally:
         child.kill()
         child.wait()

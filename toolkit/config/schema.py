@@ -352,7 +352,7 @@ class MonitorConfig:
     """Steps between two comparisons of what ranks should hold equal copies of; 0: none."""
     hang_seconds: int = 600
     """Without progress for so long (a step, a batch of an evaluation, a save) the run is reported as hanging, with every rank's stack,
-    and ends; 0: never. It has to be longer than the first step and a save in the foreground."""
+    and ends; 0: never. It has to be longer than a save in the foreground. Before the first step of a start it is ten minutes at least."""
     profile_step: int | None = None
     """First step of a trace by torch.profiler, in the attempt's folder. Null: none."""
     profile_steps: int = 3

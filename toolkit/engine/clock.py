@@ -18,6 +18,7 @@ class CudaClock(Clock):
 
     def __init__(self) -> None:
         self.stream = torch.cuda.current_stream()
+        self._device = torch.cuda.current_device()
         self._free: deque[torch.cuda.Event] = deque()
 
     def stamp(self) -> torch.cuda.Event:
@@ -29,6 +30,8 @@ class CudaClock(Clock):
         return float(earlier.elapsed_time(later)) / 1e3
 
     def passed(self, stamp: torch.cuda.Event) -> bool:
+        if torch.cuda.current_device() != self._device:  # a new thread is on the first GPU, and asking would take memory there
+            torch.cuda.set_device(self._device)
         return bool(stamp.query())
 
     def release(self, stamps: Iterable[torch.cuda.Event]) -> None:

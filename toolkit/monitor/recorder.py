@@ -21,7 +21,8 @@ from toolkit.monitor.parts import BUBBLE, COMMUNICATION, DATA, UNEXPLAINED, WHOL
 Stamp = Any  # a moment, as its clock has it
 Mark = tuple[str, Stamp]  # from this moment on time belongs to this part
 
-KEPT = 10_000  # steps that may wait to be taken, and as many to be read: some megabytes
+KEPT = 10_000  # steps that may wait to be taken, and as many to be read
+UNREAD = 20_000  # marks that may wait for who takes the steps; beyond, the step's own thread reads them: some megabytes
 PIPELINE = communication(Axis.PIPELINE)
 
 
@@ -134,6 +135,7 @@ class StepRecorder(Recorder):
         self._over: deque[_Over] = deque(maxlen=KEPT)
         self._read: deque[StepTime] = deque(maxlen=KEPT)
         self._reading = threading.Lock()
+        self._made, self._seen = 0, 0  # marks
 
     def part(self, name: str) -> AbstractContextManager[None]:
         found = self._parts.get(name)
@@ -156,9 +158,11 @@ class StepRecorder(Recorder):
         now = self._stamp()
         if self._marks is not None:
             self._over.append(_Over(self._step, self._marks, self._transfers, now))
+            self._made += len(self._marks)
         self._step, self._marks, self._transfers = step, [(self._stack[-1], now)], {}
         self._drains = False
-        self._look()
+        if self._made - self._seen > UNREAD:
+            self._look()
 
     def taken(self) -> list[StepTime]:
         """Steps that are over and were not taken before, of the last ``KEPT`` ones; those that the device has not come by yet come another
@@ -221,6 +225,7 @@ class StepRecorder(Recorder):
         try:
             while self._over and self.clock.passed(self._over[0].end):
                 over = self._over.popleft()
+                self._seen += len(over.marks)
                 self._read.append(step_time(over.step, attribute(over.marks, over.end, self.clock.seconds, over.transfers)))
                 self.clock.release(stamp for _, stamp in over.marks)  # its end is the next one's first mark
         finally:

@@ -21,7 +21,7 @@ class Kind(StrEnum):
     STEP = "step"  # one training step, as all ranks together see it
     EVAL = "eval"  # one evaluation of one set
     LEDGER = "ledger"  # where one step's time went, over all ranks: ``monitor/ledger.py``
-    SYSTEM = "system"  # GPUs and host of one node, one sample: ``monitor/sampler.py``
+    SYSTEM = "system"  # GPUs and host of one node, one sample: ``monitor/system/sampler.py``
     ALERT = "alert"  # ``monitor/alert.py``
 
 

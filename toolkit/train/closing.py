@@ -11,8 +11,8 @@ from toolkit.checkpoint.directory import newest, step_of
 from toolkit.checkpoint.formats.huggingface_target import export
 from toolkit.checkpoint.source import open_source
 from toolkit.models.target import configuration
-from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.sink import Sink
+from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.plan.types import RunPlan
 from toolkit.progress import quantity
 from toolkit.rundir import RunDirectory

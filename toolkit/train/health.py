@@ -10,8 +10,8 @@ from pathlib import Path
 
 from toolkit.checkpoint.directory import step_of
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.detector import Detector
-from toolkit.monitor.limiter import Limiter
+from toolkit.monitor.health.detector import Detector
+from toolkit.monitor.health.limiter import Limiter
 from toolkit.monitor.sink import Kind, NullSink, Row, Sink
 from toolkit.train.hooks import Hook
 

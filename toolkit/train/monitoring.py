@@ -14,13 +14,13 @@ from toolkit.engine.clock import clock_of
 from toolkit.engine.protocol import Engine
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.console import say
-from toolkit.monitor.detect import detectors
-from toolkit.monitor.detect_saving import LateCheckpoint
+from toolkit.monitor.health.detectors import detectors
+from toolkit.monitor.health.saving import LateCheckpoint
 from toolkit.monitor.parts import UNRECORDED, Recorder
-from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.recorder import StepRecorder
 from toolkit.monitor.sink import CompositeSink, Kind, Sink, tell
+from toolkit.monitor.sinks.console import say
+from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.plan.types import RunPlan
 from toolkit.rundir import RunDirectory
 from toolkit.train.agree import Exchange
@@ -70,8 +70,7 @@ class Watch:
 
 
 @contextmanager
-def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, *, rank: int, local_rank: int,
-             attempt: int) -> Iterator[Watch]:
+def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, *, rank: int, attempt: int) -> Iterator[Watch]:
     """From before the engine is built until the run is over, whatever ends it."""
     monitor, attempt_folder = plan.config.monitor, directory.attempt_folder(attempt)
     recorder: Recorder = UNRECORDED

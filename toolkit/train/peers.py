@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from toolkit.monitor.calls import Call
-from toolkit.monitor.stacks import ProcessId, this_process
+from toolkit.monitor.hangs.stacks import ProcessId, this_process
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -59,7 +59,7 @@ def hold_boxes(processes: Sequence[ProcessId], rank: int) -> dict[int, int]:
     """The boxes of this rank's neighbours on its host, open in this process: descriptors by rank."""
     found = {}
     for other, process in enumerate(processes):
-        if process.host == processes[rank].host and other != rank:
+        if process.beside(processes[rank]) and other != rank:
             with suppress(OSError):  # of another user's processes: then their last calls are not known
                 found[other] = os.open(f"/proc/{process.pid}/fd/{process.box}", os.O_RDONLY | os.O_CLOEXEC)
     return found

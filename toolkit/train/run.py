@@ -17,10 +17,10 @@ from toolkit.data.open import open_data
 from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine
 from toolkit.errors import ExitCode
-from toolkit.monitor.console import say
-from toolkit.monitor.jsonl import last_row, read_rows
 from toolkit.monitor.plots import loss_curve
 from toolkit.monitor.sink import Sink, tell
+from toolkit.monitor.sinks.console import say
+from toolkit.monitor.sinks.jsonl import last_row, read_rows
 from toolkit.monitor.throughput import Course, Spent, spent
 from toolkit.plan.flops import without_utilisation
 from toolkit.plan.types import Device, RunPlan
@@ -83,7 +83,7 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         ended = stack.enter_context(closed_with_code(sink))
 
         task = text_task(plan, end_of_text(plan, reads)) if reads.records is None else vision_task(plan, reads.records)
-        watch = stack.enter_context(watching(plan, directory, sink, ask, rank=rank, local_rank=local_rank, attempt=attempt))
+        watch = stack.enter_context(watching(plan, directory, sink, ask, rank=rank, attempt=attempt))
         engine = build_engine(plan, task, rank=rank, local_rank=local_rank, recorder=watch.recorder)
         watch.progress.beat("building the engine")
         engine.load(beginning.reader)
@@ -124,6 +124,7 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
             return Agreed(stop=bool(stopping), no_time=bool(late), save=bool(due), data_seconds=microseconds / 1e6, ledger=steps,
                           gc_seconds=collecting / 1e6, host_bytes=host_bytes, device_bytes=device_bytes)
 
+        watch.vitals.read(engine.device)  # what was collected until now is not the first step's
         code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree, recorder=watch.recorder)
         watch.progress.stop()  # rank 0 has more to do than the others, who wait for it
         engine.close()

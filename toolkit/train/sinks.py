@@ -9,18 +9,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.files import write_whole
-from toolkit.monitor import facts
-from toolkit.monitor.apart import CLOSE_SECONDS, ProcessSink
-from toolkit.monitor.console import AlertLines, ConsoleSink
-from toolkit.monitor.jsonl import JsonlSink
-from toolkit.monitor.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, OnlyKinds, Sink, tell
-from toolkit.monitor.wandb import WandbSink, part
+from toolkit.monitor.sinks import facts
+from toolkit.monitor.sinks.apart import CLOSE_SECONDS, ProcessSink
+from toolkit.monitor.sinks.console import AlertLines, ConsoleSink
+from toolkit.monitor.sinks.jsonl import JsonlSink
+from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.monitor.sinks.ration import RationedSink
+from toolkit.monitor.sinks.wandb import WandbSink, part, run_id
 from toolkit.plan.types import RunPlan
 from toolkit.progress import Progress
 from toolkit.rundir import RunDirectory
@@ -49,7 +51,8 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, 
     sinks: list[Sink] = [QueuedSink(lambda: JsonlSink(files), "JSONL")]
     if monitor.wandb is not WandbMode.disabled:
         arguments = wandb_arguments(plan, known, node)
-        sinks.append(QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, close_seconds=CLOSE_SECONDS + 5.0))
+        process = QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, close_seconds=CLOSE_SECONDS + 5.0)
+        sinks.append(RationedSink(process))
     sinks.append(QueuedSink(lambda: _console(plan, done, node), "console"))
     whole = CompositeSink(sinks)
     return whole if node == 0 else OnlyKinds(whole, Kind.SYSTEM, Kind.ALERT)  # every rank knows the run's rows, and they are told once
@@ -65,9 +68,9 @@ def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[
     mine = part(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
     own = {name: known[name] for name in ("git", "environment")}
     config = {**described(plan), "data": known["data"], **({f"node-{node}": own} if mine.shared and node else own)}
-    first = part(plan.run_dir, plan.identity, monitor.wandb, 0, world.nodes)
     return {"part": mine, "mode": monitor.wandb, "project": monitor.project, "entity": monitor.entity, "tags": list(monitor.tags),
-            "group": monitor.group or first.run_id, "config": config, "trainer": os.getpid(), "command": sys.argv}
+            "group": monitor.group or run_id(Path(plan.run_dir), plan.identity), "config": config, "trainer": os.getpid(),
+            "command": sys.argv}
 
 
 def described(plan: RunPlan) -> dict[str, Any]:

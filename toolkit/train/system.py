@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from toolkit.monitor import detect_system, gpu
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.detect_system import NodeDetector
-from toolkit.monitor.gpu import Gpus, XidEvents
-from toolkit.monitor.gpu_measures import Card
-from toolkit.monitor.host import Host
-from toolkit.monitor.sampler import GpuSource, Sampler, Source
+from toolkit.monitor.health import nodes
+from toolkit.monitor.health.nodes import NodeDetector
 from toolkit.monitor.sink import Kind, Sink
+from toolkit.monitor.system import gpu
+from toolkit.monitor.system.gpu import Gpus, XidEvents
+from toolkit.monitor.system.gpu_measures import Card
+from toolkit.monitor.system.host import Host
+from toolkit.monitor.system.sampler import GpuSource, Sampler, Source
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir import RunDirectory
 from toolkit.train.agree import Exchange
@@ -70,7 +71,7 @@ def sampling(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
 
     def on_xid(card: Card | None, number: int) -> None:
         place, uuid = (card.place, card.uuid) if card is not None else (None, "")
-        alert(detect_system.xid(number, place, node, sampler.step, uuid))
+        alert(nodes.xid(number, place, node, sampler.step, uuid))
 
     gpus = GpuSource(open_gpus, lambda opened: XidEvents(module, opened.cards), xid=on_xid, say=lambda words: say(f"node {node}: {words}"))
     sampler = Sampler(

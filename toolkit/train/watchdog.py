@@ -11,24 +11,25 @@ import faulthandler
 import json
 import linecache
 import os
+import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from toolkit.engine.collectives import last_calls, tell_each
 from toolkit.errors import ExitCode, UserError
-from toolkit.monitor import hang, hang_text, stacks
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.calls import Call, from_flight_recorder
-from toolkit.monitor.hang_reports import Found, Neighbour, Report, call_words, found_of
+from toolkit.monitor.hangs import diagnosis, hang_text, stacks
+from toolkit.monitor.hangs.reports import Found, Neighbour, Report, call_words, found_of
+from toolkit.monitor.hangs.stacks import ProcessId
 from toolkit.monitor.parts import UNEXPLAINED
 from toolkit.monitor.recorder import StepRecorder
 from toolkit.monitor.sink import Row, Sink
-from toolkit.monitor.stacks import ProcessId
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir import RunDirectory, RunState
 from toolkit.train import peers
@@ -149,7 +150,7 @@ class Watchdog(Progress):
         reports = self._collect(FAILURE, own, with_it, FAILURE_SECONDS)
         reports |= {rank: word for rank in with_it if rank not in reports and (word := self._last_word(rank, call)) is not None}
         found = found_of(reports, self._processes, {}, asked=(self._rank, *with_it))
-        said = hang.mismatch(found)
+        said = diagnosis.mismatch(found)
         if said is not None:
             error.add_note(f"{said.cause} ({said.evidence})")
             self._try(lambda: self._write_report(said, found, f"Rank {self._rank} failed after {own.last}: {words}"))
@@ -208,11 +209,22 @@ class Watchdog(Progress):
             self._post(f"{HANG}-{self._rank}", own.to_json())
         if self._collects():
             self._conclude(own)
-        elif self._await(VERDICT, VERDICT_SECONDS) is None:
+        verdict = self._await(VERDICT, VERDICT_SECONDS)
+        if verdict is None:
             say(f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no word of the rank that should say why")
+        else:
+            self._end_neighbours(json.loads(verdict)["silent"])
         bounded(self._close_sinks, FLUSH_SECONDS)
         if self._rank == 0 and self._nodes > 1:
             time.sleep(LINGER_SECONDS)
+
+    def _end_neighbours(self, silent: Sequence[int]) -> None:
+        """Ranks of this host that can no longer end themselves: torchrun would wait for half a minute before it does that."""
+        own = self._processes[self._rank]
+        for process in (self._processes[rank] for rank in silent):
+            if process.beside(own) and process != own and stacks.process_state(process) not in stacks.ENDED:
+                with suppress(ProcessLookupError):  # it has ended in between
+                    os.kill(process.pid, signal.SIGKILL)
 
     def _close_sinks(self) -> None:
         self._sink.flush()
@@ -228,7 +240,7 @@ class Watchdog(Progress):
 
     def _conclude(self, own: Report) -> None:
         found = self._found(self._collect(HANG, own, range(len(self._processes)), COLLECT_SECONDS if self._rank == 0 else self._pause))
-        said = hang.diagnose(found)
+        said = diagnosis.diagnose(found)
         head = (f"No progress for {own.idle:.0f} s after {own.last} (monitor.hang_seconds={self._steady_limit:g}); told by "
                 f"rank {self._rank} at {time.strftime('%Y-%m-%d %H:%M:%S')}.")
         file = self._directory.hang_file(self._attempt)
@@ -236,9 +248,9 @@ class Watchdog(Progress):
         self._try(lambda: self._write_report(said, found, head))
         self._try(lambda: self._directory.finish(RunState.FAILED, int(ExitCode.FAILURE), f"hang: {said.cause}; see {file}",
                                                  attempt=self._attempt))
-        self._raise(alert)
         say(f"the run hangs after {own.last}: {said.cause}. It ends; see {file}")
-        self._post(VERDICT, json.dumps({"cause": said.cause, "report": str(file)}))
+        self._post(VERDICT, json.dumps({"cause": said.cause, "report": str(file), "silent": found.silent}))
+        self._raise(alert)  # sinks may take their time, and the others need not wait for them
 
     def _raise(self, alert: Alert) -> None:
         """Through rank 0's sinks, or past them where it cannot."""
@@ -247,7 +259,7 @@ class Watchdog(Progress):
         else:
             self._try(lambda: append(self._directory.alerts_file, alert.row()))
 
-    def _write_report(self, said: hang.Diagnosis, found: Found, head: str) -> None:
+    def _write_report(self, said: diagnosis.Diagnosis, found: Found, head: str) -> None:
         write(self._directory.hang_file(self._attempt), hang_text.report_text(said, found, head, linecache.getline))
 
     def _at_last(self) -> None:
@@ -281,7 +293,7 @@ class Watchdog(Progress):
     def _neighbours(self) -> dict[int, Neighbour]:
         """Ranks of this host that cannot speak for themselves."""
         own = self._processes[self._rank]
-        seen = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if process.host == own.host and rank != self._rank}
+        seen = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if process.beside(own) and rank != self._rank}
         return {rank: neighbour for rank, neighbour in seen.items() if neighbour.silent}
 
     def _seen(self, rank: int) -> Neighbour:
@@ -300,7 +312,7 @@ class Watchdog(Progress):
 
     def _gone(self, rank: int) -> bool:
         process = self._processes[rank]
-        return process.host == self._processes[self._rank].host and stacks.process_state(process) in stacks.ENDED
+        return process.beside(self._processes[self._rank]) and stacks.process_state(process) in stacks.ENDED
 
     def _collect(self, why: str, own: Report, ranks: Sequence[int], seconds: float) -> dict[int, Report]:
         """This rank's word and those of ``ranks``, as far as they come."""
@@ -320,8 +332,8 @@ class Watchdog(Progress):
         gone = {rank: Report.from_json(text) for rank in range(len(self._processes))
                 if rank not in reports and (text := self._mailbox.read(f"{FAILURE}-{rank}")) is not None}
         failed = {rank: report for rank, report in gone.items() if report.failure}
-        host = self._processes[self._rank].host
-        states = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if rank not in reports and process.host == host}
+        own = self._processes[self._rank]
+        states = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if rank not in reports and process.beside(own)}
         return found_of({**reports, **failed}, self._processes, states)
 
     def _await(self, name: str, seconds: float) -> str | None:

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 from tests.monitor.report.runs import ALERTS, HOSTILE, PARTS, eval_rows, ledger_rows, step_rows, system_rows, write_run
-from toolkit.monitor.jsonl import read_rows
 from toolkit.monitor.report import data
 from toolkit.monitor.report.data import Run, read_run
 from toolkit.monitor.report.hardware import hardware
 from toolkit.monitor.report.page import SECTIONS, embedded, page
 from toolkit.monitor.report.reality import bubble_measured, bubble_planned
 from toolkit.monitor.report.verdict import dead, state, verdict
+from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.progress import Progress, quantity
 
 STEPS = 300

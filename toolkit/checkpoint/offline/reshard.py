@@ -123,8 +123,8 @@ def _check_room(path: Path, numbytes: int) -> None:
     folder = next(parent for parent in path.parents if parent.is_dir())
     free = shutil.disk_usage(folder).free
     if numbytes > free:
-        raise CheckpointError(Problem("target", f"target={path} takes {quantity(numbytes, 'B')}, and {folder} has {quantity(free, 'B')} free",
-                                      "a target is written whole", "free room there, or name another target=PATH"))
+        seen = f"target={path} takes {quantity(numbytes, 'B')}, and {folder} has {quantity(free, 'B')} free"
+        raise CheckpointError(Problem("target", seen, "a target is written whole", "free room there, or name another target=PATH"))
 
 
 def words_of(done: Converted) -> list[str]:

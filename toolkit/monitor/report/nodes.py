@@ -1,4 +1,4 @@
-"""Samples of the nodes' GPUs and hosts: the rows of ``monitor/sampler.py``, one file a node."""
+"""Samples of the nodes' GPUs and hosts: the rows of ``monitor/system/sampler.py``, one file a node."""
 
 from __future__ import annotations
 

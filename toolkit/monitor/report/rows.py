@@ -10,8 +10,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from toolkit.monitor.jsonl import last_row, read_rows
 from toolkit.monitor.report.reduce import EMPTY, POINTS, SAMPLE, Curves, bucket_width, reduce
+from toolkit.monitor.sinks.jsonl import last_row, read_rows
 
 Advance = Callable[[float], object]  # is told how many bytes were read
 ADVANCE_BYTES = 1 << 20  # between two updates of the display

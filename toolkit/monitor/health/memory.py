@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.detector import OF_STEPS, Detector, WarmUp, per_cent
-from toolkit.monitor.robust import Blocks
+from toolkit.monitor.health.detector import OF_STEPS, Detector, WarmUp, per_cent
+from toolkit.monitor.health.robust import Blocks
 from toolkit.monitor.sink import Kind, Row
 
 GIB = 2**30

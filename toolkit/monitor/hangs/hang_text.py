@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from toolkit.monitor.calls import Call
-from toolkit.monitor.hang import Diagnosis
-from toolkit.monitor.hang_reports import Found, Report, ranks_named, state_of
-from toolkit.monitor.stacks import ENDED, STATES, ThreadStack, lines
+from toolkit.monitor.hangs.diagnosis import Diagnosis
+from toolkit.monitor.hangs.reports import Found, Report, ranks_named, state_of
+from toolkit.monitor.hangs.stacks import ENDED, STATES, ThreadStack, lines
 
 MOST_STACKS = 100  # different ones; the rest is in the ranks' own files
 

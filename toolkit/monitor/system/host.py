@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.monitor.figures import Figures, Rates
+from toolkit.monitor.system.figures import Figures, Rates
 
 SECTOR = 512  # bytes, in /sys/block, whatever the device's own are: Documentation/block/stat.rst of Linux
 WORD = 4  # bytes: InfiniBand's port counters of data count words

@@ -1,4 +1,4 @@
-"""What is wrong with a node, from its samples (``monitor/sampler.py``). Pure: rows in, alerts out, with a bounded memory.
+"""What is wrong with a node, from its samples (``monitor/system/sampler.py``). Pure: rows in, alerts out, with a bounded memory.
 
 A state has to last for three samples: a spike is none. Who hears of it how often is the limiter's business, so what lasts is said at each
 sample. What this cannot see: a node whose GPUs are all slow alike (``straggler`` and the report compare nodes), a bad cable that
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.creep import Creep, Growth
-from toolkit.monitor.gpu_codes import HARMFUL, xid_of
+from toolkit.monitor.health.creep import Creep, Growth
 from toolkit.monitor.sink import Row
+from toolkit.monitor.system.gpu_codes import HARMFUL, xid_of
 from toolkit.progress import duration, quantity
 
 LASTING = 3  # samples

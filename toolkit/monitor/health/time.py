@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.detector import LASTING, LEAST_SECONDS, OF_STEPS, Detector, SizeOfStep, WarmUp, per_cent, seconds
+from toolkit.monitor.health.detector import LASTING, LEAST_SECONDS, OF_STEPS, Detector, SizeOfStep, WarmUp, per_cent, seconds
+from toolkit.monitor.health.robust import Best, Lasting
 from toolkit.monitor.parts import BUBBLE, CHECKPOINT, COMMUNICATION, DATA, EVALUATION
-from toolkit.monitor.robust import Best, Lasting
 from toolkit.monitor.sink import Kind, Row
 
 LONG = 200  # steps that are looked at for what comes now and then
@@ -183,9 +183,10 @@ class Pauses(Detector):
 
 class FallingThroughput(Detector):
     """Steps are slower than the run's own best block of 50 steps, for the same number of samples: most of the last 20 by a quarter, or
-    the median of the last 200 by 15%. A quarter, because a single step easily varies by a tenth; the median of 200 does not."""
+    the median of the last 200 by 15%. A quarter, because a single step easily varies by a tenth; the median of 200 does not. And over
+    three seconds at least: 20 steps of milliseconds are a hiccup of the machine."""
 
-    SHORT_TIMES, LONG_TIMES = 1.25, 1.15
+    SHORT_TIMES, LONG_TIMES, LASTING_SECONDS = 1.25, 1.15, 3.0
 
     def __init__(self, size_of_step: SizeOfStep) -> None:
         self._size = size_of_step
@@ -207,7 +208,10 @@ class FallingThroughput(Detector):
         slow = self._slow.add(cost > max(self.SHORT_TIMES * best, best + LEAST_SECONDS / size))
         if not slow and (len(self._newest) < LONG or row["step"] % OF_STEPS):
             return None
-        now = median(list(self._newest)[-OF_STEPS:] if slow else self._newest)
+        judged = list(self._newest)[-OF_STEPS:] if slow else list(self._newest)
+        now = median(judged)
+        if sum(judged) * size < self.LASTING_SECONDS:
+            return None
         if not slow and now <= max(self.LONG_TIMES * best, best + LEAST_SECONDS / size):
             return None
         return Alert(

@@ -15,8 +15,8 @@ from typing import Any
 from toolkit.config.schema import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Level
-from toolkit.monitor.columns import STEP, columns
 from toolkit.monitor.sink import Kind, NullSink, Row
+from toolkit.monitor.sinks.columns import STEP, columns
 
 START_SECONDS = 90.0
 UPLOAD_SECONDS = 45.0  # at the end; what is left then is on the disk, for `wandb sync`
@@ -46,17 +46,18 @@ def part(run_dir: str | Path, identity: str, mode: WandbMode, node: int, nodes: 
     other (https://github.com/wandb/wandb/issues/12269), and a run may go on with another number of nodes.
     """
     folder = Path(run_dir)
-    run_id = _run_id(folder, identity)
+    own_id = run_id(folder, identity)
     own = folder if node == 0 else folder / "nodes" / f"node-{node}"  # W&B names folders by the second and the run
     if mode is WandbMode.online and nodes > 1:
-        return Part(f"{run_id}-shared", folder.name, own, node, shared=True)
+        return Part(f"{own_id}-shared", folder.name, own, node, shared=True)
     if node == 0:
-        return Part(run_id, folder.name, own, node)
-    return Part(f"{run_id}-node-{node}", f"{folder.name} node {node}", own, node)
+        return Part(own_id, folder.name, own, node)
+    return Part(f"{own_id}-node-{node}", f"{folder.name} node {node}", own, node)
 
 
-def _run_id(run_dir: Path, identity: str) -> str:
-    """The directory tells apart runs of one identity: the same training in another layout, say."""
+def run_id(run_dir: Path, identity: str) -> str:
+    """Of what node 0 writes, and of all parts of a run together. The directory tells apart runs of one identity: the same training in
+    another layout, say."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name)
     return name if name.endswith(identity) else f"{name}-{identity}"
 

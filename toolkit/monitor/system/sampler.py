@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.figures import Figures, Thrifty
-from toolkit.monitor.gpu import Gpus, XidEvents
-from toolkit.monitor.gpu_measures import Card
 from toolkit.monitor.sink import Row
+from toolkit.monitor.system.figures import Figures, Thrifty
+from toolkit.monitor.system.gpu import Gpus, XidEvents
+from toolkit.monitor.system.gpu_measures import Card
 
 PATIENCE_SECONDS = (1.0, 10.0)  # least and most that a row waits for its sources
 CLOSE_SECONDS = 2.0  # that the end of a run waits for these threads

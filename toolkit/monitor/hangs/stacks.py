@@ -76,14 +76,24 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that cannot be mistaken for another one: numbers are used again, and the time of its start (ticks since the machine's)
-    tells them apart. ``notes`` and ``box``: file descriptors of it that others may read: :func:`notes_of`, ``peers.LastCall``."""
+    """A process that cannot be mistaken for another one: numbers are used again, and the time of its start tells them apart.
+
+    Attributes:
+        started: ticks since the start of the machine.
+        notes, box: file descriptors of it that others may read: :func:`notes_of`, ``peers.LastCall``.
+        space: of the numbers, which containers may have of their own.
+    """
 
     host: str
     pid: int
     started: str
     notes: int
     box: int
+    space: str = ""
+
+    def beside(self, other: ProcessId) -> bool:
+        """Whether the two can see each other under their numbers: on one host, and not in containers that count apart."""
+        return (self.host, self.space) == (other.host, other.space)
 
 
 def threads() -> list[ThreadStack]:
@@ -127,7 +137,7 @@ def process_state(process: ProcessId) -> str:
 def this_process(host: str, notes: int, box: int) -> ProcessId:
     fields = _stat(Path("/proc/self/stat"))
     assert fields is not None, "a process sees itself"
-    return ProcessId(host, os.getpid(), fields[19], notes, box)
+    return ProcessId(host, os.getpid(), fields[19], notes, box, str(Path("/proc/self/ns/pid").readlink()))
 
 
 def notes_of(process: ProcessId) -> str:

@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.calls import Call
-from toolkit.monitor.hang_reports import Found, Report, axis_words, be, grouped, have, ordinal, ranks_named, waits
-from toolkit.monitor.stacks import ENDED, SAMPLES, SILENT, STATES, doing, short
+from toolkit.monitor.hangs.reports import Found, Report, axis_words, be, grouped, have, ordinal, ranks_named, waits
+from toolkit.monitor.hangs.stacks import ENDED, SAMPLES, SILENT, STATES, doing, short
 
 NAME = "hang"
 MOST_NAMED = 4  # processes in one sentence

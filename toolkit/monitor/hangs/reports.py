@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from toolkit.layout.axes import ALL
 from toolkit.monitor.calls import Call
-from toolkit.monitor.stacks import SILENT, Frame, ProcessId, ThreadStack, doing, short
+from toolkit.monitor.hangs.stacks import SILENT, Frame, ProcessId, ThreadStack, doing, short
 
 K = TypeVar("K", bound=Hashable)
 

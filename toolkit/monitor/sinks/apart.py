@@ -22,14 +22,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import toolkit
 from toolkit.errors import ExitCode
-from toolkit.monitor.queued import HURRY_SECONDS, QueuedSink
 from toolkit.monitor.sink import Kind, NullSink, Row, Sink, tell
+from toolkit.monitor.sinks.queued import HURRY_SECONDS, QueuedSink
 
 CLOSE_SECONDS = 60.0
 ANSWER_SECONDS = 1.0  # for its last words, when it has given up
 NICE = 19  # of the sink once it is made: training comes first, also where it takes every core
-ROOT = Path(__file__).resolve().parents[2]  # where ``toolkit`` is found
+ROOT = Path(toolkit.__file__).resolve().parents[1]  # where the package is found
 TOLD, ENDED = "told", "ended"  # what the process says, with words
 
 

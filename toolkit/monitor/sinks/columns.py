@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.monitor.figures import beyond_wandb
 from toolkit.monitor.ledger import flat
 from toolkit.monitor.sink import Kind, Row
+from toolkit.monitor.system.figures import beyond_wandb
 
 STEP = "step"
 

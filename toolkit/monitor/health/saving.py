@@ -9,7 +9,7 @@ from statistics import median
 
 from toolkit.config.schema import Cadence
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.detector import Detector, per_cent, seconds
+from toolkit.monitor.health.detector import Detector, per_cent, seconds
 from toolkit.monitor.parts import CHECKPOINT
 from toolkit.monitor.sink import Kind, Row
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.monitor.figures import Figures, Rates
-from toolkit.monitor.gpu_codes import is_harmful, reasons_of
+from toolkit.monitor.system.figures import Figures, Rates
+from toolkit.monitor.system.gpu_codes import is_harmful, reasons_of
 
 ALL_LINKS = 0xFFFFFFFF  # of the NVLink counters: the sum over a GPU's links
 MIB, KIB = 2**20, 2**10

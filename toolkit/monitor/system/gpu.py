@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from toolkit.monitor.figures import Figures
-from toolkit.monitor.gpu_measures import MEASUREMENTS, Card
+from toolkit.monitor.system.figures import Figures
+from toolkit.monitor.system.gpu_measures import MEASUREMENTS, Card
 
 log = logging.getLogger(__name__)
 

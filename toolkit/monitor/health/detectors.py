@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from toolkit.config.urls import is_url
-from toolkit.monitor.detect_loss import GRADIENT, LOSS, Jump, LossScale, NonFinite, Validation
-from toolkit.monitor.detect_memory import Creep, device_memory, host_memory
-from toolkit.monitor.detect_saving import SlowCheckpoint
-from toolkit.monitor.detect_time import (
+from toolkit.monitor.health.detector import Detector
+from toolkit.monitor.health.loss import GRADIENT, LOSS, Jump, LossScale, NonFinite, Validation
+from toolkit.monitor.health.memory import Creep, device_memory, host_memory
+from toolkit.monitor.health.saving import SlowCheckpoint
+from toolkit.monitor.health.time import (
     DataStall,
     DataStallOfRank,
     FallingThroughput,
@@ -15,7 +16,6 @@ from toolkit.monitor.detect_time import (
     SlowCollective,
     Straggler,
 )
-from toolkit.monitor.detector import Detector
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import RunPlan
 

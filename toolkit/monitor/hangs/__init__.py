@@ -1,0 +1,1 @@
+"""A run that makes no progress: what each rank says, and what it means. Pure but for taking stacks."""
