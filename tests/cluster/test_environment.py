@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world, read_launch, set_defaults
 from toolkit.cluster.machine import Gpu, Machine, this_machine, visible
-from toolkit.config.schema import ClusterConfig
+from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ConfigError
 from toolkit.plan.types import Device, World
 

@@ -15,7 +15,8 @@ import pytest
 
 from toolkit.cluster import health
 from toolkit.config.compose import to_yaml
-from toolkit.config.schema import MonitorConfig, RunConfig
+from toolkit.config.monitor import MonitorConfig
+from toolkit.config.schema import RunConfig
 from toolkit.rundir import RunDirectory, RunState, Status, lock_file
 
 

@@ -17,9 +17,10 @@ from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.job import FROZEN, Job, JobId, JobState, make_job, plan_job, take_folder, write_files
 from toolkit.cluster.machine import Machine
 from toolkit.cluster.start import begin, configuration
+from toolkit.config.cluster import Where
 from toolkit.config.compose import compose, from_yaml
 from toolkit.config.keys import flatten
-from toolkit.config.schema import RunConfig, Where
+from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, UserError
 from toolkit.plan.types import Device
 

@@ -22,8 +22,9 @@ import yaml
 from toolkit.cluster import backends
 from toolkit.cluster.backends import kubernetes
 from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState, make_job, plan_job
+from toolkit.config.cluster import ClusterConfig, KubernetesConfig, Where
 from toolkit.config.compose import compose, from_yaml, to_yaml
-from toolkit.config.schema import ClusterConfig, KubernetesConfig, RunConfig, RunSection, Where
+from toolkit.config.schema import RunConfig, RunSection
 from toolkit.errors import ConfigError, InputError
 from toolkit.plan.types import Device, World
 

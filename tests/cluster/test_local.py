@@ -16,8 +16,8 @@ from toolkit.cluster import submission
 from toolkit.cluster.backends import local
 from toolkit.cluster.job import Job, JobId, JobState, make_job, plan_job
 from toolkit.cluster.machine import Machine
+from toolkit.config.cluster import Where
 from toolkit.config.compose import compose
-from toolkit.config.schema import Where
 from toolkit.errors import InputError
 
 SCRIPT = """\

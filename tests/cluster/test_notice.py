@@ -16,7 +16,7 @@ import pytest
 from toolkit.cluster import notice
 from toolkit.cluster.notice import Taken, server, watch
 from toolkit.cluster.stop import StopRequest
-from toolkit.config.schema import Notice
+from toolkit.config.cluster import Notice
 
 NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
 

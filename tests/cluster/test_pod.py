@@ -18,8 +18,9 @@ import pytest
 
 from toolkit.cluster import pod
 from toolkit.cluster.requeue import Asked, Before
+from toolkit.config.cluster import ClusterConfig, Where
 from toolkit.config.compose import to_yaml
-from toolkit.config.schema import ClusterConfig, RunConfig, RunSection, Where
+from toolkit.config.schema import RunConfig, RunSection
 from toolkit.errors import ExitCode
 from toolkit.rundir import RunDirectory, RunState, Status
 

@@ -21,7 +21,8 @@ import pytest
 
 from toolkit.cluster.backends import slurm
 from toolkit.cluster.job import Job, JobId, JobState
-from toolkit.config.schema import ClusterConfig, RunConfig, RunSection, SlurmConfig, Where
+from toolkit.config.cluster import ClusterConfig, SlurmConfig, Where
+from toolkit.config.schema import RunConfig, RunSection
 from toolkit.errors import ConfigError, InputError
 from toolkit.plan.types import Device, World
 

@@ -23,12 +23,12 @@ from omegaconf import OmegaConf
 
 from toolkit.config import search, vendor
 from toolkit.config.compose import compose, from_yaml, to_yaml
+from toolkit.config.monitor import MonitorConfig
 from toolkit.config.schema import (
     CheckpointConfig,
     EngineConfig,
     EngineName,
     ModelConfig,
-    MonitorConfig,
     OptimConfig,
     OptimizerName,
     Precision,

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.config.schema import WandbMode
+from toolkit.config.monitor import WandbMode
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Sink
 from toolkit.monitor.sinks.apart import ProcessSink

@@ -18,7 +18,8 @@ import pytest
 
 from tests.monitor.wandb_file import alerts, configuration, exit_code, history, run_record, stats, summary
 from tests.monitor.wandb_process import without_network
-from toolkit.config.schema import EngineName, RunSection, WandbMode
+from toolkit.config.monitor import WandbMode
+from toolkit.config.schema import EngineName, RunSection
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sink import CompositeSink, Kind, Sink
 from toolkit.monitor.sinks.apart import NICE
@@ -246,7 +247,7 @@ import os, signal, sys, time
 from pathlib import Path
 import psutil
 from tests.monitor.wandb_process import without_network
-from toolkit.config.schema import WandbMode
+from toolkit.config.monitor import WandbMode
 from toolkit.monitor.sinks.apart import ProcessSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind

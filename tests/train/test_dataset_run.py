@@ -15,7 +15,8 @@ import pytest
 
 from tests.data.dataset_files import Corpus, config_of, make_corpus
 from toolkit.checkpoint import open_reader
-from toolkit.config.schema import EngineName, EvalConfig, MonitorConfig, OptimizerKernel, RunConfig, RunSection, WandbMode
+from toolkit.config.monitor import MonitorConfig, WandbMode
+from toolkit.config.schema import EngineName, EvalConfig, OptimizerKernel, RunConfig, RunSection
 from toolkit.data.dataset.stream import DatasetStream
 from toolkit.data.manifest import generation_with
 from toolkit.data.open import ready_for

@@ -20,7 +20,8 @@ import torch
 
 from tests.engine.ledger_cases import slow_calls
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.config.schema import EngineName, EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
+from toolkit.config.monitor import MonitorConfig, WandbMode
+from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data import stream as stream_module
 from toolkit.data.samples import TokenWindows
 from toolkit.data.stdlib import ensure

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.data.dataset_files import Corpus, config_of, make_corpus
-from toolkit.config.schema import EngineName, EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
+from toolkit.config.monitor import MonitorConfig, WandbMode
+from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.open import ready_for
 from toolkit.errors import ExitCode
 from toolkit.layout.axes import Axes

@@ -22,7 +22,8 @@ import torch
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, Shard
 from toolkit.config.data import Documents
-from toolkit.config.schema import EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
+from toolkit.config.monitor import MonitorConfig, WandbMode
+from toolkit.config.schema import EvalConfig, RunConfig, RunSection
 from toolkit.data import stream as stream_module
 from toolkit.data.manifest import read_manifest
 from toolkit.data.samples import TokenWindows

@@ -12,7 +12,8 @@ import pytest
 
 from tests.monitor.wandb_file import configuration, exit_code, history, run_record
 from tests.monitor.wandb_process import without_network
-from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection, WandbMode
+from toolkit.config.monitor import WandbMode
+from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.stdlib import ensure
 from toolkit.errors import ExitCode
 from toolkit.monitor.sinks.jsonl import read_rows

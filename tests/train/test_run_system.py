@@ -15,7 +15,8 @@ import pynvml
 import pytest
 
 from tests.monitor.fake_nvml import FakeGpu, FakeNvml
-from toolkit.config.schema import EngineName, EvalConfig, MonitorConfig, RunConfig, RunSection, WandbMode
+from toolkit.config.monitor import MonitorConfig, WandbMode
+from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.stdlib import ensure
 from toolkit.errors import ExitCode
 from toolkit.monitor.sinks.jsonl import read_rows

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from toolkit.cluster.interface import interface_to
 from toolkit.cluster.machine import Machine, this_machine
-from toolkit.config.schema import ClusterConfig
+from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.devices import normalise
 from toolkit.plan.types import Device, World

@@ -19,7 +19,8 @@ from typing import Protocol
 
 from toolkit.cluster.environment import Launch, detect_world
 from toolkit.cluster.machine import Machine
-from toolkit.config.schema import ClusterConfig, RunConfig, Where
+from toolkit.config.cluster import ClusterConfig, Where
+from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.files import write_whole
 from toolkit.plan.devices import normalise

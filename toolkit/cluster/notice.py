@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-from toolkit.config.schema import Notice
+from toolkit.config.cluster import Notice
 
 POLL_SECONDS = 5.0
 ANSWER_SECONDS = 10.0

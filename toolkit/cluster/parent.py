@@ -21,7 +21,7 @@ from toolkit.cluster.log import log_to
 from toolkit.cluster.oom import oom_kills, oom_words
 from toolkit.cluster.start import Start, begin_again
 from toolkit.cluster.stop import StopRequest
-from toolkit.config.schema import ClusterConfig
+from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
 from toolkit.rundir import RunDirectory, RunState

@@ -14,7 +14,8 @@ from toolkit.cluster.environment import Launch, Launcher, check_startable, detec
 from toolkit.cluster.job import FROZEN
 from toolkit.cluster.machine import Machine
 from toolkit.cluster.stop import own_beginning
-from toolkit.config.schema import RunConfig, Where
+from toolkit.config.cluster import Where
+from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.files import write_whole
 from toolkit.plan.types import Device, RunPlan, World

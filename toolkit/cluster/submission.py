@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.cluster import backends
 from toolkit.cluster.job import RECORD_FILE, Job, JobId, JobState, numbers, take_folder, write_files
 from toolkit.cluster.requeue import Before, at_submission
-from toolkit.config.schema import Where
+from toolkit.config.cluster import Where
 from toolkit.errors import ConfigError, Problem
 from toolkit.files import write_whole
 from toolkit.rundir import RunDirectory

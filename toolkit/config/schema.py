@@ -11,7 +11,9 @@ from enum import Enum
 from typing import Any
 
 from toolkit.config.checks import at_least, check
+from toolkit.config.cluster import ClusterConfig
 from toolkit.config.data import DataConfig
+from toolkit.config.monitor import MonitorConfig
 from toolkit.errors import ConfigError, Problem
 
 
@@ -59,12 +61,6 @@ class ScheduleName(Enum):
     linear = "linear"
     cosine = "cosine"
     wsd = "wsd"
-
-
-class WandbMode(Enum):
-    offline = "offline"
-    online = "online"
-    disabled = "disabled"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -324,151 +320,6 @@ def parse_cadence(text: str) -> Cadence:
             return Cadence(seconds=int(number) * seconds)
     raise ConfigError(Problem("checkpoint.every", f"checkpoint.every={text}", "a cadence is a number of steps or a time",
                               "write checkpoint.every=500, checkpoint.every=30min or checkpoint.every=never"))
-
-
-@dataclass(kw_only=True, slots=True)
-class MonitorConfig:
-    every: int = 1
-    """Steps between two rows on the console; metrics.jsonl has every step."""
-    wandb: WandbMode = WandbMode.offline
-    """offline, online or disabled."""
-    project: str = "toolkit"
-    """W&B project."""
-    entity: str | None = None
-    """W&B user or team. Null: your own default."""
-    group: str | None = None
-    """W&B group: runs of one sweep, say. Null: the run's id, under which the runs of its nodes are together."""
-    tags: list[str] = field(default_factory=list)
-    """W&B tags."""
-    prompt: str | None = None
-    """After the last step, continue this text and show the result; null: do not."""
-    ledger: bool = True
-    """Tell for each step where its time went, on all ranks: ledger.jsonl."""
-    probe: bool = True
-    """Before the first step, measure latency and bandwidth of the collectives of each axis (about a second)."""
-    system_seconds: float = 10.0
-    """Time between two samples of the GPUs and the host of each node; 0: none."""
-    replicas_every: int = 100
-    """Steps between two comparisons of what ranks should hold equal copies of; 0: none."""
-    hang_seconds: int = 600
-    """Without progress for so long (a step, a batch of an evaluation, a save) the run is reported as hanging, with every rank's stack,
-    and ends; 0: never. It has to be longer than a save in the foreground. Before the first step of a start it is ten minutes at least."""
-    profile_step: int | None = None
-    """First step of a trace by torch.profiler, in the attempt's folder. Null: none."""
-    profile_steps: int = 3
-    """Steps of the trace."""
-    price_per_gpu_hour: float | None = None
-    """What one GPU costs an hour, in whatever currency, for the cost of the run. Null: not told."""
-
-    def __post_init__(self) -> None:
-        at_least("monitor", 1, every=self.every, profile_step=self.profile_step, profile_steps=self.profile_steps)
-        at_least("monitor", 0, system_seconds=self.system_seconds, replicas_every=self.replicas_every, hang_seconds=self.hang_seconds,
-                 price_per_gpu_hour=self.price_per_gpu_hour)
-
-
-class Where(Enum):
-    """Where a run's jobs are carried out; chosen by ``cluster=``."""
-
-    local = "local"
-    slurm = "slurm"
-    kubernetes = "kubernetes"
-
-
-class Notice(Enum):
-    """Who is asked whether a machine will be taken away."""
-
-    none = "none"
-    gce = "gce"
-    aws = "aws"
-    azure = "azure"
-
-
-@dataclass(kw_only=True, slots=True)
-class SlurmConfig:
-    account: str | None = None
-    """--account of sbatch: who pays."""
-    partition: str | None = None
-    """--partition: which machines."""
-    qos: str | None = None
-    """--qos: quality of service, which decides quotas and preemption."""
-    time: str | None = None
-    """Limit of one job: "DAYS-HH:MM:SS". A run that needs longer is requeued."""
-    priority: int | None = None
-    """--priority: higher is sooner, where the site lets users say so."""
-    constraint: str | None = None
-    """--constraint: features that the nodes must have."""
-    exclude: str | None = None
-    """Nodes that are not to be used: "node[3,7-9]"."""
-    reservation: str | None = None
-    """--reservation."""
-    cpus_per_task: int | None = None
-    """Cores of a node for all its ranks. Null: the site's own default."""
-    memory: str | None = None
-    """--mem, of a node: "200G"; "0": all of it. Null: the site's own default."""
-    requeue: bool = True
-    """A job that was preempted, stopped at its time limit or lost a node goes on in the same job."""
-    setup: list[str] = field(default_factory=list)
-    """Lines of the job's script before the training: modules, environments."""
-    options: dict[str, str] = field(default_factory=dict)
-    """More options of sbatch: {mail-type: END}."""
-
-
-@dataclass(kw_only=True, slots=True)
-class KubernetesConfig:
-    image: str | None = None
-    """Image with this toolkit as its entry point, as Dockerfile makes it. Needed for cluster=kubernetes."""
-    namespace: str = "default"
-    """Where the job's objects are made."""
-    queue: str | None = None
-    """Kueue's LocalQueue: all pods of a job start together or none does."""
-    priority_class: str | None = None
-    """Name of the PriorityClass of Kubernetes, or with a queue of Kueue's WorkloadPriorityClass."""
-    shared_memory_gib: int = 16
-    """Of /dev/shm, which NCCL and data workers use."""
-    rdma: dict[str, int] = field(default_factory=dict)
-    """Network devices of a pod by resource name: {rdma/hca_shared_devices: 8}."""
-    secrets: dict[str, str] = field(default_factory=dict)
-    """Environment variables from Secrets, by reference: {WANDB_API_KEY: wandb/api-key}."""
-    volumes: dict[str, str] = field(default_factory=dict)
-    """PersistentVolumeClaims by where they are mounted: {/workspace: training}. The run directory has to lie on one."""
-    service_account: str | None = None
-    """ServiceAccount of the pods. Null: the namespace's default, without its token."""
-    node_selector: dict[str, str] = field(default_factory=dict)
-    """Labels that the nodes must have."""
-    cpus: int | None = None
-    """Cores of a pod. Null: not asked for."""
-    memory_gib: int | None = None
-    """Host memory of a pod. Null: not asked for."""
-
-
-@dataclass(kw_only=True, slots=True)
-class ClusterConfig:
-    where: Where = Where.local
-    """local, slurm or kubernetes. Written by choosing cluster=NAME."""
-    nodes: int | None = None
-    """Machines. Null: what the launcher started, or this one."""
-    gpus_per_node: int | None = None
-    """GPUs a machine; 0: train on CPU. Null: what is here."""
-    cpu_ranks: int = 1
-    """Ranks a machine where there is no GPU."""
-    gpu: str | None = None
-    """Kind of GPU, for memory and speed in the plan: h100, h200, a100-80gb ... Null: what is here, else unknown."""
-    grace_seconds: int = 60
-    """Time between a signal and the end, in which a stopping run saves."""
-    restarts: int = 3
-    """How often a job that failed goes on from its newest checkpoint by itself; only attempts without progress count. A mistake in
-    configuration is never started again."""
-    notice: Notice = Notice.none
-    """Ask this cloud every five seconds whether it takes a machine of the run away (spot, preemptible): gce, aws or azure. Then the run
-    is saved and stops. none: nobody is asked; a signal does the same."""
-    preflight: bool = False
-    """Look at every machine with launch/doctor.py before the first step."""
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
-
-    def __post_init__(self) -> None:
-        at_least("cluster", 1, nodes=self.nodes, cpu_ranks=self.cpu_ranks, grace_seconds=self.grace_seconds)
-        at_least("cluster", 0, gpus_per_node=self.gpus_per_node, restarts=self.restarts)
 
 
 @dataclass(kw_only=True, slots=True)

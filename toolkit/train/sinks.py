@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.schema import WandbMode
+from toolkit.config.monitor import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.files import write_whole
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, OnlyKinds, Sink, tell

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import cast
 
 from toolkit.cluster.job import Backend
-from toolkit.config.schema import Where
+from toolkit.config.cluster import Where
 
 
 def of(where: Where) -> Backend:

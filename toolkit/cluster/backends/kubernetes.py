@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 
 from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
-from toolkit.config.schema import KubernetesConfig, Where
+from toolkit.config.cluster import KubernetesConfig, Where
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem
 
 MANIFEST_FILE = "job.yaml"

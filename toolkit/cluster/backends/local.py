@@ -10,7 +10,7 @@ from signal import SIGTERM
 
 from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
 from toolkit.cluster.stop import Process
-from toolkit.config.schema import Where
+from toolkit.config.cluster import Where
 
 OUTPUT = "output.txt"
 

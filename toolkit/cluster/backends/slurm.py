@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
-from toolkit.config.schema import ClusterConfig, SlurmConfig, Where
+from toolkit.config.cluster import ClusterConfig, SlurmConfig, Where
 from toolkit.errors import ConfigError, InputError, Problem
 
 SCRIPT_FILE = "job.sh"

@@ -17,7 +17,7 @@ from toolkit.cluster.job import JobId, JobState, make_job, take_folder, write_fi
 from toolkit.cluster.machine import Machine
 from toolkit.cluster.sweep.points import Point
 from toolkit.cluster.sweep.slots import Place, Slots, need_of
-from toolkit.config.schema import Where
+from toolkit.config.cluster import Where
 from toolkit.errors import InputError
 from toolkit.rundir import RunDirectory, RunState
 

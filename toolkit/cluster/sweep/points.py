@@ -11,8 +11,8 @@ from pathlib import Path
 from toolkit.cluster.environment import Launch, check_startable
 from toolkit.cluster.job import plan_job
 from toolkit.cluster.machine import Machine
+from toolkit.config.cluster import Where
 from toolkit.config.multirun import OWN, SweepWords, quoted
-from toolkit.config.schema import Where
 from toolkit.errors import PlanError, Problem, Severity, UserError
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import Device, RunPlan

@@ -23,8 +23,8 @@ from toolkit.cluster.sweep import show
 from toolkit.cluster.sweep.carriers import Carrier, Handle, carrier_of
 from toolkit.cluster.sweep.points import Point, all_refused, make_points, name_of
 from toolkit.cluster.sweep.record import PointState, Record, Row, is_done, result, row_of
+from toolkit.config.cluster import Where
 from toolkit.config.multirun import CarryOut, SweepWords, read_sweep, run_sweeper
-from toolkit.config.schema import Where
 from toolkit.errors import ConfigError, ExitCode, Problem, UserError
 from toolkit.progress import Progress, Task
 from toolkit.rundir import RunDirectory, Status

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.schema import WandbMode
+from toolkit.config.monitor import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Level
 from toolkit.monitor.sink import Kind, NullSink, Row

@@ -1,0 +1,215 @@
+"""Where things of a run lie, how an attempt begins there, and its last word."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.attempts import Attempt, Times, end_times, goodput, read_attempt, write_times
+from toolkit.config.schema import RunConfig
+from toolkit.errors import ConfigError, Problem
+from toolkit.files import write_whole
+from toolkit.rundir.lock import lock_file
+from toolkit.rundir.rows import move_rows
+from toolkit.rundir.source import SourceKind, check_fork, check_identity, check_same_run, parent_of, resolve_source
+from toolkit.rundir.status import RunState, Status, read_status, write_status
+
+
+class RunDirectory:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def status_file(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def eval_file(self) -> Path:
+        return self.path / "eval.jsonl"
+
+    @property
+    def ledger_file(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def alerts_file(self) -> Path:
+        return self.path / "alerts.jsonl"
+
+    def node_alerts_file(self, node: int) -> Path:
+        """What was told on one node: on the first, of the whole run."""
+        return self.alerts_file if node == 0 else self.path / "alerts" / f"node-{node}.jsonl"
+
+    def system_file(self, node: int) -> Path:
+        """Samples of one node. Each node's first rank writes its own, on whatever disk the node has for the run's directory."""
+        return self.path / "system" / f"node-{node}.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def attempt_folder(self, attempt: int) -> Path:
+        return self.path / "attempts" / f"{attempt:03d}"
+
+    def log_file(self, attempt: int) -> Path:
+        return self.attempt_folder(attempt) / "log.txt"
+
+    def hang_folder(self, attempt: int) -> Path:
+        """What each rank said of itself when the run made no progress, or failed."""
+        return self.attempt_folder(attempt) / "hang"
+
+    def hang_file(self, attempt: int) -> Path:
+        """Why it made none, with the stacks of all ranks; there where the attempt ended so."""
+        return self.attempt_folder(attempt) / "hang.txt"
+
+    def environment_file(self, attempt: int) -> Path:
+        return self.attempt_folder(attempt) / "environment.json"
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts so far, in order."""
+        folder = self.path / "attempts"
+        return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
+
+    # ---- a start
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse what can be refused without writing: another run's folder, a wrong resume or fork. Raises UserError."""
+        check_identity(config, self.config_file)
+        check_fork(config, self.path, self.fork_file, self.newest_checkpoint())
+        source = resolve_source(config, self.newest_checkpoint())
+        if source.kind is SourceKind.RESUME and source.path is not None:
+            check_same_run(config, source.path)
+
+    def begin(self, config: RunConfig, plan: Mapping[str, Any], *, began: float | None = None) -> int:
+        """Take the folder for this process, unless it has it, and open the next attempt, whose number is returned.
+
+        Args:
+            plan: what ``plan.json`` shall hold.
+            began: when the process was started that does it, in seconds since 1970. None: now.
+
+        Raises:
+            UserError: see :meth:`check`; or another live process runs here.
+        """
+        from toolkit.config.compose import to_yaml
+
+        self.check(config)
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock is None:
+            self._take_lock()
+        attempt = max(self.attempts(), default=0) + 1
+        yaml, plan_json = to_yaml(config), json.dumps(plan, indent=1) + "\n"
+        folder = self.attempt_folder(attempt)
+        folder.mkdir(parents=True)
+        for place in (folder, self.path):
+            write_whole(place / "config.yaml", yaml)
+            write_whole(place / "plan.json", plan_json)
+        if config.run.fork is not None and not self._fork_file.exists():
+            parent = str(Path(config.run.fork).expanduser().absolute())
+            write_whole(self._fork_file, json.dumps({"parent": parent, "attempt": attempt}) + "\n")
+        now = time.time()
+        write_times(folder, Times(began=min(began or now, now), seen=now))
+        self.write_status(Status(state=RunState.STARTING, attempt=attempt))
+        return attempt
+
+    def continued(self, config: RunConfig, starts: int) -> RunConfig:
+        """``config`` for a start that nobody typed: the last ``starts`` attempts were of the same command, and what they got to is
+        continued. A ``resume`` that is a path, or never, was meant for the first of them, and has been followed once one of them got to
+        train."""
+        before = (read_attempt(self.attempt_folder(number)) for number in self.attempts()[-starts:] if starts > 0)
+        went = any(attempt is not None and attempt.times.first is not None for attempt in before)
+        return replace(config, resume="auto") if went else config
+
+    def begun_since(self, moment: float) -> int:
+        """How many attempts began at ``moment``, in seconds since 1970, or later."""
+        found = (read_attempt(self.attempt_folder(number)) for number in self.attempts())
+        return sum(attempt is not None and attempt.times.began >= moment for attempt in found)
+
+    @property
+    def lock_descriptor(self) -> int:
+        """The open lock file. A child that inherits it keeps the folder taken when this process dies first."""
+        assert self._lock is not None, "begin() comes first"
+        return self._lock
+
+    def release(self) -> None:
+        """Let another process take the folder. The end of the process does the same."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # ---- status
+
+    def write_status(self, status: Status) -> None:
+        """How a run ended is durable. A run under way writes every second and syncs nothing: who loses power has no run under way."""
+        write_whole(self.status_file, json.dumps(asdict(status)) + "\n", durable=not status.state.live)
+
+    def status(self) -> Status | None:
+        """None where no run has begun, or where a power failure emptied the status of a run under way."""
+        text = self.status_file.read_text(encoding="utf-8") if self.status_file.exists() else ""
+        if not text:
+            return None
+        fields = json.loads(text)
+        return Status(**{**fields, "state": RunState(fields["state"])})
+
+    def finish(self, state: RunState, exit_code: int, reason: str | None, *, attempt: int, anew: bool = False) -> None:
+        """The last word of an attempt. Keeps the step and checkpoint recorded so far, and, unless ``anew``, an end already recorded."""
+        last = self.status()
+        if last is not None and last.attempt == attempt and not last.state.live and not anew:
+            return
+        step, checkpoint = (last.step, last.checkpoint) if last is not None and last.attempt == attempt else (None, None)
+        end_times(self.attempt_folder(attempt), time.time(), state=state.value, reason=reason, anew=anew)
+        total = goodput(self.tried(), kept=None if state is RunState.DONE else self.saved_step() or 0)
+        self.write_status(Status(state=state, attempt=attempt, exit_code=exit_code, step=step, checkpoint=checkpoint, reason=reason,
+                                 goodput=total.to_json() if total is not None else None))
+
+    def tried(self, before: int | None = None) -> list[Attempt]:
+        """What is known of the attempts' time, in their order; of those that left nothing to read, nothing.
+
+        Args:
+            before: only attempts before this one.
+        """
+        numbers = (number for number in self.attempts() if before is None or number < before)
+        return [attempt for number in numbers if (attempt := read_attempt(self.attempt_folder(number))) is not None]
+
+    def saved_step(self) -> int | None:
+        """Of the newest checkpoint of this run's own folder; None if there is none."""
+        newest = self.newest_checkpoint()
+        digits = newest.name.removeprefix("step-") if newest is not None else ""
+        return int(digits) if digits.isdigit() else None
+
+    # ---- what is run again
+
+    def folder_of_older(self, attempt: int) -> Path:
+        """Of the attempt before ``attempt``: where what it left for steps that ``attempt`` runs again is kept."""
+        return self.attempt_folder(max((number for number in self.attempts() if number < attempt), default=attempt))
+
+    def trim_after(self, step: int, attempt: int) -> None:
+        """Move rows of steps after ``step`` to the attempt before ``attempt``: they will be run again, and a step stands once."""
+        for file in (self.metrics_file, self.eval_file, self.ledger_file):
+            if file.exists():
+                move_rows(file, self.folder_of_older(attempt) / file.name, step)
+
