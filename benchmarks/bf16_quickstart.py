@@ -33,7 +33,7 @@ from typing import Any
 
 from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.progress import Progress
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = ("+exp=quickstart", "precision=bf16", "checkpoint.every=never", "checkpoint.at_end=false", "monitor.prompt=null",

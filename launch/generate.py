@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import ExitCode, InputError, Problem, UserError
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -29,7 +29,7 @@ from toolkit.cluster.start import Start, announce, begin
 from toolkit.cluster.stop import StopRequest, launchers
 from toolkit.errors import ExitCode
 from toolkit.plan.types import RunPlan
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 
 DATA_SECONDS = 3600.0  # that ranks wait for one of them to make the data
 

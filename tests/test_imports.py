@@ -41,8 +41,8 @@ ONLY_IN = {
 }
 TORCH_FREE = (
     "toolkit.errors", "toolkit.progress", "toolkit.files", "toolkit.config.compose", "toolkit.layout.axes", "toolkit.families",
-    "toolkit.plan.make", "toolkit.rundir", "toolkit.cluster.submission", "toolkit.cluster.backends.slurm", "toolkit.cluster.requeue",
-    "toolkit.monitor.sinks.apart", "toolkit.monitor.sinks.wandb",
+    "toolkit.plan.make", "toolkit.rundir.directory", "toolkit.cluster.submission", "toolkit.cluster.backends.slurm",
+    "toolkit.cluster.requeue", "toolkit.monitor.sinks.apart", "toolkit.monitor.sinks.wandb",
 )
 
 

@@ -17,7 +17,9 @@ from toolkit.cluster import health
 from toolkit.config.compose import to_yaml
 from toolkit.config.monitor import MonitorConfig
 from toolkit.config.schema import RunConfig
-from toolkit.rundir import RunDirectory, RunState, Status, lock_file
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.lock import lock_file
+from toolkit.rundir.status import RunState, Status
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from toolkit.cluster.ends import Ending
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 
 CODE = """
 import atexit, sys, threading, time

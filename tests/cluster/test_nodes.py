@@ -21,7 +21,8 @@ import pytest
 from tests.cluster.nodes import OnNode, TwoNodes, deepspeed, torchrun, two_nodes, until
 from tests.launch.processes import FAKE, TRAIN, Started, command
 from tests.launch.test_killed import KEYS, STEPS, data, rows
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 
 __all__ = ["data"]  # the fixture
 

@@ -22,7 +22,8 @@ from toolkit.config.cluster import ClusterConfig, Where
 from toolkit.config.compose import to_yaml
 from toolkit.config.schema import RunConfig, RunSection
 from toolkit.errors import ExitCode
-from toolkit.rundir import RunDirectory, RunState, Status
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState, Status
 
 # A launcher's stand-in: argv is the run's directory, then state, reason, step of a checkpoint (or -), and its own exit code.
 FAKE = """

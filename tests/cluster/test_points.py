@@ -34,7 +34,8 @@ from toolkit.config.compose import compose
 from toolkit.config.multirun import CarryOut, quoted, read_sweep, run_sweeper
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError
-from toolkit.rundir import RunDirectory, RunState, Status
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState, Status
 
 GIB = 2**30
 LAPTOP = Machine(cores=4, host_memory_bytes=16 * GIB)

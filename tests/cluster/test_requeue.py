@@ -15,7 +15,8 @@ from toolkit.cluster import requeue
 from toolkit.cluster.requeue import Asked, Before, Ended, Next, decide
 from toolkit.config.compose import compose, to_yaml
 from toolkit.errors import ExitCode
-from toolkit.rundir import RunDirectory, RunState, Status
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState, Status
 
 
 def ended(state: RunState | None, *, asked: Asked = Asked.NONE, code: int = 1, attempt: int = 2, checkpoint: str | None = "step-1",

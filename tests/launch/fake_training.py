@@ -19,7 +19,8 @@ from pathlib import Path
 
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.plan.types import RunPlan
-from toolkit.rundir import RunDirectory, RunState, Status
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState, Status
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -97,7 +97,7 @@ def without_samples(kind: str, rank: str, step: int) -> None:
 
 def apart() -> None:
     """Each rank sees only its own words, as on nodes without a common disk."""
-    from toolkit.rundir import RunDirectory
+    from toolkit.rundir.directory import RunDirectory
 
     own = f"hang-{os.environ.get('RANK')}"
     RunDirectory.hang_folder = lambda self, attempt: self.attempt_folder(attempt) / own  # type: ignore[method-assign]

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 
 from toolkit.cluster.parent import free_port
-from toolkit.rundir import RunDirectory, Status
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import Status
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "launch" / "train.py"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import TRAIN, Started, command, hit, status_of
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import FAKE, ROOT, Started, command, status_of
-from toolkit.rundir import RunState
+from toolkit.rundir.status import RunState
 
 DOCTOR = ROOT / "launch" / "doctor.py"
 # In one process, so that it can be asked which packages it has imported.

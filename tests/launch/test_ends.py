@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import FAKE, Started, command, hit, status_of
-from toolkit.rundir import RunDirectory, RunState, Status
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState, Status
 
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 ENVIRON = {"FAKE_STEP_SECONDS": "0.05", "FAKE_SAVE_SECONDS": "1"}

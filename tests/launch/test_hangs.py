@@ -18,7 +18,8 @@ import pytest
 from tests.launch.processes import Started, command, hit, status_of
 from tests.launch.test_killed import KEYS, data, rows
 from toolkit.checkpoint import directory
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 
 __all__ = ["data"]  # the fixture
 

@@ -22,7 +22,8 @@ from toolkit.data.stdlib import ensure
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 from toolkit.train.run import run
 
 DRIVER = Path(__file__).with_name("killed_training.py")

@@ -20,7 +20,8 @@ from toolkit.cluster import submission
 from toolkit.cluster.backends import slurm as backend
 from toolkit.cluster.job import Job, JobState, make_job, plan_job
 from toolkit.config.compose import compose
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 

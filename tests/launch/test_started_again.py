@@ -13,7 +13,8 @@ import pytest
 
 from tests.cluster.test_notice import Metadata, metadata
 from tests.launch.processes import FAKE, Started, command, hit, status_of
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 
 __all__ = ["metadata"]  # the fixture
 pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]

@@ -28,7 +28,7 @@ from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.wandb import WandbSink, part
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.tiny import tiny_config
 from toolkit.train import sinks
 

@@ -26,7 +26,8 @@ from toolkit.monitor.throughput import Course, Spent
 from toolkit.plan import make_plan
 from toolkit.plan.flops import flops_per_step
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_config, tiny_plan
 from toolkit.train.agree import Agreed
 from toolkit.train.consumed import Consumption

@@ -26,7 +26,7 @@ from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.progress import Progress
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.dist import RankPool, rank_pool
 from toolkit.testing.tiny import tiny_config
 from toolkit.train.run import run

@@ -17,7 +17,7 @@ from toolkit.checkpoint import directory
 from toolkit.errors import ExitCode
 from toolkit.plan.saving import assumed_speed, rank_bytes
 from toolkit.plan.types import Device, World
-from toolkit.rundir import RunState
+from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.parting import SAVES, Parting
 from toolkit.train.times import AttemptTimes

@@ -33,7 +33,7 @@ from toolkit.errors import CheckpointError, ExitCode, InputError, Problem
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.tiny import tiny_config
 from toolkit.train.generate import load_tokenizer
 from toolkit.train.run import run

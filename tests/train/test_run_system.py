@@ -24,7 +24,7 @@ from toolkit.monitor.system.sampler import PATIENCE_SECONDS
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.dist import run_ranks
 from toolkit.testing.tiny import tiny_config
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import CheckpointError, Problem
-from toolkit.rundir import SourceKind
+from toolkit.rundir.source import SourceKind
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.state import TrainState, namespace, restore, scalars
 

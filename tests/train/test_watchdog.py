@@ -22,7 +22,8 @@ from toolkit.monitor.alert import Alert
 from toolkit.monitor.calls import Call
 from toolkit.monitor.hangs.stacks import ProcessId, process_state, this_process
 from toolkit.monitor.sink import NullSink
-from toolkit.rundir import RunDirectory, RunState, Status
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState, Status
 from toolkit.train import watchdog as module
 from toolkit.train.mailbox import Mailbox
 from toolkit.train.watchdog import Watchdog

@@ -15,7 +15,8 @@ from typing import NoReturn
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.rendezvous import Left, Meeting
 from toolkit.errors import ExitCode, UserError
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 
 ECHO_SECONDS = 3.0  # how long another rank with a mistake waits for rank 0 to say the same
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from toolkit.rundir import RunState
+from toolkit.rundir.status import RunState
 
 SECONDS = 10  # for all of it: a file system that does not answer is no health
 MARGIN_SECONDS = 60.0  # for the watchdog to collect stacks and end the run

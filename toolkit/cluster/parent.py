@@ -24,7 +24,8 @@ from toolkit.cluster.stop import StopRequest
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 
 POLL_SECONDS = 0.1
 PEER_SECONDS = 5.0  # after one rank failed: the others find it out by themselves, or are told to stop

@@ -22,7 +22,8 @@ from pathlib import Path
 from toolkit.cluster.job import CONFIG_FILE, RECORD_FILE
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 
 ENDS_FILE = "ends.jsonl"
 SCONTROL_SECONDS = 120.0

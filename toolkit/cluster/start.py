@@ -19,7 +19,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.files import write_whole
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True)

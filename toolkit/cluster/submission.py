@@ -17,7 +17,7 @@ from toolkit.cluster.requeue import Before, at_submission
 from toolkit.config.cluster import Where
 from toolkit.errors import ConfigError, Problem
 from toolkit.files import write_whole
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True)

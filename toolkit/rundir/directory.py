@@ -95,6 +95,11 @@ class RunDirectory:
         folder = self.path / "attempts"
         return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
 
+    @property
+    def fork_file(self) -> Path:
+        """The parent of a run that began from another one's state."""
+        return self.path / "fork.json"
+
     # ---- a start
 
     def check(self, config: RunConfig) -> None:
@@ -128,9 +133,9 @@ class RunDirectory:
         for place in (folder, self.path):
             write_whole(place / "config.yaml", yaml)
             write_whole(place / "plan.json", plan_json)
-        if config.run.fork is not None and not self._fork_file.exists():
-            parent = str(Path(config.run.fork).expanduser().absolute())
-            write_whole(self._fork_file, json.dumps({"parent": parent, "attempt": attempt}) + "\n")
+        if config.run.fork is not None and not self.fork_file.exists():
+            parent = parent_of(config.run.fork)
+            write_whole(self.fork_file, json.dumps({"parent": parent, "attempt": attempt}) + "\n")
         now = time.time()
         write_times(folder, Times(began=min(began or now, now), seen=now))
         self.write_status(Status(state=RunState.STARTING, attempt=attempt))
@@ -161,19 +166,14 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
-    # ---- status
+    # ---- how it stands
 
     def write_status(self, status: Status) -> None:
-        """How a run ended is durable. A run under way writes every second and syncs nothing: who loses power has no run under way."""
-        write_whole(self.status_file, json.dumps(asdict(status)) + "\n", durable=not status.state.live)
+        write_status(self.status_file, status)
 
     def status(self) -> Status | None:
-        """None where no run has begun, or where a power failure emptied the status of a run under way."""
-        text = self.status_file.read_text(encoding="utf-8") if self.status_file.exists() else ""
-        if not text:
-            return None
-        fields = json.loads(text)
-        return Status(**{**fields, "state": RunState(fields["state"])})
+        """None where no run has begun."""
+        return read_status(self.status_file)
 
     def finish(self, state: RunState, exit_code: int, reason: str | None, *, attempt: int, anew: bool = False) -> None:
         """The last word of an attempt. Keeps the step and checkpoint recorded so far, and, unless ``anew``, an end already recorded."""
@@ -201,6 +201,10 @@ class RunDirectory:
         digits = newest.name.removeprefix("step-") if newest is not None else ""
         return int(digits) if digits.isdigit() else None
 
+    def newest_checkpoint(self) -> Path | None:
+        """Of this run's own, by its folder's name. Whether it is whole is found when it is read."""
+        return max((file.parent for file in self.checkpoints.glob("[!.]*/manifest.json")), default=None)
+
     # ---- what is run again
 
     def folder_of_older(self, attempt: int) -> Path:
@@ -213,3 +217,13 @@ class RunDirectory:
             if file.exists():
                 move_rows(file, self.folder_of_older(attempt) / file.name, step)
 
+    # ---- one process at a time
+
+    def _take_lock(self) -> None:
+        descriptor, owner = lock_file(self.path / "lock")
+        if descriptor is None:
+            who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+            remedy = f"wait for it or stop it (kill {owner['pid']})" if owner else "wait for it or stop it"
+            raise ConfigError(Problem("run.dir", f"run.dir={self.path}, where {who} is running", "one run at a time uses a directory",
+                                      f"{remedy}, or give this run its own run.name or run.dir"))
+        self._lock = descriptor

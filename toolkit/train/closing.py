@@ -15,7 +15,7 @@ from toolkit.monitor.sink import Sink
 from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.plan.types import RunPlan
 from toolkit.progress import quantity
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 from toolkit.train.consumed import Consumed, words
 
 Say = Callable[[str], None]

@@ -24,7 +24,8 @@ from toolkit.monitor.parts import LOGGING, UNRECORDED, Recorder
 from toolkit.monitor.sink import Kind, Row, Sink
 from toolkit.monitor.throughput import Course, Throughput
 from toolkit.plan.types import Device, RunPlan
-from toolkit.rundir import RunDirectory, RunState, Status
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState, Status
 from toolkit.train.agree import Agreed
 
 STATUS_SECONDS = 1.0

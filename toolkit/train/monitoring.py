@@ -22,7 +22,7 @@ from toolkit.monitor.sink import CompositeSink, Kind, Sink, tell
 from toolkit.monitor.sinks.console import say
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.plan.types import RunPlan
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 from toolkit.train.agree import Exchange
 from toolkit.train.gather import gather_of
 from toolkit.train.health import Alerts, HealthSink, Saves

@@ -24,7 +24,8 @@ from toolkit.monitor.sinks.jsonl import last_row, read_rows
 from toolkit.monitor.throughput import Course, Spent, spent
 from toolkit.plan.flops import without_utilisation
 from toolkit.plan.types import Device, RunPlan
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 from toolkit.train import closing, place
 from toolkit.train.agree import Agreed, Exchange, check_same_data, exchange
 from toolkit.train.consumed import Consumption

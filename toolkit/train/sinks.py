@@ -25,7 +25,7 @@ from toolkit.monitor.sinks.ration import RationedSink
 from toolkit.monitor.sinks.wandb import WandbSink, part, run_id
 from toolkit.plan.types import RunPlan
 from toolkit.progress import Progress
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 
 WANDB = "W&B"
 

@@ -12,7 +12,8 @@ from toolkit.checkpoint.shard import Reader
 from toolkit.data.kind import SampleStream
 from toolkit.engine.build import first_weights
 from toolkit.plan.types import RunPlan
-from toolkit.rundir import RunDirectory, SourceKind, resolve_source
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.source import SourceKind, resolve_source
 from toolkit.train import state
 from toolkit.train.state import TrainState
 

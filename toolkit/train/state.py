@@ -19,7 +19,7 @@ from toolkit.checkpoint.shard import Reader
 from toolkit.checkpoint.source import MODEL
 from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.types import RunPlan
-from toolkit.rundir import SourceKind
+from toolkit.rundir.source import SourceKind
 
 DATA, IDENTITY, SEED, VERSIONS = "data", "identity", "seed", "versions"
 DATA_STATE = "data_state"  # of a stream whose place does not follow from the step

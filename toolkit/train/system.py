@@ -18,7 +18,7 @@ from toolkit.monitor.system.gpu_measures import Card
 from toolkit.monitor.system.host import Host
 from toolkit.monitor.system.sampler import GpuSource, Sampler, Source
 from toolkit.plan.types import Device, RunPlan
-from toolkit.rundir import RunDirectory
+from toolkit.rundir.directory import RunDirectory
 from toolkit.train.agree import Exchange
 from toolkit.train.hooks import Hook, StepDone
 

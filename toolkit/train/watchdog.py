@@ -31,7 +31,8 @@ from toolkit.monitor.parts import UNEXPLAINED
 from toolkit.monitor.recorder import StepRecorder
 from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import Device, RunPlan
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 from toolkit.train import peers
 from toolkit.train.hooks import Hook, StepDone
 from toolkit.train.mailbox import Mailbox

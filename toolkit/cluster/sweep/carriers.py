@@ -19,7 +19,8 @@ from toolkit.cluster.sweep.points import Point
 from toolkit.cluster.sweep.slots import Place, Slots, need_of
 from toolkit.config.cluster import Where
 from toolkit.errors import InputError
-from toolkit.rundir import RunDirectory, RunState
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
 
 KILL_SECONDS = 30.0  # after the grace of a stop: launchers end after their ranks
 FILE_SECONDS = 1.0  # between two looks at the status.json of a job in a queue

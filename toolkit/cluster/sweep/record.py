@@ -28,7 +28,9 @@ from toolkit.config.schema import RunConfig
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError, Problem
 from toolkit.files import write_whole
-from toolkit.rundir import RunDirectory, RunState, Status, lock_file
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.lock import lock_file
+from toolkit.rundir.status import RunState, Status
 
 FORMAT_VERSION = 1
 

@@ -27,7 +27,8 @@ from toolkit.config.cluster import Where
 from toolkit.config.multirun import CarryOut, SweepWords, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, ExitCode, Problem, UserError
 from toolkit.progress import Progress, Task
-from toolkit.rundir import RunDirectory, Status
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import Status
 
 POLL_SECONDS = 0.1
 ANSWER_SECONDS = 10.0  # in which rank 0 says what is wrong: a launcher that sees another rank end ends it, too, and the words with it

@@ -1,0 +1,72 @@
+"""status.json: how a run stands, and the last word of an attempt.
+
+    pytest tests/rundir/test_status.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.rundir.runs import begun, checkpoint
+from toolkit.attempts import Times, write_times
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState, Status
+
+
+def test_the_last_word_keeps_step_and_checkpoint(tmp_path: Path) -> None:
+    directory = begun(tmp_path)
+    directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=7, checkpoint="checkpoints/step-00000005"))
+    directory.finish(RunState.STOPPED, 75, "SIGTERM", attempt=1)
+    end = Status(state=RunState.STOPPED, attempt=1, exit_code=75, step=7, checkpoint="checkpoints/step-00000005", reason="SIGTERM")
+    assert directory.status() == end
+    directory.finish(RunState.FAILED, 1, "later", attempt=1)
+    assert directory.status() == end
+    directory.finish(RunState.FAILED, 1, "the parent knows better", attempt=1, anew=True)
+    after = directory.status()
+    assert after is not None
+    assert (after.state, after.step, after.reason) == (RunState.FAILED, 7, "the parent knows better")
+
+
+def test_an_attempt_does_not_inherit_the_step_of_the_one_before(tmp_path: Path) -> None:
+    directory = begun(tmp_path)
+    directory.write_status(Status(state=RunState.DONE, attempt=1, exit_code=0, step=7))
+    directory.finish(RunState.REFUSED, 2, "no data", attempt=2)
+    assert directory.status() == Status(state=RunState.REFUSED, attempt=2, exit_code=2, reason="no data")
+
+
+def test_no_status_before_a_run(tmp_path: Path) -> None:
+    assert RunDirectory(tmp_path).status() is None
+    RunDirectory(tmp_path).status_file.touch()  # as some file systems leave a file that was renamed and never synced
+    assert RunDirectory(tmp_path).status() is None
+
+
+def test_only_the_end_of_a_run_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run under way writes its status every second."""
+    directory = begun(tmp_path)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=3))
+    assert not synced
+    directory.write_status(Status(state=RunState.DONE, attempt=1, exit_code=0, step=3))
+    assert len(synced) == 2
+
+
+def test_the_end_of_an_attempt_tells_the_goodput_of_the_run(tmp_path: Path) -> None:
+    directory = begun(tmp_path)
+    write_times(directory.attempt_folder(1), Times(
+        began=100.0, seen=160.0, first=0, first_step=112.0, starting=10.0, step=20, stepping=40.0, active=160.0))
+    checkpoint(directory, "step-00000010")
+    directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=20))
+    directory.finish(RunState.FAILED, 1, "rank 1", attempt=1)
+    status = directory.status()
+    assert status is not None
+    assert status.goodput is not None
+    assert status.goodput["useful_seconds"] == 20.0, "half of the steps will have to be run again"
+    ended = json.loads((directory.attempt_folder(1) / "times.json").read_text())
+    assert (ended["state"], ended["reason"]) == ("failed", "rank 1")
+    assert ended["ended"] > 160.0
+    assert directory.saved_step() == 10
