@@ -1,0 +1,134 @@
+"""Where a run's state comes from, and what may not be continued: another run's folder, a second parent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from toolkit.config.schema import RunConfig
+from toolkit.errors import CheckpointError, ConfigError, InputError, Problem
+
+
+class SourceKind(StrEnum):
+    INITIAL = "initial"  # random or pretrained weights
+    RESUME = "resume"
+    FORK = "fork"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a run's state comes from. ``path`` is None for initial weights."""
+
+    kind: SourceKind
+    path: Path | None = None
+
+
+def resolve_source(config: RunConfig, newest: Path | None) -> Source:
+    """Which state this start continues from.
+
+    Args:
+        newest: the newest complete checkpoint of the run's own directory, if any.
+
+    Raises:
+        ConfigError: ``resume=never`` where there is something to continue, or ``resume=PATH`` together with ``run.fork``.
+        InputError: a path that is not there.
+    """
+    fork, resume = config.run.fork, config.resume
+    if resume not in ("auto", "never"):
+        if fork is not None:
+            raise ConfigError(Problem("resume", f"resume={resume} with run.fork={fork}", "a run continues from one state",
+                                      "leave out resume to fork, or run.fork to resume"))
+        return Source(SourceKind.RESUME, _existing("resume", resume))
+    if newest is not None and resume == "never":
+        raise ConfigError(Problem("resume", f"resume=never, and {newest} is there", "resume=never refuses to continue a run",
+                                  "write resume=auto to continue, or run.name=ANOTHER for a new run"))
+    if newest is not None:
+        return Source(SourceKind.RESUME, newest)
+    if fork is not None:
+        return Source(SourceKind.FORK, _existing("run.fork", fork))
+    return Source(SourceKind.INITIAL)
+
+
+def _existing(key: str, value: str) -> Path:
+    path = Path(value).expanduser()
+    if not path.is_dir():
+        raise InputError(Problem(key, f"{key}={value}", f"{key} names a checkpoint or a run directory that exists",
+                                 f"correct the path; {path.absolute()} is not a folder"))
+    return path
+
+
+def check_identity(config: RunConfig, file: Path) -> None:
+    """A folder belongs to one run. Raises ConfigError.
+
+    Args:
+        file: the ``config.yaml`` of the folder's newest attempt; where there is none, no run has begun there.
+    """
+    if not file.exists():
+        return
+    from toolkit.config.compose import from_yaml
+    from toolkit.config.identity import identity, identity_differences
+
+    before = from_yaml(file.read_text(encoding="utf-8"))
+    if identity(before) == identity(config):
+        return
+    differences = "; ".join(identity_differences(before, config))
+    raise ConfigError(Problem(
+        "run.dir", f"run.dir={file.parent} holds another run ({differences})",
+        "a run directory belongs to one model, data, optimizer, schedule and batch",
+        "leave out run.dir, write another one, or start a new run from this one's state with run.fork=" + str(file.parent)))
+
+
+def parent_of(fork: str) -> str:
+    """As ``fork.json`` records it."""
+    return str(Path(fork).expanduser().absolute())
+
+
+def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path | None) -> None:
+    """A fork is a new run with one parent. Raises ConfigError.
+
+    Args:
+        fork_file: where the parent was recorded, if the run has begun as a fork.
+        newest: a checkpoint of the run's own.
+    """
+    if config.run.fork is None:
+        return
+    parent = parent_of(config.run.fork)
+    seen = f"run.fork={config.run.fork}, and the run's own directory is {run_dir}"
+    remedy = "give the new run its own run.name or run.dir"
+    if run_dir.absolute() in (Path(parent), *Path(parent).parents):
+        raise ConfigError(Problem("run.fork", seen, "a fork is a new run, apart from its parent", remedy))
+    if fork_file.exists():
+        recorded = json.loads(fork_file.read_text(encoding="utf-8"))["parent"]
+        if recorded != parent:
+            raise ConfigError(Problem("run.fork", f"{seen}, which began from {recorded}", "a run has one parent", remedy))
+    elif newest is not None:
+        raise ConfigError(Problem("run.fork", f"{seen}, which has steps of its own", "run.fork starts a new run", remedy))
+
+
+def run_directory_of(path: Path) -> Path | None:
+    """The run directory that ``path`` is, or that a checkpoint at ``path`` lies in; None for a lone checkpoint."""
+    for folder in (path, path.parent.parent):
+        if (folder / "config.yaml").exists() and (folder / "attempts").is_dir():
+            return folder
+    return None
+
+
+def check_same_run(config: RunConfig, path: Path) -> None:
+    """``resume=PATH`` continues the same run; another model or other data is a fork.
+
+    Raises:
+        CheckpointError: ``path`` belongs to a run of another identity.
+    """
+    folder = run_directory_of(path.absolute())
+    if folder is None:
+        return
+    from toolkit.config.compose import from_yaml
+    from toolkit.config.identity import identity_differences
+
+    differences = identity_differences(from_yaml((folder / "config.yaml").read_text(encoding="utf-8")), config)
+    if differences:
+        raise CheckpointError(Problem("resume", f"resume={path} is of another run ({'; '.join(differences)})",
+                                      "resume continues the same model, data, optimizer, schedule and batch",
+                                      f"write run.fork={path} to start a new run from its state"))
