@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,19 +26,21 @@ from toolkit.cluster.environment import Launcher as StartedBy
 from toolkit.cluster.machine import Gpu, Machine
 from toolkit.cluster.rendezvous import Left
 from toolkit.cluster.sweep import run
+from toolkit.cluster.sweep.carriers import LocalCarrier
 from toolkit.cluster.sweep.points import make_points, name_of
 from toolkit.cluster.sweep.record import PointState, Record, Row, number_of, result
 from toolkit.cluster.sweep.run import refuse_in_ranks
 from toolkit.cluster.sweep.show import grouped, ranked
 from toolkit.cluster.sweep.slots import Slots, need_of
-from toolkit.config.compose import compose
+from toolkit.config.compose import compose, to_yaml
 from toolkit.config.multirun import CarryOut, quoted, read_sweep, run_sweeper
 from toolkit.config.sweep import SweepSection
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, InputError
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
 GIB = 2**30
+TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 LAPTOP = Machine(cores=4, host_memory_bytes=16 * GIB)
 H100S = tuple(Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, f"GPU-{number}") for number in range(8))
 EIGHT = Machine(cores=64, gpus=H100S, host_memory_bytes=2**40)
@@ -52,7 +55,7 @@ def batches(*typed: str, folder: Path = Path("sweeps/x")) -> list[list[tuple[str
 
 def points(*typed: str, machine: Machine = LAPTOP, folder: Path) -> list[Any]:
     words = read_sweep(["-m", *typed])
-    return make_points(batches(*typed, folder=folder)[0], words, Path("/sweeps/here"), machine)
+    return make_points(batches(*typed, folder=folder)[0], words, Path("/sweeps/here"), machine, TRAIN)
 
 
 # -- words
@@ -166,6 +169,38 @@ def test_what_the_plan_says_does_not_fit_is_left_out(tmp_path: Path) -> None:
                   folder=tmp_path)[1].plan is not None, "it is the memory that decides"
 
 
+def test_what_the_cluster_would_refuse_is_left_out_too(tmp_path: Path) -> None:
+    words = ("+exp=quickstart", "cluster=kubernetes", "cluster.gpus_per_node=0", "cluster.kubernetes.volumes={/sweeps: claim}")
+    with_image, without = points(*words, "cluster.kubernetes.image=registry/image:1,null", folder=tmp_path)
+    assert with_image.plan is not None
+    assert without.plan is None
+    assert "cluster.kubernetes.image" in without.reason
+
+
+def test_words_that_mean_something_else_by_now_do_not_go_on_with_the_sweep(tmp_path: Path) -> None:
+    """The points of one table are of one sweep: those that are done would not be run again."""
+    (tmp_path / "exp").mkdir()
+    experiment = tmp_path / "exp" / "mine.yaml"
+    experiment.write_text("# @package _global_\ntrain:\n  seed: 1\n")
+    words = read_sweep(["-m", f"--config-dir={tmp_path}", "+exp=mine", "zero=stage1,stage2"])
+
+    def made() -> list[Any]:
+        return make_points([("+exp=mine", "zero=stage1"), ("+exp=mine", "zero=stage2")], words, tmp_path / "sweep", LAPTOP, TRAIN)
+
+    first, second = made()
+    assert first.plan.config.train.seed == 1
+    Path(first.plan.run_dir).mkdir(parents=True)
+    RunDirectory(first.plan.run_dir).config_file.write_text(to_yaml(first.plan.config))
+    assert made() == [first, second], "as it was"
+    experiment.write_text("# @package _global_\ntrain:\n  seed: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        made()
+    [problem] = caught.value.problems
+    assert "zero=stage1" in problem.seen
+    assert "train.seed: 1 -> 2" in problem.seen
+    assert "sweep.dir=FOLDER" in problem.remedy
+
+
 def test_the_memory_of_the_host_counts_on_the_cpu(tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.cpu_ranks=2")
     needed = points(*words, folder=tmp_path)[0].plan.memory.device_total * 2
@@ -210,6 +245,24 @@ def test_what_an_orphan_uses_stays_taken(tmp_path: Path) -> None:
     orphan.kill()
     orphan.communicate()
     assert slots.take(need) is not None
+
+
+def test_a_point_that_cannot_be_started_gives_its_place_back(tmp_path: Path) -> None:
+    [point] = points("+exp=quickstart", machine=EIGHT, folder=tmp_path)
+    (tmp_path / "file").touch()
+    plan = replace(point.plan, run_dir=str(tmp_path / "file" / "run"))
+    slots = Slots(EIGHT, tmp_path / "slots")
+    carrier = LocalCarrier(TRAIN, EIGHT, 1, slots)
+    with pytest.raises(InputError, match="run.dir"):
+        carrier.start(replace(point, plan=plan), claim=0)
+    assert slots.take(need_of(point.plan, EIGHT, 1)) is not None, "all eight are free"
+
+
+def test_the_locks_of_another_user_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slots(EIGHT, tmp_path)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(InputError, match="belongs to user"):
+        Slots(EIGHT, tmp_path)
 
 
 def test_cores_are_shared_and_memory_counted(tmp_path: Path) -> None:
@@ -260,6 +313,12 @@ def test_two_records_keep_each_others_points(tmp_path: Path) -> None:
     assert [(row.name, row.state) for row in second.rows()] == [("a", "done"), ("b", "waiting")]
     second.begin("id", ["zero=stage1"], SweepSection())
     assert len(second.rows()) == 2, "a later start keeps what is known"
+    refused = replace(row, state=PointState.REFUSED, reason="why")
+    second.expect([row, replace(refused, name="b"), replace(row, name="c"), replace(refused, name="d")])
+    assert [(row.name, row.state) for row in first.rows()] == [("a", "done"), ("b", "refused"), ("c", "waiting"), ("d", "refused")]
+    first.expect([replace(refused, name="a"), replace(row, name="d")])
+    states = {row.name: row.state for row in first.rows()}
+    assert (states["a"], states["d"]) == ("done", "waiting"), "done by another machine stays done; what can run by now waits"
     with pytest.raises(ConfigError, match="a folder belongs to one sweep"):
         first.check("another", ["zero=stage2"])
     first.check("id", ["zero=stage1"])

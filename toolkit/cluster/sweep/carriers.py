@@ -16,11 +16,10 @@ from toolkit.cluster.backends import local
 from toolkit.cluster.job import JobId, JobState, make_job, take_folder, write_files
 from toolkit.cluster.machine import Machine
 from toolkit.cluster.sweep.points import Point
+from toolkit.cluster.sweep.record import is_done
 from toolkit.cluster.sweep.slots import Place, Slots, need_of
 from toolkit.config.cluster import Where
 from toolkit.errors import InputError
-from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.status import RunState
 
 KILL_SECONDS = 30.0  # after the grace of a stop: launchers end after their ranks
 FILE_SECONDS = 1.0  # between two looks at the status.json of a job in a queue
@@ -90,10 +89,14 @@ class LocalCarrier:
         place = self._slots.take(need)
         if place is None:
             return None
-        job = take_folder(make_job(point.plan, self._script))
-        write_files(job, local.render(job))
-        with _on(place.cores):
-            process = local.start(job, place.environ(need, os.environ), keep=(claim, *place.locks))
+        try:
+            job = take_folder(make_job(point.plan, self._script))
+            write_files(job, local.render(job))
+            with _on(place.cores):
+                process = local.start(job, place.environ(need, os.environ), keep=(claim, *place.locks))
+        except BaseException:
+            self._slots.release(place)
+            raise
         return LocalPoint(process, job.folder / local.OUTPUT, place, self._slots, point.plan.config.cluster.grace_seconds)
 
 
@@ -112,8 +115,8 @@ def _on(cores: tuple[int, ...]) -> Iterator[None]:
 class QueuedPoint:
     """A job of a cluster. It outlives this process, and the next one finds it again by its ``job.json``."""
 
-    def __init__(self, id: JobId, run_dir: Path, carrier: QueueCarrier) -> None:
-        self._id, self._directory, self._carrier = id, RunDirectory(run_dir), carrier
+    def __init__(self, id: JobId, point: Point, carrier: QueueCarrier) -> None:
+        self._id, self._point, self._carrier = id, point, carrier
         self._file_at = time.monotonic()
         self._queue_at = self._file_at + QUEUE_SECONDS
         carrier.jobs += 1
@@ -123,8 +126,7 @@ class QueuedPoint:
         if now < self._file_at:
             return False
         self._file_at = now + FILE_SECONDS
-        status = self._directory.status()
-        if status is not None and status.state is RunState.DONE:
+        if is_done(self._point):
             return self._over()
         if now < self._queue_at:
             return False
@@ -164,8 +166,8 @@ class QueueCarrier:
         run_dir = Path(point.plan.run_dir)
         before = submission.last_job(run_dir)
         if before is not None and backends.of(before[1].id.where).state(before[1].id) is not JobState.ENDED:
-            return QueuedPoint(before[1].id, run_dir, self)
-        return QueuedPoint(submission.submit(make_job(point.plan, self._script))[1], run_dir, self)
+            return QueuedPoint(before[1].id, point, self)
+        return QueuedPoint(submission.submit(make_job(point.plan, self._script))[1], point, self)
 
 
 def carrier_of(where: Where, script: Path, machine: Machine, points: int) -> Carrier:

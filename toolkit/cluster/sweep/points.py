@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from toolkit.cluster import backends
 from toolkit.cluster.environment import Launch, check_startable
-from toolkit.cluster.job import plan_job
+from toolkit.cluster.job import make_job, plan_job
 from toolkit.cluster.machine import Machine
 from toolkit.config.cluster import Where
 from toolkit.config.multirun import OWN, SweepWords, quoted
-from toolkit.errors import PlanError, Problem, Severity, UserError
+from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import Device, RunPlan
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.source import check_identity
 
 GB = 1e9
 NAME = 60  # letters of a point's name before the digits: a folder that can be read
@@ -49,15 +52,24 @@ class Point:
         return "; ".join(f"{problem.seen}: {problem.rule}" for problem in errors) or None
 
 
-def make_points(batch: Sequence[Sequence[str]], words: SweepWords, folder: Path, machine: Machine) -> list[Point]:
+def make_points(batch: Sequence[Sequence[str]], words: SweepWords, folder: Path, machine: Machine, script: Path) -> list[Point]:
     """One point for each combination of words; the same combination twice is one point.
 
+    Args:
+        folder: the sweep's, absolute.
+        script: launch/train.py.
+
     Raises:
-        ConfigError: a word that no point can mean, such as an unknown key: that is a slip and no point to be left out.
+        ConfigError: a word that no point can mean, such as an unknown key: that is a slip and no point to be left out. Or the words
+            no longer mean what a point of this folder was run with, since a file that they name has changed.
     """
     unplanned = {point.name: point for point in (_named(combination, words, folder) for combination in batch)}
     _check_words(list(unplanned.values()), words.options)
-    return [_planned(point, machine) for point in unplanned.values()]
+    points = [_planned(point, machine, script) for point in unplanned.values()]
+    changed = [problem for point in points if (problem := _changed(point)) is not None]
+    if changed:
+        raise ConfigError(*changed)
+    return points
 
 
 def name_of(swept: Sequence[str]) -> str:
@@ -85,7 +97,7 @@ def _check_words(points: Sequence[Point], options: Sequence[str]) -> None:
     read([*options, *words])
 
 
-def _planned(point: Point, machine: Machine) -> Point:
+def _planned(point: Point, machine: Machine, script: Path) -> Point:
     from toolkit.config.compose import compose
     from toolkit.plan.target import check_target
 
@@ -97,10 +109,25 @@ def _planned(point: Point, machine: Machine) -> Point:
             check_startable(config.cluster, Launch(), seen)
         plan = plan_job(config, seen)
         check_target(plan.config.model)
+        if not here:
+            backends.of(config.cluster.where).render(make_job(plan, script))  # for what the cluster would refuse
     except UserError as error:
         return replace(point, problems=error.problems)
     crowded = too_large(plan)
     return replace(point, problems=(crowded,)) if crowded is not None else replace(point, plan=plan, problems=plan.warnings)
+
+
+def _changed(point: Point) -> Problem | None:
+    """A point that was begun as another run than its words describe now."""
+    if point.plan is None:
+        return None
+    try:
+        check_identity(point.plan.config, RunDirectory(point.plan.run_dir).config_file)
+    except ConfigError as error:
+        return Problem("sweep.dir", f"{point.label}: {error.problems[0].seen}",
+                       "the words of a sweep mean the same whenever they are typed; a file that they name has changed",
+                       "write sweep.dir=FOLDER for a sweep of its own, or undo the change")
+    return None
 
 
 def share(machine: Machine, gpus: int | None) -> Machine:

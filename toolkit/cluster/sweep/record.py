@@ -16,7 +16,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -85,6 +85,14 @@ class Record:
             self._write({"format_version": FORMAT_VERSION, "id": id, "words": list(words), "metric": options.metric,
                          "maximize": options.maximize, "points": rows})
 
+    def expect(self, rows: Sequence[Row]) -> None:
+        """Points of a batch: waiting, or refused by their plans. What is known of those that were begun stays; also where it was
+        another machine that did what this one cannot."""
+        with self._locked():
+            known = {row.name: row.state for row in self.rows()}
+            self._put(row for row in rows if known.get(row.name) in (None, PointState.REFUSED)
+                      or (row.state is PointState.REFUSED and known[row.name] is not PointState.DONE))
+
     def rows(self) -> list[Row]:
         """In the order in which points were made."""
         return [Row(**{**row, "state": PointState(row["state"])}) for row in (self._read() or {"points": []})["points"]]
@@ -92,11 +100,13 @@ class Record:
     def note(self, *rows: Row) -> None:
         """These points are as ``rows`` say; the others stay."""
         with self._locked():
-            found = self._read()
-            assert found is not None, "begin() comes first"
-            known = {row["name"]: row for row in found["points"]}
-            known |= {row.name: asdict(row) for row in rows}
-            self._write({**found, "points": list(known.values())})
+            self._put(rows)
+
+    def _put(self, rows: Iterable[Row]) -> None:
+        found = self._read()
+        assert found is not None, "begin() comes first"
+        known = {row["name"]: row for row in found["points"]} | {row.name: asdict(row) for row in rows}
+        self._write({**found, "points": list(known.values())})
 
     def _read(self) -> dict[str, Any] | None:
         return json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else None
@@ -155,10 +165,10 @@ def result(point: Point, folder: Path, metric: str | None, *, before: Status | N
     return row_of(point, folder, state, reason, number=number, step=status.step, attempt=status.attempt, ended=time.time())
 
 
-def is_done(point: Point, folder: Path) -> bool:
-    """By its own word, and as far as it shall go: a run that was done may be asked for more steps, in a sweep with a folder of its own."""
-    status = RunDirectory(folder / point.name).status()
+def is_done(point: Point) -> bool:
+    """By its own word, and as far as it shall go: the experiment's file may say more steps by now."""
     assert point.plan is not None
+    status = RunDirectory(point.plan.run_dir).status()
     return status is not None and status.state is RunState.DONE and (status.step or 0) >= point.plan.config.train.steps
 
 

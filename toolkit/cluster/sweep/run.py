@@ -6,6 +6,7 @@ that is done is not run again.
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -25,7 +26,7 @@ from toolkit.cluster.sweep.points import Point, all_refused, make_points, name_o
 from toolkit.cluster.sweep.record import PointState, Record, Row, is_done, result, row_of
 from toolkit.config.cluster import Where
 from toolkit.config.multirun import CarryOut, SweepWords, read_sweep, run_sweeper
-from toolkit.errors import ConfigError, ExitCode, Problem, UserError
+from toolkit.errors import ConfigError, ExitCode, InputError, Problem, UserError
 from toolkit.progress import Progress, Task
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
@@ -47,8 +48,10 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
     refuse_in_ranks(launch, arguments)
     words = read_sweep(arguments)
     carried = _Sweep(words, stop, Path(script).absolute())
+    carried.make_folder()
     try:
         run_sweeper(words, carried.folder, CarryOut(carried.batch))
+        return carried.tell()
     except _Enough as end:
         if end.reason is not None:
             carried.tell()
@@ -57,7 +60,6 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
     except UserError:
         carried.leave_nothing()
         raise
-    return carried.tell()
 
 
 def refuse_in_ranks(launch: Launch, arguments: Sequence[str]) -> None:
@@ -111,11 +113,21 @@ class _Sweep:
     def _typed(self) -> list[str]:
         return [*self.words.options, *self.words.words, *self.words.hydra]
 
+    def make_folder(self) -> None:
+        """Raises InputError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise InputError(Problem("sweep.dir", f"{self.folder}: {error.strerror}", "the points of a sweep go into a folder of its own",
+                                     "write sweep.dir=FOLDER, one that can be written")) from error
+
     # ---- a batch of points
 
     def batch(self, combinations: Sequence[tuple[str, ...]]) -> list[float | Exception | None]:
         """One number a combination. Raises _Enough where no more are wanted."""
-        points = make_points(combinations, self.words, self.folder, self._machine)
+        points = make_points(combinations, self.words, self.folder, self._machine, self._script)
         refused = [row_of(point, self.folder, PointState.REFUSED, point.reason) for point in points if point.plan is None]
         if self.words.grid and len(refused) == len(points) and not self._options.dry_run:
             raise all_refused(points)
@@ -126,10 +138,8 @@ class _Sweep:
             self.leave_nothing()
             raise _Enough(ExitCode.DONE)
         self._record.begin(self.words.id, self._typed, self._options)
-        known = {row.name: row.state for row in self._record.rows()}  # another machine may have done what this one cannot
         feasible = [point for point in points if point.plan is not None]
-        new = [row_of(point, self.folder, PointState.WAITING) for point in feasible if point.name not in known]
-        self._record.note(*(row for row in refused if known.get(row.name) is not PointState.DONE), *new)
+        self._record.expect([*refused, *(row_of(point, self.folder, PointState.WAITING) for point in feasible)])
         self._mine |= {point.name for point in feasible}
         if feasible:
             self._carry_out(feasible)
@@ -154,12 +164,14 @@ class _Sweep:
         waiting, running = {point.name: point for point in points}, dict[str, _Running]()
         self._stop.arm(None)  # from now on there is something to save
         with Progress() as progress, progress.task(f"sweep {self.folder.name}", total=len(points), unit="points") as task:
-            while waiting or running:
+            while True:
                 if self._stop() is not None:
                     self._stop_points(running)
                     raise _Enough(ExitCode.STOPPED, self._stop())
-                self._start(waiting, running, carriers, task)
                 self._collect(running, task)
+                self._start(waiting, running, carriers, task)
+                if not waiting and not running:
+                    return
                 if not running and self._elsewhere.issuperset(waiting) and waiting:
                     self._tell_once("what is left is under way in another process, or was left behind by a killed sweep: waiting for it")
                 time.sleep(POLL_SECONDS)
@@ -204,7 +216,7 @@ class _Sweep:
 
     def _settled(self, point: Point) -> Row | None:
         """A point that is done; or that another process has tried while this one waited, and not done: it is not tried again."""
-        if is_done(point, self.folder):
+        if is_done(point):
             return result(point, self.folder, self._options.metric)
         if point.name in self._elsewhere:
             self._elsewhere.discard(point.name)
@@ -251,8 +263,11 @@ class _Sweep:
     # ---- in the end
 
     def tell(self) -> ExitCode:
-        """Table, results.csv and picture; the exit code says whether every point that could run is done."""
+        """Table, results.csv and picture; the exit code says whether every point that could run is done. Raises ConfigError."""
         rows = self._record.rows()
+        if not rows:
+            raise ConfigError(Problem("hydra.sweeper", " ".join(self._typed), "the sweeper makes points, and made none",
+                                      "correct hydra.sweeper.* (the number of trials, say)"))
         maximize = self._options.maximize
         show.write_csv(self.folder / "results.csv", rows, self._metric, maximize)
         picture = show.plot(self.folder / "sweep.png", self.folder.name, rows, self._metric, maximize)

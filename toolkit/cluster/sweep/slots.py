@@ -14,6 +14,7 @@ from pathlib import Path
 
 from toolkit.cluster.machine import Machine
 from toolkit.cluster.sweep.points import host_bytes
+from toolkit.errors import InputError, Problem
 from toolkit.plan.types import Device, RunPlan
 
 
@@ -61,11 +62,18 @@ class Slots:
     """
     Args:
         folder: of the lock files; None: one for this user and machine.
+
+    Raises:
+        InputError: the folder is another user's.
     """
 
     def __init__(self, machine: Machine, folder: Path | None = None) -> None:
         self._folder = folder or Path(tempfile.gettempdir()) / f"toolkit-slots-{os.getuid()}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (owner := self._folder.stat().st_uid) != os.getuid():
+            raise InputError(Problem("TMPDIR", f"{self._folder}, which belongs to user {owner}",
+                                     "locks of GPUs and cores are files of the user whose points take them",
+                                     "have it removed, or set TMPDIR to a folder of your own on this machine"))
         self._gpus = _names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._cores = sorted(os.sched_getaffinity(0))[: machine.cores]
         self._host_bytes = machine.host_memory_bytes
