@@ -15,7 +15,7 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 LAUNCH_RANKS = $(if $(RANKS),--num_gpus $(RANKS),$(if $(filter 0,$(GPUS)),--num_gpus 2,))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-gpu verify lint format bench clean
+.PHONY: help setup train test test-all test-gpu image verify lint format bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -38,10 +38,13 @@ test: setup  ## the quick suite (about 12 minutes on two cores)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-all: setup  ## the full matrices too (about 50 minutes on two cores)
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not image" $(ARGS)
 
 test-gpu: setup  ## both engines on one GPU (<= 8 minutes); says so where there is none
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
+
+image: setup  ## build the CPU image without a Docker daemon, and train in it (root, buildah, debootstrap)
+	$(BIN)/python -m pytest tests/cluster/test_image.py -m image -rs -s $(ARGS)
 
 verify: setup  ## every axis of both engines against plain torch, on the GPUs here or on CPU; ARGS='--cells all'
 	$(BIN)/python launch/verify.py $(ARGS)

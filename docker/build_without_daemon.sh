@@ -2,18 +2,21 @@
 # Builds the CPU image without a Docker daemon, on a base made here, and trains the quickstart by its entry point. Root, on Debian.
 #   docker/build_without_daemon.sh [FOLDER]      needs buildah and debootstrap, a registry of Python packages, and 15 GB in FOLDER,
 #                                                which is removed at the end; without one, a temporary folder
-# What pip is told here (its configuration files, PIP_FIND_LINKS, the certificates) it is told in the build, and the image does not keep it.
+#   DEBIAN_MIRROR=URL TORCH_INDEX=URL            where packages come from; else Debian's own, and where pip looks here
+# What pip is told here (its configuration, PIP_*, the certificates) it is told in the build, and the image does not keep it.
 set -euo pipefail
+# Mounts of its own: whatever ends this, none is left behind.
+if [ -z "${OWN_MOUNTS:-}" ]; then OWN_MOUNTS=1 exec unshare --mount "$0" "$@"; fi
+work=${1:-}
+if [ -n "$work" ]; then mkdir "$work"; else work=$(mktemp -d); fi
+work=$(realpath "$work")
 cd "$(dirname "$0")/.."
-if [ -n "${1:-}" ]; then work=$1; mkdir "$work"; else work=$(mktemp -d); fi
 mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
 image=localhost/toolkit:test
 # No daemon, no namespaces, no overlay: what a container itself may do.
 store=(buildah --root "$work/store" --runroot "$work/run" --storage-driver vfs)
-base_container='' container=''
 finish() {
-  [ -z "$container" ] || "${store[@]}" rm "$container" > /dev/null || true
-  [ -z "$base_container" ] || "${store[@]}" rm "$base_container" > /dev/null || true
+  ! mountpoint -q "$work/base/proc" || umount "$work/base/proc"
   rm -rf --one-file-system "$work"
 }
 trap finish EXIT
@@ -24,17 +27,14 @@ debootstrap --variant=minbase --include=python3,python3-dev,python3-pip,python-i
   > "$work/debootstrap.log" || { tail -n 20 "$work/debootstrap.log"; exit 1; }
 # The base is the image's own, as python:3.11-slim is: there is no other owner of its packages (PEP 668).
 rm -f "$work"/base/usr/lib/python3*/EXTERNALLY-MANAGED
-base_container=$("${store[@]}" from scratch)
-"${store[@]}" add --quiet "$base_container" "$work/base" / > /dev/null
-"${store[@]}" commit --quiet "$base_container" localhost/base:test > /dev/null
-rm -rf "$work/base"
+container=$("${store[@]}" from scratch)
+"${store[@]}" add --quiet "$container" "$work/base" / > /dev/null
+"${store[@]}" commit --quiet --rm "$container" localhost/base:test > /dev/null
+rm -rf --one-file-system "$work/base"
 
 say "the image, by the steps of Dockerfile"
-for file in /etc/pip.conf "$HOME/.config/pip/pip.conf" "$HOME/.pip/pip.conf"; do
-  [ ! -e "$file" ] || cat "$file"
-done > "$work/pip.conf"
 mounts=(--volume /etc/ssl/certs:/etc/ssl/certs:ro)
-if [ -d "${PIP_FIND_LINKS:-}" ]; then mounts+=(--volume "$PIP_FIND_LINKS:$PIP_FIND_LINKS:ro"); fi
+while read -r folder; do mounts+=(--volume "$folder:$folder:ro"); done < <(python3 docker/pip_here.py "$work/pip.conf")
 "${store[@]}" build --isolation chroot --format docker --build-arg BASE=localhost/base:test --build-arg TORCH_INDEX="${TORCH_INDEX:-}" \
   --build-arg REVISION="$(git rev-parse HEAD 2> /dev/null || true)" --secret "id=pip,src=$work/pip.conf" "${mounts[@]}" --tag "$image" .
 
@@ -49,13 +49,13 @@ inside "${entry[@]}" cluster.cpu_ranks=2 run.dir=runs/built train.steps=3
 inside python -c 'import json, os
 status = json.load(open("runs/built/status.json"))
 print("trained: status", status["state"], "at step", str(status["step"]) + ", as user", os.stat("runs/built/status.json").st_uid)'
-inside python -m toolkit.cluster.health
 say "its init passes a stop on, and the run saves"
 code=0
 # shellcheck disable=SC2016  # the shell inside fills these in
 inside bash -c '"$@" & pid=$!
   until grep -q running runs/stopped/status.json 2> /dev/null; do sleep 0.5; kill -0 $pid || exit 1; done
-  python -m toolkit.cluster.health && kill -TERM $pid && wait $pid' stop "${entry[@]}" run.dir=runs/stopped train.steps=100000 || code=$?
+  echo "health: $(python -m toolkit.cluster.health)"; kill -TERM $pid && wait $pid' \
+  stop "${entry[@]}" run.dir=runs/stopped train.steps=100000 || code=$?
 inside python -c 'import json
 print("stopped: status", json.load(open("runs/stopped/status.json"))["state"] + ", exit code", '"$code"')'
 say "done"

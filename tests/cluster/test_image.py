@@ -1,7 +1,7 @@
 """The image: what is installed into a base, what goes into it, and what hadolint and shellcheck say.
 
     pytest tests/cluster/test_image.py
-    pytest tests/cluster/test_image.py -m full         builds it without a daemon and trains in it: root, buildah, debootstrap
+    pytest tests/cluster/test_image.py -m image -s     builds it without a daemon and trains in it (make image): root, buildah, debootstrap
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -23,14 +24,19 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 APPTAINER = (ROOT / "Apptainer.def").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def lock() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("image_lock", ROOT / "docker" / "lock.py")
+def of_docker(name: str) -> ModuleType:
+    """A script of docker/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"image_{name}", ROOT / "docker" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def lock() -> ModuleType:
+    return of_docker("lock")
 
 
 def base(folder: Path, *packages: tuple[str, str, bool]) -> Path:
@@ -86,6 +92,24 @@ def test_what_was_installed_is_checked(lock: ModuleType, now: dict[str, str], pr
 def test_a_cpu_build_of_the_locked_torch_is_the_locked_torch(lock: ModuleType) -> None:
     assert lock.differences({"torch": "2.13.0+cpu"}, {"torch": "2.13.0"}, {}, []) == []
     assert len(lock.differences({"torch": "2.13.1+cpu"}, {"torch": "2.13.0"}, {}, [])) == 1
+
+
+def test_what_pip_is_told_here_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two files with a section of the same name, as a site's and a person's have it, and a variable."""
+    (tmp_path / "index" / "simple").mkdir(parents=True)
+    (tmp_path / "wheels").mkdir()
+    for name, text in (("site", "index-url = https://site.example/simple\ncert = /nowhere/ca.crt"),
+                       ("own", f"index-url = https://own.example/simple\nextra-index-url = file://{tmp_path}/index/simple")):
+        (tmp_path / name).write_text(f"[global]\n{text}\n")
+    for setting in (pip_here := of_docker("pip_here")).SETTINGS:
+        monkeypatch.delenv(f"PIP_{setting.upper().replace('-', '_')}", raising=False)
+    monkeypatch.setenv("PIP_FIND_LINKS", f"{tmp_path}/wheels")
+    monkeypatch.setattr(pip_here, "FILES", (tmp_path / "site", tmp_path / "own", tmp_path / "none"))
+    assert pip_here.main(str(tmp_path / "pip.conf")) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/index", f"{tmp_path}/wheels"]
+    lines = (tmp_path / "pip.conf").read_text().split("\n")
+    assert [line for line in lines if line] == ["[global]", "index-url = https://own.example/simple", "cert = /nowhere/ca.crt",
+                                                f"extra-index-url = file://{tmp_path}/index/simple", f"find-links = {tmp_path}/wheels"]
 
 
 # ---- what it is made of
@@ -151,15 +175,29 @@ def test_shellcheck_has_nothing_to_say_to_the_steps() -> None:
 
 # ---- a real one
 
-@pytest.mark.full
+@pytest.mark.image
 @pytest.mark.timeout(3600)
 def test_the_cpu_image_is_built_without_a_daemon_and_trains(tmp_path: Path) -> None:
     missing = [command for command in ("buildah", "debootstrap") if shutil.which(command) is None]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"the image was not built: needs root{''.join(f', {command} (apt-get install {command})' for command in missing)}")
-    done = subprocess.run([ROOT / "docker" / "build_without_daemon.sh", tmp_path / "work"], capture_output=True, text=True, timeout=3500,
-                          check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    assert "everything is as locked" in done.stdout
-    assert "trained: status done at step 3, as user 1000" in done.stdout
-    assert "stopped: status stopped, exit code 75" in done.stdout
+    script = subprocess.Popen([ROOT / "docker" / "build_without_daemon.sh", tmp_path / "work"], stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    out = ""
+    try:
+        assert script.stdout is not None
+        for line in script.stdout:
+            out += line
+            print(line, end="", flush=True)
+        script.wait()
+    finally:
+        if script.poll() is None:  # buildah too; the script removes what there is
+            os.killpg(script.pid, signal.SIGTERM)
+            script.wait(timeout=60)
+    assert script.returncode == 0
+    assert "everything is as locked" in out
+    assert "trained: status done at step 3, as user 1000" in out
+    assert "health: well" in out
+    assert "stopped: status stopped, exit code 75" in out
+    assert not (tmp_path / "work").exists()
+    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()

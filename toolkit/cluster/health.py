@@ -35,11 +35,20 @@ def main(proc: Path = Path("/proc")) -> int:
 
 def run_folders(proc: Path) -> Iterator[Path]:
     """Of the runs whose lock a process that this one may look at holds open."""
-    for link in proc.glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # it has just been closed, or is another user's
-            target = link.readlink()
-            if target.name == "lock" and (target.parent / "attempts").is_dir():
-                yield target.parent
+    for process in proc.glob("[0-9]*"):
+        for link in _entries(process / "fd"):
+            with suppress(OSError):  # it has just been closed
+                target = link.readlink()
+                if target.name == "lock" and (target.parent / "attempts").is_dir():
+                    yield target.parent
+
+
+def _entries(folder: Path) -> list[Path]:
+    """None of a process that has just ended, or is another user's."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def what_ails(folder: Path, now: float) -> str | None:

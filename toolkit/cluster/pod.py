@@ -39,23 +39,27 @@ class Launcher:
 
     def __init__(self) -> None:
         self.asked = Asked.NONE
+        self._number: int | None = None  # of the signal, until it is passed on
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, _: object) -> None:
         if self.asked is Asked.NONE:
-            self.asked = Asked.TERM if number == signal.SIGTERM else Asked.INT
-            if self._process is not None:
-                self._process.send_signal(number)
+            self.asked, self._number = Asked.TERM if number == signal.SIGTERM else Asked.INT, number
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._process is not None and self._number is not None:
+            number, self._number = self._number, None
+            self._process.send_signal(number)
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Its exit code; that of a stop where one was asked for before it began."""
         if self.asked is not Asked.NONE:
             return ExitCode.STOPPED
         self._process = subprocess.Popen(command, env=dict(environ), start_new_session=True)
-        if self.asked is not Asked.NONE:  # between the look and the start
-            self._process.send_signal(signal.SIGTERM)
+        self._pass_on()  # what came between the look and the start
         return self._process.wait()
 
     def wait_for(self, meet: str, seconds: float = MEET_SECONDS) -> None:
