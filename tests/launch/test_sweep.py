@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,20 @@ def test_a_sweep_killed_half_way_goes_on_from_cold_and_under_two_processes(tmp_p
 
 
 def killed(sweep: Started, folder: Path) -> tuple[list[str], Counter[str], int]:
-    """The sweep's process by -9, and one of its points, which then has to be run again. What was done and begun by then, and how many
-    points that may be."""
+    """The sweep's process by -9, and one of its points that has begun, which then has to be run again. What was done and begun by then,
+    and how many points that may be."""
     points = psutil.Process(sweep.process.pid).children()
     hit(signal.SIGKILL, sweep.process.pid)
     sweep.process.wait(10)
-    for point in points[:1]:
-        point.kill()
-    return done(folder), starts(folder), len(points[:1])
+    lost = 0
+    for point in points:
+        with suppress(psutil.NoSuchProcess, StopIteration):  # done by now
+            frozen = next(word for word in point.cmdline() if word.startswith("--frozen="))
+            if Path(frozen.removeprefix("--frozen=")).parts[-4] in starts(folder):
+                point.kill()
+                lost += 1
+                break
+    return done(folder), starts(folder), lost
 
 
 def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int) -> None:
@@ -100,7 +107,8 @@ def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int) 
     assert set(again) <= set(began) - set(before), "what was done is not run again"
     assert sum(again.values()) <= 2 * lost, "orphans of a killed sweep are waited for, and not started again"
     jobs = Counter(file.parts[-4] for file in folder.glob("*/jobs/*/config.yaml"))
-    assert jobs == starts(folder), "every job was one start"
+    assert not starts(folder) - jobs
+    assert sum((jobs - starts(folder)).values()) <= 1, "every job was one start, but for one that the killed sweep was about to make"
 
     rows = content(folder)["points"]
     assert Counter(row["state"] for row in rows) == {"done": 32, "refused": 8}
