@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,20 @@ def test_a_run_has_one_job_at_a_time(stand: Stand, tmp_path: Path) -> None:
     second, id = submission.submit(job)
     assert (second.number, id.id) == (2, "2")
     assert submission.last_job(Path(job.run_dir)) == (2, submission.read_record(second.folder))
+
+
+def test_of_two_who_submit_a_run_at_once_one_is_refused(stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(*ELSEWHERE["slurm"], here=tmp_path)
+    inner = stand.submit
+
+    def while_it_takes_the_job(one: Job) -> JobId:
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* is submitting a job"):
+            submission.submit(job)
+        return inner(one)
+
+    monkeypatch.setattr(stand, "submit", while_it_takes_the_job)
+    assert submission.submit(job)[0].number == 1
+    assert len(stand.submitted) == 1
 
 
 def test_another_runs_directory_is_refused_before_the_queue(stand: Stand, tmp_path: Path) -> None:

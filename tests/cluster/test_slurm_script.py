@@ -128,22 +128,24 @@ def test_the_job_begins_without_the_marks_of_what_is_around_it() -> None:
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> dict[str, str]:
-    """An environment in which Slurm's commands write down how they were called; ``srun`` runs its task once, as node 0."""
+    """An environment in which Slurm's commands write down how they were called; ``srun`` runs its task once, as node ``NODE``."""
     folder = tmp_path / "bin"
     folder.mkdir()
     own = {
-        "srun": 'note srun "$@"; while [[ "$1" == --* ]]; do shift; done; SLURM_NODEID=0 "$@"',
+        "srun": 'note srun "$@"; while [[ "$1" == --* ]]; do shift; done; SLURM_NODEID=$NODE SLURMD_NODENAME=n$((NODE + 1)) "$@"',
         "scancel": 'note scancel "$@"; [ -e "$NOTES/step" ] && kill -TERM "$(cat "$NOTES/step")"',
-        "scontrol": 'case "$*" in *hostnames*) printf "n1\\nn2\\n";; *) echo "NodeName=n1 NodeAddr=10.0.0.1 Version=22";; esac',
+        "scontrol": 'case "$*" in *hostnames*) printf "n1\\nn2\\n";;\n'
+                    '*) printf "NodeName=n%s Arch=x86_64 NodeAddr=10.0.0.%s Version=22\\n" 1 1 2 2;; esac',
         "python": 'case "$*" in *requeue*) note requeue "$@"; exit 75;; esac\n'
-                  'note task "$@" "${PET_RDZV_CONF:-}"; echo $$ > "$NOTES/step"\n'
+                  'note task "$@" "${PET_RDZV_CONF:-}" "${PET_LOCAL_ADDR:-}"; echo $$ > "$NOTES/step"\n'
                   'trap "exit 75" TERM; for _ in $(seq "${STEPS:-0}"); do sleep 0.1; done; exit 3',
     }
     note = 'note() { printf "%s\\0" "$@" >> "$NOTES/calls"; printf "\\n" >> "$NOTES/calls"; }\n'
     for name, body in own.items():
         (folder / name).write_text(f"#!/bin/bash\n{note}{body}\n")
         (folder / name).chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(tmp_path), "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "n[1-2]"}
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(tmp_path), "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "n[1-2]",
+            "NODE": "0"}
 
 
 def calls(environ: dict[str, str]) -> list[list[str]]:
@@ -164,20 +166,30 @@ def test_texts_of_the_user_stay_words(stand_ins: dict[str, str], tmp_path: Path)
     output = process.communicate(timeout=20)[0]
     assert process.returncode == 75, output
     by_name = {call[0]: call[1:] for call in calls(stand_ins)}
-    assert by_name["task"] == ["-u", "/my repo's/train.py", f"--frozen={HOSTILE}/jobs/001/config.yaml", ""]
+    assert by_name["task"] == ["-u", "/my repo's/train.py", f"--frozen={HOSTILE}/jobs/001/config.yaml", "", ""]
     assert by_name["requeue"] == ["-m", "toolkit.cluster.requeue", f"{HOSTILE}/jobs/001", "--asked=none", "--code=3"]
     assert not (tmp_path / "pwned").exists()
 
 
-def test_on_several_nodes_the_first_serves_the_rendezvous(stand_ins: dict[str, str], tmp_path: Path) -> None:
-    process = started(job(nodes=2, run_dir=HOSTILE), stand_ins, tmp_path)
+@pytest.mark.parametrize(("node", "own"), [("0", ["is_host=1", "10.0.0.1"]), ("1", ["is_host=0", "10.0.0.2"])])
+def test_on_several_nodes_the_first_serves_the_rendezvous_and_each_says_its_address(
+        node: str, own: list[str], stand_ins: dict[str, str], tmp_path: Path) -> None:
+    process = started(job(nodes=2, run_dir=HOSTILE), {**stand_ins, "NODE": node}, tmp_path)
     output = process.communicate(timeout=20)[0]
     assert process.returncode == 75, output
     task = next(call for call in calls(stand_ins) if call[0] == "task")
     assert task[1:] == [
         "-u", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=c10d", "--rdzv-id=12345",
         "--rdzv-endpoint=10.0.0.1:22345", "--max-restarts=3", "/repo/launch/train.py", f"--frozen={HOSTILE}/jobs/001/config.yaml",
-        "is_host=1"]
+        *own]
+
+
+def test_where_slurm_does_not_say_addresses_names_are_taken(stand_ins: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "bin" / "scontrol").write_text('#!/bin/bash\ncase "$*" in *hostnames*) echo n1;; *) exit 1;; esac\n')
+    started(job(nodes=2), stand_ins, tmp_path).communicate(timeout=20)
+    task = next(call for call in calls(stand_ins) if call[0] == "task")
+    assert "--rdzv-endpoint=n1:22345" in task
+    assert task[-1] == ""  # torchrun then takes its host's own name
 
 
 @pytest.mark.parametrize(("number", "asked"), [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])

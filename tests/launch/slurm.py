@@ -1,9 +1,9 @@
-"""A Slurm of this machine's own, for ``with``: munged, slurmctld and two slurmd, all on loopback, in a folder of the test.
+"""A Slurm of this machine's own, for ``with``: munged, slurmctld and three slurmd, all on loopback, in a folder of the test.
 
     with loopback_slurm(folder) as slurm:
         slurm.run("sinfo")
 
-Two daemons of compute nodes on one host need a Slurm that was built for it, as Debian's is (``--enable-multiple-slurmd``). Needs root:
+Several daemons of compute nodes on one host need a Slurm that was built for it, as Debian's is (``--enable-multiple-slurmd``). Needs root:
 slurmd carries out jobs of any user.
 """
 
@@ -22,7 +22,9 @@ from toolkit.cluster.parent import free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
-NODES = ("node1", "node2")
+NODES = ("node1", "node2")  # of the partitions main and urgent
+ASIDE = "node3"  # of the partition aside: for a job that takes its time while others run
+EVERY = (*NODES, ASIDE)
 START_SECONDS = 30.0
 
 CONFIG = """\
@@ -53,10 +55,10 @@ ReturnToService=2
 KillWait=20
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs={cores} State=UNKNOWN
-NodeName={other} NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs={cores} State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
-PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
+{nodes}
+PartitionName=main Nodes={main} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes={main} MaxTime=INFINITE State=UP PriorityTier=2
+PartitionName=aside Nodes={aside} MaxTime=INFINITE State=UP PriorityTier=1
 """
 
 
@@ -95,8 +97,9 @@ def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
     for name in ("state", "munge"):
         (folder / name).mkdir(parents=True)
     host = os.uname().nodename.partition(".")[0]
+    nodes = [f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cores} State=UNKNOWN" for node in EVERY]
     (folder / "slurm.conf").write_text(CONFIG.format(
-        folder=folder, host=host, node=NODES[0], other=NODES[1], cores=cores, control=free_port(), port1=free_port(), port2=free_port()))
+        folder=folder, nodes="\n".join(nodes), main=",".join(NODES), aside=ASIDE, control=free_port()))
     (folder / "munge" / "key").write_bytes(os.urandom(1024))
     (folder / "munge" / "key").chmod(0o600)
     config = str(folder / "slurm.conf")
@@ -107,9 +110,9 @@ def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
             f"--pid-file={own}/pid", f"--seed-file={own}/seed"]))
         _until(lambda: (own / "socket").exists(), "munged answers", slurm)
         stack.enter_context(_daemon(slurm, "slurmctld", ["slurmctld", "-D", "-f", config]))
-        for node in NODES:
+        for node in EVERY:
             stack.enter_context(_daemon(slurm, node, ["slurmd", "-D", "-N", node, "-f", config]))
-        _until(lambda: _idle(slurm), "both nodes are idle", slurm)
+        _until(lambda: _idle(slurm), "every node is idle", slurm)
         try:
             yield slurm
         finally:
@@ -119,9 +122,9 @@ def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
 
 
 def _idle(slurm: Slurm) -> bool:
-    words = ["sinfo", "--noheader", "--Node", "--partition=main", "--format=%T"]
+    words = ["sinfo", "--noheader", "--Node", "--partition=main,aside", "--format=%T"]
     shown = subprocess.run(words, env=slurm.environ, capture_output=True, text=True, timeout=60, check=False)
-    return shown.stdout.split() == ["idle"] * len(NODES)
+    return shown.stdout.split() == ["idle"] * len(EVERY)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tests.launch.processes import FAKE, ROOT, TRAIN, command, status_of
 from tests.launch.slurm import Slurm, loopback_slurm, missing
 from toolkit.cluster import submission
 from toolkit.cluster.backends import slurm as backend
-from toolkit.cluster.job import Job, JobState, make_job, plan_job
+from toolkit.cluster.job import Job, JobId, JobState, make_job, plan_job
 from toolkit.config.compose import compose
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
@@ -42,10 +42,23 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(autouse=True)
 def around(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a person's shell at a login node has. The nodes are this machine, which they know as loopback."""
-    for name, value in {**slurm.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}.items():
-        monkeypatch.setenv(name, value)
+    log_in(slurm, monkeypatch)
     monkeypatch.chdir(tmp_path)
+
+
+def log_in(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person's shell at a login node has."""
+    for name, value in {**slurm.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAKE_STEP_SECONDS": "0.05"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, JobId]:
+    """A job whose time limit comes near while the other tests run, on a node that they do not use."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        log_in(slurm, monkeypatch)
+        words = ("train.steps=100000", 'cluster.slurm.time="2"', "cluster.slurm.partition=aside")
+        return submission.submit(fake_job(tmp_path_factory.mktemp("limited") / "run", *words, grace_seconds=5))
 
 
 def until(holds: Callable[[], bool], seconds: float, what: str, output: Path) -> None:
@@ -113,10 +126,10 @@ def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slu
     assert losses(run_dir)[stopped.step] != pytest.approx(losses(run_dir)[stopped.step - 1], abs=1e-6)  # a control: one step off is seen
 
 
-def fake_job(run_dir: Path, *words: str) -> Job:
+def fake_job(run_dir: Path, *words: str, grace_seconds: int = 30) -> Job:
     """On one node, with a training that only keeps time."""
-    plan = plan_job(compose(["+exp=quickstart", *NODES, "cluster.nodes=1", f"run.dir={run_dir}", *words]))
-    return make_job(plan, FAKE)
+    where = ("cluster=slurm", "cluster.gpus_per_node=0", f"cluster.grace_seconds={grace_seconds}")
+    return make_job(plan_job(compose(["+exp=quickstart", *where, f"run.dir={run_dir}", *words])), FAKE)
 
 
 def fake_steps(directory: RunDirectory) -> int:
@@ -126,7 +139,6 @@ def fake_steps(directory: RunDirectory) -> int:
 
 @pytest.mark.parametrize("by", ["cancel", "scancel"])
 def test_who_cancels_a_job_is_not_overruled(by: str, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
     monkeypatch.setenv("FAKE_SAVE_SECONDS", "1")
     job, id = submission.submit(fake_job(tmp_path / "run", "train.steps=100000"))
     output, directory = job.folder / "output.txt", RunDirectory(job.run_dir)
@@ -171,3 +183,16 @@ def test_what_slurm_refuses_is_told_in_its_words(slurm: Slurm, tmp_path: Path) -
     assert done.returncode == 2
     assert "invalid partition" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_before_its_time_limit_a_job_saves_and_goes_back_into_the_queue(slurm: Slurm, limited: tuple[Job, JobId]) -> None:
+    """Slurm warns up to half a minute before the time that was asked for (PERIODIC_TIMEOUT of its controller)."""
+    job, id = limited
+    output, ends = job.folder / "output.txt", job.folder / "ends.jsonl"
+    until(lambda: ends.exists() and ends.read_text().endswith("\n"), 150, "asked to end", output)
+    end = json.loads(ends.read_text().splitlines()[0])
+    assert (end["asked"], end["attempt"], end["state"], end["reason"], end["next"]) == ("TERM", 1, "stopped", "SIGTERM", "again")
+    until(lambda: "Restarts=0" not in slurm.run("scontrol", "--oneliner", "show", "job", id.id), 30, "put back into the queue", output)
+    times = json.loads((RunDirectory(job.run_dir).attempt_folder(1) / "times.json").read_text())
+    assert times["ended"] - times["began"] < 120
+    backend.cancel(id)

@@ -11,7 +11,8 @@ same on all of them but for ``cluster`` and ``run.dir``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -53,7 +54,7 @@ class Job:
     @property
     def folder(self) -> Path:
         """The job's own files, and what the backend records of it."""
-        return Path(self.run_dir) / "jobs" / f"{self.number:03d}"
+        return jobs_folder(Path(self.run_dir)) / f"{self.number:03d}"
 
     @property
     def config_file(self) -> Path:
@@ -176,9 +177,13 @@ def make_job(plan: RunPlan, script: str | Path, *, name: str | None = None, here
     return Job(name=name, run_dir=run_dir, number=next_number(Path(run_dir)), config=config, world=plan.world, script=str(script))
 
 
+def jobs_folder(run_dir: Path) -> Path:
+    return run_dir / "jobs"
+
+
 def numbers(run_dir: Path) -> list[int]:
     """The jobs of a run so far, in order."""
-    folder = run_dir / "jobs"
+    folder = jobs_folder(run_dir)
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
 
 
@@ -194,15 +199,25 @@ def take_folder(job: Job) -> Job:
     """
     while True:
         try:
-            job.folder.mkdir(parents=True)
+            with writable(Path(job.run_dir)):
+                job.folder.mkdir(parents=True)
         except FileExistsError:
             job = replace(job, number=max(job.number, next_number(Path(job.run_dir)) - 1) + 1)
-        except OSError as error:
-            raise InputError(Problem("run.dir", f"run.dir={job.run_dir}: {error.strerror}",
-                                     "a job's files are written below the run's directory, from where it is submitted",
-                                     "write run.dir=FOLDER, one that can be written here and that the nodes have too")) from None
         else:
             return job
+
+
+@contextmanager
+def writable(run_dir: Path) -> Iterator[None]:
+    """Around making something below ``run_dir``. Raises InputError where that cannot be; FileExistsError as it is."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise InputError(Problem("run.dir", f"run.dir={run_dir}: {error.strerror}",
+                                 "a job's files are written below the run's directory, from where it is submitted",
+                                 "write run.dir=FOLDER, one that can be written here and that the nodes have too")) from None
 
 
 def write_files(job: Job, files: Mapping[str, str]) -> None:

@@ -128,9 +128,9 @@ def at_submission(run_dir: Path) -> Before:
 
 
 def newest(run_dir: Path) -> str | None:
-    """Name of the run's newest complete checkpoint."""
-    folder = RunDirectory(run_dir).checkpoints
-    return max((path.parent.name for path in folder.glob("*/manifest.json") if not path.parent.name.startswith(".")), default=None)
+    """Name of the run's newest checkpoint."""
+    found = RunDirectory(run_dir).newest_checkpoint()
+    return found.name if found is not None else None
 
 
 def read_before(folder: Path) -> Before:

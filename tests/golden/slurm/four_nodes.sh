@@ -19,12 +19,16 @@ python=/opt/venv/bin/python
 folder=/data/runs/gpt-0123abcd/jobs/001
 train=(/repo/launch/train.py --frozen=/data/runs/gpt-0123abcd/jobs/001/config.yaml)
 srun=(--nodes=4 --ntasks-per-node=1 --cpu-bind=none --input=none --kill-on-bad-exit=0 --wait=90 --cpus-per-task=64)
+addresses=" $(scontrol --oneliner show node "$SLURM_JOB_NODELIST" |
+  sed -n 's/^NodeName=\([^ ]*\) .* NodeAddr=\([^ ]*\).*/\1=\2/p' | tr '\n' ' ')"  # " n1=10.0.0.1 n2=10.0.0.2 "
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+address=${addresses#* "$first"=}
+address=${address%% *}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=75  # what torchrun leaves its ranks to save in; else 30 s
 # shellcheck disable=SC2016  # the task's own shell fills these in
-node='export PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); exec "$@"'
-task=(bash -c "$node" node "$python" -u -m torch.distributed.run --nnodes=4 --nproc-per-node=8
+node='own=${1#* $SLURMD_NODENAME=}; shift
+export PET_LOCAL_ADDR=${own%% *} PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); exec "$@"'
+task=(bash -c "$node" node "$addresses" "$python" -u -m torch.distributed.run --nnodes=4 --nproc-per-node=8
   --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="${address:-$first}:$((20000 + SLURM_JOB_ID % 10000))"
   --max-restarts=3 "${train[@]}")
 

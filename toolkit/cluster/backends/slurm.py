@@ -126,14 +126,19 @@ task=("$python" -u "${train[@]}")
 """
 
 # Several: torchrun on each. Which of them serves the rendezvous is said, since torchrun would compare its host's name with the address;
-# and that is the address by which Slurm itself reaches the first node, since a node's name need not resolve on the others.
+# and each gives away, for the case that the first rank is its own, the address by which Slurm itself reaches it: a node's name need not
+# resolve on the others. (torchrun numbers nodes by address, so that the first rank may be on any.)
 _SEVERAL = """\
+addresses=" $(scontrol --oneliner show node "$SLURM_JOB_NODELIST" |
+  sed -n 's/^NodeName=\\([^ ]*\\) .* NodeAddr=\\([^ ]*\\).*/\\1=\\2/p' | tr '\\n' ' ')"  # " n1=10.0.0.1 n2=10.0.0.2 "
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+address=${{addresses#* "$first"=}}
+address=${{address%% *}}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={leave}  # what torchrun leaves its ranks to save in; else 30 s
 # shellcheck disable=SC2016  # the task's own shell fills these in
-node='export PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); exec "$@"'
-task=(bash -c "$node" node "$python" -u -m torch.distributed.run --nnodes={nodes} --nproc-per-node={ranks}
+node='own=${{1#* $SLURMD_NODENAME=}}; shift
+export PET_LOCAL_ADDR=${{own%% *}} PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); exec "$@"'
+task=(bash -c "$node" node "$addresses" "$python" -u -m torch.distributed.run --nnodes={nodes} --nproc-per-node={ranks}
   --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="${{address:-$first}}:$(({first} + SLURM_JOB_ID % {ports}))"
   --max-restarts={restarts} "${{train[@]}}")
 """
