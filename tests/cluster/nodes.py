@@ -197,6 +197,7 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
             node.run("ip", "link", "set", "wire", "up")
         nodes = TwoNodes((made[0], made[1]))
         nodes.here, nodes.shared = here, shared
+        until(lambda: all("state UP" in node.run("ip", "link", "show", "wire") for node in nodes), SET_UP_SECONDS, "joined")
         yield nodes
     finally:
         for node in made:

@@ -27,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, way: str | None, **interfaces: list
     """A machine with these interfaces, whose way to where ranks meet begins at the address ``way``."""
     monkeypatch.setattr(interface, "_source", lambda address: ipaddress.ip_address(way) if way is not None else None)
     found = {name: [ipaddress.ip_address(one) for one in addresses] for name, addresses in interfaces.items()}
-    monkeypatch.setattr(interface, "_interfaces", lambda: found)
+    monkeypatch.setattr(interface, "_interfaces", lambda running=False: found)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,12 @@ def test_it_is_the_way_to_where_the_ranks_meet(
         monkeypatch: pytest.MonkeyPatch, way: str | None, interfaces: dict[str, list[str]], expected: str | None) -> None:
     machine(monkeypatch, way, **interfaces)
     assert interface_to("first") == expected
+
+
+@pytest.mark.parametrize(("address", "way"), [("127.0.0.1", "127.0.0.1"), ("localhost", "::1")])
+def test_nodes_of_one_machine_meet_at_its_loopback(monkeypatch: pytest.MonkeyPatch, address: str, way: str) -> None:
+    machine(monkeypatch, way, eth0=LINK, lo=LOOPBACK)
+    assert interface_to(address) == "lo"
 
 
 def test_what_the_user_wrote_stays_and_one_machine_needs_no_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Two machines that share one folder train together, through torchrun and through deepspeed, and are cut apart.
 
-    pytest tests/cluster/test_nodes.py -rs             what the machines are, and one start of both
+    pytest tests/cluster/test_nodes.py -rs             what the machines are
     pytest tests/cluster/test_nodes.py -rs -m full     whole trainings: to the end, cut apart, one rank killed, data of each node's own
 
 Without root or namespaces nothing of it runs, and pytest says so.
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import OnNode, TwoNodes, deepspeed, torchrun, two_nodes, until
-from tests.launch.processes import FAKE, TRAIN, Started, command
+from tests.launch.processes import TRAIN, Started, command
 from tests.launch.test_killed import KEYS, STEPS, data, rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
@@ -28,7 +28,7 @@ __all__ = ["data"]  # the fixture
 
 DRIVER = Path(__file__).resolve().parents[1] / "launch" / "hung_training.py"  # launch/train.py, where nothing else is asked for
 PORT = 29400  # of networks that nobody else has
-HANG_SECONDS = 5
+HANG_SECONDS = 8
 # After the limit of a hang: a look at it, the other ranks' words, and the sinks: 30 s at most (LAST_SECONDS of train/watchdog.py).
 TELLING_SECONDS = 35
 # Until then torchrun waits for its store, twice: at a look, and when it leaves (read_timeout of its c10d rendezvous).
@@ -129,7 +129,7 @@ def test_what_the_machines_are(tmp_path: Path) -> None:
             nodes.cable(up=True)
             until(lambda: reached(nodes), 10, "reached again", listening)
         first = nodes[0]
-        assert first.processes() == []
+        until(lambda: first.processes() == [], 10, "rid of its processes")
     assert first._first.returncode is not None
 
 
@@ -141,32 +141,20 @@ def reached(nodes: TwoNodes) -> bool:
     return True
 
 
-@pytest.mark.timeout(60)
-def test_ranks_of_two_nodes_meet(tmp_path: Path) -> None:
-    """Names do not resolve and no file was handed over: the first node composes, the other one is told; gloo takes the cable. Training
-    only keeps time."""
-    with two_nodes(tmp_path) as nodes:
-        run = RunDirectory(nodes.shared / "run")
-        with both(nodes, "torchrun", FAKE, "+exp=quickstart", "train.steps=2", f"run.dir={run.path}") as commands:
-            assert ended(commands, 50) == [0, 0], commands[0].output + commands[1].output
-            assert "attempt 1: 2 ranks on cpu" in commands[0].output
-            assert "attempt 1" not in commands[1].output
-        status = run.status()
-        assert status is not None
-        assert (status.state, status.step) == (RunState.DONE, 2)
-        plan = json.loads(run.plan_file.read_text())
-        assert (plan["world"]["ranks"], plan["world"]["ranks_per_node"]) == (2, 1)
-
-
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_nodes_train_what_one_node_trains(launcher: str, data: Path, one_node: list[float], tmp_path: Path) -> None:
+    """Names do not resolve and no file was handed over: the first node composes, the other one is told; gloo takes the cable."""
     with two_nodes(tmp_path) as nodes:
         give(nodes, data)
         run = RunDirectory(nodes.shared / "run")
         with both(nodes, launcher, TRAIN, *words(nodes)) as commands:
             assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
+            assert "attempt 1: 2 ranks on cpu" in commands[0].output
+            assert "attempt 1" not in commands[1].output
+        world = json.loads(run.plan_file.read_text())["world"]
+        assert (world["ranks"], world["ranks_per_node"]) == (2, 1)
         done(run, attempt=1)
         assert losses(run) == pytest.approx(one_node, abs=1e-6)
 
@@ -212,19 +200,25 @@ def test_cut_apart_both_sides_end_in_bounded_time_and_the_job_goes_on(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("killed", [0, 1])
-def test_after_a_rank_was_killed_torchrun_starts_those_of_both_nodes_again(
-        killed: int, data: Path, one_node: list[float], tmp_path: Path) -> None:
-    """The agents count differently, and their store is the one of before: neither keeps the ranks from meeting."""
+@pytest.mark.timeout(500)
+def test_after_ranks_were_killed_torchrun_starts_those_of_both_nodes_again(data: Path, one_node: list[float], tmp_path: Path) -> None:
+    """One of each node, one after the other. The agents count differently in between, and their store is the one of before: neither keeps
+    the ranks from meeting."""
     with two_nodes(tmp_path) as nodes:
         give(nodes, data)
         run = RunDirectory(nodes.shared / "run")
         with both(nodes, "torchrun", DRIVER, *words(nodes), environ=SLOW, restarts=2) as commands:
             until(lambda: trained(run, 3), 120, "training", *commands)
-            nodes[killed].ranks()[killed].send_signal(signal.SIGKILL)
-            assert ended(commands, 250) == [0, 0], commands[0].output + commands[1].output
-        done(run, attempt=2)
+            nodes[1].ranks()[1].send_signal(signal.SIGKILL)
+
+            def on() -> bool:
+                status = run.status()
+                return status is not None and (status.state, status.attempt) == (RunState.RUNNING, 2) and (status.step or 0) >= 3
+
+            until(on, 120, "training again", *commands)
+            nodes[0].ranks()[0].send_signal(signal.SIGKILL)
+            assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
+        done(run, attempt=3)
         assert losses(run) == pytest.approx(one_node, abs=1e-6)
 
 
