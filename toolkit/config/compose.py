@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import Any, get_type_hints
 
 import yaml
@@ -103,8 +104,14 @@ def _composed(words: Words, root: Root) -> DictConfig:
     return _hydra(words, words.overrides + words.changes, root)
 
 
-def _hydra(words: Words, overrides: list[str], root: Root) -> DictConfig:
+@cache
+def register(root: Root) -> None:
+    """Tell Hydra of the schema, which the root's file in conf/ begins with."""
     ConfigStore.instance().store(name=root.schema, node=root.kind, provider="toolkit")
+
+
+def _hydra(words: Words, overrides: list[str], root: Root) -> DictConfig:
+    register(root)
     own = [f"file://{folder}" for folder in words.search[1:]]
     try:
         with initialize_config_dir(str(search.ROOT), version_base="1.3"):

@@ -16,7 +16,6 @@ from typing import Any, cast
 from hydra import initialize_config_dir
 from hydra._internal.callbacks import Callbacks
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -27,7 +26,7 @@ from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.config import overrides, search
-from toolkit.config.compose import compose_sweep
+from toolkit.config.compose import compose_sweep, register
 from toolkit.config.roots import RUN
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError, Problem
@@ -184,7 +183,7 @@ def run_sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> None:
 
 def _sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> Any:
     _register()
-    ConfigStore.instance().store(name=RUN.schema, node=RUN.kind, provider="toolkit")
+    register(RUN)
     own = [*words.hydra, f"{LAUNCHER}=toolkit", f"hydra.sweep.dir={quoted(folder)}"]
     try:
         with initialize_config_dir(str(search.ROOT), version_base="1.3"):

@@ -178,11 +178,12 @@ class _Checker:
             yield from self._value(override)
 
     def _value(self, override: Override) -> Iterator[Problem]:
-        """Try the value on an empty configuration: the schema's types decide."""
+        """Try the value on an empty section: the schema's types decide."""
         name, text = override.key_or_group, override.input_line or ""
-        config = schema(self.root).copy()
+        section, _, inside = name.partition(".")
+        config = schema(self.root)[section].copy() if inside else schema(self.root).copy()
         try:
-            OmegaConf.update(config, name, override.value(), force_add=False)
+            OmegaConf.update(config, inside or name, override.value(), force_add=False)
         except OmegaConfBaseException as error:
             full_key = getattr(error, "full_key", None) or name
             yield wrong_value(full_key if full_key in keys.table(self.root) else name, text, self.root)
