@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
 from typing import NoReturn
@@ -36,7 +40,7 @@ def test_an_answer() -> None:
     assert ask(lambda: {"a": [1, None]}, 5) == Answer({"a": [1, None]})
     assert ask(broken, 5) == Answer(problem="OSError: Stale file handle")
     assert ask(lambda: os._exit(3), 5) == Answer(problem="the process that asked ended with 3")
-    assert ask(lambda: os.abort(), 5).problem == "the process that asked ended with -6"
+    assert ask(lambda: os.kill(os.getpid(), signal.SIGKILL), 5).problem == "the process that asked ended with -9"
     assert len(ask(lambda: "x" * 300_000, 5).value) == 300_000  # more than a pipe holds
 
 
@@ -56,6 +60,43 @@ def test_a_question_that_hangs_is_left_behind_and_its_process_ended() -> None:
 
 def _gone(pid: int) -> bool:
     return os.waitpid(pid, os.WNOHANG)[0] == pid
+
+
+LEFT_BEHIND = """
+import os, time
+from toolkit.cluster.doctor.bounded import ask
+os.kill = lambda *_: None  # as if it hung in the kernel
+print(ask(lambda: time.sleep(20), 0.3).hangs)
+"""
+
+
+def test_a_process_that_is_left_behind_does_not_hold_up_who_reads_the_output() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=15, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_measuring_a_disk_that_hangs_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: time.sleep(60))
+    assert ask(partial(disk.measure, replace(NEED, run_dir=tmp_path)), 1.0).hangs
+    assert not list(tmp_path.iterdir())
+
+
+ABOVE = """
+from toolkit.cluster.doctor.bounded import ask
+from toolkit.cluster.doctor.software import measure_arguments
+print(*ask(lambda: measure_arguments(None), 10).value, sep="\\n")
+"""
+
+
+def test_a_secret_is_found_once_and_in_the_commands_above_too() -> None:
+    inner = [sys.executable, "-c", ABOVE, "HF_TOKEN=hf_" + "a" * 34]
+    outer = ["sh", "-c", '"$@"; true', "sh", *inner, "data.path=https://user:word@host/x"]
+    done = subprocess.run(outer, capture_output=True, text=True, timeout=60, check=True)
+    found = sorted(line.rpartition(" of ")[0] + (" of this command" if line.endswith("this command") else "")
+                   for line in done.stdout.splitlines())
+    kinds = ("a Hugging Face token", "a password in a URL")
+    assert found == sorted(f"{kind} in the command line{whose}" for kind in kinds for whose in ("", " of this command"))
+    assert "word" not in done.stdout.replace("password", "")
 
 
 def judge(facts: str, need: Need) -> Iterator[Finding]:
@@ -82,7 +123,7 @@ def test_checks_run_side_by_side_and_one_that_hangs_holds_up_no_other() -> None:
 
 def test_this_machine_has_an_answer_to_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MOST_BYTES", 2 * disk.BLOCK_BYTES)
-    report = look(replace(NEED, run_dir=tmp_path, arguments=("launch/train.py",), serves_port=0))
+    report = look(replace(NEED, run_dir=tmp_path, serves_port=0))
     assert {finding.check for finding in report.findings} == {check.name for check in CHECKS}
     assert not [finding for finding in report.findings if "could not be looked at" in finding.evidence]
     assert {"torch", "deepspeed", "GPUs", "driver"} <= report.traits.keys()
@@ -137,6 +178,16 @@ def test_the_fastest_round_counts() -> None:
     assert (found.seconds, found.error_seconds) == (pytest.approx(10.05), pytest.approx(0.05))
     with pytest.raises(Empty):
         times.get_nowait()
+
+
+def test_a_machine_waits_longer_for_its_turn_than_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "ANSWER_SECONDS", 2.0)
+    store = Store()
+    with ThreadPoolExecutor(1) as threads:
+        asks = threads.submit(clocks.compare, store, 1)
+        time.sleep(2.5)
+        clocks.tell(store, 1)
+        assert asks.result(10).error_seconds < 1
 
 
 def test_a_machine_that_does_not_ask_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

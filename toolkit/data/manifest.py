@@ -148,9 +148,11 @@ def _content(path: str | Path, remedy: str = MADE_BY[KIND]) -> tuple[Place, dict
     place = place_of(path)
     file = place / NAME
     try:
-        content = json.loads(open_folder(path).read_bytes(NAME) if isinstance(file, Url) else file.read_bytes())
+        text = open_folder(path).read_bytes(NAME) if isinstance(file, Url) else file.read_bytes()
     except OSError as error:
         raise InputError(Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)) from error
+    try:
+        content = json.loads(text)
     except ValueError as error:
         raise InputError(Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")) from error
     if not isinstance(content, dict):

@@ -85,6 +85,9 @@ def ask(question: Callable[[], Any], seconds: float) -> Answer:
 
 def _reply(question: Callable[[], Any], pipe: int) -> NoReturn:
     try:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):  # one that is left behind must not keep open what reads this command's output
+            os.dup2(nowhere, stream)
         try:
             content = pickle.dumps(Answer(question()))
         except Exception as error:  # noqa: BLE001  a check that fails to look says so, and the others go on

@@ -13,7 +13,8 @@ from datetime import timedelta
 from typing import Protocol
 
 ROUNDS = 5
-ANSWER_SECONDS = 60.0  # all machines are through their checks by then, and have their turns one after the other
+ANSWER_SECONDS = 60.0  # both are there, with nothing else to do
+TURN_SECONDS = 300.0  # the first machine hears of all others before, also of one that starts late; and they have their turns
 
 Clock = Callable[[], float]
 
@@ -37,7 +38,7 @@ class Offset:
 def tell(store: Store, node: int, now: Clock = time.time) -> None:
     """On the first machine: answer ``node``'s questions. Raises torch's error of a time-out where it does not ask."""
     for turn in range(ROUNDS):
-        _wait(store, f"clock/{node}/{turn}/asked")
+        _wait(store, f"clock/{node}/{turn}/asked", ANSWER_SECONDS)
         store.set(f"clock/{node}/{turn}/told", repr(now()))
 
 
@@ -47,12 +48,12 @@ def compare(store: Store, node: int, now: Clock = time.time) -> Offset:
     for turn in range(ROUNDS):
         began = now()
         store.set(f"clock/{node}/{turn}/asked", "")
-        _wait(store, f"clock/{node}/{turn}/told")
+        _wait(store, f"clock/{node}/{turn}/told", ANSWER_SECONDS if turn else TURN_SECONDS)
         ended = now()
         told = float(store.get(f"clock/{node}/{turn}/told"))
         found.append(Offset((began + ended) / 2 - told, (ended - began) / 2))
     return min(found, key=lambda offset: offset.error_seconds)
 
 
-def _wait(store: Store, key: str) -> None:
-    store.wait([key], timedelta(seconds=ANSWER_SECONDS))
+def _wait(store: Store, key: str, seconds: float) -> None:
+    store.wait([key], timedelta(seconds=seconds))

@@ -9,7 +9,7 @@ from toolkit.cluster.doctor.types import Check, Finding, Need, fail, ok, warn
 from toolkit.errors import Problem
 
 SLOW_SECONDS = 5.0
-HANGS_SECONDS = 30.0
+HANGS_SECONDS = 45.0  # a store that does not answer is asked again for a while, and then says more than this does
 
 
 class FirstRead(Protocol):

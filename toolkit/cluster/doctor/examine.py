@@ -69,10 +69,11 @@ def compare_clocks(machines: Sequence[MachineReport], launch: Launch, meeting: M
     for node in range(1, launch.nodes):
         clocks.tell(meeting.store, node)
     told = meeting.receive(*(f"doctor/clock/{node}" for node in range(1, launch.nodes)))
-    return together.clocks({machine.host: clocks.Offset(**one) for machine, one in zip(machines[1:], told, strict=True)})
+    return together.clocks({f"{machine.host} (machine {machine.node})": clocks.Offset(**one)
+                            for machine, one in zip(machines[1:], told, strict=True)})
 
 
-def preflight(plan: RunPlan, launch: Launch, meeting: Meeting, arguments: Sequence[str]) -> Report | None:
+def preflight(plan: RunPlan, launch: Launch, meeting: Meeting) -> Report | None:
     """``cluster.preflight``: every machine of a run, before its process group. Each rank calls it; rank 0 has the report.
 
     That ranks meet, and what their links do, the run itself tells right after.
@@ -81,7 +82,7 @@ def preflight(plan: RunPlan, launch: Launch, meeting: Meeting, arguments: Sequen
         InputError: on rank 0, with everything that fails.
         Left: on the other ranks, where something does.
     """
-    need = need_of(plan.config, plan.world, plan, address=launch.address if launch.ranks > 1 else None, arguments=tuple(arguments))
+    need = need_of(plan.config, plan.world, plan, address=launch.address if launch.ranks > 1 else None)
     own = look(need, launch.node) if launch.local_rank == 0 else None
     if launch.ranks == 1:
         assert own is not None

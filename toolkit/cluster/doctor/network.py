@@ -158,7 +158,9 @@ def _taken(port: int) -> str | None:
 
 def judge_place(place: Place, need: Need) -> Iterator[Finding]:
     host = need.address or "127.0.0.1"
-    if not place.addresses:
+    if need.ranks == 1:
+        yield ok("one rank needs none")
+    elif not place.addresses:
         yield fail(f"MASTER_ADDR={host} does not resolve", "write its IP address, or add the name to DNS or /etc/hosts of all machines")
     elif need.nodes > 1 and all(map(_is_loopback, place.addresses)):
         yield fail(f"MASTER_ADDR={host} is {', '.join(place.addresses)} with {need.nodes} machines: only one of them reaches it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,13 +118,13 @@ SECRETS: Mapping[str, re.Pattern[str]] = {
     "a password in a URL": re.compile(r"[a-z][a-z0-9+.-]*://[^\s/:@]+:[^\s/@]+@", re.IGNORECASE),
 }
 
+MOST_ABOVE = 16  # of a chain of processes
+
 
 def measure_arguments(need: Need) -> list[str]:
     """What kind of secret stands in which command line; never the secret itself."""
-    lines = {"this command": list(need.arguments)}
-    for pid in _above():
-        lines[f"process {pid}"] = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    return secrets_in(lines)
+    asker = os.getppid()  # checks are asked in a child
+    return secrets_in({"this command" if pid == asker else f"process {pid}": words for pid, words in _above().items()})
 
 
 def secrets_in(lines: Mapping[str, Sequence[str]]) -> list[str]:
@@ -139,19 +140,19 @@ def judge_arguments(found: list[str], need: Need) -> Iterator[Finding]:
         yield ok("none is seen")
 
 
-def _above() -> Iterator[int]:
-    """The processes above this one that belong to the same user."""
-    own = Path("/proc/self/status")
-    for _ in range(8):
-        parent = re.search(r"^PPid:\s*(\d+)", own.read_text(encoding="utf-8"), re.MULTILINE)
-        if parent is None or int(parent[1]) <= 1:
-            return
-        own = Path(f"/proc/{parent[1]}/status")
+def _above() -> dict[int, list[str]]:
+    """Command lines by process, of those above this one, as far as they can be read; everybody may, unless proc is mounted otherwise."""
+    found: dict[int, list[str]] = {}
+    pid = os.getppid()
+    while pid > 0 and len(found) < MOST_ABOVE:
         try:
-            Path(f"/proc/{parent[1]}/cmdline").read_bytes()
-        except OSError:  # another user's, or gone meanwhile
-            return
-        yield int(parent[1])
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        except OSError:  # hidden, or gone meanwhile
+            break
+        parent = re.search(r"^PPid:\s*(\d+)", status, re.MULTILINE)
+        pid = int(parent[1]) if parent is not None else 0
+    return found
 
 
 VERSIONS = Check(

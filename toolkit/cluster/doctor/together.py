@@ -78,7 +78,7 @@ def _hosts(hosts: Sequence[str]) -> str:
 def clocks(offsets: Mapping[str, Offset]) -> list[Finding]:
     """
     Args:
-        offsets: by host, of every machine but the first, which is what they are compared with.
+        offsets: by name, of every machine but the first, which is what they are compared with.
     """
     if not offsets:
         return []

@@ -69,7 +69,7 @@ def worst(findings: Iterable[Finding]) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a run asks of each of its machines, and how it was started there."""
+    """What a run asks of each of its machines."""
 
     device: Device
     engine: EngineName
@@ -84,11 +84,9 @@ class Need:
     device_bytes: int | None  # on the fullest device; None: unknown
     address: str | None = None  # MASTER_ADDR; None: nobody has started ranks
     serves_port: int | None = None  # the port that this process will listen on, as rank 0
-    arguments: tuple[str, ...] = ()  # as the process was started
 
 
-def need_of(config: RunConfig, world: World, plan: RunPlan | None, *, address: str | None = None, serves_port: int | None = None,
-            arguments: tuple[str, ...] = ()) -> Need:
+def need_of(config: RunConfig, world: World, plan: RunPlan | None, *, address: str | None = None, serves_port: int | None = None) -> Need:
     """
     Args:
         plan: None where the run breaks a rule; then its bytes are unknown.
@@ -106,7 +104,7 @@ def need_of(config: RunConfig, world: World, plan: RunPlan | None, *, address: s
         run_dir=Path(plan.run_dir if plan is not None else config.run.dir or "runs"), checkpoint_bytes=saved,
         keep_checkpoints=config.checkpoint.keep_last, grace_seconds=config.cluster.grace_seconds, host_bytes=host,
         device_bytes=memory.device_total if memory is not None and world.device is Device.CUDA else None,
-        address=address, serves_port=serves_port, arguments=arguments)
+        address=address, serves_port=serves_port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +125,7 @@ class Check:
     how: str
     measure: Callable[[Need], Any]
     judge: Callable[[Any, Need], Iterable[Finding]]
-    seconds: float = 10.0
+    seconds: float = 30.0  # all run side by side on a machine that may be busy, and another one may hang as long
     hanging: Verdict = Verdict.FAIL
     stuck: str = "look at the machine's kernel log (dmesg): something of it hangs"
     traits: Callable[[Any], Mapping[str, str]] = lambda _: {}
