@@ -186,7 +186,7 @@ def test_what_slurm_refuses_is_told_in_its_words(slurm: Slurm, tmp_path: Path) -
 
 
 def test_before_its_time_limit_a_job_saves_and_goes_back_into_the_queue(slurm: Slurm, limited: tuple[Job, JobId]) -> None:
-    """Slurm warns up to half a minute before the time that was asked for (PERIODIC_TIMEOUT of its controller)."""
+    """sbatch(1), --signal: the warning may come up to a minute earlier than asked for."""
     job, id = limited
     output, ends = job.folder / "output.txt", job.folder / "ends.jsonl"
     until(lambda: ends.exists() and ends.read_text().endswith("\n"), 150, "asked to end", output)
