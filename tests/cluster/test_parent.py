@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster import parent
-from toolkit.cluster.parent import Ranks, combined
+from toolkit.cluster.environment import Launch, Launcher
+from toolkit.cluster.parent import Ranks, combined, watches
 from toolkit.cluster.stop import Process, StopRequest
+from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ExitCode
 from toolkit.plan.types import Device, World
 
@@ -38,6 +40,7 @@ def script(tmp_path: Path, text: str) -> list[str]:
     file.write_text(f"""
 import json, os, signal, sys, time
 rank = os.environ["RANK"]
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])  # as StopRequest.install() does
 with open(r"{tmp_path}/" + rank + ".tmp", "w") as out:
     json.dump({{"pid": os.getpid(), **os.environ}}, out)
 os.rename(r"{tmp_path}/" + rank + ".tmp", r"{tmp_path}/" + rank + ".json")
@@ -125,3 +128,31 @@ def test_a_stop_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(parent, "KILL_SECONDS", 0.2)
     ranks = Ranks(script(tmp_path, "if rank == '0': sys.exit(75)\ntime.sleep(60)"), TWO)
     assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.FAILURE
+
+
+def test_a_signal_before_a_rank_listens_waits_for_it(tmp_path: Path) -> None:
+    """Ctrl-C while ranks still import: they would die of it, each with a traceback."""
+    file = tmp_path / "rank.py"
+    file.write_text("""
+import signal, sys, time
+time.sleep(0.5)
+from toolkit.cluster.stop import StopRequest
+stop = StopRequest(); stop.arm(None); stop.install()
+while stop() is None: time.sleep(0.01)
+stop.close()
+sys.exit(75 if stop() == "SIGINT" else 1)
+""")
+    ranks = Ranks([str(file)], TWO)
+    ranks.send(signal.SIGINT)
+    assert ranks.wait(StopRequest(), 20) == ExitCode.STOPPED
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}, "this process listens"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "restarts", "answer"),
+    [(Launcher.NONE, 2, 3, True), (Launcher.NONE, 2, 0, True), (Launcher.NONE, 1, 3, True), (Launcher.NONE, 1, 0, False),
+     (Launcher.PARENT, 2, 3, False), (Launcher.PARENT, 1, 3, False), (Launcher.TORCHELASTIC, 2, 3, False),
+     (Launcher.DEEPSPEED, 1, 3, False)])
+def test_plain_python_is_a_parent_and_nobody_else(launcher: Launcher, ranks: int, restarts: int, answer: bool) -> None:
+    world = World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU)
+    assert watches(Launch(launcher=launcher), world, ClusterConfig(restarts=restarts)) is answer

@@ -72,6 +72,9 @@ def test_a_signalled_run_is_saved_and_leaves_nobody(case: Case, tmp_path: Path) 
         assert (end.state, end.exit_code, end.checkpoint) == (RunState.STOPPED, 75, "saved"), started.output
         assert end.reason
         assert case.exit_code is None or code == case.exit_code
+        heard = started.output.count("Ctrl-C ends it at once")
+        assert heard <= 1, started.output
+        assert heard == 1 or case.launcher != "python" or case.to not in ("top", "group") or case.number is KILL, "whoever asks is told"
         assert "Traceback" not in RunDirectory(run_dir).log_file(1).read_text()
 
 

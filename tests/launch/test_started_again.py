@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 STEPS = 6
 
 
-def argv(run_dir: Path, *keys: str, launcher: str = "python", options: tuple[str, ...] = ()) -> list[str]:
-    typed = command(launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", f"train.steps={STEPS}", *keys)
+def argv(run_dir: Path, *keys: str, launcher: str = "python", options: tuple[str, ...] = (), ranks: int | None = 2) -> list[str]:
+    typed = command(launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", f"train.steps={STEPS}", *keys, ranks=ranks)
     return [typed[0], *options, *typed[1:]]
 
 
@@ -51,6 +51,27 @@ def test_killed_twice_a_run_goes_on_to_its_end(tmp_path: Path) -> None:
     ends = [json.loads((run_dir / "attempts" / f"{attempt:03d}" / "times.json").read_text()) for attempt in (1, 2, 3)]
     assert [one["state"] for one in ends] == ["failed", "failed", "done"]
     assert ends[0]["began"] < ends[0]["ended"] <= ends[1]["began"] < ends[1]["ended"] <= ends[2]["began"]
+
+
+def test_one_rank_is_started_again_as_several_are(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:0:3"}
+    with Started(argv(run_dir, ranks=None), run_dir, cwd=tmp_path, environ=environ) as started:
+        assert started.ended(60) == 0, started.output
+        started.gone(5)
+    end = status_of(run_dir)
+    assert end is not None
+    assert (end.state, end.attempt, end.step, end.exit_code) == (RunState.DONE, 2, STEPS, 0)
+    assert "attempt 2 begins with step 2" in log(run_dir, 2)
+
+
+def test_one_rank_without_restarts_is_the_process_itself(tmp_path: Path) -> None:
+    """So a debugger is there; and the control of the test above."""
+    run_dir = tmp_path / "run"
+    environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:0:3"}
+    with Started(argv(run_dir, "cluster.restarts=0", ranks=None), run_dir, cwd=tmp_path, environ=environ) as started:
+        assert started.ended(60) == -signal.SIGKILL, started.output
+    assert RunDirectory(run_dir).attempts() == [1]
 
 
 def test_without_a_newer_checkpoint_it_ends(tmp_path: Path) -> None:

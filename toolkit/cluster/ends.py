@@ -108,6 +108,13 @@ class Ending:
         self.code = code
         self.record(reason)
 
+    def hear(self, signal_name: str) -> None:
+        """To people, once: what they asked for takes until the step under way is done and saved."""
+        if self.launch.rank == 0 and self.launch.launcher is not Launcher.PARENT:
+            words = f"{signal_name}: the run saves after the step under way, and stops; Ctrl-C ends it at once, without saving\n"
+            with suppress(OSError):  # the terminal is gone, which is why SIGHUP came
+                os.write(2, words.encode())
+
     def _answer(self, error: UserError) -> None:
         if self.launch.rank != 0 and self.meeting is not None and self.meeting.dismissed(ECHO_SECONDS):
             return

@@ -1,4 +1,4 @@
-"""``python launch/train.py`` with several ranks: this process starts them, passes signals on, and outlives none of them.
+"""Plain ``python launch/train.py``: this process starts the ranks, passes signals on, and outlives none of them.
 
 Ranks that failed are started again from their newest checkpoint, as a new attempt with its own folder and log (cluster/restarts.py says
 whether and when). Each of them is a process of its own, so whatever state a failure left, in NCCL, in a CUDA context, goes with it.
@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 
 from toolkit.cluster import restarts
 from toolkit.cluster.ends import Ending
-from toolkit.cluster.environment import HANDOVER
+from toolkit.cluster.environment import HANDOVER, Launch, Launcher
 from toolkit.cluster.log import log_to
 from toolkit.cluster.oom import oom_kills, oom_words
 from toolkit.cluster.start import Start, begin_again
-from toolkit.cluster.stop import StopRequest
+from toolkit.cluster.stop import SIGNALS, StopRequest
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
@@ -31,6 +31,12 @@ POLL_SECONDS = 0.1
 PEER_SECONDS = 5.0  # after one rank failed: the others find it out by themselves, or are told to stop
 KILL_SECONDS = 10.0  # after that: they are killed
 ENDS = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.USER)  # everything else is a failure
+
+
+def watches(launch: Launch, world: World, cluster: ClusterConfig) -> bool:
+    """Whether this process is the parent of ranks: plain python, and our jobs of one node. Alone, it is itself the only rank where nobody
+    wants it started again: a debugger is there at once."""
+    return launch.launcher is Launcher.NONE and (world.ranks > 1 or cluster.restarts > 0)
 
 
 class Ranks:
@@ -47,16 +53,13 @@ class Ranks:
         self._first: tuple[int, int] | None = None  # rank and code of the first failure
         self._mistake: bool | None = None  # whether the first rank that did not end well made a mistake of the user's known
         self._oom_kills, self._out_of_memory = oom_kills(), ""
-        for rank in range(world.ranks):
-            own = {
-                **environ,
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world.ranks),
-                "LOCAL_WORLD_SIZE": str(world.ranks_per_node), "LOCAL_SIZE": str(world.ranks_per_node),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            }
-            # A session of their own: Ctrl-C reaches this process alone, which passes it on once.
-            argv = [sys.executable, "-u", *command]
-            self._processes.append(subprocess.Popen(argv, env=own, start_new_session=True, pass_fds=tuple(keep)))
+        # Until a rank listens (StopRequest.install), what is sent to it waits: it would die of it, with a traceback of its imports.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            for rank in range(world.ranks):
+                self._processes.append(_begin(command, rank, world, port, environ, keep))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
     def send(self, number: int) -> None:
         for process in self._processes:
@@ -122,6 +125,18 @@ class Ranks:
             why = f": {self._out_of_memory}" if self._out_of_memory else ""
             return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name}){why}"
         return None if rank == 0 else f"rank {rank} failed first (code {code}): see the attempt's log"
+
+
+def _begin(command: Sequence[str], rank: int, world: World, port: str, environ: Mapping[str, str],
+           keep: Sequence[int]) -> subprocess.Popen[bytes]:
+    own = {
+        **environ,
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world.ranks),
+        "LOCAL_WORLD_SIZE": str(world.ranks_per_node), "LOCAL_SIZE": str(world.ranks_per_node),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }
+    # A session of their own: Ctrl-C reaches this process alone, which passes it on once.
+    return subprocess.Popen([sys.executable, "-u", *command], env=own, start_new_session=True, pass_fds=tuple(keep))
 
 
 def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRequest, ending: Ending, cluster: ClusterConfig) -> ExitCode:

@@ -79,11 +79,13 @@ class StopRequest:
 
     Attributes:
         abort: called by the watching thread right before it ends the process, with the reason and the exit code.
+        heard: called by the watching thread when the first signal has come, once there is something to save, with its name.
         signal: the one that made the request, if it was one.
     """
 
     def __init__(self) -> None:
         self.abort: Callable[[str, ExitCode], None] = lambda reason, code: None
+        self.heard: Callable[[str], None] = lambda name: None
         self.signal: signal.Signals | None = None
         self._watched: Sequence[Process] = ()
         self._grace_seconds: float | None = None
@@ -119,6 +121,7 @@ class StopRequest:
         for number in SIGNALS:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)  # with a handler in place, the number is written to the pipe
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # our parent has kept them back until now
         os.register_at_fork(after_in_child=_forget_signals)
         threading.Thread(target=self._watch, name="stop-request", daemon=True).start()
 
@@ -158,8 +161,10 @@ class StopRequest:
                 self._end(f"{words}: ended without saving", ExitCode.FAILURE)
             self._interrupted = True
         if number in SIGNALS and self.signal is None:
-            self.signal = number
+            self.signal, first = number, self._reason is None
             self.request(number.name)
+            if first and self._armed and not self._closed:
+                self.heard(number.name)
 
     def _limit(self) -> float | None:
         return self._grace_seconds if self._own_seconds is None else self._own_seconds
