@@ -21,7 +21,7 @@ import torch
 from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
 from toolkit.checkpoint import directory, open_reader
 from toolkit.checkpoint.online import writing
-from toolkit.checkpoint.online.commit import Phase
+from toolkit.checkpoint.online.commit import Phase, SaveFailed
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.verify import verify
@@ -154,7 +154,7 @@ def test_an_error_in_the_background_surfaces_once(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, on_phase=fail)
     options = {"namespace": NAMESPACE, "rank": 0, "ranks": 1, "attempt": 1, "background": True}
     store.save(1, state(1), {}, **options)
-    with pytest.raises(CheckpointError, match="the disk says no"):
+    with pytest.raises(SaveFailed, match="the disk says no"):
         store.save(2, state(2), {}, **options)
     store._on_phase = lambda phase: None
     assert store.save(2, state(2), {}, **options).wait() == tmp_path / "step-00000002"
@@ -227,9 +227,9 @@ def test_all_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch: pyt
 
 def test_a_silent_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, timeout_seconds=0.3)
-    with pytest.raises(CheckpointError, match="ranks 1, 2 did not write their parts within 0 s of saving step 1"):
+    with pytest.raises(SaveFailed, match="ranks 1, 2 did not write their parts within 0 s of saving step 1"):
         store.save(1, state(1), {}, namespace=NAMESPACE, rank=0, ranks=3, attempt=1)
-    with pytest.raises(CheckpointError, match="rank 0 could not save step 1"):  # and the late one is told at once
+    with pytest.raises(SaveFailed, match="rank 0 could not save step 1"):  # and the late one is told at once
         CheckpointStore(tmp_path, timeout_seconds=20).save(1, [], {}, namespace=NAMESPACE, rank=1, ranks=3, attempt=1)
 
 
@@ -241,7 +241,11 @@ def test_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
     assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["latest", "step-00000003"]
 
 
-def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, CheckpointError), (errno.EACCES, CheckpointError), (errno.EIO, SaveFailed)],
+                         ids=["full", "forbidden", "broken"])
+def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(number: int, kind: type[Exception], tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person has to mend is a mistake, on all ranks; whatever else a file system says may pass, and is a failure on all."""
     named = {KEY: torch.arange(4096.0)}
     stores = [CheckpointStore(tmp_path, timeout_seconds=20) for _ in range(2)]
     ranks = shards_of(named, LAYOUTS["flat"], 2)
@@ -250,13 +254,14 @@ def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(tmp_path: Path, 
 
     def full(descriptor: int, data: memoryview) -> None:
         if Path(f"/proc/self/fd/{descriptor}").readlink().name == "part-00001.safetensors" and len(data) > 1000:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(number, os.strerror(number))
         write(descriptor, data)
 
     monkeypatch.setattr(writing, "_write_all", full)
-    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+    with pytest.raises(kind, match=os.strerror(number)) as caught:
         save(tmp_path, 2, ranks, stores=stores)
     assert str(first) in str(caught.value)
+    assert all(type(store._pending and store._pending.error) is kind for store in stores)
     assert stores[0].newest() == first
     assert not list(tmp_path.rglob(".tmp*/*.safetensors")), "the room is given back"
     monkeypatch.undo()

@@ -18,7 +18,7 @@ class RunState(StrEnum):
     DONE = "done"
     STOPPED = "stopped"  # by a signal or a notice, after saving; where time was too short for that, the reason says what is lost
     FAILED = "failed"
-    REFUSED = "refused"  # a mistake in configuration or input, found after the folder was opened
+    REFUSED = "refused"  # a mistake in configuration or input, found after the folder was opened; or a full disk
 
     @property
     def live(self) -> bool:

@@ -24,6 +24,12 @@ from toolkit.files import sync_folder, write_whole
 
 FAILED = "failed.json"
 WHOLE = "a checkpoint is committed when every rank has written its part, and not before"
+# What a person has to mend, and another start would meet again. Any other word of a file system may pass, as of a server that restarts.
+NO_ROOM_OR_ACCESS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class SaveFailed(RuntimeError):
+    """Nobody's mistake: a rank was late or is gone, or a file system did not do what it was asked. Another start may fare better."""
 
 
 class Phase(StrEnum):
@@ -74,7 +80,12 @@ def _attempt(attempt: int) -> str:
 
 
 def carry_out(save: Save) -> None:
-    """Write this rank's part and see the save through to its commit. Raises CheckpointError; the checkpoints before stay."""
+    """Write this rank's part and see the save through to its commit. The checkpoints before stay, whatever it raises.
+
+    Raises:
+        CheckpointError: there is no room, or no access: whoever starts again has to mend that first.
+        SaveFailed: anything else that went wrong in writing, or that another rank told.
+    """
     try:
         if save.rank == 0:
             _clean(save)
@@ -86,9 +97,10 @@ def carry_out(save: Save) -> None:
             _await_commit(save)
     except Exception as error:
         reason = error.problems[0].seen if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        _give_up(save, reason, error)
-        if isinstance(error, OSError):
-            raise _no_room_or_access(save, error) from error
+        told = _not_written(save, error) if isinstance(error, OSError) else error
+        _give_up(save, reason, error, mistake=isinstance(told, CheckpointError))
+        if told is not error:
+            raise told from error
         raise
 
 
@@ -116,17 +128,17 @@ def _await_commit(save: Save) -> None:
     def committed() -> bool:
         if (save.temporary / FAILED).is_file():
             told = json.loads((save.temporary / FAILED).read_text(encoding="utf-8"))
-            raise _incomplete(save, f"rank {told['rank']} could not save step {save.step}: {told['reason']}")
+            raise _told(save, told)
         return not save.temporary.is_dir()
 
     _wait(save, committed, lambda: "rank 0 has not committed")
     if not (save.target / manifest.NAME).is_file():
-        raise _incomplete(save, f"{save.temporary} was removed before step {save.step} was committed")
+        raise _failed(save, f"{save.temporary} was removed before step {save.step} was committed")
 
 
-def _give_up(save: Save, reason: str, error: Exception) -> None:
+def _give_up(save: Save, reason: str, error: Exception, mistake: bool) -> None:
     """Free the disk and tell the others, so that they need not wait. Best effort: the error itself is what counts."""
-    told = json.dumps({"rank": save.rank, "reason": reason})
+    told = json.dumps({"rank": save.rank, "reason": reason, "mistake": mistake})
     try:
         save.data_file(save.rank).unlink(missing_ok=True)
         write_whole(save.temporary / FAILED if save.rank == 0 else save.report(save.rank), told, durable=False)
@@ -138,7 +150,7 @@ def _wait(save: Save, ready: Callable[[], bool], missing: Callable[[], str]) -> 
     deadline, pause = time.monotonic() + save.timeout_seconds, 0.001
     while not ready():
         if time.monotonic() > deadline:
-            raise _incomplete(save, f"{missing()} within {save.timeout_seconds:.0f} s of saving step {save.step}")
+            raise _failed(save, f"{missing()} within {save.timeout_seconds:.0f} s of saving step {save.step}")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
 
@@ -169,7 +181,7 @@ def _gather(save: Save) -> list[dict[str, Any]]:
             if rank not in found and save.report(rank).is_file():
                 found[rank] = json.loads(save.report(rank).read_text(encoding="utf-8"))
                 if "reason" in found[rank]:
-                    raise _incomplete(save, f"rank {rank} could not save step {save.step}: {found[rank]['reason']}")
+                    raise _told(save, found[rank])
                 assert found[rank]["ranks"] == save.ranks, f"rank {rank} saves with {found[rank]['ranks']} ranks, not {save.ranks}"
         return len(found) == save.ranks
 
@@ -250,19 +262,33 @@ def _retain(save: Save) -> None:
 # ---- what to say
 
 
+def _told(save: Save, told: Mapping[str, Any]) -> CheckpointError | SaveFailed:
+    """By another rank, whose trouble is this one's."""
+    seen = f"rank {told['rank']} could not save step {save.step}: {told['reason']}"
+    return _incomplete(save, seen) if told["mistake"] else _failed(save, seen)
+
+
+def _newest(save: Save) -> str:
+    newest = directory.newest(save.directory)
+    return f"the newest complete checkpoint is {newest}" if newest else "no checkpoint was saved before this one"
+
+
+def _failed(save: Save, seen: str) -> SaveFailed:
+    return SaveFailed(f"{seen}; {_newest(save)}")
+
+
 def _incomplete(save: Save, seen: str) -> CheckpointError:
-    newest = directory.newest(save.directory)
-    remedy = f"the newest complete checkpoint is {newest}" if newest else "no checkpoint was saved before this one"
-    return CheckpointError(Problem("checkpoint", seen, WHOLE, f"mend the cause and start again: {remedy}"))
+    return CheckpointError(Problem("checkpoint", seen, WHOLE, f"mend the cause and start again: {_newest(save)}"))
 
 
-def _no_room_or_access(save: Save, error: OSError) -> CheckpointError:
-    newest = directory.newest(save.directory)
-    then = f"then start again: the newest complete checkpoint is {newest}" if newest else "then start again"
+def _not_written(save: Save, error: OSError) -> CheckpointError | SaveFailed:
+    seen = f"step {save.step} could not be written to {error.filename or save.temporary}: {error.strerror or error}"
+    if error.errno not in NO_ROOM_OR_ACCESS:
+        return _failed(save, seen)
+    then = f"then start again: {_newest(save)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         numbytes = sum(item.data.numel() * item.data.element_size() for item in save.outgoing)
         remedy = f"free {numbytes / 1e9:.3g} GB for this rank there, or keep fewer: checkpoint.keep_last=1; {then}"
     else:
         remedy = f"make it writable; {then}"
-    seen = f"step {save.step} could not be written to {error.filename or save.temporary}: {error.strerror or error}"
     return CheckpointError(Problem("checkpoint", seen, WHOLE, remedy))

@@ -90,7 +90,7 @@ class CheckpointStore:
                 return when the checkpoint is committed on every rank.
 
         Raises:
-            CheckpointError: the save before this one failed, or (``background=False``) this one.
+            CheckpointError, SaveFailed: the save before this one failed, or (``background=False``) this one: see ``commit.carry_out``.
         """
         assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
         self.wait()
@@ -125,7 +125,7 @@ class CheckpointStore:
 
 
 def _in_thread(work: Callable[[], None], name: str) -> Future[float]:
-    """The seconds that it takes. A daemon, unlike a pool's thread: a rank that dies of something else does not stay to wait for its peers."""
+    """The seconds that it takes. A daemon, unlike a pool's thread: a rank that dies of something else does not wait for its peers."""
     future: Future[float] = Future()
 
     def run() -> None:
