@@ -2,9 +2,9 @@
 
     FAULT=skip:1:3 python tests/launch/hung_training.py ...
 
-``FAULT`` is KIND:RANK:STEP, steps counted from 0; when it happens is written to the file that ``FAULT_TIME`` names. ``slow:ALL:SECONDS``
-is no fault: each step, each batch of an evaluation and each save takes so long. With ``APART`` ranks do not see each other's files. Without
-either it is ``launch/train.py``.
+``FAULT`` is KIND:RANK:STEP, steps counted from 0. It happens once, and when is written to the file that ``FAULT_TIME`` names: where that is
+there, nothing happens any more. ``slow:ALL:SECONDS`` is no fault: each step, each batch of an evaluation and each save takes so long. With
+``APART`` ranks do not see each other's files. Without either it is ``launch/train.py``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def moment() -> Path:
+    return Path(os.environ["FAULT_TIME"])
+
+
 def now() -> None:
-    Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
+    moment().write_text(str(time.time()))
 
 
 def faulty(kind: str, step: int) -> Callable[[Any, bool, Any], None]:
@@ -31,8 +35,10 @@ def faulty(kind: str, step: int) -> Callable[[Any, bool, Any], None]:
     import torch
     import torch.distributed as dist
 
+    happened = moment().exists()
+
     def before(group: Any, odd: bool, settings: Any) -> None:
-        odd = odd and settings.step == step
+        odd = odd and settings.step == step and not happened
         if odd:
             now()
         if kind in ("skip", "shapes") and not (odd and kind == "skip"):
@@ -71,7 +77,7 @@ def without_samples(kind: str, rank: str, step: int) -> None:
     from toolkit.data.prefetch import _Buffer
     from toolkit.data.stream import Stream
 
-    if os.environ.get("RANK") != rank:
+    if os.environ.get("RANK") != rank or moment().exists():
         return
     read = Stream._read
     count = [0]

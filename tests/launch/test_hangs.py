@@ -117,6 +117,33 @@ def _goes_on_to_the_same_end(argv: list[str], run_dir: Path, data: Path, tmp_pat
 
 
 @pytest.mark.full
+@pytest.mark.timeout(200)
+def test_after_a_hang_the_parent_starts_the_ranks_again_from_the_newest_checkpoint(data: Path, tmp_path: Path) -> None:
+    """Without anybody typing anything; above, it was typed again."""
+    run_dir = tmp_path / "run"
+    keys = [key for key in RUN if not key.startswith("cluster.restarts")]
+    argv = command("python", DRIVER, *keys, "cluster.restarts=1", f"data.path={data}", f"run.dir={run_dir}",
+                   f"monitor.hang_seconds={LIMIT}")
+    environ = {**ENVIRON, "FAULT": SKIP.fault, "FAULT_TIME": str(tmp_path / "moment")}
+    with Started(argv, run_dir, cwd=tmp_path, environ=environ) as started:
+        assert started.ended(150) == 0, started.output
+        started.gone(5)
+    run = RunDirectory(run_dir)
+    assert run.hang_file(1).exists()
+    assert not run.hang_file(2).exists()
+    assert f"attempt 1 failed: hang: {SKIP.cause}" in started.output
+    assert "attempt 2 begins in 2 s, from the checkpoint of step 2\n" in started.output
+    end = status_of(run_dir)
+    assert end is not None
+    assert (end.state, end.exit_code, end.attempt, end.step) == (RunState.DONE, 0, 2, 6)
+    assert end.goodput is not None
+    assert end.goodput["lost"]["ending"] > LIMIT, "the hang"
+    losses = rows(run.metrics_file)
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
+    assert rows(run.attempt_folder(1) / "metrics.jsonl") == [losses[2]], "step 3 was run twice, to the bit"
+
+
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_different_shapes_in_one_call_are_named(data: Path, tmp_path: Path) -> None:
     """gloo finds them out itself, on one side or both, or waits: the failure or the hang names both shapes."""

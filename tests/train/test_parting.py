@@ -95,6 +95,9 @@ def test_an_attempt_keeps_account_of_its_time(tmp_path: Path) -> None:
     found = times.goodput()
     assert found is not None
     assert (found.wall_seconds, found.useful_seconds) == (24.0, 1.0)
+    stopped = times.goodput(5)
+    assert stopped is not None
+    assert (stopped.useful_seconds, stopped.lost["repeated"]) == (0.5, 0.5), "where step 6 is lost"
     assert len(said) == 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from toolkit.attempts import words as goodput_words
-from toolkit.checkpoint.directory import newest, step_of
+from toolkit.checkpoint.directory import newest
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.config.data import Documents
 from toolkit.config.schema import parse_cadence
@@ -132,16 +132,15 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         ended(code)
         if rank == 0:
             say(course.words(time.monotonic()))
-            if (total := times.goodput()) is not None:
+            kept = (directory.saved_step() or 0) if saving.given_up else None
+            if (total := times.goodput(kept)) is not None:
                 say(goodput_words(total))
         try:
             if rank == 0 and code is ExitCode.DONE:
                 closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step),
                                say=say, tell=tell, stop=stop)
             elif rank == 0 and saving.given_up:
-                kept = newest(directory.checkpoints)
-                words = parting.words(stop() or "another rank was asked to stop", step=state.step,
-                                      saved=step_of(kept) if kept is not None else None, work=times.unsaved())
+                words = parting.words(stop() or "another rank was asked to stop", step=state.step, saved=kept or None, work=times.unsaved())
                 say(f"stopped after step {state.step}: {words}")
                 directory.finish(RunState.STOPPED, int(ExitCode.STOPPED), words, attempt=attempt)
             elif rank == 0:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.attempts import Attempt, Goodput, Save, Times, add_save, goodput, read_times, write_times
+from toolkit.attempts import Attempt, Goodput, Save, Times, add_save, goodput, read_saves, read_times, write_times
 from toolkit.monitor.sink import Row
 from toolkit.train.hooks import STATUS_SECONDS, Hook, StepDone
 from toolkit.train.saving import Costs
@@ -76,8 +76,10 @@ class AttemptTimes(Hook, Costs):
         """Seconds of this attempt's steps since its newest save."""
         return self._times.stepping - self._saved
 
-    def goodput(self) -> Goodput | None:
-        return goodput([*self._before, Attempt(replace(self._times, seen=self._clock()))])
+    def goodput(self, kept: int | None = None) -> Goodput | None:
+        """``kept``: the newest checkpoint's step where the run ends before its last one, and later steps will be lost."""
+        now = Attempt(replace(self._times, seen=self._clock()), tuple(read_saves(self._folder)) if kept is not None else ())
+        return goodput([*self._before, now], kept=kept)
 
     def status(self) -> Mapping[str, Any] | None:
         found = self.goodput()
