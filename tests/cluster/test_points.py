@@ -253,7 +253,7 @@ def test_a_point_that_cannot_be_started_gives_its_place_back(tmp_path: Path) -> 
     plan = replace(point.plan, run_dir=str(tmp_path / "file" / "run"))
     slots = Slots(EIGHT, tmp_path / "slots")
     carrier = LocalCarrier(TRAIN, EIGHT, 1, slots)
-    with pytest.raises(InputError, match="run.dir"):
+    with pytest.raises(InputError, match=r"run\.dir"):
         carrier.start(replace(point, plan=plan), claim=0)
     assert slots.take(need_of(point.plan, EIGHT, 1)) is not None, "all eight are free"
 

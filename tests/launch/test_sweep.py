@@ -1,7 +1,7 @@
 """Sweeps as typed: each point one job, none twice, whoever is killed and however many processes carry the sweep out.
 
-    pytest tests/launch/test_sweep.py            with points that only keep time
-    pytest tests/launch/test_sweep.py -m full    and two points that train
+    pytest tests/launch/test_sweep.py            small ones, whose points only keep time
+    pytest tests/launch/test_sweep.py -m full    32 points, a real Slurm, launchers of ranks, and two points that train
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from toolkit.config.compose import compose, from_yaml
 STUB = ROOT / "tests" / "launch" / "stub_training.py"
 # 40 combinations, of which 8 cannot run: the rate would have to rise to quickstart's schedule.min_lr=2e-4.
 GRID = ("+exp=quickstart", "zero=stage0,stage1,stage2,stage3", "optim.lr=3e-4,5e-4,7e-4,1e-3,2e-3,3e-3,5e-3,1e-2,1e-4,1e-5")
+SMALL = ("+exp=quickstart", "zero=stage0,stage1", "optim.lr=5e-4,7e-4,1e-3,2e-3,1e-4")  # 10, of which 2 cannot run
 LOW = ("optim.lr=0.0001", "optim.lr=1e-05")
 
 
@@ -53,33 +55,43 @@ def done(folder: Path) -> list[str]:
     return [file.parent.name for file in folder.glob("*/status.json") if json.loads(file.read_text())["state"] == "done"]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(120)
+def test_points_are_jobs_though_one_of_two_sweeps_is_killed_half_way(tmp_path: Path) -> None:
+    one_of_two_is_killed(SMALL, tmp_path, jobs=8, half=2)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
 def test_32_points_are_32_jobs_though_one_of_two_sweeps_is_killed_half_way(tmp_path: Path) -> None:
+    one_of_two_is_killed(GRID, tmp_path, jobs=32, half=12)
+
+
+def one_of_two_is_killed(grid: Sequence[str], tmp_path: Path, *, jobs: int, half: int) -> None:
     folder, other = tmp_path / "grid", tmp_path / "other"
     other.mkdir()
-    argv = typed(*GRID, f"sweep.dir={folder}")
+    argv = typed(*grid, f"sweep.dir={folder}")
     with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first, \
             Started(argv, folder, cwd=other, environ=environ(tmp_path, STUB_SECONDS="0.2")) as second:
-        first.until(lambda: len(done(folder)) >= 12, 100, "half-way")
-        before, began, orphans = killed(first, folder)
-        assert second.ended(120) == 0, second.output
-    check_grid(folder, before, began, orphans)
+        first.until(lambda: len(done(folder)) >= half, 180, "half-way")
+        before, began, lost = killed(first, folder)
+        assert second.ended(180) == 0, second.output
+    check_grid(folder, before, began, lost, jobs)
     assert "best: zero=stage0 optim.lr=0.001: loss 0 in" in second.output
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_sweep_killed_half_way_goes_on_from_cold_and_under_two_processes(tmp_path: Path) -> None:
     folder, other = tmp_path / "grid", tmp_path / "other"
     other.mkdir()
     argv = typed(*GRID, f"sweep.dir={folder}")
     with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first:
-        first.until(lambda: len(done(folder)) >= 12, 100, "half-way")
-        before, began, orphans = killed(first, folder)
+        first.until(lambda: len(done(folder)) >= 12, 180, "half-way")
+        before, began, lost = killed(first, folder)
         with Started(argv, folder, cwd=other, environ=environ(tmp_path)) as second, \
                 Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as third:
-            assert (second.ended(120), third.ended(120)) == (0, 0), second.output + third.output
-    check_grid(folder, before, began, orphans)
+            assert (second.ended(180), third.ended(180)) == (0, 0), second.output + third.output
+    check_grid(folder, before, began, lost, 32)
 
 
 def killed(sweep: Started, folder: Path) -> tuple[list[str], Counter[str], int]:
@@ -99,10 +111,10 @@ def killed(sweep: Started, folder: Path) -> tuple[list[str], Counter[str], int]:
     return done(folder), starts(folder), lost
 
 
-def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int) -> None:
-    assert 12 <= len(before) < 32
-    assert len(done(folder)) == 32
-    assert len(starts(folder)) == 32
+def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int, points: int) -> None:
+    assert 0 < len(before) < points, "half-way"
+    assert len(done(folder)) == points
+    assert len(starts(folder)) == points
     again = {name: count for name, count in starts(folder).items() if count > 1}
     assert set(again) <= set(began) - set(before), "what was done is not run again"
     assert sum(again.values()) <= 2 * lost, "orphans of a killed sweep are waited for, and not started again"
@@ -111,7 +123,7 @@ def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int) 
     assert sum((jobs - starts(folder)).values()) <= 1, "every job was one start, but for one that the killed sweep was about to make"
 
     rows = content(folder)["points"]
-    assert Counter(row["state"] for row in rows) == {"done": 32, "refused": 8}
+    assert Counter(row["state"] for row in rows) == {"done": points, "refused": points // 4}
     for row in rows:
         if row["state"] == "refused":
             assert row["swept"][1] in LOW
@@ -124,10 +136,10 @@ def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int) 
             assert frozen == compose(row["words"])
             assert (frozen.run.dir, frozen.monitor.group) == (row["run_dir"], "grid")
             configurations.add(repr(replace(frozen, run=replace(frozen.run, dir=None))))
-    assert len(configurations) == 32, "no two points are the same run"
+    assert len(configurations) == points, "no two points are the same run"
     table = list(csv.DictReader((folder / "results.csv").open()))
     losses = [float(row["loss"]) for row in table if row["loss"]]
-    assert (len(losses), losses[0]) == (32, 0.0)
+    assert (len(losses), losses[0]) == (points, 0.0)
     assert losses == sorted(losses)
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
@@ -175,8 +187,9 @@ def test_where_no_point_can_run_nothing_is_begun_and_nothing_left(word: str, sho
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output.txt"]
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_under_a_launcher_the_answer_is_given_once_and_no_rank_sweeps(launcher: str, tmp_path: Path) -> None:
     """hydra#2074, submitit#1764: launchers of Hydra and of ranks clash, and sweeps start inside every rank."""
     folder = tmp_path / "pair"

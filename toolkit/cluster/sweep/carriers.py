@@ -145,6 +145,7 @@ class QueuedPoint:
         if number is not signal.SIGINT:
             return False
         backends.of(self._id.where).cancel(self._id)
+        self._queue_at = time.monotonic() + FILE_SECONDS  # it ends soon, and somebody waits
         return True
 
     def last_words(self) -> str | None:
