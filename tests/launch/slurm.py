@@ -55,6 +55,7 @@ ReturnToService=2
 KillWait=20
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1
 {nodes}
 PartitionName=main Nodes={main} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes={main} MaxTime=INFINITE State=UP PriorityTier=2

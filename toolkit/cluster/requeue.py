@@ -107,7 +107,7 @@ def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Dec
     if ended.state is RunState.STOPPED:
         if ended.reason is not None and ended.reason.startswith("SIGINT") and ended.asked is Asked.NONE:
             return end(ExitCode.STOPPED, "stopped by a person (SIGINT), so it is not started again")
-        return again(f"stopped ({ended.reason}), saved as {ended.checkpoint}") if requeue else \
+        return again(f"stopped ({ended.reason}); goes on from {ended.checkpoint or 'the beginning'}") if requeue else \
             end(ExitCode.STOPPED, f"stopped ({ended.reason}), and cluster.slurm.requeue=false")
     told = ended.state is RunState.FAILED
     what = f"failed: {ended.reason}" if told else "ended without a word (killed, or a lost node)"
