@@ -15,7 +15,7 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 LAUNCH_RANKS = $(if $(RANKS),--num_gpus $(RANKS),$(if $(filter 0,$(GPUS)),--num_gpus 2,))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-gpu image verify lint format bench clean
+.PHONY: help setup train test test-all test-gpu image verify story lint format bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ image: setup  ## build the CPU image without a Docker daemon, and train in it (r
 
 verify: setup  ## every axis of both engines against plain torch, on the GPUs here or on CPU; ARGS='--cells all'
 	$(BIN)/python launch/verify.py $(ARGS)
+
+story: setup  ## the whole story on CPU: data from S3, a sweep, two nodes, a kill, another engine, export; losses compared
+	$(BIN)/python -m tests.story $(ARGS)
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

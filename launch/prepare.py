@@ -3,6 +3,7 @@
     python launch/prepare.py input=books output=data/books                    # a folder of .txt, .jsonl[.gz|.zst], .parquet
     python launch/prepare.py input='corpus/*.jsonl.zst' text=content tokenizer.path=gpt2 deduplicate=true output=data/corpus
     python launch/prepare.py input=allenai/c4 format=dataset dataset.name=en output=data/c4      # any source of the package datasets
+    python launch/prepare.py input=s3://bucket/texts output=data/texts              # files in a store: s3, gs, az
     python launch/prepare.py inspect=data/books                               # verify every byte and show what it is
     python launch/prepare.py input=stdlib                                     # the embedded text, as data=stdlib trains on it
 

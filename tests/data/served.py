@@ -1,10 +1,14 @@
 """Loopback stores: a folder as an S3 bucket or over HTTP, with the delays, failures and refusals that a test asks for.
 
-GET with Range, HEAD and entity tags are all that reading needs; S3 and HTTP differ in the words of their refusals only.
+    python -m tests.data.served FOLDER --port 9000        by itself, until it is ended
+
+GET with Range, HEAD, entity tags and the listing of a bucket (ListObjectsV2) are all that reading needs; S3 and HTTP differ in the words
+of their refusals only.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import socket
 import struct
@@ -18,7 +22,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
+from xml.sax.saxutils import escape
 
 import pytest
 import xxhash
@@ -50,7 +55,9 @@ class Store:
 
     root: Path
     faults: Faults = field(default_factory=Faults)
+    address: str = "127.0.0.1"
     port: int = 0
+    page: int = 1000  # files in an answer of a listing
     requests: Counter[str] = field(default_factory=Counter)  # by file
     faulty: Counter[str] = field(default_factory=Counter)  # by kind of fault
     served_bytes: int = 0  # of bodies that were sent whole
@@ -60,7 +67,7 @@ class Store:
 
     @property
     def http(self) -> str:
-        return f"http://127.0.0.1:{self.port}/{BUCKET}"
+        return f"http://{self.address}:{self.port}/{BUCKET}"
 
     @property
     def s3(self) -> str:
@@ -102,7 +109,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self, *, body: bool) -> None:
             faults = store.faults
-            bucket, _, key = unquote(self.path.partition("?")[0]).lstrip("/").partition("/")
+            path, _, query = self.path.partition("?")
+            bucket, _, key = unquote(path).lstrip("/").partition("/")
             with store.lock:
                 store.requests[key] += 1
                 store.signed += "Authorization" in self.headers
@@ -112,6 +120,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 return self._refuse(HTTPStatus.FORBIDDEN, "InvalidAccessKeyId", body)
             if bucket != BUCKET:
                 return self._refuse(HTTPStatus.NOT_FOUND, "NoSuchBucket", body)
+            if "list-type=2" in query:
+                return self._list({name: values[0] for name, values in parse_qs(query).items()})
             file = store.root / key
             if not file.is_file():
                 return self._refuse(HTTPStatus.NOT_FOUND, "NoSuchKey", body)
@@ -158,6 +168,25 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 store.served_bytes += end - start
             self.wfile.write(content[start:end])
 
+        def _list(self, asked: dict[str, str]) -> None:
+            names = sorted(file.relative_to(store.root).as_posix() for file in store.root.rglob("*") if file.is_file())
+            names = [name for name in names if name.startswith(asked.get("prefix", "")) and name > asked.get("continuation-token", "")]
+            shown, more = names[: store.page], len(names) > store.page
+            entries = []
+            for name in shown:
+                stat = (store.root / name).stat()
+                changed = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(stat.st_mtime))
+                about = f"<LastModified>{changed}</LastModified><Size>{stat.st_size}</Size>"
+                entries.append(f"<Contents><Key>{escape(name)}</Key>{about}</Contents>")
+            token = f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>" if more else ""
+            truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"
+            content = f"<ListBucketResult><Name>{BUCKET}</Name>{truncated}{''.join(entries)}</ListBucketResult>".encode()
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "application/xml")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
         def _refuse(self, status: HTTPStatus, code: str, body: bool) -> None:
             """As S3 does: the body of a refusal names the key that was used."""
             content = f"<Error><Code>{code}</Code><AWSAccessKeyId>{SECRETS['AWS_ACCESS_KEY_ID']}</AWSAccessKeyId></Error>".encode()
@@ -180,10 +209,10 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def served(root: Path, **faults: Any) -> Iterator[Store]:
+def served(root: Path, *, address: str = "127.0.0.1", port: int = 0, **faults: Any) -> Iterator[Store]:
     """``root`` as ``store.http``, and as ``store.s3`` for whoever has ``environment(store)``."""
-    store = Store(root, Faults(**faults))
-    server = _Server(("127.0.0.1", 0), _handler(store))
+    store = Store(root, Faults(**faults), address)
+    server = _Server((address, port), _handler(store))
     store.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
@@ -197,10 +226,25 @@ def served(root: Path, **faults: Any) -> Iterator[Store]:
 
 def environment(store: Store) -> dict[str, str]:
     """For a process that reads ``store.s3``."""
-    return {**SECRETS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{store.port}", "AWS_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}
+    return {**SECRETS, "AWS_ENDPOINT_URL": f"http://{store.address}:{store.port}", "AWS_REGION": "us-east-1", "NO_PROXY": store.address}
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, store: Store, cache_home: Path) -> None:
     for name, value in environment(store).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=f"Serve a folder as the bucket {BUCKET} of an S3, for reading.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--address", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    given = parser.parse_args()
+    with served(given.folder, address=given.address, port=given.port) as store:
+        print(f"{store.s3} is {store.root}, at {store.address}:{store.port}", flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -54,7 +54,8 @@ class PrepareConfig:
     """What to make ready, or to inspect."""
 
     input: str | None = None
-    """A file, a folder, a pattern ('corpus/**/*.jsonl.zst', in quotes), a dataset's folder or hub id, or stdlib: the embedded text."""
+    """A file, a folder, a pattern ('corpus/**/*.jsonl.zst', in quotes), a folder in a store (s3://bucket/corpus), a dataset's folder or hub
+    id, or stdlib: the embedded text."""
     format: InputFormat = InputFormat.auto
     """text (a file is a document), lines (a line is one), jsonl, parquet (a row is one), dataset (by the package datasets), or auto: by
     the files' endings. Text, lines and jsonl may be compressed (.gz, .zst)."""

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -52,6 +52,15 @@ Place = Path | Url
 
 class StorageError(OSError):
     """A store did not answer while training read from it. Starting again may help, so it is no mistake of the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A file below a folder of a store. ``modified``: nanoseconds since 1970, as the store says."""
+
+    name: str
+    bytes: int
+    modified: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +194,11 @@ class StoreFolder(Folder):
         contents = iter(self._fetch(calls))
         return [next(contents) if len(starts) == 1 else b"".join(next(contents) for _ in starts) for starts in cuts]
 
+    def listing(self) -> list[Listed]:
+        """Every file below the folder, by name; empty where the store knows no such folder. HTTP has no listing."""
+        (found,) = self._fetch([self._list])
+        return found
+
     def _fetch(self, calls: Sequence[Any]) -> list[Any]:
         seconds = self.limits.reading_seconds if self._reading else self.limits.opening_seconds
         try:
@@ -204,6 +218,15 @@ class StoreFolder(Folder):
         import obstore
 
         return self._agree(name, self._ask(name, lambda: obstore.head(self._store, name)))
+
+    def _list(self) -> list[Listed]:
+        import obstore
+
+        def ask() -> list[Listed]:
+            found = (meta for page in obstore.list(self._store) for meta in page)
+            return [Listed(meta["path"], meta["size"], _nanoseconds(meta["last_modified"])) for meta in found]
+
+        return sorted(self._ask("", ask), key=lambda file: file.name)
 
     def _get(self, name: str, start: int, end: int, *, whole: bool = True) -> Buffer:
         """One attempt. ``whole``: the range lies within the file."""
@@ -240,6 +263,10 @@ class StoreFolder(Folder):
         return size
 
 
+def _nanoseconds(time: datetime) -> int:
+    return int(time.replace(microsecond=0).timestamp()) * 10**9 + time.microsecond * 1000
+
+
 @lru_cache(maxsize=32)
 def _store(url: Url, limits: Limits, told: frozenset[tuple[str, str]]) -> ObjectStore:
     """One for all that read a URL: its connections stay open. ``told``: what the environment says of stores; another, another store.
@@ -272,7 +299,7 @@ def _judged(error: Exception, place: Url) -> InputError | Transient:
     status = int(found[1]) if found else None
     if any(word in text for word in _INSTANCE):
         return Transient("no credentials in the environment, and this machine's instance gives none")
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or status == 404:  # of a listing it is no FileNotFoundError
         what = "no such bucket" if "NoSuchBucket" in text or "NoSuchContainer" in text else "absent"
         return _problem(f"{place}: {what}", "the store holds the data folder with every file of its manifest",
                         "check data.path, or copy the missing files there")

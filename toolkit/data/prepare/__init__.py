@@ -1,5 +1,6 @@
 """From text to a data folder: in parallel, in bounded memory, and the same bytes however often it was killed.
 
+    store.py      an input in a store, brought here
     plan.py       what there is to read, cut into units; the recipe: the settings that decide bytes
     read.py       a unit of any format -> documents, in order
     vocabulary.py the tokenizer: given, or trained on a sample

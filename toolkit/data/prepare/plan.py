@@ -6,7 +6,7 @@ import glob
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from toolkit.config.prepare import InputFormat, PrepareConfig
@@ -135,10 +135,15 @@ def as_typed(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """``files``: name below ``root``, format, bytes, time of change in ns (0: no file). By name."""
+    """``files``: name below ``root``, format, bytes, time of change in ns (0: no file). By name. ``url``: of what ``root`` is a copy of."""
 
     root: str
     files: tuple[tuple[str, InputFormat, int, int], ...]
+    url: str | None = None
+
+    def shown(self, name: str) -> str:
+        """A file as the user knows it."""
+        return f"{self.url or self.root}/{name}"
 
 
 def list_input(config: PrepareConfig) -> Listing:
@@ -151,7 +156,7 @@ def list_input(config: PrepareConfig) -> Listing:
     if path.is_file():
         root, found = path.parent, [path]
     elif path.is_dir():
-        root, found = path, sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path)))
+        root, found = path, sorted(file for file in path.rglob("*") if file.is_file() and not hidden(file.relative_to(path)))
     else:
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())  # noqa: PTH207 - Path.glob takes no absolute pattern
         root = Path(*_without_pattern(path))
@@ -162,11 +167,11 @@ def list_input(config: PrepareConfig) -> Listing:
     files = []
     for file in found:
         stat = file.stat()
-        files.append((file.relative_to(root).as_posix(), _format(file, config.format), stat.st_size, stat.st_mtime_ns))
+        files.append((file.relative_to(root).as_posix(), input_format(file, config.format), stat.st_size, stat.st_mtime_ns))
     return Listing(str(root), tuple(sorted(files, key=lambda entry: entry[0])))
 
 
-def _hidden(path: Path) -> bool:
+def hidden(path: PurePath) -> bool:
     return any(part.startswith((".", "__pycache__")) for part in path.parts)
 
 
@@ -178,11 +183,12 @@ def _without_pattern(path: Path) -> Iterator[str]:
         yield part
 
 
-def _format(file: Path, asked: InputFormat) -> InputFormat:
+def input_format(name: str | PurePath, asked: InputFormat) -> InputFormat:
     if asked is not InputFormat.auto:
         return asked
-    name = file.with_suffix("") if file.suffix in COMPRESSED else file
-    return ENDINGS.get(name.suffix, InputFormat.text)
+    file = PurePath(name)
+    plain = file.with_suffix("") if file.suffix in COMPRESSED else file
+    return ENDINGS.get(plain.suffix, InputFormat.text)
 
 
 # -- units

@@ -2,7 +2,7 @@
 
     OUTPUT/train-00000.bin .idx ..., validation-00000 ..., tokenizer/, sources.json, report.json, lengths.png
     OUTPUT/manifest.json      written last: without it the folder is no data
-    OUTPUT/.work/             plan, parts and receipts, while it is made; about as large as the shards
+    OUTPUT/.work/             plan, parts and receipts, while it is made; about as large as the shards, and a copy of an input in a store
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.config.keys import flatten
-from toolkit.config.prepare import PrepareConfig
+from toolkit.config.prepare import InputFormat, PrepareConfig
+from toolkit.config.urls import is_url
 from toolkit.data import stdlib
 from toolkit.data.digest import digest
 from toolkit.data.index import token_dtype
 from toolkit.data.manifest import NAME as MANIFEST
 from toolkit.data.manifest import DataManifest, TokenizerInfo, read_manifest
-from toolkit.data.prepare import merge, report, tokenise
+from toolkit.data.prepare import merge, report, store, tokenise
 from toolkit.data.prepare.parts import SPLITS, read_receipts
 from toolkit.data.prepare.plan import Listing, Plan, as_typed, list_input, make_plan, read_plan, recipe
 from toolkit.data.prepare.vocabulary import ready_vocabulary, vocabulary
@@ -49,7 +50,7 @@ def prepare(config: PrepareConfig, progress: Progress) -> DataManifest:
     if config.input == STDLIB:
         return _stdlib(config, progress)
     output = output_folder(config)
-    listed = list_input(config)
+    listed = store.list_store(config, output / WORK) if _in_store(config) else list_input(config)
     if (output / MANIFEST).is_file():
         return _found(config, listed, output, progress)
     work = output / WORK
@@ -66,6 +67,12 @@ def prepare(config: PrepareConfig, progress: Progress) -> DataManifest:
         raise InputError(Problem("output", f"output={output}: {error}", rule, remedy)) from error
 
 
+def _in_store(config: PrepareConfig) -> bool:
+    """Datasets are opened by a package that knows URLs of its own."""
+    url = is_url(config.input or "") and not str(config.input).startswith("file://")
+    return url and config.format is not InputFormat.dataset
+
+
 def output_folder(config: PrepareConfig) -> Path:
     if config.output is not None:
         return Path(config.output)
@@ -78,6 +85,8 @@ def output_folder(config: PrepareConfig) -> Path:
 
 
 def _make(config: PrepareConfig, listed: Listing, work: Path, output: Path, progress: Progress) -> DataManifest:
+    if listed.url is not None:
+        store.fetch(listed, progress)
     plan = _plan(config, listed, work, progress)
     workers = config.workers or os.cpu_count() or 1
     for folder in (tokenise.PARTS, merge.SHARDS):
@@ -139,7 +148,7 @@ def _changes(plan: Plan, listed: Listing) -> list[Problem]:
     for name in sorted({*planned, *now}):
         if planned.get(name) != now.get(name):
             how = "is new" if name not in planned else "is gone" if name not in now else "changed"
-            seen, rule = f"{Path(listed.root, name)} {how} since the preparation began", "the input stays as it is while it is prepared"
+            seen, rule = f"{listed.shown(name)} {how} since the preparation began", "the input stays as it is while it is prepared"
             problems.append(Problem("input", seen, rule, "restore it, or name another output: output=FOLDER"))
     return problems[:1]  # of a moved folder every file is another
 
@@ -195,17 +204,24 @@ def _check_input(listed: Listing, output: Path, progress: Progress) -> None:
     for name, _, size, modified in listed.files:
         if problem is None and size != made[name]["bytes"]:
             problem = f"{name} has {size} bytes, and had {made[name]['bytes']}"
-        elif modified and Path(listed.root, name).stat().st_ctime_ns > since:
+        elif modified and (modified if listed.url is not None else Path(listed.root, name).stat().st_ctime_ns) > since:
             touched.append(name)
     if problem is None and touched:
-        with progress.task("comparing the input", total=len(touched), unit="files") as task:
-            for name in touched:
-                if digest(Path(listed.root, name)).xxh3_128 != made[name]["xxh3_128"]:
-                    problem = problem or f"{name} has another content"
-                task.advance()
+        problem = _other_content(listed, touched, made, progress)
     if problem is not None:
         seen, rule = f"input: {problem} since output={output} was made", "an output is of one input; what is made stays"
         raise InputError(Problem("input", seen, rule, "name another output: output=FOLDER"))
+
+
+def _other_content(listed: Listing, names: Sequence[str], made: Mapping[str, Any], progress: Progress) -> str | None:
+    """The first of these files that is not what was read."""
+    with progress.task("comparing the input", total=len(names), unit="files") as task:
+        now = store.xxh3_128(listed, names) if listed.url is not None else {}
+        for name in names:
+            if (now.get(name) or digest(Path(listed.root, name)).xxh3_128) != made[name]["xxh3_128"]:
+                return f"{name} has another content"
+            task.advance()
+    return None
 
 
 def _occupied(output: Path, why: str) -> InputError:

@@ -1,0 +1,91 @@
+"""Two machines for one job: network namespaces with mounts of their own where that is allowed, else two launchers on loopback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from tests.cluster.nodes import BIN, OnNode, TwoNodes, missing, two_nodes, until
+from tests.data.served import Store, environment
+from tests.launch.processes import Started
+from tests.story.telling import Story
+from toolkit.cluster.parent import free_port
+
+PORT, STORE_PORT = 29500, 9000  # of networks that nobody else has
+ENDED_SECONDS = 60.0  # in which both commands are gone after one rank was killed
+
+
+class Command(Protocol):
+    """A launcher under way."""
+
+    @property
+    def output(self) -> str: ...
+    def code(self) -> int | None: ...
+
+
+class OnLoopback(Started):
+    def code(self) -> int | None:
+        return self.process.poll()
+
+
+class Machines:
+    """
+    Attributes:
+        what: for people.
+        shared: the one folder that both of them write to.
+    """
+
+    def __init__(self, story: Story, store: Store, stack: ExitStack) -> None:
+        self._story, self._stack = story, stack
+        self._nodes: TwoNodes | None = None
+        folder = story.folder / "machines"
+        folder.mkdir()
+        if (why := missing()) is None:
+            self._nodes = nodes = stack.enter_context(two_nodes(folder))
+            self.shared, self.address, self._port = nodes.shared, nodes[0].address, PORT
+            self.what = "two network namespaces, each with a disk of its own"
+            served = environment(Store(store.root, address=self.address, port=STORE_PORT))
+            self._environ = story.environ | served | {"XDG_CACHE_HOME": str(nodes.here / "cache")}
+            serving = nodes[0].start([sys.executable, "-m", "tests.data.served", str(store.root), f"--address={self.address}",
+                                      f"--port={STORE_PORT}"], folder / "store.txt")
+            stack.enter_context(serving)
+            until(lambda: store.s3 in serving.output, 20, "serving", serving)
+        else:
+            self.shared, self.address, self._port = folder, "127.0.0.1", free_port()
+            self.what = f"two launchers on loopback ({why})"
+            self._environ = story.environ
+
+    def start(self, number: int, script: Path, *words: str) -> Command:
+        """As typed on that machine."""
+        hosts = self.shared / "hostfile"
+        hosts.write_text("node0 slots=1\nnode1 slots=1\n")
+        argv = [str(BIN / "deepspeed"), "--no_ssh", f"--node_rank={number}", f"--master_addr={self.address}", f"--master_port={self._port}",
+                f"--hostfile={hosts}", str(script), *words]
+        self._story.typed(argv, f"node{number}")
+        log = self._story.folder / "log" / f"node{number}"
+        log.mkdir(parents=True)
+        if self._nodes is not None:
+            found: OnNode | OnLoopback = self._nodes[number].start(argv, log / "output.txt", self._environ)
+        else:
+            found = OnLoopback(argv, self.shared, cwd=log, environ=self._environ)
+        return self._stack.enter_context(found)
+
+    def rank(self, commands: list[Command], number: int) -> psutil.Process | None:
+        """A rank's process; None: it is not there yet."""
+        if self._nodes is not None:
+            return self._nodes[number].ranks().get(number)
+        first = commands[0]
+        assert isinstance(first, OnLoopback)
+        return first.ranks().get(number)
+
+
+@contextmanager
+def two_machines(story: Story, store: Store) -> Iterator[Machines]:
+    with ExitStack() as stack:
+        yield Machines(story, store, stack)
+

@@ -1,0 +1,97 @@
+"""How the story is told: each command as it is typed, what is checked with numbers, and a table at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from tests.launch.processes import BIN, ROOT, Started
+from toolkit.progress import duration
+
+
+class StoryFailed(Exception):
+    """Something was not as the story says."""
+
+
+@dataclass
+class Row:
+    title: str
+    seconds: float = 0.0
+    seen: list[str] = field(default_factory=list)
+    failed: bool = False
+
+
+class Story:
+    """
+    Args:
+        folder: where everything is; what commands print is in ``folder/log``.
+        environ: of every command.
+    """
+
+    def __init__(self, folder: Path, environ: Mapping[str, str], out: TextIO = sys.stdout) -> None:
+        self.folder, self.environ, self.rows, self._out = folder, dict(environ), list[Row](), out
+
+    def say(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[None]:
+        row = Row(title)
+        self.rows.append(row)
+        self.say(f"\n== {len(self.rows)}. {title}")
+        began = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            row.failed = True
+            row.seen = [f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"]
+            raise
+        finally:
+            row.seconds = time.monotonic() - began
+
+    def saw(self, text: str) -> None:
+        """Part of the step's line in the table."""
+        self.rows[-1].seen.append(text)
+        self.say(f"   {text}")
+
+    def check(self, holds: bool, text: str) -> None:
+        """Raises StoryFailed."""
+        if not holds:
+            raise StoryFailed(f"not so: {text}")
+        self.saw(text)
+
+    def typed(self, argv: Sequence[str], where: str = "") -> None:
+        """A command for people: without the folders that are the same in all."""
+        words = " ".join(f"'{word}'" if " " in word else word for word in argv)
+        for long in (f"{self.folder}{os.sep}", f"{ROOT}{os.sep}", f"{BIN}{os.sep}"):
+            words = words.replace(long, "")
+        self.say(f"   {where}$ {words}")
+
+    def run(self, name: str, argv: Sequence[str], *, seconds: float = 180) -> str:
+        """What the command printed. It has to end well, and in time."""
+        self.typed(argv)
+        log = self.folder / "log" / name
+        log.mkdir(parents=True)
+        with Started(argv, self.folder / name, cwd=log, environ=self.environ) as started:
+            code = started.ended(seconds)
+            started.gone()
+            if code:
+                raise StoryFailed(f"exit code {code} of: {' '.join(argv)}\n{started.output}")
+            return started.output
+
+    def table(self) -> str:
+        """A line a step; what was seen goes on in the lines below it."""
+        titles = [f"{number}. {row.title}" for number, row in enumerate(self.rows, 1)]
+        width, total = max(map(len, titles), default=0), sum(row.seconds for row in self.rows)
+        lines = []
+        for title, row in zip(titles, self.rows, strict=True):
+            for place, seen in enumerate(row.seen or [""]):
+                head = f"{title:<{width}} {row.seconds:6.1f} s" if place == 0 else f"{'':<{width + 9}}"
+                lines.append(f"{head}  {'FAILED: ' * row.failed}{seen}".rstrip())
+        return "\n".join([*lines, f"{'all of it':<{width}} {total:6.1f} s  ({duration(total)})"])
