@@ -13,7 +13,6 @@ from toolkit.monitor.report.rows import is_number
 from toolkit.monitor.report.view import UNKNOWN, Folded, Section, Table, percent, seconds
 from toolkit.progress import duration
 
-
 LATER = "a later attempt followed: see the end of its log"
 CAUSES = {
     REPEATED: "steps that were run again, or will have to be", STARTING: "from a start to its first step",
