@@ -75,14 +75,21 @@ def test_an_attempt_keeps_account_of_its_time(tmp_path: Path) -> None:
     clock, said = FakeClock(), []
     write_times(tmp_path, Times(began=90.0, seen=90.0))
     times = AttemptTimes(tmp_path, [], said.append, clock)
+    clock.now = 109.5
     times.on_start(4)
     clock.now = 110.0
     times.on_step(step_done(5))  # of 0.5 s
+    written = read_times(tmp_path)
+    assert written is not None
+    assert (written.first_step, written.step) == (110.0, 5), "though it was written half a second ago"
     assert said == ["the first step (step 5) is done 20.0 s after the start"]
     times.save_begun(5)
     clock.now = 113.0
     times.stood_still(3.0)
     times.saved(5, 2.5, 1000)
+    written = read_times(tmp_path)
+    assert written is not None
+    assert (written.saving, written.seen) == (3.0, 113.0)
     times.saved(5, 2.5, 1000)  # told again where the last step falls together with the cadence
     times.on_step(step_done(6))
     clock.now = 114.0

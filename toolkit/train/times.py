@@ -35,6 +35,7 @@ class AttemptTimes(Hook, Costs):
     def on_start(self, step: int) -> None:
         self._change(first=step, step=step)
         self._write()
+        self._next = 0.0  # the first step stands there at once: whether there was one decides what follows a failure
 
     def on_step(self, done: StepDone) -> None:
         times, now = self._times, self._clock()
@@ -69,6 +70,7 @@ class AttemptTimes(Hook, Costs):
             return
         self._saved = stepping
         add_save(self._folder, Save(step=step, seconds=seconds, bytes=size, stepping=stepping))
+        self._write()
 
     # ---- the run so far
 
