@@ -47,9 +47,9 @@ class Point:
 
     @property
     def reason(self) -> str | None:
-        """Why it is refused, on one line."""
+        """Why it is refused, a line a rule."""
         errors = [problem for problem in self.problems if problem.severity is Severity.ERROR]
-        return "; ".join(f"{problem.seen}: {problem.rule}" for problem in errors) or None
+        return "\n".join(" ".join(f"{problem.seen}: {problem.rule}".split()) for problem in errors) or None
 
 
 def make_points(batch: Sequence[Sequence[str]], words: SweepWords, folder: Path, machine: Machine, script: Path) -> list[Point]:

@@ -272,6 +272,8 @@ class _Sweep:
         show.write_csv(self.folder / "results.csv", rows, self._metric, maximize)
         picture = show.plot(self.folder / "sweep.png", self.folder.name, rows, self._metric, maximize)
         self._show(rows)
+        for text in show.grouped([row for row in rows if row.ended is not None and row.state in (PointState.FAILED, PointState.REFUSED)]):
+            print(text)
         best = show.ranked(rows, maximize)[0]
         if best.number is not None:
             print(f"best: {' '.join(best.swept) or best.name}: {self._metric} {best.number:.6g} in {best.run_dir}")

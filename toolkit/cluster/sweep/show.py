@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 ORDER = (PointState.DONE, PointState.RUNNING, PointState.STOPPED, PointState.WAITING, PointState.FAILED, PointState.REFUSED)
 STYLES = {PointState.DONE: "green", PointState.FAILED: "red", PointState.REFUSED: "yellow"}
 BARS = 40  # of the picture; worse points are in the table
-FEW = 4  # points named of those that are left out for one reason; all are in the table
+FEW = 4  # points named of those with one reason; all are in the table
+LINES = 8  # of a reason, and
+LETTERS = 300  # of a line; the whole reason is in sweep.json
 
 
 def ranked(rows: Sequence[Row], maximize: bool) -> list[Row]:
@@ -34,31 +36,32 @@ def table(rows: Sequence[Row], metric: str, maximize: bool) -> RenderableType:
     from rich.text import Text
 
     shown = Table()
-    shown.add_column("", justify="right")
+    shown.add_column("", justify="right", no_wrap=True)
     shown.add_column("point", overflow="fold")
-    shown.add_column(metric, justify="right")
-    shown.add_column("step", justify="right")
-    shown.add_column("state")
-    shown.add_column("why", no_wrap=True, overflow="ellipsis")
+    shown.add_column(metric, justify="right", no_wrap=True)
+    shown.add_column("step", justify="right", no_wrap=True)
+    shown.add_column("state", no_wrap=True)
     for place, row in enumerate(ranked(rows, maximize), 1):
         done = row.number is not None
         shown.add_row(str(place) if done else "", Text(" ".join(row.swept) or row.name), f"{row.number:.6g}" if done else "",
-                      "" if row.step is None else str(row.step), Text(row.state.value, style=STYLES.get(row.state, "")),
-                      Text(" ".join((row.reason or "").split())))
+                      "" if row.step is None else str(row.step), Text(row.state.value, style=STYLES.get(row.state, "")))
     return shown
 
 
 def grouped(rows: Sequence[Row]) -> list[str]:
-    """Each reason once, with the points that have it."""
-    by_reason: dict[str, list[Row]] = {}
+    """Each line of a reason once, below the points that have it."""
+    points: dict[tuple[PointState, str], list[str]] = {}
     for row in rows:
-        by_reason.setdefault(row.reason or "", []).append(row)
-    lines = []
-    for reason, same in by_reason.items():
-        names = ", ".join(" ".join(row.swept) or row.name for row in same[:FEW])
-        more = f" and {len(same) - FEW} more" if len(same) > FEW else ""
-        lines.append(f"{len(same)} point{'s' * (len(same) > 1)} left out: {reason}\n    {names}{more}")
-    return lines
+        for line in list(dict.fromkeys((row.reason or "").splitlines()))[:LINES]:
+            points.setdefault((row.state, line), []).append(" ".join(row.swept) or row.name)
+    reasons: dict[tuple[PointState, tuple[str, ...]], list[str]] = {}
+    for (state, line), names in points.items():
+        reasons.setdefault((state, tuple(names)), []).append(line if len(line) <= LETTERS else line[:LETTERS] + " ...")
+    texts = []
+    for (state, names), lines in reasons.items():
+        more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+        texts.append("\n    ".join([f"{len(names)} point{'s' * (len(names) > 1)} {state}: {', '.join(names[:FEW])}{more}", *lines]))
+    return texts
 
 
 def write_csv(file: Path, rows: Sequence[Row], metric: str, maximize: bool) -> None:
@@ -70,7 +73,7 @@ def write_csv(file: Path, rows: Sequence[Row], metric: str, maximize: bool) -> N
     for row in ranked(rows, maximize):
         values = {word.partition("=")[0]: word.partition("=")[2] for word in row.swept}
         writer.writerow([row.name, *(values.get(key, "") for key in keys), "" if row.number is None else repr(row.number), row.state.value,
-                         "" if row.step is None else row.step, row.run_dir, row.reason or ""])
+                         "" if row.step is None else row.step, row.run_dir, "; ".join((row.reason or "").splitlines())])
     write_whole(file, text.getvalue(), durable=False)
 
 
