@@ -44,11 +44,14 @@ inspect() { "${store[@]}" inspect --type image --format "$1" "$image"; }
 printf 'entry point %s, user %s, health %s\n' "$(inspect '{{.OCIv1.Config.Entrypoint}}')" "$(inspect '{{.OCIv1.Config.User}}')" \
   "$(inspect '{{.Docker.Config.Healthcheck.Test}}')"
 inside() { "${store[@]}" run --isolation chroot "$container" -- "$@"; }
+inside bash -c '[ ! -s /etc/pip.conf ]'  # what pip was told is in no layer
 entry=(tini -- python /opt/toolkit/launch/train.py +exp=quickstart cluster.gpus_per_node=0)
 inside "${entry[@]}" cluster.cpu_ranks=2 run.dir=runs/built train.steps=3
 inside python -c 'import json, os
 status = json.load(open("runs/built/status.json"))
 print("trained: status", status["state"], "at step", str(status["step"]) + ", as user", os.stat("runs/built/status.json").st_uid)'
+say "what a pod of Kubernetes runs, on the same run"
+inside tini -- python -u -m toolkit.cluster.pod --config=runs/built/config.yaml
 say "its init passes a stop on, and the run saves"
 code=0
 # shellcheck disable=SC2016  # the shell inside fills these in

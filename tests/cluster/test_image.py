@@ -197,7 +197,8 @@ def test_the_cpu_image_is_built_without_a_daemon_and_trains(tmp_path: Path) -> N
     assert script.returncode == 0
     assert "everything is as locked" in out
     assert "trained: status done at step 3, as user 1000" in out
-    assert "health: well" in out
+    assert "pod 0, start 0 of the job: done" in out
+    assert "health: /workspace/runs/stopped: well" in out
     assert "stopped: status stopped, exit code 75" in out
     assert not (tmp_path / "work").exists()
     assert str(tmp_path) not in Path("/proc/self/mounts").read_text()

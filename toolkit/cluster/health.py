@@ -28,9 +28,9 @@ MARGIN_SECONDS = 60.0  # for the watchdog to collect stacks and end the run
 def main(proc: Path = Path("/proc")) -> int:
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(SECONDS)
-    illness = [f"{folder}: {ill}" for folder in sorted(set(run_folders(proc))) if (ill := what_ails(folder, time.time())) is not None]
-    print("\n".join(illness) or "well")
-    return 1 if illness else 0
+    found = {folder: what_ails(folder, time.time()) for folder in sorted(set(run_folders(proc)))}
+    print("\n".join(f"{folder}: {ill or 'well'}" for folder, ill in found.items()) or "no run here")
+    return 1 if any(found.values()) else 0
 
 
 def run_folders(proc: Path) -> Iterator[Path]:
