@@ -66,7 +66,8 @@ def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
         return
     job, id = submission.submit(job)
     ranks, nodes = job.world.ranks, job.world.nodes
-    print(f"{id.where.value} {id.id}: run {job.run_dir}, job {job.number}, {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}")
+    print(f"{id.where.value} {id.id}: run {job.run_dir}, job {job.number}, {ranks} rank{'s' * (ranks > 1)} on {nodes} node"
+          f"{'s' * (nodes > 1)}")
     print(f"its files and what it prints: {job.folder}; how the run fares: {Path(job.run_dir) / 'status.json'}")
 
 
