@@ -17,14 +17,16 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import pytest
 
 from toolkit.cluster.doctor import clocks, disk, host
 from toolkit.cluster.doctor.bounded import Answer, ask
-from toolkit.cluster.doctor.examine import CHECKS, look
-from toolkit.cluster.doctor.types import Check, Finding, Need, Verdict, fail, ok
+from toolkit.cluster.doctor.examine import CHECKS, Silent, gather, look
+from toolkit.cluster.doctor.types import Check, Finding, MachineReport, Need, Verdict, fail, ok
+from toolkit.cluster.environment import Launch
+from toolkit.cluster.rendezvous import Meeting
 from toolkit.config.schema import EngineName
 from toolkit.plan.types import Device
 
@@ -128,6 +130,36 @@ def test_this_machine_has_an_answer_to_every_check(tmp_path: Path, monkeypatch: 
     assert not [finding for finding in report.findings if "could not be looked at" in finding.evidence]
     assert {"torch", "deepspeed", "GPUs", "driver"} <= report.traits.keys()
     assert host.measure_memory(NEED).available_bytes <= host.measure_memory(NEED).total_bytes
+
+
+# ---- several machines
+
+
+class Messages:
+    """Of a meeting, as rank 0 sees it; nobody is waited for."""
+
+    def __init__(self, **said: object) -> None:
+        self.said = dict(said)
+
+    def publish(self, name: str, message: object) -> None:
+        self.said[name] = message
+
+    def receive(self, *names: str, seconds: float) -> list[object]:
+        if not self.said.keys() >= set(names):
+            raise TimeoutError(names)
+        return [self.said[name] for name in names]
+
+
+def test_a_machine_that_is_silent_is_named_and_the_others_are_heard() -> None:
+    own, other = (MachineReport(node=node, host=f"node{node}", findings=(ok("fine"),), traits={}) for node in (0, 2))
+    meeting = cast(Meeting, Messages(**{"doctor/machine/2": other.to_json()}))
+    launch = Launch(ranks=6, ranks_per_node=2)
+    with pytest.raises(Silent, match=r"machine 1 of 3 \(from 0\) has said nothing within 9 s") as caught:
+        gather(own, launch, meeting, 9)
+    assert caught.value.heard == [own, other]
+    meeting.publish("doctor/machine/1", replace(other, node=1).to_json())
+    assert [one.node for one in gather(own, launch, meeting, 9)] == [0, 1, 2]
+    assert gather(own, replace(launch, rank=2), meeting, 9) == []
 
 
 # ---- clocks

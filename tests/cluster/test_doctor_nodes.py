@@ -26,7 +26,7 @@ FEW_FILES = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash"]  # of one machin
 @pytest.mark.parametrize(("launcher", "fit"), [("torchrun", True), ("deepspeed", True), ("torchrun", False)])
 def test_two_machines(launcher: str, fit: bool, tmp_path: Path) -> None:
     with two_nodes(tmp_path) as nodes, ExitStack() as stack:
-        words = ("--json", "+exp=quickstart", "parallel.tensor=2", f"run.dir={nodes.shared / 'run'}")
+        words = ("--json", "+exp=quickstart", f"run.dir={nodes.shared / 'run'}")
         commands = []
         for node in nodes:
             argv = (torchrun if launcher == "torchrun" else deepspeed)(nodes, node.number, PORT, str(DOCTOR), *words)
@@ -44,4 +44,7 @@ def test_two_machines(launcher: str, fit: bool, tmp_path: Path) -> None:
     assert together["clocks"]["verdict"] == "ok", "it is one clock"
     assert "node1" in together["clocks"]["evidence"]
     assert together["alike"]["evidence"].startswith("2 machines have the same ")
-    assert together["ranks meet"]["evidence"].startswith("tensor (2 ranks): ")
+    assert together["ranks meet"]["evidence"].startswith("data (2 ranks): ")
+    seen = [one for machine in report["machines"] for one in machine["findings"]]
+    assert not [one for one in seen if "could not be looked at" in one["evidence"]]
+    assert [one["evidence"] for one in seen if one["check"] == "interfaces"] == ["lo, wire; none is chosen by name"] * 2

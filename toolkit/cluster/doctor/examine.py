@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from toolkit.plan.types import RunPlan
 
 CHECKS: tuple[Check, ...] = (*software.CHECKS, *gpus.CHECKS, *host.CHECKS, disk.CHECK, *network.CHECKS)
 LOOK_SECONDS = 90.0  # in which a machine tells what was found there: its checks run side by side, each with its own bound
+MOMENT_SECONDS = 0.1  # for one message that is there already
 
 
 def look(need: Need, node: int = 0, checks: Sequence[Check] = CHECKS) -> MachineReport:
@@ -41,21 +43,40 @@ def judged(check: Check, answer: Answer, need: Need) -> list[Finding]:
     return [Finding(one.verdict, one.evidence, one.remedy, check.name, check.how) for one in found]
 
 
+class Silent(TimeoutError):
+    """Machines that have not said anything in time. ``heard``: what the others have."""
+
+    def __init__(self, nodes: Sequence[int], heard: Sequence[MachineReport], seconds: float) -> None:
+        which = ", ".join(map(str, nodes))
+        super().__init__(f"machine {which} of {len(nodes) + len(heard)} (from 0) has said nothing within {seconds:g} s")
+        self.heard = list(heard)
+
+
 def gather(own: MachineReport | None, launch: Launch, meeting: Meeting, seconds: float = LOOK_SECONDS) -> list[MachineReport]:
     """On rank 0 what was found on every machine; elsewhere nothing.
 
     Args:
         own: of the first rank of each machine.
+        seconds: that are waited for the others, from now on.
 
     Raises:
-        TimeoutError: a machine does not say anything in time.
+        Silent: a machine does not say anything in time.
     """
     if own is not None:
         meeting.publish(f"doctor/machine/{launch.node}", own.to_json())
     if launch.rank != 0:
         return []
-    found = meeting.receive(*(f"doctor/machine/{node}" for node in range(launch.nodes)), seconds=seconds)
-    return [MachineReport.from_json(one) for one in found]
+    deadline = time.monotonic() + seconds
+    heard, silent = [], []
+    for node in range(launch.nodes):
+        try:
+            heard += meeting.receive(f"doctor/machine/{node}", seconds=max(MOMENT_SECONDS, deadline - time.monotonic()))
+        except TimeoutError:
+            silent.append(node)
+    reports = [MachineReport.from_json(one) for one in heard]
+    if silent:
+        raise Silent(silent, reports, seconds)
+    return reports
 
 
 def compare_clocks(machines: Sequence[MachineReport], launch: Launch, meeting: Meeting) -> list[Finding]:

@@ -72,9 +72,10 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 
 def measure_interfaces(need: Need) -> Interfaces:
-    # The loopback and some virtual interfaces say "unknown" while they work.
-    up = {name: (Path("/sys/class/net") / name / "operstate").read_text(encoding="utf-8").strip() in ("up", "unknown")
-          for _, name in socket.if_nameindex()}
+    import psutil
+
+    # Of this process's own network: in a container /sys/class/net may show the machine's.
+    up = {name: interface.isup for name, interface in psutil.net_if_stats().items()}
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
     rdma = {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text(encoding="utf-8").partition(":")[2].strip() for port in ports}
     return Interfaces(up=up, rdma=rdma, chosen={name: os.environ[name] for name in VARIABLES if os.environ.get(name)})
@@ -181,6 +182,6 @@ CHECKS = (
     PLACE,
     Check(name="host name", how="this machine's name, asked of the resolver", measure=measure_name, judge=judge_name,
           hanging=Verdict.WARN, stuck="a name server does not answer: look at /etc/resolv.conf, or add the name to /etc/hosts"),
-    Check(name="interfaces", how="/sys/class/net, /sys/class/infiniband and the environment", measure=measure_interfaces,
+    Check(name="interfaces", how="flags of the interfaces, /sys/class/infiniband and the environment", measure=measure_interfaces,
           judge=judge_interfaces),
 )

@@ -120,8 +120,9 @@ def _links(rows: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[Findin
                 f"{row['latency_p99_seconds'] * 1e6:,.0f}), bus bandwidth {slow / 1e9:.2f} GB/s")
         if slow < SLOWEST * fast:
             ranks = ", ".join(map(str, row["slowest_ranks"][:8]))
-            yield warn(f"{said} between ranks {ranks}; {fast / 1e9:.2f} GB/s in the fastest group", "look at the links of these ranks' "
-                       "machines (nvidia-smi topo -m, nvidia-smi nvlink -s, ibstat), or leave them out")
+            yield warn(f"{said} between ranks {ranks}; {fast / 1e9:.2f} GB/s in the fastest group",
+                       "look again while nothing else runs there; then at the links of these ranks' machines (nvidia-smi topo -m, "
+                       "nvidia-smi nvlink -s, ibstat), or leave them out")
         else:
             yield ok(said)
 

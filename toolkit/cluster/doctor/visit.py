@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.cluster.doctor import network, subject, together
 from toolkit.cluster.doctor.bounded import ask
 from toolkit.cluster.doctor.data import FirstRead, data_check
-from toolkit.cluster.doctor.examine import CHECKS, LOOK_SECONDS, compare_clocks, gather, look
+from toolkit.cluster.doctor.examine import CHECKS, Silent, compare_clocks, gather, look
 from toolkit.cluster.doctor.subject import Subject
 from toolkit.cluster.doctor.types import Check, Finding, MachineReport, Report, Verdict
 from toolkit.cluster.ends import Ending
@@ -107,7 +107,9 @@ class Visit:
             return self._measure(meeting, found, machine)
         except Left:
             raise
-        except (TimeoutError, RuntimeError) as error:  # a rank that does not come; torch.distributed's own
+        except TimeoutError as error:
+            return self._not_met(str(error))
+        except RuntimeError as error:  # torch.distributed's own
             first_line = str(error).partition("\n")[0]
             return self._not_met(f"{type(error).__name__}: {first_line}")
 
@@ -117,15 +119,18 @@ class Visit:
             subject.of_words(self._words, self._launch, machine, silence)
 
     def _look_at_all(self, meeting: Meeting, found: Subject) -> None:
-        """Each machine by its first rank."""
+        """Each machine by its first rank. Raises Silent on rank 0, or torch's errors."""
         launch = self._launch
         if launch.local_rank == 0:
             seen = tuple(finding for machine in self._machines for finding in machine.findings)  # of rank 0: the place
             checks = [check for check in self._checks(found) if not (seen and check is network.PLACE)]
             own = look(found.need(launch), launch.node, checks)
             self._machines = [replace(own, findings=(*own.findings, *seen))]
-        # A machine that starts late has not met anybody yet.
-        machines = gather(self._machines[0] if launch.local_rank == 0 else None, launch, meeting, MEET_SECONDS + LOOK_SECONDS)
+        try:  # not all need have met so far: a machine may start late
+            machines = gather(self._machines[0] if launch.local_rank == 0 else None, launch, meeting, MEET_SECONDS)
+        except Silent as silent:
+            self._machines = silent.heard
+            raise
         if launch.rank == 0:
             self._machines = machines
         times = compare_clocks(machines, launch, meeting)
