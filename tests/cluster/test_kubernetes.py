@@ -11,6 +11,8 @@ import copy
 import json
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +304,27 @@ def test_a_job_is_applied_from_its_folder(kubectl: Path) -> None:
     assert id == JobId(Where.kubernetes, f"research/{kubernetes.object_name(of)}")
     assert (kubectl / "asked").read_text().splitlines() == kubernetes.argv(of)[1:]
     assert kubernetes.argv(of)[-1] == "--filename=/data/run dir; touch pwned/jobs/001/job.yaml"
+
+
+@pytest.mark.parametrize("name", [*CASES, "odd"])
+def test_a_real_kubectl_reads_the_same(name: str, tmp_path: Path) -> None:
+    """Its parser of YAML is another one. "odd": texts that it would take for numbers and truth values, were they not quoted."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl read the manifests: there is none here")
+    odd = job(node_selector={"a": "y", "b": "1e3", "c": "0o17", "d": "on", "e": "1_000", "n": "null", "f": "0x1F", "g": "2026-11-22"})
+    of = CASES.get(name, odd)
+    text = kubernetes.render(of)[kubernetes.MANIFEST_FILE]
+    (tmp_path / "job.yaml").write_text(text)
+    done = subprocess.run(["kubectl", "label", "--local", "--output=json", f"--filename={tmp_path / 'job.yaml'}", "read=yes"],
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    decoder, rest, found = json.JSONDecoder(), done.stdout.strip(), []
+    while rest:
+        document, end = decoder.raw_decode(rest)
+        assert document["metadata"]["labels"].pop("read") == "yes"
+        found.append(document)
+        rest = rest[end:].lstrip()
+    assert tuple(found) == documents(of)
 
 
 def test_a_refusal_is_told_in_the_clusters_words(kubectl: Path) -> None:

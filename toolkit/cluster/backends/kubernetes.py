@@ -229,6 +229,10 @@ def _resources(job: Job) -> dict[str, Any]:
     return {name: value for name, value in (("requests", requests), ("limits", exact)) if value}
 
 
+# Texts to PyYAML, and numbers or truth values to the parser of kubectl (gopkg.in/yaml.v2, resolve.go): 1e3, 0o17, y.
+_READ_OTHERWISE = re.compile(r"[yYnN]|[-+]?[.0-9].*")
+
+
 class _Dumper(yaml.SafeDumper):
     """Without anchors, and a text of several lines as it stands."""
 
@@ -237,7 +241,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    style = "|" if "\n" in text else "'" if _READ_OTHERWISE.fullmatch(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _text)
