@@ -224,7 +224,8 @@ elif name == "scancel" and "--batch" in words: os.kill(int(words[-1]), signal.SI
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.full
+@pytest.mark.timeout(180)
 def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and_ctrl_c_stops(tmp_path: Path) -> None:
     folder, tools = tmp_path / "queued", tmp_path / "bin"
     tools.mkdir()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ORDER = (PointState.DONE, PointState.RUNNING, PointState.STOPPED, PointState.WAITING, PointState.FAILED, PointState.REFUSED)
 STYLES = {PointState.DONE: "green", PointState.FAILED: "red", PointState.REFUSED: "yellow"}
-BARS = 40  # of the picture; worse points are in the table
+MOST = 40  # of the picture; worse points are in the table
 FEW = 4  # points named of those with one reason; all are in the table
 LINES = 8  # of a reason, and
 LETTERS = 300  # of a line; the whole reason is in sweep.json
@@ -55,8 +55,8 @@ def grouped(rows: Sequence[Row]) -> list[str]:
         for line in list(dict.fromkeys((row.reason or "").splitlines()))[:LINES]:
             points.setdefault((row.state, line), []).append(" ".join(row.swept) or row.name)
     reasons: dict[tuple[PointState, tuple[str, ...]], list[str]] = {}
-    for (state, line), names in points.items():
-        reasons.setdefault((state, tuple(names)), []).append(line if len(line) <= LETTERS else line[:LETTERS] + " ...")
+    for (state, line), having in points.items():
+        reasons.setdefault((state, tuple(having)), []).append(line if len(line) <= LETTERS else line[:LETTERS] + " ...")
     texts = []
     for (state, names), lines in reasons.items():
         more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
@@ -78,8 +78,8 @@ def write_csv(file: Path, rows: Sequence[Row], metric: str, maximize: bool) -> N
 
 
 def plot(file: Path, title: str, rows: Sequence[Row], metric: str, maximize: bool) -> Path | None:
-    """A bar a point, best on top. None where fewer than two have a number: there is nothing to compare."""
-    best = [row for row in ranked(rows, maximize) if row.number is not None][:BARS]
+    """A line a point, best on top. None where fewer than two have a number: there is nothing to compare."""
+    best = [row for row in ranked(rows, maximize) if row.number is not None][:MOST]
     if len(best) < 2:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -92,7 +92,7 @@ def plot(file: Path, title: str, rows: Sequence[Row], metric: str, maximize: boo
     axes.hlines(range(len(best)), min(numbers), numbers, color="C0", alpha=0.4)
     axes.plot(numbers, range(len(best)), "o", color="C0")
     axes.set_yticks(range(len(best)), [" ".join(row.swept) or row.name for row in best])
-    axes.invert_yaxis()
+    axes.set_ylim(len(best) - 0.5, -0.5)
     axes.set(xlabel=metric, title=f"{title}: {'largest' if maximize else 'smallest'} first")
     axes.grid(alpha=0.3)
     picture = io.BytesIO()
