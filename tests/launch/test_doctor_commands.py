@@ -110,7 +110,7 @@ def test_two_ranks_meet(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@RANKS
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_two_ranks_and_a_machine_that_is_not_fit(launcher: str, tmp_path: Path) -> None:
     argv = command(launcher, DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
     # A soft limit is inherited by all that is started, and does not keep the ranks from meeting.
@@ -135,6 +135,7 @@ def test_a_port_that_is_taken_is_told_with_the_rest(tmp_path: Path) -> None:
             assert started.ended(90) == 2, started.output
             assert "Address already in use" in started.output
             assert "deepspeed --master_port" in " ".join(started.output.split())
+            assert "shared memory" in started.output
 
 
 @pytest.mark.full

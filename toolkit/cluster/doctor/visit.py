@@ -96,6 +96,7 @@ class Visit:
                 place = look(found.need(launch), checks=[network.PLACE])  # before the meeting opens and this process takes the port
                 self._machines, self._together = [place], together.of_plan(found.plan, found.problems)
                 if any(finding.verdict is Verdict.FAIL for finding in place.findings):
+                    self._machines = [self._look_here(found)]
                     return self._not_met("there is no place to meet at: see above")
                 if launch.handover is None:
                     meeting.publish("doctor/start", found.start().to_json())
@@ -122,10 +123,7 @@ class Visit:
         """Each machine by its first rank. Raises Silent on rank 0, or torch's errors."""
         launch = self._launch
         if launch.local_rank == 0:
-            seen = tuple(finding for machine in self._machines for finding in machine.findings)  # of rank 0: the place
-            checks = [check for check in self._checks(found) if not (seen and check is network.PLACE)]
-            own = look(found.need(launch), launch.node, checks)
-            self._machines = [replace(own, findings=(*own.findings, *seen))]
+            self._machines = [self._look_here(found)]
         try:  # not all need have met so far: a machine may start late
             machines = gather(self._machines[0] if launch.local_rank == 0 else None, launch, meeting, MEET_SECONDS)
         except Silent as silent:
@@ -135,6 +133,12 @@ class Visit:
             self._machines = machines
         times = compare_clocks(machines, launch, meeting)
         self._together += [*together.alike(machines), *times]
+
+    def _look_here(self, found: Subject) -> MachineReport:
+        seen = tuple(finding for machine in self._machines for finding in machine.findings)  # of rank 0: the place
+        checks = [check for check in self._checks(found) if not (seen and check is network.PLACE)]
+        own = look(found.need(self._launch), self._launch.node, checks)
+        return replace(own, findings=(*own.findings, *seen))
 
     def _measure(self, meeting: Meeting, found: Subject, machine: Machine | None) -> ExitCode:
         """The process group, the links, and the same exit code on all ranks."""
