@@ -1,25 +1,27 @@
 """What monitoring costs: all of it on against all of it off, on steps of at least 200 ms.
 
-    python benchmarks/monitoring.py                  about five minutes on two cores, on a machine that does nothing else
+    python benchmarks/monitoring.py                  about half an hour on two cores, on a machine that does nothing else
     python benchmarks/monitoring.py --pairs 5        a try
 
 Jobs are alive at once and take turns of a few steps (benchmarks/sides/turns.py), and the ones whose turn it is not are stopped with all
 their processes: what a sampler, W&B or a watchdog does falls into the turns of its own job, however late it is with it. A turn's figure is
 the mean of its steps from hook to hook, so that what happens every few steps or seconds is in it; a pair's is the ratio of two turns
-of one round, and a comparison's the median over pairs with bounds from the bootstrap (Efron, 1979), each of 95% alone. ``total`` is
+one after the other, and a comparison's the median over pairs with bounds from the bootstrap (Efron, 1979), each of 95% alone. ``total`` is
 the ratio of all time, with what is so rare that no median has it, and ``cpu`` that of the processor time of all processes, which sees
 work on cores that training does not use, and noise of other programs hardly.
 
-On two ranks, one a core, the jobs are:
+A turn of 1.7 s varies by 5% from the one before on a small virtual machine (by 7% if the C library gives its memory back after each
+tensor, which here it does not), so a bound of 1% takes hundreds of them. All are compared with
 
     off      nothing: no sinks, not even files, no ledger, probe, sampler, replicas, watchdog
+
+On two ranks, one a core, where each cycle that monitoring takes is one that training lacks:
+
     on       the defaults: ledger, sampler, W&B offline, JSONL, console, alerts, watchdog, replicas
     asleep   off, and 2% of each step asleep: the control, which has to show
 
-With as many ranks as cores each cycle that monitoring takes is one that training lacks. Nodes that train have cores to spare, which
-is what the second comparison has, of one rank on two cores:
+On one rank on two cores, as nodes that train have cores to spare:
 
-    off      as above
     flood    on, and 2,000 metrics a step more, as 16 nodes would have them; here all go through the sinks of one
 
 Written to benchmarks/results/monitoring.json. Exit code 1: a bound is not kept, or the control does not show.
@@ -43,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sides.turns import ROOT, WARM_UP_BLOCKS, Job
+from sides.turns import ON_CPU, ROOT, WARM_UP_BLOCKS, Job
 
 RESULTS = ROOT / "benchmarks" / "results" / "monitoring.json"
 STEP_SECONDS = 0.2  # at least
@@ -52,6 +54,8 @@ ASLEEP = 0.02
 NODES, METRICS = 16, 2000
 SETTLE_SECONDS = 10.0  # W&B starts beside the first steps, on cores that here are training's
 RESAMPLES = 20_000
+# Without it each large tensor is mapped and unmapped, and half of a step is the kernel's: mallopt(3).
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(256 << 20)}
 MODEL = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "model.num_attention_heads=4",
          "model.num_key_value_heads=2", "model.tie_word_embeddings=true", "train.micro_batch=2", "train.sequence_length=128",
          "optim.lr=1e-3", "schedule=constant", "checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0", "debug.threads=1")
@@ -61,6 +65,7 @@ ONE_RANK = ("engine=local", "train.global_batch=6")
 OFF = ("monitor.wandb=disabled", "monitor.ledger=false", "monitor.probe=false", "monitor.system_seconds=0", "monitor.replicas_every=0",
        "monitor.hang_seconds=0")
 ON = ("monitor.wandb=offline", "monitor.every=10")
+NOTHING = {"words": OFF, "without_sinks": True}
 
 
 class StoppingJob(Job):
@@ -111,25 +116,24 @@ def cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def compare(jobs: Sequence[StoppingJob], pairs: int) -> tuple[dict[str, Any], dict[str, float]]:
-    """Each job against the first: by name, and seconds a step of each."""
+def compare(off: StoppingJob, other: StoppingJob, pairs: int) -> dict[str, Any]:
+    """Turns of one and of the other; who begins alternates."""
+    jobs = (off, other)
     for job in jobs:
         job.begin()
     time.sleep(SETTLE_SECONDS)
     for job in jobs:
         job.stop()
-    for job in [*jobs] * (WARM_UP_BLOCKS - 1):
+    for job in jobs * (WARM_UP_BLOCKS - 1):
         job.block()
     seconds: dict[str, list[float]] = {job.name: [] for job in jobs}
     before = {job.name: job.cpu_seconds() for job in jobs}
     for pair in range(pairs):
         for job in jobs if pair % 2 == 0 else reversed(jobs):
             seconds[job.name].append(statistics.fmean(job.block()))
-    first, *others = jobs
-    steps = {name: statistics.median(values) for name, values in seconds.items()}
     used = {job.name: job.cpu_seconds() - before[job.name] for job in jobs}
-    rows = {job.name: {**against(seconds[job.name], seconds[first.name]), "cpu": used[job.name] / used[first.name]} for job in others}
-    return rows, steps
+    return {**against(seconds[other.name], seconds[off.name]), "cpu": used[other.name] / used[off.name],
+            "step_seconds": {name: statistics.median(values) for name, values in seconds.items()}}
 
 
 def against(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
@@ -140,57 +144,56 @@ def against(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
             "total": sum(ours) / sum(theirs)}
 
 
-def comparison(words: Sequence[str], jobs: Mapping[str, Mapping[str, Any]], ranks: int, given: argparse.Namespace) -> dict[str, Any]:
-    """Args: jobs: what ``sides/monitored_side.py`` is told, by name; ``words`` there are added."""
-    steps = (given.pairs + WARM_UP_BLOCKS) * given.block
+def comparison(words: Sequence[str], name: str, spec: Mapping[str, Any], ranks: int, pairs: int, block: int) -> dict[str, Any]:
+    """Args: spec: what ``sides/monitored_side.py`` is told; ``words`` there are added."""
+    steps = (pairs + WARM_UP_BLOCKS) * block
     with tempfile.TemporaryDirectory() as folder, ExitStack() as alive:
-        made = []
-        for name, spec in jobs.items():
-            overrides = [*MODEL, *words, *spec["words"], f"train.steps={steps}", f"run.dir={Path(folder, 'runs', name)}",
+        jobs = []
+        for side, its in (("off", NOTHING), (name, spec)):
+            overrides = [*MODEL, *words, *its["words"], f"train.steps={steps}", f"run.dir={Path(folder, 'runs', side)}",
                          f"data.path={ROOT / 'data' / 'stdlib'}"]
-            job = StoppingJob(name, "monitored_side.py", {**spec, "overrides": overrides}, Path(folder), given.block, ranks=ranks)
-            made.append(alive.enter_context(job))
-        ratios, seconds = compare(made, given.pairs)
-    for name, row in ratios.items():
-        print(f"{name:>7} over off on {ranks} rank{'s' if ranks > 1 else ''}: {row['ratio']:.4f} [{row['lower_95']:.4f}, "
-              f"{row['upper_95']:.4f}], in all {row['total']:.4f}, processor time {row['cpu']:.4f}; "
-              f"{seconds['off'] * 1e3:.0f} ms a step", flush=True)
-    return {"ranks": ranks, "step_seconds": seconds, "over_off": ratios}
+            job = StoppingJob(side, "monitored_side.py", {**its, "overrides": overrides}, Path(folder), block, ranks=ranks,
+                              environ={**ON_CPU, **KEEPS_MEMORY})
+            jobs.append(alive.enter_context(job))
+        row = compare(*jobs, pairs)
+    print(f"{name:>7} over off on {ranks} rank{'s' if ranks > 1 else ''}: {row['ratio']:.4f} [{row['lower_95']:.4f}, "
+          f"{row['upper_95']:.4f}], in all {row['total']:.4f}, processor time {row['cpu']:.4f}; "
+          f"{row['step_seconds']['off'] * 1e3:.0f} ms a step", flush=True)
+    return {"ranks": ranks, **row}
 
 
-def mistakes(found: Mapping[str, Any]) -> list[str]:
+def mistakes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What does not hold of what was asked for."""
-    two, one = found["two_ranks"], found["one_rank"]
-    told = [f"{name}: upper bound {row['upper_95']:.4f}, allowed {BOUND}"
-            for name, row in (("on", two["over_off"]["on"]), ("flood", one["over_off"]["flood"])) if row["upper_95"] >= BOUND]
-    asleep = two["over_off"]["asleep"]
+    told = [f"{name}: upper bound {found[name]['upper_95']:.4f}, allowed {BOUND}" for name in ("on", "flood")
+            if found[name]["upper_95"] >= BOUND]
+    asleep = found["asleep"]
     if asleep["lower_95"] <= 1.0 or asleep["upper_95"] < BOUND:
         told.append(f"the control of {ASLEEP:.0%} does not show: [{asleep['lower_95']:.4f}, {asleep['upper_95']:.4f}]")
-    return told + [f"{name}: a step of {part['step_seconds']['off']:.3f} s, needed {STEP_SECONDS}"
-                   for name, part in (("two ranks", two), ("one rank", one)) if part["step_seconds"]["off"] < STEP_SECONDS]
+    return told + [f"{name}: a step of {row['step_seconds']['off']:.3f} s, needed {STEP_SECONDS}"
+                   for name, row in found.items() if row["step_seconds"]["off"] < STEP_SECONDS]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=36, help="turns of each job that are timed; at least 30 for figures to report")
-    parser.add_argument("--block", type=int, default=4, help="steps a turn")
+    parser.add_argument("--pairs", type=int, default=240, help="turns of each job that are timed; at least 30 for figures to report")
+    parser.add_argument("--block", type=int, default=5, help="steps a turn")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes would stay for ever
     from toolkit.data.stdlib import ensure
 
     ensure(str(ROOT / "data" / "stdlib"), 4096)
-    off = {"words": OFF, "without_sinks": True}
     load = os.getloadavg()[0]
     found = {
-        "two_ranks": comparison(TWO_RANKS, {"off": off, "on": {"words": ON}, "asleep": {**off, "sleep_share": ASLEEP}}, 2, given),
-        "one_rank": comparison(ONE_RANK, {"off": off, "flood": {"words": ON, "nodes": NODES, "metrics": METRICS}}, 1, given),
+        "on": comparison(TWO_RANKS, "on", {"words": ON}, 2, given.pairs, given.block),
+        "asleep": comparison(TWO_RANKS, "asleep", {**NOTHING, "sleep_share": ASLEEP}, 2, given.pairs // 2, given.block),
+        "flood": comparison(ONE_RANK, "flood", {"words": ON, "nodes": NODES, "metrics": METRICS}, 1, given.pairs, given.block),
     }
     told = mistakes(found)
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "wandb")}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": load}
-    given.out.write_text(json.dumps({"machine": machine, "versions": versions, "steps_a_turn": given.block, **found, "mistakes": told},
-                                    indent=1) + "\n")
+    given.out.write_text(json.dumps({"machine": machine, "versions": versions, "steps_a_turn": given.block, "over_off": found,
+                                     "mistakes": told}, indent=1) + "\n")
     for line in told:
         print(line)
     sys.exit(1 if told else 0)

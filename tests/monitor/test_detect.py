@@ -19,7 +19,7 @@ from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.health.detectors import detectors, faster_data
 from toolkit.monitor.health.loss import LOSS, Jump, LossScale, NonFinite, Validation
 from toolkit.monitor.health.saving import LateCheckpoint, SlowCheckpoint, best_interval
-from toolkit.monitor.health.time import Pauses, Straggler
+from toolkit.monitor.health.time import FallingThroughput, Pauses, Straggler
 from toolkit.monitor.parts import BACKWARD, DATA, FORWARD, communication
 from toolkit.monitor.sink import Kind
 from toolkit.plan.types import RunPlan
@@ -170,6 +170,17 @@ def test_throughput_is_compared_for_the_same_number_of_samples(plan: RunPlan) ->
         dataclasses.replace(plan.batch.stages[0], size=16, first_step=SINCE - 1, first_sample=8 * (SINCE - 1), steps=None)))
     assert alerts_of(detectors(dataclasses.replace(plan, batch=batch)), steps_of(1, SINCE + 60, ramped, SINCE)) == []
     assert {alert.name for alert in alerts_of(detectors(plan), steps_of(1, SINCE + 60, ramped, SINCE))} >= {"falling-throughput"}
+
+
+def test_a_few_short_steps_are_a_hiccup_and_many_are_none() -> None:
+    """Steps of 12 ms that take 30: for a third of a second, and for good."""
+    def alerts(slow: Callable[[int], bool]) -> list[int]:
+        detector = FallingThroughput(lambda step: 8)
+        rows = ({"step": step, "step_seconds": 0.03 if slow(step) else 0.012} for step in range(1, 2000))
+        return [row["step"] for row in rows if detector.see(Kind.STEP, row) is not None]
+
+    assert alerts(lambda step: 1000 <= step < 1020) == []
+    assert 1000 < alerts(lambda step: step >= 1000)[0] <= 1100
 
 
 def test_what_falls_slowly_is_compared_with_how_it_began(plan: RunPlan) -> None:

@@ -182,11 +182,13 @@ class Pauses(Detector):
 
 
 class FallingThroughput(Detector):
-    """Steps are slower than the run's own best block of 50 steps, for the same number of samples: most of the last 20 by a quarter, or
-    the median of the last 200 by 15%. A quarter, because a single step easily varies by a tenth; the median of 200 does not. And over
-    three seconds at least: 20 steps of milliseconds are a hiccup of the machine."""
+    """Steps are slower than the run's own best block of 50, for the same number of samples: most of the last 20 by a quarter, or the
+    median of the last 200 by 15%. A quarter, because a single step easily varies by a tenth; the median of 200 does not.
 
-    SHORT_TIMES, LONG_TIMES, LASTING_SECONDS = 1.25, 1.15, 3.0
+    Steps shorter than 0.15 s are joined until they have that length: twenty of a few milliseconds are a hiccup of the machine.
+    """
+
+    SHORT_TIMES, LONG_TIMES, JOINED_SECONDS = 1.25, 1.15, 0.15
 
     def __init__(self, size_of_step: SizeOfStep) -> None:
         self._size = size_of_step
@@ -194,31 +196,33 @@ class FallingThroughput(Detector):
         self._best = Best(BLOCK, first=OF_STEPS)
         self._slow = Lasting(OF_STEPS, LASTING)
         self._newest: deque[float] = deque(maxlen=LONG)  # seconds a sample
+        self._seconds, self._samples, self._seen = 0.0, 0, 0  # of the steps being joined; how many have been
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
         if not self._warm_up.over():
             return None
-        size = self._size(row["step"])
-        cost = row["step_seconds"] / size
+        self._seconds += row["step_seconds"]
+        self._samples += self._size(row["step"])
+        if self._seconds < self.JOINED_SECONDS:
+            return None
+        cost, least = self._seconds / self._samples, LEAST_SECONDS / self._samples
+        self._seconds, self._samples, self._seen = 0.0, 0, self._seen + 1
         self._newest.append(cost)
         self._best.add(cost)
         best = self._best.value
         if best is None:
             return None
-        slow = self._slow.add(cost > max(self.SHORT_TIMES * best, best + LEAST_SECONDS / size))
-        if not slow and (len(self._newest) < LONG or row["step"] % OF_STEPS):
+        slow = self._slow.add(cost > max(self.SHORT_TIMES * best, best + least))
+        if not slow and (len(self._newest) < LONG or self._seen % OF_STEPS):
             return None
-        judged = list(self._newest)[-OF_STEPS:] if slow else list(self._newest)
-        now = median(judged)
-        if sum(judged) * size < self.LASTING_SECONDS:
-            return None
-        if not slow and now <= max(self.LONG_TIMES * best, best + LEAST_SECONDS / size):
+        now = median(list(self._newest)[-OF_STEPS:] if slow else self._newest)
+        if not slow and now <= max(self.LONG_TIMES * best, best + least):
             return None
         return Alert(
             name="falling-throughput", level=Level.WARNING, step=row["step"],
             cause="training has become slower than it was in this run",
             evidence=f"{1 / now:.4g} samples a second in the last {OF_STEPS if slow else LONG} steps, {1 / best:.4g} in the run's best "
-                     f"{BLOCK} steps: {per_cent(1 - best / now)} less",
+                     f"{BLOCK} steps: {per_cent(1 - best / now)} less (steps shorter than {seconds(self.JOINED_SECONDS)} are joined)",
             next_step="see which part grew in ledger.jsonl (python launch/report.py RUN_DIR), and clocks, temperature and other processes "
                       "in system/node-*.jsonl")
 
