@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.data.served import SECRETS, Store, environment, served
 from tests.launch.processes import ROOT, TRAIN, command
-from tests.monitor.wandb_file import history
+from tests.monitor.wandb_file import history, run_record
 from tests.story.losses import TOLERANCE, apart, losses
 from tests.story.machines import ENDED_SECONDS, Command, Machines, two_machines
 from tests.story.telling import Story, StoryFailed
@@ -113,6 +113,8 @@ def sweep(story: Story) -> tuple[dict[int, float], dict[int, float], str]:
     with (folder / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     story.check([row["state"] for row in rows] == ["done", "done"] and (folder / "sweep.png").is_file(), "2 points are done")
+    groups = [run_record(file).run_group for file in folder.rglob("*.wandb")]
+    story.check(groups == [folder.name] * 2, f"W&B has them in one group, {folder.name}")
     best, other = rows
     numbers = [float(row["loss"]) for row in rows]
     story.check(numbers[0] < numbers[1], f"best first: optim.lr={best['optim.lr']} {numbers[0]:.4f}, {other['optim.lr']} {numbers[1]:.4f}")

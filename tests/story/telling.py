@@ -73,7 +73,7 @@ class Story:
             words = words.replace(long, "")
         self.say(f"   {where}$ {words}")
 
-    def run(self, name: str, argv: Sequence[str], *, seconds: float = 180) -> str:
+    def run(self, name: str, argv: Sequence[str], *, seconds: float = 240) -> str:
         """What the command printed. It has to end well, and in time."""
         self.typed(argv)
         log = self.folder / "log" / name
