@@ -150,7 +150,7 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
     nvmlClocksThrottleReasonHwSlowdown, nvmlClocksThrottleReasonSwThermalSlowdown = 0x8, 0x20
     nvmlClocksThrottleReasonHwThermalSlowdown, nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 0x40, 0x80
 
@@ -193,6 +193,14 @@ class FakeNvml:
 
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
         return 0
+
+
+def test_the_fake_has_the_words_of_the_library() -> None:
+    real = gpus.load()
+    names = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML"))]
+    assert len(names) > 15
+    assert not [name for name in names if not hasattr(real, name)]
+    assert not [name for name in names if isinstance(getattr(FakeNvml, name), int) and getattr(FakeNvml, name) != getattr(real, name)]
 
 
 def test_what_nvml_says() -> None:
