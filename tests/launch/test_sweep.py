@@ -265,17 +265,17 @@ def test_four_points_are_four_jobs_of_a_real_slurm(tmp_path: Path, tmp_path_fact
     folder = tmp_path / "queued"
     where = ("cluster=slurm", "cluster.nodes=1", "cluster.gpus_per_node=0", f"sweep.dir={folder}")
     argv = typed("+exp=quickstart", "zero=stage0,stage1", "optim.lr=1e-3,1e-2", *where)
-    with loopback_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
-        with Started(argv, folder, cwd=tmp_path, environ={**slurm.environ, **environ(tmp_path, STUB_SECONDS="2")}) as started:
-            assert started.ended(200) == 0, started.output
-            records = [json.loads(file.read_text()) for file in folder.glob("*/jobs/*/job.json")]
-            jobs = {record["id"]["id"] for record in records}
-            assert len(jobs) == len(records) == 4
-            deadline = time.monotonic() + 60
-            while {slurm.job_state(job) for job in jobs} != {"COMPLETED"}:  # they end a little after their points
-                said = [file.read_text() for file in folder.glob("*/jobs/*/output.txt")]
-                assert time.monotonic() < deadline, ([slurm.job_state(job) for job in jobs], said)
-                time.sleep(0.5)
+    with loopback_slurm(tmp_path_factory.mktemp("slurm")) as slurm, \
+            Started(argv, folder, cwd=tmp_path, environ={**slurm.environ, **environ(tmp_path, STUB_SECONDS="2")}) as started:
+        assert started.ended(200) == 0, started.output
+        records = [json.loads(file.read_text()) for file in folder.glob("*/jobs/*/job.json")]
+        jobs = {record["id"]["id"] for record in records}
+        assert len(jobs) == len(records) == 4
+        deadline = time.monotonic() + 60
+        while {slurm.job_state(job) for job in jobs} != {"COMPLETED"}:  # they end a little after their points
+            said = [file.read_text() for file in folder.glob("*/jobs/*/output.txt")]
+            assert time.monotonic() < deadline, ([slurm.job_state(job) for job in jobs], said)
+            time.sleep(0.5)
     assert sorted(starts(folder).values()) == [1, 1, 1, 1]
     assert {row["state"] for row in content(folder)["points"]} == {"done"}
 
