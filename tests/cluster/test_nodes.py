@@ -31,8 +31,9 @@ PORT = 29400  # of networks that nobody else has
 HANG_SECONDS = 8
 # After the limit of a hang: a look at it, the other ranks' words, and the sinks: 30 s at most (LAST_SECONDS of train/watchdog.py).
 TELLING_SECONDS = 35
-# Until then torchrun waits for its store, twice: at a look, and when it leaves (read_timeout of its c10d rendezvous).
-STORE_SECONDS = 2 * 60
+# torchrun's agent away from its store waits for an answer until the kernel gives the connection up: with Linux' 15 tries a quarter of an
+# hour, with these some 15 s, and then perhaps once more for what it says when it leaves (read_timeout of its c10d rendezvous).
+TRIES, STORE_SECONDS = 5, 15 + 60
 ENVIRON = {"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
 SLOW = {"FAULT": "slow:ALL:1"}  # a step takes so long that the test can act between two
 RUN = (*KEYS, "zero=stage2", "monitor.probe=false", f"monitor.hang_seconds={HANG_SECONDS}", "cluster.grace_seconds=5")
@@ -168,6 +169,9 @@ def test_cut_apart_both_sides_end_in_bounded_time_and_the_job_goes_on(
     may; else the same command does."""
     with two_nodes(tmp_path) as nodes:
         give(nodes, data)
+        if launcher == "torchrun" and restarts == 0:
+            for node in nodes:
+                node.run("sh", "-c", f"echo {TRIES} > /proc/sys/net/ipv4/tcp_retries2")
         run = RunDirectory(nodes.shared / "run")
         with both(nodes, launcher, DRIVER, *words(nodes), environ=SLOW, restarts=restarts) as commands:
             until(lambda: trained(run, 3), 120, "training", *commands)
@@ -229,10 +233,11 @@ def test_each_node_makes_its_own_data(tmp_path: Path) -> None:
     with two_nodes(tmp_path) as nodes:
         keys = [key for key in RUN if not key.startswith(("data=", "train.steps"))]
         run = RunDirectory(nodes.shared / "run")
-        with both(nodes, "torchrun", TRAIN, *keys, "train.steps=2", "data=stdlib", "data.path=made", f"run.dir={run.path}") as commands:
+        with both(nodes, "torchrun", TRAIN, *keys, "train.steps=2", "data=stdlib",
+                  "data.vocab_size=264", "data.path=made", f"run.dir={run.path}") as commands:
             assert ended(commands, 300) == [0, 0], commands[0].output + commands[1].output
-            made = [node.run("cat", "made/manifest.json") for node in nodes]
-        assert made[0] == made[1]
+            made = [node.run("find", "made", "-name", "manifest.json", "-exec", "cat", "{}", "+") for node in nodes]
+        assert made[0] == made[1] != ""
         assert sorted(entry.name for entry in nodes.shared.iterdir()) == ["run"]
 
 
@@ -258,6 +263,7 @@ def test_control_gloo_needs_the_right_interface(interface: str, sums: bool, tmp_
     with two_nodes(tmp_path) as nodes, ExitStack() as stack:
         commands = [stack.enter_context(node.start([sys.executable, "-c", SUM, str(node.number)], tmp_path / f"output-{node.number}.txt",
                                                    {"GLOO_SOCKET_IFNAME": interface})) for node in nodes]
-        codes = ended(commands, 60)
-        assert (codes == [0, 0]) is sums, commands[0].output + commands[1].output
+        until(lambda: (all if sums else any)(one.code() is not None for one in commands), 60, "ended", *commands)
+        codes = [one.code() for one in commands]
+        assert codes == [0, 0] if sums else 1 in codes, commands[0].output + commands[1].output
         assert all(("the sum is 3" in one.output) is sums for one in commands)
