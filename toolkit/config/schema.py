@@ -1,4 +1,5 @@
-"""Every key a run can be described with. The string under a field is its documentation; ``--help`` shows it.
+"""Every key a run can be described with; those of data, cluster and monitor are in files beside. The string under a field is its
+documentation; ``--help`` shows it.
 
 Dataclasses have ``slots``, so that an unknown key is an error, and are not frozen, so that OmegaConf can override them.
 ``__post_init__`` checks one value at a time; whatever involves two keys is a rule in ``toolkit/plan/rules.py``.
