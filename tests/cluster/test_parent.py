@@ -130,6 +130,31 @@ def test_a_stop_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.FAILURE
 
 
+@pytest.mark.parametrize(("other", "begun", "code"), [("time.sleep(60)", False, 75), ("sys.exit(1)", False, 75), ("sys.exit(1)", True, 1)],
+                         ids=["waits", "fails", "control"])
+def test_a_stop_before_training_keeps_nobody_waiting(other: str, begun: bool, code: int, tmp_path: Path) -> None:
+    """One rank had nothing to save yet, and left at once; the other was about to meet it."""
+    text = f"""
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+open(rf"{tmp_path}/" + rank + ".listens", "w").close()
+while not stopped: time.sleep(0.01)
+if rank == "0": sys.exit(75)
+time.sleep(0.2)
+{other}
+"""
+    ranks = Ranks(script(tmp_path, text), TWO)
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.glob("*.listens"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    stop = StopRequest()
+    stop.request("SIGTERM")
+    began = time.monotonic()
+    assert ranks.wait(stop, 60, lambda: begun) == code
+    assert time.monotonic() - began < 15
+    assert (ranks.first_failure() is None) == (code == 75)
+
+
 def test_a_signal_before_a_rank_listens_waits_for_it(tmp_path: Path) -> None:
     """Ctrl-C while ranks still import: they would die of it, each with a traceback."""
     file = tmp_path / "rank.py"

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from toolkit.cluster import restarts
 from toolkit.cluster.ends import Ending
@@ -86,14 +86,21 @@ class Ranks:
                 self._out_of_memory = oom_words(self._oom_kills, oom_kills())
         return [code for _, code in ended]
 
-    def wait(self, stop: StopRequest, grace_seconds: float) -> ExitCode:
-        """Until every rank has ended; no rank outlives the others by more than the grace of a stop, or seconds after a failure."""
+    def wait(self, stop: StopRequest, grace_seconds: float, begun: Callable[[], bool] = lambda: True) -> ExitCode:
+        """Until every rank has ended; no rank outlives the others by more than the grace of a stop, or seconds after a failure.
+
+        Args:
+            begun: whether training has: else there is nothing to save, and who is left waits for a rank that has stopped.
+        """
         forwarded = False
         stopping_since: float | None = None
         failed_since: float | None = None
         told = False
         while len(codes := self._codes()) < len(self._processes):
             now = time.monotonic()
+            if forwarded and ExitCode.STOPPED in codes and not begun():
+                self.kill()
+                break
             if stop() is not None and not forwarded:
                 forwarded = True
                 self.send(stop.signal or signal.SIGTERM)
@@ -108,6 +115,9 @@ class Ranks:
             if out_of_grace or (failed_since is not None and now - failed_since > PEER_SECONDS + KILL_SECONDS):
                 self.kill()
             time.sleep(POLL_SECONDS)
+        if forwarded and ExitCode.STOPPED in codes and not begun():
+            self._first = None
+            return ExitCode.STOPPED
         # Whom a mistake leaves alone in a collective fails too.
         return ExitCode.USER if self._mistake else combined(codes)
 
@@ -196,14 +206,16 @@ def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopReque
 
     stop.abort = abort
     try:
-        ending.code = ranks.wait(stop, grace_seconds)
+        ending.code = ranks.wait(stop, grace_seconds, lambda: (status := directory.status()) is not None and status.step is not None)
     finally:
         ranks.kill()
     # Of a failure rank 0 saw a lost connection, and this process knows why; of a hang the ranks know more than how they ended, and of a
     # mistake rank 0, unless another rank alone has met it.
     told = directory.hang_file(start.attempt).exists()
-    if ending.code is ExitCode.USER:
-        status = directory.status()
+    status = directory.status()
+    if ending.code is ExitCode.STOPPED and status is not None and status.step is None:
+        ending.record(f"{stop() or 'a rank was asked to stop'} before training began", anew=status.state is not RunState.STOPPED)
+    elif ending.code is ExitCode.USER:
         ending.record("a mistake that one rank has met: see what was printed", anew=status is None or status.state is not RunState.REFUSED)
     else:
         failure = ranks.first_failure()
