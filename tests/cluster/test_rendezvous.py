@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from torch.distributed import PrefixStore
+from torch.distributed import DistNetworkError, PrefixStore
 
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.parent import free_port
@@ -71,6 +71,25 @@ def test_a_mistake_sends_all_away_and_rank_0_stays_until_they_have_heard(threads
         ranks.meetings[2].receive("start")
     first.result(10)
     assert ranks.meetings[2].dismissed(0)
+
+
+@pytest.mark.parametrize("gone", ["set", "add"])
+def test_a_store_that_leaves_with_its_rank_is_no_second_error(gone: str) -> None:
+    class Leaving:
+        def set(self, name: str, text: str) -> None:
+            self._call("set")
+
+        def add(self, name: str, count: int) -> int:
+            self._call("add")
+            return 0
+
+        def _call(self, name: str) -> None:
+            if name == gone:
+                raise DistNetworkError("Connection reset by peer")
+
+    meeting = Ranks(2).meetings[1]
+    meeting._opened = Leaving()  # type: ignore[assignment]
+    meeting.dismiss(ExitCode.USER)
 
 
 def test_a_rank_that_nobody_sent_away_may_speak(threads: ThreadPoolExecutor) -> None:

@@ -85,10 +85,13 @@ class Meeting:
             store = self._store(FAREWELL_SECONDS)
         except (InputError, TimeoutError):  # there is no meeting to end
             return
-        store.set(ERROR, str(int(code)))
         deadline = time.monotonic() + (0 if self._grouped else FAREWELL_SECONDS)
-        while time.monotonic() < deadline and store.add("heard", 0) < self._launch.ranks - 1:
-            time.sleep(POLL_SECONDS)
+        try:
+            store.set(ERROR, str(int(code)))
+            while time.monotonic() < deadline and store.add("heard", 0) < self._launch.ranks - 1:
+                time.sleep(POLL_SECONDS)
+        except RuntimeError:  # of torch.distributed: the rank that serves the store has left, perhaps since it has heard
+            return
 
     def dismissed(self, seconds: float) -> bool:
         """Whether another rank sends, within ``seconds``, this one away. Where the store is gone, its rank left before: yes."""
