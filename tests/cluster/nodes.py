@@ -6,8 +6,9 @@
 
 Each node has its own addresses, host name, process numbers, ``/dev/shm`` and disk (``nodes.here``, another folder on each, and the working
 folder of what runs there); everything else can be read only, but for the one folder that they share (``nodes.shared``). Names do not
-resolve: a node is known by its address. Nothing has a name outside, and the kernel takes it all away with each node's first process.
-It needs Linux, root, and iproute2 and util-linux (``ip``, ``unshare``, ``nsenter``).
+resolve: a node is known by its address. Nothing has a name outside, and the kernel takes it all away with each node's first process, and
+that one with the tests.
+It needs Linux, root, and iproute2 and util-linux (``ip``, ``unshare``, ``nsenter``, ``setpriv``).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Node:
     def __init__(self, number: int, here: Path, shared: Path) -> None:
         self.number, self.here, self.address = number, here, ADDRESSES[number]
         self._first = subprocess.Popen(
-            ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc",
+            ["setpriv", "--pdeathsig=KILL",
+             "unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc",
              "sh", "-c", _FIRST, "sh", f"node{number}", str(here), str(shared)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
         assert self._first.stdout is not None
@@ -169,7 +171,7 @@ def missing() -> str | None:
     """Why there can be no nodes here; None: there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "namespaces of one's own need Linux and root"
-    absent = [name for name in ("ip", "unshare", "nsenter", "mountpoint") if shutil.which(name) is None]
+    absent = [name for name in ("ip", "setpriv", "unshare", "nsenter", "mountpoint") if shutil.which(name) is None]
     if absent:
         return f"{', '.join(absent)} not installed (apt-get install iproute2 util-linux)"
     done = subprocess.run(["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc",
