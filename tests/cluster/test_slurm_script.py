@@ -157,7 +157,9 @@ def started(job: Job, environ: dict[str, str], cwd: Path) -> subprocess.Popen[st
     python = str(Path(environ["NOTES"]) / "bin" / "python")
     path = cwd / "job.sh"
     path.write_text(slurm.script(job, python))
-    return subprocess.Popen(["bash", str(path)], env=environ, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # A shell cannot trap what it was begun to ignore, as the tests may be when they run in the background of another shell.
+    return subprocess.Popen(["bash", str(path)], env=environ, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def test_texts_of_the_user_stay_words(stand_ins: dict[str, str], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroup
 
+from toolkit.checkpoint.directory import step_name
 from toolkit.checkpoint.online.store import PendingSave
 from toolkit.engine import collectives
 from toolkit.engine.build import build_engine, first_weights
@@ -164,7 +165,7 @@ class _Store:
         self._delays.strike(CHECKPOINT)
         future: Future[None] = Future()
         future.set_result(None)
-        return PendingSave(Path(f"step-{step}"), future)
+        return PendingSave(Path(step_name(step)), future)
 
 
 def micro_batch(plan: RunPlan, number: int) -> np.ndarray:
