@@ -34,10 +34,10 @@ setup: $(VENV)/.installed  ## make the virtual environment and install everythin
 train: setup  ## train the quickstart with DeepSpeed on real text (minutes), sample from it, plot it
 	$(BIN)/deepspeed $(LAUNCH_RANKS) launch/train.py +exp=quickstart $(ARGS)
 
-test: setup  ## the quick suite (about 12 minutes on two cores)
+test: setup  ## the quick suite (about 13 minutes on two cores)
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: setup  ## the full matrices too (about 50 minutes on two cores)
+test-all: setup  ## the full matrices too (a good hour on two cores)
 	$(BIN)/python -m pytest -m "not gpu and not image" $(ARGS)
 
 test-gpu: setup  ## both engines on one GPU (<= 8 minutes); says so where there is none

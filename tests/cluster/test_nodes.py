@@ -49,6 +49,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=ti
 one = torch.tensor(rank + 1)
 dist.all_reduce(one)
 print("the sum is", int(one))
+dist.destroy_process_group()
 """
 
 

@@ -51,7 +51,7 @@ class Ranks:
         port = str(free_port())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first: tuple[int, int] | None = None  # rank and code of the first failure
-        self._mistake: bool | None = None  # whether the first rank that did not end well made a mistake of the user's known
+        self._killed_first: bool | None = None  # whether a signal's work was among the first failures
         self._oom_kills, self._out_of_memory = oom_kills(), ""
         # Until a rank listens (StopRequest.install), what is sent to it waits: it would die of it, with a traceback of its imports.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -78,8 +78,9 @@ class Ranks:
         """Exit codes of the ranks that have ended; the first failure among them is kept."""
         ended = [(rank, process.returncode) for rank, process in enumerate(self._processes) if process.poll() is not None]
         bad = [code for _, code in ended if code not in (ExitCode.DONE, ExitCode.STOPPED)]
-        if self._mistake is None and bad:
-            self._mistake = min(bad) >= 0 and ExitCode.USER in bad
+        if self._killed_first is None and bad:
+            # A lost connection may abort a rank in C++: that is no more of a cause than the error that others make of it.
+            self._killed_first = any(code < 0 and code != -signal.SIGABRT for code in bad)
         if self._first is None:  # of several in one look, a signal (negative) is the likelier cause
             self._first = min((end for end in ended if end[1] not in ENDS), key=lambda end: end[1], default=None)
             if self._first is not None and self._first[1] == -signal.SIGKILL:
@@ -118,8 +119,8 @@ class Ranks:
         if forwarded and ExitCode.STOPPED in codes and not begun():
             self._first = None
             return ExitCode.STOPPED
-        # Whom a mistake leaves alone in a collective fails too.
-        return ExitCode.USER if self._mistake else combined(codes)
+        # Whom a mistake leaves alone in a collective fails too, and may be seen to end first.
+        return ExitCode.USER if ExitCode.USER in codes and not self._killed_first else combined(codes)
 
     @property
     def killed(self) -> bool:
