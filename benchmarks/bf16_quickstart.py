@@ -31,8 +31,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.progress import Progress
+from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]

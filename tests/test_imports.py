@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each row may import the rows above it, and itself; places in one row do not import each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress", "files"),
+    ("errors", "progress", "files", "rows"),
     ("config", "layout", "attempts"),
     ("families",),
     ("plan",),
@@ -28,7 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("launch",),
 )
 # cluster stands beside the chain: it may use plan and rundir, and only launch may use it.
-CLUSTER_USES = {"errors", "progress", "files", "config", "layout", "families", "plan", "rundir", "attempts", "cluster"}
+CLUSTER_USES = {"errors", "progress", "files", "rows", "config", "layout", "families", "plan", "rundir", "attempts", "cluster"}
 
 ONLY_IN = {
     "deepspeed": ("toolkit/engine/", "toolkit/testing/"),

@@ -18,8 +18,9 @@ import pytest
 
 from toolkit.monitor.sink import CompositeSink, Kind, Row, Sink
 from toolkit.monitor.sinks.apart import NICE, ProcessEnded, ProcessSink
-from toolkit.monitor.sinks.jsonl import JsonlSink, read_rows
+from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,8 +16,9 @@ import pytest
 
 from toolkit.errors import ExitCode
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
-from toolkit.monitor.sinks.jsonl import JsonlSink, read_rows
+from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import DROPPED, QueuedSink, size
+from toolkit.rows import read_rows
 
 
 class Slow(NullSink):

@@ -17,10 +17,11 @@ from toolkit.monitor.alert import Alert
 from toolkit.monitor.health import nodes
 from toolkit.monitor.health.nodes import NodeDetector
 from toolkit.monitor.sink import Kind, Row
-from toolkit.monitor.sinks.jsonl import JsonlSink, read_rows
+from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.system.figures import Figures
 from toolkit.monitor.system.gpu import XidEvents, open_gpus
 from toolkit.monitor.system.sampler import CLOSE_SECONDS, GpuSource, Sampler, Source
+from toolkit.rows import read_rows
 
 EVERY = 0.02
 

@@ -19,8 +19,9 @@ from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.plots import eval_losses, loss_curve, running_mean, train_losses
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
 from toolkit.monitor.sinks.console import AlertLines, ConsoleSink
-from toolkit.monitor.sinks.jsonl import JsonlSink, read_rows
+from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.progress import Progress
+from toolkit.rows import read_rows
 
 ROW = {"step": 1, "loss": 0.1 + 0.2, "grad_norm": 1e-17, "lr": 3e-4, "tokens": 512, "step_seconds": 0.25, "tokens_per_second": 2048.0}
 

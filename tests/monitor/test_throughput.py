@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.plan.cases import CPU, h100s, run_config
+from toolkit import rows as rows_of_files
 from toolkit.config.schema import BatchRampConfig, Precision
-from toolkit.monitor.sinks import jsonl
-from toolkit.monitor.sinks.jsonl import last_row
 from toolkit.monitor.throughput import Course, Spent, Throughput, spent
 from toolkit.plan import make_plan
 from toolkit.plan.flops import hardware_flops, model_flops, without_utilisation
 from toolkit.plan.types import RunPlan, World
+from toolkit.rows import last_row
 
 BF16 = {"precision__name": Precision.bf16, "zero__stage": 1}
 COMPUTED = 8 * 32  # tokens of a step of run_config()
@@ -166,11 +166,11 @@ def test_the_last_row_is_found_from_the_end(tmp_path: Path, monkeypatch: pytest.
     assert last_row(file) is None
     file.write_text("".join(json.dumps({"step": step, "loss": 1 / 3}) + "\n" for step in range(1000)))
     for tail in (8, 64, 1 << 20):  # the first is less than a row
-        monkeypatch.setattr(jsonl, "TAIL", tail)
+        monkeypatch.setattr(rows_of_files, "TAIL", tail)
         assert last_row(file) == {"step": 999, "loss": 1 / 3}
     file.write_text(file.read_text() + '{"step": 1000, "lo')
     for tail in (8, 1 << 20):
-        monkeypatch.setattr(jsonl, "TAIL", tail)
+        monkeypatch.setattr(rows_of_files, "TAIL", tail)
         assert last_row(file) == {"step": 999, "loss": 1 / 3}
     file.write_text('{"step": 1}')
     assert last_row(file) is None  # torn: its line has no end

@@ -23,11 +23,11 @@ from toolkit.config.schema import EngineName, RunSection
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sink import CompositeSink, Kind, Sink
 from toolkit.monitor.sinks.apart import NICE
-from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.wandb import WandbSink, part
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
+from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.tiny import tiny_config
 from toolkit.train import sinks

@@ -30,10 +30,10 @@ from toolkit.engine.protocol import StepResult
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.parts import communication
-from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, RunPlan, World
+from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.dist import RankPool, rank_pool
 from toolkit.testing.tiny import tiny_config

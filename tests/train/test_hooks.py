@@ -20,12 +20,13 @@ from toolkit.checkpoint.online.store import PendingSave
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
 from toolkit.monitor.sink import Kind, Row
-from toolkit.monitor.sinks.jsonl import JsonlSink, read_rows
+from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.throughput import Course, Spent
 from toolkit.plan import make_plan
 from toolkit.plan.flops import flops_per_step
 from toolkit.plan.types import Device, RunPlan, World
+from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_config, tiny_plan

@@ -21,11 +21,11 @@ from toolkit.errors import ExitCode
 from toolkit.layout.axes import Axes
 from toolkit.monitor.ledger import part_names
 from toolkit.monitor.parts import BACKWARD, DATA, EVALUATION, FORWARD, LOGGING, OPTIMIZER, TRANSFER, communication
-from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.progress import Progress
+from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.dist import RankPool, rank_pool
 from toolkit.testing.tiny import tiny_config

@@ -16,10 +16,10 @@ from toolkit.config.monitor import WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.stdlib import ensure
 from toolkit.errors import ExitCode
-from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
+from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.dist import run_ranks
 from toolkit.testing.tiny import tiny_config

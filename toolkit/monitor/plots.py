@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 
 from toolkit.files import write_whole
-from toolkit.monitor.sinks.jsonl import read_rows
+from toolkit.rows import read_rows
 
 POINTS = 2000  # of a line; more cannot be seen
 SMOOTHED = 50  # the smoothed curve's window is this part of all steps

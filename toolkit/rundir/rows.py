@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from toolkit.files import write_whole
+from toolkit.rows import parse_row
 
 
 def move_rows(file: Path, target: Path, step: int) -> None:
@@ -31,11 +31,6 @@ def move_rows(file: Path, target: Path, step: int) -> None:
 
 def _step_of(line: str) -> int | None:
     """The step of a whole row; None for a torn one."""
-    if not line.endswith("\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
+    row = parse_row(line) if line.endswith("\n") else None
+    step = row.get("step") if row is not None else None
     return step if isinstance(step, int) else None

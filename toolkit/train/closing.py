@@ -12,9 +12,9 @@ from toolkit.checkpoint.formats.huggingface_target import export
 from toolkit.checkpoint.source import open_source
 from toolkit.models.target import configuration
 from toolkit.monitor.sink import Sink
-from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.plan.types import RunPlan
 from toolkit.progress import quantity
+from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.train.consumed import Consumed, words
 

@@ -20,10 +20,10 @@ from toolkit.errors import ExitCode
 from toolkit.monitor.plots import loss_curve
 from toolkit.monitor.sink import Sink, tell
 from toolkit.monitor.sinks.console import say
-from toolkit.monitor.sinks.jsonl import last_row, read_rows
 from toolkit.monitor.throughput import Course, Spent, spent
 from toolkit.plan.flops import without_utilisation
 from toolkit.plan.types import Device, RunPlan
+from toolkit.rows import last_row, read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 from toolkit.train import closing, place

@@ -26,8 +26,8 @@ from toolkit.monitor.report.hardware import hardware
 from toolkit.monitor.report.page import SECTIONS, embedded, page
 from toolkit.monitor.report.reality import bubble_measured, bubble_planned
 from toolkit.monitor.report.verdict import dead, state, verdict
-from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.progress import Progress, quantity
+from toolkit.rows import read_rows
 
 STEPS = 300
 # Attributes whose value a browser fetches, and the same in CSS.

@@ -28,6 +28,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError, Problem
 from toolkit.files import write_whole
+from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.lock import lock_file
 from toolkit.rundir.status import RunState, Status
@@ -174,8 +175,8 @@ def is_done(point: Point) -> bool:
 
 def number_of(directory: RunDirectory, config: RunConfig, metric: str | None) -> float | None:
     """What the point is compared by; None where it is not there or not finite."""
-    evaluated = [row for row in _rows(directory.eval_file) if "loss" in row]
-    steps = list(_rows(directory.metrics_file))
+    evaluated = [row for row in read_rows(directory.eval_file) if "loss" in row]
+    steps = list(read_rows(directory.metrics_file))
     name = metric or (config.eval.sets[0] if config.eval.every and config.eval.sets else None)
     losses = [row["loss"] for row in (evaluated if name is not None else steps) if (name is None or row["set"] == name) and "loss" in row]
     if losses:
@@ -184,16 +185,3 @@ def number_of(directory: RunDirectory, config: RunConfig, metric: str | None) ->
         values = [row[name] for row in steps[min(1, len(steps) - 1) :] if row.get(name) is not None] if name is not None else []
         found = statistics.median(values) if values else None
     return found if isinstance(found, int | float) and abs(found) < float("inf") else None
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Whole rows. The last line may have been torn."""
-    if not file.exists():
-        return
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row

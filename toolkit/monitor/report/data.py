@@ -20,8 +20,8 @@ from toolkit.attempts import SAVES, TIMES, Times, read_times
 from toolkit.monitor.report.nodes import Node, number_of, read_node
 from toolkit.monitor.report.reduce import Curves, bucket_width, reduce
 from toolkit.monitor.report.rows import Advance, batched, curves_of, is_number, nothing, placed, width_in_steps
-from toolkit.monitor.sinks.jsonl import read_rows
 from toolkit.progress import Progress
+from toolkit.rows import read_rows
 
 ALERTS = 200  # the newest, of each file
 NODE_POINTS = 2400  # of a figure, over all nodes together

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from toolkit.monitor.report.reduce import EMPTY, POINTS, SAMPLE, Curves, bucket_width, reduce
-from toolkit.monitor.sinks.jsonl import last_row, read_rows
+from toolkit.rows import last_row, read_rows
 
 Advance = Callable[[float], object]  # is told how many bytes were read
 ADVANCE_BYTES = 1 << 20  # between two updates of the display
