@@ -14,7 +14,7 @@ def read_rows(path: Path, advance: Callable[[float], object] = lambda characters
     """The whole rows of a file; none where it is not there. A line that a stopped machine tore is passed over.
 
     Args:
-        advance: is told how many characters (bytes: rows are ASCII) each line has; for a display of progress.
+        advance: is told how many characters (bytes, where texts are ASCII) each line has; for a display of progress.
         every: which of the rows are wanted: the first, and each so many after it. The others are not parsed, which is most of the work.
     """
     if not path.exists():

@@ -1,13 +1,19 @@
 """One file for each kind of row: one JSON object a line, floats in full precision (``NaN`` and ``Infinity`` as Python's ``json`` writes
-and reads them)."""
+and reads them).
+
+Written by orjson, which takes a twentieth of the time of Python's own: the thread that writes keeps the interpreter from the one that trains.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
+
+import orjson
 
 from toolkit.monitor.sink import Kind, NullSink, Row
 
@@ -26,23 +32,29 @@ class JsonlSink(NullSink):
 
     def log(self, kind: Kind, row: Row) -> None:
         if kind in self._files:
-            _write(self._files[kind], row)
+            file = self._files[kind]
+            file.write(encoded(row))
+            file.flush()
 
     def close(self, exit_code: int) -> None:
         for file in self._files.values():
             file.close()
 
 
-def _opened(path: Path) -> TextIO:
+def _opened(path: Path) -> BinaryIO:
     """To append to. A line that a stopped machine or a killed process tore is ended, or the next row would be lost with it."""
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-    return path.open("a", encoding="utf-8")
+    return path.open("ab")
 
 
-def _write(file: TextIO, row: Row) -> None:
-    file.write(json.dumps(row) + "\n")
-    file.flush()
+def encoded(row: Row) -> bytes:
+    """A line. What orjson does not have is Python's: whole numbers beyond 64 bits, and those that are not finite, which it takes for null."""
+    with suppress(orjson.JSONEncodeError):
+        line = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+        if b"null" not in line:
+            return line
+    return json.dumps(row).encode() + b"\n"
