@@ -38,7 +38,7 @@ from sides.read_stream import AFTER
 from sides.streams import SIDES
 from sides.streams.common import GLOBAL_BATCH, LENGTH
 
-from toolkit.cluster.parent import free_port
+from toolkit.cluster.ranks import free_port
 from toolkit.progress import Progress
 
 BENCHMARKS = Path(__file__).resolve().parent

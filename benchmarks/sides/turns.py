@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from toolkit.cluster.parent import free_port
+from toolkit.cluster.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ROOT / "benchmarks" / "sides"

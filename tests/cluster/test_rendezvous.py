@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import DistNetworkError, PrefixStore
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.parent import free_port
+from toolkit.cluster.ranks import free_port
 from toolkit.cluster.rendezvous import Left, Meeting
 from toolkit.errors import ExitCode, InputError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.cluster.parent import free_port
+from toolkit.cluster.ranks import free_port
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import BIN
-from toolkit.cluster.parent import free_port
+from toolkit.cluster.ranks import free_port
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(200),
               pytest.mark.skipif(shutil.which("pdsh") is None, reason="deepspeed over pdsh did not run: apt-get install pdsh")]

@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -26,9 +27,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class There(JsonlSink):
-    """Writes who it is; sleeps where a row says so, and raises."""
+    """Writes who it is; sleeps where a row says so, and raises. Leaves a temporary file."""
 
     def __init__(self, file: Path) -> None:
+        tempfile.mkstemp()
         super().__init__({Kind.STEP: file})
         self._file = file
 
@@ -42,6 +44,17 @@ class There(JsonlSink):
         super().log(Kind.STEP, {"closed": exit_code})
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files are. Whatever ends the sink's process, nothing of it is left there."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
 def refuse(file: Path) -> Sink:
     raise PermissionError("not here")
 
@@ -53,13 +66,14 @@ def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def test_rows_arrive_in_order_in_another_process(tmp_path: Path) -> None:
+def test_rows_arrive_in_order_in_another_process(temporary: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     sink = ProcessSink(There, {"file": file}, "there")
     for step in range(100):
         sink.log(Kind.STEP, {"step": step})
     pid = sink._process.pid
     until(lambda: len(list(read_rows(file))) == 100)
+    assert len(list(temporary.glob("sink-*/*"))) == 1
     assert psutil.Process(pid).nice() == NICE
     sink.close(75)
     rows = list(read_rows(file))

@@ -87,8 +87,9 @@ def test_rows_are_on_disk_at_once_in_full_precision(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("value", [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, 1e16, 1e-5, math.inf, -math.inf, math.nan, None, True, 2**63,
-                                   6 * 10**24, "an é, a \u2028 and\na line", "null", {"inner": [1, math.nan, None]}, [], {}])
+@pytest.mark.parametrize("value", [
+    0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, 1e16, 1e-5, math.inf, -math.inf, math.nan, None, True, 2**63, 6 * 10**24,
+    "an é, a \u2028 and\na line", "null", {"inner": [1, math.nan, None]}, [], {}])
 def test_a_row_comes_back_as_it_was_written(value: object, tmp_path: Path) -> None:
     sink = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"})
     sink.log(Kind.STEP, {"step": 1, "value": value})

@@ -14,7 +14,7 @@ from tests.cluster.nodes import BIN, OnNode, TwoNodes, missing, two_nodes, until
 from tests.data.served import Store, environment
 from tests.launch.processes import Started
 from tests.story.telling import Story
-from toolkit.cluster.parent import free_port
+from toolkit.cluster.ranks import free_port
 
 PORT, STORE_PORT = 29500, 9000  # of networks that nobody else has
 ENDED_SECONDS = 60.0  # in which both commands are gone after one rank was killed

@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -100,12 +99,12 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 def test_a_neighbour_keeps_the_last_call_of_who_has_ended() -> None:
-    call = Call(group="4", ranks=(), axis="data", number=7, operation="all_reduce", tensors="[512] float32", begun=1.5, finished=False)
     box = peers.LastCall()
     held = os.open(f"/proc/self/fd/{box.descriptor}", os.O_RDONLY)
     assert peers.last_call(held) is None
-    box.note(replace(call, number=1000, tensors="[1, 2, 3, 4, 5, 6] float32"))
-    box.note(replace(call, ranks=(0, 1)))
+    box.note("4", "data", 1000, "all_reduce", None, 1.0, "[1, 2, 3, 4, 5, 6] float32")
+    box.note("4", "data", 7, "all_reduce", None, 1.5, "[512] float32")
     box.close()
-    assert peers.last_call(held) == call
+    assert peers.last_call(held) == Call(
+        group="4", ranks=(), axis="data", number=7, operation="all_reduce", tensors="[512] float32", begun=1.5, finished=False)
     os.close(held)

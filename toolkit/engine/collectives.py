@@ -63,9 +63,10 @@ EXCHANGING = ("all_to_all", "all_to_all_single")
 START, END = "start", "end"  # of calls that are put together into one, as NCCL does for sends and receives
 RECENT = 8  # calls of a group that are told
 ANYBODY = -1  # the rank to receive from, where it is not said
-REMEMBERED = 4096  # works that nobody has waited for
+REMEMBERED = 4096  # works that nobody has waited for, and words for tensors
 
 Part = AbstractContextManager[None]
+Note = Callable[[str, str, int, str, int | None, float, str], None]  # group, axis, number, operation, peer, begun, tensors: as in Call
 
 _watched: _Watched | None = None
 _originals: dict[tuple[type, str], Any] = {}
@@ -92,8 +93,9 @@ def last_calls() -> list[Call]:
     return found.snapshot() if found is not None else []
 
 
-def tell_each(told: Callable[[Call], None] | None) -> None:
-    """``told`` gets each call before it is made, while somebody watches. None: nobody does any more."""
+def tell_each(told: Note | None) -> None:
+    """``told`` gets each call before it is made, while somebody watches; None: nobody does any more. It gets what there is and no ``Call``:
+    hundreds of calls a step wait for it."""
     if _watched is not None:
         _watched.told = told
 
@@ -182,7 +184,7 @@ class _Watched:
         self._lock = threading.Lock()
         self._works: OrderedDict[int, tuple[tuple[_Made, ...], Part | None]] = OrderedDict()  # by identity, too
         self._directions: dict[int, str] = {}
-        self.told: Callable[[Call], None] | None = None
+        self.told: Note | None = None
 
     def call(self, operation: str, original: Callable[..., Any], process_group: ProcessGroup, arguments: tuple[Any, ...],
              named: Mapping[str, Any]) -> Any:
@@ -241,7 +243,7 @@ class _Watched:
 
     def _make(self, operation: str, group: _Group, arguments: Sequence[Any]) -> _Made:
         """Remember a call."""
-        tensors = tuple(found for argument in arguments if (found := _described(argument)) is not None)
+        tensors = tuple([found for argument in arguments if (found := _described(argument)) is not None])
         kind: Any = None
         peer: int | None = None
         size = 0
@@ -256,7 +258,7 @@ class _Watched:
         made = _Made(operation, axis, number, peer, tensors, size)
         group.calls.setdefault(kind, deque(maxlen=RECENT)).append(made)
         if self.told is not None:
-            self.told(_in_public(group, made))
+            self.told(group.name, axis, number, operation, peer, made.begun, _in_words(tensors))
         return made
 
     def _parts(self, made: _Made) -> tuple[Part | None, Part | None]:
@@ -306,6 +308,8 @@ def _ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 def _described(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
     """How many tensors, and the first one's shape and type; None for what is none."""
+    if isinstance(argument, torch.Tensor):  # mostly
+        return 1, argument.shape, argument.dtype
     count = 1
     while isinstance(argument, (list, tuple)):
         if not argument:
@@ -315,7 +319,8 @@ def _described(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
     return (count, argument.shape, argument.dtype) if isinstance(argument, torch.Tensor) else None
 
 
-def _in_words(tensors: Sequence[tuple[int, torch.Size, torch.dtype]]) -> str:
+@functools.lru_cache(maxsize=REMEMBERED)  # a step's calls are those of the step before
+def _in_words(tensors: tuple[tuple[int, torch.Size, torch.dtype], ...]) -> str:
     """``[1024] float32``; ``2 x [512] float32, [1024] float32`` of results and what they are made of."""
     described = [(f"{count} x " if count > 1 else "", list(shape), str(dtype).removeprefix("torch.")) for count, shape, dtype in tensors]
     return ", ".join(f"{several}{shape} {dtype}" for several, shape, dtype in described)

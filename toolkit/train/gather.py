@@ -1,21 +1,30 @@
-"""Small blocks of numbers from all ranks to rank 0, by a thread beside training: over gloo, in groups that nobody else uses."""
+"""Small blocks of numbers from all ranks to rank 0, by a thread beside training: over gloo, in groups that nobody else uses.
+
+The groups are made behind ``torch.distributed``, which gives each group of its own a thread that looks for something to do a hundred times
+a second: 0.2% of a core each. These share the one that the process has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 # As long as training's own collectives wait: a rank that is stopped for minutes and comes back is no reason to lose the groups. A rank that
 # died is noticed at once, by its connections.
 TIMEOUT = timedelta(minutes=30)
+
+# Those of each process group. They last as long as it, like torch's own groups: who needs one no longer would close its connections on
+# those who do.
+_made: WeakKeyDictionary[ProcessGroup, list[ToRankZero]] = WeakKeyDictionary()
 
 
 class Gather(Protocol):
@@ -39,13 +48,14 @@ class ToRankZero:
     """
 
     def __init__(self, rank: int, ranks: int, ranks_per_node: int) -> None:
-        starts = range(0, ranks, ranks_per_node)
         self._ranks, self._per_node = ranks, ranks_per_node
-        # Each rank makes them all: torch numbers groups by how many a process has made, its own or not.
-        nodes = [_group(range(start, min(start + ranks_per_node, ranks))) for start in starts]
-        self._node = nodes[rank // ranks_per_node]
-        firsts = _group(starts) if len(starts) > 1 else None
-        self._firsts = firsts if rank in starts else None
+        before = _made.setdefault(dist.distributed_c10d._get_default_group(), [])
+        name, node = f"gather-{len(before)}", rank // ranks_per_node
+        start = node * ranks_per_node
+        self._node = _group(f"{name}/node-{node}", range(start, min(start + ranks_per_node, ranks)), rank)
+        firsts = range(0, ranks, ranks_per_node)
+        self._firsts = _group(f"{name}/firsts", firsts, rank) if rank in firsts and len(firsts) > 1 else None
+        before.append(self)
 
     def __call__(self, block: np.ndarray) -> np.ndarray | None:
         found = _to_first(self._node, block)
@@ -58,21 +68,31 @@ class ToRankZero:
         return None if nodes is None else nodes.reshape(-1, *block.shape)[: self._ranks]
 
 
-def _group(ranks: Sequence[int]) -> ProcessGroup:
-    """On a rank that is not of it torch gives a number, which nobody may use."""
-    group: ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=TIMEOUT, group_desc="gather")
-    return group
+def _group(name: str, ranks: Sequence[int], rank: int) -> ProcessGroupGloo:
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it is there, as below
+    options._timeout, options._threads, options._devices = TIMEOUT, 1, _devices()
+    return dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), options)
 
 
-def _to_first(group: ProcessGroup, block: np.ndarray) -> np.ndarray | None:
+def _devices() -> list[Any]:
+    """What the process's gloo listens on: there is one, if only for the exchange of each step (``train/agree.py``). Where torch hides it in
+    a wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL), a new one."""
+    cpu = torch.device("cpu")
+    backends = [group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map if cpu in group._device_types]
+    for backend in backends:
+        if isinstance(backend, dist.ProcessGroupGloo):
+            return list(backend.options._devices)  # type: ignore[attr-defined]
+    return [dist.ProcessGroupGloo.create_default_device()]
+
+
+def _to_first(group: ProcessGroupGloo, block: np.ndarray) -> np.ndarray | None:
     """[ranks of the group, *shape] on its first rank."""
+    first = group.rank() == 0
     here = torch.from_numpy(block)
-    if group.rank() != 0:
-        dist.gather(here, group=group, group_dst=0)
-        return None
-    found = torch.empty((group.size(), *block.shape), dtype=here.dtype)
-    dist.gather(here, list(found.unbind(0)), group=group, group_dst=0)
-    return found.numpy()
+    found = torch.empty((group.size() if first else 0, *block.shape), dtype=here.dtype)
+    group.gather([list(found.unbind(0))] if first else [], [here], dist.GatherOptions()).wait()  # type: ignore[attr-defined]
+    return found.numpy() if first else None
 
 
 def gather_of(rank: int, ranks: int, ranks_per_node: int) -> Gather:

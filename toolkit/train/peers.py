@@ -45,9 +45,9 @@ class LastCall:
         os.ftruncate(self.descriptor, BOX_BYTES)
         self._memory = mmap.mmap(self.descriptor, BOX_BYTES)
 
-    def note(self, call: Call) -> None:
-        words = f"{call.group}\n{call.axis}\n{call.number}\n{call.operation}\n{call.peer}\n{call.begun}\n{call.tensors}"
-        text = words[: BOX_BYTES - 1].encode()
+    def note(self, group: str, axis: str, number: int, operation: str, peer: int | None, begun: float, tensors: str) -> None:
+        """As in ``Call``."""
+        text = f"{group}\n{axis}\n{number}\n{operation}\n{peer}\n{begun}\n{tensors}"[: BOX_BYTES - 1].encode()
         self._memory[: len(text) + 1] = text + b"\0"
 
     def close(self) -> None:

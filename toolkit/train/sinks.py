@@ -28,6 +28,7 @@ from toolkit.progress import Progress
 from toolkit.rundir.directory import RunDirectory
 
 WANDB = "W&B"
+WANDB_LAG_SECONDS = 1.0  # a row makes six threads of three processes do something
 
 
 def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, attempt: int, data: Mapping[str, str | int],
@@ -51,7 +52,8 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, 
     sinks: list[Sink] = [QueuedSink(lambda: JsonlSink(files), "JSONL")]
     if monitor.wandb is not WandbMode.disabled:
         arguments = wandb_arguments(plan, known, node)
-        process = QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, close_seconds=CLOSE_SECONDS + 5.0)
+        process = QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, lag_seconds=WANDB_LAG_SECONDS,
+                             close_seconds=CLOSE_SECONDS + 5.0)
         sinks.append(RationedSink(process))
     sinks.append(QueuedSink(lambda: _console(plan, done, node), "console"))
     whole = CompositeSink(sinks)

@@ -22,7 +22,7 @@ from toolkit.cluster.doctor.types import Check, Finding, MachineReport, Report, 
 from toolkit.cluster.ends import Ending
 from toolkit.cluster.environment import HANDOVER, Launch, Launcher, set_defaults, set_thread_default
 from toolkit.cluster.machine import Machine, this_machine
-from toolkit.cluster.parent import Ranks
+from toolkit.cluster.ranks import Ranks
 from toolkit.cluster.rendezvous import Left, Meeting
 from toolkit.cluster.start import Start
 from toolkit.cluster.stop import StopRequest

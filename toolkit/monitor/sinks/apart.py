@@ -10,9 +10,11 @@ after a failure, within ``close_seconds``. Signals are for the training; who end
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -56,11 +58,12 @@ class ProcessSink(NullSink):
         self._name, self._close_seconds, self._tell = name, close_seconds, tell
         theirs, ours = os.pipe()
         hears, answers = os.pipe()
-        command = [sys.executable, "-P", "-m", __name__, str(theirs), str(answers), str(close_seconds)]
+        self._temporary = tempfile.mkdtemp(prefix="sink-")  # its own: the process ends without the hooks that would tidy up
+        command = [sys.executable, "-P", "-m", __name__, str(theirs), str(answers), str(close_seconds), self._temporary]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(theirs, answers),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, start_new_session=True)
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": self._temporary}, start_new_session=True)
         os.close(theirs)
         os.close(answers)
         self._requests, self._answers = Connection(ours, readable=False), Connection(hears, writable=False)
@@ -91,6 +94,7 @@ class ProcessSink(NullSink):
                 end_children(self._process.pid)
                 self._process.kill()
             self._process.wait()
+            shutil.rmtree(self._temporary, ignore_errors=True)  # it has, unless it was killed
             for pipe in (self._requests, self._answers, self._process.stdin):
                 assert pipe is not None
                 pipe.close()
@@ -173,18 +177,27 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def _end_with(stdin: int, seconds: float) -> None:
+def _end_with(stdin: int, seconds: float, temporary: str) -> None:
     """``stdin`` is never written to: it ends when the process that holds the other end does."""
     os.read(stdin, 1)
     time.sleep(seconds)
+    _end(1, temporary)
+
+
+def _end(code: int, temporary: str) -> None:
+    """At once: hooks at the end of a process wait, and everything is said."""
     end_children(os.getpid())
-    os._exit(1)
+    shutil.rmtree(temporary, ignore_errors=True)
+    os._exit(code)
+
+
+def main(requests: str, answers: str, seconds: str, temporary: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(0, float(seconds), temporary), daemon=True).start()
+    work(Connection(int(requests), writable=False), Connection(int(answers), readable=False))
+    _end(0, temporary)
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(0, float(sys.argv[3])), daemon=True).start()
-    work(Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False))
-    end_children(os.getpid())
-    os._exit(0)  # hooks at the end of a process wait, and everything is said
+    main(*sys.argv[1:])

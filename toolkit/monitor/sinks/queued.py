@@ -31,20 +31,23 @@ class QueuedSink(Sink):
         open_sink: makes the sink; called in the thread, like everything of the sink.
         name: of that sink, for people.
         waiting: how many values of rows may wait.
+        lag_seconds: how long a call waits for others to go with it: a sink that is woken for each costs more by that than by the work.
         flush_seconds: how long ``flush`` waits at most.
         close_seconds, hurry_seconds: how long ``close`` waits at most, after the last step and otherwise.
         tell: for rows that are lost; errors are raised by the next call.
     """
 
-    def __init__(self, open_sink: Callable[[], Sink], name: str, *, waiting: int = WAITING, flush_seconds: float = FLUSH_SECONDS,
-                 close_seconds: float = CLOSE_SECONDS, hurry_seconds: float = HURRY_SECONDS, tell: Callable[[str], None] = tell) -> None:
-        self._name, self._waiting, self._tell = name, waiting, tell
+    def __init__(self, open_sink: Callable[[], Sink], name: str, *, waiting: int = WAITING, lag_seconds: float = 0.0,
+                 flush_seconds: float = FLUSH_SECONDS, close_seconds: float = CLOSE_SECONDS, hurry_seconds: float = HURRY_SECONDS,
+                 tell: Callable[[str], None] = tell) -> None:
+        self._name, self._waiting, self._lag_seconds, self._tell = name, waiting, lag_seconds, tell
         self._flush_seconds, self._close_seconds, self._hurry_seconds = flush_seconds, close_seconds, hurry_seconds
         self._changed = threading.Condition()
         self._calls: deque[tuple[int, Call]] = deque()  # values in the row, and what to do with the sink
         self._values = 0  # in all calls that wait
         self._put = self._done = 0  # calls so far
         self._dropped = self._lost = 0  # rows since the last that went through, and in all
+        self._awaited = 0  # the call that a flush waits for
         self._late = False  # a flush was given up, and the queue has not been empty since
         self._exit_code: int | None = None  # set: nothing more comes
         self._error: BaseException | None = None
@@ -81,7 +84,8 @@ class QueuedSink(Sink):
             if self._refuses() or self._late:  # late: another wait would cost as much, and gain as little
                 return
             self._append(0, lambda sink: sink.flush())
-            upto = self._put
+            self._awaited = upto = self._put
+            self._changed.notify_all()
             written = self._changed.wait_for(lambda: self._done >= upto or self._error is not None, self._flush_seconds)
             self._refuses()
             self._late = not written
@@ -118,7 +122,8 @@ class QueuedSink(Sink):
         self._calls.append((values, call))
         self._values += values
         self._put += 1
-        self._changed.notify_all()
+        if len(self._calls) == 1:  # else it has been told, and is busy or waits for more
+            self._changed.notify_all()
 
     def _work(self, open_sink: Callable[[], Sink]) -> None:
         try:
@@ -139,7 +144,10 @@ class QueuedSink(Sink):
 
     def _next(self) -> Call | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._calls or self._exit_code is not None)
+            if not self._calls:
+                self._changed.wait_for(lambda: self._calls or self._exit_code is not None)
+                if self._lag_seconds:
+                    self._changed.wait_for(lambda: self._awaited > self._done or self._exit_code is not None, self._lag_seconds)
             if not self._calls:
                 return None
             values, call = self._calls.popleft()
