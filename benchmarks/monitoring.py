@@ -1,7 +1,7 @@
 """What monitoring costs: all of it on against all of it off, on steps of at least 200 ms.
 
-    python benchmarks/monitoring.py                  about half an hour on two cores, on a machine that does nothing else
-    python benchmarks/monitoring.py --pairs 5        a try
+    python benchmarks/monitoring.py                  some 25 minutes on two cores, on a machine that does nothing else
+    python benchmarks/monitoring.py --pairs 6        a try
 
 Jobs are alive at once and take turns of a few steps (benchmarks/sides/turns.py), and the ones whose turn it is not are stopped with all
 their processes: what a sampler, W&B or a watchdog does falls into the turns of its own job, however late it is with it. A turn's figure is
@@ -10,19 +10,20 @@ one after the other, and a comparison's the median over pairs with bounds from t
 the ratio of all time, with what is so rare that no median has it, and ``cpu`` that of the processor time of all processes, which sees
 work on cores that training does not use, and noise of other programs hardly.
 
-A turn of 1.7 s varies by 5% from the one before on a small virtual machine (by 7% if the C library gives its memory back after each
-tensor, which here it does not), so a bound of 1% takes hundreds of them. All are compared with
+A turn of a second varies by some per cent from the one before on a small virtual machine (by more if the C library gives its memory back
+after each tensor, which here it does not), so a bound of 1% takes hundreds of them. All are compared with
 
     off      nothing: no sinks, not even files, no ledger, probe, sampler, replicas, watchdog
 
-On two ranks, one a core, where each cycle that monitoring takes is one that training lacks:
+on one rank of DeepSpeed on two cores, as nodes that train have cores to spare for what runs beside training:
 
     on       the defaults: ledger, sampler, W&B offline, JSONL, console, alerts, watchdog, replicas
+    flood    on, and 2,000 metrics a step more, as 16 nodes would have them; here all go through the sinks of one
     asleep   off, and 2% of each step asleep: the control, which has to show
 
-On one rank on two cores, as nodes that train have cores to spare:
+and on two ranks of ZeRO 3, one a core, where each cycle that monitoring takes anywhere is one that training lacks. No bound is asked of it:
 
-    flood    on, and 2,000 metrics a step more, as 16 nodes would have them; here all go through the sinks of one
+    crowded  on
 
 Written to benchmarks/results/monitoring.json. Exit code 1: a bound is not kept, or the control does not show.
 """
@@ -59,9 +60,8 @@ KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
 MODEL = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "model.num_attention_heads=4",
          "model.num_key_value_heads=2", "model.tie_word_embeddings=true", "train.micro_batch=2", "train.sequence_length=128",
          "optim.lr=1e-3", "schedule=constant", "checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0", "debug.threads=1")
-# ZeRO-3 has the most collectives a step, and each is timed.
-TWO_RANKS = ("engine=deepspeed", "zero=stage3", "train.global_batch=8")
-ONE_RANK = ("engine=local", "train.global_batch=6")
+RANKS = {1: ("engine=deepspeed", "zero=stage1", "train.global_batch=6"),
+         2: ("engine=deepspeed", "zero=stage3", "train.global_batch=8")}  # ZeRO-3 has the most collectives a step, and each is timed
 OFF = ("monitor.wandb=disabled", "monitor.ledger=false", "monitor.probe=false", "monitor.system_seconds=0", "monitor.replicas_every=0",
        "monitor.hang_seconds=0")
 ON = ("monitor.wandb=offline", "monitor.every=10")
@@ -144,13 +144,13 @@ def against(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
             "total": sum(ours) / sum(theirs)}
 
 
-def comparison(words: Sequence[str], name: str, spec: Mapping[str, Any], ranks: int, pairs: int, block: int) -> dict[str, Any]:
-    """Args: spec: what ``sides/monitored_side.py`` is told; ``words`` there are added."""
+def comparison(name: str, spec: Mapping[str, Any], ranks: int, pairs: int, block: int) -> dict[str, Any]:
+    """Args: spec: what ``sides/monitored_side.py`` is told."""
     steps = (pairs + WARM_UP_BLOCKS) * block
     with tempfile.TemporaryDirectory() as folder, ExitStack() as alive:
         jobs = []
         for side, its in (("off", NOTHING), (name, spec)):
-            overrides = [*MODEL, *words, *its["words"], f"train.steps={steps}", f"run.dir={Path(folder, 'runs', side)}",
+            overrides = [*MODEL, *RANKS[ranks], *its["words"], f"train.steps={steps}", f"run.dir={Path(folder, 'runs', side)}",
                          f"data.path={ROOT / 'data' / 'stdlib'}"]
             job = StoppingJob(side, "monitored_side.py", {**its, "overrides": overrides}, Path(folder), block, ranks=ranks,
                               environ={**ON_CPU, **KEEPS_MEMORY})
@@ -176,7 +176,7 @@ def mistakes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=240, help="turns of each job that are timed; at least 30 for figures to report")
-    parser.add_argument("--block", type=int, default=5, help="steps a turn")
+    parser.add_argument("--block", type=int, default=3, help="steps a turn")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes would stay for ever
@@ -184,11 +184,10 @@ def main() -> None:
 
     ensure(str(ROOT / "data" / "stdlib"), 4096)
     load = os.getloadavg()[0]
-    found = {
-        "on": comparison(TWO_RANKS, "on", {"words": ON}, 2, given.pairs, given.block),
-        "asleep": comparison(TWO_RANKS, "asleep", {**NOTHING, "sleep_share": ASLEEP}, 2, given.pairs // 2, given.block),
-        "flood": comparison(ONE_RANK, "flood", {"words": ON, "nodes": NODES, "metrics": METRICS}, 1, given.pairs, given.block),
-    }
+    on = {"words": ON}
+    found = {name: comparison(name, spec, ranks, given.pairs // share, given.block) for name, spec, ranks, share in (
+        ("on", on, 1, 1), ("flood", {**on, "nodes": NODES, "metrics": METRICS}, 1, 1),
+        ("asleep", {**NOTHING, "sleep_share": ASLEEP}, 1, 2), ("crowded", on, 2, 2))}
     told = mistakes(found)
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "wandb")}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": load}
