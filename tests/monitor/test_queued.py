@@ -85,6 +85,36 @@ def test_a_slow_sink_takes_no_time_of_who_logs() -> None:
     assert told == []
 
 
+@pytest.mark.parametrize("hurry", ["flush", "close"])
+def test_rows_wait_for_others_to_go_with_them_unless_there_is_a_hurry(hurry: str) -> None:
+    slow = Slow()
+    prompt, _ = queued(Slow())
+    sink, told = queued(slow, lag_seconds=60.0)
+    for one in (prompt, sink):
+        steps(one, 3)
+    until(lambda: len(prompt._calls) == 0)  # the control: without a lag they go through by themselves
+    assert (slow.rows, len(sink._calls)) == ([], 3)
+    assert seconds_of(sink.flush if hurry == "flush" else lambda: sink.close(0)) < 5.0
+    assert [row["step"] for row in slow.rows] == [1, 2, 3]
+    if hurry == "flush":
+        steps(sink, 1, first=4)
+        time.sleep(0.05)
+        assert len(slow.rows) == 3, "it lags again"
+    for one in (prompt, sink):
+        one.close(0)
+    assert (len(slow.rows), told) == (4 if hurry == "flush" else 3, [])
+
+
+def test_what_waited_goes_by_itself_after_the_lag() -> None:
+    slow = Slow()
+    sink, _ = queued(slow, lag_seconds=0.2)
+    began = time.monotonic()
+    steps(sink, 20)
+    until(lambda: len(slow.rows) == 20)
+    assert time.monotonic() - began > 0.19
+    sink.close(0)
+
+
 def test_what_does_not_fit_is_counted_in_the_next_row_and_told_once_and_at_the_end() -> None:
     slow = Slow()
     slow.gate.clear()

@@ -18,7 +18,15 @@ from toolkit.errors import ExitCode, UserError
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
+LOST = "a connection to another rank was lost, which ended or cannot be reached"
+SIGNS_OF_LOSS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 ECHO_SECONDS = 3.0  # how long another rank with a mistake waits for rank 0 to say the same
+
+
+def lost_rank(error: Exception) -> bool:
+    """Whether gloo, NCCL or the store of ``torch.distributed`` say in their own way that a process is there no longer."""
+    words = str(error)
+    return (type(error).__name__.startswith("Dist") or "/gloo/" in words) and any(sign in words for sign in SIGNS_OF_LOSS)
 
 
 def leave(code: int) -> NoReturn:
@@ -68,6 +76,8 @@ class Ending:
         elif error is not None:
             notes = getattr(error, "__notes__", [])  # what was found out about it
             self.code, reason = ExitCode.FAILURE, "\n".join([f"{type(error).__name__}: {error}", *notes])
+            if not notes and lost_rank(error):
+                reason = f"{LOST}: its own words, or its node's, say why\n{reason}"
             self._report()
         elif self.code is ExitCode.STOPPED and reason is None:
             reason = "another rank was asked to stop"
