@@ -76,14 +76,12 @@ def _group(name: str, ranks: Sequence[int], rank: int) -> ProcessGroupGloo:
 
 
 def _devices() -> list[Any]:
-    """What the process's gloo listens on: there is one, if only for the exchange of each step (``train/agree.py``). Where torch hides it in
-    a wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL), a new one."""
+    """What this process's gloo listens on: there is one, if only for the exchange of each step (``train/agree.py``)."""
     cpu = torch.device("cpu")
-    backends = [group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map if cpu in group._device_types]
-    for backend in backends:
-        if isinstance(backend, dist.ProcessGroupGloo):
-            return list(backend.options._devices)  # type: ignore[attr-defined]
-    return [dist.ProcessGroupGloo.create_default_device()]
+    backends: list[Any] = [group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map if cpu in group._device_types]
+    backends = [getattr(backend, "wrapped_pg", backend) for backend in backends]  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them
+    listens: Any = next(backend for backend in backends if isinstance(backend, dist.ProcessGroupGloo))
+    return list(listens.options._devices)
 
 
 def _to_first(group: ProcessGroupGloo, block: np.ndarray) -> np.ndarray | None:
