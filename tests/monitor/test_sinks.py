@@ -17,7 +17,7 @@ import pytest
 from toolkit.monitor import sink as sink_module
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.plots import eval_losses, loss_curve, running_mean, train_losses
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
+from toolkit.monitor.sink import CompositeSink, Kind, NullSink, OnlyKinds, Row, Sink
 from toolkit.monitor.sinks.console import AlertLines, ConsoleSink
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.progress import Progress
@@ -72,6 +72,16 @@ def test_a_broken_sink_is_told_once_and_dropped_and_the_others_go_on() -> None:
     assert told == ["Broken failed and gets nothing more: ConnectionError: the server is gone"]
     assert broken.calls == [ROW]
     assert whole.calls == expected
+
+
+def test_who_wants_some_kinds_gets_those_and_is_told_by_its_own_name() -> None:
+    told: list[str] = []
+    some = Recording()
+    sink = CompositeSink([OnlyKinds(some, Kind.STEP), OnlyKinds(Broken(), Kind.EVAL)], told.append)
+    sink.log(Kind.STEP, ROW)
+    assert (len(some.calls), told) == (1, [])
+    sink.log(Kind.EVAL, ROW)
+    assert (len(some.calls), told) == (1, ["Broken failed and gets nothing more: ConnectionError: the server is gone"])
 
 
 def test_rows_are_on_disk_at_once_in_full_precision(tmp_path: Path) -> None:

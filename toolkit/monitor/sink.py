@@ -121,6 +121,10 @@ class OnlyKinds(NullSink):
     def __init__(self, sink: Sink, *kinds: Kind) -> None:
         self._sink, self._kinds = sink, kinds
 
+    @property
+    def name(self) -> str:
+        return self._sink.name
+
     def log(self, kind: Kind, row: Row) -> None:
         if kind in self._kinds:
             self._sink.log(kind, row)

@@ -18,7 +18,7 @@ from toolkit.monitor.health.detectors import detectors
 from toolkit.monitor.health.saving import LateCheckpoint
 from toolkit.monitor.parts import UNRECORDED, Recorder
 from toolkit.monitor.recorder import StepRecorder
-from toolkit.monitor.sink import CompositeSink, Kind, Sink, tell
+from toolkit.monitor.sink import CompositeSink, Kind, OnlyKinds, Sink, tell
 from toolkit.monitor.sinks.console import say
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.plan.types import RunPlan
@@ -113,7 +113,9 @@ def judge(plan: RunPlan, alert: Callable[[Alert], None], stack: ExitStack, maker
     """On rank 0: looks at the rows of the run, in a thread of its own."""
     late = LateCheckpoint(parse_cadence(plan.config.checkpoint.every), time.monotonic)
     makers.append(lambda engine: Saves(late.saved))
-    queued = QueuedSink(lambda: HealthSink([*detectors(plan), late], alert, tell), "health", close_seconds=JUDGED_SECONDS)
-    health = CompositeSink([queued])  # trouble of its own is told, and ends nothing
+    judges = [*detectors(plan), late]
+    queued = QueuedSink(lambda: HealthSink(judges, alert, tell), "health", close_seconds=JUDGED_SECONDS)
+    wanted = {kind for one in judges for kind in one.kinds}
+    health = CompositeSink([OnlyKinds(queued, *wanted)])  # trouble of its own is told, and ends nothing
     stack.callback(health.close, int(ExitCode.DONE))
     return health

@@ -28,6 +28,7 @@ from toolkit.progress import Progress
 from toolkit.rundir.directory import RunDirectory
 
 WANDB = "W&B"
+FILE_LAG_SECONDS = 0.05  # rows come several at a time
 WANDB_LAG_SECONDS = 1.0  # a row makes six threads of three processes do something
 
 
@@ -49,13 +50,13 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, 
     if node == 0:
         _keep(directory, attempt, known)
         files |= {Kind.STEP: directory.metrics_file, Kind.EVAL: directory.eval_file, Kind.LEDGER: directory.ledger_file}
-    sinks: list[Sink] = [QueuedSink(lambda: JsonlSink(files), "JSONL")]
+    sinks: list[Sink] = [QueuedSink(lambda: JsonlSink(files), "JSONL", lag_seconds=FILE_LAG_SECONDS)]
     if monitor.wandb is not WandbMode.disabled:
         arguments = wandb_arguments(plan, known, node)
         process = QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, lag_seconds=WANDB_LAG_SECONDS,
                              close_seconds=CLOSE_SECONDS + 5.0)
         sinks.append(RationedSink(process))
-    sinks.append(QueuedSink(lambda: _console(plan, done, node), "console"))
+    sinks.append(OnlyKinds(QueuedSink(lambda: _console(plan, done, node), "console"), Kind.STEP, Kind.EVAL, Kind.ALERT))
     whole = CompositeSink(sinks)
     return whole if node == 0 else OnlyKinds(whole, Kind.SYSTEM, Kind.ALERT)  # every rank knows the run's rows, and they are told once
 
