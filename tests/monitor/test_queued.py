@@ -180,6 +180,15 @@ def test_an_error_comes_out_whatever_is_called_next(last: str) -> None:
         call()
 
 
+def test_rows_can_be_read_as_soon_as_none_waits(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    sink = QueuedSink(lambda: JsonlSink({Kind.STEP: file}), "files")
+    for last in (3, 5):
+        steps(sink, last - len(list(read_rows(file))))
+        until(lambda last=last: len(list(read_rows(file))) == last)
+    sink.close(0)
+
+
 def test_after_a_flush_everything_is_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
 

@@ -84,16 +84,19 @@ def test_who_wants_some_kinds_gets_those_and_is_told_by_its_own_name() -> None:
     assert (len(some.calls), told) == (1, ["Broken failed and gets nothing more: ConnectionError: the server is gone"])
 
 
-def test_rows_are_on_disk_at_once_in_full_precision(tmp_path: Path) -> None:
+def test_rows_can_be_read_after_a_flush_in_full_precision(tmp_path: Path) -> None:
     sink = JsonlSink({Kind.STEP: tmp_path / "run" / "metrics.jsonl", Kind.EVAL: tmp_path / "run" / "eval.jsonl"})
     sink.log(Kind.STEP, ROW)
     sink.log(Kind.STEP, {**ROW, "step": 2, "loss": math.inf})
     sink.log(Kind.EVAL, {"step": 2, "set": "validation"})
+    sink.flush()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0]) == ROW
     assert json.loads(lines[1])["loss"] == math.inf
     sink.close(0)
-    JsonlSink({Kind.STEP: tmp_path / "run" / "metrics.jsonl"}).log(Kind.STEP, {**ROW, "step": 3})
+    again = JsonlSink({Kind.STEP: tmp_path / "run" / "metrics.jsonl"})
+    again.log(Kind.STEP, {**ROW, "step": 3})
+    again.close(0)
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 

@@ -48,6 +48,7 @@ def written(tmp_path: Path, plan: RunPlan, done: StepDone, consumed: Callable[..
     """By an attempt that began 5 seconds ago, after others of a minute."""
     sink, clock = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"}), FakeClock()
     Metrics(plan, sink, consumed, Course(plan, Spent(seconds=60.0), clock() - 5), clock).on_step(done)
+    sink.close(0)
     return json.loads((tmp_path / "metrics.jsonl").read_text())
 
 

@@ -35,6 +35,7 @@ from toolkit.train.system import sampling
 from toolkit.train.vitals import Vitals
 from toolkit.train.watchdog import Progress, watchdog
 
+JUDGING_LAG_SECONDS = 0.5  # steps are judged a few at a time: a thread that is woken for each costs more by that than by the work
 JUDGED_SECONDS = 5.0  # how long the end waits for the last rows to be looked at
 
 
@@ -114,7 +115,7 @@ def judge(plan: RunPlan, alert: Callable[[Alert], None], stack: ExitStack, maker
     late = LateCheckpoint(parse_cadence(plan.config.checkpoint.every), time.monotonic)
     makers.append(lambda engine: Saves(late.saved))
     judges = [*detectors(plan), late]
-    queued = QueuedSink(lambda: HealthSink(judges, alert, tell), "health", close_seconds=JUDGED_SECONDS)
+    queued = QueuedSink(lambda: HealthSink(judges, alert, tell), "health", lag_seconds=JUDGING_LAG_SECONDS, close_seconds=JUDGED_SECONDS)
     wanted = {kind for one in judges for kind in one.kinds}
     health = CompositeSink([OnlyKinds(queued, *wanted)])  # trouble of its own is told, and ends nothing
     stack.callback(health.close, int(ExitCode.DONE))

@@ -19,7 +19,7 @@ from toolkit.monitor.sink import Kind, NullSink, Row
 
 
 class JsonlSink(NullSink):
-    """Each row is handed to the system at once: whoever follows the file sees it, and a killed process loses none.
+    """``flush`` hands rows to the system: whoever follows the file sees them then, and a killed process loses none of them.
 
     Args:
         paths: the file of each kind of row; other kinds are passed over.
@@ -32,8 +32,10 @@ class JsonlSink(NullSink):
 
     def log(self, kind: Kind, row: Row) -> None:
         if kind in self._files:
-            file = self._files[kind]
-            file.write(encoded(row))
+            self._files[kind].write(encoded(row))
+
+    def flush(self) -> None:
+        for file in self._files.values():
             file.flush()
 
     def close(self, exit_code: int) -> None:

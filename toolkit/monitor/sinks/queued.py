@@ -130,6 +130,8 @@ class QueuedSink(Sink):
             sink = open_sink()
             while (call := self._next()) is not None:
                 call(sink)
+                if not self._calls:  # a file is handed to the system once for all rows that came together
+                    sink.flush()
                 with self._changed:
                     self._done += 1
                     self._late = self._late and self._done < self._put
