@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ os.rename(r"{tmp_path}/" + rank + ".tmp", r"{tmp_path}/" + rank + ".json")
     return [str(file)]
 
 
-def ranks_there(tmp_path: Path) -> list[dict[str, str]]:
+def ranks_there(tmp_path: Path) -> list[dict[str, Any]]:
     files = [tmp_path / "0.json", tmp_path / "1.json"]
     deadline = time.monotonic() + 20
     while not all(file.exists() for file in files):
@@ -75,7 +76,7 @@ def test_when_a_rank_dies_the_others_are_told_then_killed(tmp_path: Path, monkey
     assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
     assert time.monotonic() - began < 10
     assert ranks.first_failure() == "rank 1 was ended by signal 9 (SIGKILL)"
-    assert all(Process.of(one["pid"]) is None for one in ranks_there(tmp_path))  # type: ignore[arg-type]
+    assert all(Process.of(one["pid"]) is None for one in ranks_there(tmp_path))
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

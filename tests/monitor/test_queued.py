@@ -93,6 +93,7 @@ def test_rows_wait_for_others_to_go_with_them_unless_there_is_a_hurry(hurry: str
     for one in (prompt, sink):
         steps(one, 3)
     until(lambda: len(prompt._calls) == 0)  # the control: without a lag they go through by themselves
+    time.sleep(0.05)
     assert (slow.rows, len(sink._calls)) == ([], 3)
     assert seconds_of(sink.flush if hurry == "flush" else lambda: sink.close(0)) < 5.0
     assert [row["step"] for row in slow.rows] == [1, 2, 3]

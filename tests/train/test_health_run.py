@@ -277,9 +277,9 @@ def test_two_ranks_that_are_well_give_no_alert(data: Path, tmp_path: Path, pool:
     assert judged(*alerts_of(tmp_path / "run", data, nothing, 2, pool, 200)) == []
 
 
-def padded(patch: Patch, engine: type, rank: int) -> None:
+def padded(patch: Patch, engine: Any, rank: int) -> None:
     """Each step takes as long as on a device of its own: cores of a small machine are slow for seconds now and then."""
-    original = engine.train_step  # type: ignore[attr-defined]
+    original = engine.train_step
 
     def train_step(self: Any, batches: Any, settings: Any) -> StepResult:
         until = time.perf_counter() + 0.03

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.train.fakes import FakeClock, FakeEngine, samples, step_done
 from toolkit.layout.axes import Axes
@@ -118,6 +119,28 @@ def several(rank: int, ranks: int) -> list[Any]:
         blocks = way(np.full((2, 3), 10 * number + rank, dtype=np.float32))
         found.append(None if blocks is None else blocks[:, 0, 0].tolist())
     return found
+
+
+def loops() -> int:
+    """Threads of this process in which gloo looks for something to do."""
+    return sum((task / "comm").read_text() == "gloo_tcp_loop\n" for task in Path("/proc/self/task").iterdir())
+
+
+def loops_of_ways(rank: int, ranks: int) -> list[int]:
+    found = [loops()]
+    ways = [gather_of(rank, ranks, 1) for _ in range(2)]  # two nodes: two groups each on the first rank
+    found.append(loops())
+    group = dist.new_group(backend="gloo")
+    found.append(loops())
+    assert len(ways) == 2
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_ways_take_no_thread_that_looks_for_work(pool: RankPool) -> None:
+    """The control: a group of torch's own does."""
+    for before, with_ways, with_group in pool.run(loops_of_ways, ranks=2):
+        assert (with_ways, with_group) == (before, before + 1)
 
 
 def test_a_second_way_has_groups_of_its_own(pool: RankPool) -> None:

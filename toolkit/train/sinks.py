@@ -29,7 +29,6 @@ from toolkit.rundir.directory import RunDirectory
 
 WANDB = "W&B"
 FILE_LAG_SECONDS = 0.05  # rows come several at a time
-CONSOLE_LAG_SECONDS = 0.2  # nobody sees it
 WANDB_LAG_SECONDS = 1.0  # a row makes six threads of three processes do something
 
 
@@ -57,7 +56,7 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, 
         process = QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, lag_seconds=WANDB_LAG_SECONDS,
                              close_seconds=CLOSE_SECONDS + 5.0)
         sinks.append(RationedSink(process))
-    console = QueuedSink(lambda: _console(plan, done, node), "console", lag_seconds=CONSOLE_LAG_SECONDS)
+    console = QueuedSink(lambda: _console(plan, done, node), "console")
     sinks.append(OnlyKinds(console, Kind.STEP, Kind.EVAL, Kind.ALERT))
     whole = CompositeSink(sinks)
     return whole if node == 0 else OnlyKinds(whole, Kind.SYSTEM, Kind.ALERT)  # every rank knows the run's rows, and they are told once
