@@ -9,6 +9,7 @@ import io
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import pytest
 from toolkit.monitor import sink as sink_module
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.plots import eval_losses, loss_curve, running_mean, train_losses
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, OnlyKinds, Row, Sink
-from toolkit.monitor.sinks.console import AlertLines, ConsoleSink
+from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Row, Sink
+from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, shown
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.progress import Progress
 from toolkit.rows import read_rows
@@ -74,11 +75,13 @@ def test_a_broken_sink_is_told_once_and_dropped_and_the_others_go_on() -> None:
     assert whole.calls == expected
 
 
-def test_who_wants_some_kinds_gets_those_and_is_told_by_its_own_name() -> None:
+def test_who_wants_some_rows_gets_those_and_is_told_by_its_own_name() -> None:
     told: list[str] = []
     some = Recording()
-    sink = CompositeSink([OnlyKinds(some, Kind.STEP), OnlyKinds(Broken(), Kind.EVAL)], told.append)
+    firsts = Only(some, lambda kind, row: kind is Kind.STEP and row["step"] == 1)
+    sink = CompositeSink([firsts, Only(Broken(), lambda kind, row: kind is Kind.EVAL)], told.append)
     sink.log(Kind.STEP, ROW)
+    sink.log(Kind.STEP, {**ROW, "step": 2})
     assert (len(some.calls), told) == (1, [])
     sink.log(Kind.EVAL, ROW)
     assert (len(some.calls), told) == (1, ["Broken failed and gets nothing more: ConnectionError: the server is gone"])
@@ -132,21 +135,21 @@ def test_a_torn_line_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
 def test_console_shows_loss_speed_and_time_left_at_its_cadence() -> None:
     stream, said, now = io.StringIO(), [], [0.0]
     progress = Progress(stream, terminal=False, line_seconds=1.0, clock=lambda: now[0])
-    sink = ConsoleSink(progress, steps=40, done=10, every=10, say=said.append)
+    sink = Only(ConsoleSink(progress, steps=40, done=10, say=said.append), partial(shown, every=15, steps=40))
     for step in range(11, 41):
         now[0] += 2.0
         sink.log(Kind.STEP, {**ROW, "step": step, "loss": 5 - step / 10, "tokens_per_second": 123456.0})
     sink.log(Kind.EVAL, {"step": 40, "set": "validation", "loss": 2.0, "tokens": 10, "seconds": 1.5})
     sink.close(0)
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "training: 20 steps/40 steps  0.5 steps/s  eta 0:40  loss 3.0000  123k tokens/s"
-    assert len(lines) == 4
+    assert lines[0] == "training: 15 steps/40 steps  0.5 steps/s  eta 0:50  loss 3.5000  123k tokens/s"
+    assert [line.split()[1] for line in lines] == ["15", "30", "40", "40"]
     assert said == ["step 40: validation loss 2.0000 (perplexity 7.389), 1.5 s"]
 
 
 def test_console_tells_of_utilisation_where_it_is_known() -> None:
     stream = io.StringIO()
-    sink = ConsoleSink(Progress(stream, terminal=False, line_seconds=0), steps=9, done=0, every=1)
+    sink = ConsoleSink(Progress(stream, terminal=False, line_seconds=0), steps=9, done=0)
     sink.log(Kind.STEP, {**ROW, "mfu": 0.4125})
     sink.log(Kind.STEP, {**ROW, "step": 2})
     assert [line.partition("tokens/s")[2] for line in stream.getvalue().splitlines()] == ["  MFU 41.2%", ""]
@@ -154,7 +157,7 @@ def test_console_tells_of_utilisation_where_it_is_known() -> None:
 
 def test_console_tells_of_skipped_steps() -> None:
     stream = io.StringIO()
-    sink = ConsoleSink(Progress(stream, terminal=False, line_seconds=0), steps=9, done=0, every=1)
+    sink = ConsoleSink(Progress(stream, terminal=False, line_seconds=0), steps=9, done=0)
     sink.log(Kind.STEP, {**ROW, "skipped": True, "loss_scale": 32768.0})
     assert "skipped, loss scale 32768" in stream.getvalue()
 

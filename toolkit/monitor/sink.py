@@ -115,18 +115,18 @@ class CompositeSink(Sink):
                     self._tell(f"{sink.name} failed and gets nothing more: {type(error).__name__}: {words[:REASON_LENGTH]}")
 
 
-class OnlyKinds(NullSink):
-    """Rows of ``kinds`` of what comes, and nothing else, to ``sink``."""
+class Only(NullSink):
+    """Rows that are ``wanted``, and nothing else, to ``sink``."""
 
-    def __init__(self, sink: Sink, *kinds: Kind) -> None:
-        self._sink, self._kinds = sink, kinds
+    def __init__(self, sink: Sink, wanted: Callable[[Kind, Row], bool]) -> None:
+        self._sink, self._wanted = sink, wanted
 
     @property
     def name(self) -> str:
         return self._sink.name
 
     def log(self, kind: Kind, row: Row) -> None:
-        if kind in self._kinds:
+        if self._wanted(kind, row):
             self._sink.log(kind, row)
 
     def flush(self) -> None:

@@ -18,7 +18,7 @@ from toolkit.monitor.health.detectors import detectors
 from toolkit.monitor.health.saving import LateCheckpoint
 from toolkit.monitor.parts import UNRECORDED, Recorder
 from toolkit.monitor.recorder import StepRecorder
-from toolkit.monitor.sink import CompositeSink, Kind, OnlyKinds, Sink, tell
+from toolkit.monitor.sink import CompositeSink, Kind, Only, Sink, tell
 from toolkit.monitor.sinks.console import say
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.plan.types import RunPlan
@@ -117,6 +117,6 @@ def judge(plan: RunPlan, alert: Callable[[Alert], None], stack: ExitStack, maker
     judges = [*detectors(plan), late]
     queued = QueuedSink(lambda: HealthSink(judges, alert, tell), "health", lag_seconds=JUDGING_LAG_SECONDS, close_seconds=JUDGED_SECONDS)
     wanted = {kind for one in judges for kind in one.kinds}
-    health = CompositeSink([OnlyKinds(queued, *wanted)])  # trouble of its own is told, and ends nothing
+    health = CompositeSink([Only(queued, lambda kind, row: kind in wanted)])  # trouble of its own is told, and ends nothing
     stack.callback(health.close, int(ExitCode.DONE))
     return health

@@ -1,7 +1,8 @@
-"""What a process needs before it trains: its place among the ranks, threads, determinism, seeds."""
+"""What a process needs before it trains: its place among the ranks, threads, determinism, seeds, no garbage."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -47,3 +48,15 @@ def settle(plan: RunPlan) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """What is there now is no garbage, and Python's collector need not look at it: else it goes through all that libraries and engine have
+    made, a quarter of a second now and then on one rank or another, for which the others wait."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

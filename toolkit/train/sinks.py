@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.config.monitor import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.files import write_whole
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, OnlyKinds, Sink, tell
+from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Sink, tell
 from toolkit.monitor.sinks import facts
 from toolkit.monitor.sinks.apart import CLOSE_SECONDS, ProcessSink
-from toolkit.monitor.sinks.console import AlertLines, ConsoleSink
+from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, shown
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.ration import RationedSink
@@ -28,7 +29,7 @@ from toolkit.progress import Progress
 from toolkit.rundir.directory import RunDirectory
 
 WANDB = "W&B"
-FILE_LAG_SECONDS = 0.05  # rows come several at a time
+FILE_LAG_SECONDS = 0.5  # a thread that is woken for each row costs training more by that than by the work
 WANDB_LAG_SECONDS = 1.0  # a row makes six threads of three processes do something
 
 
@@ -57,9 +58,11 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, 
                              close_seconds=CLOSE_SECONDS + 5.0)
         sinks.append(RationedSink(process))
     console = QueuedSink(lambda: _console(plan, done, node), "console")
-    sinks.append(OnlyKinds(console, Kind.STEP, Kind.EVAL, Kind.ALERT))
+    sinks.append(Only(console, partial(shown, every=monitor.every, steps=plan.config.train.steps)))
     whole = CompositeSink(sinks)
-    return whole if node == 0 else OnlyKinds(whole, Kind.SYSTEM, Kind.ALERT)  # every rank knows the run's rows, and they are told once
+    if node == 0:
+        return whole
+    return Only(whole, lambda kind, row: kind in files)  # every rank knows the run's rows, and they are told once
 
 
 def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[str, Any]:
@@ -101,8 +104,7 @@ def closed_with_code(sink: Sink) -> Iterator[Callable[[ExitCode], None]]:
 def _console(plan: RunPlan, done: int, node: int) -> Sink:
     if node != 0:
         return AlertLines()
-    shown = ConsoleSink(Progress(), steps=plan.config.train.steps, done=done, every=plan.config.monitor.every, unit=plan.unit)
-    return CompositeSink([shown, AlertLines()])
+    return CompositeSink([ConsoleSink(Progress(), steps=plan.config.train.steps, done=done, unit=plan.unit), AlertLines()])
 
 
 def _keep(directory: RunDirectory, attempt: int, known: Mapping[str, Any]) -> None:

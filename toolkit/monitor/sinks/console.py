@@ -21,18 +21,24 @@ def warn(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def shown(kind: Kind, row: Row, *, every: int, steps: int) -> bool:
+    """What a person is shown: of the steps each ``every``-th, and the last of the run's."""
+    if kind is Kind.STEP:
+        return row["step"] % every == 0 or row["step"] == steps
+    return kind in (Kind.EVAL, Kind.ALERT)
+
+
 class ConsoleSink(NullSink):
     """
     Args:
         steps, done: of the whole run, and of earlier attempts.
-        every: steps between two updates of the display.
         unit: what rows count: their ``<unit>_per_second`` is the speed.
     """
 
-    def __init__(self, progress: Progress, *, steps: int, done: int, every: int, unit: str = "tokens",
+    def __init__(self, progress: Progress, *, steps: int, done: int, unit: str = "tokens",
                  say: Callable[[str], None] = say) -> None:
         self._task = progress.task("training", total=steps, unit="steps", done=done)
-        self._steps, self._shown, self._every = steps, done, every
+        self._steps, self._shown = steps, done
         self._unit, self._say = unit, say
 
     def log(self, kind: Kind, row: Row) -> None:
@@ -43,8 +49,6 @@ class ConsoleSink(NullSink):
 
     def _step(self, row: Row) -> None:
         step = row["step"]
-        if step % self._every and step != self._steps:
-            return
         skipped = f"  skipped, loss scale {row['loss_scale']:g}" if row.get("skipped") else ""
         used = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
         note = f"loss {row['loss']:.4f}  {quantity(row[f'{self._unit}_per_second'], self._unit)}/s{used}{skipped}"

@@ -17,6 +17,8 @@ import orjson
 
 from toolkit.monitor.sink import Kind, NullSink, Row
 
+BUFFER_BYTES = 2**20  # each write lets go of the interpreter, and then waits to get it back from who trains
+
 
 class JsonlSink(NullSink):
     """``flush`` hands rows to the system: whoever follows the file sees them then, and a killed process loses none of them.
@@ -50,7 +52,7 @@ def _opened(path: Path) -> BinaryIO:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-    return path.open("ab")
+    return path.open("ab", buffering=BUFFER_BYTES)
 
 
 def encoded(row: Row) -> bytes:

@@ -18,6 +18,7 @@ from toolkit.monitor.sink import Kind, Row, Sink, tell
 Call = Callable[[Sink], None]
 
 WAITING = 500_000  # values of rows that may wait, some 50 MB
+TOGETHER = 64  # calls at most that are taken from the queue at once: each look at the queue keeps who logs from it
 FLUSH_SECONDS = 2.0
 CLOSE_SECONDS = 60.0  # after the last step, when nothing else waits
 HURRY_SECONDS = 15.0  # after a stop or a failure: who asked for it, or the restart, is waiting
@@ -30,7 +31,7 @@ class QueuedSink(Sink):
     Args:
         open_sink: makes the sink; called in the thread, like everything of the sink.
         name: of that sink, for people.
-        waiting: how many values of rows may wait.
+        waiting: how many values of rows may wait or be under way.
         lag_seconds: how long a call waits for others to go with it: a sink that is woken for each costs more by that than by the work.
         flush_seconds: how long ``flush`` waits at most.
         close_seconds, hurry_seconds: how long ``close`` waits at most, after the last step and otherwise.
@@ -44,7 +45,7 @@ class QueuedSink(Sink):
         self._flush_seconds, self._close_seconds, self._hurry_seconds = flush_seconds, close_seconds, hurry_seconds
         self._changed = threading.Condition()
         self._calls: deque[tuple[int, Call]] = deque()  # values in the row, and what to do with the sink
-        self._values = 0  # in all calls that wait
+        self._values = 0  # in all calls that are not done
         self._put = self._done = 0  # calls so far
         self._dropped = self._lost = 0  # rows since the last that went through, and in all
         self._awaited = 0  # the call that a flush waits for
@@ -63,7 +64,7 @@ class QueuedSink(Sink):
         with self._changed:
             if self._refuses():
                 return
-            if self._calls and self._values + values > self._waiting:
+            if self._values and self._values + values > self._waiting:
                 self._dropped, self._lost = self._dropped + 1, self._lost + 1
                 first = self._lost == 1
             else:
@@ -103,7 +104,7 @@ class QueuedSink(Sink):
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
-            raise TimeoutError(f"it did not finish within {seconds:g} s, and {len(self._calls)} rows wait")
+            raise TimeoutError(f"it did not finish within {seconds:g} s, and {self._put - self._done} rows wait")
         if self._lost:
             self._tell(f"{self._name} did not keep up: {self._lost} rows were left out")
 
@@ -128,12 +129,14 @@ class QueuedSink(Sink):
     def _work(self, open_sink: Callable[[], Sink]) -> None:
         try:
             sink = open_sink()
-            while (call := self._next()) is not None:
-                call(sink)
+            while calls := self._next():
+                for _, call in calls:
+                    call(sink)
                 if not self._calls:  # a file is handed to the system once for all rows that came together
                     sink.flush()
                 with self._changed:
-                    self._done += 1
+                    self._values -= sum(values for values, _ in calls)
+                    self._done += len(calls)
                     self._late = self._late and self._done < self._put
                     self._changed.notify_all()
             assert self._exit_code is not None
@@ -144,20 +147,18 @@ class QueuedSink(Sink):
                 self._calls.clear()
                 self._changed.notify_all()
 
-    def _next(self) -> Call | None:
+    def _next(self) -> list[tuple[int, Call]]:
+        """Empty: nothing more comes."""
         with self._changed:
             if not self._calls:
                 self._changed.wait_for(lambda: self._calls or self._exit_code is not None)
                 if self._lag_seconds:
                     self._changed.wait_for(lambda: self._awaited > self._done or self._exit_code is not None, self._lag_seconds)
-            if not self._calls:
-                return None
-            values, call = self._calls.popleft()
-            self._values -= values
-            return call
+            return [self._calls.popleft() for _ in range(min(TOGETHER, len(self._calls)))]
 
 
-def size(values: Collection[object]) -> int:
-    """How many values there are, those in dictionaries and lists too: what decides a row's memory."""
-    nested: list[Any] = [value for value in values if type(value) in NESTED]  # none, mostly: who logs a row waits for this
-    return len(values) - len(nested) + sum(size(value.values() if isinstance(value, dict) else value) for value in nested)
+def size(values: Collection[Any]) -> int:
+    """How many values there are, those in dictionaries and lists too: what decides a row's memory. Who logs a row waits for this."""
+    if NESTED.isdisjoint(set(map(type, values))):  # as mostly
+        return len(values)
+    return sum(size(value.values() if isinstance(value, dict) else value) if type(value) in NESTED else 1 for value in values)
