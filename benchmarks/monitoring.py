@@ -1,17 +1,18 @@
 """What monitoring costs: all of it on against all of it off, on steps of at least 200 ms.
 
-    python benchmarks/monitoring.py                  some 25 minutes on two cores, on a machine that does nothing else
-    python benchmarks/monitoring.py --pairs 6        a try
+    python benchmarks/monitoring.py                  half an hour on two cores, on a machine that does nothing else
+    python benchmarks/monitoring.py --pairs 8        a try
 
 Jobs are alive at once and take turns of a few steps (benchmarks/sides/turns.py), and the ones whose turn it is not are stopped with all
-their processes: what a sampler, W&B or a watchdog does falls into the turns of its own job, however late it is with it. A turn's figure is
-the mean of its steps from hook to hook, so that what happens every few steps or seconds is in it; a pair's is the ratio of two turns
+their processes: what a sampler, W&B or a watchdog does falls into the turns of its own job. A turn's first step does not count: caches are
+the other job's, and whatever has a clock finds at once that it is late, as in no process that runs. The turn's figure is the mean of the
+others from hook to hook; they take longer than a second, so that what happens once a second is in it. A pair's is the ratio of two turns
 one after the other, and a comparison's the median over pairs with bounds from the bootstrap (Efron, 1979), each of 95% alone. ``total`` is
-the ratio of all time, with what is so rare that no median has it, and ``cpu`` that of the processor time of all processes, which sees
-work on cores that training does not use, and noise of other programs hardly.
+the ratio of all time that counts, and ``cpu`` that of all processor time of all processes, which sees work on cores that training does not
+use.
 
-A turn of a second varies by some per cent from the one before on a small virtual machine (by more if the C library gives its memory back
-after each tensor, which here it does not), so a bound of 1% takes hundreds of them. All are compared with
+A turn varies by some per cent from the one before on a small virtual machine (by more if the C library gives its memory back after each
+tensor, which here it does not), so a bound of 1% takes hundreds of them. All are compared with
 
     off      nothing: no sinks, not even files, no ledger, probe, sampler, replicas, watchdog
 
@@ -50,6 +51,7 @@ from sides.turns import ON_CPU, ROOT, WARM_UP_BLOCKS, Job
 
 RESULTS = ROOT / "benchmarks" / "results" / "monitoring.json"
 STEP_SECONDS = 0.2  # at least
+UNCOUNTED = 1  # steps at the beginning of a turn
 BOUND = 1.01
 ASLEEP = 0.02
 NODES, METRICS = 16, 2000
@@ -79,7 +81,7 @@ class StoppingJob(Job):
         self._signal(signal.SIGCONT)
         seconds = super().block()
         self.stop()
-        return seconds
+        return seconds[UNCOUNTED:]
 
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -146,13 +148,14 @@ def against(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
 
 def comparison(name: str, spec: Mapping[str, Any], ranks: int, pairs: int, block: int) -> dict[str, Any]:
     """Args: spec: what ``sides/monitored_side.py`` is told."""
-    steps = (pairs + WARM_UP_BLOCKS) * block
+    turn = UNCOUNTED + block
+    steps = (pairs + WARM_UP_BLOCKS) * turn
     with tempfile.TemporaryDirectory() as folder, ExitStack() as alive:
         jobs = []
         for side, its in (("off", NOTHING), (name, spec)):
             overrides = [*MODEL, *RANKS[ranks], *its["words"], f"train.steps={steps}", f"run.dir={Path(folder, 'runs', side)}",
                          f"data.path={ROOT / 'data' / 'stdlib'}"]
-            job = StoppingJob(side, "monitored_side.py", {**its, "overrides": overrides}, Path(folder), block, ranks=ranks,
+            job = StoppingJob(side, "monitored_side.py", {**its, "overrides": overrides}, Path(folder), turn, ranks=ranks,
                               environ={**ON_CPU, **KEEPS_MEMORY})
             jobs.append(alive.enter_context(job))
         row = compare(*jobs, pairs)
@@ -175,8 +178,8 @@ def mistakes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=240, help="turns of each job that are timed; at least 30 for figures to report")
-    parser.add_argument("--block", type=int, default=3, help="steps a turn")
+    parser.add_argument("--pairs", type=int, default=160, help="turns of each job that are timed; at least 30 for figures to report")
+    parser.add_argument("--block", type=int, default=5, help="steps of a turn that count")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes would stay for ever
