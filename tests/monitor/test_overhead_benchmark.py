@@ -57,6 +57,9 @@ def test_verdicts(benchmark_module: ModuleType) -> None:
     ):
         (told,) = benchmark_module.mistakes(wrong)
         assert told.startswith(says)
+        assert "would tell" not in told
+    (told,) = benchmark_module.mistakes(found(benchmark_module, 0.0085, 0.02, 0.0))
+    assert told.endswith("more --pairs or a quieter machine would tell")
     assert len(benchmark_module.mistakes(found(benchmark_module, 0.0, 0.02, 0.0, seconds=0.1))) == 3
 
 

@@ -79,8 +79,14 @@ def slow_loader(patch: Patch, engine: type, rank: int) -> None:
 
 
 def garbage(patch: Patch, engine: type, rank: int) -> None:
-    kept = [[number] for number in range(200_000)]
-    beside_each_step(patch, engine, lambda self, step: (gc.collect() and None) or kept.append([step]))
+    kept: list[list[int]] = []
+
+    def collect(self: LocalEngine, step: int) -> None:
+        if not kept:  # made while training: what was there before is passed over
+            kept.extend([number] for number in range(200_000))
+        gc.collect()
+
+    beside_each_step(patch, engine, collect)
 
 
 def pauses(patch: Patch, engine: type, rank: int) -> None:

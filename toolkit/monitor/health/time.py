@@ -109,8 +109,7 @@ class GarbageCollection(Detector):
             evidence=f"{per_cent(collected / whole)} of the time of the last {OF_STEPS} steps, {seconds(collected / len(steps))} a step on "
                      f"the rank where it took longest (alert above {self.SHARE:.0%})",
             next_step="find what makes so many Python objects in each step (your own model, hooks or data code keep lists, dicts or "
-                      "graphs): python -X tracemalloc=10 launch/train.py ...; gc.freeze() at the end of the module that builds the model "
-                      "takes what is there already out of each collection")
+                      "graphs): python -X tracemalloc=10 launch/train.py ...; what was there before the first step is in no collection")
 
 
 class Pauses(Detector):
