@@ -6,10 +6,10 @@
 Jobs are alive at once and take turns of a few steps (benchmarks/sides/turns.py), and the ones whose turn it is not are stopped with all
 their processes: what a sampler, W&B or a watchdog does falls into the turns of its own job. A turn's first step does not count: caches are
 the other job's, and whatever has a clock finds at once that it is late, as in no process that runs. The turn's figure is the mean of the
-others from hook to hook; they take longer than a second, so that what happens once a second is in it. A pair's is the ratio of two turns
-one after the other, and a comparison's the median over pairs with bounds from the bootstrap (Efron, 1979), each of 95% alone. ``total`` is
-the ratio of all time that counts, and ``cpu`` that of all processor time of all processes, which sees work on cores that training does not
-use.
+others from hook to hook; they take longer than a second, so that what happens once a second is in it; what is rarer, the sampler's ten
+seconds, is late and in the first, where only ``cpu`` has it. A pair's is the ratio of two turns one after the other, and a comparison's the
+median over pairs with bounds from the bootstrap (Efron, 1979), each of 95% alone. ``total`` is the ratio of all time that counts, and
+``cpu`` that of all processor time of all processes, which sees work on cores that training does not use.
 
 A turn varies by some per cent from the one before on a small virtual machine (by more if the C library gives its memory back after each
 tensor, which here it does not), so a bound of 1% takes hundreds of them. All are compared with

@@ -125,9 +125,9 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
             return Agreed(stop=bool(stopping), no_time=bool(late), save=bool(due), data_seconds=microseconds / 1e6, ledger=steps,
                           gc_seconds=collecting / 1e6, host_bytes=host_bytes, device_bytes=device_bytes)
 
-        stack.enter_context(place.kept())
-        watch.vitals.read(engine.device)  # what was collected until now is not the first step's
-        code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree, recorder=watch.recorder)
+        with place.kept():  # no longer: engines are circles, whose end is the collector's
+            watch.vitals.read(engine.device)  # what was collected until now is not the first step's
+            code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree, recorder=watch.recorder)
         watch.progress.stop()  # rank 0 has more to do than the others, who wait for it
         engine.close()
         ended(code)
