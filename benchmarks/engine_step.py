@@ -30,7 +30,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sides.turns import ROOT, Job, compare, median_with_bounds, steps_of
+from sides.torchrun import ROOT
+from sides.turns import Job, compare, median_with_bounds, steps_of
 
 from toolkit.cluster.environment import detect_world, read_launch
 from toolkit.cluster.machine import this_machine

@@ -1,18 +1,15 @@
 """What monitoring costs: all of it on against all of it off, on steps of at least 200 ms.
 
-    python benchmarks/monitoring.py                  half an hour on two cores, on a machine that does nothing else
-    python benchmarks/monitoring.py --pairs 8        a try
+    python benchmarks/monitoring.py                              half an hour on two cores, on a machine that does nothing else
+    python benchmarks/monitoring.py --launches 1 --pairs 8       a try, of which little can be said
 
-Jobs are alive at once and take turns of a few steps (benchmarks/sides/turns.py), and the ones whose turn it is not are stopped with all
-their processes: what a sampler, W&B or a watchdog does falls into the turns of its own job. A turn's first step does not count: caches are
-the other job's, and whatever has a clock finds at once that it is late, as in no process that runs. The turn's figure is the mean of the
-others from hook to hook; they take longer than a second, so that what happens once a second is in it; what is rarer, the sampler's ten
-seconds, is late and in the first, where only ``cpu`` has it. A pair's is the ratio of two turns one after the other, and a comparison's the
-median over pairs with bounds from the bootstrap (Efron, 1979), each of 95% alone. ``total`` is the ratio of all time that counts, and
-``cpu`` that of all processor time of all processes, which sees work on cores that training does not use.
-
-A turn varies by some per cent from the one before on a small virtual machine (by more if the C library gives its memory back after each
-tensor, which here it does not), so a bound of 1% takes hundreds of them. All are compared with
+A step varies by several per cent from the one before on a virtual machine whose host has other guests, so that whole steps in turns would
+take hours to show a hundredth. Here two jobs run in slices of a twentieth to a tenth of a second, each stopped with all its processes
+while the other runs: what a sampler, W&B or a watchdog does falls into its own job's slices (benchmarks/sides/slices.py). Time counts by
+the parts of a step that ran whole within a slice (benchmarks/sides/slowness.py). A pair is some two seconds of each job, and its figure
+the ratio of how slow they were; a comparison's is the median over the pairs of several launches of both jobs. ``mean`` is that over
+pairs, and ``cpu`` the ratio of all processor time of all processes a step, which sees work on cores that training does not use.
+All are compared with
 
     off      nothing: no sinks, not even files, no ledger, probe, sampler, replicas, watchdog
 
@@ -20,13 +17,14 @@ on one rank of DeepSpeed on two cores, as nodes that train have cores to spare f
 
     on       the defaults: ledger, sampler, W&B offline, JSONL, console, alerts, watchdog, replicas
     flood    on, and 2,000 metrics a step more, as 16 nodes would have them; here all go through the sinks of one
-    asleep   off, and 2% of each step asleep: the control, which has to show
+    same     off: the control that has to show nothing
+    asleep   off, and 2% of each step asleep: the control that has to show
 
 and on two ranks of ZeRO 3, one a core, where each cycle that monitoring takes anywhere is one that training lacks. No bound is asked of it:
 
     crowded  on
 
-Written to benchmarks/results/monitoring.json. Exit code 1: a bound is not kept, or the control does not show.
+Written to benchmarks/results/monitoring.json. Exit code 1: a bound is not kept, or a control is not as it has to be.
 """
 
 from __future__ import annotations
@@ -36,27 +34,28 @@ import json
 import os
 import platform
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sides.turns import ON_CPU, ROOT, WARM_UP_BLOCKS, Job
+from sides.slices import SlicedJob, take_slices
+from sides.slowness import Floats, median_with_bounds, ratios, usual_seconds, whole_parts
+from sides.torchrun import ON_CPU, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "monitoring.json"
 STEP_SECONDS = 0.2  # at least
-UNCOUNTED = 1  # steps at the beginning of a turn
+SLICES_A_PAIR = 25  # of each job, 2 s: what comes once a second is in every pair
+ENDLESS = 1_000_000  # steps: jobs are ended when they have been looked at
 BOUND = 1.01
 ASLEEP = 0.02
 NODES, METRICS = 16, 2000
 SETTLE_SECONDS = 10.0  # W&B starts beside the first steps, on cores that here are training's
-RESAMPLES = 20_000
 # Without it each large tensor is mapped and unmapped, and half of a step is the kernel's: mallopt(3).
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(256 << 20)}
 MODEL = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "model.num_attention_heads=4",
@@ -70,107 +69,62 @@ ON = ("monitor.wandb=offline", "monitor.every=10")
 NOTHING = {"words": OFF, "without_sinks": True}
 
 
-class StoppingJob(Job):
-    """Its processes are stopped but for its turns, once it has begun."""
+def launch(name: str, spec: Mapping[str, Any], ranks: int, pairs: int, number: int) -> tuple[Floats, dict[str, Any]]:
+    """Both jobs once, from start to end. Who is started first alternates.
 
-    def begin(self) -> None:
-        """A turn, after which it goes on with whatever it does in the background."""
-        super().block()
-
-    def block(self) -> list[float]:
-        self._signal(signal.SIGCONT)
-        seconds = super().block()
-        self.stop()
-        return seconds[UNCOUNTED:]
-
-    def stop(self) -> None:
-        self._signal(signal.SIGSTOP)
-
-    def cpu_seconds(self) -> float:
-        """Of all its processes so far; one that ends counts no more."""
-        return sum(map(cpu_seconds, family(self._process.pid)))
-
-    def __exit__(self, *error: object) -> None:
-        self._signal(signal.SIGCONT)
-        super().__exit__(*error)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in family(self._process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(process, number)
-
-
-def family(process: int) -> Iterator[int]:
-    """A process and all that it and they have started, parents first."""
-    yield process
-    for children in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in children.read_text().split():
-                yield from family(int(child))
-
-
-def cpu_seconds(process: int) -> float:
-    """User and system time, to a hundredth of a second: fields 14 and 15 of proc(5)'s stat, after the name, which may have spaces."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def compare(off: StoppingJob, other: StoppingJob, pairs: int) -> dict[str, Any]:
-    """Turns of one and of the other; who begins alternates."""
-    jobs = (off, other)
-    for job in jobs:
-        job.begin()
-    time.sleep(SETTLE_SECONDS)
-    for job in jobs:
-        job.stop()
-    for job in jobs * (WARM_UP_BLOCKS - 1):
-        job.block()
-    seconds: dict[str, list[float]] = {job.name: [] for job in jobs}
-    before = {job.name: job.cpu_seconds() for job in jobs}
-    for pair in range(pairs):
-        for job in jobs if pair % 2 == 0 else reversed(jobs):
-            seconds[job.name].append(statistics.fmean(job.block()))
-    used = {job.name: job.cpu_seconds() - before[job.name] for job in jobs}
-    return {**against(seconds[other.name], seconds[off.name]), "cpu": used[other.name] / used[off.name],
-            "step_seconds": {name: statistics.median(values) for name, values in seconds.items()}}
-
-
-def against(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    ratios = np.array(ours) / np.array(theirs)
-    draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
-    lower, upper = np.quantile(np.median(draws, axis=1), [0.05, 0.95])
-    return {"pairs": len(ratios), "ratio": float(np.median(ratios)), "lower_95": float(lower), "upper_95": float(upper),
-            "total": sum(ours) / sum(theirs)}
-
-
-def comparison(name: str, spec: Mapping[str, Any], ranks: int, pairs: int, block: int) -> dict[str, Any]:
-    """Args: spec: what ``sides/monitored_side.py`` is told."""
-    turn = UNCOUNTED + block
-    steps = (pairs + WARM_UP_BLOCKS) * turn
+    Returns:
+        The figure of each pair, and what else there is to say of the launch.
+    """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as alive:
-        jobs = []
-        for side, its in (("off", NOTHING), (name, spec)):
-            overrides = [*MODEL, *RANKS[ranks], *its["words"], f"train.steps={steps}", f"run.dir={Path(folder, 'runs', side)}",
+        jobs = {}
+        for side, its in sorted({"off": NOTHING, name: spec}.items(), reverse=number % 2 == 1):
+            overrides = [*MODEL, *RANKS[ranks], *its["words"], f"train.steps={ENDLESS}", f"run.dir={Path(folder, 'runs', side)}",
                          f"data.path={ROOT / 'data' / 'stdlib'}"]
-            job = StoppingJob(side, "monitored_side.py", {**its, "overrides": overrides}, Path(folder), turn, ranks=ranks,
-                              environ={**ON_CPU, **KEEPS_MEMORY})
-            jobs.append(alive.enter_context(job))
-        row = compare(*jobs, pairs)
-    print(f"{name:>7} over off on {ranks} rank{'s' if ranks > 1 else ''}: {row['ratio']:.4f} [{row['lower_95']:.4f}, "
-          f"{row['upper_95']:.4f}], in all {row['total']:.4f}, processor time {row['cpu']:.4f}; "
-          f"{row['step_seconds']['off'] * 1e3:.0f} ms a step", flush=True)
-    return {"ranks": ranks, **row}
+            job = SlicedJob(side, "monitored_side.py", {**its, "overrides": overrides}, Path(folder), ranks=ranks,
+                            environ={**ON_CPU, **KEEPS_MEMORY})
+            jobs[side] = alive.enter_context(job)
+        off, other = jobs["off"], jobs[name]
+        for job in jobs.values():
+            job.wait_for_a_step()
+        time.sleep(SETTLE_SECONDS)
+        for job in jobs.values():
+            job.stop()
+        before = {side: (job.cpu_seconds(), len(job.marks())) for side, job in jobs.items()}
+        slices = pairs * SLICES_A_PAIR
+        take_slices([off, other], slices, seed=number)
+        marks = {side: job.marks() for side, job in jobs.items()}
+        cpu = {side: (job.cpu_seconds() - before[side][0]) / (len(marks[side]) - before[side][1]) for side, job in jobs.items()}
+        parts = {side: whole_parts(marks[side], job.slices) for side, job in jobs.items()}
+    usual = {side: usual_seconds(parts[side], marks["off"].shape[1]) for side in parts}
+    return ratios(parts[name], parts["off"], usual["off"], slices, SLICES_A_PAIR), {
+        "cpu": cpu[name] / cpu["off"], "step_seconds": {side: float(seconds.sum()) for side, seconds in usual.items()}}
 
+
+def against(launches: Sequence[Floats]) -> dict[str, Any]:
+    """Args: launches: the figures of each one's pairs."""
+    ratio, lower, upper = median_with_bounds(launches)
+    return {"launches": len(launches), "pairs": sum(map(len, launches)), "ratio": ratio, "lower_95": lower, "upper_95": upper,
+            "mean": float(np.concatenate(list(launches)).mean())}
+
+
+def comparison(name: str, spec: Mapping[str, Any], ranks: int, launches: int, pairs: int) -> dict[str, Any]:
+    """Args: spec: what ``sides/monitored_side.py`` is told. pairs: of each launch."""
+    of_each, told = zip(*(launch(name, spec, ranks, pairs, number) for number in range(launches)), strict=True)
+    row = {"ranks": ranks, **against(of_each), "cpu": float(np.mean([its["cpu"] for its in told])),
+           "step_seconds": {side: float(np.median([its["step_seconds"][side] for its in told])) for side in told[0]["step_seconds"]}}
+    print(f"{name:>7} over off on {ranks} rank{'s' if ranks > 1 else ''}: {row['ratio']:.4f} [{row['lower_95']:.4f}, "
+          f"{row['upper_95']:.4f}], mean {row['mean']:.4f}, processor time {row['cpu']:.4f}; "
+          f"{row['step_seconds']['off'] * 1e3:.0f} ms a step", flush=True)
+    return row
 
 def mistakes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What does not hold of what was asked for."""
     told = [f"{name}: upper bound {row['upper_95']:.4f}, allowed {BOUND}" +
-            ("; the figure itself keeps it: more --pairs or a quieter machine would tell" if row["ratio"] < BOUND else "")
+            ("; the figure itself keeps it: more --launches would tell" if row["ratio"] < BOUND else "")
             for name, row in found.items() if name in ("on", "flood") and row["upper_95"] >= BOUND]
-    asleep = found["asleep"]
+    same, asleep = found["same"], found["asleep"]
+    if abs(same["ratio"] - 1) >= (BOUND - 1) / 2:
+        told.append(f"two jobs that do the same differ: {same['ratio']:.4f}")
     if asleep["lower_95"] <= 1.0 or asleep["upper_95"] < BOUND:
         told.append(f"the control of {ASLEEP:.0%} does not show: [{asleep['lower_95']:.4f}, {asleep['upper_95']:.4f}]")
     return told + [f"{name}: a step of {row['step_seconds']['off']:.3f} s, needed {STEP_SECONDS}"
@@ -179,8 +133,8 @@ def mistakes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=160, help="turns of each job that are timed; at least 30 for figures to report")
-    parser.add_argument("--block", type=int, default=5, help="steps of a turn that count")
+    parser.add_argument("--launches", type=int, default=8, help="of both jobs of a comparison; controls and two ranks have half of them")
+    parser.add_argument("--pairs", type=int, default=16, help="of each launch, some 4 s each; at least 30 in all for figures to report")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes would stay for ever
@@ -189,13 +143,14 @@ def main() -> None:
     ensure(str(ROOT / "data" / "stdlib"), 4096)
     load = os.getloadavg()[0]
     on = {"words": ON}
-    found = {name: comparison(name, spec, ranks, given.pairs // share, given.block) for name, spec, ranks, share in (
-        ("on", on, 1, 1), ("flood", {**on, "nodes": NODES, "metrics": METRICS}, 1, 1),
-        ("asleep", {**NOTHING, "sleep_share": ASLEEP}, 1, 2), ("crowded", on, 2, 2))}
+    half = (given.launches + 1) // 2
+    found = {name: comparison(name, spec, ranks, launches, given.pairs) for name, spec, ranks, launches in (
+        ("same", NOTHING, 1, half), ("on", on, 1, given.launches), ("flood", {**on, "nodes": NODES, "metrics": METRICS}, 1, given.launches),
+        ("asleep", {**NOTHING, "sleep_share": ASLEEP}, 1, half), ("crowded", on, 2, half))}
     told = mistakes(found)
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "wandb")}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": load}
-    given.out.write_text(json.dumps({"machine": machine, "versions": versions, "steps_a_turn": given.block, "over_off": found,
+    given.out.write_text(json.dumps({"machine": machine, "versions": versions, "over_off": found,
                                      "mistakes": told}, indent=1) + "\n")
     for line in told:
         print(line)

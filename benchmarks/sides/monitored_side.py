@@ -1,9 +1,12 @@
-"""toolkit_side.py with more or less than the run's words can say, for monitoring.py.
+"""launch/train.py with more or less than the run's words can say, and with marks within its steps, for monitoring.py.
 
     torchrun --nproc_per_node 2 benchmarks/sides/monitored_side.py spec.json
 
 ``without_sinks``: not even files. ``nodes``, ``metrics``: after each step the sinks get so many nodes' rows, with so many numbers in all.
-``sleep_share``: rank 0 sleeps for this share of the step before.
+``sleep_share``: rank 0 sleeps for this share of the processor time that its training took since.
+
+Each rank's training keeps to one core from its first step on, as launchers bind ranks: the core's neighbours are the same for both sides
+of a comparison. Threads beside it go where there is room.
 """
 
 import json
@@ -14,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from marks import Marker
 
 import toolkit.train.hooks as hooks
 import toolkit.train.run as rank_of_a_run
@@ -44,9 +49,12 @@ class Flood(hooks.Hook):
 class Sleep(hooks.Hook):
     def __init__(self, share: float) -> None:
         self._share = share
+        self._worked = time.thread_time()  # the step's own seconds would have in them what the job was stopped for
 
     def on_step(self, done: hooks.StepDone) -> None:
-        time.sleep(self._share * done.seconds)
+        worked = time.thread_time()
+        time.sleep(self._share * (worked - self._worked))
+        self._worked = worked
 
 
 class More(hooks.Hooks):
@@ -55,8 +63,22 @@ class More(hooks.Hooks):
         flood = [Flood(spec["nodes"], spec["metrics"])] if first and "metrics" in spec else []
         sleep = [Sleep(spec["sleep_share"])] if first and "sleep_share" in spec else []
         super().__init__(*others, *flood, *sleep, **named)
+        self._marker = Marker(Path(spec["marks"])) if first else None
+        if self._marker:
+            self._marker.watch_layers()
+
+    def on_step(self, done: hooks.StepDone) -> None:
+        if self._marker:
+            self._marker.mark()
+        super().on_step(done)
+        if self._marker:
+            self._marker.end_step()
+        if done.step == 1:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})  # of this thread
 
 
 rank_of_a_run.open_sinks = opened
-hooks.Hooks = More  # type: ignore[misc]
-runpy.run_path(str(Path(__file__).with_name("toolkit_side.py")), run_name="__main__")
+rank_of_a_run.Hooks = More  # type: ignore[misc]
+sys.argv = [str(Path(__file__).resolve().parents[2] / "launch" / "train.py"), *spec["overrides"]]
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -10,40 +10,27 @@ import json
 import math
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from toolkit.cluster.ranks import free_port
+from sides.torchrun import ON_CPU, TorchrunJob
 
-ROOT = Path(__file__).resolve().parents[2]
-SIDES = ROOT / "benchmarks" / "sides"
 WARM_UP_BLOCKS = 2
-ON_CPU = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
-class Job:
-    """One side: a command of ``ranks`` ranks that runs a block of steps when told. A context: it ends with it."""
+class Job(TorchrunJob):
+    """One side: a command of ``ranks`` ranks that runs a block of steps when told."""
 
     def __init__(self, name: str, script: str, spec: Mapping[str, Any], folder: Path, block: int, *, ranks: int,
                  environ: Mapping[str, str] = ON_CPU) -> None:
-        self.name = name
-        self._folder = folder / name
-        self._folder.mkdir()
-        self._pipes = {end: self._folder / end for end in ("go", "done")}
+        self._pipes = {end: folder / name / end for end in ("go", "done")}
+        (folder / name).mkdir()
         for pipe in self._pipes.values():
             os.mkfifo(pipe)
-        spec_file = self._folder / "spec.json"
-        spec_file.write_text(json.dumps({**spec, "baton": {**{end: str(pipe) for end, pipe in self._pipes.items()}, "block": block}}))
-        argv = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port()),
-                str(SIDES / script), str(spec_file)]
-        self.started = time.perf_counter()
-        self._log = (self._folder / "log.txt").open("w")
-        self._process = subprocess.Popen(argv, env={**os.environ, **environ, "PYTHONPATH": str(SIDES)}, cwd=ROOT, stdout=self._log,
-                                         stderr=subprocess.STDOUT)
+        baton = {**{end: str(pipe) for end, pipe in self._pipes.items()}, "block": block}
+        super().__init__(name, script, {**spec, "baton": baton}, folder, ranks=ranks, environ=environ)
         self._go: TextIO | None = None
         self._done: TextIO | None = None
         self.peak_bytes = 0  # of the GPU where there is one, else of the process
@@ -56,19 +43,11 @@ class Job:
         print("go", file=self._go, flush=True)
         line = self._done.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended early:\n{self._told()}")
+            raise SystemExit(f"{self.name} ended early:\n{self.told()}")
         answer = json.loads(line)
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
         seconds: list[float] = answer["seconds"]
         return seconds
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.terminate()
-        self._process.wait(timeout=60)
-        self._log.close()
 
     def _open_when_read(self, pipe: Path, seconds: float = 300) -> TextIO:
         """Opening a pipe to write blocks until it is read; a job that died would never read it."""
@@ -77,12 +56,9 @@ class Job:
             try:
                 return os.fdopen(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w")
             except OSError:
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"{self.name} does not start:\n{self._told()}") from None
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"{self.name} does not start:\n{self.told()}") from None
                 time.sleep(0.02)
-
-    def _told(self) -> str:
-        return (self._folder / "log.txt").read_text()[-3000:]
 
 
 def steps_of(pairs: int, block: int) -> int:

@@ -1,0 +1,96 @@
+"""Two jobs in short slices of time: one runs while the other is stopped with all its processes, so that what a job does in the background
+falls into its own slices, and both see the same machine within a tenth of a second."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sides.marks import Marks, read_marks
+from sides.torchrun import TorchrunJob
+
+SLICE_SECONDS = (0.05, 0.11)  # drawn anew for each pair of slices: nothing that comes once in so many seconds keeps step with them
+START_SECONDS = 120.0
+POLL_SECONDS = 0.2
+
+
+class SlicedJob(TorchrunJob):
+    """It runs when told, once it has begun. ``slices``: when, on the machine's monotonic clock in seconds."""
+
+    def __init__(self, name: str, script: str, spec: Mapping[str, Any], folder: Path, *, ranks: int, environ: Mapping[str, str]) -> None:
+        self._file = folder / name / "marks"
+        super().__init__(name, script, {**spec, "marks": str(self._file)}, folder, ranks=ranks, environ=environ)
+        self.slices: list[tuple[float, float]] = []
+        self._members: list[int] = []
+
+    def wait_for_a_step(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not (self._file.exists() and self._file.stat().st_size):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{self.name} does not start:\n{self.told()}")
+            time.sleep(POLL_SECONDS)
+
+    def slice(self, seconds: float) -> None:
+        """Run for so long."""
+        self._signal(signal.SIGCONT)
+        begun = time.perf_counter()
+        time.sleep(seconds)
+        self.slices.append((begun, self.stop()))
+        if self.process.poll() is not None:
+            raise SystemExit(f"{self.name} ended early:\n{self.told()}")
+
+    def stop(self) -> float:
+        """When it began to."""
+        self._members = [*family(self.process.pid)][::-1]  # ranks before torchrun, which waits for them
+        begun = time.perf_counter()
+        self._signal(signal.SIGSTOP)
+        return begun
+
+    def marks(self) -> Marks:
+        return read_marks(self._file)
+
+    def cpu_seconds(self) -> float:
+        """Of all its processes so far; one that ends counts no more."""
+        return sum(map(cpu_seconds, family(self.process.pid)))
+
+    def __exit__(self, *error: object) -> None:
+        self._signal(signal.SIGCONT)
+        super().__exit__(*error)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._members:
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+
+def take_slices(jobs: Sequence[SlicedJob], pairs: int, seed: int) -> None:
+    """So many slices of each, as long for both of a pair. Who comes first is drawn."""
+    draw = random.Random(seed)
+    for _ in range(pairs):
+        seconds = draw.uniform(*SLICE_SECONDS)
+        for job in draw.sample(jobs, len(jobs)):
+            job.slice(seconds)
+
+
+def family(process: int) -> Iterator[int]:
+    """A process and all that it and they have started, parents first."""
+    yield process
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in children.read_text().split():
+                yield from family(int(child))
+
+
+def cpu_seconds(process: int) -> float:
+    """User and system time, to a hundredth of a second: fields 14 and 15 of proc(5)'s stat, after the name, which may have spaces."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
