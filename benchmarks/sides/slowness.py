@@ -40,8 +40,16 @@ def whole_parts(marks: Marks, slices: Sequence[tuple[float, float]]) -> Parts:
     places = np.arange(1, len(times)) % marks.shape[1]
     within = np.searchsorted(begins, times[:-1], side="right") - 1
     whole = (within >= 0) & (times[1:] <= ends[within])
-    within, seconds = within[whole], np.diff(times)[whole]
-    return Parts(places[whole], within, seconds, 1 / ((ends - begins)[within] - seconds))
+    seconds = np.diff(times)[whole]
+    return Parts(places[whole], within[whole], seconds, 1 / room(seconds, ends - begins))
+
+
+def room(parts: Floats, slices: Floats) -> Floats:
+    """For how many seconds, of all slices, a part could begin so as to be whole. Args: both in seconds."""
+    lengths = np.sort(slices)
+    longer = np.searchsorted(lengths, parts)  # the first that is
+    of_longer = np.append(np.cumsum(lengths[::-1])[::-1], 0.0)[longer]
+    return np.asarray(of_longer - parts * (len(lengths) - longer))
 
 
 def usual_seconds(parts: Parts, places: int) -> Floats:
