@@ -39,13 +39,13 @@ def bench() -> Iterator[SimpleNamespace]:
 def parts_of_a_step() -> Floats:
     """Seconds on a machine at full speed."""
     parts = np.random.default_rng(3).uniform(0.001, 0.015, 30)
-    parts[LONG] = 0.04
+    parts[LONG] = 0.03
     return parts
 
 
 def two_jobs(ours: Floats, theirs: Floats, seed: int) -> tuple[tuple[Floats, Slices], tuple[Floats, Slices]]:
-    """Marks and slices of both, whose steps have these parts, on a machine that for half of the time, in bursts of some 200 ms, takes 1.7 as
-    long for everything."""
+    """Marks and slices of both, whose steps have these parts, on a machine that for half of the time, in bursts of some 200 ms, takes 1.25
+    times as long for everything."""
     draw = np.random.default_rng(seed)
     lengths = np.repeat(draw.integers(50, 110, SLICES), 2)  # milliseconds, one of each job
     owner = np.repeat(np.tile([0, 1], SLICES), lengths)
@@ -54,7 +54,7 @@ def two_jobs(ours: Floats, theirs: Floats, seed: int) -> tuple[tuple[Floats, Sli
     wall = np.arange(len(owner) + 1) / 1000
 
     def job(parts: Floats, number: int) -> tuple[Floats, Slices]:
-        done = np.concatenate([[0], np.cumsum((owner == number) / (1 + 0.7 * slow))]) / 1000  # seconds' worth of work
+        done = np.concatenate([[0], np.cumsum((owner == number) / (1 + 0.25 * slow))]) / 1000  # seconds' worth of work
         steps = int(done[-1] / parts.sum())
         marks = np.interp(np.cumsum(np.tile(parts, steps)), done, wall).reshape(steps, -1)
         return marks, [(end - length / 1000, end) for end, length in zip(ends[number::2], lengths[number::2], strict=True)]
@@ -78,7 +78,7 @@ def test_bounds_hold_what_it_costs(bench: SimpleNamespace, cost: float) -> None:
     row = bench.monitoring.against([figures(bench, ours, theirs, seed) for seed in range(8)])
     assert row["pairs"] == 8 * SLICES // SLICES_A_PAIR
     assert row["lower_95"] - 0.002 < 1 + cost < row["upper_95"] + 0.002
-    assert row["upper_95"] - row["lower_95"] < 0.01
+    assert row["upper_95"] - row["lower_95"] < 0.012
     assert cost < 0.01 or row["lower_95"] > 1.01
 
 
@@ -123,8 +123,8 @@ def test_marks_of_whole_steps_are_read(bench: SimpleNamespace, tmp_path: Path) -
         marker.end_step()
 
 
-def found(bench: SimpleNamespace, *, on: float = 1.001, flood: float = 1.001, same: float = 1.0, asleep: float = 1.02, bounds: float = 0.003,
-          seconds: float = 0.25) -> dict[str, Any]:
+def found(bench: SimpleNamespace, *, on: float = 1.001, flood: float = 1.001, same: float = 1.0, asleep: float = 1.02,
+          bounds: float = 0.003, seconds: float = 0.25) -> dict[str, Any]:
     return {name: {"ratio": ratio, "lower_95": ratio - bounds, "upper_95": ratio + bounds, "step_seconds": {"off": seconds}}
             for name, ratio in {"on": on, "flood": flood, "same": same, "asleep": asleep}.items()}
 
