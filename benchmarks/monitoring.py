@@ -1,6 +1,6 @@
 """What monitoring costs: all of it on against all of it off, on steps of at least 200 ms.
 
-    python benchmarks/monitoring.py                              half an hour on two cores, on a machine that does nothing else
+    python benchmarks/monitoring.py                              fifty minutes on two cores, on a machine that does nothing else
     python benchmarks/monitoring.py --launches 1 --pairs 8       a try, of which little can be said
 
 A step varies by several per cent from the one before on a virtual machine whose host has other guests, so that whole steps in turns would
@@ -116,6 +116,7 @@ def comparison(name: str, spec: Mapping[str, Any], ranks: int, launches: int, pa
           f"{row['upper_95']:.4f}], mean {row['mean']:.4f}, processor time {row['cpu']:.4f}; "
           f"{row['step_seconds']['off'] * 1e3:.0f} ms a step", flush=True)
     return row
+
 
 def mistakes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What does not hold of what was asked for."""
