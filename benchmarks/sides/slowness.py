@@ -2,9 +2,10 @@
 
 A part is what lies between two marks. Those count that ran whole within a slice: what a stop cut in two has waited, and a job that goes
 on finds all clocks late and its caches gone, which no job does that runs. In a slice of S seconds a part of d seconds has room to begin
-in S - d of them, so it counts as 1 / (S - d) (Horvitz and Thompson, 1952), or long parts would be too few. A slice's slowness is then
-the time that its parts took over the time that these parts usually take, and a pair's figure is the ratio of both jobs' slowness over
-some slices, one of each in turn. What holds a step up for longer than a slice is not seen.
+in S - d of them, so each counts as one over its room in all slices (Horvitz and Thompson, 1952), or long parts would be too few.
+
+A job's slowness over some slices is the time that its parts took in them, over the time that these parts usually take; a pair's figure is
+the ratio of both jobs' slowness, over slices in turns. What holds a step up for longer than any slice is not seen.
 """
 
 from __future__ import annotations
