@@ -1,6 +1,6 @@
 """What monitoring costs: all of it on against all of it off, on steps of at least 200 ms.
 
-    python benchmarks/monitoring.py                              fifty minutes on two cores, on a machine that does nothing else
+    python benchmarks/monitoring.py                              three quarters of an hour on two cores, on a machine that does nothing else
     python benchmarks/monitoring.py --launches 1 --pairs 8       a try, of which little can be said
 
 A step varies by several per cent from the one before on a virtual machine whose host has other guests, so that whole steps in turns would
@@ -45,7 +45,7 @@ from typing import Any
 
 import numpy as np
 from sides.slices import SlicedJob, take_slices
-from sides.slowness import Floats, median_with_bounds, ratios, usual_seconds, whole_parts
+from sides.slowness import Floats, median_over_launches, ratios, usual_seconds, whole_parts
 from sides.torchrun import ON_CPU, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "monitoring.json"
@@ -102,7 +102,7 @@ def launch(name: str, spec: Mapping[str, Any], ranks: int, pairs: int, number: i
 
 def against(launches: Sequence[Floats]) -> dict[str, Any]:
     """Args: launches: the figures of each one's pairs."""
-    ratio, lower, upper = median_with_bounds(launches)
+    ratio, lower, upper = median_over_launches(launches)
     return {"launches": len(launches), "pairs": sum(map(len, launches)), "ratio": ratio, "lower_95": lower, "upper_95": upper,
             "mean": float(np.concatenate(list(launches)).mean())}
 

@@ -29,15 +29,15 @@ class Marker:
 
     def watch_layers(self) -> None:
         """Of all models of this process, and its optimizers of torch."""
-        from torch import nn
+        from torch import Tensor, nn
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
+        def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if isinstance(module, nn.Linear):
                 self.mark()
-                if inputs[0].requires_grad:  # type: ignore[attr-defined]
-                    inputs[0].register_hook(self.mark)  # type: ignore[attr-defined]
+                if inputs[0].requires_grad:
+                    inputs[0].register_hook(self.mark)
 
         register_module_forward_pre_hook(before)
         register_optimizer_step_pre_hook(self.mark)

@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from marks import Marker
 
@@ -78,7 +79,6 @@ class More(hooks.Hooks):
             os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})  # of this thread
 
 
-rank_of_a_run.open_sinks = opened
-rank_of_a_run.Hooks = More  # type: ignore[misc]
 sys.argv = [str(Path(__file__).resolve().parents[2] / "launch" / "train.py"), *spec["overrides"]]
-runpy.run_path(sys.argv[0], run_name="__main__")
+with patch.object(rank_of_a_run, "open_sinks", opened), patch.object(rank_of_a_run, "Hooks", More):
+    runpy.run_path(sys.argv[0], run_name="__main__")

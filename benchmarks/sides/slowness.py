@@ -77,7 +77,7 @@ def ratios(ours: Parts, theirs: Parts, usual: Floats, slices: int, slices_a_pair
     return slowness(ours) / slowness(theirs)
 
 
-def median_with_bounds(launches: Sequence[Floats]) -> tuple[float, float, float]:
+def median_over_launches(launches: Sequence[Floats]) -> tuple[float, float, float]:
     """The median over all pairs, and its bounds, each of 95% alone: the bootstrap (Efron, 1979) draws launches and then pairs of each, as
     the same job is a little faster or slower each time that it is started."""
     draw = np.random.default_rng(0)
