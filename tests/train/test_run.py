@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import email
+import gc
 import json
 import math
 import re
@@ -224,6 +225,24 @@ def test_documents_are_kept_apart_in_training_and_evaluation(tmp_path: Path, cap
     resumed = Start(tmp_path / "resumed", tmp_path / "data", **settings)
     assert resumed.rows() == separate.rows()
     assert resumed.evals() == separate.evals()
+
+
+def test_an_engine_is_closed_when_the_collector_sees_everything_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it holds is freed by a collection, which passes over what ``place.kept`` keeps while training."""
+    train_step, close, kept = LocalEngine.train_step, LocalEngine.close, []
+
+    def step(self: LocalEngine, *arguments: Any) -> Any:
+        kept.append(gc.get_freeze_count() > 0)
+        return train_step(self, *arguments)
+
+    def end(self: LocalEngine) -> None:
+        kept.append(gc.get_freeze_count() > 0)
+        close(self)
+
+    monkeypatch.setattr(LocalEngine, "train_step", step)
+    monkeypatch.setattr(LocalEngine, "close", end)
+    Start(tmp_path / "run", data, stop_after=2)
+    assert kept == [True, True, False]
 
 
 def test_dropout_is_at_work(whole: Start, data: Path, tmp_path: Path) -> None:
