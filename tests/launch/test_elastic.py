@@ -14,13 +14,13 @@ import pytest
 
 from tests.launch.processes import BIN, ROOT, Started, hit, status_of
 from tests.launch.test_killed import data, rows
+from toolkit.cluster.ranks import free_port
 from toolkit.config.compose import compose
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
-from toolkit.cluster.ranks import free_port
 from toolkit.train.run import run
 
 __all__ = ["data"]  # the fixture
@@ -37,7 +37,7 @@ def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> 
             "--local-addr=127.0.0.1", "--max-restarts=3", "--monitor-interval=0.2", str(ROOT / "launch/train.py"), *KEYS,
             f"data.path={data}", f"run.dir={run_dir}", "zero=stage1"]
     launches.mkdir()
-    return Started(argv, run_dir, cwd=launches, environ={"TORCHDYNAMO_DISABLE": "1"})
+    return Started(argv, run_dir, cwd=launches, environ={"TORCHDYNAMO_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 def worlds(run_dir: Path) -> list[int]:

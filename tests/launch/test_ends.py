@@ -131,7 +131,7 @@ def test_the_next_start_records_the_failure_when_all_ranks_are_killed(tmp_path: 
     died = status_of(run_dir)
     assert died is not None
     assert died.state is RunState.RUNNING, "the control: no process was left that could have recorded it"
-    with Started(argv[:-1] + ["train.steps=2"], run_dir, cwd=tmp_path) as started:
+    with Started([*argv[:-1], "train.steps=2"], run_dir, cwd=tmp_path) as started:
         assert started.ended() == 0
     times = read_times(RunDirectory(run_dir).attempt_folder(1))
     assert times is not None

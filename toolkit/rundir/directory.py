@@ -199,7 +199,8 @@ class RunDirectory:
         last = self.status()
         if last is not None and last.state.live:
             times = read_times(self.attempt_folder(last.attempt))
-            self.finish(RunState.FAILED, int(ExitCode.FAILURE), LOST_END, attempt=last.attempt, at=times.seen if times is not None else None)
+            self.finish(RunState.FAILED, int(ExitCode.FAILURE), LOST_END, attempt=last.attempt,
+                        at=times.seen if times is not None else None)
 
     def tried(self, before: int | None = None) -> list[Attempt]:
         """What is known of the attempts' time, in their order; of those that left nothing to read, nothing.
