@@ -33,6 +33,11 @@ class Counting:
         assert not out.size or (starts.min() >= 0 and starts.max() + out.shape[1] <= self.tokens)
         out[:] = starts[:, None] + np.arange(out.shape[1])
 
+    def windows(self, starts: npt.NDArray[np.int64], length: int) -> list[bytes | memoryview]:
+        rows = np.empty((len(starts), length), dtype=self.dtype)
+        self.read(starts, rows)
+        return [row.tobytes() for row in rows]
+
 
 def batch_plan(micro_batch: int, global_batch: int, data_parallel: int) -> BatchPlan:
     stages = (RampStage(global_batch, 0, 0, None),)

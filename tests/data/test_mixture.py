@@ -293,9 +293,44 @@ def test_the_fingerprint_says_what_differs() -> None:
     assert digest(Mixture(phases((0, (1, 2))), 0)) == digest(Mixture(phases((0, (2, 4))), 1)), "ratios matter, the seed stands beside"
 
 
-def test_the_version_names_this_mapping() -> None:
-    """A change that moves samples needs a new name: runs resume only under the one they started with."""
-    assert VERSION == "blocks-1"
-    sources, places = Mixture(phases((0, (3, 1)), (10, (1, 1))), 0)(np.array([0, 1, 2, 9, 10, 11, 10**12]))
+@pytest.mark.parametrize(("version", "expected"), [
+    ("blocks-1", [2, 2, 3, 1, 248, 811, 499999999597]), ("blocks-2", [0, 0, 1, 6, 3, 4, 499999999998])])
+def test_each_version_keeps_its_mapping(version: str, expected: list[int]) -> None:
+    """A change that moves samples needs a new name, and the mapping of an old name stays: runs go on under the one they began with."""
+    sources, places = Mixture(phases((0, (3, 1)), (10, (1, 1))), 0, version)(np.array([0, 1, 2, 9, 10, 11, 10**12]))
     assert sources.tolist() == [0, 1, 0, 0, 1, 1, 1]
-    assert places.tolist() == [2, 2, 3, 1, 248, 811, 499999999597]
+    assert places.tolist() == expected
+    assert VERSION == "blocks-2"
+
+
+def test_passes_of_a_small_source_follow_one_another() -> None:
+    """Each sample of a source of 10 is taken once before any is taken again; under blocks-1, the control, they are not."""
+    def epochs(version: str) -> list[int]:
+        stream = mixed(sizes=(10 * LENGTH + 1, 2001), table=phases((0, (1, 3))))
+        stream.check_fingerprint({**stream.fingerprint(), "mixture": str(stream.fingerprint()["mixture"]).replace(VERSION, version)})
+        which, passes, numbers = stream.places(np.arange(1000))
+        small, taken = passes[which == 0], numbers[which == 0]
+        for number in np.unique(small).tolist()[:-1]:
+            assert sorted(taken[small == number].tolist()) == sorted(set(taken[small == number].tolist()))
+        return small.tolist()
+
+    found = epochs(VERSION)
+    assert found == sorted(found)
+    assert found[0] == 0
+    assert found[-1] == (len(found) - 1) // 10
+    old = epochs("blocks-1")
+    assert old != sorted(old)
+
+
+def test_a_run_begun_under_an_older_version_goes_on_under_it() -> None:
+    began = mixed()
+    saved = {**began.fingerprint(), "mixture": str(began.fingerprint()["mixture"]).replace(VERSION, "blocks-1")}
+    resumed = mixed()
+    resumed.check_fingerprint(saved)
+    assert resumed.fingerprint() == saved
+    old = Mixture(HALF_AND_MORE, 3, "blocks-1")
+    positions = np.arange(200)
+    assert np.array_equal(resumed.places(positions)[0], old(positions)[0])
+    assert not np.array_equal(old(positions)[1], Mixture(HALF_AND_MORE, 3)(positions)[1]), "the versions differ"
+    with pytest.raises(CheckpointError, match="mixture"):
+        mixed().check_fingerprint({**saved, "mixture": "blocks-9 0"})

@@ -169,8 +169,12 @@ class Records:
         self.dtype = manifest.dtype
         self.count = self.split.records
         self.block = max(1, BLOCK_BYTES // manifest.record_bytes)
+        self.stored, self.shape = self.dtype, ()
         self._name = split
         self._rows = rows
+
+    def buffers(self, epochs: Ints, numbers: Ints) -> list[memoryview]:
+        return [row.data for row in self._rows.take(numbers)]
 
     def read(self, epochs: Ints, numbers: Ints) -> npt.NDArray[np.void]:
         """The records ``numbers`` [n], the same in every epoch: [n] structs, whose fields are arrays [n, *shape]."""

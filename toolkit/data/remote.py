@@ -159,6 +159,11 @@ class RemoteTokens:
             tokens = np.frombuffer(contents[number], self.dtype, piece.count, piece.start - spans[number][1])
             out[piece.row, piece.column : piece.column + piece.count] = tokens
 
+    def windows(self, starts: Ints, length: int) -> list[bytes | memoryview]:
+        rows = np.empty((len(starts), length), dtype=self.dtype)
+        self.read(starts, rows)
+        return [memoryview(row).cast("B") for row in rows]
+
     def _contents(self, spans: list[Span]) -> list[Buffer]:
         missing = [span for span in spans if span not in self._kept]
         fetched = dict(zip(missing, self._read(missing), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.data.order import block_samples, epoch_shifts
-from toolkit.data.tokens import TokenSource
+from toolkit.data.tokens import Buffer, TokenSource
 from toolkit.errors import InputError, Problem
 
 Ints = npt.NDArray[np.int64]
@@ -30,11 +31,19 @@ class Samples(Protocol):
     def dtype(self) -> np.dtype[Any]:
         """Of samples as they are handed over."""
 
-    def read(self, epochs: Ints, numbers: Ints) -> npt.NDArray[Any]:
-        """The samples ``numbers`` [n], each in ``0 .. count``, as they are in the epochs ``epochs`` [n]: [n, ...].
+    @property
+    def stored(self) -> np.dtype[Any]:
+        """Of samples as they are kept and read ahead: ``dtype``, or narrower integers, which take less memory."""
 
-        Integers may be narrower than ``dtype``: reading ahead then takes less memory, and widening is for whoever hands them over.
-        """
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one sample."""
+
+    def buffers(self, epochs: Ints, numbers: Ints) -> Sequence[Buffer]:
+        """The bytes of the samples ``numbers`` [n], each in ``0 .. count``, as they are in the epochs ``epochs`` [n]."""
+
+    def read(self, epochs: Ints, numbers: Ints) -> npt.NDArray[Any]:
+        """The same as an array [n, *shape] of ``stored``, which need not be writeable."""
 
     def fingerprint(self) -> dict[str, str | int]:
         """What decides the samples. Plain JSON types. ``data`` is of the bytes; equal keys of several sources must be equal but for it."""
@@ -55,6 +64,7 @@ class TokenWindows:
         self.source = source
         self.count = source.tokens // sequence_length
         self.block = block_samples(sequence_length, source.token_bytes)
+        self.stored, self.shape = source.dtype, (sequence_length + 1,)
         self._length = sequence_length
         self._seed = seed
 
@@ -65,27 +75,32 @@ class TokenWindows:
         shifts = np.array([_shift(self._seed, epoch, self.source.tokens) for epoch in present.tolist()], dtype=np.int64)
         return (numbers * self._length + shifts[where]) % self.source.tokens
 
-    def read(self, epochs: Ints, numbers: Ints) -> npt.NDArray[Any]:
-        """[n, sequence_length + 1] of the source's dtype."""
+    def buffers(self, epochs: Ints, numbers: Ints) -> list[Buffer]:
         starts = self.starts(epochs, numbers)
         tokens, length = self.source.tokens, self._length + 1
-        rows = np.empty((len(starts), length), dtype=self.source.dtype)
         around = np.flatnonzero(starts + length > tokens)  # at most one window an epoch
         if not around.size:
-            self.source.read(starts, rows)
-            return rows
-        within = np.flatnonzero(starts + length <= tokens)
-        straight = np.empty((len(within), length), dtype=self.source.dtype)
-        self.source.read(starts[within], straight)
-        rows[within] = straight
+            return self.source.windows(starts, length)
+        inside = np.where(starts + length > tokens, 0, starts)
+        found = self.source.windows(inside, length)
         for row in around.tolist():
             before_end = tokens - int(starts[row])
-            self.source.read(starts[row : row + 1], rows[row : row + 1, :before_end])
-            self.source.read(np.zeros(1, dtype=np.int64), rows[row : row + 1, before_end:])
-        return rows
+            end, begin = (self.source.windows(np.array([first]), part)[0]
+                          for first, part in ((int(starts[row]), before_end), (0, length - before_end)))
+            found[row] = b"".join((end, begin))
+        return found
+
+    def read(self, epochs: Ints, numbers: Ints) -> npt.NDArray[Any]:
+        """[n, sequence_length + 1] of the source's dtype."""
+        return joined(self.buffers(epochs, numbers), self.stored, self.shape)
 
     def fingerprint(self) -> dict[str, str | int]:
         return {"data": self.source.data_hash, "tokenizer": self.source.tokenizer_hash, "sequence_length": self._length}
+
+
+def joined(buffers: Sequence[Buffer], dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Samples as one array [n, *shape], which is not writeable. One copy, and no loop of Python's."""
+    return np.frombuffer(b"".join(buffers), dtype).reshape(len(buffers), *shape)
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from toolkit.data.fingerprint import FORK, check_same
 from toolkit.data.mixture import Mixture
 from toolkit.data.order import VERSION, Order, keyed, root_key
 from toolkit.data.prefetch import Prefetch
-from toolkit.data.samples import Samples
+from toolkit.data.samples import Samples, joined
 from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]
@@ -28,7 +28,8 @@ Array = npt.NDArray[Any]
 
 # Steps are ordered, read and handed over by the chunk: the permutation alone is a hundred numpy calls, whatever it permutes.
 ORDERED_AT_ONCE = 4096  # samples
-READ_AT_ONCE = 1 << 19  # bytes: enough that waking the thread is cheap, few enough to stay in a core's cache
+ORDERED_AT_FIRST = 64  # samples, twice as many each time: of many ranks' samples each one's are few, and spread over many blocks
+READ_AT_ONCE = 1 << 21  # bytes: numpy's calls for each source are paid once for so many
 CHUNKS_AHEAD = 3  # of one step at least
 
 # What a fingerprint holds -> the key that it comes from, and what to do where it differs.
@@ -95,6 +96,8 @@ class Stream:
             for name, samples in zip(names, self._samples, strict=True)
         ]
         self._dtype = self._samples[0].dtype
+        self._asked = -1  # the run of positions that was asked for last, see _remembered
+        self._kept: tuple[int, tuple[Ints, Ints, Ints]] | None = None
         self._open: weakref.WeakSet[Prefetch[list[Array]]] = weakref.WeakSet()
 
     def steps(self, first_step: int, stride: int = 1) -> Prefetch[list[Array]]:
@@ -114,7 +117,7 @@ class Stream:
 
     def samples(self, positions: Ints) -> Array:
         """The samples at ``positions`` [n] of the run's order: [n, ...]."""
-        return self._read(*self.places(positions)).astype(self._dtype, copy=False)
+        return self._read(*self._remembered(positions)).astype(self._dtype, copy=False)
 
     def places(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
         """Where the samples at ``positions`` [n] stand: the number of the source, the epoch and the number in it, [n] each."""
@@ -127,6 +130,24 @@ class Stream:
             if at.size:
                 epochs[at], numbers[at] = order(places[at])
         return which, epochs, numbers
+
+    def _remembered(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
+        """``places``, for whoever asks for a few positions at a time: a hundred numpy calls for 8 samples cost more than reading them.
+
+        Positions come in rising order from all but shuffling samplers, so the places of a whole run of ORDERED_AT_ONCE positions are
+        kept as soon as it has been asked for twice in a row.
+        """
+        first = int(positions.min()) // ORDERED_AT_ONCE if positions.size else 0
+        if not positions.size or int(positions.max()) // ORDERED_AT_ONCE != first:
+            return self.places(positions)
+        again, self._asked = self._asked == first, first
+        if self._kept is None or self._kept[0] != first:
+            if not again:
+                return self.places(positions)
+            self._kept = first, self.places(np.arange(first * ORDERED_AT_ONCE, (first + 1) * ORDERED_AT_ONCE, dtype=np.int64))
+        which, epochs, numbers = self._kept[1]
+        at = positions - first * ORDERED_AT_ONCE
+        return which[at], epochs[at], numbers[at]
 
     def first_sample(self, step: int) -> int:
         """The position in the run's order at which ``step`` begins, over all ranks."""
@@ -146,10 +167,18 @@ class Stream:
         for name, samples in self._sources.items():
             found = samples.fingerprint()
             own |= {key if key != "data" else f"data of {name}": value for key, value in found.items()}
-        return own | {"mixture": f"{mixing.VERSION} {mixing.digest(self._mixture)}"}
+        return own | {"mixture": f"{self._mixture.version} {mixing.digest(self._mixture)}"}
 
     def check_fingerprint(self, saved: Mapping[str, object]) -> None:
-        """Raises CheckpointError naming everything in which the stream that was saved differs from this one."""
+        """Compare with the stream that was saved, and go on in the version of the mixture's order under which that one began.
+
+        Raises:
+            CheckpointError: names everything else in which they differ.
+        """
+        version = str(saved.get("mixture", "")).partition(" ")[0]
+        if self._mixture is not None and version in mixing.VERSIONS:
+            self._mixture = self._mixture.under(version)
+            self._kept = None
         check_same(self.fingerprint(), saved, _REMEDIES, otherwise=_OTHERWISE)
 
     def state(self, step: int) -> dict[str, Any]:
@@ -166,9 +195,9 @@ class Stream:
     def _chunks(self, first_step: int, stride: int) -> Iterator[list[list[Array]]]:
         """Steps: one at first, so that the first batch is not waited for longer than need be, then up to READ_AT_ONCE bytes at a time."""
         step = first_step
-        at_once = 1
+        at_once, ordered = 1, ORDERED_AT_FIRST
         while True:
-            ahead = self._positions(step, stride)
+            ahead = self._positions(step, stride, ordered)
             places = self.places(ahead.ravel())
             first = 0
             while first < len(ahead):
@@ -179,13 +208,14 @@ class Stream:
                 at_once = max(1, min(2 * len(some), READ_AT_ONCE * len(some) // max(1, rows.nbytes)))
                 first += len(some)
             step += len(ahead) * stride
+            ordered = min(2 * ordered, ORDERED_AT_ONCE)
 
-    def _positions(self, step: int, stride: int) -> Ints:
-        """Of every ``stride``-th step from ``step`` on, until there are ORDERED_AT_ONCE or the global batch changes:
+    def _positions(self, step: int, stride: int, samples: int) -> Ints:
+        """Of every ``stride``-th step from ``step`` on, until there are ``samples`` or the global batch changes:
         [steps, accumulation, micro_batch]."""
         now = self._batch.at(step)
         places = rank_places(now.accumulation, self._batch.data_parallel, self._batch.micro_batch, self._rank)
-        steps = -(-ORDERED_AT_ONCE // places.size)
+        steps = -(-samples // places.size)
         change = next((stage.first_step for stage in self._batch.stages if stage.first_step > step), None)
         if change is not None:
             steps = min(steps, -(-(change - step) // stride))
@@ -193,12 +223,12 @@ class Stream:
         return firsts[:, None, None] + places
 
     def _read(self, which: Ints, epochs: Ints, numbers: Ints) -> Array:
+        one = self._samples[0]
         if self._mixture is None:
-            return self._samples[0].read(epochs, numbers)
-        parts = {source: np.flatnonzero(which == source) for source in np.unique(which).tolist()}
-        read = {source: self._samples[source].read(epochs[at], numbers[at]) for source, at in parts.items()}
-        first = next(iter(read.values()))
-        rows = np.empty((len(which), *first.shape[1:]), dtype=np.result_type(*read.values()))
-        for source, at in parts.items():
-            rows[at] = read[source]
-        return rows
+            return one.read(epochs, numbers)
+        buffers: list[Any] = [b""] * len(which)
+        for source in np.unique(which).tolist():
+            at = np.flatnonzero(which == source)
+            for row, buffer in zip(at.tolist(), self._samples[source].buffers(epochs[at], numbers[at]), strict=True):
+                buffers[row] = buffer
+        return joined(buffers, one.stored, one.shape)

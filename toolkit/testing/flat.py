@@ -42,6 +42,11 @@ class Invented:
         tokens %= self.vocab_size
         out[:] = tokens
 
+    def windows(self, starts: npt.NDArray[np.int64], length: int) -> list[bytes | memoryview]:
+        rows = np.empty((len(starts), length), dtype=self.dtype)
+        self.read(starts, rows)
+        return [row.tobytes() for row in rows]
+
 
 def invented_stream(samples: int, *, mixed: bool) -> Stream:
     """Rank 3 of 128, over sources that have ``samples`` in all."""
