@@ -1,0 +1,152 @@
+"""CPU time of a token for data as people have it: many shards, mixtures, wide tokens, long windows, a DataLoader over positions.
+
+    python benchmarks/sides/data_layouts.py FOLDER --tokens 100000000 --seconds 2
+
+Each case takes turns, in one process, with its own floor: windows of the same length and dtype, sliced in sequence from one memory map
+and widened into the rows of a batch. FOLDER keeps the fabricated tokens. Prints one line of JSON: a list of cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for running this file itself
+
+import numpy as np
+import numpy.typing as npt
+from sides.corpus import VOCABULARY
+from sides.streams.common import GLOBAL_BATCH, LENGTH, SEED
+
+from toolkit.data.digest import digest
+from toolkit.data.manifest import DataManifest, Origin, TokenizerInfo, read_manifest, write_manifest
+from toolkit.data.mixture import Mixture, Phase
+from toolkit.data.samples import TokenWindows
+from toolkit.data.stream import Stream
+from toolkit.data.tokens import MappedTokens
+from toolkit.data.write import SplitWriter
+from toolkit.plan.types import BatchPlan, RampStage
+
+TURN_TOKENS = 16 << 20
+DOCUMENT = 5000  # tokens
+WEIGHTS = tuple(Fraction(weight) for weight in (8, 7, 6, 5, 4, 3, 2, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``aim``: times its floor at most; None where only the figure is of interest."""
+
+    name: str
+    aim: float | None
+    dtype: str = "<u2"
+    shards: int = 1
+    sources: int = 1
+    length: int = LENGTH
+    loader: bool = False
+
+
+CASES = (
+    Case("one shard", 1.6), Case("six shards", 1.6, shards=6), Case("one shard, int32", 1.6, dtype="<i4"),
+    Case("six shards, int32", 1.6, dtype="<i4", shards=6), Case("mixture of eight", 2.0, sources=8),
+    Case("mixture of eight, int32", 2.0, dtype="<i4", sources=8), Case("windows of 131,072", 1.6, length=1 << 17),
+    Case("DataLoader over positions", None, loader=True),
+)
+
+
+def make_folder(folder: Path, tokens: int, case: Case, seed: int) -> MappedTokens:
+    """Uniform tokens in ``case.shards`` shards, made once."""
+    if not (folder / "manifest.json").is_file():
+        tokenizer = folder / "tokenizer" / "tokenizer.json"
+        tokenizer.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer.write_text("{}")
+        rng, dtype = np.random.default_rng(seed), np.dtype(case.dtype)
+        shard_bytes = tokens // case.shards * dtype.itemsize if case.shards > 1 else 1 << 40
+        with SplitWriter(folder, "train", dtype, shard_bytes) as writer:
+            for _ in range(tokens // DOCUMENT):
+                writer.add(rng.integers(1, VOCABULARY, DOCUMENT))
+            split = writer.close()
+        write_manifest(DataManifest(
+            folder=folder, dtype=dtype.name, origin=Origin("fabricated", "CC0-1.0", 1, 1, ""), splits={"train": split},
+            tokenizer=TokenizerInfo("tokenizer", digest(tokenizer).xxh3_128, VOCABULARY, 0)), folder)
+    return MappedTokens(read_manifest(folder), "train")
+
+
+def batches(case: Case, sources: list[MappedTokens]) -> Iterator[Any]:
+    """int64 tensors [GLOBAL_BATCH, length], from this toolkit."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from toolkit.data.faces import Positions
+
+    plan = BatchPlan(micro_batch=GLOBAL_BATCH, global_batch=GLOBAL_BATCH, data_parallel=1, stages=(RampStage(GLOBAL_BATCH, 0, 0, None),))
+    windows = {f"source-{number}": TokenWindows(source, case.length, SEED + number) for number, source in enumerate(sources)}
+    mixture = Mixture([Phase(0, WEIGHTS)], SEED) if len(sources) > 1 else None
+    stream = Stream(windows, mixture, seed=SEED, batch=plan, data_rank=0)
+    if case.loader:
+        yield from DataLoader(Positions(stream, 1 << 40), batch_size=GLOBAL_BATCH, sampler=range(1 << 40))  # type: ignore[arg-type]
+    for micro_batches in stream.steps(0):
+        for rows in micro_batches:
+            yield torch.from_numpy(rows[:, : case.length])
+
+
+def floor(case: Case, tokens: npt.NDArray[Any]) -> Iterator[Any]:
+    import torch
+
+    batch, last = 0, len(tokens) // (GLOBAL_BATCH * case.length)
+    while True:
+        rows = torch.empty((GLOBAL_BATCH, case.length), dtype=torch.int64)
+        out = rows.numpy()
+        for row in range(GLOBAL_BATCH):
+            start = (batch % last * GLOBAL_BATCH + row) * case.length
+            out[row] = tokens[start : start + case.length]
+        yield rows
+        batch += 1
+
+
+def measure(case: Case, folder: Path, tokens: int, seconds: float) -> dict[str, Any]:
+    parts = [make_folder(folder / f"{case.dtype[1:]}-{case.shards}-{case.sources}-{number}", tokens // case.sources, case, number)
+             for number in range(case.sources)]
+    mine, theirs = batches(case, parts), floor(case, np.frombuffer(parts[0].windows(np.zeros(1, np.int64), parts[0].tokens)[0], case.dtype))
+    turn = max(1, TURN_TOKENS // (GLOBAL_BATCH * case.length))
+
+    def take(some: Iterator[Any], clock: Callable[[], float]) -> float:
+        began = clock()
+        for _ in range(turn):
+            next(some)
+        return (clock() - began) / (turn * GLOBAL_BATCH * case.length) * 1e9
+
+    for _ in range(2):  # every page of the maps is in memory, and threads run
+        take(theirs, time.thread_time)
+        take(mine, time.process_time)
+    turns, until = [], time.monotonic() + seconds
+    while time.monotonic() < until or len(turns) < 3:
+        own = take(mine, time.process_time)  # of all threads: reading ahead is part of it
+        turns.append((own, take(theirs, time.thread_time)))
+    ratios = [own / base for own, base in turns]
+    return {"name": case.name, "aim": case.aim, "cpu_ns": statistics.median(own for own, _ in turns),
+            "floor_cpu_ns": statistics.median(base for _, base in turns), "ratio": statistics.median(ratios),
+            "least": min(ratios), "most": max(ratios), "turns": len(turns)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, default=100_000_000)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of turns, for each case")
+    given = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    print(json.dumps([measure(case, given.folder, given.tokens, given.seconds) for case in CASES]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
