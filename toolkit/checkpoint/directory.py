@@ -19,6 +19,7 @@ from toolkit.checkpoint import manifest
 from toolkit.checkpoint.catalog import Damage
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import write_whole
+from toolkit.paths import UnsafePath, inside
 
 POINTER = "latest"
 TEMPORARY = ".tmp-"
@@ -50,9 +51,13 @@ def pointed(directory: Path) -> Path | None:
     path = directory / POINTER
     if not path.is_file():
         return None
-    named = Path(path.read_text(encoding="utf-8", errors="replace").strip())
-    folder = directory / named
-    return folder if named.is_absolute() or (folder / manifest.NAME).is_file() else None
+    named = path.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        folder = inside(Path("/"), named.removeprefix("/")) if named.startswith("/") else inside(directory, named)
+    except UnsafePath as error:
+        raise CheckpointError(Problem(str(path), f"{path}: {error}", f"{POINTER} names a checkpoint beside it, or one by its whole path",
+                                      "name the checkpoint itself: resume=PATH")) from error
+    return folder if named.startswith("/") or (folder / manifest.NAME).is_file() else None
 
 
 def newest(directory: Path) -> Path | None:

@@ -13,6 +13,7 @@ from toolkit.data.manifest import NAME, TokenizerInfo, read_manifest
 from toolkit.data.tokenizer import FILE, FOLDER
 from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole
+from toolkit.paths import UnsafePath, inside
 
 CONFIG = "tokenizer_config.json"
 COPIED = (FILE, CONFIG, "special_tokens_map.json", "chat_template.jinja")
@@ -39,11 +40,19 @@ def place(name: str, end_of_text: str | None, folder: Path, *, key: str, end_key
     elif (path / FILE).is_file():
         for file in COPIED:
             if (path / file).is_file():
-                shutil.copyfile(path / file, target / file)
+                shutil.copyfile(_inside(path, file, key), target / file)
     else:
         _fetch(name, target, key)
     _check_end(name, end_of_text, target, key, end_key)
     return info(target)
+
+
+def _inside(folder: Path, file: str, key: str) -> Path:
+    try:
+        return inside(folder, file)
+    except UnsafePath as error:
+        raise InputError(Problem(key, f"{key}={folder}: {error}", "the files of a tokenizer lie in its folder",
+                                 "put the file itself there in place of the link")) from error
 
 
 def info(folder: Path) -> TokenizerInfo:
