@@ -40,8 +40,8 @@ ONLY_IN = {
     "hydra": ("toolkit/config/",),
 }
 TORCH_FREE = (
-    "toolkit.errors", "toolkit.progress", "toolkit.files", "toolkit.paths", "toolkit.config.compose", "toolkit.layout.axes", "toolkit.families",
-    "toolkit.plan.make", "toolkit.rundir.directory", "toolkit.cluster.submission", "toolkit.cluster.backends.slurm",
+    "toolkit.errors", "toolkit.progress", "toolkit.files", "toolkit.paths", "toolkit.config.compose", "toolkit.layout.axes",
+    "toolkit.families", "toolkit.plan.make", "toolkit.rundir.directory", "toolkit.cluster.submission", "toolkit.cluster.backends.slurm",
     "toolkit.cluster.requeue", "toolkit.monitor.sinks.apart", "toolkit.monitor.sinks.wandb",
 )
 

@@ -37,7 +37,7 @@ def test_the_message_is_short_and_names_what_was_seen(tmp_path: Path) -> None:
     with pytest.raises(UnsafePath) as caught:
         relative_name("a" * 100_000)
     assert len(str(caught.value)) < 200
-    with pytest.raises(UnsafePath, match="'../x' leads out of its folder"):
+    with pytest.raises(UnsafePath, match=r"'\.\./x' leads out of its folder"):
         relative_name("../x")
 
 

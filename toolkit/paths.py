@@ -69,8 +69,9 @@ def check_links(root: Path, *, skip: Collection[str] = ()) -> None:
     for place, folders, files in os.walk(root):
         at_top = Path(place) == root
         for name in (*folders, *files):
-            if os.path.islink(os.path.join(place, name)) and not (at_top and name in skip):
-                inside(root, (Path(place) / name).relative_to(root).as_posix())
+            path = Path(place, name)
+            if path.is_symlink() and not (at_top and name in skip):
+                inside(root, path.relative_to(root).as_posix())
         folders[:] = [name for name in folders if not name.startswith(".") and not (at_top and name in skip)]
 
 

@@ -59,7 +59,7 @@ def test_a_forged_manifest_names_nothing_outside(kind: str, where: str, native: 
     content["copies"] = content["entries"][:1]
     content[where] = [{**content[where][0], "file": HOSTILE[kind]}, *content[where][1:]]
     (folder / manifest.NAME).write_text(json.dumps(sign(content)))
-    with pytest.raises(CheckpointError, match="entry that cannot be.*the path"):
+    with pytest.raises(CheckpointError, match=r"entry that cannot be.*the path"):
         open_source(folder)
 
 
@@ -128,7 +128,7 @@ def test_a_hugging_face_index_names_nothing_outside(kind: str, where: str, nativ
         (folder / "optimizer").mkdir(exist_ok=True)
         (folder / "optimizer" / "state.json").write_text(json.dumps(
             {"format": "toolkit-optimizer", "format_version": 1, "scalars": {}, "states": {"exp_avg": [HOSTILE[kind]]}}))
-    with pytest.raises(CheckpointError, match="names? the file"):
+    with pytest.raises(CheckpointError, match=r"names? the file"):
         open_source(folder)
 
 

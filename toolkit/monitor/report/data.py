@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from toolkit.attempts import SAVES, TIMES, Times, read_times
+from toolkit.errors import InputError, Problem
 from toolkit.monitor.report.nodes import Node, number_of, read_node
 from toolkit.monitor.report.reduce import Curves, bucket_width, reduce
 from toolkit.monitor.report.rows import Advance, batched, curves_of, is_number, nothing, placed, width_in_steps
-from toolkit.errors import InputError, Problem
 from toolkit.paths import UnsafePath, check_links
 from toolkit.progress import Progress
 from toolkit.rows import read_rows
