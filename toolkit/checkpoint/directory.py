@@ -52,12 +52,12 @@ def pointed(directory: Path) -> Path | None:
     if not path.is_file():
         return None
     named = path.read_text(encoding="utf-8", errors="replace").strip()
+    elsewhere = named.startswith("/")
     try:
-        folder = inside(Path("/"), named.removeprefix("/")) if named.startswith("/") else inside(directory, named)
-    except UnsafePath as error:
-        raise CheckpointError(Problem(str(path), f"{path}: {error}", f"{POINTER} names a checkpoint beside it, or one by its whole path",
-                                      "name the checkpoint itself: resume=PATH")) from error
-    return folder if named.startswith("/") or (folder / manifest.NAME).is_file() else None
+        folder = inside(Path("/"), named.removeprefix("/")) if elsewhere else inside(directory, named)
+    except UnsafePath:
+        return None
+    return folder if elsewhere or (folder / manifest.NAME).is_file() else None
 
 
 def newest(directory: Path) -> Path | None:

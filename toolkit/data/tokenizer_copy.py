@@ -19,13 +19,14 @@ CONFIG = "tokenizer_config.json"
 COPIED = (FILE, CONFIG, "special_tokens_map.json", "chat_template.jinja")
 
 
-def place(name: str, end_of_text: str | None, folder: Path, *, key: str, end_key: str) -> TokenizerInfo:
+def place(name: str, end_of_text: str | None, folder: Path, *, key: str, end_key: str, trust_remote_code: bool = False) -> TokenizerInfo:
     """Into ``folder/tokenizer``, which must not be there.
 
     Args:
         name: a tokenizer.json, a folder that has one or that AutoTokenizer opens, prepared data, or a hub id.
         end_of_text: the token that ends a document; None: the tokenizer's own eos token.
-        key, end_key: the settings that gave the two, for whoever reads of a mistake.
+        key, end_key: the settings that gave the two, for the error of a mistake.
+        trust_remote_code: Python code that comes with the tokenizer may run.
 
     Raises:
         InputError: there is no such tokenizer, it is of another kind, or which token ends a text is not known.
@@ -42,7 +43,7 @@ def place(name: str, end_of_text: str | None, folder: Path, *, key: str, end_key
             if (path / file).is_file():
                 shutil.copyfile(_inside(path, file, key), target / file)
     else:
-        _fetch(name, target, key)
+        _fetch(name, target, key, trust_remote_code=trust_remote_code)
     _check_end(name, end_of_text, target, key, end_key)
     return info(target)
 
@@ -88,7 +89,7 @@ def _open(file: Path, seen: str, key: str = "tokenizer") -> Any:
         raise InputError(Problem(key, f"{seen}: {error}", "it is a tokenizer of the package tokenizers", remedy)) from error
 
 
-def _fetch(name: str, target: Path, key: str) -> None:
+def _fetch(name: str, target: Path, key: str, *, trust_remote_code: bool) -> None:
     """By transformers: of the hub, or a folder with a vocabulary of another form, which it converts."""
     here = Path(name).exists()
     if not here and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
@@ -99,11 +100,15 @@ def _fetch(name: str, target: Path, key: str) -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         if not tokenizer.is_fast:
             raise ValueError("it has no form that the package tokenizers reads")
         tokenizer.save_pretrained(str(target))
     except (OSError, ValueError, ImportError, KeyError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            allow = f"{key.rpartition('.')[0]}.trust_remote_code=true"
+            raise InputError(Problem(key, f"{key}={name} needs Python code that comes with it", "code of others runs only where it is allowed",
+                                     f"read that code and write {allow}, or name a tokenizer that needs none")) from error
         words = " ".join(str(error).split())[:300] + ("" if here else hub.why_absent())
         remedy = "name a tokenizer.json, or a folder or hub id that has one"
         rule = "the tokenizer can be opened by transformers' AutoTokenizer"
