@@ -107,7 +107,7 @@ def _fetch(name: str, target: Path, key: str, *, trust_remote_code: bool) -> Non
     except (OSError, ValueError, ImportError, KeyError) as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             allow = f"{key.rpartition('.')[0]}.trust_remote_code=true"
-            raise InputError(Problem(key, f"{key}={name} needs Python code that comes with it", "code of others runs only where it is allowed",
+            raise InputError(Problem(key, f"{key}={name} needs Python code that comes with it", "such code runs only if a key allows it",
                                      f"read that code and write {allow}, or name a tokenizer that needs none")) from error
         words = " ".join(str(error).split())[:300] + ("" if here else hub.why_absent())
         remedy = "name a tokenizer.json, or a folder or hub id that has one"
