@@ -82,6 +82,7 @@ MISTAKES = (
     wrong("resume=/no/such/checkpoint", starting_only=True),
     wrong("run.fork=/no/such/run", starting_only=True),
     wrong("model=custom", "model.target=no_such_package.Model", shows="no module no_such_package", starting_only=True),
-    wrong("model=custom", "model.target=subprocess.getoutput", "+model.arguments.cmd=true", shows="Python's own library", starting_only=True),
+    wrong("model=custom", "model.target=subprocess.getoutput", "+model.arguments.cmd=true", shows="Python's own library",
+          starting_only=True),
     wrong("model=custom", "model.target=toolkit.no_such_module.Model", shows="no module toolkit.no_such_module", starting_only=True),
 )

@@ -16,7 +16,6 @@ from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.target import check_target
 
-
 GIVES = "model.target is a class derived from torch.nn.Module, or a function whose annotation says that it returns one"
 
 
@@ -73,7 +72,8 @@ def _find(model: ModelConfig) -> Callable[..., nn.Module]:
                        "correct the name")
     if isinstance(factory, type):
         if not issubclass(factory, nn.Module):
-            raise _problem(model, f"{name} is a class that is not derived from torch.nn.Module", GIVES, "name a class that is derived from it")
+            raise _problem(model, f"{name} is a class that is not derived from torch.nn.Module", GIVES,
+                           "name a class that is derived from it")
     elif not _gives_module(factory):
         raise _problem(model, f"the function {name} does not say that it returns a torch.nn.Module", GIVES,
                        f"annotate it: def {name}(...) -> torch.nn.Module; or name the class itself")
