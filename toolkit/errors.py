@@ -46,9 +46,24 @@ class Problem:
 _URL = re.compile(r"""([a-z][a-z0-9+.-]*://)([^\s"]*@)?([^\s"?]*)(\?[^\s"]+)?""", re.IGNORECASE)
 
 
+# Names of settings whose values are secrets. Names of secrets themselves (cluster.kubernetes.secrets) are none.
+_TOKENS = r"(?:access|api|auth|bearer|github|hf|hub|id|refresh|security|session|wandb)[_-]token|\.token"
+_SECRET = (r"(?![\w.-]*secrets\.)[\w.-]*(?:api[_-]?key|access[_-]?key(?:[_-]id)?|private[_-]?key|secret(?:[_-]\w+)?|passw(?:or)?d"
+           rf"|passphrase|credentials?|authorization|{_TOKENS})")
+_QUOTED = r""""[^"\n]*"|'[^'\n]*'"""
+# name=value to the end of the value, which may have blanks; and {name: value} as in YAML, JSON and Python.
+_SETTING = re.compile(rf"""(?<![\w.-])({_SECRET}["']?\s*)(?:(=\s*)({_QUOTED}|[^\n,;}}\])"']+)|(:\s*)({_QUOTED}|[^\s,;}}\])"']+))""",
+                      re.IGNORECASE)
+# Keys of well-known services by their own form, wherever they stand.
+_KEY = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-|AKIA|ASIA)[A-Za-z0-9_-]{12,}")
+
+
 def without_secrets(text: str) -> str:
-    """``text`` without the users, passwords and queries of URLs in it: what a person wrote is shown where it is wrong, and kept in logs."""
-    return _URL.sub(lambda url: f"{url[1]}{'***@' if url[2] else ''}{url[3]}{'?***' if url[4] else ''}", text)
+    """``text`` without the users, passwords and queries of URLs in it, values of settings that are named as secrets are
+    (``wandb.api_key=...``), and keys of well-known services: what a person wrote is shown where it is wrong, and kept in logs."""
+    text = _URL.sub(lambda url: f"{url[1]}{'***@' if url[2] else ''}{url[3]}{'?***' if url[4] else ''}", text)
+    text = _SETTING.sub(lambda setting: f"{setting[1]}{setting[2] or setting[4]}***", text)
+    return _KEY.sub("***", text)
 
 
 class UserError(ValueError):
