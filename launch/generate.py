@@ -46,10 +46,10 @@ def continuation(given: argparse.Namespace) -> str:
     from toolkit.checkpoint.online.store import CheckpointStore
     from toolkit.config.compose import from_yaml
     from toolkit.data.sources import text_folder
-    from toolkit.families.base import shape_of
+    from toolkit.families.recorded import shape_of
     from toolkit.train.generate import continue_text, load_model, load_tokenizer
 
-    shape = shape_of(model)
+    shape = shape_of(model, directory.plan_file)
     data = given.data or text_folder(from_yaml(directory.config_file.read_text(encoding="utf-8")).data)
     weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
     reader = open_reader(weights, model=shape)

@@ -149,7 +149,7 @@ def load(folder: Path, name: str = NAME) -> Manifest:
         raise Damage(name, f"{path} is missing", RULE)
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damage(name, f"{path} is not JSON ({error})", RULE) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise Damage(name, f"{path} is not a manifest of this toolkit", RULE)

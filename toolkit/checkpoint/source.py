@@ -19,7 +19,8 @@ from toolkit.checkpoint.blocks import stamps
 from toolkit.checkpoint.catalog import Catalog, Damage
 from toolkit.checkpoint.reader import CatalogReader
 from toolkit.errors import CheckpointError, Problem
-from toolkit.families.base import ModelShape, shape_of
+from toolkit.families.base import ModelShape
+from toolkit.families.recorded import shape_of
 from toolkit.paths import MOST_PATH_BYTES, UnsafePath, check_links, inside
 
 MODEL = "model"  # among the scalars: the model's sizes, so that a checkpoint says what it is of
@@ -170,7 +171,7 @@ def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
 def of_manifest(folder: Path, found: manifest.Manifest, model: ModelShape | None) -> Source:
     """What a manifest describes. Looks at no file of it."""
     sizes = found.scalars.get(MODEL)
-    said = shape_of(sizes) if isinstance(sizes, dict) else None
+    said = shape_of(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
     shape = model or said or nearby.model_near(folder)
     facts = {"written by": ", ".join(f"{package} {version}" for package, version in found.software.items())}
     return Source(format=found.written_as, catalog=found.catalog(folder), namespace=found.namespace, step=found.step, shape=shape,

@@ -168,7 +168,7 @@ def _content(path: str | Path, remedy: str = MADE_BY[KIND]) -> tuple[Place, dict
         raise InputError(Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)) from error
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")) from error
     if not isinstance(content, dict):
         raise incomplete(file, TypeError(type(content).__name__))

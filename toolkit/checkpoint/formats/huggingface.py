@@ -27,6 +27,7 @@ from toolkit.checkpoint.shard import WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source
 from toolkit.errors import CheckpointError, InputError, Problem
 from toolkit.families.base import Family, HubTensor, ModelShape
+from toolkit.families.recorded import model_of_config
 from toolkit.paths import UnsafePath, relative_name
 
 CONFIG = "config.json"
@@ -66,7 +67,7 @@ def _open(folder: Path) -> Source:
         raise InputError(Problem(str(folder / CONFIG), f"model_type={config.get('model_type')} in {folder / CONFIG}",
                                  f"a folder is of a family that the toolkit knows: {', '.join(families.FAMILIES)}",
                                  "give the model as model.target=my.package.Model"))
-    shape = family.settle(family.from_hugging_face_config(config))
+    shape = family.settle(model_of_config(family, config, folder / CONFIG))
     published = _Published.of(family, shape)
     weights = _slots(folder, _files(folder))
     scalars, states = _optimizer(folder)
@@ -92,7 +93,7 @@ def _read_json(folder: Path, file: str) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise Damage(file, f"{path} is missing", rule) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damage(file, f"{path} is not JSON ({error})", f"{rule} as JSON") from error
     if not isinstance(content, dict):
         raise Damage(file, f"{path} is not a JSON object", f"{rule} as an object")
