@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import ExitCode, InputError, Problem, UserError
+from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.rundir.directory import RunDirectory
 
 
@@ -27,7 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--data", type=Path, help="the folder with the tokenizer; default: the run's own data")
     given = parser.parse_args(arguments)
     try:
-        print(given.prompt + continuation(given))
+        with file_errors():
+            print(given.prompt + continuation(given))
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER

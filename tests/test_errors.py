@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from launch import plan
+from launch import generate, plan, prepare, report, reshard, submit
 from toolkit.config.compose import compose
-from toolkit.errors import ConfigError, ExitCode, Problem, without_secrets
+from toolkit.errors import ConfigError, ExitCode, Problem, file_errors, without_secrets
 
 VALUE = "VALUE-of-mine-123"
 SECRET = [
@@ -52,3 +55,29 @@ def test_a_secret_is_not_shown_by_the_error_itself() -> None:
     with pytest.raises(ConfigError) as caught:
         compose([f"monitor.api_key={VALUE}"])
     assert VALUE not in str(caught.value)
+
+
+def test_every_command_answers_a_file_that_cannot_be_read_with_rule_and_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, long = tmp_path / "file", str(tmp_path / ("a" * 300))
+    file.touch()
+    commands: dict[str, tuple[Callable[[list[str]], int], list[list[str]]]] = {
+        "prepare": (prepare.main, [[f"input={long}", f"output={tmp_path}/out"], [f"inspect={long}"], ["input=stdlib", f"output={file}/x"],
+                                   ["input=stdlib", "output=/proc/x"]]),
+        "reshard": (reshard.main, [[f"source={long}", "action=inspect"], [f"source={file}/x", "action=inspect"]]),
+        "report": (report.main, [[long], [f"{file}/x"], [str(file)]]),
+        "generate": (generate.main, [[long, "text"], [f"{file}/x", "text"]]),
+        "submit": (submit.main, [["+exp=quickstart", "run.dir=/proc/x"], ["+exp=quickstart", f"run.dir={file}/x"],
+                                 ["+exp=quickstart", f"run.dir={long}"], ["+exp=quickstart", "run.dir=/etc"]]),
+        "plan": (plan.main, [["model=pretrained", f"model.pretrained={long}"], [f"--config-dir={long}", "+exp=quickstart"]]),
+    }
+    for name, (main, cases) in commands.items():
+        for words in cases:
+            assert main(words) == ExitCode.USER, (name, words)
+            said = capsys.readouterr().err
+            assert "rule:" in said, (name, words, said)
+            assert "remedy:" in said, (name, words, said)
+
+
+def test_an_error_of_no_file_goes_through() -> None:
+    with pytest.raises(TimeoutError, match="no answer"), file_errors():
+        raise TimeoutError("no answer")

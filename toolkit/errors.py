@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+
+MOST_SHOWN = 200  # characters of a path in an error
 
 
 class ExitCode(IntEnum):
@@ -88,6 +94,28 @@ class PlanError(UserError):
 
 class InputError(UserError):
     """A file, folder or data set that is missing or is not what it should be."""
+
+
+@contextmanager
+def file_errors(key: str | None = None, remedy: str = "name another file or folder, or let this user read and write it") -> Iterator[None]:
+    """Around work on files that the user named: what the operating system refuses becomes an error without a traceback.
+
+    Args:
+        key: the setting that named the file; None: the file itself is shown.
+
+    Raises:
+        InputError: for an OSError of a file. One of no file (a connection, a time-out) goes through as it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+        seen = f"{f'{key}: ' if key else ''}{place[:MOST_SHOWN]}{'...' * (len(place) > MOST_SHOWN)}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "make room there, or name a folder on another disk"
+        raise InputError(Problem(key or place, seen, "files and folders that are named can be read and written", remedy)) from error
 
 
 class CheckpointError(UserError):

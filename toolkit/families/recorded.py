@@ -36,7 +36,8 @@ def shape_of(sizes: Mapping[str, Any], file: object) -> ModelShape:
     """
     known = {name: value for name, value in sizes.items() if name in ModelShape.__dataclass_fields__}
     # In a shape, 0 experts say that there are none.
-    given = {name: value or None if name in ("num_local_experts", "num_experts_per_tok") else value for name, value in known.items()}
+    experts = ("num_local_experts", "num_experts_per_tok")
+    given: dict[str, Any] = {name: value or None if name in experts else value for name, value in known.items()}
     _checked(lambda: ModelConfig(**given), file)
     try:
         shape = ModelShape(**known)
