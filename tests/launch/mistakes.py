@@ -84,7 +84,7 @@ MISTAKES = (
     wrong("run.dir=/proc/x", shows="run.dir: /proc/x", starting_only=True),
     wrong("run.dir=/etc/passwd", shows="is not a folder", starting_only=True),
     wrong("run.dir=/etc/passwd/x", shows="run.dir: /etc/passwd/x", starting_only=True),
-    wrong(f"run.name={'a' * 300}", shows="File name too long", starting_only=True),
+    wrong(f"run.name={'a' * 300}", shows="has at most 255 bytes", starting_only=True),
     wrong("run.fork=/no/such/run", starting_only=True),
     wrong("model=custom", "model.target=no_such_package.Model", shows="no module no_such_package", starting_only=True),
     wrong("model=custom", "model.target=subprocess.getoutput", "+model.arguments.cmd=true", shows="Python's own library",
