@@ -67,7 +67,7 @@ def test_every_command_answers_a_file_that_cannot_be_read_with_rule_and_remedy(c
         "report": (report.main, [[long], [f"{file}/x"], [str(file)]]),
         "generate": (generate.main, [[long, "text"], [f"{file}/x", "text"]]),
         "submit": (submit.main, [["+exp=quickstart", "run.dir=/proc/x"], ["+exp=quickstart", f"run.dir={file}/x"],
-                                 ["+exp=quickstart", f"run.dir={long}"], ["+exp=quickstart", "run.dir=/etc"]]),
+                                 ["+exp=quickstart", f"run.dir={long}"], ["+exp=quickstart", f"run.dir={tmp_path}"]]),
         "plan": (plan.main, [["model=pretrained", f"model.pretrained={long}"], [f"--config-dir={long}", "+exp=quickstart"]]),
     }
     for name, (main, cases) in commands.items():
