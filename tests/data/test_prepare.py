@@ -35,6 +35,7 @@ from tests.data.texts import (
     write_zst,
 )
 from toolkit.config.prepare import DatasetConfig, InputFormat, PrepareConfig, TokenizerConfig
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data import tokenizer as bpe
 from toolkit.data.manifest import read_manifest
 from toolkit.data.prepare import merge
@@ -230,7 +231,7 @@ def test_what_is_not_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Pat
 
 def test_a_tokenizer_is_trained_here_on_what_trains(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = PrepareConfig(input=str(corpus), output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300), workers=1,
-                           validation=0.3)  # fmt: skip
+                           validation=0.3, special_tokens=SpecialTokens.text)  # fmt: skip
     seen: list[str] = []
     train = bpe.train_bpe
     monkeypatch.setattr(bpe, "train_bpe", lambda texts, size: train((seen.append(text) or text for text in texts), size))
@@ -297,7 +298,7 @@ def test_memory_does_not_grow_with_the_input(tokenizer: Path, tmp_path: Path) ->
         folder.mkdir(exist_ok=True)
         write_gz(folder / "a.jsonl.gz", plain.read_bytes())  # cannot be read in ranges: one unit
         words = [f"input={folder}", f"output={tmp_path / f'out{len(peaks)}'}", "workers=1", "memory_mib=4", f"tokenizer.path={tokenizer}",
-                 "tokenizer.end_of_text='<|endoftext|>'"]  # fmt: skip
+                 "tokenizer.end_of_text='<|endoftext|>'", "special_tokens=text"]  # fmt: skip
         command = [sys.executable, "-c", MEMORY, str(parts), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, cwd=ROOT)
         peaks.append(int(done.stdout.split()[-1]) / 1024)

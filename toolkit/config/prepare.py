@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from toolkit.config.checks import at_least, check
+from toolkit.config.special_tokens import SpecialTokens
 
 
 class InputFormat(Enum):
@@ -63,6 +64,9 @@ class PrepareConfig:
     """Name of the field that holds a document's text, in jsonl, parquet and datasets."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    special_tokens: SpecialTokens = SpecialTokens.refuse
+    """What the string of one of the tokenizer's special tokens (<|user|>) becomes where a document contains it: parse makes it that
+    token, text makes it ordinary text, refuse stops with an error that names the document."""
     output: str | None = None
     """Folder of the prepared data. Null: data/NAME, after the input's name."""
     validation: float = 0.005

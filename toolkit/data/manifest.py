@@ -94,6 +94,8 @@ class DataManifest:
     files: Mapping[str, Digest] = field(default_factory=dict)  # beside the shards: path below the folder -> what it must be
     recipe: Mapping[str, Any] = field(default_factory=dict)  # the settings that decided the bytes, where launch/prepare.py made them
     versions: Mapping[str, str] = field(default_factory=dict)  # packages that made them
+    # String of a special token of the tokenizer -> how often the documents contained it, where launch/prepare.py counted them.
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -240,7 +242,8 @@ def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
     url = place if isinstance(place, Url) else None
     folder = place if isinstance(place, Path) else user_cache() / "tokenizers" / tokenizer.hash
     return DataManifest(folder=folder, url=url, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits, files=files,
-                        recipe=content.get("recipe", {}), versions=content.get("versions", {}))
+                        recipe=content.get("recipe", {}), versions=content.get("versions", {}),
+                        special_tokens=content.get("special_tokens", {}))
 
 
 def _shard(content: dict[str, Any]) -> Shard:
@@ -255,4 +258,7 @@ def describe(manifest: DataManifest) -> list[str]:
     for name, split in manifest.splits.items():
         size = f"{sum(shard.bin.bytes for shard in split.shards):,} bytes of {manifest.dtype}"
         lines.append(f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens, {size}, xxh3 {split.data_hash}")
+    if manifest.special_tokens:
+        counts = ", ".join(f"{content} {count:,} times" for content, count in manifest.special_tokens.items())
+        lines.append(f"special    the documents contain {counts} (special_tokens={manifest.recipe.get('special_tokens')})")
     return lines

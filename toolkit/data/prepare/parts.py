@@ -37,6 +37,7 @@ class Receipt:
         equal: documents that were dropped since one before in the part is equal.
         replaced: documents with bytes that are not UTF-8, which became U+FFFD.
         inside: end-of-text tokens that do not end a document.
+        special: [string of a special token, how often the documents contain it], of all documents that are not empty.
         sources: [number, documents that are not empty] of the sources in it.
     """
 
@@ -51,6 +52,7 @@ class Receipt:
     equal: int
     replaced: int
     inside: int
+    special: tuple[tuple[str, int], ...]
     sources: tuple[tuple[int, int], ...]
 
     @property
@@ -87,7 +89,8 @@ def _receipt(path: Path) -> Receipt:
     content = json.loads(path.read_bytes())
     for name in ("kept", "tokens"):
         content[name] = tuple(content[name])
-    content["sources"] = tuple((number, count) for number, count in content["sources"])
+    for name in ("special", "sources"):
+        content[name] = tuple((key, count) for key, count in content[name])
     return Receipt(**content)
 
 

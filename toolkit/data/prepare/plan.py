@@ -121,6 +121,7 @@ def recipe(config: PrepareConfig) -> dict[str, Any]:
     return {
         "version": VERSION, "format": config.format.name, "text": config.text, "dataset.name": config.dataset.name,
         "dataset.split": config.dataset.split, "dataset.revision": config.dataset.revision, **tokenizer, "validation": config.validation,
+        "special_tokens": config.special_tokens.name,
         "deduplicate": config.deduplicate, "seed": config.seed, "shard_mib": config.shard_mib, "licence": config.licence,
     }  # fmt: skip
 

@@ -36,6 +36,16 @@ def documents(plan: Plan, unit: Unit) -> Iterator[Document]:
     return _READERS["whole" if unit.whole else plan.sources[unit.first].format](plan, unit)
 
 
+def where(plan: Plan, unit: Unit, document: Document) -> str:
+    """A document of the unit, as a user can find it."""
+    path, kind = plan.path(document.source), plan.sources[document.source].format
+    if kind == InputFormat.text.name:
+        return str(path)
+    if kind in (InputFormat.parquet.name, InputFormat.dataset.name):
+        return f"{path}, row {document.place & ((1 << 40) - 1)}"  # of a streamed dataset: in its shard
+    return f"{path}, line {document.place + 1}" if unit.whole else f"{path}, the line at byte {document.place}"
+
+
 def decoded(content: bytes) -> tuple[bytes, str]:
     """A document as UTF-8 and as text. What is not UTF-8 becomes U+FFFD; otherwise the very same bytes are given back."""
     try:

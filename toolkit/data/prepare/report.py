@@ -75,10 +75,17 @@ def finish(
     origin = Origin(plan.seen, plan.recipe["licence"], len(plan.sources), plan.bytes, digest(output / SOURCES).xxh3_128)
     manifest = DataManifest(
         folder=output, dtype=dtype.name, origin=origin, tokenizer=ends, splits=splits, recipe=plan.recipe, versions=versions(),
-        files={name: digest(output / name) for name in files},
+        files={name: digest(output / name) for name in files}, special_tokens=_special(receipts),
     )  # fmt: skip
     write_manifest(manifest, output)
     return manifest
+
+
+def _special(receipts: Sequence[Receipt]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for receipt in receipts:
+        found.update(dict(receipt.special))
+    return dict(sorted(found.items()))
 
 
 def versions() -> dict[str, str]:

@@ -92,7 +92,7 @@ def _make(config: PrepareConfig, listed: Listing, work: Path, output: Path, prog
     for folder in (tokenise.PARTS, merge.SHARDS):
         (work / folder).mkdir(exist_ok=True)
     tokenizer = ready_vocabulary(config, plan, work, output, progress)
-    words = vocabulary(output, tokenizer)
+    words = vocabulary(output, tokenizer, plan)
     left, before = tokenise.units_left(work / tokenise.PARTS, plan)
     total = sum(unit.bytes for unit in plan.units)
     with progress.task("tokenising", total=total or None, unit="B", done=before) as task:
