@@ -51,7 +51,7 @@ def show(overrides: Sequence[str]) -> None:
             from toolkit.data.prepare.run import prepare
 
             manifest = prepare(config, progress)
-            lines = [f"data       {manifest.folder}", *describe(manifest), *report.describe(manifest.folder)]
+            lines = [f"data       {manifest.folder}", *describe(manifest), *report.describe(manifest)]
     print("\n".join(lines))
 
 

@@ -89,7 +89,7 @@ MISTAKES = {
     "no column": (one("a.parquet", b"", parquet=True), "text", "text=text, no such column"),
     "no Parquet": (one("a.parquet", b"nothing"), "input", "a.parquet"),
     "truncated gz": (one("a.jsonl.gz", b"", gz=b'{"text": "a"}\n' * 99, cut=5), "input", "a.jsonl.gz"),
-    "no training text": (one("a.jsonl", b'{"text": ""}\n\n'), "input", "2 documents"),
+    "no training text": (one("a.jsonl", b'{"text": ""}\n\n'), "input", "2 without text"),
 }  # fmt: skip
 
 

@@ -64,6 +64,7 @@ class Plan:
     """Attributes:
     root: folder below which sources lie; a dataset's id.
     seen: the input as it was typed.
+    validation_below: documents whose ``keys.side`` is smaller go to validation.
     """
 
     root: str
@@ -71,6 +72,7 @@ class Plan:
     sources: tuple[Source, ...]
     units: tuple[Unit, ...]
     recipe: dict[str, Any]
+    validation_below: int = 0
 
     def path(self, source: int) -> Path:
         return Path(self.root, self.sources[source].name)

@@ -126,10 +126,14 @@ def _statistics(receipts: Sequence[Receipt], done: Any, splits: Mapping[str, Spl
     )  # fmt: skip
 
 
-def describe(output: Path) -> list[str]:
-    """Lines for people about the report of ``output``; none where launch/prepare.py did not write it."""
-    file = output / REPORT
-    return [*describe_report(file.read_bytes()), f"           lengths as a picture: {output / PICTURE}"] if file.is_file() else []
+def describe(manifest: DataManifest) -> list[str]:
+    """Lines for people: what ``describe`` of the manifest does not have. The report's are absent if launch/prepare.py did not write it."""
+    lines, file = [], manifest.folder / REPORT
+    if SPLITS[1] not in manifest.splits:
+        lines.append("validation none: write eval.every=0 when you train on this data, since there is nothing to evaluate on")
+    if file.is_file():
+        lines += [*describe_report(file.read_bytes()), f"           lengths as a picture: {manifest.folder / PICTURE}"]
+    return lines
 
 
 def describe_report(content: bytes) -> list[str]:

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from toolkit.data.manifest import DataManifest, TokenizerInfo, read_manifest
 from toolkit.data.prepare import merge, report, store, tokenise
 from toolkit.data.prepare.parts import SPLITS, read_receipts
 from toolkit.data.prepare.plan import Listing, Plan, as_typed, list_input, make_plan, read_plan, recipe
+from toolkit.data.prepare.split import validation_below
 from toolkit.data.prepare.vocabulary import ready_vocabulary, vocabulary
 from toolkit.data.prepare.work import each
 from toolkit.data.tokenizer import FOLDER as TOKENIZER
@@ -100,8 +102,9 @@ def _make(config: PrepareConfig, listed: Listing, work: Path, output: Path, prog
     assert not tokenise.units_left(work / tokenise.PARTS, plan)[0], "every unit is done"
     receipts = read_receipts(work / tokenise.PARTS)
     if not sum(receipt.tokens[0] for receipt in receipts):
-        seen = f"input={config.input}: {sum(receipt.empty for receipt in receipts)} documents, none of them for training with text"
-        raise InputError(Problem("input", seen, f"the split {SPLITS[0]} gets a document", "give more text, or a smaller validation="))
+        kept, empty = sum(receipt.kept[1] for receipt in receipts), sum(receipt.empty for receipt in receipts)
+        seen = f"input={config.input}: {kept} documents for validation, {empty} without text, none for training"
+        raise InputError(Problem("input", seen, f"the split {SPLITS[0]} gets a document", "give more text, or write validation=0"))
     shards = merge.pieces(receipts, words.dtype.itemsize, config.shard_mib << 20)
     _write_shards(config, work, output, tokenizer, shards, workers, progress)
     changes = _changes(plan, listed)
@@ -136,6 +139,7 @@ def _plan(config: PrepareConfig, listed: Listing, work: Path, progress: Progress
             raise InputError(*problems)
         shutil.rmtree(work.parent / TOKENIZER, ignore_errors=True)  # of a recipe that was mistaken
     plan = make_plan(config, listed, progress)
+    plan = replace(plan, validation_below=validation_below(plan, progress))
     plan.write(work)
     return plan
 
