@@ -20,8 +20,18 @@ class InputFormat(Enum):
     text = "text"
     lines = "lines"
     jsonl = "jsonl"
+    json = "json"
+    csv = "csv"
+    tsv = "tsv"
     parquet = "parquet"
     dataset = "dataset"
+
+
+class OnBadRow(Enum):
+    """What becomes of a row that has no document: broken JSON, no such field, a field that is no text."""
+
+    refuse = "refuse"
+    skip = "skip"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,10 +68,15 @@ class PrepareConfig:
     """A file, a folder, a pattern ('corpus/**/*.jsonl.zst', in quotes), a folder in a store (s3://bucket/corpus), a dataset's folder or hub
     id, or stdlib: the embedded text."""
     format: InputFormat = InputFormat.auto
-    """text (a file is a document), lines (a line is one), jsonl, parquet (a row is one), dataset (by the package datasets), or auto: by
-    the files' endings. Text, lines and jsonl may be compressed (.gz, .zst)."""
+    """text (a file is a document), lines (a line is one), jsonl, json (an array, or JSON lines), csv and tsv (with a line of names),
+    parquet, dataset (by the package datasets), or auto: by the files' endings. All but parquet may be compressed (.gz, .zst, .bz2, .xz)
+    and in archives (.zip, .tar, .tar.gz and so on). Other files are refused."""
     text: str = "text"
-    """Name of the field that holds a document's text, in jsonl, parquet and datasets."""
+    """Name of the field that holds a document's text, in all formats but text and lines; meta.body is the field body of the field
+    meta."""
+    on_bad_row: OnBadRow = OnBadRow.refuse
+    """What a row becomes that is broken, lacks the field, or has no text in it: refuse stops with an error that names it (start again
+    to continue after you corrected it), skip leaves it out and counts it."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     special_tokens: SpecialTokens = SpecialTokens.refuse

@@ -96,6 +96,7 @@ class DataManifest:
     versions: Mapping[str, str] = field(default_factory=dict)  # packages that made them
     # String of a special token of the tokenizer -> how often the documents contained it, where launch/prepare.py counted them.
     special_tokens: Mapping[str, int] = field(default_factory=dict)
+    bad_rows: Mapping[str, Any] = field(default_factory=dict)  # left out of it: how many, "count", and the "first" ones in words
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -243,7 +244,7 @@ def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
     folder = place if isinstance(place, Path) else user_cache() / "tokenizers" / tokenizer.hash
     return DataManifest(folder=folder, url=url, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits, files=files,
                         recipe=content.get("recipe", {}), versions=content.get("versions", {}),
-                        special_tokens=content.get("special_tokens", {}))
+                        special_tokens=content.get("special_tokens", {}), bad_rows=content.get("bad_rows", {}))
 
 
 def _shard(content: dict[str, Any]) -> Shard:
@@ -261,4 +262,7 @@ def describe(manifest: DataManifest) -> list[str]:
     if manifest.special_tokens:
         counts = ", ".join(f"{content} {count:,} times" for content, count in manifest.special_tokens.items())
         lines.append(f"special    the documents contain {counts} (special_tokens={manifest.recipe.get('special_tokens')})")
+    if manifest.bad_rows:
+        lines.append(f"bad rows   {manifest.bad_rows['count']:,} were left out (on_bad_row=skip), the first of them:")
+        lines += [f"           {seen}" for seen in manifest.bad_rows["first"]]
     return lines
