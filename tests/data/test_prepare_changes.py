@@ -141,7 +141,9 @@ BAD = [BROKEN, b'["no object"]\n', b'{"id": 3}\n', b'{"text": 7}\n', b"\xff\xfe{
 def make_bad(folder: Path, rows: int = 40) -> Path:
     """Each kind of bad row several times, in a file that is read in ranges and in one that is not."""
     lines = write_jsonl(folder / "a.jsonl", TEXTS[:rows]).read_bytes().splitlines(keepends=True)
-    mixed = [line for number, line in enumerate(lines) for line in ((line, BAD[number % len(BAD)]) if number % 2 and number > 8 else (line,))]
+    mixed: list[bytes] = []
+    for number, line in enumerate(lines):
+        mixed += [line, BAD[number % len(BAD)]] if number % 2 and number > 8 else [line]
     (folder / "a.jsonl").write_bytes(b"".join(mixed))
     write_gz(folder / "b.jsonl.gz", b"".join(mixed).replace(b'"text": "', b'"text": "b '))
     return folder

@@ -62,7 +62,9 @@ def test_another_recipe_or_input_is_refused_by_name(tokenizer: Path, tmp_path: P
         prepared(source, output, other)
 
 
-def test_an_input_that_changes_while_it_is_read_is_refused_and_read_again(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_changes_while_it_is_read_is_refused_and_read_again(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20])
     units = tokenise.units_left
     monkeypatch.setattr(tokenise, "units_left", lambda *args: (write_jsonl(source, TEXTS[:21]), units(*args))[1])

@@ -16,7 +16,7 @@ from toolkit.data.prepare import datasource
 from toolkit.data.prepare.content import BUFFER_BYTES, BYTE_ORDER_MARK, Opened, check_text, readable
 from toolkit.data.prepare.formats import input_format, is_archive
 from toolkit.data.prepare.plan import Plan, Unit
-from toolkit.data.prepare.rows import BadRow, Row, line_of, pick, rows, text_bytes
+from toolkit.data.prepare.rows import BadRow, Row, line_of, rows, text_of
 from toolkit.errors import InputError, Problem
 
 ROWS_AT_ONCE = 64
@@ -164,7 +164,7 @@ def _check_column(schema: Any, column: str, path: Path) -> None:
 
 def _value(record: Any, name: str) -> bytes | BadRow:
     try:
-        return text_bytes(pick(record, name), name)
+        return text_of(record, name)
     except BadRow as bad:
         return bad
 
