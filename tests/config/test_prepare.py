@@ -36,7 +36,7 @@ MISTAKES = (
     ("workers=0", "workers", "at least 1", "workers=1"),
     ("validation=1.0", "validation", "from 0 to below 1", "validation=0.005"),
     ("tokenizer.vocab_size=256", "tokenizer.vocab_size", "at least 257", "tokenizer.vocab_size=257"),
-    ("inspect=data/x", "input", "prepared (input=) or inspected", "write input=FOLDER or inspect=FOLDER"),
+    ("inspect=data/x", "input", "prepared (input=), inspected", "write one of input=FOLDER"),
 )
 
 

@@ -98,6 +98,11 @@ class PrepareConfig:
     """Processes. Null: as many as there are cores. The bytes do not depend on it."""
     memory_mib: int = 256
     """Tokens that one worker holds while it sorts them into shards. The bytes do not depend on it."""
+    import_path: str | None = None
+    """Megatron's .bin and .idx files that others made: a folder, one pair (with or without its ending), or a pattern. A manifest and
+    tokenizer.path, which made the tokens, are put beside them; nothing is tokenised. ``import=PATH`` is short for it."""
+    import_validation: str | None = None
+    """import: which of such files are the validation split, in the same folder. Null: none."""
     inspect: str | None = None
     """A folder of prepared data, or its URL: verify every byte of it and show what it is. Makes nothing."""
     sequence_length: int = 2048
@@ -110,5 +115,11 @@ class PrepareConfig:
               "write validation=0.005")
         at_least("", 0, seed=self.seed, samples=self.samples)
         at_least("", 1, shard_mib=self.shard_mib, workers=self.workers, memory_mib=self.memory_mib, sequence_length=self.sequence_length)
-        check((self.input is None) != (self.inspect is None), "input", f"{self.input or 'null'}, inspect={self.inspect or 'null'}",
-              "something is prepared (input=) or inspected (inspect=)", "write input=FOLDER or inspect=FOLDER; --help shows all")
+        given = [value for value in (self.input, self.inspect, self.import_path) if value is not None]
+        seen = f"{self.input or 'null'}, inspect={self.inspect or 'null'}, import={self.import_path or 'null'}"
+        check(len(given) == 1, "input", seen, "something is prepared (input=), inspected (inspect=) or imported (import=)",
+              "write one of input=FOLDER, inspect=FOLDER and import=FOLDER; --help shows all")
+        check(self.import_path is None or self.output is None, "output", self.output, "imported files are trained on where they lie",
+              "leave out output")
+        check(self.import_path is not None or self.import_validation is None, "import_validation", self.import_validation,
+              "it belongs to import=", "write import=PATH too")

@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.prepare.keys import Keys, first_of_equal
+from toolkit.data.prepare.limits import check_size
 from toolkit.data.prepare.parts import FIRST_BAD, Receipt, parts_of, write_part
 from toolkit.data.prepare.plan import Plan, read_plan
 from toolkit.data.prepare.read import Document, decoded, documents
 from toolkit.data.prepare.vocabulary import Vocabulary
 from toolkit.data.special import SpecialStrings
-from toolkit.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 PART_BYTES = 16 << 20  # of text: what a kill can cost each process
 TEXT_AT_ONCE = 256 << 10  # encoded in one call: the library's own results take a hundred times the text
 PARTS = "parts"
-LARGE_BYTES = 8 << 20  # of a document: smaller ones fit the memory of any machine
-TOKENISER_MEMORY = 150  # bytes that the tokenizer needs for a byte of a document: 105 for words, 145 for one long word
 SHOWN = 240  # characters of what is wrong with a row
 
 
@@ -155,22 +153,6 @@ class _Part:
         )  # fmt: skip
         tokens = np.concatenate([self._tokens[number] for number in order.tolist()]) if len(order) else np.empty(0)
         write_part(folder, receipt, tokens, high[order], low[order], starts)
-
-
-def check_size(document: Document, path: Path) -> None:
-    """Raises InputError if this machine has not the memory to tokenise the document: the library would abort the process."""
-    size = len(document.content)
-    if size < LARGE_BYTES:
-        return
-    import psutil
-
-    available = psutil.virtual_memory().available
-    if size * TOKENISER_MEMORY > available:
-        seen = f"{path}, {document.where}: a document of {size / 2**20:,.0f} MiB"
-        rule = (f"the tokenizer takes a document as a whole, in {TOKENISER_MEMORY} times its size of memory "
-                f"({size * TOKENISER_MEMORY / 2**30:,.1f} GiB; {available / 2**30:,.1f} GiB are available)")
-        remedy = "cut it into several documents or remove it, then start again to continue; or use a machine with more memory"
-        raise InputError(Problem("input", seen, rule, remedy))
 
 
 def units_left(folder: Path, plan: Plan) -> tuple[list[int], int]:

@@ -17,6 +17,7 @@ from toolkit.data import tokenizer_copy
 from toolkit.data.index import token_dtype
 from toolkit.data.manifest import TokenizerInfo
 from toolkit.data.prepare.keys import Keys
+from toolkit.data.prepare.limits import check_size
 from toolkit.data.prepare.plan import Plan
 from toolkit.data.prepare.read import decoded, documents
 from toolkit.data.special import prepare_tokenizer
@@ -78,6 +79,7 @@ def _sample(config: PrepareConfig, plan: Plan, progress: Progress) -> Iterator[s
             for document in documents(plan, plan.units[number * len(plan.units) // count]):
                 if taken >= share or total >= wanted:
                     break
+                check_size(document, plan.path(document.source))
                 content, text = decoded(document.content)
                 if content and not keys.is_validation(content):
                     yield text
