@@ -100,6 +100,7 @@ def test_an_import_that_cannot_be_is_refused_and_leaves_nothing(tokenizer: Path,
     write_megatron(tmp_path / "none", "a", [])
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.idx").write_text("no index")
+    (tmp_path / "text" / "a.bin").write_text("no tokens")
     for name, seen in (("large", "token 400, a tokenizer of 400 tokens"), ("wide", "tokens of int64"), ("two", "b.idx: tokens of int32"),
                        ("cut", "by its index it has"), ("alone", "a.bin: absent"), ("absent", "no .idx file"), ("none", "no tokens"),
                        ("text", "starting with b'no index'")):

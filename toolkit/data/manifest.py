@@ -25,7 +25,8 @@ KIND = "tokens"  # of a manifest that names none
 # What a folder holds -> the option that reads it.
 REMEDIES = {KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
 # What makes a folder of it.
-MADE_BY = {KIND: "write data=stdlib, or make a data folder with launch/prepare.py and name it with data.path=FOLDER",
+MADE_BY = {KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or import=FOLDER for Megatron's files) "
+                 "and name it with data.path=FOLDER",
            "records": "make one: python -m toolkit.data.tiles FOLDER, or your own with toolkit.data.write_records (docs/data.md)"}
 
 
