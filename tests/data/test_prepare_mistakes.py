@@ -184,3 +184,14 @@ def test_the_embedded_text_is_an_input(tmp_path: Path, monkeypatch: pytest.Monke
     manifest = prepare(config, Progress.silent())
     assert manifest == stdlib.ensure(tmp_path / "data", 300)
     assert manifest.tokenizer.ends_documents
+
+
+def test_a_folder_of_another_recipe_version_is_refused_with_a_remedy_that_works(tokenizer: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
+    prepared(source, tmp_path / "data", tokenizer)
+    manifest = tmp_path / "data" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 1'))
+    with pytest.raises(InputError, match=r"made by recipe version 1(?s:.*)output=FOLDER") as caught:
+        prepared(source, tmp_path / "data", tokenizer)
+    assert len(caught.value.problems) == 1
+    prepared(source, tmp_path / "other", tokenizer)
