@@ -27,7 +27,8 @@ KIND = "tokens"  # of a manifest that names none
 # What a folder holds -> the option that reads it.
 REMEDIES = {KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
 # What makes a folder of it.
-MADE_BY = {KIND: "write data=stdlib, or make a data folder with launch/prepare.py and name it with data.path=FOLDER",
+MADE_BY = {KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or import=FOLDER for Megatron's files) "
+                 "and name it with data.path=FOLDER",
            "records": "make one: python -m toolkit.data.tiles FOLDER, or your own with toolkit.data.write_records (docs/data.md)"}
 
 
@@ -96,6 +97,9 @@ class DataManifest:
     files: Mapping[str, Digest] = field(default_factory=dict)  # beside the shards: path below the folder -> what it must be
     recipe: Mapping[str, Any] = field(default_factory=dict)  # the settings that decided the bytes, where launch/prepare.py made them
     versions: Mapping[str, str] = field(default_factory=dict)  # packages that made them
+    # String of a special token of the tokenizer -> how often the documents contained it, where launch/prepare.py counted them.
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    bad_rows: Mapping[str, Any] = field(default_factory=dict)  # left out of it: how many, "count", and the "first" ones in words
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -265,7 +269,8 @@ def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
     url = place if isinstance(place, Url) else None
     folder = place if isinstance(place, Path) else user_cache() / "tokenizers" / tokenizer.hash
     return DataManifest(folder=folder, url=url, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits, files=files,
-                        recipe=content.get("recipe", {}), versions=content.get("versions", {}))
+                        recipe=content.get("recipe", {}), versions=content.get("versions", {}),
+                        special_tokens=content.get("special_tokens", {}), bad_rows=content.get("bad_rows", {}))
 
 
 def _shard(content: dict[str, Any]) -> Shard:
@@ -281,4 +286,10 @@ def describe(manifest: DataManifest) -> list[str]:
     for name, split in manifest.splits.items():
         size = f"{sum(shard.bin.bytes for shard in split.shards):,} bytes of {manifest.dtype}"
         lines.append(f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens, {size}, xxh3 {split.data_hash}")
+    if manifest.special_tokens:
+        counts = ", ".join(f"{content} {count:,} times" for content, count in manifest.special_tokens.items())
+        lines.append(f"special    the documents contain {counts} (special_tokens={manifest.recipe.get('special_tokens')})")
+    if manifest.bad_rows:
+        lines.append(f"bad rows   {manifest.bad_rows['count']:,} were left out (on_bad_row=skip), the first of them:")
+        lines += [f"           {seen}" for seen in manifest.bad_rows["first"]]
     return lines

@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 import xxhash
 
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data.prepare.plan import Listing, hidden, input_format
+from toolkit.data.prepare.formats import hidden, input_format
+from toolkit.data.prepare.plan import Listing
 from toolkit.data.storage import Buffer, Range, StoreFolder, Url, open_folder, place_of
 from toolkit.errors import InputError, Problem
 from toolkit.paths import UnsafePath, relative_name
