@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import ExitCode, InputError, Problem, UserError
+from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.rundir.directory import RunDirectory
 
 
@@ -25,9 +25,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--weights", type=Path, help="a checkpoint in any format; default: the run's newest, else its export")
     parser.add_argument("--data", type=Path, help="the folder with the tokenizer; default: the run's own data")
+    parser.add_argument("--special-tokens", choices=("refuse", "text", "parse"),
+                        help="what the string of a special token in the prompt becomes; default: as in the run's data")
     given = parser.parse_args(arguments)
     try:
-        print(given.prompt + continuation(given))
+        with file_errors():
+            print(given.prompt + continuation(given))
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -45,17 +48,20 @@ def continuation(given: argparse.Namespace) -> str:
     from toolkit.checkpoint import open_reader
     from toolkit.checkpoint.online.store import CheckpointStore
     from toolkit.config.compose import from_yaml
-    from toolkit.data.sources import text_folder
-    from toolkit.families.base import shape_of
+    from toolkit.config.special_tokens import SpecialTokens
+    from toolkit.data.sources import special_tokens_of, text_folder
+    from toolkit.families.recorded import shape_of
     from toolkit.train.generate import continue_text, load_model, load_tokenizer
 
-    shape = shape_of(model)
-    data = given.data or text_folder(from_yaml(directory.config_file.read_text(encoding="utf-8")).data)
+    shape = shape_of(model, directory.plan_file)
+    config = from_yaml(directory.config_file.read_text(encoding="utf-8")).data
+    data = given.data or text_folder(config)
+    special = SpecialTokens[given.special_tokens] if given.special_tokens else special_tokens_of(config, data)
     weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
     reader = open_reader(weights, model=shape)
     module, tokenizer = load_model(shape, reader), load_tokenizer(data, reader)
     return continue_text(module, tokenizer, given.prompt, tokens=given.tokens, temperature=given.temperature, seed=given.seed,
-                         context=shape.max_position_embeddings)
+                         context=shape.max_position_embeddings, special_tokens=special)
 
 
 if __name__ == "__main__":

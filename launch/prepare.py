@@ -1,9 +1,10 @@
 """Make text ready to train on: tokenised shards in Megatron's format, a manifest, statistics. Or see what such a folder is.
 
-    python launch/prepare.py input=books output=data/books                    # a folder of .txt, .jsonl[.gz|.zst], .parquet
+    python launch/prepare.py input=books output=data/books                    # .txt, .jsonl, .json, .csv, .parquet, compressed, in archives
     python launch/prepare.py input='corpus/*.jsonl.zst' text=content tokenizer.path=gpt2 deduplicate=true output=data/corpus
     python launch/prepare.py input=allenai/c4 format=dataset dataset.name=en output=data/c4      # any source of the package datasets
     python launch/prepare.py input=s3://bucket/texts output=data/texts              # files in a store: s3, gs, az
+    python launch/prepare.py import=megatron/train tokenizer.path=gpt2              # Megatron's .bin and .idx made by others
     python launch/prepare.py inspect=data/books                               # verify every byte and show what it is
     python launch/prepare.py input=stdlib                                     # the embedded text, as data=stdlib trains on it
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from toolkit.errors import ExitCode, UserError
+from toolkit.errors import ExitCode, UserError, file_errors
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +28,8 @@ def main(arguments: Sequence[str]) -> int:
 
         return show_help(arguments, above=__doc__ or "", root=PREPARE)
     try:
-        show(arguments)
+        with file_errors():
+            show(arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -48,10 +50,11 @@ def show(overrides: Sequence[str]) -> None:
         else:
             from toolkit.data.manifest import describe
             from toolkit.data.prepare import report
+            from toolkit.data.prepare.imported import import_shards
             from toolkit.data.prepare.run import prepare
 
-            manifest = prepare(config, progress)
-            lines = [f"data       {manifest.folder}", *describe(manifest), *report.describe(manifest.folder)]
+            manifest = prepare(config, progress) if config.import_path is None else import_shards(config, progress)
+            lines = [f"data       {manifest.folder}", *describe(manifest), *report.describe(manifest)]
     print("\n".join(lines))
 
 

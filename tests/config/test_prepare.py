@@ -31,12 +31,12 @@ MISTAKES = (
     ("data=stdlib", "data", "there is no key", "--help"),
     ("engine.deepspeed.dump_state=true", "engine.deepspeed.dump_state", "no section or group engine", "--help"),
     ("+seed=3", "seed", "changed without a plus", "write seed=3"),
-    ("format=xml", "format", "one of auto, text, lines, jsonl, parquet, dataset", "format=auto"),
+    ("format=xml", "format", "one of auto, text, lines, jsonl, json, csv, tsv, parquet, dataset", "format=auto"),
     ("workers=two", "workers", "a whole number, or null", "workers="),
     ("workers=0", "workers", "at least 1", "workers=1"),
     ("validation=1.0", "validation", "from 0 to below 1", "validation=0.005"),
     ("tokenizer.vocab_size=256", "tokenizer.vocab_size", "at least 257", "tokenizer.vocab_size=257"),
-    ("inspect=data/x", "input", "prepared (input=) or inspected", "write input=FOLDER or inspect=FOLDER"),
+    ("inspect=data/x", "input", "prepared (input=), inspected", "write one of input=FOLDER"),
 )
 
 

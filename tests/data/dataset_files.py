@@ -12,6 +12,7 @@ import pytest
 
 from toolkit.config.data import DataConfig, DatasetConfig
 from toolkit.config.schema import EvalConfig, RunConfig, TrainConfig
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data import tokenizer as bpe
 
 DOCUMENTS = 400
@@ -73,5 +74,6 @@ def config_of(corpus: Corpus, **dataset: Any) -> RunConfig:
     """Windows of 16 tokens, four in a batch."""
     settings = {"path": str(corpus.folder / "corpus.jsonl"), "tokenizer": str(corpus.tokenizer), **dataset}
     return RunConfig(
-        data=DataConfig(name="dataset", path=str(corpus.folder / "data"), dataset=DatasetConfig(**settings)),
+        data=DataConfig(name="dataset", path=str(corpus.folder / "data"), dataset=DatasetConfig(**settings),
+                        special_tokens=SpecialTokens.text),
         train=TrainConfig(global_batch=4, sequence_length=16), eval=EvalConfig(batches=3))

@@ -26,6 +26,7 @@ import pytest
 from tests.data.dataset_files import Corpus, config_of, make_corpus
 from tests.data.made import batch_plan
 from toolkit.config.schema import RunConfig
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data import tokenizer as bpe
 from toolkit.data.dataset import documents as documents_module
 from toolkit.data.dataset import source as sources
@@ -257,8 +258,9 @@ def test_a_killed_worker_is_an_error_and_leaves_nobody(corpus: Corpus) -> None:
 def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus) -> None:
     code = (
         "import sys, time; from pathlib import Path; import numpy as np; from toolkit.data.dataset.encode import Encoders\n"
+        "from toolkit.config.special_tokens import SpecialTokens\n"
         f"file = Path({str(corpus.tokenizer / 'tokenizer.json')!r})\n"
-        "encoders = Encoders(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0, count=2)\n"
+        "encoders = Encoders(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0, special_tokens=SpecialTokens.refuse, count=2)\n"
         "ask = lambda: encoders.submit(lambda: (b'ab', np.array([1, 2]))).result()\n"
         "ask(), ask(); print(*encoders.pids, flush=True); sys.stdin.readline(); print(len(ask()), flush=True); time.sleep(600)\n")
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
@@ -279,7 +281,8 @@ def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus)
 
 
 def test_what_goes_wrong_in_a_worker_or_while_reading_is_told(corpus: Corpus) -> None:
-    encoders = Encoders(corpus.tokenizer / "tokenizer.json", end_of_text=0, dtype=np.dtype(np.uint16), held_out=0.0, count=1)
+    encoders = Encoders(corpus.tokenizer / "tokenizer.json", end_of_text=0, dtype=np.dtype(np.uint16), held_out=0.0,
+                        special_tokens=SpecialTokens.refuse, count=1)
     with pytest.raises(RuntimeError, match=r"(?s)a tokenizer process failed:.*TypeError"):
         encoders.submit(lambda: (b"ab", np.array([1.5]))).result(timeout=60)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -34,12 +35,16 @@ from tests.data.texts import (
     write_jsonl,
     write_zst,
 )
+from toolkit.config.data import DataConfig
 from toolkit.config.prepare import DatasetConfig, InputFormat, PrepareConfig, TokenizerConfig
+from toolkit.config.schema import EvalConfig, RunConfig, TrainConfig
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data import tokenizer as bpe
 from toolkit.data.manifest import read_manifest
-from toolkit.data.prepare import merge
-from toolkit.data.prepare.keys import Keys
+from toolkit.data.prepare import merge, report
+from toolkit.data.prepare.keys import Keys, below
 from toolkit.data.prepare.run import prepare
+from toolkit.data.sources import data_problems
 from toolkit.data.tokens import verify
 from toolkit.errors import InputError
 from toolkit.progress import Progress
@@ -107,11 +112,11 @@ def test_every_document_once_and_on_its_side(corpus: Path, tokenizer: Path, tmp_
     found = {split: texts_of(tmp_path / "all", split) for split in ("train", "validation")}
     assert Counter([*found["train"], *found["validation"]]) == wanted
     assert all(goes_to_validation(text) == (split == "validation") for split, texts in found.items() for text in texts)
-    report = json.loads((tmp_path / "all" / "report.json").read_text())
-    assert (report["read"], report["documents"], report["empty"], report["equal"]) == (304, 303, 1, 0)
-    assert report["text_bytes"] == sum(len(text.encode()) for text in wanted.elements())
-    assert report["tokens"] == sum(split.tokens for split in read_manifest(tmp_path / "all").splits.values())
-    assert sum(count for _, count in report["histogram"]) == 303
+    found = json.loads((tmp_path / "all" / "report.json").read_text())
+    assert (found["read"], found["documents"], found["empty"], found["equal"]) == (304, 303, 1, 0)
+    assert found["text_bytes"] == sum(len(text.encode()) for text in wanted.elements())
+    assert found["tokens"] == sum(split.tokens for split in read_manifest(tmp_path / "all").splits.values())
+    assert sum(count for _, count in found["histogram"]) == 303
     sources = json.loads((tmp_path / "all" / "sources.json").read_text())
     assert [(source["name"], source["documents"]) for source in sources] == [("a.jsonl", 103), ("b/c.jsonl", 200)]
 
@@ -141,21 +146,59 @@ def test_dedup_and_split_do_not_depend_on_the_rest(tmp_path_factory: pytest.Temp
     write_jsonl(folder / "in.jsonl", texts)
     with pytest.MonkeyPatch.context() as patch:
         small_units(patch, *data.draw(st.tuples(st.integers(20, 400), st.integers(1, 60), st.integers(1, 40))))
-        if all(goes_to_validation(text, share) for text in texts):
+        side = sides(texts, share)
+        if all(side.values()):
             with pytest.raises(InputError, match="the split train gets a document"):
                 prepared(folder / "in.jsonl", folder / "out", tokenizer, deduplicate=True, seed=seed, validation=share)
             return
         prepared(folder / "in.jsonl", folder / "out", tokenizer, deduplicate=True, seed=seed, validation=share)
     train, validation = (texts_of(folder / "out", split) for split in ("train", "validation"))
-    assert sorted(train) == sorted({text for text in texts if not goes_to_validation(text, share)})
-    assert sorted(validation) == sorted({text for text in texts if goes_to_validation(text, share)})
+    assert sorted(train) == sorted({text for text in texts if not side[text]})
+    assert sorted(validation) == sorted({text for text in texts if side[text]})
+
+
+def sides(texts: list[str], share: float) -> dict[str, bool]:
+    """Which go to validation: the share's, and if these are none, the one of the smallest hash."""
+    found = {text: goes_to_validation(text, share) for text in texts}
+    if not any(found.values()) and len(found) > 1:
+        found[min(found, key=lambda text: xxhash.xxh3_128_digest(text.encode())[:8])] = True
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_two_documents_are_enough_for_a_validation_split(
+    workers: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.005 of a few documents is none, and training evaluates on validation."""
+    small_units(monkeypatch, unit=600)
+    texts = [text for text in TEXTS[:40] if not goes_to_validation(text, 0.005)]
+    chosen = min(texts, key=lambda text: xxhash.xxh3_128_digest(text.encode())[:8])
+    source = write_jsonl(tmp_path / "in.jsonl", texts)
+    prepared(source, tmp_path / "data", tokenizer, validation=0.005, workers=workers)
+    assert texts_of(tmp_path / "data", "validation") == [chosen]
+    assert sorted(texts_of(tmp_path / "data", "train")) == sorted(set(texts) - {chosen})
+    enough = [*texts, *(text for text in made_texts(4000) if goes_to_validation(text, 0.005))]  # the control: the share gives some
+    prepared(write_jsonl(tmp_path / "enough.jsonl", enough), tmp_path / "enough", tokenizer, validation=0.005, workers=workers)
+    assert chosen not in texts_of(tmp_path / "enough", "validation")
+
+
+def test_without_a_validation_split_the_command_says_what_to_write(tokenizer: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [TEXTS[0]] * 3)  # equal documents cannot be on both sides
+    manifest = prepared(source, tmp_path / "data", tokenizer, validation=0.005)
+    assert "validation" not in manifest.splits
+    (line,) = [line for line in report.describe(manifest) if line.startswith("validation")]
+    assert "write eval.every=0" in line
+    data = DataConfig(name="prepared", path=str(manifest.folder))
+    train = TrainConfig(sequence_length=8)
+    assert data_problems(RunConfig(data=data, train=train, eval=EvalConfig(every=5)), manifest)
+    assert not data_problems(RunConfig(data=data, train=train, eval=EvalConfig(every=0)), manifest)
 
 
 @given(st.binary(), st.integers(0, 2**32), st.floats(0, 0.9), st.floats(0, 0.09))
 def test_a_larger_validation_split_holds_the_smaller_one(content: bytes, seed: int, share: float, more: float) -> None:
-    smaller, larger = (Keys(seed=seed, validation=size, by_content=True) for size in (share, share + more))
+    smaller, larger = (Keys(seed=seed, validation_below=below(size), by_content=True) for size in (share, share + more))
     assert not smaller.is_validation(content) or larger.is_validation(content)
-    assert smaller(content, "a", 1)[1] == Keys(seed=seed + 1, validation=share, by_content=False)(content, "b", 2)[1]
+    assert smaller(content, "a", 1)[1] == Keys(seed=seed + 1, validation_below=below(share), by_content=False)(content, "b", 2)[1]
 
 
 # -- every form of input
@@ -221,8 +264,8 @@ def test_what_is_not_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Pat
     prepared(tmp_path / "in", tmp_path / "data", tokenizer, validation=0.0)
     assert sorted(texts_of(tmp_path / "data", "train")) == ["caf\N{REPLACEMENT CHARACTER}", "half \N{REPLACEMENT CHARACTER}\
 \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} pair", "whole 🙂 pair"]
-    report = json.loads((tmp_path / "data" / "report.json").read_text())
-    assert (report["replaced"], report["empty"], report["read"]) == (2, 1, 4)
+    found = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert (found["replaced"], found["empty"], found["read"]) == (2, 1, 4)
 
 
 # -- tokenizers
@@ -230,7 +273,7 @@ def test_what_is_not_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Pat
 
 def test_a_tokenizer_is_trained_here_on_what_trains(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = PrepareConfig(input=str(corpus), output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300), workers=1,
-                           validation=0.3)  # fmt: skip
+                           validation=0.3, special_tokens=SpecialTokens.text)  # fmt: skip
     seen: list[str] = []
     train = bpe.train_bpe
     monkeypatch.setattr(bpe, "train_bpe", lambda texts, size: train((seen.append(text) or text for text in texts), size))
@@ -297,7 +340,7 @@ def test_memory_does_not_grow_with_the_input(tokenizer: Path, tmp_path: Path) ->
         folder.mkdir(exist_ok=True)
         write_gz(folder / "a.jsonl.gz", plain.read_bytes())  # cannot be read in ranges: one unit
         words = [f"input={folder}", f"output={tmp_path / f'out{len(peaks)}'}", "workers=1", "memory_mib=4", f"tokenizer.path={tokenizer}",
-                 "tokenizer.end_of_text='<|endoftext|>'"]  # fmt: skip
+                 "tokenizer.end_of_text='<|endoftext|>'", "special_tokens=text"]  # fmt: skip
         command = [sys.executable, "-c", MEMORY, str(parts), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, cwd=ROOT)
         peaks.append(int(done.stdout.split()[-1]) / 1024)
@@ -330,7 +373,7 @@ def test_megatron_reads_it(corpus: Path, tokenizer: Path, tmp_path: Path) -> Non
 @pytest.mark.full
 def test_the_commands_of_the_docs(tmp_path: Path) -> None:
     """docs/data.md, section Preparing: its commands as written, where the text they name is."""
-    write_jsonl(tmp_path / "books" / "one.jsonl", TEXTS)
+    write_jsonl(tmp_path / "books" / "one.jsonl", [text.replace(bpe.END_OF_TEXT, "") for text in TEXTS])  # as the default wants it
     section = (ROOT / "docs" / "data.md").read_text().partition("## Preparing")[2].partition("\n## ")[0]
     commands = [line.partition("#")[0].strip() for line in re.findall(r"^    (python launch/prepare\.py .*)$", section, re.MULTILINE)]
     assert len(commands) >= 4

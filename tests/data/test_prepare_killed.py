@@ -42,7 +42,7 @@ class Case:
         prepared(folder / "in", folder / "whole", tokenizer, deduplicate=True, workers=1)
         self.whole = files_of(folder / "whole")
         self.words = [f"input={folder / 'in'}", f"output={self.output}", "validation=0.5", "deduplicate=true",
-                      f"tokenizer.path={tokenizer}", "tokenizer.end_of_text='<|endoftext|>'"]  # fmt: skip
+                      f"tokenizer.path={tokenizer}", "tokenizer.end_of_text='<|endoftext|>'", "special_tokens=text"]  # fmt: skip
         self.workers = workers
 
     @property

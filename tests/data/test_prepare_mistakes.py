@@ -62,17 +62,20 @@ def test_another_recipe_or_input_is_refused_by_name(tokenizer: Path, tmp_path: P
         prepared(source, output, other)
 
 
-def test_an_input_that_changes_meanwhile_is_refused(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_changes_while_it_is_read_is_refused_and_read_again(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20])
     units = tokenise.units_left
     monkeypatch.setattr(tokenise, "units_left", lambda *args: (write_jsonl(source, TEXTS[:21]), units(*args))[1])
     with pytest.raises(InputError, match=r"a\.jsonl changed since the preparation began"):
         prepared(source, tmp_path / "data", tokenizer)
     monkeypatch.undo()
-    with pytest.raises(InputError, match=r"a\.jsonl changed since the preparation began"):
-        prepared(source, tmp_path / "data", tokenizer)
     with pytest.raises(InputError, match="seed=0"):
         prepared(source, tmp_path / "data", tokenizer, seed=5)
+    prepared(source, tmp_path / "data", tokenizer)
+    prepared(source, tmp_path / "fresh", tokenizer)
+    assert files_of(tmp_path / "data") == files_of(tmp_path / "fresh")
 
 
 def one(name: str, content: bytes, **options: object) -> tuple[str, bytes, dict[str, object]]:
@@ -89,7 +92,7 @@ MISTAKES = {
     "no column": (one("a.parquet", b"", parquet=True), "text", "text=text, no such column"),
     "no Parquet": (one("a.parquet", b"nothing"), "input", "a.parquet"),
     "truncated gz": (one("a.jsonl.gz", b"", gz=b'{"text": "a"}\n' * 99, cut=5), "input", "a.jsonl.gz"),
-    "no training text": (one("a.jsonl", b'{"text": ""}\n\n'), "input", "2 documents"),
+    "no training text": (one("a.jsonl", b'{"text": ""}\n\n'), "input", "2 without text"),
 }  # fmt: skip
 
 
@@ -181,3 +184,14 @@ def test_the_embedded_text_is_an_input(tmp_path: Path, monkeypatch: pytest.Monke
     manifest = prepare(config, Progress.silent())
     assert manifest == stdlib.ensure(tmp_path / "data", 300)
     assert manifest.tokenizer.ends_documents
+
+
+def test_a_folder_of_another_recipe_version_is_refused_with_a_remedy_that_works(tokenizer: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
+    prepared(source, tmp_path / "data", tokenizer)
+    manifest = tmp_path / "data" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 1'))
+    with pytest.raises(InputError, match=r"made by recipe version 1(?s:.*)output=FOLDER") as caught:
+        prepared(source, tmp_path / "data", tokenizer)
+    assert len(caught.value.problems) == 1
+    prepared(source, tmp_path / "other", tokenizer)

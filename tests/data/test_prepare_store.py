@@ -103,14 +103,20 @@ def test_prepared_again_it_is_found_and_a_change_is_refused(
     assert files_of(tmp_path / "data") == made
 
 
-def test_a_change_while_it_is_prepared_is_refused(bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_prepared_is_fetched_and_read_again(
+    bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(run.merge, "pieces", interrupted)
         with pytest.raises(KeyboardInterrupt):
             of_store(tmp_path / "data", tokenizer)
     write_jsonl(bucket.root / "texts" / "a.jsonl", TEXTS[:3])
-    with pytest.raises(InputError, match=r"s3://corpus/texts/a\.jsonl changed since the preparation began"):
-        of_store(tmp_path / "data", tokenizer)
+    bucket.forget()
+    of_store(tmp_path / "data", tokenizer)
+    assert bucket.requests["texts/a.jsonl"]
+    assert not bucket.requests["texts/b/c.jsonl"]
+    of_store(tmp_path / "fresh", tokenizer)
+    assert files_of(tmp_path / "data") == files_of(tmp_path / "fresh")
 
 
 @pytest.mark.parametrize(("url", "seen"), [

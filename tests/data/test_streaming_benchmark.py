@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -94,6 +98,48 @@ def test_mixing_is_one_for_a_permutation_and_large_for_none(benchmarks: None) ->
     buffered = np.fromiter(buffer_order(0, 40_000, 10_000, 0), dtype=np.int64)
     assert len(np.unique(buffered)) == 40_000
     assert 5 < chi2_per_df(domains[buffered], shares) < 200
+
+
+class StandInForLitdata(ModuleType):
+    """``optimize`` clears its two scratch folders before it starts, as litdata 0.2.76 does, and keeps their paths in ``cleared``."""
+
+    def __init__(self) -> None:
+        super().__init__("litdata")
+        self.cleared: list[Path] = []
+
+    def optimize(self, *arguments: object, **settings: object) -> None:
+        for variable, name in (("DATA_OPTIMIZER_CACHE_FOLDER", "chunks"), ("DATA_OPTIMIZER_DATA_CACHE_FOLDER", "data")):
+            folder = Path(os.getenv(variable, f"{tempfile.gettempdir()}/{name}"))
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            self.cleared.append(folder)
+
+    def TokensLoader(self) -> None:
+        pass
+
+
+def test_making_litdata_files_deletes_nothing_in_the_temporary_directory(
+    corpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sides.streams import SIDES
+
+    stand_in = StandInForLitdata()
+    monkeypatch.setitem(sys.modules, "litdata", stand_in)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    planted = [tmp_path / "temporary" / name / "precious.txt" for name in ("chunks", "data")]
+    for file in planted:
+        file.parent.mkdir(parents=True)
+        file.write_text("of somebody else")
+    files = tmp_path / "formats" / "litdata"
+    files.mkdir(parents=True)
+    make = SIDES["litdata"].make
+    assert make is not None
+    make(corpus, files)
+    assert all(file.read_text() == "of somebody else" for file in planted)
+    assert len(stand_in.cleared) == 2
+    assert all(folder.is_relative_to(files.parent) and not folder.exists() for folder in stand_in.cleared)
+    stand_in.optimize()  # the control: without the benchmark's settings, both planted files are deleted
+    assert not any(file.exists() for file in planted)
 
 
 def test_the_ratio_is_of_turns_in_one_process(corpus: Any) -> None:

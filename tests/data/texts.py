@@ -12,6 +12,7 @@ import pytest
 import xxhash
 
 from toolkit.config.prepare import PrepareConfig, TokenizerConfig
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data import tokenizer as bpe
 from toolkit.data.index import IndexFile
 from toolkit.data.manifest import DataManifest, read_manifest
@@ -58,9 +59,10 @@ def write_zst(path: Path, content: bytes) -> None:
 
 
 def settings(source: object, output: Path, tokenizer: Path | TokenizerConfig, **changes: object) -> PrepareConfig:
-    """With half of the documents for validation, unless ``changes`` say otherwise: both splits are filled."""
+    """With half of the documents for validation and special tokens as text, unless ``changes`` say otherwise: both splits are filled."""
     given = TokenizerConfig(path=str(tokenizer), end_of_text=bpe.END_OF_TEXT) if isinstance(tokenizer, Path) else tokenizer
-    options: dict[str, object] = {"tokenizer": given, "workers": 1, "validation": 0.5, **changes}
+    options: dict[str, object] = {"tokenizer": given, "workers": 1, "validation": 0.5,
+                                  "special_tokens": SpecialTokens.text, **changes}
     return PrepareConfig(input=str(source), output=str(output), **options)  # type: ignore[arg-type]
 
 

@@ -12,8 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.errors import InputError
-from toolkit.families.base import ModelShape, shape_of
+from toolkit.families.base import ModelShape
+from toolkit.families.recorded import shape_of
 from toolkit.models.initial import InitialWeights
 from toolkit.plan.present import to_json
 from toolkit.testing.tiny import LENGTH, tiny_plan
@@ -68,5 +70,29 @@ def test_bounded_by_tokens_context_time_and_a_stop(model: nn.Module, tokenizer: 
 
 def test_a_plans_model_comes_back_from_json() -> None:
     plan = tiny_plan("mixtral")
-    assert shape_of({**to_json(plan)["model"], "of a later version": 1}) == plan.shape
+    assert shape_of({**to_json(plan)["model"], "of a later version": 1}, "plan.json") == plan.shape
     assert isinstance(plan.shape, ModelShape)
+
+
+def test_a_prompt_with_a_special_token_is_refused_or_encoded_as_asked(model: nn.Module, tokenizer: Tokenizer) -> None:
+    special = Tokenizer.from_str(tokenizer.to_str())
+    special.add_special_tokens(["<|user|>"])
+    seen: list[list[int]] = []
+
+    class Model(nn.Module):
+        """Keeps the prompt's tokens."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids: torch.Tensor, **given: Any) -> Any:
+            seen.append(input_ids[0].tolist())
+            return self.inner(input_ids=input_ids, **given)
+
+    with pytest.raises(InputError, match=r"the prompt: '<\|user\|>hi'"):
+        continue_text(Model(), special, "<|user|>hi", tokens=1)
+    for mode in (SpecialTokens.parse, SpecialTokens.text):
+        continue_text(Model(), special, "<|user|>hi", tokens=1, special_tokens=mode)
+    assert seen[0] == [special.token_to_id("<|user|>"), *tokenizer.encode("hi").ids]
+    assert seen[1] == tokenizer.encode("<|user|>hi").ids

@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.config import mixture
 from toolkit.config.checks import at_least, check
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.config.urls import is_url, shown, url_problem
 from toolkit.errors import ConfigError
 
@@ -33,6 +34,8 @@ class DatasetConfig:
     """dataset: the column that holds a document's text, or several, [title,body], joined by an empty line; null is left out."""
     tokenizer: str | None = None
     """dataset: a tokenizer.json, its folder, a data folder that has one, or a hub id that transformers' AutoTokenizer opens."""
+    trust_remote_code: bool = False
+    """dataset: Python code that comes with a tokenizer may run on this machine. Without it such a tokenizer is refused."""
     end_of_text: str | None = None
     """dataset: the token that ends every document. Null: the tokenizer's own eos token."""
     validation: float = 0.0
@@ -76,6 +79,10 @@ class DataConfig:
     """Seed of the sample order; apart from train.seed, so that two runs can differ in weights and share their order."""
     documents: Documents = Documents.joined
     """joined: tokens see all that is before them in their window; separate: only their own document, and positions begin anew in it."""
+    special_tokens: SpecialTokens = SpecialTokens.refuse
+    """dataset: what the string of one of the tokenizer's special tokens (<|user|>) becomes where a document contains it: parse makes it
+    that token, text makes it ordinary text, refuse stops with an error that names the document. A prepared folder was made with
+    special_tokens of launch/prepare.py."""
 
     sources: dict[str, Any] = field(default_factory=dict)
     """mixture: NAME: {path: FOLDER, weight: 0.7} of each source, given as +data.sources.NAME.path=FOLDER +data.sources.NAME.weight=0.7.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from toolkit.data.digest import Digest
 from toolkit.data.storage import Place, Url, open_folder, place_of
 from toolkit.errors import InputError, Problem
 from toolkit.files import user_cache, write_whole
+from toolkit.paths import UnsafePath, inside, relative_name
 
 FORMAT_VERSION = 2
 # Format 1 had no recipe, no versions and no other files; each of its documents ends with end_of_text, as that field said.
@@ -25,7 +27,8 @@ KIND = "tokens"  # of a manifest that names none
 # What a folder holds -> the option that reads it.
 REMEDIES = {KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
 # What makes a folder of it.
-MADE_BY = {KIND: "write data=stdlib, or make a data folder with launch/prepare.py and name it with data.path=FOLDER",
+MADE_BY = {KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or import=FOLDER for Megatron's files) "
+                 "and name it with data.path=FOLDER",
            "records": "make one: python -m toolkit.data.tiles FOLDER, or your own with toolkit.data.write_records (docs/data.md)"}
 
 
@@ -94,10 +97,17 @@ class DataManifest:
     files: Mapping[str, Digest] = field(default_factory=dict)  # beside the shards: path below the folder -> what it must be
     recipe: Mapping[str, Any] = field(default_factory=dict)  # the settings that decided the bytes, where launch/prepare.py made them
     versions: Mapping[str, str] = field(default_factory=dict)  # packages that made them
+    # String of a special token of the tokenizer -> how often the documents contained it, where launch/prepare.py counted them.
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    bad_rows: Mapping[str, Any] = field(default_factory=dict)  # left out of it: how many, "count", and the "first" ones in words
 
     @property
     def tokenizer_folder(self) -> Path:
         return self.folder / self.tokenizer.folder
+
+    def file(self, name: str) -> Path:
+        """Where the file ``name`` of this folder lies on this machine. Raises InputError if a link leads out of the folder."""
+        return file_in(self.folder, name)
 
     @property
     def place(self) -> str:
@@ -118,6 +128,15 @@ def write_manifest(manifest: DataManifest, folder: Path) -> None:
     root = manifest.folder.relative_to(folder).as_posix()
     content = {"format_version": FORMAT_VERSION, "root": root, **fields}
     write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
+
+
+def file_in(folder: Path, name: str) -> Path:
+    """The file ``name`` of a data folder. Raises InputError if its name or a link leads out of the folder."""
+    try:
+        return inside(folder, name)
+    except UnsafePath as error:
+        raise InputError(Problem("data.path", f"{folder}: {error}", "the files of a data folder lie in it",
+                                 "put the file itself there, or prepare the data again")) from error
 
 
 def kind_of(path: str | Path) -> str:
@@ -153,7 +172,7 @@ def _content(path: str | Path, remedy: str = MADE_BY[KIND]) -> tuple[Place, dict
         raise InputError(Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)) from error
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")) from error
     if not isinstance(content, dict):
         raise incomplete(file, TypeError(type(content).__name__))
@@ -174,14 +193,21 @@ def read_manifest(path: str | Path) -> DataManifest:
     """
     file, content = read_content(path, KIND, READABLE)
     try:
-        manifest = _manifest(content, place_of(path) / content["root"])
+        manifest = _manifest(content, _root(place_of(path), content["root"]))
         if manifest.dtype not in ("uint16", "int32"):
             raise TypeError(f"dtype {manifest.dtype}")
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, UnsafePath) as error:
         raise incomplete(file, error) from error
     if manifest.url is not None:
         _fetch_tokenizer(manifest)
     return manifest
+
+
+def _root(place: Place, root: object) -> Place:
+    """The folder ``root`` of ``place``; ``.`` is ``place`` itself."""
+    if root == ".":
+        return place
+    return place / relative_name(root) if isinstance(place, Url) else file_in(place, relative_name(root))
 
 
 def _fetch_tokenizer(manifest: DataManifest) -> None:
@@ -207,8 +233,8 @@ def _fetch_tokenizer(manifest: DataManifest) -> None:
             raise InputError(Problem("data.path", f"{manifest.url / name}: xxh3 {seen}", rule, remedy))
     try:
         for name, content in contents.items():
-            (manifest.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(manifest.folder / name, content, durable=False)
+            manifest.file(name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(manifest.file(name), content, durable=False)
     except OSError as error:
         seen, remedy = f"{manifest.folder}: {error.strerror or error}", "name a folder that can be written: XDG_CACHE_HOME=FOLDER"
         raise InputError(Problem("XDG_CACHE_HOME", seen, "the tokenizer of data in a store is copied to this machine", remedy)) from error
@@ -236,14 +262,19 @@ def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
 def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
     splits = {name: Split(tuple(_shard(shard) for shard in split["shards"])) for name, split in content["splits"].items()}
     origin, tokenizer = Origin(**content["origin"]), TokenizerInfo(**content["tokenizer"])
-    files = {name: Digest(**seen) for name, seen in content.get("files", {}).items()}
+    relative_name(tokenizer.folder)
+    if not re.fullmatch("[0-9a-f]{32}", tokenizer.hash):  # it names a folder of the cache
+        raise TypeError(f"the tokenizer's hash is {tokenizer.hash!r:.80}, not 32 hexadecimal digits")
+    files = {relative_name(name): Digest(**seen) for name, seen in content.get("files", {}).items()}
     url = place if isinstance(place, Url) else None
     folder = place if isinstance(place, Path) else user_cache() / "tokenizers" / tokenizer.hash
     return DataManifest(folder=folder, url=url, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits, files=files,
-                        recipe=content.get("recipe", {}), versions=content.get("versions", {}))
+                        recipe=content.get("recipe", {}), versions=content.get("versions", {}),
+                        special_tokens=content.get("special_tokens", {}), bad_rows=content.get("bad_rows", {}))
 
 
 def _shard(content: dict[str, Any]) -> Shard:
+    relative_name(content["name"])
     return Shard(**{**content, "bin": Digest(**content["bin"]), "idx": Digest(**content["idx"])})
 
 
@@ -255,4 +286,10 @@ def describe(manifest: DataManifest) -> list[str]:
     for name, split in manifest.splits.items():
         size = f"{sum(shard.bin.bytes for shard in split.shards):,} bytes of {manifest.dtype}"
         lines.append(f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens, {size}, xxh3 {split.data_hash}")
+    if manifest.special_tokens:
+        counts = ", ".join(f"{content} {count:,} times" for content, count in manifest.special_tokens.items())
+        lines.append(f"special    the documents contain {counts} (special_tokens={manifest.recipe.get('special_tokens')})")
+    if manifest.bad_rows:
+        lines.append(f"bad rows   {manifest.bad_rows['count']:,} were left out (on_bad_row=skip), the first of them:")
+        lines += [f"           {seen}" for seen in manifest.bad_rows["first"]]
     return lines

@@ -13,7 +13,7 @@ from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.mixture import Mixture, Phase
 from toolkit.data.remote import survey
 from toolkit.data.samples import TokenWindows
-from toolkit.data.sources import documents_problem, split_problem, vocabulary_problem
+from toolkit.data.sources import documents_problem, special_tokens_problem, split_problem, vocabulary_problem
 from toolkit.data.stream import Stream, source_seed
 from toolkit.data.text import text_sets, unigram
 from toolkit.data.tokens import open_split
@@ -62,7 +62,7 @@ def _problems(config: RunConfig, sources: dict[str, SourceSetting], manifests: d
                                  f"{next(iter(manifests))} with {first.tokenizer.hash}", "all sources are made with one tokenizer",
                                  "prepare them again with one tokenizer"))
         found += [vocabulary_problem(config, manifest, path, vocab_size), documents_problem(config, manifest, key, path),
-                  split_problem(config, manifest, "train", key, path)]
+                  split_problem(config, manifest, "train", key, path), special_tokens_problem(config, manifest, path)]
     for name in config.eval.sets if config.eval.every else []:
         source, _, split = name.partition("/")
         if source not in sources or not split:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from toolkit.config.data import DataConfig, Documents
 from toolkit.config.mixture import sources_of
 from toolkit.config.schema import RunConfig
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.samples import too_short
 from toolkit.data.stdlib import ensure
@@ -33,6 +35,17 @@ def text_folder(data: DataConfig) -> str:
     return sources_of(data.sources)[min(data.sources)].path if data.sources else data.path
 
 
+def special_tokens_of(data: DataConfig, folder: str | Path) -> SpecialTokens:
+    """What special tokens in a run's text were made into, so that a prompt is treated alike.
+
+    Args:
+        folder: the data folder whose tokenizer is used; not read for data=dataset, where the run itself makes tokens.
+    """
+    if data.name == "dataset":
+        return data.special_tokens
+    return SpecialTokens[read_manifest(folder).recipe.get("special_tokens", SpecialTokens.text.name)]
+
+
 def data_problems(config: RunConfig, manifest: DataManifest, vocab_size: int | None = None) -> list[Problem]:
     """What a run asks of its data folder and does not find.
 
@@ -43,6 +56,7 @@ def data_problems(config: RunConfig, manifest: DataManifest, vocab_size: int | N
     problems = [vocabulary_problem(config, manifest, path, vocab_size), documents_problem(config, manifest, "data.path", path),
                 split_problem(config, manifest, "train", "data.path", path)]
     problems += [split_problem(config, manifest, name, "eval.sets", path) for name in config.eval.sets if config.eval.every]
+    problems.append(special_tokens_problem(config, manifest, path))
     return [problem for problem in problems if problem is not None]
 
 
@@ -65,6 +79,16 @@ def documents_problem(config: RunConfig, manifest: DataManifest, key: str, path:
     return Problem("data.documents", f"data.documents=separate, {key}={path}, where not every document ends with end-of-text",
                    "documents are kept apart where each ends with the tokenizer's end-of-text, which stands nowhere else",
                    "prepare the data again with launch/prepare.py, or write data.documents=joined")
+
+
+def special_tokens_problem(config: RunConfig, manifest: DataManifest, path: str) -> Problem | None:
+    """Of data that was tokenised before: it cannot be made otherwise now."""
+    asked, made = config.data.special_tokens, manifest.recipe.get("special_tokens", SpecialTokens.text.name)
+    if asked is SpecialTokens.refuse or asked.name == made:
+        return None
+    return Problem("data.special_tokens", f"data.special_tokens={asked.name}, and {path} was prepared with special_tokens={made}",
+                   "what special tokens become is decided when text is tokenised",
+                   f"leave out data.special_tokens, or prepare the data again with special_tokens={asked.name}")
 
 
 def split_problem(config: RunConfig, manifest: DataManifest, split: str, key: str, path: str) -> Problem | None:

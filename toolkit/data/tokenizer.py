@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.digest import digest
 from toolkit.data.manifest import TokenizerInfo
+from toolkit.data.special import prepare_tokenizer
 from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole
 
@@ -60,10 +62,12 @@ def load(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(file))
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str], end_of_text: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Each text's tokens, END_OF_TEXT after them. The text of special tokens is encoded as text."""
-    # The library's own threads encode. Unless told so explicitly, it warns in every later fork of this process.
+def encode(
+    tokenizer: Tokenizer, texts: Sequence[str], end_of_text: int, special_tokens: SpecialTokens = SpecialTokens.text
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Each text's tokens, and ``end_of_text`` after them. Which texts ``special_tokens`` refuses, the caller checks."""
+    # The library's own threads encode. Without this setting it prints a warning in every later fork of this process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    tokenizer.encode_special_tokens = True
+    prepare_tokenizer(tokenizer, special_tokens)
     for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
         yield np.array([*encoding.ids, end_of_text], dtype=np.int64)

@@ -92,6 +92,7 @@ def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, 
 
 
 def _continuation(plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None, prompt: str, stop: Callable[[], object]) -> str:
+    from toolkit.data.sources import special_tokens_of, text_folder
     from toolkit.data.tokenizer import load
     from toolkit.train.generate import continue_text, load_model
 
@@ -103,7 +104,8 @@ def _continuation(plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None
         raise ValueError("monitor.prompt needs the weights of the last step: checkpoint.at_end=true")
     model = load_model(plan.shape, open_reader(checkpoint, model=plan.shape))
     return continue_text(model, load(tokenizer), prompt, temperature=TEMPERATURE, seed=plan.config.train.seed,
-                         context=plan.shape.max_position_embeddings, stop=stop)
+                         context=plan.shape.max_position_embeddings, stop=stop,
+                         special_tokens=special_tokens_of(plan.config.data, text_folder(plan.config.data)))
 
 
 def last_words(plan: RunPlan, directory: RunDirectory) -> list[str]:

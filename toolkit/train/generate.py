@@ -12,7 +12,9 @@ from torch import nn
 
 from toolkit import families
 from toolkit.checkpoint.shard import WEIGHT, Box, Reader, Shard, TensorKey
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import generation_with, read_manifest
+from toolkit.data.special import SpecialStrings, prepare_tokenizer
 from toolkit.data.tokenizer import load
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
@@ -54,7 +56,8 @@ def load_tokenizer(data_folder: str | Path, reader: Reader) -> Tokenizer:
 
 @torch.no_grad()
 def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, *, tokens: int = TOKENS, temperature: float = 0.8, seed: int = 0,
-                  context: int | None = None, seconds: float = SECONDS, stop: Callable[[], object] = lambda: None) -> str:
+                  context: int | None = None, seconds: float = SECONDS, special_tokens: SpecialTokens = SpecialTokens.refuse,
+                  stop: Callable[[], object] = lambda: None) -> str:
     """Up to ``tokens`` further tokens as text; fewer where ``seconds`` pass or ``stop`` answers.
 
     The same seed gives the same text on the same device.
@@ -62,10 +65,14 @@ def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, *, tokens
     Args:
         temperature: 0 takes the likeliest token each time.
         context: the model's longest sequence; where both do not fit, the prompt keeps its end, half of ``context`` at least.
+        special_tokens: what the string of a special token becomes if the prompt contains it.
 
     Raises:
-        InputError: the prompt has no token.
+        InputError: the prompt has no token, or a special token's string that ``special_tokens`` refuses.
     """
+    if special_tokens is SpecialTokens.refuse:
+        SpecialStrings(tokenizer).check(prompt, where="the prompt", key="--special-tokens")
+    prepare_tokenizer(tokenizer, special_tokens)
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise InputError(Problem("prompt", f"prompt={prompt!r}", "a prompt has at least one token", "write some text"))

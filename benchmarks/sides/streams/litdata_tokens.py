@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 from sides.corpus import Corpus, open_corpus
@@ -27,8 +30,12 @@ def make(corpus: Corpus, folder: Path) -> None:
     import litdata
 
     inputs = list(range(-(-corpus.tokens // CHUNK)))
-    litdata.optimize(functools.partial(_documents, folder=str(corpus.folder)), inputs, str(folder), chunk_size=CHUNK, num_workers=1,
-                     item_loader=litdata.TokensLoader())
+    # optimize deletes both of these folders before it begins. Their defaults are TMPDIR/chunks and TMPDIR/data, which may be anybody's.
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="litdata-") as scratch:
+        caches = {"DATA_OPTIMIZER_CACHE_FOLDER": f"{scratch}/chunks", "DATA_OPTIMIZER_DATA_CACHE_FOLDER": f"{scratch}/data"}
+        with mock.patch.dict(os.environ, caches):
+            litdata.optimize(functools.partial(_documents, folder=str(corpus.folder)), inputs, str(folder), chunk_size=CHUNK,
+                             num_workers=1, item_loader=litdata.TokensLoader())
 
 
 def open_tokens(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:

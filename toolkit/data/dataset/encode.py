@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.config.special_tokens import SpecialTokens
+from toolkit.errors import InputError
+
 Ints = npt.NDArray[np.int64]
 Texts = tuple[bytes | memoryview, Ints]  # UTF-8 of all documents, one after another, and where each ends [documents]
 Encoded = list[npt.NDArray[Any]]  # each document's tokens, uint16 or uint32
@@ -35,10 +38,11 @@ class Encoders:
     So a process waits while its thread reads the next texts, which takes a hundredth of the time that tokenising them does.
     """
 
-    def __init__(self, tokenizer_file: Path, *, end_of_text: int, dtype: np.dtype[Any], held_out: float, count: int) -> None:
+    def __init__(self, tokenizer_file: Path, *, end_of_text: int, dtype: np.dtype[Any], held_out: float,
+                 special_tokens: SpecialTokens, count: int) -> None:
         self._tasks: SimpleQueue[tuple[Fetch, Future[Encoded]] | None] = SimpleQueue()
         self._closed = False
-        arguments = [str(tokenizer_file), str(end_of_text), dtype.name, str(held_out)]
+        arguments = [str(tokenizer_file), str(end_of_text), dtype.name, str(held_out), special_tokens.name]
         self._workers = [_Worker(arguments) for _ in range(count)]
         self._threads = [threading.Thread(target=self._serve, args=(worker,), name="tokenizer", daemon=True) for worker in self._workers]
         for thread in self._threads:
@@ -55,7 +59,8 @@ class Encoders:
     def submit(self, fetch: Fetch) -> Future[Encoded]:
         """The tokens of the texts that ``fetch`` gives; it is called by another thread.
 
-        The future raises what ``fetch`` raises, WorkerDied, or CancelledError after ``close``.
+        The future raises what ``fetch`` raises, InputError for a text that ``special_tokens`` refuses, WorkerDied, or
+        CancelledError after ``close``.
         """
         future: Future[Encoded] = Future()
         if self._closed:
@@ -112,6 +117,8 @@ class _Worker:
             answer = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise WorkerDied(self.how_it_ended()) from error
+        if isinstance(answer, InputError):
+            raise answer
         if isinstance(answer, str):
             raise RuntimeError(f"a tokenizer process failed:\n{answer}")
         tokens, lengths = answer

@@ -50,7 +50,7 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
                                       batch.global_batch)
     dtype = np.dtype(np.uint16 if manifest.tokenizer.size <= 1 << 16 else np.uint32)
     encoders = partial(Encoders, manifest.tokenizer_folder / FILE, end_of_text=manifest.tokenizer.end_of_text, dtype=dtype,
-                       held_out=data.validation, count=data.workers)
+                       held_out=data.validation, special_tokens=config.data.special_tokens, count=data.workers)
     stream = DatasetStream(documents, encoders, fingerprint=opened.fingerprint, sequence_length=config.train.sequence_length,
                            seed=seed, batch=batch, data_rank=data_rank, gather=everyone)
     sets = {name: open_split(manifest.folder, name) for name in config.eval.sets} if config.eval.every else {}

@@ -20,6 +20,7 @@ import xxhash
 
 from toolkit.config.data import DatasetConfig
 from toolkit.config.schema import RunConfig
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data import tokenizer as tokenizers
 from toolkit.data import tokenizer_copy
 from toolkit.data.dataset import source as sources
@@ -28,6 +29,7 @@ from toolkit.data.dataset.encode import Texts
 from toolkit.data.dataset.worker import is_held_out
 from toolkit.data.index import token_dtype
 from toolkit.data.manifest import NAME, DataManifest, Origin, Split, TokenizerInfo, read_manifest, write_manifest
+from toolkit.data.special import SpecialStrings
 from toolkit.data.write import SplitWriter
 from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder, write_whole
@@ -98,22 +100,26 @@ def _make(config: RunConfig, found: sources.Source, named: list[str], held_out: 
     if data.tokenizer is None:
         raise InputError(Problem(TOKENIZER, f"{TOKENIZER} is null", "data=dataset makes tokens of text on the way",
                                  f"write {TOKENIZER}=FOLDER, tokenizer.json or NAME/ON-THE-HUB"))
-    info = tokenizer_copy.place(data.tokenizer, data.end_of_text, partial, key=TOKENIZER, end_key="data.dataset.end_of_text")
+    info = tokenizer_copy.place(data.tokenizer, data.end_of_text, partial, key=TOKENIZER, end_key="data.dataset.end_of_text",
+                                trust_remote_code=data.trust_remote_code)
     with progress.task(f"opening {data.path}", unit="splits") as task:
         digests = {split: found.digests(split) for split in {data.split, *named}}
-        training = _opened(found, data, data.split, digests[data.split], info)
+        training = _opened(found, data, data.split, digests[data.split], info, config.data.special_tokens)
         task.advance()
         evaluated = {name: _documents(found, data, name, config.data.shuffle_seed) for name in named}
         task.advance(len(named))
+    special = config.data.special_tokens
     tokens = config.eval.batches * config.train.global_batch * config.train.sequence_length + 1
     decisive = [RECIPE, training.fingerprint, training.files, tokens, {name: digests[name] for name in named}, held_out]
+    if special is not SpecialTokens.text:
+        decisive.append(special.name)  # so that sets made with text do not hide what refuse has to refuse
     generation = partial.parent / xxhash.xxh3_128_hexdigest(json.dumps(decisive, sort_keys=True).encode())[:12]
     if not (generation / NAME).is_file():
-        splits = {name: _write(partial, name, documents.in_file_order(), info, tokens, progress, share=None)
+        splits = {name: _write(partial, name, documents.in_file_order(), info, tokens, special, progress, share=None)
                   for name, documents in evaluated.items()}
         for name in held_out:
             texts = _training_texts(found, data, training, config.data.shuffle_seed)
-            splits[name] = _write(partial, name, texts, info, tokens, progress, share=data.validation)
+            splits[name] = _write(partial, name, texts, info, tokens, special, progress, share=data.validation)
         write_whole(partial / SOURCE, json.dumps(asdict(training), indent=1) + "\n")
         origin = Origin(f"the dataset {data.path}, read while training", "not stated", len(digests[data.split]), 0,
                         str(training.fingerprint["data"]))
@@ -131,13 +137,16 @@ def _make(config: RunConfig, found: sources.Source, named: list[str], held_out: 
     return read_manifest(generation)
 
 
-def _opened(found: sources.Source, data: DatasetConfig, split: str, digests: dict[str, str], info: TokenizerInfo) -> Opened:
+def _opened(found: sources.Source, data: DatasetConfig, split: str, digests: dict[str, str], info: TokenizerInfo,
+            special: SpecialTokens) -> Opened:
     """The training split: fetched and made into arrow files, or of a stream looked at."""
     fingerprint: dict[str, str | int] = {
         "data": xxhash.xxh3_128_hexdigest(json.dumps([data.name, digests, data.streaming], sort_keys=True).encode()),
         "split": split, "text": ",".join(data.text), "validation": str(data.validation), "tokenizer": info.hash,
         "end_of_text": info.end_of_text,
     }
+    if special is SpecialTokens.parse:  # refuse and text give the same tokens, so a run may change from one to the other
+        fingerprint["special_tokens"] = special.name
     if len(digests) <= NAMED_FILES:
         fingerprint |= {f"file {name}": value for name, value in digests.items()}
     if data.streaming:
@@ -174,21 +183,22 @@ def _training_texts(found: sources.Source, data: DatasetConfig, training: Opened
         yield as_texts(text_of(table.combine_chunks().to_batches()[0]))
 
 
-def _write(folder: Path, name: str, batches: Iterator[Texts], info: TokenizerInfo, tokens: int, progress: Progress, *,
-           share: float | None) -> Split:
+def _write(folder: Path, name: str, batches: Iterator[Texts], info: TokenizerInfo, tokens: int, special: SpecialTokens,
+           progress: Progress, *, share: float | None) -> Split:
     """The first ``tokens`` tokens of a set, in whole documents; of those held out, where ``share`` of them are."""
     from tokenizers import Tokenizer
 
     opened = Tokenizer.from_file(str(folder / info.folder / tokenizers.FILE))
-    opened.no_truncation()
-    opened.no_padding()
-    made = 0
+    strings, made = SpecialStrings(opened), 0
     dtype = token_dtype(info.size)
     with progress.task(f"tokenising {name}", total=tokens, unit="tokens") as task, SplitWriter(folder, name, dtype) as writer:
         for text, ends in batches:
             documents = [bytes(text[first:last]) for first, last in pairwise([0, *ends.tolist()])]
             chosen = [document.decode(errors="replace") for document in documents if share is None or is_held_out(document, share)]
-            for document in tokenizers.encode(opened, chosen, info.end_of_text):
+            if special is SpecialTokens.refuse:
+                for text_ in chosen:
+                    strings.check(text_, where=f"a document of the evaluation set {name}", key="data.special_tokens")
+            for document in tokenizers.encode(opened, chosen, info.end_of_text, special):
                 if made < tokens:
                     writer.add(document)
                     made += len(document)

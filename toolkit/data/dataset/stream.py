@@ -40,6 +40,7 @@ _REMEDIES = {
     "validation": ("data.dataset.validation", f"write data.dataset.validation={{saved}}, {FORK}"),
     "tokenizer": ("data.dataset.tokenizer", f"name the tokenizer that the run began with, {FORK}"),
     "end_of_text": ("data.dataset.end_of_text", f"name the token that the run began with, {FORK}"),
+    "special_tokens": ("data.special_tokens", f"write data.special_tokens=parse if the checkpoint has it, else text, {FORK}"),
     "seed": ("data.shuffle_seed", f"write data.shuffle_seed={{saved}}, {FORK}"),
     "sequence_length": ("train.sequence_length", f"write train.sequence_length={{saved}}, {FORK}"),
     "lanes": ("train.global_batch", f"write train.global_batch={{saved}}, {FORK}"),

@@ -1,6 +1,6 @@
 """A tokenizer process: texts in, tokens out, until its parent ends.
 
-    python -m toolkit.data.dataset.worker SOCKET TOKENIZER END_OF_TEXT DTYPE SHARE_HELD_OUT
+    python -m toolkit.data.dataset.worker SOCKET TOKENIZER END_OF_TEXT DTYPE SHARE_HELD_OUT SPECIAL_TOKENS
 
 A program of its own and not a child of multiprocessing: it imports neither the parent's main module nor torch, so it is there in a
 quarter of a second and holds 60 MB. It ends when the socket does, which the kernel closes however the parent dies.
@@ -18,6 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from toolkit.config.special_tokens import SpecialTokens
+from toolkit.data.special import SpecialStrings, prepare_tokenizer
+from toolkit.errors import InputError
+
+SHOWN = 60  # characters of a document that an error shows
 WATCH_SECONDS = 5.0  # a process forked from the parent may hold the other end open after it
 
 
@@ -26,8 +31,10 @@ def is_held_out(text: bytes, share: float) -> bool:
     return xxhash.xxh3_64_intdigest(text) < share * 2**64
 
 
-def serve(pipe: Connection, tokenizer_file: str, end_of_text: int, dtype: np.dtype[np.unsignedinteger], held_out: float) -> None:
-    """Answer each (text, ends) with (tokens, lengths), or with the traceback of what went wrong.
+def serve(pipe: Connection, tokenizer_file: str, end_of_text: int, dtype: np.dtype[np.unsignedinteger], held_out: float,
+          special_tokens: SpecialTokens) -> None:
+    """Answer each (text, ends) with (tokens, lengths), with the InputError of a text that ``special_tokens`` refuses, or with the
+    traceback of what went wrong.
 
     ``text`` is UTF-8 of all documents, one after another, and ``ends`` int64 [documents]; ``tokens`` are those of all documents,
     and ``lengths`` int64 [documents]. A document that is held out of training has none; every other ends with ``end_of_text``.
@@ -35,9 +42,8 @@ def serve(pipe: Connection, tokenizer_file: str, end_of_text: int, dtype: np.dty
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(tokenizer_file)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # what looks like a special token in a text is text
+    prepare_tokenizer(tokenizer, special_tokens)
+    special = SpecialStrings(tokenizer)
     parent = os.getppid()
     while True:
         while not pipe.poll(WATCH_SECONDS):
@@ -51,11 +57,16 @@ def serve(pipe: Connection, tokenizer_file: str, end_of_text: int, dtype: np.dty
             documents = [bytes(text[first:last]) for first, last in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
             kept = [not held_out or not is_held_out(document, held_out) for document in documents]
             texts = [document.decode(errors="replace") for document, keep in zip(documents, kept, strict=True) if keep]
+            if special_tokens is SpecialTokens.refuse:
+                for document in texts:
+                    special.check(document, where=f"a document that begins {document[:SHOWN]!r}", key="data.special_tokens")
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             parts: list[npt.NDArray[np.unsignedinteger]] = [np.array([*encoding.ids, end_of_text], dtype) for encoding in encodings]
             lengths = np.zeros(len(kept), dtype=np.int64)
             lengths[np.flatnonzero(kept)] = [len(part) for part in parts]
             answer: object = (np.concatenate(parts) if parts else np.empty(0, dtype), lengths)
+        except InputError as error:
+            answer = error
         except Exception:  # noqa: BLE001  raised in the parent
             answer = traceback.format_exc()
         try:
@@ -68,4 +79,5 @@ if __name__ == "__main__":
     # A signal to the whole group means the parent, which saves first and still needs tokens for that step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    serve(Connection(int(sys.argv[1])), sys.argv[2], int(sys.argv[3]), np.dtype(sys.argv[4]), float(sys.argv[5]))
+    serve(Connection(int(sys.argv[1])), sys.argv[2], int(sys.argv[3]), np.dtype(sys.argv[4]), float(sys.argv[5]),
+          SpecialTokens[sys.argv[6]])

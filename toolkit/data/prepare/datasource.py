@@ -30,8 +30,9 @@ def ranges(path: str, config: DatasetConfig, aim: int) -> Iterator[tuple[int, in
         yield start, end, opened.data.nbytes * (end - start) // opened.num_rows
 
 
-def texts(path: str, config: DatasetConfig, column: str, start: int, end: int) -> Iterator[tuple[int, Any]]:
-    """(number, value) of ``column`` in a range of :func:`ranges`; the number is the row's, in its shard where it is streamed."""
+def records(path: str, config: DatasetConfig, column: str, start: int, end: int) -> Iterator[tuple[int, Any]]:
+    """(number, {column: value}) of a range of :func:`ranges`; the number is the row's, in its shard where it is streamed. Of
+    ``meta.body`` the column is ``meta``, unless one has that whole name."""
     from datasets import Dataset
 
     opened = _open(path, config.name, config.split, config.revision)
@@ -39,11 +40,12 @@ def texts(path: str, config: DatasetConfig, column: str, start: int, end: int) -
     chosen: Any = opened.select(range(start, end)) if isinstance(opened, Dataset) else opened.shard(opened.num_shards, start)
     number = start if whole else 0
     for table in chosen.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
-        if column not in table.column_names:
+        name = column if column in table.column_names else column.partition(".")[0]
+        if name not in table.column_names:
             seen, there = f"text={column}, no such column in {path}", ", ".join(table.column_names)
             raise InputError(Problem("text", seen, f"the columns are {there}", "write text=COLUMN with one of them"))
-        for value in table.column(column).to_pylist():
-            yield number, value
+        for value in table.column(name).to_pylist():
+            yield number, {name: value}
             number += 1
 
 

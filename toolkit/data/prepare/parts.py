@@ -21,6 +21,7 @@ import numpy.typing as npt
 from toolkit.files import write_whole
 
 SPLITS = ("train", "validation")
+FIRST_BAD = 10
 
 Words = npt.NDArray[np.uint64]
 
@@ -37,6 +38,9 @@ class Receipt:
         equal: documents that were dropped since one before in the part is equal.
         replaced: documents with bytes that are not UTF-8, which became U+FFFD.
         inside: end-of-text tokens that do not end a document.
+        special: [string of a special token, how often the documents contain it], of all documents that are not empty.
+        bad: rows that were left out, by ``on_bad_row=skip``.
+        first_bad: [source, place, what is wrong] of the first FIRST_BAD of them.
         sources: [number, documents that are not empty] of the sources in it.
     """
 
@@ -51,6 +55,9 @@ class Receipt:
     equal: int
     replaced: int
     inside: int
+    special: tuple[tuple[str, int], ...]
+    bad: int
+    first_bad: tuple[tuple[int, int, str], ...]
     sources: tuple[tuple[int, int], ...]
 
     @property
@@ -76,6 +83,14 @@ def parts_of(folder: Path, unit: int) -> list[Receipt]:
     return list(_following(folder, unit))
 
 
+def remove_parts(folder: Path, unit: int) -> None:
+    """Nothing of the unit is done then. The last receipt goes first, so that after a kill the ones that are left follow each other."""
+    for path in sorted(folder.glob(f"{unit:06}-*.json"), reverse=True):
+        path.unlink()
+    for path in folder.glob(f"{unit:06}-*"):
+        path.unlink()
+
+
 def _following(folder: Path, unit: int) -> Iterator[Receipt]:
     part = 0
     while (path := folder / f"{unit:06}-{part:05}.json").is_file():
@@ -87,7 +102,9 @@ def _receipt(path: Path) -> Receipt:
     content = json.loads(path.read_bytes())
     for name in ("kept", "tokens"):
         content[name] = tuple(content[name])
-    content["sources"] = tuple((number, count) for number, count in content["sources"])
+    for name in ("special", "sources"):
+        content[name] = tuple((key, count) for key, count in content[name])
+    content["first_bad"] = tuple((source, place, seen) for source, place, seen in content["first_bad"])
     return Receipt(**content)
 
 

@@ -5,23 +5,22 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from toolkit.config.prepare import InputFormat, PrepareConfig
 from toolkit.data.digest import digest
 from toolkit.data.prepare import datasource
+from toolkit.data.prepare.formats import hidden, in_ranges, input_format
 from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole
 from toolkit.progress import Progress
 
-VERSION = 1  # of the recipe: raise it when the same settings and input would give other bytes
+VERSION = 2  # of the recipe: raise it when the same settings and input would give other bytes
 NAME = "plan.json"
 # Units are small enough to keep every process busy to the end, and large enough to be few. They do not decide the bytes.
 LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 1 << 20, 32 << 20, 64
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-ENDINGS = {".jsonl": InputFormat.jsonl, ".ndjson": InputFormat.jsonl, ".parquet": InputFormat.parquet}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,7 @@ class Source:
         name: path below the input's folder; a dataset's id.
         modified: nanoseconds; 0 where it is no file.
         xxh3_128: of all its bytes; empty where it is no file.
+        gone: it was removed from the input after the preparation began. Others keep their numbers.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Source:
     bytes: int
     modified: int
     xxh3_128: str
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Plan:
     """Attributes:
     root: folder below which sources lie; a dataset's id.
     seen: the input as it was typed.
+    validation_below: documents whose ``keys.side`` is smaller go to validation.
     """
 
     root: str
@@ -71,13 +73,19 @@ class Plan:
     sources: tuple[Source, ...]
     units: tuple[Unit, ...]
     recipe: dict[str, Any]
+    validation_below: int = 0
 
     def path(self, source: int) -> Path:
         return Path(self.root, self.sources[source].name)
 
     @property
     def bytes(self) -> int:
-        return sum(source.bytes for source in self.sources)
+        return sum(source.bytes for source in self.present)
+
+    @property
+    def present(self) -> list[Source]:
+        """By name."""
+        return sorted((source for source in self.sources if not source.gone), key=lambda source: source.name)
 
     def write(self, folder: Path) -> None:
         write_whole(folder / NAME, json.dumps(asdict(self)))
@@ -97,16 +105,28 @@ def make_plan(config: PrepareConfig, listed: Listing, progress: Progress) -> Pla
     """Reads every byte of the input once, for its hashes.
 
     Raises:
-        InputError: nothing is there, or a file is not what its ending says.
+        InputError: a file is not what its ending says.
     """
-    sources = []
-    with progress.task("hashing the input", total=sum(size for *_, size, _ in listed.files), unit="B") as task:
-        for name, kind, size, modified in listed.files:
-            hashed = digest(Path(listed.root, name)).xxh3_128 if modified else ""
-            sources.append(Source(name, kind.name, size, modified, hashed))
-            task.advance(size)
+    plan = drafted(config, listed)
+    sources = hashed(listed.root, plan.sources, progress)
+    return replace(plan, sources=sources, units=tuple(units_of(config, listed.root, list(enumerate(sources)), plan.bytes)))
+
+
+def drafted(config: PrepareConfig, listed: Listing) -> Plan:
+    """Without hashes and units."""
     assert config.input is not None
-    return Plan(root=listed.root, seen=config.input, sources=tuple(sources), units=tuple(_units(config, listed)), recipe=recipe(config))
+    sources = tuple(Source(name, kind.name, size, modified, "") for name, kind, size, modified in listed.files)
+    return Plan(root=listed.root, seen=config.input, sources=sources, units=(), recipe=recipe(config))
+
+
+def hashed(root: str, sources: Sequence[Source], progress: Progress) -> tuple[Source, ...]:
+    """The same with their hashes."""
+    found = []
+    with progress.task("hashing the input", total=sum(source.bytes for source in sources), unit="B") as task:
+        for source in sources:
+            found.append(replace(source, xxh3_128=digest(Path(root, source.name)).xxh3_128) if source.modified else source)
+            task.advance(source.bytes)
+    return tuple(found)
 
 
 def recipe(config: PrepareConfig) -> dict[str, Any]:
@@ -121,6 +141,8 @@ def recipe(config: PrepareConfig) -> dict[str, Any]:
     return {
         "version": VERSION, "format": config.format.name, "text": config.text, "dataset.name": config.dataset.name,
         "dataset.split": config.dataset.split, "dataset.revision": config.dataset.revision, **tokenizer, "validation": config.validation,
+        "special_tokens": config.special_tokens.name,
+        "on_bad_row": config.on_bad_row.name,
         "deduplicate": config.deduplicate, "seed": config.seed, "shard_mib": config.shard_mib, "licence": config.licence,
     }  # fmt: skip
 
@@ -171,10 +193,6 @@ def list_input(config: PrepareConfig) -> Listing:
     return Listing(str(root), tuple(sorted(files, key=lambda entry: entry[0])))
 
 
-def hidden(path: PurePath) -> bool:
-    return any(part.startswith((".", "__pycache__")) for part in path.parts)
-
-
 def _without_pattern(path: Path) -> Iterator[str]:
     """The folders before the first one with a ``*``."""
     for part in path.parts[:-1]:
@@ -183,40 +201,38 @@ def _without_pattern(path: Path) -> Iterator[str]:
         yield part
 
 
-def input_format(name: str | PurePath, asked: InputFormat) -> InputFormat:
-    if asked is not InputFormat.auto:
-        return asked
-    file = PurePath(name)
-    plain = file.with_suffix("") if file.suffix in COMPRESSED else file
-    return ENDINGS.get(plain.suffix, InputFormat.text)
-
-
 # -- units
 
 
-def _units(config: PrepareConfig, listed: Listing) -> Iterator[Unit]:
-    total = sum(size for *_, size, _ in listed.files)
+def units_of(config: PrepareConfig, root: str, numbered: Sequence[tuple[int, Source]], total: int) -> Iterator[Unit]:
+    """Units of some of the sources, with their numbers, of an input of ``total`` bytes."""
     aim = max(LEAST_UNIT_BYTES, min(MOST_UNIT_BYTES, total // UNITS))
-    if listed.files[0][1] is InputFormat.dataset:
-        for start, end, size in datasource.ranges(listed.root, config.dataset, aim):
-            yield Unit(0, len(listed.files), start, end, size)
+    if numbered and numbered[0][1].format == InputFormat.dataset.name:
+        first, last = numbered[0][0], numbered[-1][0] + 1
+        yield from (Unit(first, last, start, end, size) for start, end, size in datasource.ranges(root, config.dataset, aim))
         return
-    first = gathered = 0  # whole files are taken together up to ``aim``
-    for number, (name, kind, size, _) in enumerate(listed.files):
-        ranged = kind is InputFormat.parquet or (kind is not InputFormat.text and Path(name).suffix not in COMPRESSED)
-        if ranged:
-            if gathered:
-                yield Unit(first, number, 0, 0, gathered)
-            cuts = _row_groups(Path(listed.root, name), aim) if kind is InputFormat.parquet else _byte_ranges(size, aim)
+    gathered: list[int] = []  # whole neighbours are taken together up to ``aim``
+    size = 0
+
+    def together() -> Iterator[Unit]:
+        if gathered:
+            yield Unit(gathered[0], gathered[-1] + 1, 0, 0, size)
+            gathered.clear()
+
+    for number, source in numbered:
+        parquet = source.format == InputFormat.parquet.name
+        if parquet or in_ranges(source.name, source.format):
+            yield from together()
+            cuts = row_groups(Path(root, source.name), aim) if parquet else _byte_ranges(source.bytes, aim)
             yield from (Unit(number, number + 1, start, end, part) for start, end, part in cuts)
-            first, gathered = number + 1, 0
             continue
-        gathered += size
-        if gathered >= aim:
-            yield Unit(first, number + 1, 0, 0, gathered)
-            first, gathered = number + 1, 0
-    if gathered:
-        yield Unit(first, len(listed.files), 0, 0, gathered)
+        if gathered and gathered[-1] != number - 1:
+            yield from together()
+        size = source.bytes + (size if gathered else 0)
+        gathered.append(number)
+        if size >= aim:
+            yield from together()
+    yield from together()
 
 
 def _byte_ranges(size: int, aim: int) -> Iterator[tuple[int, int, int]]:
@@ -225,7 +241,7 @@ def _byte_ranges(size: int, aim: int) -> Iterator[tuple[int, int, int]]:
         yield start, end, end - start
 
 
-def _row_groups(path: Path, aim: int) -> Iterator[tuple[int, int, int]]:
+def row_groups(path: Path, aim: int) -> Iterator[tuple[int, int, int]]:
     """Ranges of row groups, each range with its share of the file's bytes."""
     import pyarrow
     import pyarrow.parquet
@@ -233,7 +249,7 @@ def _row_groups(path: Path, aim: int) -> Iterator[tuple[int, int, int]]:
     try:
         metadata = pyarrow.parquet.read_metadata(path)
     except pyarrow.ArrowInvalid as error:
-        raise InputError(Problem("input", f"{path}: {error}", "a .parquet file is Parquet", "mend or remove the file")) from error
+        raise InputError(Problem("input", f"{path}: {error}", "a .parquet file is Parquet", "restore or remove the file")) from error
     yield from gather([metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)], path.stat().st_size, aim)
 
 

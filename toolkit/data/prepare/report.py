@@ -19,7 +19,7 @@ from toolkit.data.digest import digest
 from toolkit.data.index import IndexFile
 from toolkit.data.manifest import DataManifest, Origin, Split, TokenizerInfo, write_manifest
 from toolkit.data.prepare.merge import Piece, Written
-from toolkit.data.prepare.parts import SPLITS, Receipt
+from toolkit.data.prepare.parts import FIRST_BAD, SPLITS, Receipt
 from toolkit.data.prepare.plan import Plan
 from toolkit.files import write_whole
 
@@ -33,10 +33,11 @@ LONGEST = 1 << 31
 class Statistics:
     """
     Attributes:
-        read: documents of the input. ``read = documents + equal + empty``.
+        read: rows of the input. ``read = documents + equal + empty + bad``.
         equal: dropped since an equal one is kept.
         empty: dropped since they hold no text.
         replaced: of those kept or equal: with bytes that are not UTF-8, written as U+FFFD.
+        bad: left out since they have no document that can be read (``on_bad_row=skip``).
         text_bytes: of all documents that are not empty, as UTF-8; bytes_per_token is over the same documents.
         histogram: [shortest, documents] of each bin of lengths in tokens; a bin ends where the next begins.
     """
@@ -53,6 +54,7 @@ class Statistics:
     longest: int
     mean: float
     histogram: tuple[tuple[int, int], ...]
+    bad: int = 0
 
 
 def finish(
@@ -72,13 +74,29 @@ def finish(
     beside = (path for path in sorted((output / tokenizer.folder).rglob("*")) if path.is_file())
     files = [SOURCES, REPORT, PICTURE, *(path.relative_to(output).as_posix() for path in beside)]
     ends = TokenizerInfo(**{**asdict(tokenizer), "ends_documents": not any(receipt.inside for receipt in receipts)})
-    origin = Origin(plan.seen, plan.recipe["licence"], len(plan.sources), plan.bytes, digest(output / SOURCES).xxh3_128)
+    origin = Origin(plan.seen, plan.recipe["licence"], len(plan.present), plan.bytes, digest(output / SOURCES).xxh3_128)
     manifest = DataManifest(
         folder=output, dtype=dtype.name, origin=origin, tokenizer=ends, splits=splits, recipe=plan.recipe, versions=versions(),
-        files={name: digest(output / name) for name in files},
+        files={name: digest(output / name) for name in files}, special_tokens=_special(receipts), bad_rows=_bad_rows(plan, receipts),
     )  # fmt: skip
     write_manifest(manifest, output)
     return manifest
+
+
+def _bad_rows(plan: Plan, receipts: Sequence[Receipt]) -> dict[str, Any]:
+    """How many there are, and the first of them by file and place: the same however the work was cut."""
+    count = sum(receipt.bad for receipt in receipts)
+    if not count:
+        return {}
+    first = sorted((plan.sources[source].name, place, seen) for receipt in receipts for source, place, seen in receipt.first_bad)
+    return {"count": count, "first": [f"{name}, {seen}" for name, _, seen in first[:FIRST_BAD]]}
+
+
+def _special(receipts: Sequence[Receipt]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for receipt in receipts:
+        found.update(dict(receipt.special))
+    return dict(sorted(found.items()))
 
 
 def versions() -> dict[str, str]:
@@ -92,7 +110,8 @@ def _sources(plan: Plan, receipts: Sequence[Receipt]) -> list[dict[str, Any]]:
     for receipt in receipts:
         documents.update(dict(receipt.sources))
     found = []
-    for number, source in enumerate(plan.sources):
+    present = [(number, source) for number, source in enumerate(plan.sources) if not source.gone]
+    for number, source in sorted(present, key=lambda entry: entry[1].name):
         known = {"name": source.name, "format": source.format, "bytes": source.bytes, "xxh3_128": source.xxh3_128}
         found.append(known if source.format == "dataset" else {**known, "documents": documents[number]})
     return found
@@ -111,18 +130,24 @@ def _statistics(receipts: Sequence[Receipt], done: Any, splits: Mapping[str, Spl
     before = sum(sum(receipt.tokens) for receipt in receipts)
     used = np.flatnonzero(counts)
     return Statistics(
-        read=sum(receipt.empty + receipt.equal + sum(receipt.kept) for receipt in receipts), documents=documents, tokens=tokens,
+        read=sum(receipt.empty + receipt.bad + receipt.equal + sum(receipt.kept) for receipt in receipts), documents=documents,
+        tokens=tokens,
         equal=sum(receipt.equal for receipt in receipts) + sum(one.equal for one in done),
         empty=sum(receipt.empty for receipt in receipts), replaced=sum(receipt.replaced for receipt in receipts), text_bytes=text_bytes,
         bytes_per_token=text_bytes / before, shortest=shortest, longest=longest, mean=tokens / documents,
+        bad=sum(receipt.bad for receipt in receipts),
         histogram=tuple((int(edges[bin]), int(counts[bin])) for bin in range(used[0], used[-1] + 1)),
     )  # fmt: skip
 
 
-def describe(output: Path) -> list[str]:
-    """Lines for people about the report of ``output``; none where launch/prepare.py did not write it."""
-    file = output / REPORT
-    return [*describe_report(file.read_bytes()), f"           lengths as a picture: {output / PICTURE}"] if file.is_file() else []
+def describe(manifest: DataManifest) -> list[str]:
+    """Lines for people: what ``describe`` of the manifest does not have. The report's are absent if launch/prepare.py did not write it."""
+    lines, file = [], manifest.folder / REPORT
+    if SPLITS[1] not in manifest.splits:
+        lines.append("validation none: write eval.every=0 when you train on this data, since there is nothing to evaluate on")
+    if file.is_file():
+        lines += [*describe_report(file.read_bytes()), f"           lengths as a picture: {manifest.folder / PICTURE}"]
+    return lines
 
 
 def describe_report(content: bytes) -> list[str]:

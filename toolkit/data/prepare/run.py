@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from toolkit.data.index import token_dtype
 from toolkit.data.manifest import NAME as MANIFEST
 from toolkit.data.manifest import DataManifest, TokenizerInfo, read_manifest
 from toolkit.data.prepare import merge, report, store, tokenise
+from toolkit.data.prepare.changes import changes, relaxed, replanned
+from toolkit.data.prepare.check import check_first_rows
 from toolkit.data.prepare.parts import SPLITS, read_receipts
-from toolkit.data.prepare.plan import Listing, Plan, as_typed, list_input, make_plan, read_plan, recipe
+from toolkit.data.prepare.plan import Listing, Plan, as_typed, drafted, list_input, make_plan, read_plan, recipe
+from toolkit.data.prepare.split import validation_below
 from toolkit.data.prepare.vocabulary import ready_vocabulary, vocabulary
 from toolkit.data.prepare.work import each
 from toolkit.data.tokenizer import FOLDER as TOKENIZER
@@ -92,7 +96,7 @@ def _make(config: PrepareConfig, listed: Listing, work: Path, output: Path, prog
     for folder in (tokenise.PARTS, merge.SHARDS):
         (work / folder).mkdir(exist_ok=True)
     tokenizer = ready_vocabulary(config, plan, work, output, progress)
-    words = vocabulary(output, tokenizer)
+    words = vocabulary(output, tokenizer, plan)
     left, before = tokenise.units_left(work / tokenise.PARTS, plan)
     total = sum(unit.bytes for unit in plan.units)
     with progress.task("tokenising", total=total or None, unit="B", done=before) as task:
@@ -100,13 +104,15 @@ def _make(config: PrepareConfig, listed: Listing, work: Path, output: Path, prog
     assert not tokenise.units_left(work / tokenise.PARTS, plan)[0], "every unit is done"
     receipts = read_receipts(work / tokenise.PARTS)
     if not sum(receipt.tokens[0] for receipt in receipts):
-        seen = f"input={config.input}: {sum(receipt.empty for receipt in receipts)} documents, none of them for training with text"
-        raise InputError(Problem("input", seen, f"the split {SPLITS[0]} gets a document", "give more text, or a smaller validation="))
+        kept, empty = sum(receipt.kept[1] for receipt in receipts), sum(receipt.empty for receipt in receipts)
+        seen = f"input={config.input}: {kept} documents for validation, {empty} without text, none for training"
+        raise InputError(Problem("input", seen, f"the split {SPLITS[0]} gets a document", "give more text, or write validation=0"))
     shards = merge.pieces(receipts, words.dtype.itemsize, config.shard_mib << 20)
     _write_shards(config, work, output, tokenizer, shards, workers, progress)
-    changes = _changes(plan, listed)
-    if changes:
-        raise InputError(*changes)
+    changed = changes(plan, listed).first()
+    if changed is not None:
+        seen, rule = f"{listed.url or listed.root}/{changed} since the preparation began", "the input stays as it is while it is prepared"
+        raise InputError(Problem("input", seen, rule, "run the command again: only what changed is read again"))
     manifest = report.finish(plan, output, tokenizer, words.dtype, receipts, shards, merge.written(work, shards))
     shutil.rmtree(work)
     return manifest
@@ -126,44 +132,28 @@ def _write_shards(
 
 
 def _plan(config: PrepareConfig, listed: Listing, work: Path, progress: Progress) -> Plan:
-    """The plan under way, if it is of this recipe and input; a new one where there is none, or where nothing was tokenised by it."""
-    plan = read_plan(work)
-    if plan is not None:
-        problems = [*_differences(plan.recipe, config, work.parent, "is being made"), *_changes(plan, listed)]
-        if not problems:
+    """The plan under way, if it is of this recipe, brought up to date with the input; a new one if nothing was tokenised by it."""
+    before = read_plan(work)
+    if before is not None:
+        plan = relaxed(before, config)
+        problems, found = _differences(plan.recipe, config, work.parent, "is being made"), changes(plan, listed)
+        if not problems and not found:
+            if plan != before:
+                plan.write(work)
             return plan
         if any((work / tokenise.PARTS).glob("*.json")):
-            raise InputError(*problems)
-        shutil.rmtree(work.parent / TOKENIZER, ignore_errors=True)  # of a recipe that was mistaken
+            if problems:
+                raise InputError(*problems)
+            plan = replanned(plan, found, config, listed, work, progress)
+            plan.write(work)
+            return plan
+        shutil.rmtree(work.parent / TOKENIZER, ignore_errors=True)  # of a recipe or an input that was mistaken
+    draft = drafted(config, listed)
+    check_first_rows(draft, range(len(draft.sources)), progress)
     plan = make_plan(config, listed, progress)
+    plan = replace(plan, validation_below=validation_below(plan, progress))
     plan.write(work)
     return plan
-
-
-def _changes(plan: Plan, listed: Listing) -> list[Problem]:
-    """Where the input is not the one that was planned: by names, sizes and times of change."""
-    planned = {source.name: (source.bytes, source.modified) for source in plan.sources}
-    now = _as_now(listed)
-    problems = []
-    for name in sorted({*planned, *now}):
-        if planned.get(name) != now.get(name):
-            how = "is new" if name not in planned else "is gone" if name not in now else "changed"
-            seen, rule = f"{listed.shown(name)} {how} since the preparation began", "the input stays as it is while it is prepared"
-            problems.append(Problem("input", seen, rule, "restore it, or name another output: output=FOLDER"))
-    return problems[:1]  # of a moved folder every file is another
-
-
-def _as_now(listed: Listing) -> dict[str, tuple[int, int]]:
-    """The files of a listing as they are now."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, _, size, modified in listed.files:
-        path = Path(listed.root, name)
-        if not modified:
-            found[name] = (size, modified)
-        elif path.is_file():
-            stat = path.stat()
-            found[name] = (stat.st_size, stat.st_mtime_ns)
-    return found
 
 
 # -- what is there already
@@ -185,6 +175,9 @@ def _differences(made: Any, config: PrepareConfig, output: Path, how: str) -> li
     if not made:
         raise _occupied(output, "it was made by something else")
     wanted = recipe(config)
+    if made.get("version") != wanted["version"]:
+        seen = f"output={output} {how} by recipe version {made.get('version')}, and this toolkit has version {wanted['version']}"
+        return [Problem("output", seen, "an output is of one recipe; what is made stays", "name another output: output=FOLDER")]
     return [
         Problem(key, f"{key}={as_typed(wanted.get(key))}, and output={output} {how} with {key}={as_typed(made.get(key))}",
                 "an output is of one recipe; what is made stays",

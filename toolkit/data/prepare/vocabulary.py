@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.config.prepare import PrepareConfig
+from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data import tokenizer as bpe
 from toolkit.data import tokenizer_copy
 from toolkit.data.index import token_dtype
 from toolkit.data.manifest import TokenizerInfo
 from toolkit.data.prepare.keys import Keys
+from toolkit.data.prepare.limits import check_size
 from toolkit.data.prepare.plan import Plan
 from toolkit.data.prepare.read import decoded, documents
+from toolkit.data.special import prepare_tokenizer
 from toolkit.files import sync_folder
 from toolkit.progress import Progress
 
@@ -34,13 +37,12 @@ class Vocabulary:
     folder: Path
     end_of_text: int
     dtype: np.dtype[Any]
+    special_tokens: SpecialTokens
 
     def load(self) -> Tokenizer:
-        """Encodes text as it is: whole, without padding, and the text of special tokens as text."""
+        """It encodes whole texts, without padding, and special tokens as ``special_tokens`` asks."""
         tokenizer = bpe.load(self.folder)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True
+        prepare_tokenizer(tokenizer, self.special_tokens)
         return tokenizer
 
 
@@ -54,14 +56,15 @@ def ready_vocabulary(config: PrepareConfig, plan: Plan, work: Path, output: Path
             bpe.save(bpe.train_bpe(_sample(config, plan, progress), config.tokenizer.vocab_size), new)
         else:
             end, path = config.tokenizer.end_of_text, config.tokenizer.path
-            tokenizer_copy.place(path, end, new, key="tokenizer.path", end_key="tokenizer.end_of_text")
+            tokenizer_copy.place(path, end, new, key="tokenizer.path", end_key="tokenizer.end_of_text",
+                                 trust_remote_code=config.tokenizer.trust_remote_code)
         (new / bpe.FOLDER).replace(output / bpe.FOLDER)
         sync_folder(output)
     return tokenizer_copy.info(output / bpe.FOLDER)
 
 
-def vocabulary(folder: Path, info: TokenizerInfo) -> Vocabulary:
-    return Vocabulary(folder / info.folder, info.end_of_text, token_dtype(info.size))
+def vocabulary(folder: Path, info: TokenizerInfo, plan: Plan) -> Vocabulary:
+    return Vocabulary(folder / info.folder, info.end_of_text, token_dtype(info.size), SpecialTokens[plan.recipe["special_tokens"]])
 
 
 def _sample(config: PrepareConfig, plan: Plan, progress: Progress) -> Iterator[str]:
@@ -77,6 +80,7 @@ def _sample(config: PrepareConfig, plan: Plan, progress: Progress) -> Iterator[s
             for document in documents(plan, plan.units[number * len(plan.units) // count]):
                 if taken >= share or total >= wanted:
                     break
+                check_size(document, plan.path(document.source))
                 content, text = decoded(document.content)
                 if content and not keys.is_validation(content):
                     yield text
