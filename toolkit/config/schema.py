@@ -71,7 +71,8 @@ class RunSection:
     dir: str | None = None
     """Where everything of this run goes. Null: runs/<run.name>-<8 hex digits of the run's identity>."""
     fork: str | None = None
-    """A checkpoint or run directory of another run: start a new run from its state and record the parent."""
+    """A checkpoint or run directory of another run: start a new run from its state and record the parent. The fork goes on at the
+    step and at the sample at which its parent stopped, whatever its own global batch is."""
 
     def __post_init__(self) -> None:
         ok = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name)
