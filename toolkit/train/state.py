@@ -20,6 +20,7 @@ from toolkit.checkpoint.shard import Reader
 from toolkit.checkpoint.source import MODEL
 from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.batch import continue_batch
+from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import BatchPlan, RampStage, RunPlan
 from toolkit.rundir.source import SourceKind
 
@@ -51,7 +52,7 @@ def scalars(plan: RunPlan, state: TrainState, fingerprint: Mapping[str, Any], da
         STEP: state.step, CONSUMED: state.consumed_samples(plan), DATA: dict(fingerprint),
         BATCH_STAGES: [[stage.size, stage.first_step, stage.first_sample] for stage in plan.batch.stages if stage.first_step < state.step],
         DATA_STATE: dict(data_state), IDENTITY: plan.identity, SEED: plan.config.train.seed, VERSIONS: versions(),
-        OPTIM: {name: getattr(plan.config.optim, name) for name in OPTIM_SETTINGS},
+        OPTIM: {name: getattr(plan.config.optim, name) for name in OPTIM_SETTINGS} | {"lr": learning_rate(plan, state.step)},
     }
     if plan.shape is not None:
         own[MODEL] = asdict(plan.shape)
