@@ -112,7 +112,8 @@ class ModelConfig:
     num_experts_per_tok: int | None = None
     """Experts that each token visits, in a family that has them."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of a family with experts. It depends on the micro-batch, so layouts differ where it is not 0."""
+    """Weight of the load-balancing loss of a family with experts: that of Switch Transformers, averaged over the layers, on every engine.
+    It is computed a micro-batch at a time, so losses depend on train.micro_batch where it is not 0."""
     rope_theta: float | None = None
     """Base of the rotary position embedding."""
     norm_eps: float | None = None

@@ -55,8 +55,8 @@ def experts_belong_to_some_families(case: Case) -> Iterator[Problem]:
 def router_loss_depends_on_the_layout(case: Case) -> Iterator[Problem]:
     if case.traits is not None and case.traits.experts and case.config.model.router_aux_loss_coef:
         yield warn(case.config, "model.router_aux_loss_coef",
-                   "the router's balancing loss is computed a micro-batch at a time, so another layout gives other losses",
-                   "write model.router_aux_loss_coef=0 where layouts are compared")
+                   "the router's balancing loss is computed a micro-batch at a time, so another train.micro_batch gives other losses",
+                   "keep train.micro_batch, or write model.router_aux_loss_coef=0, where layouts are compared")
 
 
 def own_model(case: Case) -> Iterator[Problem]:
