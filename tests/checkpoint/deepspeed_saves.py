@@ -93,7 +93,8 @@ def save_plain(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Map
 SCHEDULED_LR = 1e-3
 
 
-def scheduled(rank: int, ranks: int, plan: RunPlan, scheduler: str, folder: Path, begin: Path | None = None) -> tuple[list[float], list[float]]:
+def scheduled(rank: int, ranks: int, plan: RunPlan, scheduler: str, folder: Path,
+              begin: Path | None = None) -> tuple[list[float], list[float]]:
     """Learning rates and losses of the ``MORE`` steps after the first ``STOP``, of a user's program with a learning-rate scheduler.
 
     Args:

@@ -144,7 +144,7 @@ def test_what_the_converter_scrambles_is_refused(pool: RankPool, tmp_path: Path,
 
 
 @pytest.mark.parametrize("scheduler", ["WarmupDecayLR", "LambdaLR", "CosineAnnealingLR"])
-def test_a_program_with_a_learning_rate_scheduler_goes_on_from_a_converted_checkpoint(scheduler: str, pool: RankPool, tmp_path: Path) -> None:
+def test_a_learning_rate_scheduler_goes_on_from_a_converted_checkpoint(scheduler: str, pool: RankPool, tmp_path: Path) -> None:
     """The learning rates are exactly those of the program that never stopped. Control: they change from step to step."""
     plan = tiny_plan("llama", **EVEN)
     rates, losses = pool.run(saves.scheduled, plan, scheduler, tmp_path / "saved", ranks=2)[0]

@@ -245,7 +245,8 @@ class OptimConfig:
     lr: float = 3e-4
     """Peak learning rate, at the batch that lr_scaling refers to."""
     weight_decay: float = 0.1
-    """Decoupled decay; never applied to one-dimensional tensors."""
+    """Never applied to one-dimensional tensors. AdamW and Muon shrink weights apart from the gradient (decoupled, by lr x weight_decay);
+    SGD adds weight_decay x weight to the gradient, so that it enters the momentum. On every engine, after clipping."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's averaging factors of gradient and squared gradient."""
     eps: float = 1e-8

@@ -33,7 +33,7 @@ class Llama(Decoder):
         if shape.hidden_size % shape.num_attention_heads:  # LlamaConfig raises, although its modules do not need it
             raise PlanError(settling.indivisible(
                 shape.hidden_size, shape.num_attention_heads,
-                "transformers builds Llama only if model.hidden_size is divisible by model.num_attention_heads, whatever model.head_dim is"))
+                "transformers builds Llama only if model.hidden_size is divisible by model.num_attention_heads, with model.head_dim too"))
         return shape
 
 

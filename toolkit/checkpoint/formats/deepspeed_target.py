@@ -35,9 +35,9 @@ from toolkit.families.base import ModelShape
 from toolkit.plan.deepspeed import tensor_dim
 
 NAME = "deepspeed"
-SCHEDULER = ("a learning-rate scheduler of the program goes on at the step of the checkpoint: DeepSpeed's own, and of torch those whose state "
-             "is a count, LambdaLR (transformers' schedules), StepLR and CosineAnnealingLR among them. For SequentialLR, CyclicLR and "
-             "schedulers that wrap others call load_checkpoint with load_lr_scheduler_states=False and set it yourself")
+SCHEDULER = ("a learning-rate scheduler of the program continues at the checkpoint's step: DeepSpeed's own, and of torch those whose "
+             "state is a count, LambdaLR (transformers' schedules), StepLR and CosineAnnealingLR among them. For SequentialLR, CyclicLR "
+             "and schedulers that wrap others call load_checkpoint with load_lr_scheduler_states=False and set it yourself")
 
 
 def lay_out(source: Source, config: TargetConfig, *, sub_group: int = SUB_GROUP) -> Target:

@@ -85,7 +85,8 @@ def _notes(shape: ModelShape, config: TargetConfig, settings: Mapping[str, Any])
     if not shape.num_local_experts:
         return groups, SCHEDULER
     which = "above 1" if config.parallel.expert > 1 else "of 1"
-    return groups, SCHEDULER, f"its optimizer state is for runs with expert parallelism {which}: there experts have an optimizer of their own"
+    return (groups, SCHEDULER,
+            f"its optimizer state is for runs with expert parallelism {which}: there experts have an optimizer of their own")
 
 
 def _layout_problems(shape: ModelShape, config: TargetConfig) -> Iterator[Problem]:
