@@ -166,10 +166,10 @@ def _introduction() -> Iterator[str]:
     yield "*exact*: the same samples in the same order, and the same losses up to the order of sums: docs/parity.md has what was measured"
     yield "over 20 steps (16-bit precisions round in an engine's own places). *exact for one train.micro_batch*: a loss that is computed a"
     yield "micro-batch at a time is among the losses. *own dropout masks*: each layout draws its own, so that losses of two layouts differ"
-    yield "from the first step on, by 0.001 to 0.008 in tiny models at 0.1; the same layout repeats itself. *with*: the choice needs another"
-    yield "one beside it."
-    yield "*refused*: nothing starts; the rule and the remedy are what is printed. The basis is a small llama on one node of 8 H100 (`local`:"
-    yield "one of them)."
+    yield "from the first step on, by 0.001 to 0.008 in tiny models at 0.1; the same layout repeats itself. *with*: the choice needs"
+    yield "another one beside it."
+    yield "*refused*: nothing starts; the rule and the remedy are what is printed. The basis is a small llama on one node of 8 H100"
+    yield "(`local`: one of them)."
     yield "`model=pretrained` is what its folder's family is."
 
 
