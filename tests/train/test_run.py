@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import email
 import gc
+import itertools
 import json
 import math
 import re
@@ -388,6 +389,26 @@ def test_a_fork_takes_over_state_and_steps_and_may_differ(stopped: Path, data: P
     assert [row["step"] for row in fork.rows()] == [4, 5, 6]
     assert fork.rows()[0]["lr"] == 5e-4
     assert fork.rows()[0]["loss"] < math.log(264)
+
+
+def test_a_fork_with_a_doubled_global_batch_reads_on_at_the_next_sample(stopped: Path, data: Path, tmp_path: Path) -> None:
+    """At a learning rate of 0 one step of 16 samples has the mean loss of the two steps of 8 that the parent would have taken."""
+    def forked(config: RunConfig) -> None:
+        config.run.fork, config.optim.lr, config.model.dropout = str(stopped), 0.0, 0.0
+
+    def doubled(config: RunConfig) -> None:
+        forked(config)
+        config.train.global_batch *= 2
+
+    single, double = (Start(tmp_path / name, data, config=change, train__steps=7) for name, change in (("8", forked), ("16", doubled)))
+    losses = [row["loss"] for row in single.rows()]
+    pairs = [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
+    assert [row["loss"] for row in double.rows()][:2] == pytest.approx(pairs, abs=1e-6)
+    assert min(abs(a - b) for a, b in itertools.pairwise(losses)) > 1e-3, "else any samples would do"
+
+    part = Start(tmp_path / "part", data, stop_after=2, config=doubled, train__steps=7)
+    assert open_reader(part.directory.path).scalars["consumed_samples"] == 3 * 8 + 2 * 16
+    assert Start(tmp_path / "part", data, config=doubled, train__steps=7).rows() == double.rows()
 
 
 def test_other_data_is_refused_by_name(stopped: Path, data: Path, tmp_path: Path) -> None:

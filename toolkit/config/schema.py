@@ -71,7 +71,8 @@ class RunSection:
     dir: str | None = None
     """Where everything of this run goes. Null: runs/<run.name>-<8 hex digits of the run's identity>."""
     fork: str | None = None
-    """A checkpoint or run directory of another run: start a new run from its state and record the parent."""
+    """A checkpoint or run directory of another run: start a new run from its state and record the parent. The fork goes on at the
+    step and at the sample at which its parent stopped, whatever its own global batch is."""
 
     def __post_init__(self) -> None:
         ok = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name)
@@ -111,7 +112,8 @@ class ModelConfig:
     num_experts_per_tok: int | None = None
     """Experts that each token visits, in a family that has them."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of a family with experts. It depends on the micro-batch, so layouts differ where it is not 0."""
+    """Weight of the load-balancing loss of a family with experts: that of Switch Transformers, averaged over the layers, on every engine.
+    It is computed a micro-batch at a time, so losses depend on train.micro_batch where it is not 0."""
     rope_theta: float | None = None
     """Base of the rotary position embedding."""
     norm_eps: float | None = None
@@ -252,7 +254,8 @@ class OptimConfig:
     lr: float = 3e-4
     """Peak learning rate, at the batch that lr_scaling refers to."""
     weight_decay: float = 0.1
-    """Decoupled decay; never applied to one-dimensional tensors."""
+    """Never applied to one-dimensional tensors. AdamW and Muon shrink weights apart from the gradient (decoupled, by lr x weight_decay);
+    SGD adds weight_decay x weight to the gradient, so that it enters the momentum. On every engine, after clipping."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's averaging factors of gradient and squared gradient."""
     eps: float = 1e-8

@@ -16,14 +16,16 @@ def sequence_fits_the_model(case: Case) -> Iterator[Problem]:
     if shape is not None and length > shape.max_position_embeddings:
         yield refuse(case.config, "train.sequence_length model.max_position_embeddings",
                      "a sequence has at most model.max_position_embeddings tokens",
-                     f"write train.sequence_length={shape.max_position_embeddings}, or model.max_position_embeddings={length}")
+                     f"write train.sequence_length={shape.max_position_embeddings}"
+                     + (f", or model.max_position_embeddings={length}" if case.sizes_are_free else ""))
 
 
 def vocabulary_fits_the_model(case: Case) -> Iterator[Problem]:
     data, shape = case.config.data, case.shape
     if shape is not None and data.name == "stdlib" and data.vocab_size > shape.vocab_size:
         yield refuse(case.config, "model.vocab_size data.vocab_size", "every token of the tokenizer has a row of the embedding",
-                     f"write model.vocab_size={data.vocab_size}, or data.vocab_size={shape.vocab_size}")
+                     (f"write model.vocab_size={data.vocab_size}, or " if case.sizes_are_free else "write ")
+                     + f"data.vocab_size={shape.vocab_size}")
 
 
 def mixture_is_whole(case: Case) -> Iterator[Problem]:
@@ -46,7 +48,7 @@ def experts_belong_to_some_families(case: Case) -> Iterator[Problem]:
         for key in ("num_local_experts", "num_experts_per_tok"):
             if getattr(model, key):
                 yield refuse(case.config, f"model.{key} model.family", f"{model.family} has no experts",
-                             f"write model.family=mixtral, or leave model.{key} out")
+                             ("write model.family=mixtral, or " if case.sizes_are_free else "") + f"leave model.{key} out")
         if model.router_aux_loss_coef:
             yield refuse(case.config, "model.router_aux_loss_coef model.family", f"{model.family} has no router",
                          "leave model.router_aux_loss_coef out")
@@ -55,8 +57,8 @@ def experts_belong_to_some_families(case: Case) -> Iterator[Problem]:
 def router_loss_depends_on_the_layout(case: Case) -> Iterator[Problem]:
     if case.traits is not None and case.traits.experts and case.config.model.router_aux_loss_coef:
         yield warn(case.config, "model.router_aux_loss_coef",
-                   "the router's balancing loss is computed a micro-batch at a time, so another layout gives other losses",
-                   "write model.router_aux_loss_coef=0 where layouts are compared")
+                   "the router's balancing loss is computed a micro-batch at a time, so another train.micro_batch gives other losses",
+                   "keep train.micro_batch, or write model.router_aux_loss_coef=0, where layouts are compared")
 
 
 def own_model(case: Case) -> Iterator[Problem]:

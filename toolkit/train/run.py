@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 from toolkit.attempts import words as goodput_words
 from toolkit.checkpoint.directory import newest
@@ -36,7 +37,7 @@ from toolkit.train.monitoring import watching
 from toolkit.train.parting import Parting
 from toolkit.train.saving import AllCosts, Checkpoints, Costs, Timer
 from toolkit.train.sinks import closed_with_code, open_sinks
-from toolkit.train.source import find_beginning, take_up
+from toolkit.train.source import find_beginning, restore_stream, take_up
 from toolkit.train.task import Task, text_task
 from toolkit.train.times import AttemptTimes
 from toolkit.train.vision import vision_task
@@ -70,12 +71,14 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         place.settle(plan)
         ranks = plan.world.ranks
         ask = exchange(ranks)
+        beginning = find_beginning(plan, directory)
+        plan = replace(plan, batch=beginning.batch)
         reads = open_data(plan.config, plan.batch, plan.axes.coordinates(rank).data, data or plan.config.data.path)
         stream = reads.stream
         stack.callback(stream.close)
         fingerprint = {**stream.fingerprint(), **{f"eval.sets {name}": one.data_hash for name, one in reads.sets.items()}}
         check_same_data(fingerprint, ranks)
-        beginning = find_beginning(plan, directory, stream)
+        restore_stream(beginning, stream)
         state = beginning.state
         if rank == 0:
             directory.trim_after(state.step, attempt)
