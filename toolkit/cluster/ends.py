@@ -15,6 +15,7 @@ from typing import NoReturn
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.rendezvous import Left, Meeting
 from toolkit.errors import ExitCode, UserError
+from toolkit.rundir.continuing import NothingToDo
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -70,6 +71,9 @@ class Ending:
         reason = self._stop()
         if isinstance(error, Left):
             self.code = ExitCode(error.code)
+        elif isinstance(error, NothingToDo):
+            self.code = ExitCode.DONE
+            print(error, flush=True)
         elif isinstance(error, UserError):
             self.code, reason = ExitCode.USER, str(error)
             self._answer(error)
