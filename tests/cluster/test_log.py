@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -18,9 +19,33 @@ def test_the_stream_gets_all_and_the_log_what_stays() -> None:
     tee = Tee(stream, log)
     for text in ("step 1\n", "\x1b[1A\x1b[2K 10% ", "\r20%", "\x1b[32mdone\x1b[0m\n"):
         tee.write(text)
+        tee.flush()
     assert stream.getvalue() == "step 1\n\x1b[1A\x1b[2K 10% \r20%\x1b[32mdone\x1b[0m\n"
     assert log.getvalue() == "step 1\ndone\n"
     assert tee.isatty() is False
+
+
+class Calls(io.StringIO):
+    """Keeps what each call wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.calls.append(text)
+        return len(text)
+
+
+def test_a_printed_line_is_written_in_one_call() -> None:
+    """Else what another thread or rank writes comes between the text and the end of its line."""
+    stream = Calls()
+    tee = Tee(stream, io.StringIO())
+    print("a line", 1, file=tee)
+    print("a part", end="", file=tee)
+    Thread(target=lambda: print("of another thread", file=tee)).start()
+    print(" of a line", file=tee, flush=True)
+    assert sorted(stream.calls) == ["a line 1\n", "a part of a line\n", "of another thread\n"]
 
 
 def test_both_streams_are_added_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ def ended(path: Path, state: RunState = RunState.DONE, *, steps: int = 10, saved
 @pytest.mark.parametrize(("steps", "words"), [(10, "10 of 10 steps of"), (6, "10 steps, more than train.steps=6, of")])
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path, steps: int, words: str) -> None:
     directory = ended(tmp_path / "run")
-    with pytest.raises(NothingToDo, match="^nothing to do: ") as nothing:
+    with pytest.raises(NothingToDo, match=r"^nothing to do: ") as nothing:
         check_work(config(steps=steps), directory)
     assert words in str(nothing.value)
     assert "train.steps=20" in str(nothing.value)

@@ -66,10 +66,10 @@ def changed_schedule(config: RunConfig, step: int, lr: float, run: Path) -> Prob
     if math.isclose(lr, now, rel_tol=1e-6, abs_tol=1e-12):
         return None
     schedule = config.schedule
-    length = decay_span(schedule, config.train.steps)[1]
+    length, past = decay_span(schedule, config.train.steps)[1], max(1, step - schedule.warmup)
     return Problem(
         "train.steps", f"train.steps={config.train.steps}: the learning rate of step {step} was {lr:.4g}, and is {now:.4g} in the "
         f"{schedule.name.value} schedule of this start", "the schedule ends at train.steps unless schedule.decay gives its length",
         f"continue if the jump is intended; to avoid it, write schedule.decay={length} at the first start of a run, whatever its "
-        f"train.steps; to keep the rate low from here on, start a new run with run.fork={run} schedule.decay={max(1, step - schedule.warmup)}",
+        f"train.steps; to keep the rate low from here on, start a new run with run.fork={run} schedule.decay={past}",
         Severity.WARNING)
