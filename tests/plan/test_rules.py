@@ -140,7 +140,6 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"schedule": ScheduleConfig(name=WSD)}, CPU, "schedule.decay", "schedule.decay=10"),
     ({"schedule": ScheduleConfig(name=WSD, warmup=60, decay=60)}, CPU, "schedule.decay", "schedule.decay=40"),
     ({"schedule__warmup": 100}, CPU, "train.steps", "never reaches the peak"),
-    ({"schedule": ScheduleConfig(name=ScheduleName.linear, warmup=10, decay=200)}, CPU, "train.steps", "train.steps=210"),
     ({"schedule": ScheduleConfig(name=ScheduleName.constant, decay=5)}, CPU, "schedule.decay", "does not decay"),
     ({"schedule__min_lr": 1.0}, CPU, "schedule.min_lr", "schedule.min_lr=3e-05"),
     ({"eval": EvalConfig(every=10, sets=[])}, CPU, "eval.sets", "eval.every=0"),
