@@ -255,7 +255,7 @@ def test_time_adds_up_over_attempts_that_run_steps_again(data: Path, tmp_path: P
     """Killed after step 5, with a checkpoint of step 4: what step 5 took is counted, although its row stands elsewhere."""
     every = {"checkpoint__every": "2"}
     Start(tmp_path / "run", data, stop_after=5, **every)
-    assert re.search(r"^time: 0:\d\d$", capfd.readouterr().out, re.MULTILINE)
+    assert re.search(r"saved, in 0:\d\d; the same", capfd.readouterr().out, re.MULTILINE)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000005")
     metrics = tmp_path / "run" / "metrics.jsonl"
     rows = _jsonl(metrics)
@@ -265,7 +265,7 @@ def test_time_adds_up_over_attempts_that_run_steps_again(data: Path, tmp_path: P
     elapsed = [row["elapsed_seconds"] for row in _jsonl(resumed.directory.metrics_file)]
     assert [later > 1000.0 for later in elapsed] == [False] * 4 + [True] * 2
     assert elapsed == sorted(elapsed)
-    assert re.search(r"^time: 1[67]:\d\d over all attempts$", capfd.readouterr().out, re.MULTILINE)
+    assert re.search(r"^6 steps in 1[67]:\d\d over all attempts, ", capfd.readouterr().out, re.MULTILINE)
 
 
 def test_an_evaluation_that_a_stop_prevented_is_made_up_for(whole: Start, data: Path, tmp_path: Path) -> None:
@@ -362,12 +362,12 @@ def test_the_export_opens_and_continues_a_prompt(data: Path, tmp_path: Path, cap
     assert tokenizer.decode(tokenizer("def main").input_ids) == "def main"
     said = capfd.readouterr().out
     row = _jsonl(start.directory.eval_file)[-1]
-    assert f"validation loss after 6 steps: {row['loss']:.4f} nats a token, on {row['tokens']} tokens; a unigram model's" in said
+    assert f"\nvalidation loss: {row['loss']:.4f} nats a token (a unigram model: " in said
     assert "the model continues 'def main(args):'" in said
     last = said.strip().splitlines()[-4:]
-    assert last[0] == f"everything is in {tmp_path / 'run'}: plots/loss.png, metrics.jsonl, checkpoints, export"
+    assert last[0] == f"saved in {tmp_path / 'run'}: metrics.jsonl, checkpoints, plots/loss.png, export"
     assert last[1].endswith(f"python launch/report.py {tmp_path / 'run'}")
-    assert last[2].startswith("ask the model for more: python launch/generate.py ")
+    assert last[2].startswith("    generate text: python launch/generate.py ")
     assert "train.steps=12" in last[3]
 
     from launch.generate import main
@@ -455,6 +455,6 @@ def test_a_loader_slowed_on_purpose_shows(whole: Start, data: Path, tmp_path: Pa
     braked = Start(tmp_path / "run", data)
     assert braked.rows() == whole.rows()
     assert stall_share(braked) > 0.5 > 0.1 > stall_share(whole)
-    said = re.search(r"data stall: the steps after the first waited for samples in ([\d.]+)% of their time", capsys.readouterr().out)
+    said = re.search(r"([\d.]+)% of it waiting for data", capsys.readouterr().out)
     assert said is not None
     assert float(said[1]) == pytest.approx(100 * stall_share(braked), abs=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -10,12 +11,16 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from toolkit.cluster.environment import Launch, Launcher
+from toolkit.cluster.log import bare
 from toolkit.cluster.rendezvous import Left, Meeting
-from toolkit.errors import ExitCode, UserError
+from toolkit.cluster.tracebacks import own_lines
+from toolkit.errors import ExitCode, InputError, UserError
+from toolkit.rundir.continuing import NothingToDo
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -73,6 +78,9 @@ class Ending:
         reason = self._stop()
         if isinstance(error, Left):
             self.code = ExitCode(error.code)
+        elif isinstance(error, NothingToDo):
+            self.code = ExitCode.DONE
+            print(error, flush=True)
         elif isinstance(error, UserError):
             self.code, reason = ExitCode.USER, str(error)
             self._answer(error)
@@ -81,7 +89,7 @@ class Ending:
             self.code, reason = ExitCode.FAILURE, "\n".join([f"{type(error).__name__}: {error}", *notes])
             if not notes and lost_rank(error):
                 reason = f"{LOST}: its own words, or its node's, say why\n{reason}"
-            self._report()
+            self._report(error)
         elif self.code is ExitCode.STOPPED and reason is None:
             reason = "another rank was asked to stop"
         self.record(reason if self.code is not ExitCode.DONE else None)
@@ -167,13 +175,35 @@ class Ending:
     def _answer(self, error: UserError) -> None:
         if self.launch.rank != 0 and self.meeting is not None and self.meeting.dismissed(ECHO_SECONDS):
             return
-        print(error if self.launch.rank == 0 else f"rank {self.launch.rank}: {error}", file=sys.stderr, flush=True)
+        words = str(error) if self.launch.rank == 0 else f"rank {self.launch.rank}: {error}"
+        print(words, file=sys.stderr, flush=True)
+        if self.launch.launcher is Launcher.TORCHELASTIC and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+            # torchrun prints thirty lines of its own after any failure; with this file they end with what was refused.
+            Path(file).write_text(json.dumps({"message": words, "timestamp": int(time.time())}), encoding="utf-8")
 
-    def _report(self) -> None:
-        text = traceback.format_exc()
-        print(text if self.launch.rank == 0 else f"rank {self.launch.rank}: {text}", file=sys.stderr, flush=True)
-        if self.directory is not None and self.launch.rank != 0:  # rank 0's stderr goes to the log by itself
-            log = self.directory.log_file(self.attempt)
-            if log.parent.is_dir():
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(f"rank {self.launch.rank}: {text}")
+    def _report(self, error: Exception) -> None:
+        """Log the whole traceback; print it once over all ranks, by the rank that comes first, and of it the lines of the user's code if
+        there are any."""
+        whole, logged = traceback.format_exc(), ""
+        log = self.directory.log_file(self.attempt) if self.directory is not None else None
+        if log is not None and log.parent.is_dir():
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"rank {self.launch.rank}: {whole}")
+            logged = f"the whole traceback is in {log}\n"
+        comes_first = self._comes_first()
+        text = (own_lines(error) or whole) if comes_first or not logged else ""
+        if not text and comes_first is None:
+            text = f"{type(error).__name__}: {error}\n"
+        if text:
+            rank = f"rank {self.launch.rank}: " if self.launch.ranks > 1 else ""
+            # Past the log, which has it.
+            print(f"{rank}{text}{logged if text != whole else ''}", file=bare(sys.stderr), end="", flush=True)
+
+    def _comes_first(self) -> bool | None:
+        """Whether no other rank has reported a failure; None if the ranks' store is gone, with rank 0."""
+        if self.meeting is None:
+            return True
+        try:
+            return self.meeting.first("report")
+        except (RuntimeError, TimeoutError, InputError):  # of torch.distributed, or there never was a store
+            return None

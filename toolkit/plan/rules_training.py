@@ -126,14 +126,13 @@ def schedule_fits_the_run(case: Case) -> Iterator[Problem]:
     if schedule.name is ScheduleName.constant and schedule.decay is not None:
         yield warn(config, "schedule.decay schedule.name", "a constant schedule does not decay",
                    "write schedule.name=linear, or leave schedule.decay out")
-    ends = schedule.warmup + (0 if schedule.name is ScheduleName.constant else schedule.decay or 0)
+    ends = schedule.warmup + (schedule.decay or 0)
     if schedule.name is ScheduleName.wsd and ends > steps:
         yield refuse(config, "schedule.decay schedule.warmup train.steps", "the phases of wsd follow each other: warmup + decay <= steps",
                      f"write schedule.decay={max(1, steps - schedule.warmup)}, or train.steps={ends}")
-    elif ends > steps or (schedule.warmup and schedule.warmup >= steps):
-        yield warn(config, "train.steps schedule.warmup schedule.decay",
-                   "the run ends before its schedule does: it never reaches " + ("the peak" if schedule.warmup >= steps else "min_lr"),
-                   f"write train.steps={ends + 1 if ends == schedule.warmup else ends} or shorter phases")
+    elif schedule.warmup and schedule.warmup >= steps:  # a decay may be longer than the run, which is continued later
+        yield warn(config, "train.steps schedule.warmup", "the run ends before its schedule does: it never reaches the peak",
+                   f"write train.steps={schedule.warmup + 1} or more, or a shorter schedule.warmup")
 
 
 def rates_are_ordered(case: Case) -> Iterator[Problem]:

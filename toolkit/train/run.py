@@ -134,21 +134,21 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         watch.progress.stop()  # rank 0 has more to do than the others, who wait for it
         engine.close()
         ended(code)
-        if rank == 0:
-            say(course.words(time.monotonic()))
-            kept = (directory.saved_step() or 0) if saving.given_up else None
-            if (total := times.goodput(kept)) is not None:
-                say(goodput_words(total))
+        took = course.words(time.monotonic())
+        kept = (directory.saved_step() or 0) if saving.given_up else None
+        total = times.goodput(kept) if rank == 0 else None
+        if total is not None and total.attempts > 1:
+            say(goodput_words(total))
         try:
             if rank == 0 and code is ExitCode.DONE:
-                closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step),
-                               say=say, tell=tell, stop=stop)
+                closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step), time=took,
+                               goodput=total.share if total is not None else None, say=say, tell=tell, stop=stop)
             elif rank == 0 and saving.given_up:
                 words = parting.words(stop() or "another rank was asked to stop", step=state.step, saved=kept or None, work=times.unsaved())
                 say(f"stopped after step {state.step}: {words}")
                 directory.finish(RunState.STOPPED, int(ExitCode.STOPPED), words, attempt=attempt)
             elif rank == 0:
-                say(f"stopped after step {state.step} of {plan.config.train.steps}, saved; the same command continues")
+                say(f"stopped after step {state.step} of {plan.config.train.steps}, saved, in {took}; the same command continues")
         finally:
             ask([0])  # the others stay until rank 0 is through: leaving tears down what it may still need
         return code
