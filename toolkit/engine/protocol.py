@@ -47,9 +47,10 @@ class StepResult:
     """Global over all ranks, equal on all ranks."""
 
     loss: float  # sum of token losses of the global batch / its unmasked tokens
-    grad_norm: float  # before clipping
+    grad_norm: float  # before clipping; infinite if a gradient of some rank is infinite or NaN
     tokens: int  # unmasked units, whatever the task's are
-    skipped: bool = False  # the fp16 loss scaler met an overflow: samples are consumed, weights are unchanged
+    # The gradient norm is not finite: the samples are consumed; weights, moments and the optimizer's count of steps are unchanged.
+    skipped: bool = False
     loss_scale: float = 1.0
 
 
@@ -82,6 +83,8 @@ class Engine(Protocol):
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
         """One optimizer step over this rank's micro-batches of the global batch (all ranks call it together).
+
+        A step whose gradient norm is not finite is not applied, on any engine and in any precision: see ``StepResult.skipped``.
 
         Dropout is reseeded from (seed, step, coordinates), so a resumed step repeats itself in the same layout.
         """
