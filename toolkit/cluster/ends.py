@@ -84,8 +84,9 @@ class Ending:
         self.record(reason if self.code is not ExitCode.DONE else None)
         if error is not None and not isinstance(error, Left) and self.meeting is not None:
             self.meeting.dismiss(self.code)
-        if self.code in (ExitCode.USER, ExitCode.STOPPED) and self.launch.restarts_left > 0 and self.launch.local_rank == 0:
-            os.kill(os.getppid(), signal.SIGTERM)  # torchrun would restart a mistake, or what was asked to stop, as it does a fault
+        final = self.code in (ExitCode.USER, ExitCode.DIVERGED, ExitCode.STOPPED)
+        if final and self.launch.restarts_left > 0 and self.launch.local_rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)  # torchrun would restart the ranks, as it does after a fault
         if self.code is ExitCode.FAILURE and self.launch.rank == 0 and (words := self._next_start()):
             print(words, file=sys.stderr, flush=True)
         return True

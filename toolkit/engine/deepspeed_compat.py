@@ -133,9 +133,9 @@ def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:
 
 
 def make_skippable(optimizer: Any) -> None:
-    """Without ZeRO: skip the update while ``optimizer.overflow`` is true, which DeepSpeed's engine reads after each step.
+    """Without ZeRO: skip the update while ``optimizer.overflow`` is true. DeepSpeed's engine reads it after each step.
 
-    The optimizers of ZeRO have that attribute and skip a step whose gradient norm is not finite; a plain optimizer takes it.
+    ZeRO's optimizers have that attribute and skip a step whose gradient norm is not finite; a plain optimizer has not.
     """
     update = optimizer.step
 

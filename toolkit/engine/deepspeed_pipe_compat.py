@@ -13,8 +13,8 @@ from toolkit.engine import deepspeed_compat as compat
 
 
 def norm_of_all_stages(engine: Any) -> Callable[[], float]:
-    """Without ZeRO: clip by the gradient norm of the whole model, and skip the step if it is not finite. The returned function gives
-    the last step's norm, before clipping.
+    """Without ZeRO: clip by the gradient norm of the whole model, and skip the step if it is not finite. The returned
+    function gives the last step's norm, before clipping.
 
     DeepSpeed takes a stage for a rank of tensor parallelism and counts what is not cut on its first rank: it clips all stages by the
     norm of the first one (3e-3 of the loss after 20 steps), and without clipping reports none.

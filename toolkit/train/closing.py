@@ -14,7 +14,7 @@ from toolkit.models.target import configuration
 from toolkit.monitor.sink import Sink
 from toolkit.plan.types import RunPlan
 from toolkit.progress import quantity
-from toolkit.rows import read_rows
+from toolkit.rows import float_of, read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.train.consumed import Consumed, words
 
@@ -81,11 +81,12 @@ def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, 
         if name not in rows:
             continue
         row = rows[name]
-        line = f"{name} loss after {row['step']} steps: {row['loss']:.4f} nats {plan.per}, on {row[plan.unit]:,} {plan.unit}"
+        loss = float_of(row["loss"])
+        line = f"{name} loss after {row['step']} steps: {loss:.4f} nats {plan.per}, on {row[plan.unit]:,} {plan.unit}"
         if "accuracy" in row:
             line += f", {row['accuracy']:.1%} of them right"
         if number == 0 and unigram is not None:
-            gain = unigram - row["loss"]
+            gain = unigram - loss
             better = f"the trained one is {abs(gain):.4f} {'better' if gain > 0 else 'worse'}"
             line += f"; a unigram model's on the same tokens: {unigram:.4f} ({better})"
         say(line)

@@ -127,9 +127,10 @@ def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
 
 
 def _skip_steps_that_are_not_finite(optimizer: Any) -> None:
-    """Do not apply a step whose gradient norm is not finite; ``optimizer.step()`` then returns False as the first of its values.
+    """Skip a step whose gradient norm is not finite; ``optimizer.step()`` then returns False as its first value.
 
-    Megatron-core looks for such gradients in fp16 only, and applies them in fp32 and bf16. The norm is global and on the host by then.
+    Megatron-core checks gradients in fp16 only, and applies those that are not finite in fp32 and bf16. The norm is
+    global, and on the host already, when the update is due.
     """
     norm_of, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
     norm = 0.0
@@ -144,8 +145,8 @@ def _skip_steps_that_are_not_finite(optimizer: Any) -> None:
 
 
 class _Scale:
-    """Megatron-core's view of the run's loss scale, which the engine moves once a step: Megatron-core would move it once for each of
-    the optimizers for experts and for the rest."""
+    """The run's loss scale as Megatron-core reads it. The engine updates the scale, once a step; Megatron-core would
+    update it once for each of its optimizers, those of the experts and of the rest."""
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler

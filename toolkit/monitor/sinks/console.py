@@ -49,7 +49,9 @@ class ConsoleSink(NullSink):
 
     def _step(self, row: Row) -> None:
         step = row["step"]
-        skipped = f"  skipped, loss scale {row['loss_scale']:g}" if row.get("skipped") else ""
+        skipped = "  skipped" if row.get("skipped") else ""
+        if skipped and "loss_scale" in row:
+            skipped += f", loss scale {row['loss_scale']:g}"
         used = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
         note = f"loss {row['loss']:.4f}  {quantity(row[f'{self._unit}_per_second'], self._unit)}/s{used}{skipped}"
         self._task.advance(step - self._shown, note)
