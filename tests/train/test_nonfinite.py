@@ -17,7 +17,6 @@ import torch
 from tests.train.test_run import Start, data, texts
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import committed
-from toolkit.checkpoint.shard import WEIGHT
 from toolkit.config.schema import OnNonfinite, RunConfig
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import ExitCode
@@ -75,7 +74,7 @@ def test_stop_ends_at_the_first_gradient_that_is_not_finite(data: Path, tmp_path
     strike(monkeypatch, nan_gradient)
     run = start(tmp_path / "run", data)
     assert run.code is ExitCode.DIVERGED
-    assert (run.status.state, run.status.exit_code, run.status.step) == (RunState.FAILED, 3, BAD)
+    assert (run.status.state, run.status.exit_code, run.status.step) == (RunState.FAILED, 65, BAD)
     assert saved(run) == [6]
     assert run.status.checkpoint is not None
     assert run.status.checkpoint.endswith("step-00000006")

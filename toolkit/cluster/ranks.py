@@ -88,7 +88,7 @@ class Ranks:
             if stop() is not None and not forwarded:
                 forwarded = True
                 self.send(stop.signal or signal.SIGTERM)
-            if stopping_since is None and (forwarded or ExitCode.STOPPED in codes):
+            if stopping_since is None and (forwarded or ExitCode.STOPPED in codes or ExitCode.DIVERGED in codes):
                 stopping_since = now
             if failed_since is None and any(code not in TOGETHER for code in codes):
                 failed_since = now

@@ -217,7 +217,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass: less memory, about a third more compute."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
-    """If a loss, gradient norm or weight is infinite or NaN: stop (the run fails with exit code 3) or continue. Every
+    """If a loss, gradient norm or weight is infinite or NaN: stop (the run fails with exit code 65) or continue. Every
     engine skips a step whose gradient norm is not finite, and weights that are not finite are never saved."""
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
 
