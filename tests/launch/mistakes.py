@@ -81,6 +81,7 @@ MISTAKES = (
     wrong("cluster.gpus_per_node=64", starting_only=True),
     wrong("resume=/no/such/checkpoint", starting_only=True),
     wrong("run.fork=/no/such/run", starting_only=True),
-    wrong("model=custom", "model.target=no_such_package.Model", shows="no module no_such_package", starting_only=True),
-    wrong("model=custom", "model.target=toolkit.no_such_module.Model", shows="no module toolkit.no_such_module", starting_only=True),
+    wrong("model=custom", "model.target=no_such_package.Model", shows="no module no_such_package"),
+    wrong("model=custom", "model.target=toolkit.no_such_module.Model", shows="no module toolkit.no_such_module"),
+    wrong("model=custom", "model.target=toolkit.testing.tiny.sampel", shows="model.target=toolkit.testing.tiny.sample\n"),
 )

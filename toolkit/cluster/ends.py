@@ -132,10 +132,18 @@ class Ending:
             return
         rank = self.launch.rank
         if rank == 0 or (self.launch.launcher is not Launcher.PARENT and self._takes_over()):
-            states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED, ExitCode.USER: RunState.REFUSED}
+            states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED}
+            if not self._has_trained():
+                states[ExitCode.USER] = RunState.REFUSED
             if rank != 0 and reason is not None:
                 reason = f"{reason}\nrecorded by rank {rank}, because rank 0 ended without recording why"
             self.directory.finish(states.get(self.code, RunState.FAILED), int(self.code), reason, attempt=self.attempt, anew=anew)
+
+    def _has_trained(self) -> bool:
+        """Whether training has begun in this attempt: a run that stops then, for whatever reason, has failed."""
+        assert self.directory is not None
+        status = self.directory.status()
+        return status is not None and status.attempt == self.attempt and status.step is not None
 
     def _takes_over(self) -> bool:
         """Whether this rank, which is not rank 0, has to record the end of the attempt."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from toolkit.attempts import words as goodput_words
 from toolkit.checkpoint.directory import newest
@@ -118,7 +118,8 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
             tell=tell if rank == 0 else lambda words: None, costs=costs)
         hooks.add(saving)
         if rank == 0:
-            hooks.add(StatusFile(directory, attempt, newest(directory.checkpoints), goodput=times.status))
+            status = StatusFile(directory, attempt, newest(directory.checkpoints), goodput=times.status)
+            hooks.add(status)
             if len(stream.consumed(0)) > 1:
                 hooks.add(Consumption(stream.consumed, say))
             hooks.add(Plots(draw, tell))
@@ -139,6 +140,11 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
                 code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree, recorder=watch.recorder)
             except Diverged as found:
                 diverged, code = found, ExitCode.DIVERGED
+            except Exception:
+                if rank == 0:
+                    with suppress(OSError):  # a full disk, maybe: what went wrong is more than the step
+                        status.on_end(state.step)
+                raise
         watch.progress.stop()  # rank 0 has more to do than the others, who wait for it
         engine.close()
         ended(code)
