@@ -155,7 +155,7 @@ def test_console_shows_loss_speed_and_time_left_at_its_cadence() -> None:
     sink.close(0)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "training: 20 steps/40 steps  0.5 steps/s  eta 0:40  loss 3.0000  123k tokens/s"
-    assert [line.split()[1] for line in lines] == ["20", "30", "40", "40"]
+    assert [line.split()[1] for line in lines] == ["20", "30", "40", "30"]
     assert said == ["step 40: validation loss 2.0000 (perplexity 7.389), 1.5 s"]
 
 
