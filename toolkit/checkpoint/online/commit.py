@@ -267,7 +267,7 @@ def _gather(save: Save) -> list[dict[str, Any]]:
 def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
     written = Manifest(
         namespace=save.namespace, step=save.step, ranks=save.ranks, scalars=save.scalars, software=manifest.software_versions(),
-        files=tuple(FileRecord(**record) for report in reports for record in report["files"]),
+        files=tuple(manifest.file_from_json(record) for report in reports for record in report["files"]),
         pieces=tuple(manifest.piece_from_json(entry) for report in reports for entry in report["pieces"]))
     wrong = uncovered(written.by_tensor())
     if wrong:
