@@ -150,11 +150,12 @@ class Task:
         return "  ".join([*parts, self.note] if self.note else parts)
 
     def summary(self) -> str:
-        """What was done, in how long, at which mean throughput."""
+        """What was done, in how long and at which mean throughput; what was done before is counted apart."""
         seconds, amount = self._clock() - self._start[0], self.done - self._start[1]
         rate = f" ({quantity(amount / seconds, self.unit)}/s)" if seconds > 0 and amount else ""
         note = f"  {self.note}" if self.note else ""
-        return f"{quantity(self.done, self.unit)} in {duration(seconds)}{rate}{note}"
+        whole = f", {quantity(self.done, self.unit)} in all" if self._start[1] else ""
+        return f"{quantity(amount, self.unit)} in {duration(seconds)}{rate}{whole}{note}"
 
     def _of_total(self, total: float) -> str:
         return f"{quantity(self.done, self.unit)}/{quantity(total, self.unit)}"

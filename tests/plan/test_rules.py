@@ -186,7 +186,7 @@ def test_a_mistake_is_answered(changes: dict[str, Any], world: World, key: str, 
 # Every silently wrong combination that a user's own keys can reach: refused here if it depends on the run, else as derived or removed.
 SILENT_VALUES: dict[str, Any] = {
     **{key: True for key, *_ in SILENT},
-    "zero_optimization.compute_grad_norm": False, "zero_optimization.offload_optimizer.ratio": 0.5,
+    "bf16.check_grad_overflow": False, "zero_optimization.compute_grad_norm": False, "zero_optimization.offload_optimizer.ratio": 0.5,
     "zero_optimization.round_robin_gradients": True, "tensor_parallel.autotp_size": 2, "sequence_parallel_size": 2,
     "pipeline.stages": 2, "torch_autocast.enabled": True, "data_efficiency.enabled": True, "wandb.enabled": True,
     "gradient_predivide_factor": 2.0, "prescale_gradients": True, "scheduler.type": "WarmupLR", "elasticity.enabled": True,

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, Shard
 from toolkit.config.data import Documents
 from toolkit.config.monitor import MonitorConfig, WandbMode
@@ -338,6 +339,25 @@ def test_a_refused_start_sets_nothing_aside(data: Path, tmp_path: Path, monkeypa
     with pytest.raises(CheckpointError):
         Start(tmp_path / "run", data, config=lambda config: setattr(config, "resume", str(back)))
     assert open_reader(tmp_path / "run").step == 4
+
+
+def test_a_full_disk_leaves_the_step_at_which_it_was_met(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``status.json`` is written once a second while training; the step of the failure is written in any case."""
+    save = CheckpointStore.save
+
+    def full(store: CheckpointStore, step: int, *arguments: Any, **named: Any) -> Any:
+        if step == 4:
+            raise CheckpointError(Problem("checkpoint", "step 4 could not be written: No space left on device", "rule", "remedy"))
+        return save(store, step, *arguments, **named)
+
+    monkeypatch.setattr(CheckpointStore, "save", full)
+    with pytest.raises(CheckpointError, match="No space"):
+        Start(tmp_path / "run", data, checkpoint__every="2")
+    status = RunDirectory(tmp_path / "run").status()
+    assert status is not None
+    assert status.step == 4
+    assert status.checkpoint is not None
+    assert status.checkpoint.endswith("step-00000002")
 
 
 def test_a_finished_run_started_again_has_nothing_to_do(whole: Start, data: Path, tmp_path: Path) -> None:

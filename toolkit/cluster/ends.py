@@ -102,14 +102,15 @@ class Ending:
         return True
 
     def _must_end_agent(self) -> bool:
-        """Whether torchrun would restart ranks that must not be restarted: after a user's mistake, or after a request to stop.
+        """Whether torchrun would restart ranks that must not be restarted: after a user's mistake, after numbers that are
+        not finite, or after a request to stop.
 
         An elastic agent sends its ranks SIGTERM whenever a node joins, and then restarts them. They cannot distinguish this from a
         request to stop, so the agent stays: whoever wants to stop an elastic run signals torchrun itself.
         """
         if self.launch.restarts_left == 0 or self.launch.local_rank != 0:
             return False
-        return self.code is ExitCode.USER or (self.code is ExitCode.STOPPED and not self.launch.elastic)
+        return self.code in (ExitCode.USER, ExitCode.DIVERGED) or (self.code is ExitCode.STOPPED and not self.launch.elastic)
 
     def _next_start(self) -> str:
         """After a failure of a run, what becomes of it; nothing where our parent says it."""
@@ -139,10 +140,18 @@ class Ending:
             return
         rank = self.launch.rank
         if rank == 0 or (self.launch.launcher is not Launcher.PARENT and self._takes_over()):
-            states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED, ExitCode.USER: RunState.REFUSED}
+            states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED}
+            if not self._has_trained():
+                states[ExitCode.USER] = RunState.REFUSED
             if rank != 0 and reason is not None:
                 reason = f"{reason}\nrecorded by rank {rank}, because rank 0 ended without recording why"
             self.directory.finish(states.get(self.code, RunState.FAILED), int(self.code), reason, attempt=self.attempt, anew=anew)
+
+    def _has_trained(self) -> bool:
+        """Whether training has begun in this attempt: a run that stops then, for whatever reason, has failed."""
+        assert self.directory is not None
+        status = self.directory.status()
+        return status is not None and status.attempt == self.attempt and status.step is not None
 
     def _takes_over(self) -> bool:
         """Whether this rank, which is not rank 0, has to record the end of the attempt."""

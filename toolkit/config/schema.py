@@ -51,6 +51,10 @@ class OptimizerKernel(Enum):
     fused = "fused"
 
 
+# In this form because a class statement cannot have a member called "continue".
+OnNonfinite = Enum("OnNonfinite", {"stop": "stop", "continue": "continue"})
+
+
 class LrScaling(Enum):
     none = "none"
     linear = "linear"
@@ -223,6 +227,9 @@ class TrainConfig:
     """Seed of initial weights and dropout."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass: less memory, about a third more compute."""
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    """If a loss, gradient norm or weight is infinite or NaN: stop (the run fails with exit code 65) or continue. Every
+    engine skips a step whose gradient norm is not finite, and weights that are not finite are never saved."""
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
 
     def __post_init__(self) -> None:

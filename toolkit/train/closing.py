@@ -13,7 +13,7 @@ from toolkit.checkpoint.source import open_source
 from toolkit.models.target import configuration
 from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import RunPlan
-from toolkit.rows import read_rows
+from toolkit.rows import float_of, read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.train.consumed import Consumed, words
 
@@ -85,7 +85,7 @@ def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, 
         if name not in rows:
             continue
         row = rows[name]
-        line = f"{name} loss: {row['loss']:.4f} nats {plan.per}"
+        line = f"{name} loss: {float_of(row['loss']):.4f} nats {plan.per}"
         if "accuracy" in row:
             line += f", {row['accuracy']:.1%} of them right"
         if number == 0 and unigram is not None:

@@ -48,9 +48,8 @@ class MegatronEngine:
         groups.make(plan)
         self._built = Built(plan)
         self._scaler = LossScaler.of(plan.config.precision)
-        self._found_overflow = False
         if self._scaler is not None:
-            self._built.scale_by(self._scaler, self._overflowed)
+            self._built.scale_by(self._scaler)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
         built = self._built
@@ -67,15 +66,14 @@ class MegatronEngine:
         balance = self._router_loss(len(micro_batches))
         with self._recorder.part(OPTIMIZER):
             scale = self._scaler.cur_scale if self._scaler else 1.0
-            self._found_overflow = False
-            _, grad_norm, _ = built.optimizer.step()
+            applied, grad_norm, _ = built.optimizer.step()
             if self._scaler:
-                self._scaler.update(self._found_overflow)
+                self._scaler.update(not applied)
         return StepResult(
             loss=self._sum(loss_sum) / max(units, 1) + balance,
-            grad_norm=torch.inf if self._found_overflow else float(grad_norm),
+            grad_norm=float(grad_norm) if applied else torch.inf,
             tokens=units,
-            skipped=self._found_overflow,
+            skipped=not applied,
             loss_scale=scale,
         )
 
@@ -213,6 +211,3 @@ class MegatronEngine:
         total = torch.as_tensor(value, dtype=torch.float64, device=self.device).clone()
         dist.all_reduce(total)
         return float(total)
-
-    def _overflowed(self, found: bool) -> None:
-        self._found_overflow = self._found_overflow or found

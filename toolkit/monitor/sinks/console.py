@@ -95,7 +95,8 @@ class ConsoleSink(NullSink):
             self._rows += 1
             self._say(self._table.row(row))
             if row.get("skipped"):
-                self._say(f"step {step}: skipped after an overflow, loss scale {row['loss_scale']:g}")
+                scale = f" after an overflow, loss scale {row['loss_scale']:g}" if "loss_scale" in row else ""
+                self._say(f"step {step}: skipped{scale or ', because its gradient norm is not finite'}")
         if step == self._steps:
             self._task.finish()
 
