@@ -32,7 +32,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 setup: $(VENV)/.installed  ## make the virtual environment and install everything in it
 
 train: setup  ## train the quickstart with DeepSpeed on real text (minutes), sample from it, plot it
-	$(BIN)/deepspeed $(LAUNCH_RANKS) launch/train.py +exp=quickstart $(ARGS)
+	$(if $(filter 0,$(GPUS)),DS_ACCELERATOR=cpu )$(BIN)/deepspeed --quiet $(LAUNCH_RANKS) launch/train.py +exp=quickstart $(ARGS)
 
 test: setup  ## the quick suite (about 13 minutes on two cores)
 	$(BIN)/python -m pytest $(ARGS)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.find import find_run
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("run", type=Path, help="a run directory, or runs/NAME of a run named NAME")
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument("--tokens", type=int, default=64, help="how many to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def continuation(given: argparse.Namespace) -> str:
-    directory = RunDirectory(given.run)
+    directory = RunDirectory(find_run(given.run, "run"))
     if not directory.plan_file.is_file():
         raise InputError(Problem("run", f"run={given.run}", "a run directory has a plan.json", "give the folder that train.py printed"))
     model = json.loads(directory.plan_file.read_text(encoding="utf-8"))["model"]

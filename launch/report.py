@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.rundir.find import find_run
 
 MARKS = ("status.json", "config.yaml", "plan.json", "metrics.jsonl")  # a run's directory has one of them at least
 GIVE = "give the folder that train.py printed"
@@ -44,14 +45,14 @@ def main(arguments: Sequence[str]) -> int:
 def read_words(words: Sequence[str]) -> Given:
     """Raises InputError with every mistake."""
     options = dict(word.split("=", 1) for word in words if "=" in word and not Path(word).exists())
-    runs = [word for word in words if "=" not in word or Path(word).exists()]
+    runs = [find_run(word, "run") for word in words if "=" not in word or Path(word).exists()]
     problems = [Problem(name, f"{name}={value}", "a report takes out= and nodes= only", "python launch/report.py --help")
                 for name, value in options.items() if name not in ("out", "nodes")]
     if len(runs) != 1:
-        seen = f"{len(runs)} run directories: {' '.join(runs)}" if runs else "no run directory"
+        seen = f"{len(runs)} run directories: {' '.join(map(str, runs))}" if runs else "no run directory"
         problems.append(Problem("run", seen, "a report is of one run", "python launch/report.py runs/MINE"))
     nodes = tuple(Path(folder) for folder in options.get("nodes", "").split(",") if folder)
-    for folder in map(Path, runs):
+    for folder in runs:
         if not folder.is_dir():
             problems.append(Problem("run", f"run={folder}", "a run directory exists", GIVE))
         elif not any((folder / name).exists() for name in MARKS):
@@ -60,7 +61,7 @@ def read_words(words: Sequence[str]) -> Given:
                  for folder in nodes if not (folder / "system").is_dir()]
     if problems:
         raise InputError(*problems)
-    return Given(Path(runs[0]), Path(options.get("out", Path(runs[0]) / "report.html")), nodes)
+    return Given(runs[0], Path(options.get("out", runs[0] / "report.html")), nodes)
 
 
 def write(given: Given) -> Path:

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from toolkit.errors import ExitCode, UserError, file_errors
+from toolkit.rundir.find import find_run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,6 +48,10 @@ def carry_out(overrides: Sequence[str]) -> ExitCode:
     from toolkit.progress import Progress
 
     config = compose_reshard(overrides)
+    assert config.source is not None, "compose_reshard refuses a source that is null"
+    config.source = str(find_run(config.source, "source"))
+    if config.action is Action.diff and config.target.path is not None:
+        config.target.path = str(find_run(config.target.path, "target"))
     from toolkit.checkpoint.offline import reshard
 
     code = ExitCode.DONE

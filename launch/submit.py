@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import ConfigError, ExitCode, Problem, UserError, file_errors
+from toolkit.rundir.continuing import NothingToDo, check_work
+from toolkit.rundir.directory import RunDirectory
 
 DRY_RUN = "dry_run"
 TRAIN = Path(__file__).resolve().with_name("train.py")
@@ -35,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
+    except NothingToDo as reason:
+        print(reason)
     return ExitCode.DONE
 
 
@@ -48,7 +52,7 @@ def read(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
-    """Raises UserError: nothing was handed over."""
+    """Raises UserError or NothingToDo: nothing was handed over."""
     from toolkit.cluster import backends, submission
     from toolkit.cluster.job import make_job, plan_job
     from toolkit.config.compose import compose
@@ -58,6 +62,7 @@ def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
     check_target(plan.config.model)
     for warning in plan.warnings:
         print(f"{warning.severity}: {warning}", file=sys.stderr)
+    check_work(plan.config, RunDirectory(plan.run_dir))
     job = make_job(plan, TRAIN)
     backend = backends.of(job.config.cluster.where)
     if dry_run:

@@ -7,8 +7,8 @@
     python launch/train.py -m +exp=quickstart zero=stage1,stage2 train.micro_batch=2,4      a sweep: every combination is a run
     python launch/train.py --help
 
-Exit code: 0 done, 2 a mistake in configuration or input, 75 stopped by a signal after saving, else a failure. Launchers change
-it; <run.dir>/status.json has the truth.
+Exit code: 0 done, 2 a mistake in configuration or input, 65 a loss, gradient or weight is infinite or NaN, 75 stopped by a
+signal after saving, else a failure. Launchers change it; <run.dir>/status.json has the truth.
 """
 
 from __future__ import annotations

@@ -57,6 +57,16 @@ def test_lines_come_at_a_bounded_rate(clock: FakeClock) -> None:
     assert lines[-1] == "reading: 1000 files in 0:11 (90.9 files/s)  last.py"
 
 
+@pytest.mark.parametrize(("done", "last"), [
+    (0, "training: 100 steps in 0:10 (10 steps/s)"), (100, "training: 100 steps in 0:10 (10 steps/s), 200 steps in all")])
+def test_the_last_line_counts_what_this_start_did(done: int, last: str, clock: FakeClock) -> None:
+    out = io.StringIO()
+    with Progress(out, line_seconds=60.0, clock=clock) as progress, progress.task("training", unit="steps", done=done) as task:
+        clock.now += 10
+        task.advance(100)
+    assert out.getvalue().splitlines()[-1] == last
+
+
 def test_work_done_before_is_no_throughput(clock: FakeClock) -> None:
     out = io.StringIO()
     with Progress(out, line_seconds=1.0, clock=clock) as progress, progress.task("training", total=110, unit="steps", done=100) as task:

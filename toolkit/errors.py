@@ -20,6 +20,7 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILURE = 1
     USER = 2  # a mistake in configuration or input: restarting cannot help
+    DIVERGED = 65  # a loss, gradient or weight is infinite or NaN: another start would meet it again (EX_DATAERR)
     STOPPED = 75  # a signal came, the state was saved: start again to continue (EX_TEMPFAIL of sysexits.h)
 
 

@@ -9,11 +9,14 @@ rank or process that a person watches shows anything: the others take ``Progress
 
 from __future__ import annotations
 
+import io
+import re
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -22,6 +25,68 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 Clock = Callable[[], float]  # seconds
+BAR_WIDTH = 12
+
+
+# Colours and cursor movements of a live display; the log has the lines that stay.
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_REDRAWS = ("\r", "\x1b[1A", "\x1b[2K")
+
+
+class Tee(io.TextIOBase):
+    """Writes to a stream and to a file. Asked about itself, it answers as the stream.
+
+    Whole lines are written in one call: ``print`` writes a line's text and its end in two, between which another thread, or another rank
+    with the same pipe, may write. ``flush`` writes what there is of a line.
+    """
+
+    def __init__(self, stream: TextIO, file: TextIO) -> None:
+        self._stream = stream
+        self._file = file
+        self._shown: TextIO = stream
+        self._lock = threading.RLock()
+        self._parts = threading.local()  # of each thread: the part of a line that it has written so far
+
+    def write(self, text: str) -> int:
+        line = getattr(self._parts, "text", "") + text
+        end = line.rfind("\n") + 1
+        self._parts.text = line[end:]
+        self._put(line[:end])
+        return len(text)
+
+    def _put(self, text: str) -> None:
+        if not text:
+            return
+        with self._lock:
+            if not any(redraw in text for redraw in _REDRAWS):
+                self._file.write(_ESCAPES.sub("", text))
+            self._shown.write(text)
+
+    @property
+    def stream(self) -> TextIO:
+        return self._stream
+
+    def show_on(self, screen: TextIO | None) -> None:
+        """Show lines by ``screen`` in place of the stream, while a live display has the terminal; None: by the stream again."""
+        self.flush()
+        with self._lock:
+            self._shown = self._stream if screen is None else screen
+
+    def flush(self) -> None:
+        text, self._parts.text = getattr(self._parts, "text", ""), ""
+        self._put(text)
+        self._file.flush()
+        self._shown.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # an attribute there, and never set here
+        return self._stream.encoding
 
 
 class Pace:
@@ -85,11 +150,12 @@ class Task:
         return "  ".join([*parts, self.note] if self.note else parts)
 
     def summary(self) -> str:
-        """What was done, in how long, at which mean throughput."""
+        """What was done, in how long and at which mean throughput; what was done before is counted apart."""
         seconds, amount = self._clock() - self._start[0], self.done - self._start[1]
         rate = f" ({quantity(amount / seconds, self.unit)}/s)" if seconds > 0 and amount else ""
         note = f"  {self.note}" if self.note else ""
-        return f"{quantity(self.done, self.unit)} in {duration(seconds)}{rate}{note}"
+        whole = f", {quantity(self.done, self.unit)} in all" if self._start[1] else ""
+        return f"{quantity(amount, self.unit)} in {duration(seconds)}{rate}{whole}{note}"
 
     def _of_total(self, total: float) -> str:
         return f"{quantity(self.done, self.unit)}/{quantity(total, self.unit)}"
@@ -144,12 +210,14 @@ class _Lines:
 
 
 class _Bars:
-    """rich's live display, on while a task is open, so that it never holds the terminal for nothing."""
+    """rich's live display, on while a task is open, so that it never holds the terminal for nothing. What is printed meanwhile appears
+    above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._bars: Bars | None = None
         self._rows: dict[Task, TaskID] = {}
+        self._logs: list[Tee] = []
 
     def begin(self, task: Task) -> None:
         if self._bars is None:
@@ -167,16 +235,27 @@ class _Bars:
         self._bars.update(row, total=task.done or 1, completed=task.done or 1, measures=task.summary())
         if not self._rows:
             self._bars.stop()
-            self._bars = None
+            for log in self._logs:
+                log.show_on(None)
+            self._bars, self._logs = None, []
 
     def _start(self) -> Bars:
         from rich.console import Console
+        from rich.file_proxy import FileProxy
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bars
+        from rich.table import Column
 
-        columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=30)]
-        columns.append(TextColumn("{task.fields[measures]}", markup=False))
-        bars = Bars(*columns, console=Console(file=self._stream))
+        # Of a narrow terminal the measures lose their end; the bar stays.
+        columns: list[Any] = [TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, min_width=8)),
+                              BarColumn(bar_width=BAR_WIDTH, table_column=Column(no_wrap=True, min_width=BAR_WIDTH)),
+                              TextColumn("{task.fields[measures]}", markup=False,
+                                         table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))]
+        console = Console(file=self._stream.stream if isinstance(self._stream, Tee) else self._stream)
+        self._logs = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Tee)]
+        bars = Bars(*columns, console=console, redirect_stdout=not self._logs, redirect_stderr=not self._logs, expand=True)
+        for log in self._logs:  # the log has the lines, never the bars
+            log.show_on(cast(TextIO, FileProxy(console, log.stream)))
         bars.start()
         return bars
 
@@ -192,11 +271,14 @@ class Progress:
             stream: where to show; stderr by default, so that what a command prints stays clean.
             terminal: live bars or plain lines; found out from ``stream`` by default.
             line_seconds: least time between two plain lines of a task.
+
+        Attributes:
+            live: whether there are bars.
         """
         stream = sys.stderr if stream is None else stream
-        live = stream.isatty() if terminal is None else terminal
+        self.live = stream.isatty() if terminal is None else terminal
         self._clock = clock
-        self._display: _Display = _Bars(stream) if live else _Lines(stream, clock, line_seconds)
+        self._display: _Display = _Bars(stream) if self.live else _Lines(stream, clock, line_seconds)
         self._tasks: list[Task] = []
 
     @classmethod

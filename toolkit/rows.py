@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def last_row(path: Path) -> dict[str, Any] | None:
         if found is not None or tail >= size:
             return found
         tail *= 2
+
+
+def float_of(value: float | None) -> float:
+    """A row's figure. One that is not finite stands as ``null`` in the file, and is NaN here."""
+    return math.nan if value is None else float(value)
 
 
 def parse_row(line: str | bytes) -> dict[str, Any] | None:

@@ -90,6 +90,46 @@ def save_plain(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Map
     return found
 
 
+SCHEDULED_LR = 1e-3
+
+
+def scheduled(rank: int, ranks: int, plan: RunPlan, scheduler: str, folder: Path,
+              begin: Path | None = None) -> tuple[list[float], list[float]]:
+    """Learning rates and losses of the ``MORE`` steps after the first ``STOP``, of a user's program with a learning-rate scheduler.
+
+    Args:
+        scheduler: a name in DeepSpeed's or in torch's.
+        folder: where the program saves after ``STOP`` steps.
+        begin: continue from this checkpoint, as the program itself loads it, in place of the first steps.
+    """
+    deepspeed = compat.load(Device.CPU, rank)
+    model, config, made = hugging_face(plan), {**BASE, "zero_optimization": {"stage": 1}}, None
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": SCHEDULED_LR, "eps": 1e-4, "torch_adam": True}}
+    if scheduler == "WarmupDecayLR":
+        config["scheduler"] = {"type": scheduler, "params": {"warmup_max_lr": SCHEDULED_LR, "warmup_num_steps": 2, "total_num_steps": 12}}
+    else:
+        arguments = {"LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)}, "CosineAnnealingLR": {"T_max": 12}}[scheduler]
+        made = lambda optimizer: getattr(torch.optim.lr_scheduler, scheduler)(optimizer, **arguments)  # noqa: E731
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model, shuffled=False), config=config, lr_scheduler=made,
+                                      dist_init_required=False)
+    if begin is not None:
+        assert engine.load_checkpoint(str(begin))[0] is not None
+    rates, losses = [], []
+    for step in range(STOP if begin is not None else 0, STOP + MORE):
+        if step == STOP and begin is None:
+            engine.save_checkpoint(str(folder), tag=TAG)
+        generator = torch.Generator().manual_seed(rank + ranks * step)
+        ids = torch.randint(0, plan.shape.vocab_size if plan.shape else 2, (2, 8), generator=generator)
+        loss = engine(input_ids=ids, labels=ids).loss
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    compat.forget_axes()
+    return rates[-MORE:], losses[-MORE:]
+
+
 def unfused(optimizer: Any, places: Mapping[torch.Tensor, state.Place]) -> State:
     """Of 16 bits without ZeRO: every rank has everything."""
     found: State = {}

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,17 @@ from tests.checkpoint.deepspeed_saves import TAG
 from tests.checkpoint.layouts import same_bits, whole
 from toolkit.checkpoint.formats import universal
 from toolkit.checkpoint.formats.deepspeed_plain import names_of_groups
-from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
-from toolkit.checkpoint.source import open_source
+from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.offline.plan import plan_reshard
+from toolkit.checkpoint.offline.reshard import lay_out
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
+from toolkit.checkpoint.source import Source, open_source
+from toolkit.checkpoint.target import Target
 from toolkit.checkpoint.verify import digest
+from toolkit.config.reshard import Format, Stage, TargetConfig, TargetParallelConfig
+from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError
+from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool, rank_pool
 from toolkit.testing.tiny import tiny_plan
 
@@ -130,6 +138,89 @@ def test_what_the_converter_scrambles_is_refused(pool: RankPool, tmp_path: Path,
         open_source(tmp_path / "universal", plan.shape)
     monkeypatch.setattr(universal, "_refuse_scrambled", lambda saved: None)
     assert len(differing(assembled(open_source(tmp_path / "universal", plan.shape), held), held)) > len(held) // 2
+
+
+# ---- what a converted checkpoint is to a user's program
+
+
+@pytest.mark.parametrize("scheduler", ["WarmupDecayLR", "LambdaLR", "CosineAnnealingLR"])
+def test_a_learning_rate_scheduler_goes_on_from_a_converted_checkpoint(scheduler: str, pool: RankPool, tmp_path: Path) -> None:
+    """The learning rates are exactly those of the program that never stopped. Control: they change from step to step."""
+    plan = tiny_plan("llama", **EVEN)
+    rates, losses = pool.run(saves.scheduled, plan, scheduler, tmp_path / "saved", ranks=2)[0]
+    converted(tmp_path / "saved", tmp_path / "native", plan, TargetConfig())
+    target = converted(tmp_path / "native", tmp_path / "again", plan,
+                       TargetConfig(format=Format.deepspeed, parallel=TargetParallelConfig(data=2)))
+    again, more = pool.run(saves.scheduled, plan, scheduler, tmp_path / "unused", tmp_path / "again", ranks=2)[0]
+    assert again == pytest.approx(rates, rel=1e-12)
+    assert more == pytest.approx(losses, abs=1e-5)
+    assert len(set(rates)) == len(rates)
+    assert re.search(r"2 parameter groups, .*: 16 tensors of more than one dim with weight_decay=0.1, then 5 tensors of one dim with "
+                     r"weight_decay=0; lr=\S+ betas=\[0.9, 0.999\] eps=0.0001", target.notes[0])
+
+
+def converted(path: Path, target: Path, plan: RunPlan, config: TargetConfig) -> Target:
+    source = open_source(path, plan.shape)
+    laid = lay_out(source, config)
+    Conversion(source.catalog, laid, target, origin=source.origin(), refuse=source.refuse).run()
+    return laid
+
+
+@pytest.fixture(scope="module")
+def partly_frozen(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Source:
+    folder, plan = tmp_path_factory.mktemp("frozen"), tiny_plan("llama", **EVEN)
+    frozen = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight")
+    pool.run(saves.save_plain, plan, folder, {"zero_optimization": {"stage": 2}}, frozen, ranks=2)
+    return open_source(folder, plan.shape)
+
+
+@pytest.mark.parametrize("form", [Format.deepspeed, Format.universal, Format.megatron])
+def test_frozen_parameters_are_refused_with_remedies_that_work(form: Format, partly_frozen: Source, tmp_path: Path) -> None:
+    """Some of them are parts of Megatron-core's fused tensors."""
+    with pytest.raises(CheckpointError) as refused:
+        lay_out(partly_frozen, TargetConfig(format=form))
+    assert "no optimizer state of model.embed_tokens.weight, " in str(refused.value)
+    assert "3 of 21 parameters were frozen" in str(refused.value)
+    weights = "target.format=deepspeed target.optimizer=false" if form is Format.universal else "target.optimizer=false"
+    assert f"write {weights} for the weights alone, or target.format=native" in str(refused.value)
+    for config in (TargetConfig(format=Format.deepspeed if form is Format.universal else form, optimizer=False), TargetConfig()):
+        target = lay_out(partly_frozen, config)
+        plan_reshard(partly_frozen.catalog, target)
+        Conversion(partly_frozen.catalog, target, tmp_path / config.format.name, origin=partly_frozen.origin(),
+                   refuse=partly_frozen.refuse).run()
+    assert open_source(tmp_path / "native").catalog.tensors.keys() == partly_frozen.catalog.tensors.keys()
+
+
+def test_zero3_in_bf16_stays_bf16(pool: RankPool, tmp_path: Path) -> None:
+    """Its files hold the fp32 masters alone, and so do universal folders made of it, DeepSpeed's and this toolkit's."""
+    plan = tiny_plan("llama", **EVEN)
+    pool.run(saves.save_plain, plan, tmp_path / "saved", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, ranks=2)
+    pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "theirs", ranks=1)
+    converted(tmp_path / "saved", tmp_path / "ours", plan, TargetConfig(format=Format.universal))
+    converted(tmp_path / "saved", tmp_path / "again", plan, TargetConfig(format=Format.deepspeed, zero=Stage.stage3))
+    for name in ("saved", "theirs", "ours", "again"):
+        source = open_source(tmp_path / name, plan.shape)
+        assert {key.state for key in source.catalog.tensors} == {MASTER, EXP_AVG, EXP_AVG_SQ}, name
+        for config in (TargetConfig(), TargetConfig(format=Format.deepspeed), TargetConfig(format=Format.megatron),
+                       TargetConfig(format=Format.huggingface)):
+            dtypes = {info.dtype for key, info in lay_out(source, config).tensors.items() if key.state == WEIGHT}
+            assert dtypes == {"bfloat16"}, (name, config.format)
+    wide = lay_out(source, TargetConfig(precision=Precision.fp32))
+    assert {info.dtype for key, info in wide.tensors.items() if key.state == WEIGHT} == {"float32"}, "as asked"
+
+
+def test_amsgrads_third_state_is_never_dropped_in_silence(pool: RankPool, tmp_path: Path) -> None:
+    plan = tiny_plan("llama", **EVEN)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "amsgrad": True}}
+    pool.run(saves.save_plain, plan, tmp_path / "saved", {"zero_optimization": {"stage": 1}, "optimizer": optimizer}, ranks=2)
+    source = open_source(tmp_path / "saved", plan.shape)
+    assert "max_exp_avg_sq" in {key.state for key in lay_out(source, TargetConfig()).tensors}
+    for form in (Format.deepspeed, Format.universal, Format.megatron):
+        with pytest.raises(CheckpointError, match=r"exp_avg, exp_avg_sq, max_exp_avg_sq[\s\S]*target.format=native"):
+            lay_out(source, TargetConfig(format=form))
+    pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "universal", ranks=1)
+    with pytest.raises(CheckpointError, match="AMSGrad and lacks its third state, max_exp_avg_sq"):
+        open_source(tmp_path / "universal", plan.shape)
 
 
 # ---- a user's own pipeline

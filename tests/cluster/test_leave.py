@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from toolkit.cluster.ends import LOST, Ending
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.errors import ExitCode
+from toolkit.errors import CheckpointError, ExitCode, Problem
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
@@ -45,6 +45,19 @@ def test_what_was_found_out_about_a_failure_is_in_the_status(tmp_path: Path) -> 
     end = ending.directory.status()
     assert end is not None
     assert end.reason == "RuntimeError: Connection reset by peer\nthe ranks make calls with different shapes"
+
+
+@pytest.mark.parametrize(("step", "state"), [(None, RunState.REFUSED), (0, RunState.FAILED), (7, RunState.FAILED)])
+def test_a_mistake_that_is_met_while_training_is_a_failure(step: int | None, state: RunState, tmp_path: Path) -> None:
+    """As of a full disk: steps are done. Before training began, the start is refused."""
+    ending = Ending(lambda: None)
+    ending.directory, ending.attempt = RunDirectory(tmp_path), 1
+    ending.directory.write_status(Status(state=RunState.STARTING, attempt=1, step=step))
+    with ending:
+        raise CheckpointError(Problem("checkpoint", "No space left on device", "rule", "remedy"))
+    end = ending.directory.status()
+    assert end is not None
+    assert (end.state, end.exit_code, end.step, ending.code) == (state, 2, step, ExitCode.USER)
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:52149"

@@ -21,13 +21,14 @@ from hydra.plugins.sweeper import Sweeper
 from tests.cluster.sweeping import EIGHT, GIB, LAPTOP, TRAIN, batches, points
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.environment import Launcher as StartedBy
+from toolkit.cluster.job import plan_job
 from toolkit.cluster.rendezvous import Left
 from toolkit.cluster.sweep import run
 from toolkit.cluster.sweep.points import make_points, name_of
 from toolkit.cluster.sweep.run import refuse_in_ranks
 from toolkit.config.compose import compose, to_yaml
 from toolkit.config.multirun import CarryOut, quoted, read_sweep, run_sweeper
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, PlanError
 from toolkit.rundir.directory import RunDirectory
 
 # -- words
@@ -130,13 +131,15 @@ def test_points_are_planned_and_refused_ones_have_their_reason(tmp_path: Path) -
 
 
 def test_what_the_plan_says_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    """Of a device: launch/train.py would warn, start, and run out of memory."""
+    """By the same rule as everywhere."""
     words = ("+exp=llama_8b_zero3_offload", "offload=none", "train.global_batch=64", "train.micro_batch=1,8", "cluster.gpus_per_node=8")
     small, large = points(*words, machine=EIGHT, folder=tmp_path)
     assert small.plan is not None
     assert small.plan.memory.device_total < 80 * GIB
     assert large.plan is None
-    assert "does not fit" in large.reason
+    assert "fit on its device" in large.reason
+    with pytest.raises(PlanError, match="fit on its device"):
+        plan_job(compose([word.replace("=1,8", "=8") for word in words]), EIGHT)
     words = tuple(word.replace("=1,8", "=8") for word in words)
     roomy = replace(EIGHT, gpus=tuple(replace(gpu, memory_bytes=800 * GIB) for gpu in EIGHT.gpus))
     assert points(*words, machine=roomy, folder=tmp_path)[0].plan is not None, "it is the memory that decides"
@@ -178,7 +181,8 @@ def test_the_memory_of_the_host_counts_on_the_cpu(tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.cpu_ranks=2")
     needed = points(*words, folder=tmp_path)[0].plan.memory.device_total * 2
     assert points(*words, machine=replace(LAPTOP, host_memory_bytes=needed), folder=tmp_path)[0].plan is not None
-    assert "does not fit" in points(*words, machine=replace(LAPTOP, host_memory_bytes=needed - 1), folder=tmp_path)[0].reason
+    [crowded] = points(*words, machine=replace(LAPTOP, host_memory_bytes=needed - 1), folder=tmp_path)
+    assert "keep in host memory fits there" in crowded.reason
 
 
 # -- Hydra's seams

@@ -79,6 +79,14 @@ def test_when_a_rank_dies_the_others_are_told_then_killed(tmp_path: Path, monkey
     assert all(Process.of(one["pid"]) is None for one in ranks_there(tmp_path))
 
 
+def test_ranks_that_diverge_are_no_failure_of_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end alike, the first rank a little later: it is not asked to stop meanwhile."""
+    monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.1)
+    ranks = Ranks(script(tmp_path, "if rank == '0': time.sleep(1)\nsys.exit(65)"), TWO)
+    assert ranks.wait(StopRequest(), 60) == ExitCode.DIVERGED
+    assert ranks.first_failure() is None
+
+
 def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.1)
     ranks = Ranks(script(tmp_path, "if rank == '1': sys.exit(3)\ntime.sleep(60)"), TWO)

@@ -20,7 +20,7 @@ from toolkit.cluster.sweep.record import PointState, Record, Row, number_of, res
 from toolkit.cluster.sweep.show import grouped, ranked, table
 from toolkit.config.compose import compose
 from toolkit.config.sweep import SweepSection
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, ExitCode
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
@@ -85,6 +85,17 @@ def test_a_process_without_a_word_of_its_own_is_not_told_by_an_older_one(tmp_pat
     directory.write_status(Status(state=RunState.RUNNING, attempt=2, step=3))
     killed = result(point, tmp_path, None, before=older, silent="ended by signal 9")
     assert (killed.state, killed.reason, killed.step) == (PointState.FAILED, "ended by signal 9", 3)
+
+
+def test_a_diverged_point_is_told_apart_from_a_failed_one(tmp_path: Path) -> None:
+    [point] = points("+exp=quickstart", folder=tmp_path)
+    directory = RunDirectory(tmp_path / point.name)
+    directory.path.mkdir()
+    directory.write_status(Status(state=RunState.FAILED, attempt=1, step=7, exit_code=ExitCode.DIVERGED, reason="step 7: NaN"))
+    row = result(point, tmp_path, None, silent="exit code 65")
+    assert (row.state, row.reason, row.step, row.number) == (PointState.DIVERGED, "step 7: NaN", 7, None)
+    directory.write_status(Status(state=RunState.FAILED, attempt=1, step=7, exit_code=ExitCode.FAILURE, reason="why"))
+    assert result(point, tmp_path, None, silent="exit code 1").state is PointState.FAILED
 
 
 def test_the_number_that_points_are_compared_by(tmp_path: Path) -> None:

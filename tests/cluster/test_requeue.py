@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ NEWER = "step-2"
     (ended(RunState.STOPPED, reason="SIGINT"), Next.END, ExitCode.STOPPED),  # from W&B's page, or by hand
     (ended(RunState.FAILED, checkpoint=NEWER), Next.AGAIN, None),
     (ended(RunState.FAILED), Next.END, ExitCode.FAILURE),  # its launcher has had cluster.restarts already
+    (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=65), Next.END, ExitCode.DIVERGED),
+    (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=2), Next.END, ExitCode.USER),  # a full disk, say
     (ended(RunState.RUNNING, code=137), Next.AGAIN, None),
     (ended(RunState.RUNNING, checkpoint=NEWER, code=137), Next.AGAIN, None),  # killed without a word
     (ended(RunState.FAILED, asked=Asked.INT), Next.END, ExitCode.FAILURE),

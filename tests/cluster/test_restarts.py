@@ -42,6 +42,12 @@ def test_these_are_never_started_again(code: ExitCode, changes: dict[str, object
     assert after(code, **{**FAILED, "saved": 6, **changes}) == NoRestart()  # type: ignore[arg-type]
 
 
+def test_a_run_that_diverged_is_not_started_again_though_it_has_saved() -> None:
+    found = after(ExitCode.DIVERGED, **{**FAILED, "saved": 6})  # type: ignore[arg-type]
+    assert isinstance(found, NoRestart)
+    assert "not finite" in found.why
+
+
 def test_an_error_before_the_first_step_would_be_met_again() -> None:
     assert after(ExitCode.FAILURE, **{**FAILED, "hopeless": True}) != after(ExitCode.FAILURE, **FAILED)  # type: ignore[arg-type]
     assert isinstance(after(ExitCode.FAILURE, **{**FAILED, "hopeless": True}), NoRestart)  # type: ignore[arg-type]

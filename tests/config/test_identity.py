@@ -22,7 +22,8 @@ BASE = compose(["+exp=quickstart"])
 CARRIED = (
     "zero=stage3", "engine=local", "precision=bf16", "parallel.tensor=2", "offload=cpu", "cluster.nodes=4", "monitor=online",
     "resume=never", "checkpoint=minutes", "run.name=other", "run.dir=/tmp/x", "eval.every=7", "debug=deterministic", "train.steps=9999",
-    "train.micro_batch=1", "train.activation_checkpointing=true", "optim.kernel=torch", "data.path=/elsewhere",
+    "train.micro_batch=1", "train.activation_checkpointing=true", "train.on_nonfinite=continue",
+    "optim.kernel=torch", "data.path=/elsewhere",
     "+engine.deepspeed.dump_state=true",
 )
 DECISIVE = ("model.hidden_size=128", "model=gpt2", "optim=sgd", "schedule=wsd", "train.batch_ramp.start=4", "+model.arguments.width=3")

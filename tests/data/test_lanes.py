@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from toolkit.data.dataset import stream as stream_module
 from toolkit.data.dataset.encode import Encoded, Texts
-from toolkit.data.dataset.lanes import Lane, demand, lanes_of
+from toolkit.data.dataset.lanes import Lane, demand, fork_places, lanes_of
 from toolkit.data.dataset.stream import DatasetStream, merge_states
 from toolkit.data.order import Order
 from toolkit.errors import CheckpointError, InputError
@@ -100,15 +100,18 @@ class Run:
     """All ranks of a layout in this process, from ``state`` on."""
 
     def __init__(self, batch: BatchPlan, *, documents: int = 40, longest: int = 9, length: int = 5, seed: int = 0, workers: int = 2,
-                 step: int = 0, state: State | None = None) -> None:
+                 step: int = 0, state: State | None = None, parent: State | None = None, data: str = "made") -> None:
+        """``parent``: the fingerprint and state of the run that this one forks."""
         self.step, self._lanes = step, batch.global_batch
         self._streams = [
-            DatasetStream(Numbered(documents, seed), lambda: Counting(longest, workers), fingerprint={"data": "made"},  # type: ignore[arg-type, return-value]
+            DatasetStream(Numbered(documents, seed), lambda: Counting(longest, workers), fingerprint={"data": data},  # type: ignore[arg-type, return-value]
                           sequence_length=length, seed=seed, batch=batch, data_rank=rank, gather=lambda part: [part])
             for rank in range(batch.data_parallel)]
         for stream in self._streams:
             if state is not None:
                 stream.restore(json.loads(json.dumps(state)))
+            if parent is not None:
+                stream.fork(**json.loads(json.dumps(parent)))
         self._steps: list[Iterator[list[Ints]]] = [stream.steps(step) for stream in self._streams]
 
     def next(self) -> Ints:
@@ -122,6 +125,9 @@ class Run:
 
     def state(self) -> State:
         return merge_states([stream.part(self.step) for stream in self._streams], self._lanes)
+
+    def parent(self) -> State:
+        return {"fingerprint": self._streams[0].fingerprint(), "state": self.state()}
 
     def __enter__(self) -> Run:
         return self
@@ -274,3 +280,36 @@ def test_the_state_of_another_batch_is_refused() -> None:
         state = run.state()
     with pytest.raises(CheckpointError, match="the places of 4 lanes, here are 8"):
         Run(plan_of(2, 1, flat(8)), step=1, state=state)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_a_fork_with_other_lanes_leaves_no_document_out(read: list[int], lanes: int) -> None:
+    """``read``: how many documents each former lane has finished; each is in the middle of the next one."""
+    former = len(read)
+    unread = {number for number in range(former * 12) if number // former >= read[number % former]}
+    begun = {document * former + lane: 7 for lane, document in enumerate(read)}
+    places = fork_places(read, [7] * former, lanes)
+    taken = {number for number in range(former * 12) if number // lanes >= places[number % lanes, 0]}
+    assert taken >= unread
+    for lane, (document, offset) in enumerate(places.tolist()):
+        assert offset in (0, begun.get(document * lanes + lane, 0))
+    if lanes % former == 0:
+        assert taken == unread, "and reads none twice"
+        assert sorted(places[:, 1].tolist()) == [0] * (lanes - former) + [7] * former, "documents go on where they were left"
+
+
+def test_a_fork_reads_on_where_its_parent_stopped() -> None:
+    """With the same global batch it has the parent's next samples. Controls: other documents, and a state that is not handed over."""
+    with Run(plan_of(4, 1, flat(4))) as parent:
+        begun = parent.take(3)
+        left = parent.parent()
+        following = parent.take(2)
+    assert not same(begun[:2], following)
+    with Run(plan_of(2, 2, flat(4)), step=3, parent=left) as fork:
+        assert same(fork.take(2), following)
+    with Run(plan_of(4, 1, flat(4)), step=3, parent=left, data="other") as fork:
+        assert same(fork.take(2), begun[:2])
+    with Run(plan_of(8, 1, flat(8)), step=3, parent=left) as doubled:
+        first = doubled.next()
+    assert all(any(np.array_equal(row[:1], next_row[:1]) for row in first) for next_row in following[0]), "each former lane goes on"

@@ -57,7 +57,7 @@ class Cell:
 
     def oracle(self) -> Cell:
         """The same samples, first weights and optimizer on the local engine."""
-        carriage = ("engine__deepspeed", "offload__", "parallel__", "train__activation_checkpointing", "optim__kernel")
+        carriage = ("engine__", "offload__", "parallel__", "train__activation_checkpointing", "optim__kernel")
         more = tuple((key, value) for key, value in self.more if not key.startswith(carriage))
         return replace(self, stage=None, ranks=1, accumulation=self.data * self.accumulation, more=more)
 

@@ -22,7 +22,7 @@ from toolkit.checkpoint.directory import step_name
 from toolkit.checkpoint.online.store import PendingSave
 from toolkit.engine import collectives
 from toolkit.engine.build import build_engine, first_weights
-from toolkit.engine.protocol import Engine, MicroBatch
+from toolkit.engine.protocol import Engine, MicroBatch, StepResult
 from toolkit.layout.axes import Axes, axis_name
 from toolkit.monitor.parts import (
     BACKWARD,
@@ -39,7 +39,7 @@ from toolkit.monitor.parts import (
 )
 from toolkit.monitor.recorder import Clock, HostClock, StepRecorder, StepTime
 from toolkit.plan.types import RunPlan
-from toolkit.train.agree import Agreed, exchange
+from toolkit.train.agree import Agreed, alone, exchange
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.hooks import Hook, Hooks, StepDone
 from toolkit.train.loop import train
@@ -214,11 +214,11 @@ def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), r
     return Measured(tuple(recorder.taken()), delays.script, delays.seconds, tuple(logging.losses))
 
 
-def agreeing(ranks: int, delays: Delays) -> Callable[[float], Agreed]:
+def agreeing(ranks: int, delays: Delays) -> Callable[[float, StepResult], Agreed]:
     ask = exchange(ranks)
     began = time.perf_counter()
 
-    def agree(waited: float) -> Agreed:
+    def agree(waited: float, result: StepResult) -> Agreed:
         nonlocal began
         delays.strike(UNEXPLAINED)
         (slowest,) = ask([round(1e6 * (time.perf_counter() - began))])
@@ -237,7 +237,7 @@ def hooks_around(plan: RunPlan, engine: Engine, task: Task, delays: Delays) -> l
     plan.config.checkpoint.every = "1"
     nowhere: Any = SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
     store: Any = _Store(delays)
-    saving = Checkpoints(plan, engine, store, nowhere, Timer(None), rank=0, attempt=1, flush=lambda: None,
+    saving = Checkpoints(plan, engine, store, nowhere, Timer(None), rank=0, attempt=1, ask=alone, flush=lambda: None,
                          announce=lambda path: None, tell=print)
     evaluating = Evaluation(engine, task, {"validation": samples}, every=1, steps=plan.config.train.steps, missing=lambda step: False,
                             announce=lambda row: None)
@@ -340,7 +340,7 @@ def calls_of(rank: int, ranks: int, plan: RunPlan) -> list[tuple[str, str, int, 
         engine.load(first_weights(plan))
         plan.config.train.steps = 1
         train(plan, engine, task, stream(plan, plan.axes.coordinates(rank).data, Delays([None])), TrainState(), Hooks(),
-              lambda waited: Agreed())
+              lambda waited, result: Agreed())
         work = dist.all_reduce(torch.ones(3, 5), async_op=True)
         found = collectives.last_calls()
         work.wait()

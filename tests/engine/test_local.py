@@ -189,13 +189,14 @@ def test_fp16_skips_overflowing_steps() -> None:
     assert results[-1].loss < first.loss
 
 
-def test_fp16_that_overflows_at_the_smallest_scale_has_diverged() -> None:
-    plan = tiny_plan(precision__name=Precision.fp16, precision__initial_scale_power=0)
+def test_fp16_that_overflows_at_the_smallest_scale_is_no_affair_of_the_scale() -> None:
+    plan = tiny_plan(precision__name=Precision.fp16, precision__initial_scale_power=1)
     engine = started(plan)
-    with torch.no_grad():
-        engine._parameters["model.norm.weight"].fill_(torch.inf)
-    with pytest.raises(FloatingPointError, match="precision=bf16"):
-        steps(engine, plan, 0, 1)
+    next(iter(engine._parameters.values())).register_hook(lambda gradient: gradient * torch.inf)
+    at_two, at_one, again = steps(engine, plan, 0, 3)
+    assert [result.loss_scale for result in (at_two, at_one, again)] == [2.0, 1.0, 1.0]
+    assert [result.skipped for result in (at_two, at_one, again)] == [True, True, True]
+    assert [result.nonfinite for result in (at_two, at_one, again)] == [False, True, True]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -67,6 +67,17 @@ def test_config_json_makes_the_round_trip(family: str, tie: bool) -> None:
         assert asdict(get(family).settle(get(family).from_hugging_face_config(config))) == asdict(shape)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3"])
+def test_a_head_dim_frees_hidden_size_from_the_number_of_heads(family: str) -> None:
+    """Control: transformers' Llama is not free of it, and so refused."""
+    sizes = {"hidden_size": 18, "num_attention_heads": 4, "head_dim": 6}
+    shape = get(family).settle(replace(next(iter(get(family).published.values())), **{**SMALL, **sizes}, num_key_value_heads=2))
+    assert {spec.name: spec.shape for spec in get(family).parameters(shape)} == {
+        name: tuple(parameter.shape) for name, parameter in built(shape).named_parameters()}
+    with pytest.raises(Exception, match="not a multiple of the number of attention heads"):
+        transformers.AutoConfig.for_model("llama", **sizes)
+
+
 def test_gpt2_reads_what_old_releases_wrote() -> None:
     """They give ``n_inner`` as null and neither tie nor initializer keys."""
     config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 10, "n_inner": None}

@@ -108,6 +108,8 @@ SMALL = ModelConfig(family="llama", hidden_size=16, intermediate_size=32, num_hi
     ({"num_attention_heads": 3}, "model.num_attention_heads"),
     ({"num_key_value_heads": 3}, "model.num_key_value_heads"),
     ({"num_attention_heads": 16}, "model.head_dim"),
+    ({"num_attention_heads": 3, "head_dim": 8}, "model.num_attention_heads"),  # of llama, because of transformers
+    ({"family": "qwen2", "num_attention_heads": 3, "head_dim": 7}, "model.head_dim"),
     ({"family": "gpt2", "num_key_value_heads": 2}, "model.num_key_value_heads"),
     ({"family": "gpt2", "head_dim": 8}, "model.head_dim"),
     ({"family": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4}, "model.num_experts_per_tok"),

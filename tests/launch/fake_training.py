@@ -2,7 +2,7 @@
 
     deepspeed --num_gpus 2 tests/launch/fake_training.py +exp=quickstart
 
-``FAKE_STEP_SECONDS``, ``FAKE_SAVE_SECONDS``, ``FAKE_FAILS`` (a rank), ``FAKE_REFUSES`` (a rank, by a mistake of the user),
+``FAKE_STEP_SECONDS``, ``FAKE_SAVE_SECONDS``, ``FAKE_FAILS`` (a rank, or all), ``FAKE_REFUSES`` (a rank, by a mistake of the user),
 ``FAKE_SAVE_EVERY`` (steps, 0: never; what is saved is a folder that is named as a checkpoint is) and ``FAKE_KILLS``
 (ATTEMPT:RANK:STEP,...: this rank kills itself before this step of this attempt) set what it does.
 """
@@ -54,7 +54,7 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Callable[[], str | N
         if os.environ.get("FAKE_REFUSES") == str(rank):
             raise ConfigError(Problem("train", "train=fake", "the fake training refuses", "let it be"))
         time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0")))
-        if os.environ.get("FAKE_FAILS") == str(rank):
+        if os.environ.get("FAKE_FAILS") in (str(rank), "all"):
             raise RuntimeError("the fake training fails")
         flag = torch.tensor(float(stop() is not None))
         dist.all_reduce(flag)

@@ -153,3 +153,32 @@ def test_a_failure_is_told_with_its_traceback_and_the_next_start_is_a_new_attemp
     with Started(argv, run_dir, cwd=tmp_path) as started:
         assert started.ended() == 0
     assert directory.status() == Status(state=RunState.DONE, attempt=2, exit_code=0, step=2, checkpoint="saved")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_a_mistake_in_the_users_code_on_every_rank_is_shown_once_at_its_line(launcher: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = command(launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=2", ranks=2)
+    with Started(argv, run_dir, cwd=tmp_path, environ={"FAKE_FAILS": "all"}) as started:
+        assert started.ended() == 1
+        started.gone(10)
+    shown = started.output.partition("torch/distributed/elastic")[0]  # torchrun then shows its own
+    assert shown.count("Traceback") == 1, started.output
+    assert 'raise RuntimeError("the fake training fails")' in shown
+    assert "toolkit/" not in shown.partition("Traceback")[2].partition("the whole traceback")[0]
+    log = RunDirectory(run_dir).log_file(1).read_text()
+    assert log.count("Traceback") == 2, "of each rank, whole"
+    assert "toolkit/cluster/part.py" in log
+
+
+@pytest.mark.timeout(120)
+def test_what_torchrun_prints_after_a_refusal_ends_with_the_refusal(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = command("torchrun", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.micro_batch=5", ranks=2)
+    with Started(argv, run_dir, cwd=tmp_path) as started:
+        assert started.ended() == 1
+        started.gone(10)
+    last = started.output[-1500:]
+    assert "train.micro_batch=5" in last, started.output
+    assert "remedy:" in last

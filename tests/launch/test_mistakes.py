@@ -125,7 +125,7 @@ def test_under_a_launcher_it_is_answered_once_and_nobody_stays(launcher: str, tm
         assert spent[-1] < SECONDS_OF_RANK_0
         code = started.ended(150)
         started.gone(15)
-        assert started.output.count("remedy:") == 1
+        assert started.output.count("remedy:") == (1 if launcher == "deepspeed" else 2), "torchrun's own report repeats it at its end"
         assert code == (2 if launcher == "deepspeed" else 1)  # torchrun knows no other failure
         assert "toolkit" not in started.output.replace(str(ROOT), ""), "no traceback of ours"
     assert not mark.exists()

@@ -25,7 +25,7 @@ HERE = "tests.models.broken"
 MISTAKES = {
     "no package": ("nowhere_at_all.Model", {}, "no module nowhere_at_all"),
     "no module": ("tests.models.nowhere.Model", {}, "no module tests.models.nowhere"),
-    "no class": (f"{HERE}.Fin", {}, "no class Fin; its modules: Normed, NoParameters, Unwell, Fine"),
+    "no class": (f"{HERE}.Fin", {}, f"the module {HERE} has no Fin\n.*\n.*write model.target={HERE}.Fine"),
     "not a class": (f"{HERE}.imported_elsewhere", {}, "no class imported_elsewhere"),
     "missing argument": (f"{HERE}.Fine", {}, r"\(none\).*width"),
     "wrong argument": (f"{HERE}.Fine", {"width": 2, "height": 3}, r"\(width, height\).*height"),
@@ -71,7 +71,7 @@ def test_an_error_inside_the_users_code_is_theirs() -> None:
 
 
 def test_an_import_error_inside_the_users_module_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "half_installed.py").write_text("import a_package_that_is_missing\n")
+    (tmp_path / "half_installed.py").write_text("import a_package_that_is_missing\n\nclass Model: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
         build_target(ModelConfig(target="half_installed.Model"), 0)
@@ -89,7 +89,7 @@ def test_a_module_is_looked_up_without_importing_anything(tmp_path: Path, monkey
     package = tmp_path / "explosive"
     (package / "inner").mkdir(parents=True)
     for file in ("__init__.py", "inner/__init__.py", "inner/models.py"):
-        (package / file).write_text("raise RuntimeError('imported')\n")
+        (package / file).write_text("raise RuntimeError('imported')\n\nclass Model: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     check_target(ModelConfig(target="explosive.inner.models.Model"))
     check_target(ModelConfig())
@@ -99,6 +99,24 @@ def test_a_module_is_looked_up_without_importing_anything(tmp_path: Path, monkey
             check_target(ModelConfig(target=target))
     with pytest.raises(RuntimeError, match="imported"):
         build_target(ModelConfig(target="explosive.inner.models.Model"), 0)
+
+
+@pytest.mark.parametrize(("source", "known"), [
+    ("class Model: ...", True), ("def Model(): ...", True), ("Model = Other", True), ("from torch.nn import Linear as Model", True),
+    ("try:\n    import a\nexcept ImportError:\n    class Model: ...", True), ("if True:\n    Model: type = int", True),
+    ("(Model, other) = 1, 2", True), ("from torch.nn import *", True), ("def __getattr__(name): ...", True),
+    ("globals()['Mod' + 'el'] = int", True), ("import sys\nsys.modules[__name__] = object()", True), ("this is no Python", True),
+    ("class Modle: ...", False), ("class Other:\n    class Model: ...", False), ("def other():\n    Model = 1", False), ("", False),
+])
+def test_a_misspelt_name_is_refused_and_no_name_that_may_be_there(source: str, known: bool, tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_models.py").write_text(f"{source}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if known:
+        check_target(ModelConfig(target="own_models.Model"))
+    else:
+        with pytest.raises(ConfigError, match="the module own_models has no Model\n"):
+            check_target(ModelConfig(target="own_models.Model"))
 
 
 def test_weights_are_the_constructors_under_the_seed() -> None:

@@ -287,7 +287,22 @@ def test_fp16_may_look_for_its_scale_at_the_start_and_not_later() -> None:
     assert said(1, 15) == []
     assert said(100, 9) == []
     assert said(100, 12) == [109, 110, 111]
-    assert NonFinite().see(Kind.STEP, {"step": 1, "loss": 1.0, "grad_norm": math.inf, "skipped": True, "lr": 1.0}) is None
+    skipped = {"step": 1, "loss": 1.0, "grad_norm": math.inf, "skipped": True, "lr": 1.0}
+    assert NonFinite().see(Kind.STEP, {**skipped, "loss_scale": 2.0}) is None
+    assert LossScale().see(Kind.STEP, skipped) is None, "without a loss scale there is nothing to collapse"
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"skipped": True, "weights_finite": True}, "; the weights are finite, and the step was skipped"),
+    ({"skipped": False, "weights_finite": True}, "; the weights are finite"),
+    ({"skipped": True, "weights_finite": False}, "; the weights are not finite either, and the step was skipped"),
+    ({}, "from a loss that was a number"),  # of an earlier version
+])
+def test_the_alert_reports_weights_as_they_were_found(row: dict[str, bool], words: str) -> None:
+    alert = NonFinite().see(Kind.STEP, {"step": 1, "loss": 1.0, "grad_norm": math.inf, "lr": 1.0, **row})
+    assert alert is not None
+    assert alert.cause.endswith(words)
+    assert "lost" not in alert.cause
 
 
 def validated(losses: list[float]) -> list[int]:

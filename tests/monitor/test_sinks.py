@@ -9,7 +9,6 @@ import io
 import json
 import math
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from toolkit.monitor import sink as sink_module
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.plots import eval_losses, loss_curve, running_mean, train_losses
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Row, Sink
-from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, shown
+from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, Table
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.progress import Progress
 from toolkit.rows import read_rows
@@ -95,7 +94,7 @@ def test_rows_can_be_read_after_a_flush_in_full_precision(tmp_path: Path) -> Non
     sink.flush()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0]) == ROW
-    assert json.loads(lines[1])["loss"] == math.inf
+    assert json.loads(lines[1])["loss"] is None
     sink.close(0)
     again = JsonlSink({Kind.STEP: tmp_path / "run" / "metrics.jsonl"})
     again.log(Kind.STEP, {**ROW, "step": 3})
@@ -104,14 +103,26 @@ def test_rows_can_be_read_after_a_flush_in_full_precision(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", [
-    0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, 1e16, 1e-5, math.inf, -math.inf, math.nan, None, True, 2**63, 6 * 10**24,
-    "an é, a \u2028 and\na line", "null", {"inner": [1, math.nan, None]}, [], {}])
+    0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, 1e16, 1e-5, None, True, 2**63, 6 * 10**24,
+    "an é, a \u2028 and\na line", "null", {"inner": [1, None]}, [], {}])
 def test_a_row_comes_back_as_it_was_written(value: object, tmp_path: Path) -> None:
     sink = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"})
     sink.log(Kind.STEP, {"step": 1, "value": value})
     sink.close(0)
     (row,) = read_rows(tmp_path / "metrics.jsonl")
     assert repr(row) == repr({"step": 1, "value": value})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("beside", [1, 6 * 10**24], ids=["orjson", "json"])
+def test_a_number_that_is_not_finite_is_null(value: float, beside: int, tmp_path: Path) -> None:
+    """JSON has no NaN, and other readers than Python's refuse the whole line."""
+    sink = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"})
+    sink.log(Kind.STEP, {"step": 1, "loss": value, "beside": beside, "inner": {"list": [1, value, (value,)]}})
+    sink.close(0)
+    assert (tmp_path / "metrics.jsonl").read_text().replace(" ", "") \
+        == f'{{"step":1,"loss":null,"beside":{beside},"inner":{{"list":[1,null,[null]]}}}}\n'
+    assert [math.isnan(loss) for loss in train_losses(tmp_path / "metrics.jsonl")[1]] == [True]
 
 
 def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
@@ -132,34 +143,58 @@ def test_a_torn_line_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
     assert file.read_bytes().count(b"\n") == 4
 
 
-def test_console_shows_loss_speed_and_time_left_at_its_cadence() -> None:
-    stream, said, now = io.StringIO(), [], [0.0]
-    progress = Progress(stream, terminal=False, line_seconds=1.0, clock=lambda: now[0])
-    sink = Only(ConsoleSink(progress, steps=40, done=10, say=said.append), partial(shown, every=10, steps=40))
+FULL = {**ROW, "samples_per_second": 31.4, "host_bytes": 812_000_000, "device_bytes": 61_200_000_000, "eta_seconds": 3725.0}
+
+
+def console(**keys: Any) -> tuple[ConsoleSink, list[str]]:
+    said: list[str] = []
+    keys = {"steps": 40, "done": 10, "every": 10, "say": said.append, **keys}
+    return ConsoleSink(keys.pop("progress", Progress(io.StringIO(), terminal=False)), Table(), **keys), said
+
+
+def test_console_has_a_row_at_the_first_step_and_at_its_cadence() -> None:
+    sink, said = console()
     for step in range(11, 41):
-        now[0] += 2.0
-        sink.log(Kind.STEP, {**ROW, "step": step, "loss": 5 - step / 10, "tokens_per_second": 123456.0})
+        sink.log(Kind.STEP, {**FULL, "step": step, "loss": 5 - step / 10, "eta_seconds": 2.0 * (40 - step)})
     sink.log(Kind.EVAL, {"step": 40, "set": "validation", "loss": 2.0, "tokens": 10, "seconds": 1.5})
     sink.close(0)
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "training: 20 steps/40 steps  0.5 steps/s  eta 0:40  loss 3.0000  123k tokens/s"
-    assert [line.split()[1] for line in lines] == ["20", "30", "40", "40"]
-    assert said == ["step 40: validation loss 2.0000 (perplexity 7.389), 1.5 s"]
+    heading, *rows, evaluation = said
+    assert heading.split() == ["step", "loss", "grad", "norm", "lr", "tokens/s", "samples/s", "memory", "eta"]
+    assert [row.split()[0] for row in rows] == ["11", "20", "30", "40"]
+    assert rows[1].split() == ["20", "3.0000", "1e-17", "3.00e-04", "2,048", "31.4", "812", "MB", "0:40"]
+    assert evaluation == "step 40: validation loss 2.0000 (perplexity 7.389), 1.5 s"
 
 
-def test_console_tells_of_utilisation_where_it_is_known() -> None:
-    stream = io.StringIO()
-    sink = ConsoleSink(Progress(stream, terminal=False, line_seconds=0), steps=9, done=0)
-    sink.log(Kind.STEP, {**ROW, "mfu": 0.4125})
-    sink.log(Kind.STEP, {**ROW, "step": 2})
-    assert [line.partition("tokens/s")[2] for line in stream.getvalue().splitlines()] == ["  MFU 41.2%", ""]
+def test_console_rows_stand_under_their_heading_in_eighty_columns() -> None:
+    """Of the longest values that there are."""
+    table = Table(device=True, utilisation=True)
+    longest = {**FULL, "step": 1_000_000, "loss": 9999.9999, "grad_norm": 1.2345e-5, "tokens_per_second": 123_456_789.0, "mfu": 0.4125,
+               "eta_seconds": 9 * 86400.0}
+    lines = [table.heading(), table.row(longest), Table(unit="images").row({**FULL, "images_per_second": 12.0})]
+    assert {len(line) for line in lines} == {80}, lines
+    assert lines[1].split()[4:8] == ["123.5M", "41.2%", "61.2", "GB"]
+
+
+def test_console_shows_a_loss_that_is_no_number_as_it_is() -> None:
+    sink, said = console(every=1)
+    sink.log(Kind.STEP, {**FULL, "loss": math.nan, "grad_norm": None})
+    assert said[-1].split()[1:3] == ["nan", "-"]
 
 
 def test_console_tells_of_skipped_steps() -> None:
-    stream = io.StringIO()
-    sink = ConsoleSink(Progress(stream, terminal=False, line_seconds=0), steps=9, done=0)
-    sink.log(Kind.STEP, {**ROW, "skipped": True, "loss_scale": 32768.0})
-    assert "skipped, loss scale 32768" in stream.getvalue()
+    sink, said = console(every=1)
+    sink.log(Kind.STEP, {**FULL, "skipped": True, "loss_scale": 32768.0})
+    assert said[-1] == "step 1: skipped after an overflow, loss scale 32768"
+
+
+def test_the_bar_counts_every_step_and_the_last_one_of_a_stopped_run() -> None:
+    screen = io.StringIO()
+    sink, said = console(progress=Progress(screen, terminal=True))
+    for step in range(11, 18):
+        sink.log(Kind.STEP, {**FULL, "step": step})
+    sink.close(75)
+    assert "17 steps" in screen.getvalue()
+    assert len(said) == 2
 
 
 def test_an_alert_is_shown_whole_as_far_as_it_is_not_long() -> None:

@@ -144,10 +144,10 @@ def test_a_run_of_months_is_reckoned_in_bounded_memory() -> None:
 
 def test_people_are_told_at_the_end() -> None:
     course = Course(planned(h100s(8), **BF16, train__micro_batch=1, monitor__price_per_gpu_hour=2.0), Spent(), 50.0)
-    assert course.words(50.0 + 1800.0) == "time: 30:00, 4 GPU-hours, cost 8.00 at 2 each"
+    assert course.words(50.0 + 1800.0) == "30:00, 4 GPU-hours, cost 8.00 at 2 each"
     later = Course(planned(h100s(8), **BF16, train__micro_batch=1), Spent(seconds=36000.0, gpu_hours=1234.0), 0.0)
-    assert later.words(3600.0) == "time: 11:00:00 over all attempts, 1,242 GPU-hours"
-    assert Course(planned(CPU), Spent(), 0.0).words(61.0) == "time: 1:01"
+    assert later.words(3600.0) == "11:00:00 over all attempts, 1,242 GPU-hours"
+    assert Course(planned(CPU), Spent(), 0.0).words(61.0) == "1:01"
 
 
 # ---- earlier attempts

@@ -241,7 +241,7 @@ def test_a_wandb_that_hangs_is_left_behind(where: str, tmp_path: Path, monkeypat
     assert longest < 0.1
 
 
-# W&B's own process is ended (as DeepSpeed's launcher does with every process below it), or stopped.
+# W&B's own process is ended, or stopped.
 SIGNALLED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -256,11 +256,15 @@ from toolkit.monitor.sinks.wandb import part
 folder = Path(sys.argv[1])
 arguments = dict(part=part(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=WandbMode.offline, project="p", entity=None, group="g",
                  tags=[], config={}, trainer=os.getpid(), command=["train.py"])
-sink = CompositeSink([QueuedSink(lambda: ProcessSink(without_network, arguments, "W&B", close_seconds=2.0), "W&B")])
+made = []
+def make():
+    made.append(ProcessSink(without_network, arguments, "W&B", close_seconds=2.0))
+    return made[0]
+sink = CompositeSink([QueuedSink(make, "W&B")])
 sink.log(Kind.STEP, {"step": 1, "loss": 1.0})
 while not any(b"train/loss" in file.read_bytes() for file in folder.rglob("*.wandb")):  # each second it is written out
     time.sleep(0.1)
-core, = [process for process in psutil.Process().children(recursive=True) if process.name() == "wandb-core"]
+core, = [process for process in psutil.Process(made[0]._process.pid).children() if process.name() == "wandb-core"]
 priorities = {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in core.threads()}
 core.send_signal(signal.Signals[sys.argv[2]])
 time.sleep(0.5)

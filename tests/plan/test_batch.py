@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.plan.cases import run_config
 from toolkit.config.schema import BatchRampConfig, TrainConfig
 from toolkit.errors import PlanError
-from toolkit.plan.batch import plan_batch, ramp_stages
+from toolkit.plan.batch import continue_batch, plan_batch, ramp_stages
 from toolkit.plan.types import GlobalBatch
 
 
@@ -91,3 +91,12 @@ def test_a_jump_over_a_part_leaves_its_size_out() -> None:
     """Parts of 5 samples and batches of 10 and more: each step passes a part, the sizes between are never seen."""
     stages = ramp_stages(TrainConfig(global_batch=40, batch_ramp=BatchRampConfig(start=10, increment=10, samples=15)))
     assert [stage.size for stage in stages] == [10, 30, 40]
+
+
+@given(ramp=st.integers(1, 60), step=st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_a_resumed_ramp_is_the_ramp(ramp: int, step: int) -> None:
+    """A run that continues from a checkpoint has the batches that it would have had."""
+    train = TrainConfig(global_batch=16, batch_ramp=BatchRampConfig(start=4, increment=4, samples=ramp))
+    batch = plan_batch(run_config(train__global_batch=16, train__batch_ramp=train.batch_ramp, train__micro_batch=1), 1)
+    assert continue_batch(batch, train, batch.stages, step, batch.at(step).first_sample) == batch

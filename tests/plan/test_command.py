@@ -47,6 +47,25 @@ def test_every_problem_and_exit_code_2() -> None:
     assert "Traceback" not in done.stderr
 
 
+TOO_LARGE = ("+exp=llama_8b_zero3_offload", "offload=none", "train.global_batch=512", "train.micro_batch=8", *CLUSTER)
+
+
+def test_what_does_not_fit_in_memory_is_refused_with_exit_code_2() -> None:
+    done = plan(*TOO_LARGE)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "fit on its device" in done.stderr.splitlines()[1]
+    remedy = done.stderr.partition("remedy: write train.micro_batch=")[2].split()[0]
+    assert plan(*TOO_LARGE, f"train.micro_batch={remedy}").returncode == 0
+
+
+def test_warnings_stand_above_the_plan() -> None:
+    done = plan("+exp=mixtral_8x7b", *CLUSTER)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("warning: model.router_aux_loss_coef=0.02")
+    assert "fits: 21.119 GB of 85.521 GB a GPU (25%)" in done.stdout
+
+
 def test_help_teaches() -> None:
     done = plan("--help")
     assert done.returncode == 0

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.plan.cases import CPU, SMALL, run_config
-from toolkit.config.schema import ModelConfig
+from tests.plan.cases import CPU, SMALL, h100s, run_config
+from toolkit.config.schema import EngineName, ModelConfig
+from toolkit.data.sources import vocabulary_problem
 from toolkit.errors import InputError, PlanError, UserError
 from toolkit.families import get
 from toolkit.plan import make_plan
@@ -85,6 +88,49 @@ def test_no_answer_from_the_hub_is_an_input_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     with pytest.raises(UserError, match="no route to host"):
         resolve(run_config(model=ModelConfig(pretrained="someone/model")))
+
+
+MIXTRAL = replace(SMALL, family="mixtral", num_local_experts=4, num_experts_per_tok=2)
+ODD_EXPERTS = replace(MIXTRAL, head_dim=8, intermediate_size=46)
+MEGATRON = {"engine__name": EngineName.megatron}
+# model, changes, ranks: each is refused, and for a model of one's own most remedies name other sizes.
+MISFITS: list[tuple[ModelConfig, dict[str, Any], int]] = [
+    (SMALL, {"parallel__tensor": 3}, 3), (SMALL, {"parallel__pipeline": 3}, 3), (MIXTRAL, {"parallel__expert": 3}, 3),
+    (SMALL, {"parallel__expert": 2}, 2), (ODD_EXPERTS, {}, 2), (SMALL, {"train__sequence_length": 128}, 2),
+    (SMALL, {"data__vocab_size": 600}, 2),
+    (SMALL, {**MEGATRON, "parallel__pipeline": 2, "engine__megatron": {"virtual_pipeline_model_parallel_size": 2}}, 2),
+    (replace(SMALL, head_dim=7), {}, 2)]
+
+
+@pytest.mark.parametrize(("model", "changes", "ranks"), MISFITS)
+def test_remedies_for_a_pretrained_model_name_no_other_sizes(
+        model: ModelConfig, changes: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    family = get(str(model.family))
+    config = family.hugging_face_config(family.settle(replace(model, head_dim=8)))
+    config |= {"head_dim": model.head_dim} if model.head_dim else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    batch = {"train__global_batch": 24, **changes}
+    world = h100s(ranks)
+    with pytest.raises(PlanError) as caught:
+        make_plan(resolve(run_config(model=ModelConfig(pretrained=str(tmp_path)), **batch)), world)
+    remedies = [problem.remedy for problem in caught.value.problems]
+    assert all(remedies)
+    assert not [remedy for remedy in remedies if re.search(r"model\.(?!target|pretrained)\w+=|heads", remedy)]
+    with pytest.raises(PlanError) as own:
+        make_plan(run_config(model=model, **batch), world)
+    assert any(re.search(r"model\.(?!target|pretrained)\w+=", problem.remedy) for problem in own.value.problems), "the control"
+
+
+def test_a_tokenizer_that_does_not_fit_a_pretrained_model(tmp_path: Path) -> None:
+    manifest: Any = SimpleNamespace(tokenizer=SimpleNamespace(size=600))
+    config = run_config(data__name="prepared")
+    found = vocabulary_problem(config, manifest, "data/mine", 512)
+    assert found is not None
+    assert found.remedy == "write model.vocab_size=600 or more"
+    config.model.pretrained = "org/model"
+    found = vocabulary_problem(config, manifest, "data/mine", 512)
+    assert found is not None
+    assert found.remedy == "prepare the data with the tokenizer of org/model"
 
 
 def test_without_pretrained_nothing_changes() -> None:

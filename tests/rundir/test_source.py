@@ -13,6 +13,7 @@ import pytest
 from tests.rundir.runs import PLAN, begun, checkpoint, config
 from toolkit.errors import CheckpointError, ConfigError, InputError, UserError
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.find import find_run
 from toolkit.rundir.source import Source, SourceKind, resolve_source
 
 
@@ -92,3 +93,39 @@ def test_a_path_that_the_operating_system_refuses_is_named_by_its_key(key: str) 
     with pytest.raises(InputError, match="File name too long") as refused:
         resolve_source(given, None)
     assert refused.value.problems[0].key == key
+
+
+# ---- a run by its name
+
+
+def test_a_name_stands_for_the_one_run_that_has_it(tmp_path: Path) -> None:
+    hop = begun(tmp_path / "hop-0123abcd")
+    begun(tmp_path / "hop-on-0123abcd")
+    (tmp_path / "hop-deadbeef").mkdir()  # no run
+    assert find_run(tmp_path / "hop", "source") == hop.path
+    assert resolve_source(config(resume=str(tmp_path / "hop")), None) == Source(SourceKind.RESUME, hop.path)
+    assert resolve_source(config(fork=tmp_path / "hop"), None) == Source(SourceKind.FORK, hop.path)
+
+
+def test_what_exists_stands_for_itself(tmp_path: Path) -> None:
+    begun(tmp_path / "hop-0123abcd")
+    own = begun(tmp_path / "hop")
+    assert find_run(own.path, "source") == own.path
+    assert find_run(tmp_path / "other", "source") == tmp_path / "other"
+    assert find_run(tmp_path / "none" / "other", "source") == tmp_path / "none" / "other"
+
+
+def test_a_name_of_several_runs_is_refused_with_all_of_them(tmp_path: Path) -> None:
+    one, other = begun(tmp_path / "hop-0123abcd"), begun(tmp_path / "hop-89abcdef")
+    with pytest.raises(InputError, match="2 runs") as refused:
+        find_run(tmp_path / "hop", "source")
+    assert str(one.path) in str(refused.value)
+    assert str(other.path) in str(refused.value)
+    assert f"write source={other.path}" in str(refused.value)
+
+
+def test_a_fork_by_name_records_the_directory_as_its_parent(tmp_path: Path) -> None:
+    parent = begun(tmp_path / "hop-0123abcd", seed=1)
+    checkpoint(parent)
+    child = begun(tmp_path / "child", seed=2, fork=tmp_path / "hop")
+    assert json.loads(child.fork_file.read_text())["parent"] == str(parent.path)

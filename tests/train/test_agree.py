@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from tests.train.fakes import FakeEngine, samples, step_done
+from toolkit.engine.protocol import StepResult
 from toolkit.errors import ExitCode, InputError
 from toolkit.testing.dist import run_ranks
 from toolkit.testing.tiny import tiny_plan
@@ -27,7 +28,7 @@ def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
             if done.agreed.save or done.agreed.stop:
                 saved.append(done.step)
 
-    def agree(waited: float) -> Agreed:
+    def agree(waited: float, result: StepResult) -> Agreed:
         stop, save = ask([rank == 1 and state.step >= 5, rank == 0 and state.step == 3])
         return Agreed(stop=bool(stop), save=bool(save))
 

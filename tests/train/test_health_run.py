@@ -21,7 +21,7 @@ import torch
 from tests.engine.ledger_cases import slow_calls
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.config.monitor import MonitorConfig, WandbMode
-from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
+from toolkit.config.schema import EngineName, EvalConfig, OnNonfinite, RunConfig, RunSection
 from toolkit.data import stream as stream_module
 from toolkit.data.samples import TokenWindows
 from toolkit.data.stdlib import ensure
@@ -225,7 +225,8 @@ def alerts_of(folder: Path, data: Path, fault: Fault, ranks: int, pool: RankPool
               **changes: Any) -> tuple[list[dict[str, Any]], bool]:
     """And whether the machine was busy with other things."""
     config = tiny_config("llama", engine__name=EngineName.local if ranks == 1 else EngineName.deepspeed, train__steps=steps,
-                         zero__stage=0, **{"checkpoint__every": "never", "checkpoint__at_end": False, **changes})
+                         zero__stage=0, train__on_nonfinite=OnNonfinite["continue"],
+                         **{"checkpoint__every": "never", "checkpoint__at_end": False, **changes})
     config.run, config.eval, config.debug.threads = RunSection(dir=str(folder)), EvalConfig(every=25, batches=1), 1
     config.data.path, config.data.vocab_size = str(data), 264
     config.monitor = MonitorConfig(wandb=WandbMode.disabled, probe=False, system_seconds=0, hang_seconds=0, replicas_every=10, every=steps)

@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.train.fakes import FakeClock, FakeEngine, samples, step_done
+from toolkit.engine.protocol import StepResult
 from toolkit.layout.axes import Axes
 from toolkit.monitor.ledger import Vectors, part_names
 from toolkit.monitor.parts import FORWARD
@@ -86,7 +87,7 @@ def followed(rank: int, ranks: int, ranks_per_node: int, lags: dict[int, int], g
                     rank=rank, ranks=ranks, say=said.append, tell=told.append, end_seconds=end_seconds, clock=fast_clock)
     ask, state, asked = Together(), TrainState(), []
 
-    def agree(waited: float) -> Agreed:
+    def agree(waited: float, result: StepResult) -> Agreed:
         time.sleep(0.002)
         (slots,) = ask([ledger.due()])
         asked.append(slots)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.train.fakes import FakeClock, FakeEngine, samples
+from toolkit.engine.protocol import StepResult
 from toolkit.errors import ExitCode
 from toolkit.monitor.sink import Row
 from toolkit.plan.schedule import learning_rate
@@ -45,7 +46,7 @@ def carry_out(state: TrainState, steps: int, stop_at: int | None = None, **more:
     engine, recorder = FakeEngine(events, **more), Recorder(events)
     clock = more.get("clock") or FakeClock()
 
-    def agree(waited: float) -> Agreed:
+    def agree(waited: float, result: StepResult) -> Agreed:
         events.append("agree")
         return Agreed(stop=stop_at is not None and state.step >= stop_at)
 
@@ -115,7 +116,7 @@ def test_seconds_have_the_wait_for_samples_and_the_step_but_not_what_lies_betwee
             seconds.append((done.seconds, done.agreed.data_seconds))
 
     train(tiny_plan(train__steps=3), FakeEngine(clock=clock, step_seconds=4.0), NextToken(), samples(0, clock, 2.0), TrainState(),
-          Hooks(Slow(), Seconds()), lambda waited: Agreed(data_seconds=waited), clock)
+          Hooks(Slow(), Seconds()), lambda waited, result: Agreed(data_seconds=waited), clock)
     assert seconds == [(6.0, 2.0)] * 3  # 1,000 s of the slow hook are in none of them
 
 

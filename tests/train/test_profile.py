@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.train.fakes import FakeEngine, samples, step_done
+from toolkit.engine.protocol import StepResult
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train import profile as profile_module
 from toolkit.train.agree import Agreed
@@ -38,7 +39,7 @@ def traced(folder: Path, first: int, steps: int, *, start: int = 0, of: int = 8,
     hook = Profile(first, steps, file, torch.device("cpu"), say=said.append, tell=said.append)
     state = TrainState(start)
 
-    def agree(waited: float) -> Agreed:
+    def agree(waited: float, result: StepResult) -> Agreed:
         return Agreed(stop=state.step == stop_at)
 
     train(tiny_plan(train__steps=of), Working(), NextToken(), samples(start), state, Hooks(hook, Hook()), agree)

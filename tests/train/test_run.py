@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import email
 import gc
+import itertools
 import json
 import math
 import re
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, Shard
 from toolkit.config.data import Documents
 from toolkit.config.monitor import MonitorConfig, WandbMode
@@ -254,7 +256,7 @@ def test_time_adds_up_over_attempts_that_run_steps_again(data: Path, tmp_path: P
     """Killed after step 5, with a checkpoint of step 4: what step 5 took is counted, although its row stands elsewhere."""
     every = {"checkpoint__every": "2"}
     Start(tmp_path / "run", data, stop_after=5, **every)
-    assert re.search(r"^time: 0:\d\d$", capfd.readouterr().out, re.MULTILINE)
+    assert re.search(r"saved, in 0:\d\d; the same", capfd.readouterr().out, re.MULTILINE)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000005")
     metrics = tmp_path / "run" / "metrics.jsonl"
     rows = _jsonl(metrics)
@@ -264,7 +266,7 @@ def test_time_adds_up_over_attempts_that_run_steps_again(data: Path, tmp_path: P
     elapsed = [row["elapsed_seconds"] for row in _jsonl(resumed.directory.metrics_file)]
     assert [later > 1000.0 for later in elapsed] == [False] * 4 + [True] * 2
     assert elapsed == sorted(elapsed)
-    assert re.search(r"^time: 1[67]:\d\d over all attempts$", capfd.readouterr().out, re.MULTILINE)
+    assert re.search(r"^6 steps in 1[67]:\d\d over all attempts, ", capfd.readouterr().out, re.MULTILINE)
 
 
 def test_an_evaluation_that_a_stop_prevented_is_made_up_for(whole: Start, data: Path, tmp_path: Path) -> None:
@@ -339,6 +341,25 @@ def test_a_refused_start_sets_nothing_aside(data: Path, tmp_path: Path, monkeypa
     assert open_reader(tmp_path / "run").step == 4
 
 
+def test_a_full_disk_leaves_the_step_at_which_it_was_met(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``status.json`` is written once a second while training; the step of the failure is written in any case."""
+    save = CheckpointStore.save
+
+    def full(store: CheckpointStore, step: int, *arguments: Any, **named: Any) -> Any:
+        if step == 4:
+            raise CheckpointError(Problem("checkpoint", "step 4 could not be written: No space left on device", "rule", "remedy"))
+        return save(store, step, *arguments, **named)
+
+    monkeypatch.setattr(CheckpointStore, "save", full)
+    with pytest.raises(CheckpointError, match="No space"):
+        Start(tmp_path / "run", data, checkpoint__every="2")
+    status = RunDirectory(tmp_path / "run").status()
+    assert status is not None
+    assert status.step == 4
+    assert status.checkpoint is not None
+    assert status.checkpoint.endswith("step-00000002")
+
+
 def test_a_finished_run_started_again_has_nothing_to_do(whole: Start, data: Path, tmp_path: Path) -> None:
     again = Start(copied(whole.directory.path, tmp_path), data)
     assert again.code is ExitCode.DONE
@@ -361,12 +382,12 @@ def test_the_export_opens_and_continues_a_prompt(data: Path, tmp_path: Path, cap
     assert tokenizer.decode(tokenizer("def main").input_ids) == "def main"
     said = capfd.readouterr().out
     row = _jsonl(start.directory.eval_file)[-1]
-    assert f"validation loss after 6 steps: {row['loss']:.4f} nats a token, on {row['tokens']} tokens; a unigram model's" in said
+    assert f"\nvalidation loss: {row['loss']:.4f} nats a token (a unigram model: " in said
     assert "the model continues 'def main(args):'" in said
     last = said.strip().splitlines()[-4:]
-    assert last[0] == f"everything is in {tmp_path / 'run'}: plots/loss.png, metrics.jsonl, checkpoints, export"
+    assert last[0] == f"saved in {tmp_path / 'run'}: metrics.jsonl, checkpoints, plots/loss.png, export"
     assert last[1].endswith(f"python launch/report.py {tmp_path / 'run'}")
-    assert last[2].startswith("ask the model for more: python launch/generate.py ")
+    assert last[2].startswith("    generate text: python launch/generate.py ")
     assert "train.steps=12" in last[3]
 
     from launch.generate import main
@@ -388,6 +409,26 @@ def test_a_fork_takes_over_state_and_steps_and_may_differ(stopped: Path, data: P
     assert [row["step"] for row in fork.rows()] == [4, 5, 6]
     assert fork.rows()[0]["lr"] == 5e-4
     assert fork.rows()[0]["loss"] < math.log(264)
+
+
+def test_a_fork_with_a_doubled_global_batch_reads_on_at_the_next_sample(stopped: Path, data: Path, tmp_path: Path) -> None:
+    """At a learning rate of 0 one step of 16 samples has the mean loss of the two steps of 8 that the parent would have taken."""
+    def forked(config: RunConfig) -> None:
+        config.run.fork, config.optim.lr, config.model.dropout = str(stopped), 0.0, 0.0
+
+    def doubled(config: RunConfig) -> None:
+        forked(config)
+        config.train.global_batch *= 2
+
+    single, double = (Start(tmp_path / name, data, config=change, train__steps=7) for name, change in (("8", forked), ("16", doubled)))
+    losses = [row["loss"] for row in single.rows()]
+    pairs = [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
+    assert [row["loss"] for row in double.rows()][:2] == pytest.approx(pairs, abs=1e-6)
+    assert min(abs(a - b) for a, b in itertools.pairwise(losses)) > 1e-3, "else any samples would do"
+
+    part = Start(tmp_path / "part", data, stop_after=2, config=doubled, train__steps=7)
+    assert open_reader(part.directory.path).scalars["consumed_samples"] == 3 * 8 + 2 * 16
+    assert Start(tmp_path / "part", data, config=doubled, train__steps=7).rows() == double.rows()
 
 
 def test_other_data_is_refused_by_name(stopped: Path, data: Path, tmp_path: Path) -> None:
@@ -434,6 +475,6 @@ def test_a_loader_slowed_on_purpose_shows(whole: Start, data: Path, tmp_path: Pa
     braked = Start(tmp_path / "run", data)
     assert braked.rows() == whole.rows()
     assert stall_share(braked) > 0.5 > 0.1 > stall_share(whole)
-    said = re.search(r"data stall: the steps after the first waited for samples in ([\d.]+)% of their time", capsys.readouterr().out)
+    said = re.search(r"([\d.]+)% of it waiting for data", capsys.readouterr().out)
     assert said is not None
     assert float(said[1]) == pytest.approx(100 * stall_share(braked), abs=0.01)

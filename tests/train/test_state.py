@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from toolkit.errors import CheckpointError, Problem
+from toolkit.config.schema import BatchRampConfig
+from toolkit.errors import CheckpointError
+from toolkit.plan.types import BatchPlan
 from toolkit.rundir.source import SourceKind
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.state import TrainState, namespace, restore, scalars
@@ -22,13 +25,12 @@ FINGERPRINT = {"order": "feistel-1", "data": "abc"}
 PATH = Path("runs/x/checkpoints/step-00000003")
 
 
-def check_data(recorded: Mapping[str, object]) -> None:
-    if recorded != FINGERPRINT:
-        raise CheckpointError(Problem("data", "other data", "the same", "bring it back"))
+def continued(found: Mapping[str, object], kind: SourceKind = SourceKind.RESUME, **changes: Any) -> tuple[TrainState, BatchPlan]:
+    return restore(tiny_plan(**changes), SimpleNamespace(scalars=found), kind, PATH)  # type: ignore[arg-type]
 
 
 def restored(found: Mapping[str, object], kind: SourceKind = SourceKind.RESUME, **changes: Any) -> TrainState:
-    return restore(tiny_plan(**changes), SimpleNamespace(scalars=found), kind, PATH, check_data)  # type: ignore[arg-type]
+    return continued(found, kind, **changes)[0]
 
 
 def test_scalars_are_plain_json_and_restore_the_state() -> None:
@@ -59,13 +61,45 @@ def test_consumed_samples_follow_a_batch_ramp() -> None:
 
 @pytest.mark.parametrize(("change", "named"), [
     ({"identity": "00000000"}, "identity=00000000, here "), ({"seed": 4}, "seed=4, here 3"),
-    ({"consumed_samples": 12}, "consumed_samples=12, here 24"), ({"data": {"order": "other"}}, "other data")])
+    ({"consumed_samples": 12, "batch_stages": None}, "consumed_samples=12, here 24")])
 def test_another_run_is_refused_by_name_and_may_be_forked(change: dict[str, object], named: str) -> None:
     found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {}) | change
     with pytest.raises(CheckpointError) as refused:
         restored(found)
     assert named in str(refused.value)
     assert restored(found, SourceKind.FORK).step == 3
+
+
+@pytest.mark.parametrize("history", [True, False], ids=["recorded", "by another program"])
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_a_fork_with_another_global_batch_begins_at_its_parents_next_sample(size: int, history: bool) -> None:
+    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
+    if not history:
+        del found["batch_stages"]
+    _, batch = continued(found, SourceKind.FORK, train__global_batch=size)
+    assert [batch.at(step).first_sample for step in range(6)] == [0, 8, 16, 24, 24 + size, 24 + 2 * size]
+
+
+def test_a_fork_resumes_and_is_forked_again_with_the_steps_of_its_ancestors() -> None:
+    """Control: without its parent's steps the fork's own checkpoint would be taken for another run's."""
+    parent = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
+    doubled = {"train__global_batch": 16}
+    _, batch = continued(parent, SourceKind.FORK, **doubled)
+    child = scalars(replace(tiny_plan(**doubled), batch=batch), TrainState(5), FINGERPRINT, {}, {})
+    assert child["consumed_samples"] == 24 + 2 * 16
+    state, resumed = continued(child, **doubled)
+    assert (state.step, resumed) == (5, batch)
+    with pytest.raises(CheckpointError, match="consumed_samples=56, here 80"):
+        continued({**child, "batch_stages": None}, **doubled)
+    _, grandchild = continued(child, SourceKind.FORK, train__global_batch=4)
+    assert [grandchild.at(step).first_sample for step in range(8)] == [0, 8, 16, 24, 40, 56, 60, 64]
+
+
+def test_a_forks_batch_ramp_goes_on_by_the_consumed_samples() -> None:
+    found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
+    ramp = BatchRampConfig(start=4, increment=4, samples=40)
+    _, batch = continued(found, SourceKind.FORK, train__global_batch=16, train__batch_ramp=ramp)
+    assert [batch.at(step).size for step in range(7)] == [8, 8, 8, 8, 12, 16, 16], "a third of the ramp is 14 samples"
 
 
 def test_weights_without_a_step_are_refused_with_the_remedy() -> None:

@@ -20,7 +20,7 @@ from toolkit.models.initial import InitialWeights
 from toolkit.plan.types import RunPlan
 from toolkit.testing.tiny import micro_batches, tiny_plan
 from toolkit.train.generate import load_model
-from toolkit.train.task import IGNORED, NextToken, OwnLoss, text_task
+from toolkit.train.task import IGNORED, NextToken, OwnLoss, load_balance, text_task
 
 CPU = torch.device("cpu")
 
@@ -72,11 +72,27 @@ def test_the_routers_loss_is_added_once_a_token_in_training_only() -> None:
     model, batch, task = model_of(plan), micro_batches(plan, 0)[0], text_task(plan)
     with torch.no_grad():
         plain = NextToken().loss_sum(model, batch)
-        auxiliary = model(input_ids=batch["input_ids"], output_router_logits=True).aux_loss
-        assert auxiliary > 0
+        logits = model(input_ids=batch["input_ids"], output_router_logits=True).router_logits
+        auxiliary = load_balance(logits, 2)
+        assert auxiliary > 2
         assert task.loss_sum(model, batch) == plain
         model.train()
         assert task.loss_sum(model, batch).item() == pytest.approx((plain + 0.25 * auxiliary * task.units(batch)).item(), rel=1e-6)
+
+
+def test_load_balance_is_of_each_layer_by_itself() -> None:
+    """For one layer it is transformers' own figure. Two layers that prefer different experts do not balance each other."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 64, 4, generator=generator)
+    for layer in (one, other):
+        assert load_balance([layer], 2).item() == pytest.approx(load_balancing_loss_func((layer,), 4, 2).item(), rel=1e-6)
+    assert load_balance([torch.eye(4).repeat(16, 1) + torch.eye(4).roll(1, 0).repeat(16, 1)], 2).item() == pytest.approx(2.0)
+    first = torch.tensor([[9.0, 8.0, 0.0, 0.0]]).expand(64, 4)
+    last = first.flip(1)
+    assert load_balance([first, last], 2).item() == pytest.approx(4.0, abs=0.01)
+    assert load_balancing_loss_func((first, last), 4, 2).item() == pytest.approx(2.0, abs=0.01)
 
 
 class Bigram(nn.Module):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.checkpoint.scalars import OPTIM, OPTIM_SETTINGS, OPTIMIZER_STEP
-from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import Source
 from toolkit.config.reshard import TargetConfig
 from toolkit.errors import Problem
+from toolkit.families.base import ParameterSpec
 
 ADAM = (EXP_AVG, EXP_AVG_SQ)
 
@@ -39,13 +40,41 @@ def problems(source: Source, config: TargetConfig, vendor: str) -> Iterator[Prob
     kept = moments(source, config)
     if not kept:
         return
+    yield from state_problems(source, kept)
+    yield from settings_problems(source, config, vendor)
+
+
+def state_problems(source: Source, kept: Collection[str], without: str = "target.optimizer=false") -> Iterator[Problem]:
+    """Why ``kept``, the states of the source's optimizer, are not Adam's state of every parameter.
+
+    Args:
+        without: what to write to get the weights alone.
+    """
+    remedy = f"write {without} for the weights alone, or target.format=native, which takes every state as it is"
     if set(kept) != set(ADAM):
-        yield Problem("source", f"{source.folder} has the optimizer's states {', '.join(kept)}", "the state of Adam is written",
-                      "write target.optimizer=false, or target.format=native, which takes every state")
+        seen = f"has the optimizer's states {', '.join(sorted(kept))}" if kept else "has no optimizer state"
+        yield Problem("source", f"{source.folder} {seen}",
+                      f"this format holds the state of Adam: {' and '.join(ADAM)}", remedy)
+    there = source.catalog.tensors
+    names = dict.fromkeys(key.name for key in there)
+    frozen = [name for name in names if any(TensorKey(state, name) not in there for state in kept)]
+    if frozen:
+        listed = ", ".join(frozen[:3]) + (f" and {len(frozen) - 3} more" if len(frozen) > 3 else "")
+        yield Problem("source", f"{source.folder} has no optimizer state of {listed}: {len(frozen)} of {len(names)} parameters were frozen",
+                      "this format holds the optimizer's state of every parameter or of none", remedy)
     if steps(source) is None:
         yield Problem("source", f"{source.folder} has an optimizer's state and no {OPTIMIZER_STEP}",
-                      "Adam corrects by the number of its steps", "take another checkpoint, or write target.optimizer=false")
-    yield from settings_problems(source, config, vendor)
+                      "Adam corrects by the number of its steps", f"take another checkpoint, or write {without}")
+
+
+def words_of_groups(settings: Mapping[str, Any], parameters: Sequence[ParameterSpec], vendor: str) -> str:
+    """For a person whose program loads the checkpoint with ``vendor``: the optimizer's parameter groups, which must be the program's."""
+    decaying = sum(spec.decays for spec in parameters)
+    both = [(decaying, "of more than one dim", settings["weight_decay"]), (len(parameters) - decaying, "of one dim", 0.0)]
+    groups = [f"{count} tensors {which} with weight_decay={decay:g}" for count, which, decay in both if count]
+    common = " ".join(f"{name}={settings[name]}" for name in OPTIM_SETTINGS if name in settings and name != "weight_decay")
+    return (f"the optimizer has {len(groups)} parameter groups, each in the model's order: {', then '.join(groups)}; {common}. A program "
+            f"that loads it with {vendor} must make the same groups in the same order")
 
 
 def settings_problems(source: Source, config: TargetConfig, vendor: str) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from toolkit.checkpoint import catalog
+from toolkit.checkpoint.scalars import WEIGHTS_DTYPE
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source
 from toolkit.config.schema import Precision
@@ -13,11 +14,12 @@ DTYPES: Mapping[Precision, str] = {Precision.fp32: "float32", Precision.bf16: "b
 
 
 def weights_dtype(source: Source, precision: Precision | None) -> str:
-    """Of the target's weights: as asked, else as most of the source's (a master that stands alone is fp32)."""
+    """The dtype of the target's weights: ``precision``, or else that of most weights of the source. A source that holds masters alone
+    (DeepSpeed's ZeRO 3 and universal folders in 16 bits) says which dtype its run had."""
     if precision is not None:
         return DTYPES[precision]
     found = [info.dtype for key, info in source.catalog.tensors.items() if key.state == WEIGHT]
-    return max(sorted(set(found)), key=found.count) if found else "float32"
+    return max(sorted(set(found)), key=found.count) if found else str(source.catalog.scalars.get(WEIGHTS_DTYPE, "float32"))
 
 
 def tensors_of(source: Source, precision: Precision | None, *, optimizer: bool, uniform: bool = True) -> dict[TensorKey, TensorInfo]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -10,12 +11,16 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from toolkit.cluster.environment import Launch, Launcher
+from toolkit.cluster.log import bare
 from toolkit.cluster.rendezvous import Left, Meeting
-from toolkit.errors import ExitCode, UserError
+from toolkit.cluster.tracebacks import own_lines
+from toolkit.errors import ExitCode, InputError, UserError
+from toolkit.rundir.continuing import NothingToDo
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -73,6 +78,9 @@ class Ending:
         reason = self._stop()
         if isinstance(error, Left):
             self.code = ExitCode(error.code)
+        elif isinstance(error, NothingToDo):
+            self.code = ExitCode.DONE
+            print(error, flush=True)
         elif isinstance(error, UserError):
             self.code, reason = ExitCode.USER, str(error)
             self._answer(error)
@@ -81,7 +89,7 @@ class Ending:
             self.code, reason = ExitCode.FAILURE, "\n".join([f"{type(error).__name__}: {error}", *notes])
             if not notes and lost_rank(error):
                 reason = f"{LOST}: its own words, or its node's, say why\n{reason}"
-            self._report()
+            self._report(error)
         elif self.code is ExitCode.STOPPED and reason is None:
             reason = "another rank was asked to stop"
         self.record(reason if self.code is not ExitCode.DONE else None)
@@ -94,14 +102,15 @@ class Ending:
         return True
 
     def _must_end_agent(self) -> bool:
-        """Whether torchrun would restart ranks that must not be restarted: after a user's mistake, or after a request to stop.
+        """Whether torchrun would restart ranks that must not be restarted: after a user's mistake, after numbers that are
+        not finite, or after a request to stop.
 
         An elastic agent sends its ranks SIGTERM whenever a node joins, and then restarts them. They cannot distinguish this from a
         request to stop, so the agent stays: whoever wants to stop an elastic run signals torchrun itself.
         """
         if self.launch.restarts_left == 0 or self.launch.local_rank != 0:
             return False
-        return self.code is ExitCode.USER or (self.code is ExitCode.STOPPED and not self.launch.elastic)
+        return self.code in (ExitCode.USER, ExitCode.DIVERGED) or (self.code is ExitCode.STOPPED and not self.launch.elastic)
 
     def _next_start(self) -> str:
         """After a failure of a run, what becomes of it; nothing where our parent says it."""
@@ -131,10 +140,18 @@ class Ending:
             return
         rank = self.launch.rank
         if rank == 0 or (self.launch.launcher is not Launcher.PARENT and self._takes_over()):
-            states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED, ExitCode.USER: RunState.REFUSED}
+            states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED}
+            if not self._has_trained():
+                states[ExitCode.USER] = RunState.REFUSED
             if rank != 0 and reason is not None:
                 reason = f"{reason}\nrecorded by rank {rank}, because rank 0 ended without recording why"
             self.directory.finish(states.get(self.code, RunState.FAILED), int(self.code), reason, attempt=self.attempt, anew=anew)
+
+    def _has_trained(self) -> bool:
+        """Whether training has begun in this attempt: a run that stops then, for whatever reason, has failed."""
+        assert self.directory is not None
+        status = self.directory.status()
+        return status is not None and status.attempt == self.attempt and status.step is not None
 
     def _takes_over(self) -> bool:
         """Whether this rank, which is not rank 0, has to record the end of the attempt."""
@@ -167,13 +184,35 @@ class Ending:
     def _answer(self, error: UserError) -> None:
         if self.launch.rank != 0 and self.meeting is not None and self.meeting.dismissed(ECHO_SECONDS):
             return
-        print(error if self.launch.rank == 0 else f"rank {self.launch.rank}: {error}", file=sys.stderr, flush=True)
+        words = str(error) if self.launch.rank == 0 else f"rank {self.launch.rank}: {error}"
+        print(words, file=sys.stderr, flush=True)
+        if self.launch.launcher is Launcher.TORCHELASTIC and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+            # torchrun prints thirty lines of its own after any failure; with this file they end with what was refused.
+            Path(file).write_text(json.dumps({"message": words, "timestamp": int(time.time())}), encoding="utf-8")
 
-    def _report(self) -> None:
-        text = traceback.format_exc()
-        print(text if self.launch.rank == 0 else f"rank {self.launch.rank}: {text}", file=sys.stderr, flush=True)
-        if self.directory is not None and self.launch.rank != 0:  # rank 0's stderr goes to the log by itself
-            log = self.directory.log_file(self.attempt)
-            if log.parent.is_dir():
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(f"rank {self.launch.rank}: {text}")
+    def _report(self, error: Exception) -> None:
+        """Log the whole traceback; print it once over all ranks, by the rank that comes first, and of it the lines of the user's code if
+        there are any."""
+        whole, logged = traceback.format_exc(), ""
+        log = self.directory.log_file(self.attempt) if self.directory is not None else None
+        if log is not None and log.parent.is_dir():
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"rank {self.launch.rank}: {whole}")
+            logged = f"the whole traceback is in {log}\n"
+        comes_first = self._comes_first()
+        text = (own_lines(error) or whole) if comes_first or not logged else ""
+        if not text and comes_first is None:
+            text = f"{type(error).__name__}: {error}\n"
+        if text:
+            rank = f"rank {self.launch.rank}: " if self.launch.ranks > 1 else ""
+            # Past the log, which has it.
+            print(f"{rank}{text}{logged if text != whole else ''}", file=bare(sys.stderr), end="", flush=True)
+
+    def _comes_first(self) -> bool | None:
+        """Whether no other rank has reported a failure; None if the ranks' store is gone, with rank 0."""
+        if self.meeting is None:
+            return True
+        try:
+            return self.meeting.first("report")
+        except (RuntimeError, TimeoutError, InputError):  # of torch.distributed, or there never was a store
+            return None

@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import re
 import sys
 from pathlib import Path
 from typing import TextIO
 
-# Colours and cursor movements of a live display; the log has the lines that stay.
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_REDRAWS = ("\r", "\x1b[1A", "\x1b[2K")
-
-
-class Tee(io.TextIOBase):
-    """Writes to a stream and to a file. Asked about itself, it answers as the stream."""
-
-    def __init__(self, stream: TextIO, file: TextIO) -> None:
-        self._stream = stream
-        self._file = file
-
-    def write(self, text: str) -> int:
-        if not any(redraw in text for redraw in _REDRAWS):
-            self._file.write(_ESCAPES.sub("", text))
-        return self._stream.write(text)
-
-    @property
-    def stream(self) -> TextIO:
-        return self._stream
-
-    def flush(self) -> None:
-        self._file.flush()
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # an attribute there, and never set here
-        return self._stream.encoding
+from toolkit.progress import Tee
 
 
 def log_to(path: Path) -> None:
     """From now on, stdout and stderr of this process are added to ``path`` line by line, and no longer to another log."""
     file = path.open("a", encoding="utf-8", buffering=1)
-    sys.stdout = Tee(_bare(sys.stdout), file)
-    sys.stderr = Tee(_bare(sys.stderr), file)
+    sys.stdout = Tee(bare(sys.stdout), file)
+    sys.stderr = Tee(bare(sys.stderr), file)
 
 
-def _bare(stream: TextIO) -> TextIO:
+def bare(stream: TextIO) -> TextIO:
+    """``stream`` without the log."""
     return stream.stream if isinstance(stream, Tee) else stream

@@ -96,7 +96,8 @@ def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopReque
     if ending.code is ExitCode.STOPPED and status is not None and status.step is None:
         ending.record(f"{stop() or 'a rank was asked to stop'} before training began", anew=status.state is not RunState.STOPPED)
     elif ending.code is ExitCode.USER:
-        ending.record("a mistake that one rank has met: see what was printed", anew=status is None or status.state is not RunState.REFUSED)
+        recorded = status is not None and status.exit_code == ExitCode.USER
+        ending.record("a mistake that one rank has met: see what was printed", anew=not recorded)
     else:
         failure = ranks.first_failure()
         ending.record(failure or stop(), anew=failure is not None and not told)

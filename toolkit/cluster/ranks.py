@@ -18,7 +18,8 @@ from toolkit.plan.types import World
 POLL_SECONDS = 0.1
 PEER_SECONDS = 5.0  # after one rank failed: the others find it out by themselves, or are told to stop
 KILL_SECONDS = 10.0  # after that: they are killed
-ENDS = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.USER)  # everything else is a failure
+TOGETHER = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.DIVERGED)  # all ranks end so, each in its own time
+ENDS = (*TOGETHER, ExitCode.USER)  # everything else is a failure
 
 
 class Ranks:
@@ -59,7 +60,7 @@ class Ranks:
     def _codes(self) -> list[int]:
         """Exit codes of the ranks that have ended; the first failure among them is kept."""
         ended = [(rank, process.returncode) for rank, process in enumerate(self._processes) if process.poll() is not None]
-        bad = [code for _, code in ended if code not in (ExitCode.DONE, ExitCode.STOPPED)]
+        bad = [code for _, code in ended if code not in TOGETHER]
         if self._killed_first is None and bad:
             # A lost connection may abort a rank in C++: that is no more of a cause than the error that others make of it.
             self._killed_first = any(code < 0 and code != -signal.SIGABRT for code in bad)
@@ -87,9 +88,9 @@ class Ranks:
             if stop() is not None and not forwarded:
                 forwarded = True
                 self.send(stop.signal or signal.SIGTERM)
-            if stopping_since is None and (forwarded or ExitCode.STOPPED in codes):
+            if stopping_since is None and (forwarded or ExitCode.STOPPED in codes or ExitCode.DIVERGED in codes):
                 stopping_since = now
-            if failed_since is None and any(code not in (ExitCode.DONE, ExitCode.STOPPED) for code in codes):
+            if failed_since is None and any(code not in TOGETHER for code in codes):
                 failed_since = now
             if failed_since is not None and now - failed_since > PEER_SECONDS and not told:
                 told = True
@@ -133,10 +134,11 @@ def _begin(command: Sequence[str], rank: int, world: World, port: str, environ: 
 
 
 def combined(codes: Sequence[int]) -> ExitCode:
-    """One answer for all ranks: any failure is one; else a mistake; else a stop; else done."""
+    """One exit code for all ranks: a failure, else a mistake, else a divergence, else a stop, else done."""
     if any(code not in ENDS for code in codes):
         return ExitCode.FAILURE
-    return next((code for code in (ExitCode.USER, ExitCode.STOPPED) if code in codes), ExitCode.DONE)
+    order = (ExitCode.USER, ExitCode.DIVERGED, ExitCode.STOPPED)
+    return next((code for code in order if code in codes), ExitCode.DONE)
 
 
 def free_port() -> int:

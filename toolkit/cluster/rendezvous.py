@@ -108,6 +108,10 @@ class Meeting:
             return True
         return True
 
+    def first(self, name: str) -> bool:
+        """Whether this rank is the first to ask, for each name. Raises RuntimeError if the store is gone."""
+        return self._store().add(f"first/{name}", 1) == 1
+
     # ---- the process group
 
     @contextmanager

@@ -61,6 +61,7 @@ class Ended:
     Attributes:
         state: of the newest attempt; None: there is no status.
         code: how srun ended.
+        exit_code: of the newest attempt, as its status has it.
     """
 
     asked: Asked
@@ -69,6 +70,7 @@ class Ended:
     state: RunState | None
     reason: str | None
     checkpoint: str | None
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,8 @@ def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Dec
         return end(ExitCode.DONE, "done")
     if ended.state is RunState.REFUSED:
         return end(ExitCode.USER, f"refused, which another start would not change: {ended.reason}")
+    if ended.state is RunState.FAILED and ended.exit_code in (ExitCode.USER, ExitCode.DIVERGED):
+        return end(ExitCode(ended.exit_code), f"failed, which another start would not change: {ended.reason}")
     if ended.asked is Asked.INT:
         return end(ExitCode.STOPPED if ended.state is RunState.STOPPED else ExitCode.FAILURE, f"stopped by a person: {ended.reason}")
     if ended.state is RunState.STOPPED:
@@ -148,7 +152,8 @@ def look(run_dir: Path, asked: Asked, code: int) -> Ended:
     directory = RunDirectory(run_dir)
     status = directory.status()
     return Ended(asked=asked, code=code, attempt=max(directory.attempts(), default=0), state=status.state if status else None,
-                 reason=status.reason if status else None, checkpoint=newest(run_dir))
+                 reason=status.reason if status else None, checkpoint=newest(run_dir),
+                 exit_code=status.exit_code if status else None)
 
 
 def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: float) -> Ended:

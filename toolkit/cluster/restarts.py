@@ -41,6 +41,8 @@ def after(code: ExitCode, *, asked: bool, hopeless: bool, before: int | None, sa
         fruitless: failures in a row without a newer checkpoint before this one.
         limit: ``cluster.restarts``.
     """
+    if code is ExitCode.DIVERGED and limit:
+        return NoRestart("its numbers are not finite, and would not be after another start from the same checkpoint")
     if code is not ExitCode.FAILURE or asked or not limit:
         return NoRestart()
     if hopeless:

@@ -19,6 +19,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem, Severity
 from toolkit.files import write_whole
 from toolkit.plan.types import Device, RunPlan, World
+from toolkit.rundir.continuing import check_work, schedule_warning
 from toolkit.rundir.directory import RunDirectory
 
 
@@ -59,6 +60,7 @@ def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[S
 
     Raises:
         UserError: whatever is wrong with the configuration; then nothing has been written.
+        NothingToDo: the steps that it asks for are done; then nothing has been written either.
     """
     from toolkit.config.compose import to_yaml
     from toolkit.plan import make_plan
@@ -70,8 +72,12 @@ def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[S
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
     check_target(plan.config.model)
     directory = RunDirectory(plan.run_dir)
+    directory.check(plan.config)
     if starts := earlier_starts(launch, directory):
         plan = replace(plan, config=directory.continued(plan.config, starts))
+    check_work(plan.config, directory)
+    if (jump := schedule_warning(plan.config, directory)) is not None:
+        plan = replace(plan, warnings=(*plan.warnings, jump))
     attempt = directory.begin(plan.config, to_json(plan), began=own_beginning())
     return Start(to_yaml(plan.config), plan.world, attempt), plan, directory
 

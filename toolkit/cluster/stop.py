@@ -22,6 +22,7 @@ from toolkit.errors import ExitCode
 POLL_SECONDS = 0.5
 # A terminal's Ctrl-C reaches a rank once by itself and again through its launcher: that is one request.
 ECHO_SECONDS = 1.0
+TOGETHER_SECONDS = 0.1  # within which signals are of one cause
 OLDEST_START = 600.0  # seconds: beyond it, the clocks of processes and of this one are not the same
 # Slurm sends whichever its job asked for (sbatch --signal): SIGUSR1 and SIGUSR2 are what people ask for.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -139,9 +140,8 @@ class StopRequest:
 
     def _watch(self) -> None:
         while not self._closed:
-            ready, _, _ = select.select([self._wake_read], [], [], POLL_SECONDS)
-            for number in os.read(self._wake_read, 64) if ready else b"":
-                self._signalled(signal.Signals(number))
+            for number in self._signals():
+                self._signalled(number)
             if self._reason is None and (dead := [process.pid for process in self._watched if not process.alive()]):
                 self.request(f"the launcher (process {dead[0]}) is gone")
             if self._reason is None or self._closed:
@@ -153,6 +153,14 @@ class StopRequest:
                 faulthandler.dump_traceback(2)  # where the saving hangs
                 bound = f"cluster.grace_seconds={limit:g}" if self._own_seconds is None else f"the {limit:g} s that there were"
                 self._end(f"{self._reason}, and saving took more than {bound}", ExitCode.FAILURE)
+
+    def _signals(self) -> list[signal.Signals]:
+        """What has come within ``POLL_SECONDS``, SIGINT first: of Ctrl-C under a launcher, the launcher makes a SIGTERM too, whose handler
+        may run before that of the SIGINT."""
+        if not select.select([self._wake_read], [], [], POLL_SECONDS)[0]:
+            return []
+        time.sleep(TOGETHER_SECONDS)
+        return sorted((signal.Signals(number) for number in os.read(self._wake_read, 64)), key=lambda number: number is not signal.SIGINT)
 
     def _signalled(self, number: signal.Signals) -> None:
         if number is signal.SIGINT and not self._closed:

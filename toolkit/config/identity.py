@@ -22,6 +22,7 @@ CARRIAGE = frozenset({
     "train.steps",  # a longer run continues a shorter one
     "train.micro_batch",  # the loss is divided by the units of the global batch, however that is cut
     "train.activation_checkpointing",  # recomputes the same activations
+    "train.on_nonfinite",  # whether the run ends at a step that is skipped in any case
     "optim.kernel",  # the same update by another implementation
     "data.cache.folder", "data.cache.gib",  # the same bytes from nearer by
     # Where the data lies on this machine. Which data it is, the stream's fingerprint says: resuming with other samples is

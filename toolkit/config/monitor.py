@@ -16,7 +16,7 @@ class WandbMode(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class MonitorConfig:
-    every: int = 1
+    every: int = 10
     """Steps between two rows on the console; metrics.jsonl has every step."""
     wandb: WandbMode = WandbMode.offline
     """offline, online or disabled."""

@@ -51,6 +51,10 @@ class OptimizerKernel(Enum):
     fused = "fused"
 
 
+# In this form because a class statement cannot have a member called "continue".
+OnNonfinite = Enum("OnNonfinite", {"stop": "stop", "continue": "continue"})
+
+
 class LrScaling(Enum):
     none = "none"
     linear = "linear"
@@ -71,7 +75,8 @@ class RunSection:
     dir: str | None = None
     """Where everything of this run goes. Null: runs/<run.name>-<8 hex digits of the run's identity>."""
     fork: str | None = None
-    """A checkpoint or run directory of another run: start a new run from its state and record the parent."""
+    """A checkpoint or run directory of another run: start a new run from its state and record the parent. The fork goes on at the
+    step and at the sample at which its parent stopped, whatever its own global batch is."""
 
     def __post_init__(self) -> None:
         ok = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name)
@@ -111,7 +116,8 @@ class ModelConfig:
     num_experts_per_tok: int | None = None
     """Experts that each token visits, in a family that has them."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of a family with experts. It depends on the micro-batch, so layouts differ where it is not 0."""
+    """Weight of the load-balancing loss of a family with experts: that of Switch Transformers, averaged over the layers, on every engine.
+    It is computed a micro-batch at a time, so losses depend on train.micro_batch where it is not 0."""
     rope_theta: float | None = None
     """Base of the rotary position embedding."""
     norm_eps: float | None = None
@@ -221,6 +227,9 @@ class TrainConfig:
     """Seed of initial weights and dropout."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass: less memory, about a third more compute."""
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    """If a loss, gradient norm or weight is infinite or NaN: stop (the run fails with exit code 65) or continue. Every
+    engine skips a step whose gradient norm is not finite, and weights that are not finite are never saved."""
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
 
     def __post_init__(self) -> None:
@@ -252,7 +261,8 @@ class OptimConfig:
     lr: float = 3e-4
     """Peak learning rate, at the batch that lr_scaling refers to."""
     weight_decay: float = 0.1
-    """Decoupled decay; never applied to one-dimensional tensors."""
+    """Never applied to one-dimensional tensors. AdamW and Muon shrink weights apart from the gradient (decoupled, by lr x weight_decay);
+    SGD adds weight_decay x weight to the gradient, so that it enters the momentum. On every engine, after clipping."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's averaging factors of gradient and squared gradient."""
     eps: float = 1e-8

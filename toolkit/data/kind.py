@@ -39,6 +39,9 @@ class SampleStream(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Before the first ``steps``, with what ``state`` gave at the step that a run continues from."""
 
+    def fork(self, fingerprint: Mapping[str, object], state: Mapping[str, Any]) -> None:
+        """As ``restore``, with the fingerprint and state of another run, whose batch and data may differ."""
+
     def close(self) -> None: ...
 
 

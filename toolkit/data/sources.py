@@ -66,10 +66,14 @@ def vocabulary_problem(config: RunConfig, manifest: DataManifest, path: str, voc
     if rows is None or size <= rows:
         return None
     seen = f"model.vocab_size={rows}, the tokenizer of {path} has {size} tokens"
-    remedy = f"write model.vocab_size={size} or more"
+    remedies = []
+    if config.model.pretrained is None:
+        remedies.append(f"write model.vocab_size={size} or more")
     if config.data.name == "stdlib":
-        remedy += f", or data.vocab_size={rows}"
-    return Problem("model.vocab_size", seen, "every token has a row in the embedding", remedy)
+        remedies.append(f"write data.vocab_size={rows}")
+    elif config.model.pretrained is not None:
+        remedies.append(f"prepare the data with the tokenizer of {config.model.pretrained}")
+    return Problem("model.vocab_size", seen, "every token has a row in the embedding", ", or ".join(remedies))
 
 
 def documents_problem(config: RunConfig, manifest: DataManifest, key: str, path: str) -> Problem | None:

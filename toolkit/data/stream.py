@@ -188,6 +188,9 @@ class Stream:
     def restore(self, state: Mapping[str, Any]) -> None:
         pass
 
+    def fork(self, fingerprint: Mapping[str, object], state: Mapping[str, Any]) -> None:
+        pass
+
     def close(self) -> None:
         for steps in list(self._open):
             steps.close()

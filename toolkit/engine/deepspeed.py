@@ -7,6 +7,7 @@ monitors and checkpoints stay unused: those are this toolkit's own, and the same
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
@@ -53,6 +54,7 @@ class DeepSpeedEngine:
         self._accumulation = int(self._ds.gradient_accumulation_steps())
         if self._stage == 0:
             self._ds.clip_fp32_gradients = lambda: None  # _clip_stage0 has done it
+            compat.make_skippable(self._ds.optimizer)
         self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
         self._parts = list(module.modules())[1:]
         module.train()
@@ -85,16 +87,20 @@ class DeepSpeedEngine:
                     self._ds.backward(loss * weight, scale_wrt_gas=False)
         with self._recorder.part(OPTIMIZER):
             grad_norm = self._clip_stage0() if self._stage == 0 else None
+            if grad_norm is not None:
+                self._ds.optimizer.overflow = not math.isfinite(grad_norm)
             loss_scale = self._loss_scale()
             self._ds.step()
             self._settle_loss_scale()
             if self._stage == 3:
                 compat.unwind(self._parts)
+        skipped = not self._ds.was_step_applied()
+        grad_norm = float(self._ds.get_global_grad_norm()) if grad_norm is None else grad_norm
         return StepResult(
             loss=self._sum_over_ranks(loss_sum) / max(units, 1),
-            grad_norm=float(self._ds.get_global_grad_norm()) if grad_norm is None else grad_norm,
+            grad_norm=math.inf if skipped else grad_norm,
             tokens=units,
-            skipped=not self._ds.was_step_applied(),
+            skipped=skipped,
             loss_scale=loss_scale,
         )
 

@@ -108,10 +108,13 @@ def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:
 
     ZeRO updates the scale before it unscales and clips the gradients. In the step in which the scale doubles, gradients that
     carry the old scale are divided by the new one: that step moves the weights by half (and ZeRO 3 reports half the norm).
+
+    An overflow at the smallest scale is skipped like any other; DeepSpeed would raise, on its own terms.
     """
     scaler = getattr(optimizer, "loss_scaler", None)
     if scaler is None or not scaler.dynamic:
         return lambda: None
+    scaler.raise_error_at_min_scale = False
     due: list[None] = []
 
     def update(has_overflow: bool = False) -> None:
@@ -127,6 +130,19 @@ def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:
 
     optimizer._update_scale = update
     return settle
+
+
+def make_skippable(optimizer: Any) -> None:
+    """Without ZeRO: skip the update while ``optimizer.overflow`` is true. DeepSpeed's engine reads it after each step.
+
+    ZeRO's optimizers have that attribute and skip a step whose gradient norm is not finite; a plain optimizer has not.
+    """
+    update = optimizer.step
+
+    def step(*args: Any, **settings: Any) -> Any:
+        return None if optimizer.overflow else update(*args, **settings)
+
+    optimizer.overflow, optimizer.step = False, step
 
 
 def silence_memory_reports() -> None:

@@ -7,6 +7,7 @@ that no rank needs to be told by what the loss is divided, and take the position
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
@@ -72,11 +73,12 @@ class DeepSpeedPipelineEngine:
         with self._recorder.schedule():
             self._ds.train_batch((batch["input_ids"], batch) for batch in micro_batches)
         self._settle_loss_scale()
+        skipped = not self._ds.was_step_applied()
         return StepResult(
             loss=self._sum(self._loss.sum) / max(units, 1),
-            grad_norm=float(self._norm()),
+            grad_norm=math.inf if skipped else float(self._norm()),
             tokens=units,
-            skipped=not self._ds.was_step_applied(),
+            skipped=skipped,
             loss_scale=loss_scale,
         )
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from toolkit.engine import deepspeed_compat as compat
+
 
 def norm_of_all_stages(engine: Any) -> Callable[[], float]:
-    """Without ZeRO: clip by the gradient norm of the whole model. The returned function gives the last step's, before clipping.
+    """Without ZeRO: clip by the gradient norm of the whole model, and skip the step if it is not finite. The returned
+    function gives the last step's norm, before clipping.
 
     DeepSpeed takes a stage for a rank of tensor parallelism and counts what is not cut on its first rank: it clips all stages by the
     norm of the first one (3e-3 of the loss after 20 steps), and without clipping reports none.
     """
-    norm = torch.zeros((), device=engine.device)
+    norm = 0.0
     take, clip = engine._take_model_step, engine.gradient_clipping()
+    compat.make_skippable(engine.optimizer)
 
     def measured(lr_kwargs: Any = None) -> None:
         nonlocal norm
@@ -24,16 +29,17 @@ def norm_of_all_stages(engine: Any) -> Callable[[], float]:
         # A tied weight is on two stages, with the same gradient.
         square = torch.nn.utils.get_total_norm([p.grad for p in parameters if not p.ds_pipe_replicated]).double().square()
         dist.all_reduce(square, group=engine.grid.get_pipe_parallel_group())
-        norm = square.sqrt()
-        if clip > 0:
-            factor = float(1.0 / ((norm + 1e-6) / clip).clamp(min=1.0))
+        norm = float(square.sqrt())
+        engine.optimizer.overflow = not math.isfinite(norm)
+        if clip > 0 and not engine.optimizer.overflow:
+            factor = 1.0 / max((norm + 1e-6) / clip, 1.0)
             for parameter in parameters:
                 parameter.grad.mul_(factor)
         take(lr_kwargs)
 
     engine.clip_fp32_gradients = lambda: None
     engine._take_model_step = measured
-    return lambda: float(norm)
+    return lambda: norm
 
 
 def keep_no_times(engine: Any) -> None:

@@ -55,15 +55,14 @@ class LocalEngine:
             for gradient in gradients:
                 gradient.div_(scale)
             norm = torch.nn.utils.get_total_norm(gradients)
-            overflow = self._scaler is not None and not bool(norm.isfinite())
-            # Infinite rather than the NaN of inf - inf somewhere in backward.
-            norm = torch.full_like(norm, torch.inf) if overflow else self._update(norm, settings.lr)
+            skipped = not bool(norm.isfinite())  # known before the update, which moves Muon's momentum
+            grad_norm = torch.inf if skipped else float(self._update(norm, settings.lr))
             for parameter in (*self._masters.values(), *self._parameters.values()):
                 parameter.grad = None
             if self._scaler:
-                self._scaler.update(overflow)
+                self._scaler.update(skipped)
         loss = float(loss_sum) / max(units, 1)
-        return StepResult(loss=loss, grad_norm=float(norm), tokens=units, skipped=overflow, loss_scale=scale)
+        return StepResult(loss=loss, grad_norm=grad_norm, tokens=units, skipped=skipped, loss_scale=scale)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], step: int, weight: float) -> torch.Tensor:
         """Leave ``weight`` times the gradient of the summed losses in the masters' ``grad``; the sum of the losses, fp64."""

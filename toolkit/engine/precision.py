@@ -38,17 +38,8 @@ class LossScaler:
         return LossScaler(cur_scale=2.0**config.initial_scale_power, window=config.scale_window)
 
     def update(self, overflow: bool) -> None:
-        """After a step.
-
-        Raises:
-            FloatingPointError: an overflow at the smallest scale: the numbers themselves have left fp16's range.
-        """
+        """After a step. At an overflow the scale does not fall below SMALLEST."""
         if overflow:
-            if self.cur_scale <= SMALLEST:
-                raise FloatingPointError(
-                    f"fp16 gradients overflow at loss scale {self.cur_scale:g}: training has diverged; "
-                    "write precision=bf16, or a smaller optim.lr"
-                )
             self.cur_scale = max(self.cur_scale / FACTOR, SMALLEST)
             self.last_overflow_iter = self.cur_iter
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -47,10 +48,22 @@ class StepResult:
     """Global over all ranks, equal on all ranks."""
 
     loss: float  # sum of token losses of the global batch / its unmasked tokens
-    grad_norm: float  # before clipping
+    grad_norm: float  # before clipping; infinite if a gradient is infinite or NaN
     tokens: int  # unmasked units, whatever the task's are
-    skipped: bool = False  # the fp16 loss scaler met an overflow: samples are consumed, weights are unchanged
+    # The gradient norm is not finite: the step's samples are consumed, but weights, moments and the optimizer's count of
+    # steps are unchanged.
+    skipped: bool = False
     loss_scale: float = 1.0
+
+    @property
+    def nonfinite(self) -> bool:
+        """Whether the loss or the gradient norm is infinite or NaN.
+
+        fp16's overflows do not count as long as the loss scale can fall further, because a smaller scale is the answer
+        to them.
+        """
+        scaled = self.skipped and self.loss_scale > 1
+        return not math.isfinite(self.loss) or (not math.isfinite(self.grad_norm) and not scaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,8 @@ class Engine(Protocol):
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
         """One optimizer step over this rank's micro-batches of the global batch (all ranks call it together).
+
+        Every engine skips a step whose gradient norm is not finite, in any precision: see ``StepResult.skipped``.
 
         Dropout is reseeded from (seed, step, coordinates), so a resumed step repeats itself in the same layout.
         """

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
+from toolkit.errors import PlanError
+from toolkit.families import settling
+from toolkit.families.base import ModelShape
 from toolkit.families.decoder import Decoder
 
 
@@ -24,6 +27,14 @@ class Llama(Decoder):
                                       rope_theta=500000.0)}
     tiny: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
     fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "mlp_bias": False}
+
+    def settle(self, model: ModelConfig) -> ModelShape:
+        shape = super().settle(model)
+        if shape.hidden_size % shape.num_attention_heads:  # LlamaConfig raises, although its modules do not need it
+            raise PlanError(settling.indivisible(
+                shape.hidden_size, shape.num_attention_heads,
+                "transformers builds Llama only if model.hidden_size is divisible by model.num_attention_heads, with model.head_dim too"))
+        return shape
 
 
 LLAMA = Llama()

@@ -28,10 +28,10 @@ def settle(model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool =
             sizes[name] = value
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     problems: list[Problem] = []
-    if hidden % heads:
-        problems.append(Problem("model.num_attention_heads", f"model.num_attention_heads={heads}, model.hidden_size={hidden}",
-                                "model.hidden_size is divisible by model.num_attention_heads",
-                                f"write model.hidden_size={_next_multiple(hidden, heads)} or another number of heads"))
+    derived = sizes["head_dim"] is None
+    if derived and hidden % heads:
+        problems.append(indivisible(hidden, heads, "model.hidden_size is divisible by model.num_attention_heads unless model.head_dim "
+                                    "is given"))
     if sizes["num_key_value_heads"] is None:
         sizes["num_key_value_heads"] = heads
     if heads % sizes["num_key_value_heads"]:
@@ -39,12 +39,13 @@ def settle(model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool =
         problems.append(Problem("model.num_key_value_heads",
                                 f"model.num_key_value_heads={sizes['num_key_value_heads']}, model.num_attention_heads={heads}",
                                 "model.num_key_value_heads divides model.num_attention_heads", f"write one of {fits}"))
-    if sizes["head_dim"] is None:
+    if derived:
         sizes["head_dim"] = max(1, hidden // heads)
-    if rotary and sizes["head_dim"] % 2 and not hidden % heads:
+    if rotary and sizes["head_dim"] % 2 and not (derived and hidden % heads):
         problems.append(Problem("model.head_dim", f"model.head_dim={sizes['head_dim']}",
                                 "rotary position embedding pairs the elements of a head, so model.head_dim is even",
-                                "change model.hidden_size or model.num_attention_heads so that their quotient is even"))
+                                "change model.hidden_size or model.num_attention_heads so that their quotient is even" if derived else
+                                f"write model.head_dim={sizes['head_dim'] + 1}"))
     if problems:
         raise PlanError(*problems)
     for name in ("num_local_experts", "num_experts_per_tok"):
@@ -52,13 +53,14 @@ def settle(model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool =
     return ModelShape(**sizes)
 
 
+def indivisible(hidden: int, heads: int, rule: str) -> Problem:
+    return Problem("model.num_attention_heads", f"model.num_attention_heads={heads}, model.hidden_size={hidden}", rule,
+                   f"write model.hidden_size={-(-hidden // heads) * heads} or another number of heads")
+
+
 def _missing(family: str, name: str) -> Problem:
     return Problem(f"model.{name}", f"model.{name} is not given", f"the family {family} needs model.{name}",
                    f"write model.{name}=NUMBER, or take all sizes of a published model: model=pretrained model.pretrained=FOLDER")
-
-
-def _next_multiple(value: int, of: int) -> int:
-    return -(-value // of) * of
 
 
 def must_equal(config: Mapping[str, Any], family: str, **wanted: Any) -> None:

@@ -69,7 +69,8 @@ def config(shape: ModelShape, traits: Traits) -> dict[str, Any]:
             "moe_router_pre_softmax": False,  # softmax over the chosen experts: the same as renormalising over them
             "moe_ffn_hidden_size": shape.intermediate_size,
             "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": shape.router_aux_loss_coef,
+            # Megatron-core divides by the experts a token visits and adds up layers; the run's coefficient is of the layers' mean.
+            "moe_aux_loss_coeff": shape.router_aux_loss_coef * shape.num_experts_per_tok / shape.num_hidden_layers,
             "moe_grouped_gemm": False,
         }
     return found

@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 
 from toolkit.files import write_whole
-from toolkit.rows import read_rows
+from toolkit.rows import float_of, read_rows
 
 POINTS = 2000  # of a line; more cannot be seen
 SMOOTHED = 50  # the smoothed curve's window is this part of all steps
@@ -57,7 +57,7 @@ def loss_curve(run: str | Path, unigram: float | None = None, per: str = "a toke
 
 def train_losses(file: Path) -> tuple[list[int], list[float]]:
     """Steps and losses; a step without a finite loss is a gap."""
-    rows = [(row["step"], row["loss"]) for row in read_rows(file) if "step" in row and "loss" in row]
+    rows = [(row["step"], float_of(row["loss"])) for row in read_rows(file) if "step" in row and "loss" in row]
     return [step for step, _ in rows], [loss if math.isfinite(loss) else math.nan for _, loss in rows]
 
 
@@ -65,7 +65,7 @@ def eval_losses(file: Path) -> dict[str, list[tuple[int, float]]]:
     """(step, loss) of each set."""
     sets: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in read_rows(file):
-        sets[row["set"]].append((row["step"], row["loss"]))
+        sets[row["set"]].append((row["step"], float_of(row["loss"])))
     return dict(sets)
 
 

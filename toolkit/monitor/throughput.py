@@ -130,9 +130,9 @@ class Course:
         return Spent(self._before.seconds + seconds, self._before.gpu_hours + seconds * self._gpus / HOUR)
 
     def words(self, now: float) -> str:
-        """To people, at the end."""
+        """The time that the run took, and what it cost."""
         sums = self.spent(now)
-        words = f"time: {duration(sums.seconds)}" + (" over all attempts" if self._before.seconds else "")
+        words = duration(sums.seconds) + (" over all attempts" if self._before.seconds else "")
         if self._gpus:
             words += f", {sums.gpu_hours:,.3g} GPU-hours" if sums.gpu_hours < 100 else f", {sums.gpu_hours:,.0f} GPU-hours"
             if self._price is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from toolkit.config.schema import BatchRampConfig, RunConfig, TrainConfig
@@ -39,21 +41,38 @@ def plan_batch(config: RunConfig, data_parallel: int) -> BatchPlan:
     return BatchPlan(micro_batch=micro, global_batch=train.global_batch, data_parallel=data_parallel, stages=stages)
 
 
-def ramp_stages(train: TrainConfig) -> tuple[RampStage, ...]:
+def continue_batch(batch: BatchPlan, train: TrainConfig, before: Sequence[RampStage], step: int, sample: int) -> BatchPlan:
+    """``batch`` for a run whose first ``step`` steps another run took: step ``step`` begins at ``sample``, where that run stopped.
+
+    Args:
+        before: the stages of the run that took those steps. Empty: they are unknown, and are taken to have been of one size.
+        sample: the number of samples that those steps consumed.
+    """
+    if not before:
+        before = [RampStage(size=sample // max(1, step), first_step=0, first_sample=0, steps=None)]
+    every = [*(stage for stage in before if stage.first_step < step), *ramp_stages(train, step, sample)]
+    kept = every[:1] + [stage for last, stage in pairwise(every) if stage.size != last.size]
+    steps = [following.first_step - stage.first_step for stage, following in pairwise(kept)]
+    return replace(batch, stages=tuple(replace(stage, steps=length) for stage, length in zip(kept, [*steps, None], strict=True)))
+
+
+def ramp_stages(train: TrainConfig, step: int = 0, sample: int = 0) -> tuple[RampStage, ...]:
     """The batch grows by ``increment`` each time another equal part of ``samples`` is consumed.
 
     A step that begins with ``c`` consumed samples has ``start + increment * min(n, c * n // samples)`` sequences, where ``n`` is
     the number of increments: the rule of Megatron-LM's ``--rampup-batch-size`` in whole numbers. A step is never cut, so a size
     whose part was already overrun is left out.
+
+    Args:
+        step: the first step that the stages cover. It begins after ``sample`` consumed samples.
     """
     ramp, final = train.batch_ramp, train.global_batch
     if ramp.start is None:
-        return (RampStage(size=final, first_step=0, first_sample=0, steps=None),)
+        return (RampStage(size=final, first_step=step, first_sample=sample, steps=None),)
     assert ramp.increment, "a ramp that passed its rules is whole"
     assert ramp.samples, "a ramp that passed its rules is whole"
     increments = (final - ramp.start) // ramp.increment
     stages: list[RampStage] = []
-    step = sample = 0
     for index in range(increments):
         size = ramp.start + index * ramp.increment
         boundary = -(-(index + 1) * ramp.samples // increments)  # the first count of consumed samples that has a larger batch

@@ -46,6 +46,11 @@ class Case:
     def numel(self) -> int:
         return sum(spec.numel for spec in self.parameters)
 
+    @property
+    def sizes_are_free(self) -> bool:
+        """Whether a remedy may suggest other sizes of the model. A pretrained model keeps its own."""
+        return self.config.model.pretrained is None
+
 
 Rule = Callable[[Case], Iterator[Problem]]
 

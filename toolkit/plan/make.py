@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from toolkit.config import vendor
 from toolkit.config.identity import identity
 from toolkit.config.schema import EngineName, RunConfig
@@ -80,7 +82,9 @@ def _shape(config: RunConfig, problems: list[Problem]) -> ModelShape | None:
     try:
         return get(model.family).settle(model)
     except PlanError as error:
-        problems += error.problems
+        # A pretrained model keeps its sizes, so no other ones are suggested.
+        other = "take another model, or train it as a module of your own: model.target=my.package.Model"
+        problems += [problem if model.pretrained is None else replace(problem, remedy=other) for problem in error.problems]
         return None
 
 

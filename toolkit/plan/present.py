@@ -62,14 +62,14 @@ def table(plan: RunPlan) -> RenderableType:
     facts.add_column()
     for name, value in _facts(plan):
         facts.add_row(name, value)
-    parts: list[RenderableType] = [facts, Text()]
+    parts: list[RenderableType] = [Text(f"warning: {problem}", style="yellow") for problem in plan.warnings]
+    parts += [*[Text()] * bool(parts), facts, Text()]
     if plan.memory is not None:
         parts += [_memory_table(plan), Text()]
     if plan.deepspeed is not None:
         parts += [Text("DeepSpeed gets", style="bold"), JSON.from_data(plan.deepspeed, indent=2), Text()]
     if plan.megatron is not None:
         parts += [Text("Megatron-core gets", style="bold"), JSON.from_data(plan.megatron, indent=2), Text()]
-    parts += [Text(f"warning: {problem}", style="yellow") for problem in plan.warnings]
     return Group(*parts)
 
 
@@ -99,6 +99,8 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "learning rate", _rates(plan)
     if plan.shape is not None:
         yield "compute", _compute(plan)
+    if plan.memory is not None:
+        yield "memory", _fit(plan)
     if world.device is Device.CUDA:
         peak = peak_flops(plan)
         yield "MFU", (f"none: {without_utilisation(plan)}" if peak is None else
@@ -132,6 +134,17 @@ def _engine(plan: RunPlan) -> str:
     if config.engine.name is EngineName.megatron:
         return f"{name}, {'distributed optimizer: states' if config.zero.stage else 'nothing'} sharded over data and context ranks"
     return name
+
+
+def _fit(plan: RunPlan) -> str:
+    """What does not fit is refused before there is a plan to show."""
+    memory, have = plan.memory, memory_bytes(plan.world)
+    assert memory is not None
+    if plan.world.device is Device.CPU:
+        return f"{_gb(memory.device_total)} GB a rank"
+    if have is None:
+        return f"{_gb(memory.device_total)} GB a rank; whether that fits is not known: name the GPU with cluster.gpu=KIND"
+    return f"fits: {_gb(memory.device_total)} GB of {_gb(have)} GB a GPU ({memory.device_total / have:.0%})"
 
 
 def _rates(plan: RunPlan) -> str:

@@ -58,7 +58,7 @@ def pipeline_limits(case: Case) -> Iterator[Problem]:
                      f"leave {ZERO}.overlap_comm out")
     if config.model.router_aux_loss_coef:
         yield refuse(config, "model.router_aux_loss_coef parallel.pipeline",
-                     "the router's balance is over all blocks of a model, and a stage of DeepSpeed's pipeline has some of them",
+                     "a stage of DeepSpeed's pipeline hands on activations alone, so the loss does not see the other stages' routers",
                      "write model.router_aux_loss_coef=0, or parallel.pipeline=1")
 
 
@@ -117,6 +117,10 @@ def heads_are_spread_over_context(case: Case) -> Iterator[Problem]:
     if length % context:
         yield refuse(case.config, "train.sequence_length parallel.context", "each context rank has an equal part of a sequence",
                      f"write train.sequence_length={-(-length // context) * context}")
+    if case.config.model.router_aux_loss_coef:
+        yield refuse(case.config, "model.router_aux_loss_coef parallel.context",
+                     "the router's load balance is of whole sequences, and a context rank of DeepSpeed routes its piece of each",
+                     "write model.router_aux_loss_coef=0, parallel.context=1, or engine=megatron")
     if shape is not None and shape.num_attention_heads % context:
         yield Problem("parallel.context", f"parallel.context={context}, model.num_attention_heads={shape.num_attention_heads}",
                       "DeepSpeed's context axis spreads heads over its ranks, so it divides model.num_attention_heads",

@@ -55,7 +55,7 @@ def experts_divide(case: Case) -> Iterator[Problem]:
         return
     if not shape.num_local_experts:
         yield refuse(case.config, "parallel.expert model.family", "an expert axis needs a model with experts",
-                     "write parallel.expert=1, or model.family=mixtral")
+                     "write parallel.expert=1" + (", or model.family=mixtral" if case.sizes_are_free else ""))
     elif shape.num_local_experts % expert:
         yield _divides(case, "model.num_local_experts", "parallel.expert", shape.num_local_experts, expert)
     if case.axes is not None and (case.axes.data * case.axes.context) % expert:
@@ -75,7 +75,8 @@ def experts_are_aligned(case: Case) -> Iterator[Problem]:
         if size % multiple:
             yield Problem(f"model.{name}", f"model.{name}={size}, precision.name={case.config.precision.name.value}",
                           f"rows of an expert are whole 16 bytes, so model.{name} is divisible by {multiple}",
-                          f"write model.{name}={-(-size // multiple) * multiple}")
+                          f"write model.{name}={-(-size // multiple) * multiple}" if case.sizes_are_free else
+                          "write engine=megatron, whose experts are layers")
 
 
 def tensor_axis_stays_in_a_node(case: Case) -> Iterator[Problem]:
@@ -101,7 +102,7 @@ def model_parallelism_without_need(case: Case) -> Iterator[Problem]:
 
 def _divides(case: Case, whole: str, part: str, size: int, by: int) -> Problem:
     return Problem(part, f"{part}={by}, {whole}={size}", f"{whole} is divisible by {part}",
-                   f"write {part}={_divisor_near(size, by)}, or {whole}={-(-size // by) * by}")
+                   f"write {part}={_divisor_near(size, by)}" + (f", or {whole}={-(-size // by) * by}" if case.sizes_are_free else ""))
 
 
 def _divisor_near(size: int, wanted: int) -> int:

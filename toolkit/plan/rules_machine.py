@@ -83,9 +83,12 @@ def states_fit(case: Case) -> Iterator[Problem]:
         yield Problem("zero.stage", f"{memory.states / GB:.1f} GB of parameters, gradients and optimizer states a rank; "
                       f"{name} has {have / GB:.1f} GB", "the states of a rank fit on its device", _more_room(case))
     elif memory.device_total > NEAR * have:
-        yield Problem("train.micro_batch", f"{memory.device_total / GB:.1f} GB a rank with activations and buffers; "
-                      f"{name} has {have / GB:.1f} GB", f"above {NEAR:.0%} of its memory a device usually runs out",
-                      "write a smaller train.micro_batch, or train.activation_checkpointing=true, or a higher zero stage", Severity.WARNING)
+        seen = f"{memory.device_total / GB:.1f} GB a rank with activations and buffers; {name} has {have / GB:.1f} GB"
+        if memory.device_total > have:
+            yield Problem("train.micro_batch", seen, "states, activations and buffers of a rank fit on its device", _smaller(case))
+        else:
+            yield Problem("train.micro_batch", seen, f"above {NEAR:.0%} of its memory a device usually runs out", _smaller(case),
+                          Severity.WARNING)
 
 
 def host_fits(case: Case) -> Iterator[Problem]:
@@ -95,11 +98,23 @@ def host_fits(case: Case) -> Iterator[Problem]:
     ranks = min(case.world.ranks, case.world.ranks_per_node)
     needed = memory.host * ranks
     if case.world.device is Device.CPU:
-        needed += memory.states * ranks
+        needed += memory.device_total * ranks
     if needed > have:
+        fewer = "take fewer cluster.cpu_ranks, a smaller model or a smaller train.micro_batch"
         yield Problem("offload.optimizer" if memory.host else "cluster.cpu_ranks",
                       f"{needed / GB:.1f} GB on a node of {ranks} ranks, which has {have / GB:.1f} GB of memory",
-                      "what is kept in host memory fits there", "take more nodes, a smaller model, or offload=nvme with zero=stage3")
+                      "what a node's ranks keep in host memory fits there",
+                      fewer if case.world.device is Device.CPU else "take more nodes, a smaller model, or offload=nvme with zero=stage3")
+
+
+def _smaller(case: Case) -> str:
+    """The remedy of a rank whose states fit, and whose activations do not."""
+    options = []
+    if case.batch is not None and case.batch.micro_batch > 1:
+        options.append(f"train.micro_batch={max(1, case.batch.micro_batch // 2)} or smaller")
+    if not case.config.train.activation_checkpointing:
+        options.append("train.activation_checkpointing=true")
+    return f"write {', or '.join(options)}" if options else _more_room(case)
 
 
 def _more_room(case: Case) -> str:

@@ -185,7 +185,8 @@ def virtual_stages(case: Case) -> Iterator[Problem]:
         if any(size % chunks for size in uneven) or (not uneven and layers % (stages * chunks)):
             yield _own(case, VIRTUAL, f"model.num_hidden_layers={layers} is divisible by parallel.pipeline x virtual stages = "
                        f"{stages * chunks}, and a stage of its own size by {chunks}",
-                       f"write model.num_hidden_layers={_next(layers, stages * chunks)}, or leave it out")
+                       f"write model.num_hidden_layers={_next(layers, stages * chunks)}, or leave it out" if case.sizes_are_free else
+                       "leave it out")
     if case.batch is None:
         return
     group = given.get(GROUP)

@@ -16,14 +16,16 @@ def sequence_fits_the_model(case: Case) -> Iterator[Problem]:
     if shape is not None and length > shape.max_position_embeddings:
         yield refuse(case.config, "train.sequence_length model.max_position_embeddings",
                      "a sequence has at most model.max_position_embeddings tokens",
-                     f"write train.sequence_length={shape.max_position_embeddings}, or model.max_position_embeddings={length}")
+                     f"write train.sequence_length={shape.max_position_embeddings}"
+                     + (f", or model.max_position_embeddings={length}" if case.sizes_are_free else ""))
 
 
 def vocabulary_fits_the_model(case: Case) -> Iterator[Problem]:
     data, shape = case.config.data, case.shape
     if shape is not None and data.name == "stdlib" and data.vocab_size > shape.vocab_size:
         yield refuse(case.config, "model.vocab_size data.vocab_size", "every token of the tokenizer has a row of the embedding",
-                     f"write model.vocab_size={data.vocab_size}, or data.vocab_size={shape.vocab_size}")
+                     (f"write model.vocab_size={data.vocab_size}, or " if case.sizes_are_free else "write ")
+                     + f"data.vocab_size={shape.vocab_size}")
 
 
 def mixture_is_whole(case: Case) -> Iterator[Problem]:
@@ -46,7 +48,7 @@ def experts_belong_to_some_families(case: Case) -> Iterator[Problem]:
         for key in ("num_local_experts", "num_experts_per_tok"):
             if getattr(model, key):
                 yield refuse(case.config, f"model.{key} model.family", f"{model.family} has no experts",
-                             f"write model.family=mixtral, or leave model.{key} out")
+                             ("write model.family=mixtral, or " if case.sizes_are_free else "") + f"leave model.{key} out")
         if model.router_aux_loss_coef:
             yield refuse(case.config, "model.router_aux_loss_coef model.family", f"{model.family} has no router",
                          "leave model.router_aux_loss_coef out")
@@ -55,8 +57,8 @@ def experts_belong_to_some_families(case: Case) -> Iterator[Problem]:
 def router_loss_depends_on_the_layout(case: Case) -> Iterator[Problem]:
     if case.traits is not None and case.traits.experts and case.config.model.router_aux_loss_coef:
         yield warn(case.config, "model.router_aux_loss_coef",
-                   "the router's balancing loss is computed a micro-batch at a time, so another layout gives other losses",
-                   "write model.router_aux_loss_coef=0 where layouts are compared")
+                   "the router's balancing loss is computed a micro-batch at a time, so another train.micro_batch gives other losses",
+                   "keep train.micro_batch, or write model.router_aux_loss_coef=0, where layouts are compared")
 
 
 def own_model(case: Case) -> Iterator[Problem]:
@@ -124,14 +126,13 @@ def schedule_fits_the_run(case: Case) -> Iterator[Problem]:
     if schedule.name is ScheduleName.constant and schedule.decay is not None:
         yield warn(config, "schedule.decay schedule.name", "a constant schedule does not decay",
                    "write schedule.name=linear, or leave schedule.decay out")
-    ends = schedule.warmup + (0 if schedule.name is ScheduleName.constant else schedule.decay or 0)
+    ends = schedule.warmup + (schedule.decay or 0)
     if schedule.name is ScheduleName.wsd and ends > steps:
         yield refuse(config, "schedule.decay schedule.warmup train.steps", "the phases of wsd follow each other: warmup + decay <= steps",
                      f"write schedule.decay={max(1, steps - schedule.warmup)}, or train.steps={ends}")
-    elif ends > steps or (schedule.warmup and schedule.warmup >= steps):
-        yield warn(config, "train.steps schedule.warmup schedule.decay",
-                   "the run ends before its schedule does: it never reaches " + ("the peak" if schedule.warmup >= steps else "min_lr"),
-                   f"write train.steps={ends + 1 if ends == schedule.warmup else ends} or shorter phases")
+    elif schedule.warmup and schedule.warmup >= steps:  # a decay may be longer than the run, which is continued later
+        yield warn(config, "train.steps schedule.warmup", "the run ends before its schedule does: it never reaches the peak",
+                   f"write train.steps={schedule.warmup + 1} or more, or a shorter schedule.warmup")
 
 
 def rates_are_ordered(case: Case) -> Iterator[Problem]:

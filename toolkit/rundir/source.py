@@ -9,6 +9,7 @@ from pathlib import Path
 
 from toolkit.config.schema import RunConfig
 from toolkit.errors import CheckpointError, ConfigError, InputError, Problem, file_errors
+from toolkit.rundir.find import find_run
 
 
 class SourceKind(StrEnum):
@@ -52,8 +53,8 @@ def resolve_source(config: RunConfig, newest: Path | None) -> Source:
 
 
 def _existing(key: str, value: str) -> Path:
-    path = Path(value).expanduser()
     with file_errors(key, f"correct the path: {key}=PATH"):
+        path = find_run(value, key)
         there = path.is_dir()
     if not there:
         raise InputError(Problem(key, f"{key}={value}", f"{key} names a checkpoint or a run directory that exists",
@@ -84,7 +85,7 @@ def check_identity(config: RunConfig, file: Path) -> None:
 
 def parent_of(fork: str) -> str:
     """As ``fork.json`` records it."""
-    return str(Path(fork).expanduser().absolute())
+    return str(find_run(fork, "run.fork").absolute())
 
 
 def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path | None) -> None:

@@ -17,8 +17,8 @@ class RunState(StrEnum):
     RUNNING = "running"
     DONE = "done"
     STOPPED = "stopped"  # by a signal or a notice, after saving; where time was too short for that, the reason says what is lost
-    FAILED = "failed"
-    REFUSED = "refused"  # a mistake in configuration or input, found after the folder was opened; or a full disk
+    FAILED = "failed"  # after training began also by a mistake (exit code 2), as of a full disk: steps are done, maybe saved
+    REFUSED = "refused"  # a mistake in configuration or input, found after the folder was opened and before training began
 
     @property
     def live(self) -> bool:

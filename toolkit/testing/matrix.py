@@ -1,6 +1,6 @@
 """The cells of the parity matrix, as data: which layout of which family on which engine is held against ``local``.
 
-Every cell runs with both optimizer cases, because each hides what the other shows: Adam and clipping hide a wrong scale of all
+Cells run with both optimizer cases, because each hides what the other shows: Adam and clipping hide a wrong scale of all
 gradients, SGD without clipping hides a wrong norm and a decay of what must not decay. Samples of a micro-batch have different
 numbers of unmasked tokens in every cell.
 """
@@ -8,7 +8,7 @@ numbers of unmasked tokens in every cell.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,6 +22,8 @@ from toolkit.testing.measure import Differences
 from toolkit.testing.tiny import VOCABULARY, tiny_config
 
 TOLERANCE = Differences(loss=1e-5, norm=1e-4, gradient=1e-5, weight=1e-5, evaluation=1e-5)
+EPS = 1e-4  # Adam's in most cells
+DEFAULT_EPS = 1e-8  # optim.eps of a run that does not set it
 
 
 class Case(StrEnum):
@@ -57,6 +59,7 @@ class Cell:
     vocabulary: int = VOCABULARY
     recompute: bool = False
     documents: bool = False  # kept apart, in samples that are made of them
+    eps: float = EPS  # Adam's
     own: tuple[tuple[str, Any], ...] = ()  # the engine's own settings
     label: str = ""  # what the name says of the settings above
     excess: Excess | None = field(default=None, compare=False)
@@ -72,11 +75,16 @@ class Cell:
         parts = [f"{short}{size}" for short, size in sizes if size > 1]
         if self.engine is EngineName.deepspeed or self.zero:
             parts.append(f"zero{self.zero}")
-        return "-".join([*(parts or ["one"]), *([self.label] if self.label else []), *(["documents"] if self.documents else [])])
+        labels = [self.label] if self.label else []
+        labels += [f"eps{self.eps:.0e}"] if self.eps != EPS else []
+        return "-".join([*(parts or ["one"]), *labels, *(["documents"] if self.documents else [])])
 
     @property
     def name(self) -> str:
         return f"{self.engine.value}/{self.family}/{self.layout}"
+
+    def __str__(self) -> str:
+        return self.name
 
     def plan(self, case: Case, device: Device = Device.CPU, **more: Any) -> RunPlan:
         """With ``more`` keys as ``testing/tiny.py`` takes them. Raises PlanError: the engine cannot carry this cell out."""
@@ -84,7 +92,7 @@ class Cell:
             "engine__name": self.engine, "zero__stage": self.zero, "parallel__tensor": self.tensor, "parallel__pipeline": self.pipeline,
             "parallel__context": self.context, "parallel__expert": self.expert, "model__num_hidden_layers": self.layers,
             "model__vocab_size": self.vocabulary, "train__activation_checkpointing": self.recompute,
-            "data__documents": Documents.separate if self.documents else Documents.joined, **case.settings,
+            "data__documents": Documents.separate if self.documents else Documents.joined, "optim__eps": self.eps, **case.settings,
             **more,
         }
         if self.own:
@@ -94,11 +102,27 @@ class Cell:
 
     def oracle(self) -> Cell:
         """The same model, samples and first weights on ``local``: equal for all layouts of a family with the same sizes."""
-        return Cell(engine=EngineName.local, family=self.family, layers=self.layers, vocabulary=self.vocabulary, documents=self.documents)
+        return Cell(engine=EngineName.local, family=self.family, layers=self.layers, vocabulary=self.vocabulary, documents=self.documents,
+                    eps=self.eps)
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """Another eps says nothing of SGD."""
+        return tuple(Case) if self.eps == EPS else (Case.ADAM,)
 
     @property
     def allowed(self) -> Differences:
         return self.excess.allowed if self.excess else TOLERANCE
+
+
+ROUNDING = Excess(
+    replace(TOLERANCE, weight=1e-3),
+    "with eps 1e-8 a weight whose gradient is nothing but rounding moves by a part of the learning rate, 2e-3, in any direction")
+
+
+def default_eps(cell: Cell) -> Cell:
+    """``cell`` trained with the eps that runs have by default."""
+    return replace(cell, eps=DEFAULT_EPS, excess=ROUNDING)
 
 
 ODD = 263  # a vocabulary that no tensor axis divides, so that rows are padded
@@ -158,6 +182,10 @@ CORE: tuple[Cell, ...] = (
     deepspeed("llama", 2, data=2, documents=True),
     deepspeed("llama", 1, pipeline=2, documents=True),
     deepspeed("llama", 1, context=2, documents=True),
+    default_eps(megatron("llama", tensor=2, label="sp")),
+    default_eps(megatron("mixtral", data=2, expert=2)),
+    default_eps(deepspeed("llama", 3, data=2)),
+    default_eps(deepspeed("llama", 1, pipeline=2)),
 )
 
 FURTHER: tuple[Cell, ...] = (
@@ -228,6 +256,11 @@ FURTHER: tuple[Cell, ...] = (
     deepspeed("gpt2", 2, context=2, documents=True),
     deepspeed("qwen3", 2, context=2, label="full", recompute=True, documents=True),
     deepspeed("mixtral", 2, data=2, expert=2, documents=True),
+    *(default_eps(cell) for cell in (
+        megatron("llama"), megatron("llama", pipeline=2), megatron("llama", data=2, zero=1), megatron("qwen3", context=2),
+        megatron("gpt2", tensor=2, pipeline=2, label="sp"), *(deepspeed("llama", stage, data=2) for stage in range(3)),
+        deepspeed("llama", 1, tensor=2), deepspeed("qwen2", 2, context=2), deepspeed("gpt2", 3, data=2),
+        deepspeed("mixtral", 1, data=2, expert=2))),
 )
 
 ALL: tuple[Cell, ...] = CORE + FURTHER

@@ -65,7 +65,8 @@ def markdown(rows: Sequence[Row]) -> str:
 HEAD = """# Parity
 
 Written by `python launch/verify.py --cells all`; `make verify` runs the core of it. Each cell trains a tiny model of its family for
-20 steps in fp32, twice: with AdamW and clipping, and with SGD without. It is held against the engine `local` (plain torch, one
+20 steps in fp32, which is the horizon of all figures here, twice:
+with AdamW and clipping, and with SGD without. It is held against the engine `local` (plain torch, one
 process) with the same first weights and samples. Largest differences, and what is allowed: loss {loss}, gradient norm {norm},
 gradient of each parameter at the first step {gradient} of its largest element (from the SGD run), final weights {weight}, mean
 loss on held-out samples after the last step {evaluation}.
@@ -73,7 +74,8 @@ loss on held-out samples after the last step {evaluation}.
 A name is engine, family, layout: `tp` tensor, `cp` context (Ulysses under DeepSpeed), `ep` expert, `pp` pipeline, `dp` data ranks,
 `zero` the stage (under Megatron-core 1 and 2 are the distributed optimizer), `sp` sequence parallel, `vpp2` two model chunks a
 stage, `padded` a vocabulary of 263 rows that the ranks do not divide, `uneven` stages of different depth, `full` and `selective`
-recomputation. In every cell the micro-batches differ in their numbers of unmasked tokens. With mixtral another order of summation
+recomputation, `eps1e-08` Adam with the eps that runs have by default (1e-4 elsewhere).
+In every cell the micro-batches differ in their numbers of unmasked tokens. With mixtral another order of summation
 may choose another expert where two are as close as rounding: from that step on two right runs differ, and the step is named.
 """
 

@@ -77,7 +77,7 @@ Report = Callable[[Row], None]
 
 def verify(cells: Sequence[Cell], pool: RankPool, *, devices: int, device: Device, progress: Progress, report: Report = lambda row: None,
            steps: int = STEPS) -> list[Row]:
-    """Run ``cells`` with both optimizer cases, those that share an oracle next to each other.
+    """Run ``cells`` with their optimizer cases, those that share an oracle next to each other.
 
     Args:
         devices: ranks that there is a device for; cells of more are NOT_RUN.
@@ -90,9 +90,9 @@ def verify(cells: Sequence[Cell], pool: RankPool, *, devices: int, device: Devic
 
     rows = []
     ordered = sorted(cells, key=lambda cell: (cell.family, cell.layers, cell.vocabulary))
-    with progress.task("parity", total=len(ordered) * len(Case), unit="runs") as task:
+    with progress.task("parity", total=sum(len(cell.cases) for cell in ordered), unit="runs") as task:
         for cell in ordered:
-            for case in Case:
+            for case in cell.cases:
                 row = one(cell, case, pool, oracle, devices=devices, device=device, steps=steps)
                 rows.append(row)
                 report(row)

@@ -33,6 +33,8 @@ class Agreed:
     data_seconds: float = 0.0  # that the rank which waited longest for its samples waited: the others wait for it
     ledger: int = 0  # how many steps each rank sends to the ledger now: ``train/ledger.py``
     gc_seconds: float = 0.0  # that the rank which collected garbage longest since the step before did so: the others wait for it
+    nonfinite: bool = False  # the loss or the gradient norm is infinite or NaN: ``StepResult.nonfinite``
+    bad_weights: bool = False  # so is the state of some rank; it is checked only if ``nonfinite`` is true
     host_bytes: int = 0  # of the fullest process: ``train/vitals.py``
     device_bytes: int = 0  # that tensors hold on the fullest device; 0 on CPU
 

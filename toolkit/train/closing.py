@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
@@ -11,10 +11,9 @@ from toolkit.checkpoint.directory import newest, step_of
 from toolkit.checkpoint.formats.huggingface_target import export
 from toolkit.checkpoint.source import open_source
 from toolkit.models.target import configuration
-from toolkit.monitor.sink import Sink
+from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import RunPlan
-from toolkit.progress import quantity
-from toolkit.rows import read_rows
+from toolkit.rows import float_of, read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.train.consumed import Consumed, words
 
@@ -23,13 +22,14 @@ TEMPERATURE = 0.7
 
 
 def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink: Sink, unigram: float | None,
-           consumed: Consumed, *, say: Say, tell: Say, stop: Callable[[], object]) -> None:
+           consumed: Consumed, *, time: str, goodput: float | None, say: Say, tell: Say, stop: Callable[[], object]) -> None:
     """After the last step of a run.
 
     Args:
         tokenizer: the folder of the tokenizer that made the run's text.
         unigram: the unigram model's loss on the first evaluation set, if it is known.
         consumed: samples and epochs of each source that the run took.
+        time, goodput: see ``summary``.
         say, tell: for results, for trouble.
         stop: whether to leave early.
     """
@@ -39,8 +39,7 @@ def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink:
         assert checkpoint is not None, "a run that exports saves its last step"
         config = None if plan.shape is not None else configuration(plan.config.model, plan.config.train.seed)
         export(open_source(checkpoint, plan.shape), directory.export, tokenizer=tokenizer, config=config)
-    _tell_speed(directory, plan.unit, say)
-    _tell_data(directory, consumed, say)
+    say(summary(list(read_rows(directory.metrics_file)), plan, time=time, goodput=goodput, consumed=consumed))
     _tell_losses(plan, directory, unigram, say)
     prompt = plan.config.monitor.prompt
     if prompt is not None and not stop():
@@ -57,22 +56,27 @@ def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink:
         say(line)
 
 
-def _tell_speed(directory: RunDirectory, unit: str, say: Say) -> None:
-    rows = list(read_rows(directory.metrics_file))
-    if len(rows) > 1:
-        median = statistics.median(row[f"{unit}_per_second"] for row in rows[1:])
-        used = [row["mfu"] for row in rows[1:] if "mfu" in row]
+def summary(rows: Sequence[Row], plan: RunPlan, *, time: str, goodput: float | None, consumed: Consumed) -> str:
+    """Of a run that is done, in a line: its time, median speed without the first step (warm-up and compilation), and what it read.
+
+    Args:
+        rows: of all its steps.
+        time: that it took, and what that cost.
+        goodput: share of the time that went into steps that stand; None: unknown.
+    """
+    steady = rows[1:] or rows
+    parts = [f"{plan.config.train.steps:,} steps in {time}"]
+    if steady:
+        used = [row["mfu"] for row in steady if "mfu" in row]
         utilisation = f" (MFU {statistics.median(used):.1%})" if used else ""
-        say(f"median of the steps: {quantity(median, unit)}/s{utilisation}, without the first, which has warm-up and compilation in it "
-            f"({rows[0]['step_seconds']:.2f} s)")
-
-
-def _tell_data(directory: RunDirectory, consumed: Consumed, say: Say) -> None:
-    rows = [row for row in read_rows(directory.metrics_file) if "data_seconds" in row][1:]
-    if rows:
-        share = sum(row["data_seconds"] for row in rows) / sum(row["step_seconds"] for row in rows)
-        say(f"data stall: the steps after the first waited for samples in {share:.2%} of their time")
-    say(f"samples taken: {words(consumed)}")
+        parts.append(f"{statistics.median(row[f'{plan.unit}_per_second'] for row in steady):,.0f} {plan.unit}/s{utilisation}")
+        stalled = [row for row in steady if "data_seconds" in row]
+        seconds = sum(row["step_seconds"] for row in stalled)
+        if seconds:
+            parts.append(f"{sum(row['data_seconds'] for row in stalled) / seconds:.2%} of it waiting for data")
+    if goodput is not None:
+        parts.append(f"goodput {goodput:.1%}")
+    return f"{', '.join(parts)}; samples: {words(consumed)}"
 
 
 def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, say: Say) -> None:
@@ -81,13 +85,11 @@ def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, 
         if name not in rows:
             continue
         row = rows[name]
-        line = f"{name} loss after {row['step']} steps: {row['loss']:.4f} nats {plan.per}, on {row[plan.unit]:,} {plan.unit}"
+        line = f"{name} loss: {float_of(row['loss']):.4f} nats {plan.per}"
         if "accuracy" in row:
             line += f", {row['accuracy']:.1%} of them right"
         if number == 0 and unigram is not None:
-            gain = unigram - row["loss"]
-            better = f"the trained one is {abs(gain):.4f} {'better' if gain > 0 else 'worse'}"
-            line += f"; a unigram model's on the same tokens: {unigram:.4f} ({better})"
+            line += f" (a unigram model: {unigram:.4f})"
         say(line)
 
 
@@ -109,13 +111,12 @@ def _continuation(plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None
 
 
 def last_words(plan: RunPlan, directory: RunDirectory) -> list[str]:
-    """Four lines: where everything is, and what to try next."""
+    """Where everything is, and three commands to try next."""
     path, steps = directory.path, plan.config.train.steps
-    there = [name for name in ("plots/loss.png", "metrics.jsonl", "checkpoints", "export") if (path / name).exists()]
-    longer = f"train longer, or in another layout: the same command with train.steps={2 * steps}, or with zero=stage3 as well"
+    there = [name for name in ("metrics.jsonl", "checkpoints", "plots/loss.png", "export") if (path / name).exists()]
     if plan.shape is None:
-        use = f"use the weights: toolkit.checkpoint.open_reader('{path}')"
+        use = f"    weights:       toolkit.checkpoint.open_reader('{path}')"
     else:
-        use = f"ask the model for more: python launch/generate.py {path} \"import os\""
-    look = f"see it as one page, with where its time went: python launch/report.py {path}"
-    return [f"everything is in {path}: {', '.join(there)}", look, use, longer]
+        use = f"    generate text: python launch/generate.py {path} \"import os\""
+    return [f"saved in {path}: {', '.join(there)}", f"    report:        python launch/report.py {path}", use,
+            f"    train longer:  the same command with train.steps={2 * steps}, and another layout if you like: zero=stage3"]

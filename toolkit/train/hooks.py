@@ -126,6 +126,8 @@ class Metrics(Hook):
         }
         device = {"device_bytes": done.agreed.device_bytes} if plan.world.device is Device.CUDA else {}
         scaling = {"skipped": result.skipped, "loss_scale": result.loss_scale} if self._scaled else {}
+        if done.agreed.nonfinite:  # the only rows with these keys, but for fp16's
+            scaling |= {"skipped": result.skipped, "weights_finite": not done.agreed.bad_weights}
         consumed = self._consumed(done.step)
         epochs = {f"epochs/{name}": epochs for name, (_, epochs) in consumed.items()} if len(consumed) > 1 else {}
         self._sink.log(Kind.STEP, {**row, **device, **scaling, **epochs})

@@ -7,19 +7,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from toolkit.engine.protocol import Engine, StepSettings
+from toolkit.engine.protocol import Engine, StepResult, StepSettings
 from toolkit.errors import ExitCode
 from toolkit.monitor.parts import DATA, TRANSFER, UNRECORDED, Recorder
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import RunPlan
 from toolkit.train.agree import Agreed
 from toolkit.train.hooks import Hook, StepDone
+from toolkit.train.nonfinite import Diverged
 from toolkit.train.state import TrainState
 from toolkit.train.task import Task
 
 
 def train(plan: RunPlan, engine: Engine, task: Task, stream: Iterable[Sequence[np.ndarray]], state: TrainState, hooks: Hook,
-          agree: Callable[[float], Agreed], clock: Callable[[], float] = time.perf_counter, recorder: Recorder = UNRECORDED) -> ExitCode:
+          agree: Callable[[float, StepResult], Agreed], clock: Callable[[], float] = time.perf_counter,
+          recorder: Recorder = UNRECORDED) -> ExitCode:
     """From ``state`` to the plan's last step, or to an agreed stop.
 
     A step's ``seconds`` run from when it begins to wait for its samples to when its result is known and the ranks have agreed;
@@ -27,13 +29,18 @@ def train(plan: RunPlan, engine: Engine, task: Task, stream: Iterable[Sequence[n
 
     Args:
         stream: this rank's micro-batches of the step that ``state`` is at, then of each following one.
-        agree: exchanges with the other ranks, once a step; it is told for how many seconds this rank waited for its samples.
+        agree: exchanges with the other ranks, once a step; it gets the seconds that this rank waited for its samples,
+            and the step's result.
         recorder: is told where the time goes; its steps end where the next one begins to wait for samples.
+
+    Raises:
+        Diverged: a hook ends training because something is not finite. The hooks have seen ``on_end`` by then.
     """
     hooks.on_start(state.step)
     steps = range(state.step, plan.config.train.steps)
     recorder.next_step(state.step + 1)
     began = clock()
+    diverged: Diverged | None = None
     for step, samples in zip(steps, _waited_for(stream, recorder), strict=False):
         waited = clock() - began
         lr = learning_rate(plan, step)
@@ -41,14 +48,20 @@ def train(plan: RunPlan, engine: Engine, task: Task, stream: Iterable[Sequence[n
             batches = [task.collate(micro_batch, engine.device) for micro_batch in samples]
         result = engine.train_step(batches, StepSettings(step=step, lr=lr))
         state.step = step + 1
-        agreed = agree(waited)
+        agreed = agree(waited, result)
         last = state.step == plan.config.train.steps
-        hooks.on_step(StepDone(state.step, lr, result, clock() - began, agreed, last))
+        try:
+            hooks.on_step(StepDone(state.step, lr, result, clock() - began, agreed, last))
+        except Diverged as found:
+            diverged = found
+            break
         recorder.next_step(state.step + 1)
         if agreed.stop and not last:
             break
         began = clock()
     hooks.on_end(state.step)
+    if diverged is not None:
+        raise diverged
     return ExitCode.DONE if state.step >= plan.config.train.steps else ExitCode.STOPPED
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 from toolkit.attempts import words as goodput_words
 from toolkit.checkpoint.directory import newest
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.config.data import Documents
-from toolkit.config.schema import parse_cadence
+from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.evaluation import EvalSet
 from toolkit.data.kind import RunData
 from toolkit.data.open import open_data
 from toolkit.engine.build import build_engine
-from toolkit.engine.protocol import Engine
+from toolkit.engine.protocol import Engine, StepResult
 from toolkit.errors import ExitCode
 from toolkit.monitor.plots import loss_curve
 from toolkit.monitor.sink import Sink, tell
@@ -33,10 +35,11 @@ from toolkit.train.evaluation import Evaluation
 from toolkit.train.hooks import Hooks, Metrics, Plots, StatusFile
 from toolkit.train.loop import train
 from toolkit.train.monitoring import watching
+from toolkit.train.nonfinite import Diverged, StopOnNonfinite, finite_on_all_ranks
 from toolkit.train.parting import Parting
 from toolkit.train.saving import AllCosts, Checkpoints, Costs, Timer
 from toolkit.train.sinks import closed_with_code, open_sinks
-from toolkit.train.source import find_beginning, take_up
+from toolkit.train.source import find_beginning, restore_stream, take_up
 from toolkit.train.task import Task, text_task
 from toolkit.train.times import AttemptTimes
 from toolkit.train.vision import vision_task
@@ -58,7 +61,8 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
 
     Returns:
         DONE after the last step; STOPPED where a stop was agreed. Then the state is saved; where no rank has the time for it,
-        ``status.json`` says what is lost. Every other end is written there by the caller, who knows of errors too.
+        ``status.json`` says what is lost. DIVERGED if a loss, gradient or weight is not finite; ``status.json`` has the
+        reason. Every other end is written there by the caller, who knows of errors too.
 
     Raises:
         UserError: data, checkpoint or model are not what the run says.
@@ -70,12 +74,14 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         place.settle(plan)
         ranks = plan.world.ranks
         ask = exchange(ranks)
+        beginning = find_beginning(plan, directory)
+        plan = replace(plan, batch=beginning.batch)
         reads = open_data(plan.config, plan.batch, plan.axes.coordinates(rank).data, data or plan.config.data.path)
         stream = reads.stream
         stack.callback(stream.close)
         fingerprint = {**stream.fingerprint(), **{f"eval.sets {name}": one.data_hash for name, one in reads.sets.items()}}
         check_same_data(fingerprint, ranks)
-        beginning = find_beginning(plan, directory, stream)
+        restore_stream(beginning, stream)
         state = beginning.state
         if rank == 0:
             directory.trim_after(state.step, attempt)
@@ -106,46 +112,65 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         hooks = Hooks(Metrics(plan, watch.sink, stream.consumed, course), *watch.hooks(engine), recorder=watch.recorder)
         if rank == 0:
             hooks.add(times)
+        if plan.config.train.on_nonfinite is OnNonfinite.stop:
+            hooks.add(StopOnNonfinite())
         hooks.add(evaluation(plan, engine, task, reads.sets, hooks, ask, directory, sink, watch.progress.beat, rank))
         saving = Checkpoints(
             plan, engine, CheckpointStore(directory.checkpoints, plan.config.checkpoint.keep_last, plan.config.checkpoint.keep_every),
-            stream, timer, rank=rank, attempt=attempt, flush=sink.flush, announce=hooks.on_checkpoint,
+            stream, timer, rank=rank, attempt=attempt, ask=ask, flush=sink.flush, announce=hooks.on_checkpoint,
             tell=tell if rank == 0 else lambda words: None, costs=costs)
         hooks.add(saving)
         if rank == 0:
-            hooks.add(StatusFile(directory, attempt, newest(directory.checkpoints), goodput=times.status))
+            status = StatusFile(directory, attempt, newest(directory.checkpoints), goodput=times.status)
+            hooks.add(status)
             if len(stream.consumed(0)) > 1:
                 hooks.add(Consumption(stream.consumed, say))
             hooks.add(Plots(draw, tell))
 
-        def agree(waited: float) -> Agreed:
+        def agree(waited: float, result: StepResult) -> Agreed:
             mine: list[int] = [stop() is not None, parting.too_late(seconds_left()), rank == 0 and timer.due()]
-            mine += [round(waited * 1e6), watch.ledger_due(), *watch.vitals.read(engine.device)]
-            stopping, late, due, microseconds, steps, collecting, host_bytes, device_bytes = ask(mine)
+            mine += [result.nonfinite, round(waited * 1e6), watch.ledger_due(), *watch.vitals.read(engine.device)]
+            stopping, late, due, nonfinite, microseconds, steps, collecting, host_bytes, device_bytes = ask(mine)
+            bad_weights = bool(nonfinite) and not finite_on_all_ranks(engine.shards(), ask)
             return Agreed(stop=bool(stopping), no_time=bool(late), save=bool(due), data_seconds=microseconds / 1e6, ledger=steps,
-                          gc_seconds=collecting / 1e6, host_bytes=host_bytes, device_bytes=device_bytes)
+                          gc_seconds=collecting / 1e6, nonfinite=bool(nonfinite), bad_weights=bad_weights, host_bytes=host_bytes,
+                          device_bytes=device_bytes)
 
+        diverged: Diverged | None = None
         with place.kept():  # no longer: engines are circles, whose end is the collector's
             watch.vitals.read(engine.device)  # what was collected until now is not the first step's
-            code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree, recorder=watch.recorder)
+            try:
+                code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree, recorder=watch.recorder)
+            except Diverged as found:
+                diverged, code = found, ExitCode.DIVERGED
+            except Exception:
+                if rank == 0:
+                    with suppress(OSError):  # a full disk, maybe: what went wrong is more than the step
+                        status.on_end(state.step)
+                raise
         watch.progress.stop()  # rank 0 has more to do than the others, who wait for it
         engine.close()
         ended(code)
-        if rank == 0:
-            say(course.words(time.monotonic()))
-            kept = (directory.saved_step() or 0) if saving.given_up else None
-            if (total := times.goodput(kept)) is not None:
-                say(goodput_words(total))
+        took = course.words(time.monotonic())
+        kept = (directory.saved_step() or 0) if saving.given_up or diverged is not None else None
+        total = times.goodput(kept) if rank == 0 else None
+        if total is not None and total.attempts > 1:
+            say(goodput_words(total))
         try:
             if rank == 0 and code is ExitCode.DONE:
-                closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step),
-                               say=say, tell=tell, stop=stop)
+                closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step), time=took,
+                               goodput=total.share if total is not None else None, say=say, tell=tell, stop=stop)
+            elif rank == 0 and diverged is not None:
+                checkpoint = newest(directory.checkpoints)
+                words = diverged.describe(str(checkpoint) if checkpoint else None, checked=times.has_saved)
+                print(f"error: {words}", file=sys.stderr, flush=True)
+                directory.finish(RunState.FAILED, int(code), words, attempt=attempt)
             elif rank == 0 and saving.given_up:
                 words = parting.words(stop() or "another rank was asked to stop", step=state.step, saved=kept or None, work=times.unsaved())
                 say(f"stopped after step {state.step}: {words}")
                 directory.finish(RunState.STOPPED, int(ExitCode.STOPPED), words, attempt=attempt)
             elif rank == 0:
-                say(f"stopped after step {state.step} of {plan.config.train.steps}, saved; the same command continues")
+                say(f"stopped after step {state.step} of {plan.config.train.steps}, saved, in {took}; the same command continues")
         finally:
             ask([0])  # the others stay until rank 0 is through: leaving tears down what it may still need
         return code

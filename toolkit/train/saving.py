@@ -9,13 +9,15 @@ from typing import Protocol
 
 from toolkit.checkpoint.directory import step_of
 from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
-from toolkit.config.schema import parse_cadence
+from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.kind import SampleStream
 from toolkit.engine.protocol import Engine
 from toolkit.monitor.parts import CHECKPOINT
 from toolkit.plan.types import RunPlan
 from toolkit.train import state
+from toolkit.train.agree import Exchange
 from toolkit.train.hooks import Hook, StepDone
+from toolkit.train.nonfinite import Diverged, finite_on_all_ranks
 
 
 class Timer:
@@ -81,7 +83,11 @@ class Checkpoints(Hook):
     A save in the background that fails is told, and the next one is made in the foreground: it saves, or ends the run on all ranks
     at the same step.
 
+    A state that is not finite is never saved, so neither ``latest`` nor retention ever prefers it to a sound one.
+    Training ends there, unless ``train.on_nonfinite=continue`` and more steps are to come.
+
     Args:
+        ask: over all ranks, before each save, whether the state of one of them is not finite.
         flush: called before a save: a run that is killed later goes on from it, and its rows up to there are written.
         costs: is told what saves take.
 
@@ -92,13 +98,14 @@ class Checkpoints(Hook):
     part = CHECKPOINT
 
     def __init__(self, plan: RunPlan, engine: Engine, store: CheckpointStore, stream: SampleStream, timer: Timer, *,
-                 rank: int, attempt: int, flush: Callable[[], None], announce: Callable[[Path], None],
-                 tell: Callable[[str], None], costs: Costs | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+                 rank: int, attempt: int, ask: Exchange, flush: Callable[[], None],
+                 announce: Callable[[Path], None], tell: Callable[[str], None], costs: Costs | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         self._costs, self._clock = costs or NoCosts(), clock
         self.given_up = False
         self._plan, self._engine, self._store, self._timer = plan, engine, store, timer
         self._stream, self._rank, self._attempt = stream, rank, attempt
-        self._flush, self._announce, self._tell = flush, announce, tell
+        self._ask, self._flush, self._announce, self._tell = ask, flush, announce, tell
         self._every_steps = parse_cadence(plan.config.checkpoint.every).steps
         self._pending: PendingSave | None = None
         self._failed = False
@@ -113,23 +120,31 @@ class Checkpoints(Hook):
         by_steps = self._every_steps is not None and done.step % self._every_steps == 0
         at_end = done.last and (checkpoint.at_end or checkpoint.export)
         if by_steps or at_end or done.agreed.save or done.agreed.stop:
-            self._save(done.step, background=checkpoint.background and not (done.last or done.agreed.stop))
+            self._save(done.step, last=done.last or done.agreed.stop)
 
     def on_end(self, step: int) -> None:
         began = self._clock()
         self._settle()
         self._costs.stood_still(self._clock() - began)
 
-    def _save(self, step: int, background: bool) -> None:
+    def _save(self, step: int, *, last: bool) -> None:
+        """``last``: no later save of this attempt will hold these steps."""
         began = self._clock()
         self._settle()
+        shards = self._engine.shards()
+        if not finite_on_all_ranks(shards, self._ask):
+            reason = f"after step {step} weights or the optimizer's state are not finite, and are not saved"
+            if last or self._plan.config.train.on_nonfinite is OnNonfinite.stop:
+                raise Diverged(reason, weights_finite=False)
+            self._tell(reason)
+            return
         self._flush()
         self._costs.save_begun(step)
         scalars = state.scalars(
             self._plan, state.TrainState(step), self._stream.fingerprint(), self._stream.state(step), self._engine.scalars())
-        background = background and not self._failed
+        background = self._plan.config.checkpoint.background and not last and not self._failed
         self._pending = self._store.save(
-            step, self._engine.shards(), scalars, namespace=state.namespace(self._plan), rank=self._rank, ranks=self._plan.world.ranks,
+            step, shards, scalars, namespace=state.namespace(self._plan), rank=self._rank, ranks=self._plan.world.ranks,
             attempt=self._attempt, background=background)
         self._timer.restart()
         if not background:

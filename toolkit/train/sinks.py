@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,18 @@ from toolkit.files import write_whole
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Sink, tell
 from toolkit.monitor.sinks import facts
 from toolkit.monitor.sinks.apart import CLOSE_SECONDS, ProcessSink
-from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, shown
+from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, Table
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.ration import RationedSink
 from toolkit.monitor.sinks.wandb import WandbSink, part, run_id
-from toolkit.plan.types import RunPlan
+from toolkit.plan.flops import peak_flops
+from toolkit.plan.types import Device, RunPlan
 from toolkit.progress import Progress
 from toolkit.rundir.directory import RunDirectory
 
 WANDB = "W&B"
+SHOWN = (Kind.STEP, Kind.EVAL, Kind.ALERT)  # on the console
 FILE_LAG_SECONDS = 0.5  # a thread that is woken for each row costs training more by that than by the work
 WANDB_LAG_SECONDS = 1.0  # a row makes six threads of three processes do something
 
@@ -57,8 +58,8 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, 
         process = QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, lag_seconds=WANDB_LAG_SECONDS,
                              close_seconds=CLOSE_SECONDS + 5.0)
         sinks.append(RationedSink(process))
-    console = QueuedSink(lambda: _console(plan, done, node), "console")
-    sinks.append(Only(console, partial(shown, every=monitor.every, steps=plan.config.train.steps)))
+    console = QueuedSink(lambda: _console(plan, done, node), "console", lag_seconds=FILE_LAG_SECONDS)
+    sinks.append(Only(console, lambda kind, row: kind in SHOWN))
     whole = CompositeSink(sinks)
     if node == 0:
         return whole
@@ -104,7 +105,10 @@ def closed_with_code(sink: Sink) -> Iterator[Callable[[ExitCode], None]]:
 def _console(plan: RunPlan, done: int, node: int) -> Sink:
     if node != 0:
         return AlertLines()
-    return CompositeSink([ConsoleSink(Progress(), steps=plan.config.train.steps, done=done, unit=plan.unit), AlertLines()])
+    on_gpus = plan.world.device is Device.CUDA
+    table = Table(plan.unit, device=on_gpus, utilisation=on_gpus and peak_flops(plan) is not None)
+    return CompositeSink([ConsoleSink(Progress(), table, steps=plan.config.train.steps, done=done, every=plan.config.monitor.every),
+                          AlertLines()])
 
 
 def _keep(directory: RunDirectory, attempt: int, known: Mapping[str, Any]) -> None:

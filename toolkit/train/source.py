@@ -11,7 +11,7 @@ from toolkit.checkpoint.directory import checkpoint_at, go_back, newest
 from toolkit.checkpoint.shard import Reader
 from toolkit.data.kind import SampleStream
 from toolkit.engine.build import first_weights
-from toolkit.plan.types import RunPlan
+from toolkit.plan.types import BatchPlan, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.source import SourceKind, resolve_source
 from toolkit.train import state
@@ -26,6 +26,8 @@ class Beginning:
     state: TrainState
     checkpoint: Path | None
     words: str  # for people
+    batch: BatchPlan  # with the steps before, which a fork takes over from its parent
+    forked: bool = False
 
 
 def take_up(plan: RunPlan, directory: RunDirectory, beginning: Beginning, attempt: int) -> list[str]:
@@ -44,11 +46,8 @@ def take_up(plan: RunPlan, directory: RunDirectory, beginning: Beginning, attemp
     return [f"{names} of the steps that are run again {'are' if len(moved) > 1 else 'is'} now in {aside}, which nobody removes for you"]
 
 
-def find_beginning(plan: RunPlan, directory: RunDirectory, stream: SampleStream) -> Beginning:
+def find_beginning(plan: RunPlan, directory: RunDirectory) -> Beginning:
     """Without collectives: every rank comes to the same answer from the same files.
-
-    Args:
-        stream: goes back to its state at that step, where a run is resumed.
 
     Raises:
         UserError: there is nothing to continue from, or it must not be continued from.
@@ -57,13 +56,28 @@ def find_beginning(plan: RunPlan, directory: RunDirectory, stream: SampleStream)
     if source.path is None:
         pretrained = plan.config.model.pretrained
         words = f"random weights of train.seed={plan.config.train.seed}" if pretrained is None else f"the weights of {pretrained}"
-        return Beginning(first_weights(plan), TrainState(), None, words)
+        return Beginning(first_weights(plan), TrainState(), None, words, plan.batch)
     checkpoint = checkpoint_at(source.path) or source.path
     reader = open_reader(checkpoint, state.namespace(plan), plan.shape)
-    begins = state.restore(plan, reader, source.kind, checkpoint, stream.check_fingerprint)
-    if source.kind is SourceKind.RESUME:
-        recorded = reader.scalars.get(state.DATA_STATE)
-        stream.restore(recorded if isinstance(recorded, Mapping) else {})
+    begins, batch = state.restore(plan, reader, source.kind, checkpoint)
     kind = "fork of" if source.kind is SourceKind.FORK else "continues from"
-    return Beginning(reader, begins, checkpoint, f"{kind} {checkpoint}: {begins.step} steps are done")
+    words = f"{kind} {checkpoint}: {begins.step} steps and {batch.at(begins.step).first_sample:,} samples are done"
+    return Beginning(reader, begins, checkpoint, words, batch, forked=source.kind is SourceKind.FORK)
 
+
+def restore_stream(beginning: Beginning, stream: SampleStream) -> None:
+    """Set ``stream`` to where the checkpoint's stream was.
+
+    Raises:
+        CheckpointError: a run is resumed on other data than it began with. A fork may read other data.
+    """
+    if beginning.checkpoint is None:
+        return
+    recorded, data_state = (value if isinstance(value := beginning.reader.scalars.get(name), Mapping) else {}
+                            for name in (state.DATA, state.DATA_STATE))
+    if beginning.forked:
+        stream.fork(recorded, data_state)
+        return
+    if recorded:
+        stream.check_fingerprint(recorded)
+    stream.restore(data_state)

@@ -1,13 +1,14 @@
 """Where a run is, what of it goes into a checkpoint, and which checkpoints it may continue from.
 
 Everything follows from the number of completed steps: the samples consumed (``BatchPlan.at``), the learning rate, the seed of
-each step's dropout. So the state is that number, and a checkpoint records the rest in order to refuse what does not fit.
+each step's dropout. So the state is that number, and a checkpoint records the rest in order to refuse what does not fit. A fork
+may change the global batch: each checkpoint therefore records the sizes of the steps before it, and a fork begins at the next sample.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,11 +19,14 @@ from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIM_SETTINGS, STEP
 from toolkit.checkpoint.shard import Reader
 from toolkit.checkpoint.source import MODEL
 from toolkit.errors import CheckpointError, Problem
-from toolkit.plan.types import RunPlan
+from toolkit.plan.batch import continue_batch
+from toolkit.plan.schedule import learning_rate
+from toolkit.plan.types import BatchPlan, RampStage, RunPlan
 from toolkit.rundir.source import SourceKind
 
 DATA, IDENTITY, SEED, VERSIONS = "data", "identity", "seed", "versions"
 DATA_STATE = "data_state"  # of a stream whose place does not follow from the step
+BATCH_STAGES = "batch_stages"  # [size, first step, first sample] of each size of the global batch until this step
 _RECORDED_PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers")
 
 
@@ -46,8 +50,9 @@ def scalars(plan: RunPlan, state: TrainState, fingerprint: Mapping[str, Any], da
     """What a checkpoint holds besides tensors: plain JSON types. The engine's own keys stand beside the run's."""
     own: dict[str, object] = {
         STEP: state.step, CONSUMED: state.consumed_samples(plan), DATA: dict(fingerprint),
+        BATCH_STAGES: [[stage.size, stage.first_step, stage.first_sample] for stage in plan.batch.stages if stage.first_step < state.step],
         DATA_STATE: dict(data_state), IDENTITY: plan.identity, SEED: plan.config.train.seed, VERSIONS: versions(),
-        OPTIM: {name: getattr(plan.config.optim, name) for name in OPTIM_SETTINGS},
+        OPTIM: {name: getattr(plan.config.optim, name) for name in OPTIM_SETTINGS} | {"lr": learning_rate(plan, state.step)},
     }
     if plan.shape is not None:
         own[MODEL] = asdict(plan.shape)
@@ -66,34 +71,38 @@ def versions() -> dict[str, str]:
     return found
 
 
-def restore(plan: RunPlan, reader: Reader, kind: SourceKind, path: Path, check_data: Callable[[Mapping[str, object]], None]) -> TrainState:
-    """The state that a checkpoint at ``path`` is of.
+def restore(plan: RunPlan, reader: Reader, kind: SourceKind, path: Path) -> tuple[TrainState, BatchPlan]:
+    """The state that a checkpoint at ``path`` holds, and the global batches of a run that continues from it.
 
-    A resumed run must be the same run on the same data. A fork may differ in both: it takes over weights, optimizer and the
-    count of steps, and goes on at its own data's samples of that step.
-
-    Args:
-        check_data: raises CheckpointError where a recorded fingerprint is not of the data that this run reads.
+    A resumed run must be the same run. A fork may differ: it takes over weights, optimizer state, the number of steps and the number
+    of consumed samples, so that its first step begins at the sample at which its parent stopped, whatever the global batch was.
 
     Raises:
-        CheckpointError: it is not of a step, or it is of another run or other data.
+        CheckpointError: the checkpoint belongs to no training step, or to another run.
     """
     found, seen = reader.scalars, f"resume={path}" if kind is SourceKind.RESUME else f"run.fork={path}"
     key = seen.partition("=")[0]
-    step = found.get(STEP)
+    step, consumed = found.get(STEP), found.get(CONSUMED)
     if not isinstance(step, int):
         raise CheckpointError(Problem(key, f"{seen}, which is of no training step", "a run continues from a checkpoint of a run",
                                       f"start from published weights with model=pretrained model.pretrained={path}"))
-    state = TrainState(step)
+    before, batch = _stages(found), plan.batch
+    if isinstance(consumed, int) and (before or kind is SourceKind.FORK):
+        batch = continue_batch(batch, plan.config.train, before, step, consumed)
     if kind is SourceKind.FORK:
-        return state
-    recorded = found.get(DATA)
-    if isinstance(recorded, Mapping):
-        check_data(recorded)
-    own = {IDENTITY: plan.identity, SEED: plan.config.train.seed, CONSUMED: state.consumed_samples(plan)}
+        return TrainState(step), batch
+    own = {IDENTITY: plan.identity, SEED: plan.config.train.seed, CONSUMED: batch.at(step).first_sample}
     differing = [f"{name}={found[name]}, here {value}" for name, value in own.items() if name in found and found[name] != value]
     if differing:
         raise CheckpointError(Problem(
             key, f"{seen} has {'; '.join(differing)}", "a run continues with the same model, data, optimizer, schedule and batch",
             f"bring back what differs, or start a new run from this state with run.fork={path}"))
-    return state
+    return TrainState(step), batch
+
+
+def _stages(found: Mapping[str, object]) -> list[RampStage]:
+    """The batch sizes that a checkpoint records; none in one that another program or an older version wrote."""
+    recorded = found.get(BATCH_STAGES)
+    if not isinstance(recorded, list):
+        return []
+    return [RampStage(size=size, first_step=step, first_sample=sample, steps=None) for size, step, sample in recorded]

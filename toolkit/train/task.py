@@ -3,6 +3,7 @@ the loop only ``Task``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,21 +48,46 @@ class Text(Task):
 class NextToken(Text):
     """Cross-entropy of each next token, for models of ``families/``: forward gives logits [micro_batch, sequence, vocabulary].
 
-    In training, ``auxiliary`` times the model's own ``aux_loss`` (the router's load balance) is added, once a token, so that
-    dividing by the tokens leaves its weighted mean over the micro-batches. Evaluation is the cross-entropy alone.
+    In training, ``router_coefficient`` times :func:`load_balance` is added, once a token, so that dividing by the tokens leaves its
+    weighted mean over the micro-batches. Evaluation is the cross-entropy alone.
+
+    Args:
+        experts_per_token: experts that each token visits; 0 in a model without experts.
     """
 
-    def __init__(self, auxiliary: float = 0.0, end_of_text: int | None = None) -> None:
+    def __init__(self, router_coefficient: float = 0.0, end_of_text: int | None = None, *, experts_per_token: int = 0) -> None:
         super().__init__(end_of_text)
-        self._auxiliary = auxiliary
+        self._router_coefficient, self._experts_per_token = router_coefficient, experts_per_token
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
-        balanced = self._auxiliary != 0 and model.training
+        balanced = self._router_coefficient != 0 and model.training
         extra = {"output_router_logits": True} if balanced else {}
         output = model(input_ids=batch["input_ids"], use_cache=False, **_positions(batch), **extra)
         logits = output.logits.float().flatten(0, 1)
         loss = functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
-        return loss + self._auxiliary * output.aux_loss.float() * self.units(batch) if balanced else loss
+        if not balanced:
+            return loss
+        return loss + self._router_coefficient * load_balance(output.router_logits, self._experts_per_token) * self.units(batch)
+
+
+def load_balance(router_logits: Sequence[torch.Tensor], experts_per_token: int) -> torch.Tensor:
+    """The load-balancing loss of Switch Transformers (Fedus et al., 2101.03961, equations 4 to 6), of each layer, averaged over layers.
+
+    It is ``experts_per_token`` where all experts are equally busy, and more elsewhere. Megatron-core has the same loss, summed over layers
+    and divided by ``experts_per_token``: the plan converts the coefficient. transformers' ``aux_loss`` adds the layers' counts up before it
+    compares them, so that two layers that prefer different experts balance each other; it is not used.
+
+    Args:
+        router_logits: of each layer, [tokens, experts].
+    """
+    losses = []
+    for logits in router_logits:
+        experts = logits.shape[-1]
+        probabilities = logits.float().softmax(dim=-1)
+        chosen = probabilities.topk(experts_per_token, dim=-1).indices
+        visits = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0).mean(dim=0)
+        losses.append(experts * (visits * probabilities.mean(dim=0)).sum())
+    return torch.stack(losses).mean()
 
 
 class OwnLoss(Text):
@@ -100,4 +126,4 @@ def text_task(plan: RunPlan, end_of_text: int | None = None) -> Task:
     if plan.shape is None:
         assert model.target is not None, "a plan without a shape is of model.target"
         return OwnLoss(model.target, end_of_text)
-    return NextToken(plan.shape.router_aux_loss_coef, end_of_text)
+    return NextToken(plan.shape.router_aux_loss_coef, end_of_text, experts_per_token=plan.shape.num_experts_per_tok)

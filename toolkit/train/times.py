@@ -74,6 +74,11 @@ class AttemptTimes(Hook, Costs):
 
     # ---- the run so far
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether this attempt has saved a checkpoint."""
+        return bool(read_saves(self._folder))
+
     def unsaved(self) -> float:
         """Seconds of this attempt's steps since its newest save."""
         return self._times.stepping - self._saved

@@ -20,7 +20,7 @@ from toolkit.checkpoint.formats.deepspeed_catalog import Ranks, catalog_of
 from toolkit.checkpoint.formats.deepspeed_files import File, Saved
 from toolkit.checkpoint.formats.deepspeed_held import Local, Shape, Whole
 from toolkit.checkpoint.formats.pickles import Foreign, StoredTensor
-from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIM, OPTIM_SETTINGS, OPTIMIZER_STEP, SCALER_STATE, STEP
+from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIM, OPTIM_SETTINGS, OPTIMIZER_STEP, SCALER_STATE, STEP, WEIGHTS_DTYPE
 from toolkit.checkpoint.source import Source, named_in, vendors_refusal
 from toolkit.families.base import ModelShape
 
@@ -200,10 +200,12 @@ def _plain(value: object) -> object:
 
 
 def counts_of(saved: Saved) -> dict[str, object]:
-    """Steps and samples, as the models' files have them."""
+    """Steps, samples and the weights' dtype, as the models' files have them."""
     found: dict[str, object] = {STEP: _agreed(saved.models, "global_steps")}
     if saved.tensor == 1:  # with a tensor axis DeepSpeed counts its ranks' samples as different ones
         found[CONSUMED] = _agreed(saved.models, "global_samples")
+    if saved.weights_dtype is not None:
+        found[WEIGHTS_DTYPE] = saved.weights_dtype
     return found
 
 

@@ -108,7 +108,7 @@ def model_state(rank: ModelRank, of: Written, weights: Mapping[str, StoredTensor
         "frozen_param_shapes": frozen["frozen_param_shapes"],
         "shared_params": dict(rank.aliases) if zero else None,
         "frozen_param_fragments": frozen["frozen_param_fragments"],
-        "lr_scheduler": None,
+        "lr_scheduler": scheduler(of.optimizer_step),
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": of.step - of.optimizer_step,
@@ -120,6 +120,16 @@ def model_state(rank: ModelRank, of: Written, weights: Mapping[str, StoredTensor
         "ds_config": config(of),
         "ds_version": VERSION,
     }
+
+
+def scheduler(steps: int) -> dict[str, Any]:
+    """The state of a learning-rate scheduler that has been stepped ``steps`` times, for a program that has one: ``load_checkpoint`` hands
+    it over without looking. Schedulers of torch count in ``last_epoch``, DeepSpeed's in ``last_batch_iteration``, and torch's LambdaLR
+    (transformers' schedules) asks for the state of its functions too. What else a scheduler has stays as the program made it.
+
+    torch's SequentialLR and CyclicLR have state that does not follow from the count; they fail on a missing key.
+    """
+    return {"last_epoch": steps, "_step_count": steps + 1, "last_batch_iteration": steps - 1, "lr_lambdas": []}
 
 
 def shapes(parameters: Iterable[Parameter | ParameterSpec]) -> OrderedDict[str, Call]:

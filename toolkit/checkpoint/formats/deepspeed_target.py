@@ -25,7 +25,7 @@ from toolkit.checkpoint.formats.deepspeed_geometry import pieces_of_runs
 from toolkit.checkpoint.formats.deepspeed_layout import SUB_GROUP, Flat, ModelRank, Parameter
 from toolkit.checkpoint.formats.deepspeed_states import FP32, Records, Written
 from toolkit.checkpoint.nearby import model_unknown
-from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIM
+from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIM, WEIGHTS_DTYPE
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import MODEL, Source
 from toolkit.checkpoint.target import Target, TargetFile
@@ -35,6 +35,9 @@ from toolkit.families.base import ModelShape
 from toolkit.plan.deepspeed import tensor_dim
 
 NAME = "deepspeed"
+SCHEDULER = ("a learning-rate scheduler of the program continues at the checkpoint's step: DeepSpeed's own, and of torch those whose "
+             "state is a count, LambdaLR (transformers' schedules), StepLR and CosineAnnealingLR among them. For SequentialLR, CyclicLR "
+             "and schedulers that wrap others call load_checkpoint with load_lr_scheduler_states=False and set it yourself")
 
 
 def lay_out(source: Source, config: TargetConfig, *, sub_group: int = SUB_GROUP) -> Target:
@@ -63,8 +66,9 @@ def lay_out(source: Source, config: TargetConfig, *, sub_group: int = SUB_GROUP)
     return Target(
         format=NAME, namespace=source.namespace, step=of.step, tensors=tensors, pieces=Made(tensors, laid.pieces),
         copies=Made(tensors, laid.copies), files=[*laid.files, TargetFile("latest", len(tag), {0: tag})], manifest=manifest.BESIDE,
-        scalars=scalars | {MODEL: asdict(source.shape), OPTIM: dict(of.optim)},
-        identity=f"{of} {source.shape} {config.parallel} {sub_group}")
+        scalars=scalars | {MODEL: asdict(source.shape), OPTIM: dict(of.optim), WEIGHTS_DTYPE: of.dtype},
+        identity=f"{of} {source.shape} {config.parallel} {sub_group}", notes=(
+            adam.words_of_groups(of.optim, families.get(source.shape.family).parameters(source.shape), "DeepSpeed"), SCHEDULER))
 
 
 # ---- deciding what is written

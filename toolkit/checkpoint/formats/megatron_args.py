@@ -33,7 +33,7 @@ def model_of(args: Mapping[str, Any]) -> ModelShape | None:
         return None
     if args.get("num_experts"):
         sizes |= {"intermediate_size": args.get("moe_ffn_hidden_size") or sizes["intermediate_size"],
-                  "num_experts_per_tok": args.get("moe_router_topk"), "router_aux_loss_coef": args.get("moe_aux_loss_coeff") or 0.0}
+                  "num_experts_per_tok": args.get("moe_router_topk"), "router_aux_loss_coef": _router_coefficient(args)}
     if args.get("group_query_attention"):
         sizes["num_key_value_heads"] = args.get("num_query_groups")
     if args.get("position_embedding_type") == "rope":
@@ -49,6 +49,15 @@ def model_of(args: Mapping[str, Any]) -> ModelShape | None:
         if all(_same(config.get(trait), args.get(name)) for trait, name in _TRAITS.items()):
             return shape
     return None
+
+
+def _router_coefficient(args: Mapping[str, Any]) -> float:
+    """As ``model.router_aux_loss_coef`` has it: of the mean over layers, where an expert's share is not divided by the experts a token
+    visits (``families/tables.py`` converts the other way)."""
+    coefficient, visited = args.get("moe_aux_loss_coeff"), args.get("moe_router_topk")
+    if not isinstance(coefficient, int | float) or not visited:
+        return 0.0
+    return float(coefficient) * int(args.get("num_layers") or 0) / int(visited)
 
 
 def _same(ours: object, theirs: object) -> bool:

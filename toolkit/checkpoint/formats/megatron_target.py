@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from typing import Any
 
 from toolkit import families
 from toolkit.checkpoint import adam, manifest, states
@@ -73,17 +74,19 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
     return Target(
         format=NAME, namespace=source.namespace, step=source.step or 0, tensors=tensors, pieces=laid.pieces, files=files,
         identity=f"{shape} {config.parallel} {state} {sorted((str(key), info.dtype) for key, info in tensors.items())}",
-        manifest=manifest.BESIDE, scalars=scalars, notes=_notes(shape, config) if kept else ())
+        manifest=manifest.BESIDE, scalars=scalars, notes=_notes(shape, config, state.settings) if state else ())
 
 
 # ---- deciding what is written
 
 
-def _notes(shape: ModelShape, config: TargetConfig) -> tuple[str, ...]:
+def _notes(shape: ModelShape, config: TargetConfig, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    groups = adam.words_of_groups(settings, families.get(shape.family).parameters(shape), "Megatron-core")
     if not shape.num_local_experts:
-        return (SCHEDULER,)
+        return groups, SCHEDULER
     which = "above 1" if config.parallel.expert > 1 else "of 1"
-    return SCHEDULER, f"its optimizer state is for runs with expert parallelism {which}: there experts have an optimizer of their own"
+    return (groups, SCHEDULER,
+            f"its optimizer state is for runs with expert parallelism {which}: there experts have an optimizer of their own")
 
 
 def _layout_problems(shape: ModelShape, config: TargetConfig) -> Iterator[Problem]:

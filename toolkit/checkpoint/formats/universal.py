@@ -14,7 +14,7 @@ Source: ``deepspeed/checkpoint/ds_to_universal.py`` (``merge_tp_slices``, ``merg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.checkpoint import nearby
@@ -34,6 +34,7 @@ LATEST = "latest_universal"
 PARAMETERS = "zero"
 SETTINGS = f"{PARAMETERS}/optimizer_state.pt"
 MASTER_FILE, STEP_FILE = "fp32.pt", "step.pt"
+MAXIMA = "max_exp_avg_sq"  # AMSGrad's largest averages of squared gradients so far
 
 
 def find(path: Path) -> Path | None:
@@ -57,7 +58,9 @@ def open_source(folder: Path, model: ModelShape | None = None) -> Source:
         for name, local in ((name, local) for of_rank in held for name, local in of_rank.items()):
             known = (ranks[name].model_dtype for stage in stages for ranks in stage if name in ranks)
             local.model_dtype = next(known, saved.weights_dtype)  # a pipeline's weights are not there
-        scalars = deepspeed.counts_of(saved) | _optimizers(folder, steps)
+        settings = files.load(folder, SETTINGS)
+        _refuse_without_maxima(folder, settings, held)
+        scalars = deepspeed.counts_of(saved) | _optimizers(folder, settings, steps)
         catalog = catalog_of(folder, model, [*([of_rank] for of_rank in held), *map(deepspeed.without_placeholders, stages)], scalars)
     except Damage as damage:
         raise vendors_refusal(folder, damage) from damage
@@ -71,6 +74,14 @@ def _refuse_scrambled(saved: Saved) -> None:
     if isinstance(settings, Mapping) and settings.get("round_robin_gradients") and not saved.stage3 and saved.data > 1:
         raise files.unreadable(saved.folder, "was made from a run with round_robin_gradients, which ds_to_universal scrambles",
                                "take the checkpoint that it was made from: that is read as it is")
+
+
+def _refuse_without_maxima(folder: Path, settings: File, held: Sequence[Mapping[str, Local]]) -> None:
+    """Raises CheckpointError for AMSGrad without its third state, which DeepSpeed's converter leaves out without a word."""
+    amsgrad = any(group.get("amsgrad") for group in (*zero.settings_of(settings), *(settings.content.get("param_groups") or ())))
+    if amsgrad and not all(MAXIMA in local.moments for of_rank in held for local in of_rank.values()):
+        raise files.unreadable(folder, f"is of AMSGrad and lacks its third state, {MAXIMA}, which ds_to_universal leaves out",
+                               "take the checkpoint that it was made from: all of its states are read")
 
 
 def _tensor_ranks(models: tuple[File, ...]) -> int:
@@ -123,10 +134,9 @@ def _tensor(folder: Path, file: str) -> tuple[StoredTensor, bool]:
     return tensor, isinstance(value, Mapping)
 
 
-def _optimizers(folder: Path, steps: list[object]) -> dict[str, object]:
+def _optimizers(folder: Path, settings: File, steps: list[object]) -> dict[str, object]:
     """Steps and the loss scaler. Raises Damage where parameters disagree."""
     found: dict[str, object] = {}
-    settings = files.load(folder, SETTINGS)
     counts = {files.number(folder, step) for step in (*steps, *_steps_of(settings))}
     if len(counts) > 1:
         raise Damage(SETTINGS, f"the optimizer's steps are {sorted(counts)}", "all parameters have taken the same steps")

@@ -28,12 +28,12 @@ from toolkit.checkpoint.formats import deepspeed_states, torch_zip
 from toolkit.checkpoint.formats.deepspeed_states import VERSION
 from toolkit.checkpoint.formats.pickles import Storage, StoredTensor
 from toolkit.checkpoint.nearby import model_unknown
-from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER
-from toolkit.checkpoint.shard import WEIGHT, Box, TensorInfo, TensorKey
+from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, WEIGHTS_DTYPE
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import MODEL, Source
 from toolkit.checkpoint.target import Target, TargetFile
 from toolkit.config.reshard import TargetConfig
-from toolkit.errors import CheckpointError, Problem
+from toolkit.errors import CheckpointError
 from toolkit.families.base import ParameterSpec
 from toolkit.plan.deepspeed import tensor_dim
 
@@ -51,24 +51,27 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
 
     Raises:
         InputError: the source does not say what model it is of.
-        CheckpointError: it has no state of Adam.
+        CheckpointError: it lacks Adam's state of a parameter, or holds another optimizer's.
     """
     if source.shape is None:
         raise model_unknown(source.folder)
     moments, steps = adam.moments(source, config), adam.steps(source)
-    # Settings are not among what must be said: they are not written.
-    if set(moments) != set(adam.ADAM) or steps is None:
-        raise CheckpointError(Problem("target.format", f"target.format=universal without Adam's state ({source.folder})",
-                                      "a universal checkpoint has it", "write target.format=deepspeed, or take a source that has it"))
+    # Settings are not among what must be given: they are not written.
+    wrong = list(adam.state_problems(source, moments, "target.format=deepspeed target.optimizer=false"))
+    if wrong:
+        raise CheckpointError(*wrong)
+    assert steps is not None, "a source without a count was refused"
+    dtype = states.weights_dtype(source, None)
     specs = families.get(source.shape.family).parameters(source.shape)
-    tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape) for state in (WEIGHT, *moments) for spec in specs}
+    tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
+               for state in (WEIGHT if dtype == "float32" else MASTER, *moments) for spec in specs}
     step = source.step or 0
     folder = f"global_step{step}_universal"
-    files = [_fixed("latest_universal", folder.encode()), *_counts(source, folder, steps, states.weights_dtype(source, None), specs)]
+    files = [_fixed("latest_universal", folder.encode()), *_counts(source, folder, steps, dtype, specs)]
     pieces: dict[TensorKey, tuple[Piece, ...]] = {}
     for key, info in tensors.items():
         storage = Storage("0", "float32", Box.whole(info.shape).numel)
-        name = f"{folder}/zero/{key.name}/{'fp32' if key.state == WEIGHT else key.state}.pt"
+        name = f"{folder}/zero/{key.name}/{'fp32' if key.state in (WEIGHT, MASTER) else key.state}.pt"
         content = {"param": StoredTensor.whole(storage, info.shape), "cat_dim": tensor_dim(key.name) or 0}
         layout = torch_zip.lay_out(name, content, [storage])
         begin = layout.storages["0"]
@@ -77,7 +80,7 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
     files += [_counter(f"{folder}/zero/{spec.name}/step.pt", steps) for spec in specs]
     scalars = {key: value for key, value in source.catalog.scalars.items() if key != LOSS_SCALER}
     return Target(format=NAME, namespace=source.namespace, step=step, tensors=tensors, pieces=pieces, files=files,
-                  manifest=manifest.BESIDE, scalars=scalars | {MODEL: asdict(source.shape)},
+                  manifest=manifest.BESIDE, scalars=scalars | {MODEL: asdict(source.shape), WEIGHTS_DTYPE: dtype},
                   identity=f"{source.shape} {moments} {step} {steps}", notes=NOTES)
 
 
@@ -89,7 +92,8 @@ def _counts(source: Source, folder: str, steps: int, dtype: str, specs: Sequence
     """The files of no parameter. ``dtype``: of the weights in the run that it comes from."""
     samples, step = source.catalog.scalars.get(CONSUMED), source.step or 0
     model: dict[str, Any] = {
-        "module": {}, "buffer_names": [], "optimizer": None, "param_shapes": [deepspeed_states.shapes(specs)], "lr_scheduler": None,
+        "module": {}, "buffer_names": [], "optimizer": None, "param_shapes": [deepspeed_states.shapes(specs)],
+        "lr_scheduler": deepspeed_states.scheduler(steps),
         "data_sampler": None, "random_ltd": None, "skipped_steps": step - steps, "global_steps": step,
         "global_samples": samples if isinstance(samples, int) else 0, "dp_world_size": 1, "mp_world_size": 1,
         "ds_config": {"bf16": {"enabled": dtype == "bfloat16"}, "fp16": {"enabled": dtype == "float16"}}, "ds_version": VERSION,

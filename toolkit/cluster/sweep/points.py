@@ -15,12 +15,10 @@ from toolkit.cluster.machine import Machine
 from toolkit.config.cluster import Where
 from toolkit.config.multirun import OWN, SweepWords, quoted
 from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError, without_secrets
-from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.source import check_identity
 
-GB = 1e9
 NAME = 60  # letters of a point's name before the digits: a folder that can be read
 
 
@@ -113,8 +111,7 @@ def _planned(point: Point, machine: Machine, script: Path) -> Point:
             backends.of(config.cluster.where).render(make_job(plan, script))  # for what the cluster would refuse
     except UserError as error:
         return replace(point, problems=error.problems)
-    crowded = too_large(plan)
-    return replace(point, problems=(crowded,)) if crowded is not None else replace(point, plan=plan, problems=plan.warnings)
+    return replace(point, plan=plan, problems=plan.warnings)
 
 
 def _changed(point: Point) -> Problem | None:
@@ -133,26 +130,6 @@ def _changed(point: Point) -> Problem | None:
 def share(machine: Machine, gpus: int | None) -> Machine:
     """What a point sees of this machine: as many GPUs as it asks for, of those here."""
     return replace(machine, gpus=machine.gpus[:gpus]) if gpus else machine
-
-
-def too_large(plan: RunPlan) -> Problem | None:
-    """A point that would start and then run out of memory. ``launch/train.py`` only warns of that: activations are an estimate."""
-    memory = plan.memory
-    if memory is None:
-        return None
-    if plan.world.device is Device.CUDA:
-        have = memory_bytes(plan.world)
-        if have is not None and memory.device_total > have:
-            return Problem("train.micro_batch", f"{memory.device_total / GB:.1f} GB a rank with activations and buffers",
-                           f"it does not fit: {plan.world.gpu or 'the device'} has {have / GB:.1f} GB",
-                           "write a smaller train.micro_batch, or train.activation_checkpointing=true, or a higher zero stage")
-        return None
-    have, needed = plan.world.host_memory_bytes, host_bytes(plan)
-    if have is not None and needed > have:
-        return Problem("cluster.cpu_ranks", f"{needed / GB:.1f} GB on a node of {plan.world.ranks_per_node} ranks",
-                       f"it does not fit: the node has {have / GB:.1f} GB",
-                       "write fewer cluster.cpu_ranks, or a smaller model or micro-batch")
-    return None
 
 
 def host_bytes(plan: RunPlan) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 from toolkit.cluster.sweep.points import Point
 from toolkit.config.schema import RunConfig
 from toolkit.config.sweep import SweepSection
-from toolkit.errors import ConfigError, Problem
+from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.files import write_whole
 from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
@@ -42,6 +42,7 @@ class PointState(StrEnum):
     DONE = "done"
     STOPPED = "stopped"  # after saving: the same command goes on with it
     FAILED = "failed"
+    DIVERGED = "diverged"  # a loss, gradient or weight is infinite or NaN
     REFUSED = "refused"  # by its plan, before anything was queued, or when it started
 
 
@@ -158,7 +159,8 @@ def result(point: Point, folder: Path, metric: str | None, *, before: Status | N
         state, why = (PointState.STOPPED, "stopped before it began") if asked else (PointState.FAILED, silent)
         return row_of(point, folder, state, why, ended=time.time())
     ends = {RunState.DONE: PointState.DONE, RunState.STOPPED: PointState.STOPPED, RunState.REFUSED: PointState.REFUSED}
-    state = ends.get(status.state, PointState.FAILED)
+    diverged = status.exit_code == ExitCode.DIVERGED
+    state = PointState.DIVERGED if diverged else ends.get(status.state, PointState.FAILED)
     reason = status.reason or (silent or "it ended without a word" if status.state.live else None)
     number = number_of(directory, point.plan.config, metric) if state is PointState.DONE else None
     if state is PointState.DONE and number is None:

@@ -31,6 +31,7 @@ from toolkit.progress import Progress, Task
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 
+BAD = (PointState.FAILED, PointState.DIVERGED, PointState.REFUSED)  # such a point has no number, and a reason
 POLL_SECONDS = 0.1
 ANSWER_SECONDS = 10.0  # in which rank 0 says what is wrong: a launcher that sees another rank end ends it, too, and the words with it
 
@@ -148,10 +149,10 @@ class _Sweep:
         return [self._number(rows[name_of(self.words.swept(combination))]) for combination in combinations]
 
     def _number(self, row: Row) -> float | Exception | None:
-        """What the sweeper is told: a refused point is as bad as can be, so that its neighbours are avoided too."""
+        """What the sweeper gets: a refused or diverged point is as bad as can be, so that its neighbours are avoided too."""
         if row.number is not None or self.words.grid:
             return row.number
-        if row.state is PointState.REFUSED:
+        if row.state in (PointState.REFUSED, PointState.DIVERGED):
             return float("-inf" if self._options.maximize else "inf")
         return PointFailed(f"{' '.join(row.swept)}: {row.state}, {row.reason}")
 
@@ -222,7 +223,7 @@ class _Sweep:
         if point.name in self._elsewhere:
             self._elsewhere.discard(point.name)
             row = next(row for row in self._record.rows() if row.name == point.name)
-            if row.state in (PointState.FAILED, PointState.REFUSED) and (row.ended or 0.0) >= self._began:
+            if row.state in BAD and (row.ended or 0.0) >= self._began:
                 return row
         return None
 
@@ -239,7 +240,7 @@ class _Sweep:
         """The row is there before another process can take the claim."""
         self._record.note(row)
         os.close(claim)
-        if row.state in (PointState.FAILED, PointState.REFUSED):
+        if row.state in BAD:
             print(f"{row.state}: {' '.join(row.swept) or row.name}: {row.reason}", file=sys.stderr)
         if task is not None:
             numbers = [other.number for other in self._record.rows() if other.number is not None]
@@ -273,7 +274,7 @@ class _Sweep:
         show.write_csv(self.folder / "results.csv", rows, self._metric, maximize)
         picture = show.plot(self.folder / "sweep.png", self.folder.name, rows, self._metric, maximize)
         self._show(rows)
-        for text in show.grouped([row for row in rows if row.ended is not None and row.state in (PointState.FAILED, PointState.REFUSED)]):
+        for text in show.grouped([row for row in rows if row.ended is not None and row.state in BAD]):
             print(text)
         best = show.ranked(rows, maximize)[0]
         if best.number is not None:
@@ -283,6 +284,8 @@ class _Sweep:
         states = {row.state for row in rows if row.name in self._mine}
         if PointState.FAILED in states:
             return ExitCode.FAILURE
+        if PointState.DIVERGED in states:
+            return ExitCode.DIVERGED
         if PointState.REFUSED in states or not states:  # when it started, by its data or the cluster; or all by their plans
             return ExitCode.USER
         return ExitCode.STOPPED if states & {PointState.STOPPED, PointState.WAITING, PointState.RUNNING} else ExitCode.DONE

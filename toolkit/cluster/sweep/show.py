@@ -14,8 +14,9 @@ from toolkit.files import write_whole
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-ORDER = (PointState.DONE, PointState.RUNNING, PointState.STOPPED, PointState.WAITING, PointState.FAILED, PointState.REFUSED)
-STYLES = {PointState.DONE: "green", PointState.FAILED: "red", PointState.REFUSED: "yellow"}
+ORDER = (PointState.DONE, PointState.RUNNING, PointState.STOPPED, PointState.WAITING, PointState.DIVERGED, PointState.FAILED,
+         PointState.REFUSED)
+STYLES = {PointState.DONE: "green", PointState.DIVERGED: "red", PointState.FAILED: "red", PointState.REFUSED: "yellow"}
 MOST = 40  # of the picture; worse points are in the table
 FEW = 4  # points named of those with one reason; all are in the table
 LINES = 8  # of a reason, and

@@ -36,6 +36,21 @@ def lanes_of(batch: BatchPlan, data_rank: int) -> Ints:
     return rank_places(accumulation, batch.data_parallel, batch.micro_batch, data_rank).ravel()
 
 
+def fork_places(documents: Sequence[int], offsets: Sequence[int], lanes: int) -> Ints:
+    """Where ``lanes`` lanes begin so that they read on from the places of ``len(documents)`` other ones: [lanes, 2], document and offset.
+
+    Nothing unread is left out. If ``lanes`` is a multiple of the other number, nothing is read twice either, since each lane's documents
+    are then all of one former lane. Otherwise all begin with the first unread document, and documents that faster lanes had already
+    read come again.
+    """
+    former, now = len(documents), np.arange(lanes)
+    unread = np.asarray(documents, dtype=np.int64) * former + np.arange(former)  # each lane's first, in the run's order
+    parents = now % former if lanes % former == 0 else np.full(lanes, unread.argmin())
+    firsts = np.maximum(0, -((now - unread[parents]) // lanes))
+    same = firsts * lanes + now == unread[parents]
+    return np.stack([firsts, np.where(same, np.asarray(offsets, dtype=np.int64)[parents], 0)], axis=1)
+
+
 @dataclass(slots=True)
 class Lane:
     """One lane's tokens from its next sample on.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from toolkit.data.dataset.documents import Documents, no_documents
 from toolkit.data.dataset.encode import Encoded, Encoders
-from toolkit.data.dataset.lanes import Demand, Lane, demand, lanes_of
+from toolkit.data.dataset.lanes import Demand, Lane, demand, fork_places, lanes_of
 from toolkit.data.fingerprint import FORK, check_same
 from toolkit.data.prefetch import Prefetch
 from toolkit.data.stream import rank_places
@@ -84,7 +84,7 @@ class DatasetStream:
     def steps(self, first_step: int) -> Iterator[list[Ints]]:
         """This rank's micro-batches, one list a step: each int64 [micro_batch, sequence_length + 1]. An error is raised by ``next``.
 
-        Without ``restore`` the first step has the first documents, whichever step it is: so a fork begins its data anew.
+        Without ``restore`` or ``fork`` the first step has the first documents, whichever step it is.
         """
         assert self._encoders is None, "documents are read once: another reader opens the data again"
         self._encoders = self._open_encoders()
@@ -128,6 +128,14 @@ class DatasetStream:
                 "data=dataset continues where each place of the global batch was", f"continue from another checkpoint, {FORK}"))
         self._places = np.array([documents, offsets], dtype=np.int64).T[self._lanes]
         self._documents.restore(state.get("source", {}))
+
+    def fork(self, fingerprint: Mapping[str, object], state: Mapping[str, Any]) -> None:
+        """Continue where the lanes of another run stood, if it read the same documents; else begin with the first documents."""
+        if any(self._fingerprint.get(name) != fingerprint.get(name)
+               for name in (self._fingerprint.keys() | fingerprint.keys()) - {"lanes", "sequence_length"}):
+            return
+        self._places = fork_places(state["documents"], state["offsets"], self._batch.global_batch)[self._lanes]
+        self._documents.restore(state["source"])
 
     def close(self) -> None:
         if self._encoders is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ class Built:
         settings = dict(plan.megatron["optimizer"])
         settings["params_dtype"] = getattr(torch, settings["params_dtype"])
         self.optimizer: Any = get_megatron_optimizer(OptimizerConfig(**settings), self.chunks, use_gloo_process_groups=False)
+        _skip_steps_that_are_not_finite(self.optimizer)
         self.state = State(plan, models, self.optimizer)
         self.draws = plan.shape.dropout > 0  # whether training draws random numbers
         self._parallel_context = plan.axes.context > 1
@@ -55,10 +57,10 @@ class Built:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
 
-    def scale_by(self, scaler: LossScaler, overflowed: Callable[[bool], None]) -> None:
+    def scale_by(self, scaler: LossScaler) -> None:
         """The run's own loss scale, whose rules are the same in every engine, in place of Megatron-core's."""
         for part in inner_optimizers(self.optimizer):
-            part.grad_scaler = _Scale(scaler, overflowed)
+            part.grad_scaler = _Scale(scaler)
         self._config.grad_scale_func = self.optimizer.scale_loss
 
     def cut(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -124,12 +126,33 @@ def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
     return functions if len(functions) > 1 else functions[0]
 
 
-class _Scale:
-    """Megatron-core's view of the run's loss scale. The optimizers for experts and for the rest each say whether they overflowed;
-    the scale moves once a step, after both."""
+def _skip_steps_that_are_not_finite(optimizer: Any) -> None:
+    """Skip a step whose gradient norm is not finite; ``optimizer.step()`` then returns False as its first value.
 
-    def __init__(self, scaler: LossScaler, overflowed: Callable[[bool], None]) -> None:
-        self._scaler, self.update = scaler, overflowed
+    Megatron-core checks gradients in fp16 only, and applies those that are not finite in fp32 and bf16. The norm is
+    global, and on the host already, when the update is due.
+    """
+    norm_of, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    norm = 0.0
+
+    def get_grad_norm() -> float:
+        nonlocal norm
+        norm = norm_of()
+        return norm
+
+    optimizer.get_grad_norm = get_grad_norm
+    optimizer.step_with_ready_grads = lambda: math.isfinite(norm) and update()
+
+
+class _Scale:
+    """The run's loss scale as Megatron-core reads it. The engine updates the scale, once a step; Megatron-core would
+    update it once for each of its optimizers, those of the experts and of the rest."""
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    def update(self, found_inf: bool) -> None:
+        pass
 
     @property
     def scale(self) -> torch.Tensor:

@@ -48,9 +48,8 @@ class MegatronEngine:
         groups.make(plan)
         self._built = Built(plan)
         self._scaler = LossScaler.of(plan.config.precision)
-        self._found_overflow = False
         if self._scaler is not None:
-            self._built.scale_by(self._scaler, self._overflowed)
+            self._built.scale_by(self._scaler)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
         built = self._built
@@ -64,17 +63,17 @@ class MegatronEngine:
         weight = len(micro_batches) * self._plan.axes.data / max(units, 1)
         with self._recorder.schedule(), self._recorder.part(BACKWARD):  # less what says that it is forward
             loss_sum = self._run(micro_batches, weight, settings.step)
+        balance = self._router_loss(len(micro_batches))
         with self._recorder.part(OPTIMIZER):
             scale = self._scaler.cur_scale if self._scaler else 1.0
-            self._found_overflow = False
-            _, grad_norm, _ = built.optimizer.step()
+            applied, grad_norm, _ = built.optimizer.step()
             if self._scaler:
-                self._scaler.update(self._found_overflow)
+                self._scaler.update(not applied)
         return StepResult(
-            loss=self._sum(loss_sum) / max(units, 1),
-            grad_norm=torch.inf if self._found_overflow else float(grad_norm),
+            loss=self._sum(loss_sum) / max(units, 1) + balance,
+            grad_norm=float(grad_norm) if applied else torch.inf,
             tokens=units,
-            skipped=self._found_overflow,
+            skipped=not applied,
             loss_scale=scale,
         )
 
@@ -169,6 +168,23 @@ class MegatronEngine:
         mine = torch.stack(sums).sum() if sums and self._at.tensor == 0 else torch.zeros((), dtype=torch.float64)
         return mine.to(self.device)
 
+    def _router_loss(self, micro_batches: int) -> float:
+        """The mean over the global batch's micro-batches of the routers' load-balancing losses, times their coefficient.
+
+        Megatron-core adds the gradients by itself and keeps the losses for its log: each rank those of its own layers, and of its own
+        part of each sequence.
+        """
+        from megatron.core.transformer.moe import moe_utils
+
+        assert self._plan.megatron is not None
+        coefficient = float(self._plan.megatron["transformer"].get("moe_aux_loss_coeff", 0.0))
+        if not coefficient:
+            return 0.0
+        tracked = moe_utils.get_moe_layer_wise_logging_tracker().get("load_balancing_loss")
+        total = self._sum(tracked["values"].sum() if tracked is not None else 0.0)  # a stage may have no layers
+        moe_utils.clear_aux_losses_tracker()
+        return coefficient * total / (micro_batches * self._plan.axes.data)
+
     def _whole_rounds(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The interleaved schedule takes as many micro-batches as there are stages at a time: what is missing has no labels."""
         found = list(micro_batches)
@@ -195,6 +211,3 @@ class MegatronEngine:
         total = torch.as_tensor(value, dtype=torch.float64, device=self.device).clone()
         dist.all_reduce(total)
         return float(total)
-
-    def _overflowed(self, found: bool) -> None:
-        self._found_overflow = self._found_overflow or found

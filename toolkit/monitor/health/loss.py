@@ -20,14 +20,17 @@ WATCHED = 10  # steps after a spike, in which it comes back or stays
 
 
 def go_back(step: int) -> str:
-    return f"start the same command with resume=RUN_DIR/checkpoints/step-N of a checkpoint before step {step}"
+    """A resumed run must keep optim.*, so that another learning rate makes a new run."""
+    return f"start a new run with run.fork=RUN_DIR/checkpoints/step-N of a checkpoint before step {step}"
 
 
 class NonFinite(Detector):
-    """A loss or a gradient norm that is infinite or not a number. A step that fp16's loss scaler skipped has an infinite norm by design.
+    """A loss or a gradient norm that is infinite or NaN. A step that fp16's loss scaler skipped has an infinite norm by
+    design.
 
-    Which came first says where to look: a loss that is none comes out of forward; a norm that is none, behind a loss that is one, out of
-    backward.
+    Which of them came first tells where to look: a loss comes out of forward; the norm, if the loss is finite, out of
+    backward. Such a step is skipped, so the weights are as sound as they were before: rows of such steps record whether
+    they are finite.
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class NonFinite(Detector):
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
         step, broken = row["step"], [name for name in ("loss", "grad_norm") if not math.isfinite(row[name])]
-        if row.get("skipped"):
+        if row.get("skipped") and "weights_finite" not in row:  # by the loss scale
             broken = [name for name in broken if name == "loss"]
         for name in ("loss", "grad_norm"):
             if name in broken:
@@ -48,9 +51,13 @@ class NonFinite(Detector):
         what = "loss" if first == "loss" else "gradient norm"
         began = self._since[first]
         where_from = "forward gave it" if first == "loss" else "backward gave it, from a loss that was a number"
+        weights = ""
+        if "weights_finite" in row:
+            weights = "; the weights are finite" if row["weights_finite"] else "; the weights are not finite either"
+            weights += ", and the step was skipped" if row.get("skipped") else ""
         return Alert(
             name="non-finite-loss" if first == "loss" else "non-finite-gradient", level=Level.ERROR, step=step,
-            cause=f"the {what} is not a finite number, first in step {began}: {where_from}, and the weights are lost from then on",
+            cause=f"the {what} is not a finite number, first in step {began}: {where_from}{weights}",
             evidence=f"loss {row['loss']:g}, gradient norm {row['grad_norm']:g}, learning rate {row['lr']:g}",
             next_step=f"{go_back(began)}, with a smaller optim.lr or optim.clip=1, or precision=bf16 instead of fp16; where it comes again "
                       "in the same step look at that step's samples, where it does not test the GPUs: dcgmi diag -r 3")
@@ -169,7 +176,7 @@ class LossScale(Detector):
         self._from = 0.0
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
-        if "skipped" not in row:
+        if "loss_scale" not in row:
             return None
         self._seen += 1
         if not row["skipped"]:
@@ -184,7 +191,8 @@ class LossScale(Detector):
             name="loss-scale", level=Level.ERROR, step=row["step"],
             cause="fp16's loss scale collapses: step after step overflows and is skipped, so nothing is learnt",
             evidence=f"{self._skipped} steps in a row were skipped; the loss scale went from {self._from:g} to {row['loss_scale']:g}",
-            next_step=f"{go_back(row['step'] - self._skipped)}, with precision=bf16 where the GPU has it, or a smaller optim.lr")
+            next_step="start the same command with precision=bf16 if the GPU has it, or "
+                      f"{go_back(row['step'] - self._skipped)}, with a smaller optim.lr")
 
 
 class Validation(Detector):

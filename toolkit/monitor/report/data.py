@@ -23,7 +23,7 @@ from toolkit.monitor.report.reduce import Curves, bucket_width, reduce
 from toolkit.monitor.report.rows import Advance, batched, curves_of, is_number, nothing, placed, width_in_steps
 from toolkit.paths import UnsafePath, check_links
 from toolkit.progress import Progress
-from toolkit.rows import read_rows
+from toolkit.rows import float_of, read_rows
 
 ALERTS = 200  # the newest, of each file
 NODE_POINTS = 2400  # of a figure, over all nodes together
@@ -195,8 +195,8 @@ def section(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
 # ---- rows
 
 def step_figures(row: Mapping[str, Any]) -> dict[str, float]:
-    figures = {name: float(value) for name, value in row.items()
-               if (name in STEP_FIGURES or name.startswith(EPOCHS)) and isinstance(value, int | float)}
+    figures = {name: float_of(value) for name, value in row.items()
+               if (name in STEP_FIGURES or name.startswith(EPOCHS)) and (value is None or isinstance(value, int | float))}
     return {**figures, "step": row["step"]}
 
 
@@ -211,7 +211,8 @@ def ledger_figures(row: Mapping[str, Any]) -> dict[str, float]:
 def _evals(path: Path, advance: Advance) -> dict[str, Curves]:
     sets: dict[str, list[tuple[float, dict[str, float]]]] = {}
     for row in placed(path, "step", advance):
-        figures = {name: float(row[name]) for name in ("loss", "accuracy", "seconds") if is_number(row.get(name))}
+        figures: dict[str, float] = {name: float_of(row[name]) for name in ("loss", "accuracy", "seconds")
+                   if name in row and (row[name] is None or is_number(row[name]))}
         sets.setdefault(str(row.get("set")), []).append((row["step"], figures))
     return {name: reduce(rows, rows[0][0], bucket_width(rows[0][0], max(rows[0][0], rows[-1][0])))
             for name, rows in sorted(sets.items())}

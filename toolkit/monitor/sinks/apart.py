@@ -10,6 +10,7 @@ after a failure, within ``close_seconds``. Signals are for the training; who end
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -30,14 +31,36 @@ from toolkit.monitor.sink import Kind, NullSink, Row, Sink, tell
 from toolkit.monitor.sinks.queued import HURRY_SECONDS, QueuedSink
 
 CLOSE_SECONDS = 60.0
+KILL_SECONDS = 10.0  # that the kernel takes at most to end a process
 ANSWER_SECONDS = 1.0  # for its last words, when it has given up
 NICE = 19  # of the sink once it is made: training comes first, also where it takes every core
 ROOT = Path(toolkit.__file__).resolve().parents[1]  # where the package is found
-TOLD, ENDED = "told", "ended"  # what the process says, with words
+STARTED, TOLD, ENDED = "started", "told", "ended"  # what the process says: with its number, or with words
 
 
 class ProcessEnded(RuntimeError):
     """What the process said last."""
+
+
+class _Detached:
+    """A process that is no child of this one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        """Whether it has, after at most ``seconds``."""
+        return bool(select.select([self._descriptor], [], [], seconds)[0])
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Wait for its end, which has been made sure of."""
+        self.ended(KILL_SECONDS)
+        os.close(self._descriptor)
 
 
 class ProcessSink(NullSink):
@@ -61,12 +84,16 @@ class ProcessSink(NullSink):
         self._temporary = tempfile.mkdtemp(prefix="sink-")  # its own: the process ends without the hooks that would tidy up
         command = [sys.executable, "-P", "-m", __name__, str(theirs), str(answers), str(close_seconds), self._temporary]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
+        starter = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(theirs, answers),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": self._temporary}, start_new_session=True)
         os.close(theirs)
         os.close(answers)
+        assert starter.stdin is not None
+        self._life = starter.stdin  # never written to; it ends with this process
         self._requests, self._answers = Connection(ours, readable=False), Connection(hears, writable=False)
+        self._process = _Detached(self._first_answer())
+        starter.wait()
         self._send((make, dict(arguments), name, close_seconds))
 
     @property
@@ -90,14 +117,22 @@ class ProcessSink(NullSink):
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"its process did not finish within {self._close_seconds:g} s")
         finally:
-            if self._process.poll() is None:  # it has finished, or it will not
+            if not self._process.ended():  # it has finished, or it will not
                 end_children(self._process.pid)
                 self._process.kill()
-            self._process.wait()
+            self._process.close()
             shutil.rmtree(self._temporary, ignore_errors=True)  # it has, unless it was killed
-            for pipe in (self._requests, self._answers, self._process.stdin):
-                assert pipe is not None
+            for pipe in (self._requests, self._answers, self._life):
                 pipe.close()
+
+    def _first_answer(self) -> int:
+        """The number of the sink's process. Raises ProcessEnded if there is none."""
+        try:
+            what, pid = self._answers.recv()
+        except EOFError:
+            raise ProcessEnded("its process could not be started") from None
+        assert what == STARTED, f"{what} before the process has said its number"
+        return int(pid)
 
     def _send(self, message: object) -> None:
         if not self._ended(0.0):
@@ -119,7 +154,7 @@ class ProcessSink(NullSink):
         try:
             what, words = self._answers.recv()
         except EOFError:
-            what, words = ENDED, f"its process ended with code {self._process.wait()}"
+            what, words = ENDED, "its process was killed"
         if what == TOLD:
             self._tell(words)
             return False
@@ -192,6 +227,12 @@ def _end(code: int, temporary: str) -> None:
 
 
 def main(requests: str, answers: str, seconds: str, temporary: str) -> None:
+    """The sink is no descendant of the rank: DeepSpeed's launcher sends SIGTERM to all of those when it hears Ctrl-C, and W&B's own process
+    ends of it before the run has been stopped and saved."""
+    if os.fork() > 0:
+        os._exit(0)
+    os.setsid()  # a group of its own, for its priority
+    Connection(os.dup(int(answers)), readable=False).send((STARTED, os.getpid()))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(0, float(seconds), temporary), daemon=True).start()

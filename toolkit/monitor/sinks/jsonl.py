@@ -1,5 +1,7 @@
-"""One file for each kind of row: one JSON object a line, floats in full precision (``NaN`` and ``Infinity`` as Python's ``json`` writes
-and reads them).
+"""One file for each kind of row: one JSON object a line, floats in full precision.
+
+JSON has no NaN and no infinity: such a number is written as ``null``, which pandas reads as NaN, and ``toolkit.rows.float_of``
+too. Which of them it was stands in the alert and in the run's status.
 
 orjson writes them in a twentieth of the time of Python's own: who writes keeps the interpreter from who trains.
 """
@@ -7,11 +9,12 @@ orjson writes them in a twentieth of the time of Python's own: who writes keeps 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -56,10 +59,16 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def encoded(row: Row) -> bytes:
-    """A line. Python's own has what orjson does not: whole numbers beyond 64 bits, and those that are not finite, which that takes for
-    null."""
+    """A line. orjson writes null for a number that is not finite; it refuses whole numbers beyond 64 bits, which
+    Python's own encoder has."""
     with suppress(orjson.JSONEncodeError):
-        line = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
-        if b"null" not in line:
-            return line
-    return json.dumps(row).encode() + b"\n"
+        return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+    return json.dumps(_without_nonfinite(row), allow_nan=False).encode() + b"\n"
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nonfinite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

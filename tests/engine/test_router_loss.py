@@ -1,0 +1,79 @@
+"""``model.router_aux_loss_coef`` is one loss on every engine: reported, and with the same gradients.
+
+    pytest tests/engine/test_router_loss.py
+
+Four layers with two experts a token, so that coefficients that add up layers, or divide by the experts, would show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.engine.protocol import MicroBatch
+from toolkit.plan.types import RunPlan
+from toolkit.testing.dist import RankPool
+from toolkit.testing.matrix import TOLERANCE, Case, Cell, deepspeed, megatron
+from toolkit.testing.measure import Measured, measure
+from toolkit.testing.tiny import micro_batches
+from toolkit.train.task import IGNORED
+
+COEFFICIENT = 0.5
+STEPS = 4
+LAYERS = 4
+
+# Cells that train on one micro-batch of two samples, and cells that train on four.
+SINGLE = [deepspeed("mixtral", 1, layers=LAYERS), megatron("mixtral", layers=LAYERS), megatron("mixtral", pipeline=2, layers=LAYERS),
+          megatron("mixtral", tensor=2, label="sp", layers=LAYERS), megatron("mixtral", context=2, layers=LAYERS)]
+SEVERAL = [deepspeed("mixtral", 1, data=2, expert=2, layers=LAYERS), megatron("mixtral", data=2, expert=2, layers=LAYERS),
+           megatron("mixtral", pipeline=2, layers=LAYERS), megatron("mixtral", layers=LAYERS, recompute=True, label="full")]
+
+
+def unmasked(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
+    """Equal numbers of tokens in all micro-batches."""
+    found = micro_batches(plan, step, data_rank)
+    return [{**batch, "labels": torch.where(batch["labels"] == IGNORED, 0, batch["labels"])} for batch in found]
+
+
+def measured(pool: RankPool, cell: Cell, samples: int, coefficient: float) -> Measured:
+    plan = cell.plan(Case.SGD, train__global_batch=samples, model__router_aux_loss_coef=coefficient, optim__lr=0.02)
+    found: Measured = pool.run(on_rank, plan, ranks=cell.ranks)[0]
+    return found
+
+
+def on_rank(rank: int, ranks: int, plan: RunPlan) -> Measured:
+    return measure(rank, ranks, plan, steps=STEPS, gradients=True, batches=unmasked)
+
+
+@pytest.fixture(scope="module")
+def oracles(pool: RankPool) -> dict[Any, Measured]:
+    cell = SINGLE[0].oracle()
+    return {(samples, coefficient): measured(pool, cell, samples, coefficient)
+            for samples, coefficient in ((2, COEFFICIENT), (8, COEFFICIENT), (2, 0.0))}
+
+
+@pytest.mark.parametrize("cell", SINGLE, ids=lambda cell: cell.name)
+def test_a_single_micro_batch_has_the_same_losses_and_gradients_on_every_engine(
+        cell: Cell, pool: RankPool, oracles: dict[Any, Measured]) -> None:
+    agree(measured(pool, cell, 2, COEFFICIENT), oracles[2, COEFFICIENT])
+
+
+@pytest.mark.parametrize("cell", SEVERAL, ids=lambda cell: cell.name)
+def test_several_micro_batches_of_equal_size_too(cell: Cell, pool: RankPool, oracles: dict[Any, Measured]) -> None:
+    agree(measured(pool, cell, 8, COEFFICIENT), oracles[8, COEFFICIENT])
+
+
+def agree(found: Measured, oracle: Measured) -> None:
+    differences = found.differences(oracle)
+    assert not differences.over(TOLERANCE), differences
+
+
+def test_control_a_run_without_the_coefficient_is_far_away(oracles: dict[Any, Measured]) -> None:
+    """In the loss, which is reported with it, and in the routers' gradients."""
+    differences = oracles[2, 0.0].differences(oracles[2, COEFFICIENT])
+    assert differences.loss > COEFFICIENT, "a balanced router has a loss of 2, times the coefficient"
+    assert differences.gradient is not None
+    assert differences.gradient > 0.05
+    assert oracles[2, 0.0].evaluation != oracles[2, COEFFICIENT].evaluation, "it was trained"

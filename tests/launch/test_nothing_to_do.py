@@ -1,0 +1,39 @@
+"""The command of a finished run, typed again, ends with 0 and says why before any rank trains.
+
+    pytest tests/launch/test_nothing_to_do.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch.processes import FAKE, Started, command, status_of
+from tests.rundir.runs import checkpoint
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
+
+WORDS = ("+exp=quickstart", "train.steps=3")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("launcher", ["python", "deepspeed", "torchrun"])
+def test_a_finished_run_ends_at_once_and_changes_nothing(launcher: str, tmp_path: Path) -> None:
+    from toolkit.config.compose import compose
+
+    run_dir = tmp_path / "run"
+    directory = RunDirectory(run_dir)
+    directory.begin(compose([*WORDS, f"run.dir={run_dir}"]), {})
+    directory.release()
+    checkpoint(directory, "step-00000003")
+    directory.finish(RunState.DONE, 0, None, attempt=1)
+    before = status_of(run_dir)
+    with Started(command(launcher, FAKE, *WORDS, "zero=stage3", f"run.dir={run_dir}"), run_dir, cwd=tmp_path) as started:
+        assert started.ended(120) == 0, started.output
+        started.gone(15)
+    assert started.output.count("nothing to do: 3 of 3 steps of") == 1, started.output
+    assert "Traceback" not in started.output
+    assert "attempt" not in started.output
+    assert directory.attempts() == [1]
+    assert status_of(run_dir) == before

@@ -1,0 +1,36 @@
+"""An exception as a person wants to see it: the lines of their own code, without those of the toolkit and of installed packages."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+import toolkit
+
+_ROOT = Path(toolkit.__file__).resolve().parent
+_INSTALLED = (Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_NOT_THEIRS = tuple(f"{path}/" for path in {_ROOT, _ROOT.parent / "launch", *_INSTALLED})
+
+
+def is_theirs(filename: str) -> bool:
+    """Whether a file is neither the toolkit's, nor an installed package's, nor Python's own."""
+    return not filename.startswith("<") and not str(Path(filename).resolve()).startswith(_NOT_THEIRS)
+
+
+def own_lines(error: BaseException) -> str | None:
+    """The traceback of ``error`` with the frames of the user's files only; None if there are none in it.
+
+    Exceptions that caused it are shown too, if they passed through the user's files.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    return "".join(shown.format()) if _keep_theirs(shown) else None
+
+
+def _keep_theirs(shown: traceback.TracebackException) -> bool:
+    shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if is_theirs(frame.filename)])
+    if shown.__cause__ is not None and not _keep_theirs(shown.__cause__):
+        shown.__cause__ = None
+    if shown.__context__ is not None and not _keep_theirs(shown.__context__):
+        shown.__context__ = None
+    return len(shown.stack) > 0 or shown.__cause__ is not None
