@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.data.made import documents, make_folder
 from toolkit.data.index import HEADER, IndexFile, index_bytes, token_dtype
-from toolkit.data.manifest import describe, read_manifest, write_manifest
+from toolkit.data.manifest import describe, read_manifest, write_content, write_manifest
 from toolkit.data.tokens import MappedTokens, open_split, verify
 from toolkit.data.write import SplitWriter
 from toolkit.errors import InputError
@@ -134,9 +134,14 @@ def set_manifest(**changes: object) -> Callable[[Path], None]:
     def do(folder: Path) -> None:
         content = json.loads((folder / "manifest.json").read_text())
         content.update(changes)
-        (folder / "manifest.json").write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        write_content(folder, {key: value for key, value in content.items() if value is not None})
 
     return do
+
+
+def replace_text(file: Path, old: str, new: str) -> None:
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
 
 
 DAMAGE = {
@@ -151,8 +156,9 @@ DAMAGE = {
     "no tokenizer": (lambda folder: (folder / "tokenizer/tokenizer.json").unlink(), "tokenizer.json"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
     "no JSON": (cut("manifest.json"), "manifest.json"),
-    "newer format": (set_manifest(format_version=3), "format_version=3"),
+    "newer format": (set_manifest(format_version=4), "format_version=4"),
     "a list": (lambda folder: (folder / "manifest.json").write_text("[]") and None, "manifest.json"),
+    "changed by hand": (lambda folder: replace_text(folder / "manifest.json", '"documents": 50', '"documents": 49'), "manifest_xxh3_128"),
     "missing field": (set_manifest(origin=None), "origin"),
     "unknown dtype": (set_manifest(dtype="float7"), "float7"),
     "other dtype": (set_manifest(dtype="int32"), "int32"),

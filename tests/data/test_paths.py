@@ -23,7 +23,7 @@ from toolkit.config.prepare import PrepareConfig
 from toolkit.data import tokenizer_copy
 from toolkit.data.dataset import source
 from toolkit.data.digest import digest
-from toolkit.data.manifest import NAME, read_manifest
+from toolkit.data.manifest import NAME, read_manifest, write_content
 from toolkit.data.prepare import store
 from toolkit.data.records import open_records
 from toolkit.data.storage import Listed, open_folder
@@ -37,7 +37,7 @@ Change = Callable[[dict[str, Any], Any], None]
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = json.loads((folder / NAME).read_text())
     change(content)
-    (folder / NAME).write_text(json.dumps(content))
+    write_content(folder, content)
 
 
 def files_below(folder: Path) -> set[Path]:

@@ -24,6 +24,7 @@ from tests.data.test_stream import global_batch
 from toolkit.data import write_records
 from toolkit.data.cache import BlockCache
 from toolkit.data.evaluation import sample_batches
+from toolkit.data.manifest import write_content
 from toolkit.data.records import DTYPES, Records, describe, open_records, read_records, verify_records
 from toolkit.data.stream import Stream
 from toolkit.data.tokens import open_split
@@ -175,7 +176,7 @@ def change_manifest(old: str, new: str) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         file = folder / "manifest.json"
         assert old in file.read_text()
-        file.write_text(file.read_text().replace(old, new))
+        write_content(folder, json.loads(file.read_text().replace(old, new)))
 
     return change
 
@@ -185,7 +186,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda folder: (folder / "train-00002.records").write_bytes(b"abc"), r"train-00002\.records: 3 bytes"),
     "missing": (lambda folder: (folder / "train-00000.records").unlink(), r"train-00000\.records: absent"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json"),
-    "newer": (change_manifest('"format_version": 1', '"format_version": 7'), "format_version=7"),
+    "newer": (change_manifest('"format_version": 2', '"format_version": 7'), "format_version=7"),
     "another dtype": (change_manifest('"uint16"', '"object"'), "object"),
     "beyond the record": (change_manifest('"record_bytes": 136', '"record_bytes": 100'), r"manifest\.json"),
     "another size": (change_manifest('"record_bytes": 136', '"record_bytes": 144'), "records of 144 bytes"),

@@ -25,7 +25,7 @@ from tests.data.served import SECRETS, Store, environment, served, set_environme
 from toolkit.data.cache import BlockCache
 from toolkit.data.evaluation import eval_batches
 from toolkit.data.fetch import Limits
-from toolkit.data.manifest import read_manifest
+from toolkit.data.manifest import read_manifest, write_content
 from toolkit.data.order import BLOCK_BYTES
 from toolkit.data.remote import RemoteTokens, pieces_of, spans_of, survey
 from toolkit.data.samples import TokenWindows
@@ -307,8 +307,8 @@ def other_tokenizer(folder: Path) -> None:
 
 
 def other_split(folder: Path) -> None:
-    file = folder / "manifest.json"
-    file.write_text(file.read_text().replace('"train"', '"other"'))
+    content = json.loads((folder / "manifest.json").read_text())
+    write_content(folder, {**content, "splits": {"other": content["splits"]["train"]}})
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -350,7 +350,7 @@ def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """The control of the test above. The manifest may stand above its files, as for generations."""
     manifest = make_folder(tmp_path / "data" / "inner", {"train": documents(60, 300)}, shard_bytes=1000)
     content = json.loads((manifest.folder / "manifest.json").read_text())
-    (tmp_path / "data" / "manifest.json").write_text(json.dumps({**content, "root": "inner"}))
+    write_content(tmp_path / "data", {**content, "root": "inner"})
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
         opened = read_manifest(store.s3)

@@ -29,7 +29,8 @@ import xxhash
 
 from toolkit.config.data import DataCacheConfig
 from toolkit.data.order import BLOCK_BYTES
-from toolkit.data.storage import Buffer, Folder, Range
+from toolkit.data.storage import Buffer, Range
+from toolkit.data.sums import Reader
 from toolkit.errors import InputError, Problem
 
 Block = tuple[str, int]  # file's name, number
@@ -163,7 +164,7 @@ class CachedFile:
     bytes: int
 
 
-def read_cached(cache: BlockCache, folder: Folder, files: Mapping[str, CachedFile], ranges: Sequence[Range]) -> list[Buffer]:
+def read_cached(cache: BlockCache, folder: Reader, files: Mapping[str, CachedFile], ranges: Sequence[Range]) -> list[Buffer]:
     """The ranges, from the blocks that the cache has and from ``folder``, whose blocks are kept then.
 
     Of the processes that share the cache one fetches a block and the others wait for it, for a bounded time.
@@ -193,7 +194,7 @@ def _look(cache: BlockCache, files: Mapping[str, CachedFile], blocks: Iterable[B
             found[name, number] = content
 
 
-def _fetch(cache: BlockCache, folder: Folder, files: Mapping[str, CachedFile], blocks: Sequence[Block], found: dict[Block, bytes]) -> None:
+def _fetch(cache: BlockCache, folder: Reader, files: Mapping[str, CachedFile], blocks: Sequence[Block], found: dict[Block, bytes]) -> None:
     """Neighbours as one request of at most FETCHED_BLOCKS."""
     rows: list[list[Block]] = []
     for block in sorted(blocks):

@@ -12,7 +12,7 @@ from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
 CHUNK_BYTES = 1 << 22
-# Up to here opening a split hashes it whole (well under a second); beyond, sizes and headers are checked and `verify` hashes.
+# Up to here opening a split hashes it whole (well under a second); beyond, blocks are checked when they are read.
 HASHED_AT_OPENING_BYTES = 256 << 20
 
 

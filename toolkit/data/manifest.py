@@ -18,10 +18,12 @@ from toolkit.errors import InputError, Problem
 from toolkit.files import user_cache, write_whole
 from toolkit.paths import UnsafePath, inside, relative_name
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Format 1 had no recipe, no versions and no other files; each of its documents ends with end_of_text, as that field said.
-READABLE = (1, FORMAT_VERSION)
+# Format 2 had no sums of blocks and no hash of the manifest itself.
+READABLE = (1, 2, FORMAT_VERSION)
 NAME = "manifest.json"
+OWN_HASH = "manifest_xxh3_128"
 TOKENIZER = "tokenizer.json"
 KIND = "tokens"  # of a manifest that names none
 # What a folder holds -> the option that reads it.
@@ -34,13 +36,14 @@ MADE_BY = {KIND: "write data=stdlib, or make a data folder with launch/prepare.p
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One pair of files ``<name>.bin`` and ``<name>.idx``."""
+    """The files ``<name>.bin``, ``<name>.idx`` and, unless they were made before format 3, ``<name>.sums`` (toolkit/data/sums.py)."""
 
     name: str
     documents: int
     tokens: int
     bin: Digest
     idx: Digest
+    sums: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,16 @@ class Split:
         """Of the tokens in their order: 32 hex digits."""
         parts = [(shard.tokens, shard.bin.xxh3_128) for shard in self.shards]
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
+    @property
+    def files(self) -> dict[str, Digest]:
+        """What each file of the shards must be, by name."""
+        found: dict[str, Digest] = {}
+        for shard in self.shards:
+            found |= {f"{shard.name}.bin": shard.bin, f"{shard.name}.idx": shard.idx}
+            if shard.sums is not None:
+                found[f"{shard.name}.sums"] = shard.sums
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +140,18 @@ def write_manifest(manifest: DataManifest, folder: Path) -> None:
     fields = {name: value for name, value in asdict(manifest).items() if name not in ("folder", "url")}
     root = manifest.folder.relative_to(folder).as_posix()
     content = {"format_version": FORMAT_VERSION, "root": root, **fields}
-    write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
+    write_content(folder, content)
+
+
+def write_content(folder: Path, content: Mapping[str, Any]) -> None:
+    """The manifest file of a data folder, with its hash of itself."""
+    write_whole(folder / NAME, json.dumps({**content, OWN_HASH: own_hash(content)}, indent=1) + "\n")
+
+
+def own_hash(content: Mapping[str, Any]) -> str:
+    """Of everything that a manifest says but its hash."""
+    said = {name: value for name, value in content.items() if name != OWN_HASH}
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
 
 
 def file_in(folder: Path, name: str) -> Path:
@@ -160,6 +184,11 @@ def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tupl
         known = " and ".join(map(str, readable))
         seen, rule = f"format_version={version} in {file}", f"this toolkit reads data of format versions {known}"
         raise InputError(Problem("data.path", seen, rule, "prepare the data again"))
+    if version == readable[-1] or OWN_HASH in content:  # the formats before had none
+        expected, seen = content.get(OWN_HASH), own_hash(content)
+        if seen != expected:
+            raise InputError(Problem("data.path", f"{file}: its content has xxh3 {seen}", f"it says of itself: {OWN_HASH} {expected}",
+                                     f"restore {NAME} as it was written, or prepare the data again"))
     return file, content
 
 
@@ -260,7 +289,7 @@ def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
 
 
 def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
-    splits = {name: Split(tuple(_shard(shard) for shard in split["shards"])) for name, split in content["splits"].items()}
+    splits = {name: Split(tuple(shard_of(shard) for shard in split["shards"])) for name, split in content["splits"].items()}
     origin, tokenizer = Origin(**content["origin"]), TokenizerInfo(**content["tokenizer"])
     relative_name(tokenizer.folder)
     if not re.fullmatch("[0-9a-f]{32}", tokenizer.hash):  # it names a folder of the cache
@@ -273,9 +302,11 @@ def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
                         special_tokens=content.get("special_tokens", {}), bad_rows=content.get("bad_rows", {}))
 
 
-def _shard(content: dict[str, Any]) -> Shard:
+def shard_of(content: Mapping[str, Any]) -> Shard:
+    """From its fields as JSON. Raises UnsafePath if its name leads out of the folder, KeyError or TypeError if a field cannot be."""
     relative_name(content["name"])
-    return Shard(**{**content, "bin": Digest(**content["bin"]), "idx": Digest(**content["idx"])})
+    sums = Digest(**content["sums"]) if content.get("sums") is not None else None
+    return Shard(**{**content, "bin": Digest(**content["bin"]), "idx": Digest(**content["idx"]), "sums": sums})
 
 
 def describe(manifest: DataManifest) -> list[str]:

@@ -26,11 +26,12 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.data.digest import HASHED_AT_OPENING_BYTES, Digest, check_bytes, check_size
-from toolkit.data.manifest import NAME, file_in, incomplete, read_content
+from toolkit.data.manifest import file_in, incomplete, read_content, write_content
 from toolkit.data.order import BLOCK_BYTES
 from toolkit.data.storage import Place, Url, place_of
+from toolkit.data.sums import ENDING as SUMS
+from toolkit.data.sums import FirstRead, MappedFile, mapped_sums
 from toolkit.errors import InputError, Problem
-from toolkit.files import write_whole
 from toolkit.paths import relative_name
 from toolkit.progress import Progress
 
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 
 KIND = "records"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE = (1, FORMAT_VERSION)  # format 1 had no sums of blocks and no hash of the manifest itself
 ENDING = ".records"
 DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64")
 
@@ -68,11 +70,20 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class RecordShard:
-    """The file ``<name>.records``."""
+    """The files ``<name>.records`` and, unless they were made before format 2, ``<name>.sums`` (toolkit/data/sums.py)."""
 
     name: str
     records: int
     file: Digest
+    sums: Digest | None = None
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.name}{ENDING}"
+
+    @property
+    def sums_name(self) -> str:
+        return f"{self.name}{SUMS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,12 @@ class RecordSplit:
     @property
     def records(self) -> int:
         return sum(shard.records for shard in self.shards)
+
+    @property
+    def files(self) -> dict[str, Digest]:
+        """What each file of the shards must be, by name."""
+        return {shard.file_name: shard.file for shard in self.shards} | \
+            {shard.sums_name: shard.sums for shard in self.shards if shard.sums is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +157,32 @@ class Rows(Protocol):
 class MappedRows:
     """Local files, mapped: opening costs nothing that grows with the data, and ranks share the page cache."""
 
-    def __init__(self, files: Sequence[tuple[Path, Digest]], row_bytes: int) -> None:
-        """Raises InputError where a file is absent or has another size than the manifest says."""
+    def __init__(self, folder: Path, shards: Sequence[RecordShard], row_bytes: int, *, checked: bool = False) -> None:
+        """
+        Args:
+            checked: all bytes of the split were compared with their hashes already; else each block is when it is first read.
+
+        Raises:
+            InputError: a file is absent or has another size than the manifest says. Reading raises it for a damaged block.
+        """
+        files = [(file_in(folder, shard.file_name), shard.file) for shard in shards]
         # Bytes rather than structs, which numpy may copy field by field; plain arrays, since indexing a memmap object costs more.
         self._shards = [
             np.asarray(np.memmap(check_size(file, expected), dtype=np.uint8, mode="r", shape=(expected.bytes // row_bytes, row_bytes)))
             for file, expected in files
         ]
+        self._row_bytes = row_bytes
         self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
+        self._firsts = np.concatenate([np.zeros(1, dtype=np.int64), self._ends[:-1]])
+        self._first_read = None if checked else FirstRead([
+            MappedFile(path, rows.reshape(-1).data, mapped_sums(file_in(folder, shard.sums_name), shard.sums))
+            for (path, _), rows, shard in zip(files, self._shards, shards, strict=True)])
 
     def take(self, numbers: Ints) -> npt.NDArray[np.uint8]:
+        if self._first_read is not None:
+            which = np.searchsorted(self._ends, numbers, side="right")
+            places = (numbers - self._firsts[which]) * self._row_bytes
+            self._first_read.check(self._first_read.units(which, places), self._first_read.units(which, places + self._row_bytes - 1))
         if len(self._shards) == 1:
             return self._shards[0].take(numbers, axis=0)
         rows = np.empty((len(numbers), self._shards[0].shape[1]), dtype=np.uint8)
@@ -189,7 +222,8 @@ class Records:
 def open_records(path: str | Path, split: str, *, cache: BlockCache | None = None, surveyed: bool = False) -> Records:
     """The records of ``split`` of the data folder ``path``, which may be a URL.
 
-    Sizes are checked always, and on this machine all bytes of a split of up to 256 MiB.
+    Sizes are checked always, and on this machine all bytes of a split of up to 256 MiB. Of a larger split and of data in a store each
+    block is checked when it is read, if the folder has sums (format 2 of the manifest).
 
     Args:
         cache: of records in a store, see ``remote_records.StoreRows``.
@@ -199,22 +233,23 @@ def open_records(path: str | Path, split: str, *, cache: BlockCache | None = Non
         InputError: no such folder or split, or a file that is not what the manifest says.
     """
     manifest = read_records(path)
-    names = _names(manifest.split(split).shards)
+    chosen = manifest.split(split)
     if isinstance(manifest.folder, Url):
         from toolkit.data.remote_records import StoreRows
 
         if not surveyed:
             survey(manifest, [split])
-        return Records(manifest, split, StoreRows(manifest.folder, names, manifest.record_bytes, cache=cache))
-    files = [(file_in(manifest.folder, name), expected) for name, expected in names]
-    if sum(expected.bytes for _, expected in files) <= HASHED_AT_OPENING_BYTES:
+        return Records(manifest, split, StoreRows(manifest.folder, chosen.files, manifest.record_bytes, cache=cache))
+    files = [(file_in(manifest.folder, name), expected) for name, expected in chosen.files.items()]
+    whole = sum(expected.bytes for _, expected in files) <= HASHED_AT_OPENING_BYTES
+    if whole:
         check_bytes(files, Progress.silent())
-    return Records(manifest, split, MappedRows(files, manifest.record_bytes))
+    return Records(manifest, split, MappedRows(manifest.folder, chosen.shards, manifest.record_bytes, checked=whole))
 
 
 def survey(manifest: RecordManifest, splits: Sequence[str]) -> None:
     """Before ranks start: every file of ``splits`` is there and as long as the manifest says. Raises InputError."""
-    names = [name for split in splits for name in _names(manifest.split(split).shards)]
+    names = [file for split in splits for file in manifest.split(split).files.items()]
     if isinstance(manifest.folder, Url):
         from toolkit.data.remote_records import survey_files  # with it comes what speaks to stores
 
@@ -229,7 +264,7 @@ def verify_records(path: str | Path, progress: Progress) -> RecordManifest:
     manifest = read_records(path)
     if isinstance(manifest.folder, Url):
         raise InputError(Problem("inspect", f"{path} lies in a store", "records are verified on a disk", "copy the folder here first"))
-    names = _names([shard for split in manifest.splits.values() for shard in split.shards])
+    names = [file for split in manifest.splits.values() for file in split.files.items()]
     check_bytes([(file_in(manifest.folder, name), expected) for name, expected in names], progress)
     return manifest
 
@@ -240,7 +275,7 @@ def read_records(path: str | Path) -> RecordManifest:
     Raises:
         InputError: there is none, it is of another kind or format version, or it contradicts itself.
     """
-    file, content = read_content(path, KIND, (FORMAT_VERSION,))
+    file, content = read_content(path, KIND, READABLE)
     try:
         manifest = RecordManifest(
             folder=place_of(path), origin=RecordOrigin(**content["origin"]), record_bytes=int(content["record_bytes"]),
@@ -264,7 +299,7 @@ def write_manifest(manifest: RecordManifest) -> None:
     """Into ``manifest.folder``, which is on this machine."""
     assert isinstance(manifest.folder, Path), f"{manifest.folder} is read only"
     content = {name: value for name, value in asdict(manifest).items() if name != "folder"}
-    write_whole(manifest.folder / NAME, json.dumps({"format_version": FORMAT_VERSION, "kind": KIND, **content}, indent=1) + "\n")
+    write_content(manifest.folder, {"format_version": FORMAT_VERSION, "kind": KIND, **content})
 
 
 def describe(manifest: RecordManifest) -> list[str]:
@@ -283,10 +318,7 @@ def describe(manifest: RecordManifest) -> list[str]:
 
 
 def _split(content: Mapping[str, Any]) -> RecordSplit:
-    shards = tuple(RecordShard(relative_name(shard["name"]), int(shard["records"]), Digest(**shard["file"])) for shard in content["shards"])
+    shards = tuple(RecordShard(relative_name(shard["name"]), int(shard["records"]), Digest(**shard["file"]),
+                               Digest(**shard["sums"]) if shard.get("sums") else None) for shard in content["shards"])
     found = content["statistics"].items()
     return RecordSplit(shards, {name: Statistics(tuple(of["mean"]), tuple(of["std"]), of["least"], of["most"]) for name, of in found})
-
-
-def _names(shards: Sequence[RecordShard]) -> list[tuple[str, Digest]]:
-    return [(f"{shard.name}{ENDING}", shard.file) for shard in shards]

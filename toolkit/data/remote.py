@@ -1,8 +1,8 @@
 """Tokens that lie in a store. Windows are asked for by their bytes, all of a reading at once; nothing else of a shard is fetched.
 
-Without a cache a reading fetches exactly its windows (those that touch, as one request), so bytes served are bytes delivered. With one
-(``data.cache.folder``) whole blocks of 32 KiB are fetched and kept: more at first, and then each byte of the data at most once a node
-while the cache holds it, for all its ranks and for later epochs and runs.
+Without a cache a reading fetches its windows (those that touch, as one request), widened to whole blocks of 4 KiB if the data have sums
+to check them with (sums.py). With one (``data.cache.folder``) whole blocks of 32 KiB are fetched and kept: more at first, and then each
+byte of the data at most once a node while the cache holds it, for all its ranks and for later epochs and runs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from toolkit.data.fetch import Limits
 from toolkit.data.index import CODES, HEADER, MAGIC
 from toolkit.data.manifest import DataManifest, Shard, Split
 from toolkit.data.storage import Buffer, Range, StoreFolder, Url, open_folder
+from toolkit.data.sums import checked_reader
 from toolkit.errors import InputError, Problem
 
 Ints = npt.NDArray[np.int64]
@@ -73,20 +74,22 @@ def spans_of(pieces: Sequence[Piece], token_bytes: int, longest: int) -> tuple[l
 
 
 def survey(manifest: DataManifest, names: Sequence[str]) -> None:
-    """Sizes and headers of every file of the splits ``names``: two small requests a shard, all at once.
+    """Sizes and headers of every file of the splits ``names``: three small requests a shard, all at once.
 
     Raises InputError naming the first file that is absent or is not what the manifest says.
     """
     shards = [shard for name in names for shard in _filled(manifest.split(name))]
     folder = _folder(manifest)
     heads = [Range(f"{shard.name}.idx", 0, HEADER.size) for shard in shards]
-    # One byte of .bin tells its size, and that it may be read.
-    contents = folder.read_ranges([*heads, *(Range(f"{shard.name}.bin", 0, 1) for shard in shards)])
+    # Some bytes of a file tell its size, and that it may be read. Not one byte alone: some servers take "bytes=0-0" for the whole file.
+    files = Split(tuple(shards)).files
+    some = [Range(name, 0, min(HEADER.size, expected.bytes)) for name, expected in files.items() if not name.endswith(".idx")]
+    contents = folder.read_ranges([*heads, *some])
+    for name, expected in files.items():
+        size = folder.size(name)
+        if size != expected.bytes:
+            raise _broken(folder.place / name, f"{size} bytes", f"the manifest says {expected.bytes} bytes")
     for shard, head in zip(shards, contents, strict=False):
-        for ending, expected in ((".bin", shard.bin), (".idx", shard.idx)):
-            size = folder.size(f"{shard.name}{ending}")
-            if size != expected.bytes:
-                raise _broken(folder.place / f"{shard.name}{ending}", f"{size} bytes", f"the manifest says {expected.bytes} bytes")
         _check_header(folder.place / f"{shard.name}.idx", bytes(head), manifest, shard)
 
 
@@ -140,7 +143,9 @@ class RemoteTokens:
         self._names = [f"{shard.name}.bin" for shard in self._shards]
         self._files = {name: CachedFile(name, shard.bin.xxh3_128, shard.bin.bytes)
                        for name, shard in zip(self._names, self._shards, strict=True)}
-        self.folder = _folder(manifest, limits).for_reading({name: file.bytes for name, file in self._files.items()})
+        files = Split(tuple(self._shards)).files
+        self.folder = _folder(manifest, limits).for_reading({name: expected.bytes for name, expected in files.items()})
+        self._reader = checked_reader(self.folder, files)
         self._cache = cache
         self._room = KEPT_BYTES if repeated else 0
         self._kept: dict[Span, Buffer] = {}
@@ -176,5 +181,5 @@ class RemoteTokens:
     def _read(self, spans: list[Span]) -> list[Buffer]:
         ranges = [Range(self._names[shard], start, end) for shard, start, end in spans]
         if self._cache is None:
-            return self.folder.read_ranges(ranges)
-        return read_cached(self._cache, self.folder, self._files, ranges)
+            return self._reader.read_ranges(ranges)
+        return read_cached(self._cache, self._reader, self._files, ranges)

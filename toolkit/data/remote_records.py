@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +11,11 @@ from toolkit.data.cache import BlockCache, CachedFile, read_cached
 from toolkit.data.digest import Digest
 from toolkit.data.fetch import Limits
 from toolkit.data.storage import Range, StoreFolder, Url, open_folder
+from toolkit.data.sums import ENDING, checked_reader
 from toolkit.errors import InputError, Problem
 
 Ints = npt.NDArray[np.int64]
-Files = Sequence[tuple[str, Digest]]  # name, and what it must be
+Files = Sequence[tuple[str, Digest]]  # name, and what the file must be
 
 
 def survey_files(place: Url, files: Files) -> None:
@@ -28,15 +29,18 @@ def survey_files(place: Url, files: Files) -> None:
 class StoreRows:
     """The rows of one split: see ``records.Rows``. An answer about a file of another size than the manifest says is an InputError."""
 
-    def __init__(self, place: Url, files: Files, row_bytes: int, *, cache: BlockCache | None = None, limits: Limits | None = None) -> None:
+    def __init__(self, place: Url, files: Mapping[str, Digest], row_bytes: int, *, cache: BlockCache | None = None,
+                 limits: Limits | None = None) -> None:
         """
         Args:
+            files: what each must be, by name: the records in their order, and the sums beside them.
             cache: where blocks of 32 KiB are kept; None: records are fetched exactly, each time that they are read.
         """
-        self.folder = _folder(place, limits).for_reading({name: expected.bytes for name, expected in files})
-        self._names = [name for name, _ in files]
-        self._files = {name: CachedFile(name, expected.xxh3_128, expected.bytes) for name, expected in files}
-        self._ends = np.cumsum([expected.bytes // row_bytes for _, expected in files], dtype=np.int64)
+        self.folder = _folder(place, limits).for_reading({name: expected.bytes for name, expected in files.items()})
+        self._reader = checked_reader(self.folder, files)
+        self._names = [name for name in files if not name.endswith(ENDING)]
+        self._files = {name: CachedFile(name, files[name].xxh3_128, files[name].bytes) for name in self._names}
+        self._ends = np.cumsum([files[name].bytes // row_bytes for name in self._names], dtype=np.int64)
         self._row_bytes = row_bytes
         self._cache = cache
 
@@ -45,7 +49,7 @@ class StoreRows:
         starts = (numbers - np.concatenate([[0], self._ends])[which]) * self._row_bytes
         ranges = [Range(self._names[shard], start, start + self._row_bytes)
                   for shard, start in zip(which.tolist(), starts.tolist(), strict=True)]
-        contents = self.folder.read_ranges(ranges) if self._cache is None else read_cached(self._cache, self.folder, self._files, ranges)
+        contents = self._reader.read_ranges(ranges) if self._cache is None else read_cached(self._cache, self._reader, self._files, ranges)
         rows = np.empty((len(numbers), self._row_bytes), dtype=np.uint8)
         for row, content in zip(rows, contents, strict=True):
             row[:] = np.frombuffer(content, dtype=np.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +10,8 @@ import numpy.typing as npt
 
 from toolkit.data.digest import HASHED_AT_OPENING_BYTES, broken, check_bytes, check_size, digest
 from toolkit.data.index import IndexFile
-from toolkit.data.manifest import TOKENIZER, DataManifest, Shard, read_manifest
+from toolkit.data.manifest import TOKENIZER, DataManifest, Shard, Split, read_manifest
+from toolkit.data.sums import FirstRead, MappedFile, mapped_sums
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
@@ -51,8 +51,14 @@ class TokenSource(Protocol):
 class MappedTokens:
     """A split in local files, mapped: opening costs nothing that grows with the data, and every rank shares the page cache."""
 
-    def __init__(self, manifest: DataManifest, split: str) -> None:
-        """Raises InputError where a file is absent or is not what the manifest says."""
+    def __init__(self, manifest: DataManifest, split: str, *, checked: bool = False) -> None:
+        """
+        Args:
+            checked: all bytes of the split were compared with their hashes already; else each block is when it is first read.
+
+        Raises:
+            InputError: a file is absent or is not what the manifest says. Reading raises it for a damaged block.
+        """
         self.manifest = manifest
         self.split = manifest.split(split)
         self.tokens = self.split.tokens
@@ -65,6 +71,9 @@ class MappedTokens:
         self._bytes = [_map(manifest, shard).data.cast("B") for shard in shards]
         self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
         self._firsts = np.concatenate([np.zeros(1, dtype=np.int64), self._ends[:-1]])
+        self._first_read = None if checked else FirstRead([
+            MappedFile(manifest.file(f"{shard.name}.bin"), content, mapped_sums(manifest.file(f"{shard.name}.sums"), shard.sums))
+            for shard, content in zip(shards, self._bytes, strict=True)])
 
     def read(self, starts: Ints, out: npt.NDArray[Any]) -> None:
         assert len(starts) == len(out), f"{len(starts)} starts for {len(out)} rows"
@@ -79,8 +88,13 @@ class MappedTokens:
         assert starts.min() >= 0, f"start {starts.min()}"
         assert starts.max() + length <= self.tokens, f"window {starts.max()} + {length} of {self.tokens} tokens"
         numbers = np.searchsorted(self._ends, starts, side="right")
-        firsts = ((starts - self._firsts[numbers]) * self.token_bytes).tolist()
-        size, files = length * self.token_bytes, self._bytes
+        places = (starts - self._firsts[numbers]) * self.token_bytes
+        if self._first_read is not None:
+            last = starts + length - 1
+            lasts = np.searchsorted(self._ends, last, side="right")
+            self._first_read.check(self._first_read.units(numbers, places),
+                                   self._first_read.units(lasts, (last - self._firsts[lasts]) * self.token_bytes))
+        firsts, size, files = places.tolist(), length * self.token_bytes, self._bytes
         found: list[Buffer] = [files[number][first : first + size] for number, first in zip(numbers.tolist(), firsts, strict=True)]
         for row in np.flatnonzero(starts + length > self._ends[numbers]).tolist():
             found[row] = self._across(int(numbers[row]), firsts[row], size)
@@ -102,7 +116,8 @@ def open_split(
 ) -> TokenSource:
     """The tokens of ``split`` of the data folder ``path``, which may be a URL.
 
-    Sizes, headers and the tokenizer are checked always, and on this machine all bytes of a split of up to 256 MiB.
+    Sizes, headers and the tokenizer are checked always, and on this machine all bytes of a split of up to 256 MiB. Of a larger split and
+    of data in a store each block is checked when it is read, if the folder has sums (format 3 of the manifest).
 
     Args:
         cache, repeated: of data in a store, see ``RemoteTokens``.
@@ -120,9 +135,10 @@ def open_split(
         if not surveyed:
             survey(manifest, [split])
         return RemoteTokens(manifest, split, cache=cache, repeated=repeated)
-    if sum(shard.bin.bytes + shard.idx.bytes for shard in chosen.shards) <= HASHED_AT_OPENING_BYTES:
-        _check_bytes(manifest, chosen.shards, Progress.silent())
-    return MappedTokens(manifest, split)
+    whole = sum(expected.bytes for expected in chosen.files.values()) <= HASHED_AT_OPENING_BYTES
+    if whole:
+        _check_bytes(manifest, chosen, Progress.silent())
+    return MappedTokens(manifest, split, checked=whole)
 
 
 def verify(path: str | Path, progress: Progress) -> DataManifest:
@@ -130,9 +146,9 @@ def verify(path: str | Path, progress: Progress) -> DataManifest:
     manifest = read_manifest(path)
     _check_tokenizer(manifest)
     check_bytes([(manifest.file(name), expected) for name, expected in manifest.files.items()], Progress.silent())
-    shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    _check_bytes(manifest, shards, progress)
-    for shard in shards:
+    whole = Split(tuple(shard for split in manifest.splits.values() for shard in split.shards))
+    _check_bytes(manifest, whole, progress)
+    for shard in whole.shards:
         _index(manifest, shard).check_contiguous()
     return manifest
 
@@ -146,9 +162,8 @@ def _check_tokenizer(manifest: DataManifest) -> None:
         raise InputError(Problem(str(file), f"{file}: {seen}", rule, remedy))
 
 
-def _check_bytes(manifest: DataManifest, shards: Sequence[Shard], progress: Progress) -> None:
-    check_bytes([(manifest.file(f"{shard.name}{ending}"), expected)
-                 for shard in shards for ending, expected in ((".bin", shard.bin), (".idx", shard.idx))], progress)
+def _check_bytes(manifest: DataManifest, split: Split, progress: Progress) -> None:
+    check_bytes([(manifest.file(name), expected) for name, expected in split.files.items()], progress)
 
 
 def _index(manifest: DataManifest, shard: Shard) -> IndexFile:

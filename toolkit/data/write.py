@@ -14,40 +14,51 @@ import xxhash
 from toolkit.data.digest import Digest
 from toolkit.data.index import index_bytes
 from toolkit.data.manifest import Shard, Split
+from toolkit.data.sums import ENDING, SumsOfStream
 from toolkit.files import sync_folder, write_whole
 
 SHARD_BYTES = 2 << 30
 
 
 class HashedFile:
-    """A file that appears whole, under its name, when it is closed; hashed as it is written."""
+    """A file that appears whole, under its name, when it is closed; hashed as it is written. Its ``.sums`` file appears before it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
         self._file = self._partial.open("wb")
         self._hasher = xxhash.xxh3_128()
+        self._sums = SumsOfStream()
         self.bytes = 0
 
     def write(self, content: bytes | memoryview) -> None:
         self._file.write(content)
         self._hasher.update(content)
+        self._sums.update(content)
         self.bytes += memoryview(content).nbytes
 
-    def close(self) -> Digest:
+    def close(self) -> tuple[Digest, Digest]:
+        """Of the file, and of its ``.sums``."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        sums = write_sums(self._path, self._sums.content())
         self._partial.replace(self._path)
-        return Digest(self.bytes, self._hasher.hexdigest())
+        return Digest(self.bytes, self._hasher.hexdigest()), sums
 
     def discard(self) -> None:
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
 
+def write_sums(path: Path, content: bytes) -> Digest:
+    """The ``.sums`` file beside the data file ``path``."""
+    write_whole(path.with_suffix(ENDING), content)
+    return Digest(len(content), xxhash.xxh3_128_hexdigest(content))
+
+
 class ShardWriter:
-    """One ``<name>.bin`` and ``<name>.idx``. Bounded memory: four bytes a document."""
+    """One ``<name>.bin``, ``<name>.idx`` and ``<name>.sums``. Bounded memory: four bytes a document, eight for 4 KiB of tokens."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
         self._folder = folder
@@ -66,11 +77,11 @@ class ShardWriter:
         self._lengths.append(len(document))
 
     def close(self) -> Shard:
-        tokens = self._file.close()
+        tokens, sums = self._file.close()
         index = index_bytes(self._dtype, np.frombuffer(self._lengths, dtype=np.int32))
         write_whole(self._folder / f"{self._name}.idx", index)
         idx = Digest(len(index), xxhash.xxh3_128_hexdigest(index))
-        return Shard(self._name, len(self._lengths), tokens.bytes // self._dtype.itemsize, tokens, idx)
+        return Shard(self._name, len(self._lengths), tokens.bytes // self._dtype.itemsize, tokens, idx, sums)
 
     def discard(self) -> None:
         self._file.discard()

@@ -187,7 +187,7 @@ class _SplitWriter:
 
     def _end_shard(self) -> None:
         if self._file is not None:
-            self._done.append(RecordShard(f"{self._split}-{len(self._done):05}", self._records, self._file.close()))
+            self._done.append(RecordShard(f"{self._split}-{len(self._done):05}", self._records, *self._file.close()))
             self._file, self._records = None, 0
 
     def _refusal(self, seen: str, rule: str, remedy: str) -> InputError:

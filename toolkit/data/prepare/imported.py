@@ -1,6 +1,7 @@
 """``import=PATH``: a manifest for Megatron's ``.bin`` and ``.idx`` files that others made, which are trained on where they lie.
 
     FOLDER/NAME.bin NAME.idx ...     as they are
+    FOLDER/NAME.sums                 hashes of blocks, by which training checks what it reads
     FOLDER/tokenizer/                a copy of tokenizer.path
     FOLDER/manifest.json             written last
 """
@@ -24,7 +25,9 @@ from toolkit.data.index import IndexFile
 from toolkit.data.manifest import NAME, DataManifest, Origin, Shard, Split, TokenizerInfo, write_manifest
 from toolkit.data.prepare.parts import SPLITS
 from toolkit.data.prepare.report import versions
+from toolkit.data.sums import ENDING, SumsOfStream
 from toolkit.data.tokenizer import FILE, FOLDER
+from toolkit.data.write import write_sums
 from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder
 from toolkit.progress import Progress, Task
@@ -159,10 +162,11 @@ def _splits(opened: dict[str, list[IndexFile]], info: TokenizerInfo, progress: P
 def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bool]:
     path = index.path.with_suffix(".bin")
     tokens: npt.NDArray[np.integer] = np.memmap(path, dtype=index.dtype, mode="r") if index.bin_bytes else np.empty(0, index.dtype)
-    hasher, ending = xxhash.xxh3_128(), 0
+    hasher, sums, ending = xxhash.xxh3_128(), SumsOfStream(), 0
     for start in range(0, len(tokens), TOKENS_AT_ONCE):
         some = np.asarray(tokens[start : start + TOKENS_AT_ONCE])
         hasher.update(some.data)
+        sums.update(some.data)
         least, most = int(some.min()), int(some.max())
         if least < 0 or most >= info.size:
             seen = f"{path}: token {least if least < 0 else most}, a tokenizer of {info.size} tokens"
@@ -175,8 +179,17 @@ def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bo
     last = places[index.documents[1:]] - 1  # each document's last token
     lengths = np.diff(places[index.documents])
     whole = bool((lengths > 0).all()) and ending == len(last) and bool((tokens[last] == info.end_of_text).all())
-    shard = Shard(index.path.stem, len(index.documents) - 1, len(tokens), Digest(index.bin_bytes, hasher.hexdigest()), digest(index.path))
+    shard = Shard(index.path.stem, len(index.documents) - 1, len(tokens), Digest(index.bin_bytes, hasher.hexdigest()), digest(index.path),
+                  _sums_beside(path, sums.content()))
     return shard, whole
+
+
+def _sums_beside(path: Path, content: bytes) -> Digest:
+    """Written, unless they are there. Raises InputError if another file has their name."""
+    there = path.with_suffix(ENDING)
+    if there.exists() and there.read_bytes() != content:
+        raise InputError(Problem("import", f"{there} is there", f"the sums of {path.name} are written to that name", f"rename {there}"))
+    return write_sums(path, content)
 
 
 def _manifest(config: PrepareConfig, folder: Path, dtype: str, info: TokenizerInfo, splits: dict[str, Split]) -> DataManifest:

@@ -63,8 +63,8 @@ def verified(path: str, progress: Progress) -> DataManifest:
         return verify(path, progress)
     folder = open_folder(manifest.url)
     files = dict(manifest.files)
-    for shard in (shard for split in manifest.splits.values() for shard in split.shards):
-        files |= {f"{shard.name}.bin": shard.bin, f"{shard.name}.idx": shard.idx}
+    for split in manifest.splits.values():
+        files |= split.files
     with progress.task("verifying data", total=sum(expected.bytes for expected in files.values()), unit="B") as task:
         for (name, expected), size in zip(files.items(), folder.sizes(list(files)), strict=True):
             hasher = xxhash.xxh3_128()

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.digest import Digest
-from toolkit.data.manifest import Shard
+from toolkit.data.manifest import Shard, shard_of
 from toolkit.data.prepare.keys import first_of_equal
 from toolkit.data.prepare.parts import SPLITS, Chunk, Receipt, read_chunk, read_receipts
 from toolkit.data.prepare.tokenise import PARTS
@@ -117,6 +116,6 @@ def written(work: Path, shards: Sequence[Piece]) -> dict[int, Written]:
         if path.is_file():
             content = json.loads(path.read_bytes())
             shard = content["shard"]
-            made = Shard(**{**shard, "bin": Digest(**shard["bin"]), "idx": Digest(**shard["idx"])}) if shard else None
+            made = shard_of(shard) if shard else None
             found[number] = Written(made, content["equal"])
     return found
