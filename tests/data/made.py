@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from toolkit.data.digest import digest
 from toolkit.data.index import token_dtype
-from toolkit.data.manifest import DataManifest, Origin, TokenizerInfo, write_manifest
+from toolkit.data.manifest import NAME, DataManifest, Origin, TokenizerInfo, write_manifest
 from toolkit.data.write import SHARD_BYTES, SplitWriter
 from toolkit.plan.types import BatchPlan, RampStage
 
@@ -66,3 +67,14 @@ def make_folder(folder: Path, splits: dict[str, Sequence[Ints]], vocab_size: int
     manifest = DataManifest(folder=folder, dtype=dtype.name, origin=Origin("made", "none", 1, 1, "0"), tokenizer=tokenizer, splits=made)
     write_manifest(manifest, folder)
     return manifest
+
+
+def without_sums(folder: Path, version: int = 2) -> None:
+    """As a folder that was made before the format had sums."""
+    content = json.loads((folder / NAME).read_text())
+    del content["manifest_xxh3_128"]
+    for split in content["splits"].values():
+        for shard in split["shards"]:
+            (folder / f"{shard['name']}.sums").unlink()
+            del shard["sums"]
+    (folder / NAME).write_text(json.dumps({**content, "format_version": version}))

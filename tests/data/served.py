@@ -46,6 +46,9 @@ class Faults:
     stalled: float = 0.0  # headers and half of the body, then silence
     seed: int = 0
     forbidden: bool = False
+    region: str | None = None  # of the bucket: requests that are signed for another are refused, as S3 does
+    no_first_byte: bool = False  # "bytes=0-0" is answered with the whole file, as some servers do
+    region_status: int = 301  # or 400, of which the body names the region
     silence_seconds: float = 8.0
 
 
@@ -116,6 +119,9 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 store.signed += "Authorization" in self.headers
                 dice, kind = chance.random(), chance.randrange(4)
             time.sleep(faults.latency_seconds)
+            scope = self.headers.get("Authorization", "//").partition("Credential=")[2].split("/")
+            if faults.region is not None and (len(scope) < 3 or scope[2] != faults.region):
+                return self._elsewhere(faults.region, faults.region_status, body)
             if faults.forbidden:
                 return self._refuse(HTTPStatus.FORBIDDEN, "InvalidAccessKeyId", body)
             if bucket != BUCKET:
@@ -141,6 +147,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
         def _send(self, file: Path, body: bool, *, cut: bool, stalled: bool) -> None:
             content, tag = store.content(file)
             start, end, asked = 0, len(content), self.headers.get("Range")
+            if asked == "bytes=0-0" and store.faults.no_first_byte:
+                asked = None
             if asked:
                 first, _, last = asked.removeprefix("bytes=").partition("-")
                 start, end = int(first), min(int(last) + 1, end)
@@ -186,6 +194,18 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+        def _elsewhere(self, region: str, status: int, body: bool) -> None:
+            code = "PermanentRedirect" if status == 301 else "AuthorizationHeaderMalformed"
+            named = "" if status == 301 else f"<Region>{region}</Region>"
+            content = f"<Error><Code>{code}</Code>{named}</Error>".encode()
+            self.send_response(status)
+            self.send_header("x-amz-bucket-region", region)
+            self.send_header("Content-Type", "application/xml")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
 
         def _refuse(self, status: HTTPStatus, code: str, body: bool) -> None:
             """As S3 does: the body of a refusal names the key that was used."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from toolkit.data.fetch import Limits, Pace, Transient, Unanswered, fetch_all
+from toolkit.data.fetch import Limits, Pace, TooSlow, Transient, Unanswered, fetch_all
 
 QUICK = Limits(first_pause_seconds=0.001, longest_pause_seconds=0.005)
 
@@ -87,7 +87,8 @@ def test_so_many_and_no_more_at_once() -> None:
             under_way[0] -= 1
         return 1
 
-    assert sum(fetch_all([call] * 100, Pace(QUICK), Limits(in_flight=7, another_share=0), seconds=30)) == 100
+    limits = Limits(in_flight=7, another_share=0)
+    assert sum(fetch_all([call] * 100, Pace(limits), limits, seconds=30)) == 100
     assert most[0] == 7
 
 
@@ -118,3 +119,31 @@ def test_other_attempts_are_few() -> None:
     pace.begin(160)
     assert not pace.another_due(0.099)
     assert pace.another_due(0.11)
+
+
+class OneAtATime:
+    """A store that serves one request after the other, 5 ms each; whoever has waited for 60 ms gives up, and is served all the same."""
+
+    def __init__(self) -> None:
+        self.serving = threading.Lock()
+        self.served = 0
+
+    def call(self, number: int) -> int:
+        began = time.monotonic()
+        with self.serving:
+            time.sleep(0.005)
+            self.served += 1
+        if time.monotonic() - began > 0.06:
+            raise TooSlow("silent for too long")
+        return number
+
+
+def test_a_store_that_does_not_keep_up_is_asked_for_less_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(first_pause_seconds=0.01, longest_pause_seconds=0.05, another_share=0)
+    store = OneAtATime()
+    calls = [lambda number=number: store.call(number) for number in range(200)]
+    assert fetch_all(calls, Pace(limits), limits, seconds=60) == list(range(200))
+    assert store.served < 500
+    monkeypatch.setattr(Pace, "too_slow", lambda self, began: None)  # the control: always as many at once
+    with pytest.raises(Unanswered, match="silent for too long"):
+        fetch_all(calls, Pace(limits), limits, seconds=3)

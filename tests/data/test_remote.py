@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.made import Counting, batch_plan, documents, make_folder
+from tests.data.made import Counting, batch_plan, documents, make_folder, without_sums
 from tests.data.served import SECRETS, Store, environment, served, set_environment
 from toolkit.data.cache import BlockCache
 from toolkit.data.evaluation import eval_batches
@@ -29,8 +30,9 @@ from toolkit.data.manifest import read_manifest, write_content
 from toolkit.data.order import BLOCK_BYTES
 from toolkit.data.remote import RemoteTokens, pieces_of, spans_of, survey
 from toolkit.data.samples import TokenWindows
-from toolkit.data.storage import StorageError
+from toolkit.data.storage import StorageError, open_folder
 from toolkit.data.stream import READ_AT_ONCE, Stream
+from toolkit.data.sums import BLOCK
 from toolkit.data.tokens import TokenSource, open_split
 from toolkit.errors import InputError
 from toolkit.files import write_whole
@@ -173,8 +175,9 @@ def test_the_first_batch_comes_soon(folder: Path, tmp_path: Path, monkeypatch: p
 
 def test_little_else_is_fetched(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes served, with all that opening costs, / bytes of the samples that the stream read, over part of an epoch. What it has read
-    ahead when it ends is bounded, and in a run is delivered next."""
-    steps = 60
+    ahead when it ends is bounded, and in a run is delivered next. From a folder without sums, whose windows are fetched as they are."""
+    steps, folder = 60, Path(shutil.copytree(folder, tmp_path / "copy"))
+    without_sums(folder)
     with served(folder, latency_seconds=0.002) as store:
         set_environment(monkeypatch, store, tmp_path)
         source = remote(store)
@@ -186,6 +189,20 @@ def test_little_else_is_fetched(folder: Path, tmp_path: Path, monkeypatch: pytes
     # The control: a reader of aligned pieces of 512 KiB, with room for all that it has read.
     tokens = np.stack(taken(Counting(source.tokens), sum(asked) // (8 * (LENGTH + 1) * 2)))
     assert len(np.unique(tokens * 2 // (512 << 10))) * (512 << 10) / sum(asked) > 1.1
+
+
+def test_blocks_are_little_more_than_long_windows(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 32 KiB, widened to blocks of 4 KiB, with their sums. Short windows, which cost more, are the control."""
+    with served(folder) as store:
+        set_environment(monkeypatch, store, tmp_path)
+        found = {}
+        for tokens in (16384, 1024):
+            source = remote(store)
+            store.forget()
+            for start in np.random.default_rng(0).integers(0, source.tokens - tokens, 20).tolist():
+                source.read(np.array([start]), np.empty((1, tokens), dtype=np.int64))
+            found[tokens] = store.served_bytes / (20 * tokens * 2)
+        assert 1 < found[16384] < 1.2 < found[1024] < 4, found
 
 
 def counted(source: RemoteTokens) -> list[int]:
@@ -208,8 +225,8 @@ def test_windows_that_touch_are_one_request(folder: Path, tmp_path: Path, monkey
         store.forget()
         out = np.empty((40, LENGTH + 1), dtype=np.int64)
         source.read(np.random.default_rng(0).permutation(40) * LENGTH, out)
-        assert sum(store.requests.values()) == 1
-        assert store.served_bytes == (40 * LENGTH + 1) * 2
+        assert store.requests == {"train-00000.bin": 1, "train-00000.sums": 1}
+        assert store.served_bytes == 21 * BLOCK + 8 * -(-read_manifest(folder).split("train").shards[0].bin.bytes // BLOCK)
 
 
 def test_an_evaluation_is_fetched_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,6 +378,15 @@ def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         asked = store.requests["inner/tokenizer/tokenizer.json"]
         read_manifest(store.s3)
         assert store.requests["inner/tokenizer/tokenizer.json"] == asked  # it is here now
+
+
+def test_a_server_that_misreads_a_range_of_one_byte_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path / "data", {"train": documents(60, 300)})
+    with served(tmp_path / "data", no_first_byte=True) as store:
+        set_environment(monkeypatch, store, tmp_path / "home")
+        assert open_split(store.s3, "train").tokens == open_split(tmp_path / "data", "train").tokens
+        with pytest.raises(InputError, match="the whole file came"):  # the control
+            open_folder(store.s3).read_range("train-00000.bin", 0, 1)
 
 
 def test_a_shard_that_changes_under_way_ends_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,22 @@ def test_no_such_bucket(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
             open_folder("s3://other/deep/").read_bytes("large.bin")
 
 
+@pytest.mark.parametrize("status", [301, 400])
+def test_a_wrong_region_is_refused_at_once_and_the_right_one_named(
+    files: Path, tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(files, region="eu-central-1", region_status=status) as store:
+        set_environment(monkeypatch, store, tmp_path)
+        begin = time.monotonic()
+        with pytest.raises(InputError, match=r"the bucket is in the region eu-central-1, AWS_REGION=us-east-1") as caught:
+            open_folder(store.s3).read_bytes("large.bin")
+        assert time.monotonic() - begin < 5
+        remedy = caught.value.problems[0].remedy
+        assert "AWS_REGION=eu-central-1" in remedy
+        monkeypatch.setenv("AWS_REGION", "eu-central-1")  # as the remedy says
+        assert open_folder(store.s3).read_bytes("large.bin") == (files / "large.bin").read_bytes()
+
+
 def test_nobody_answers(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.made import batch_plan, documents, make_folder
+from tests.data.made import batch_plan, documents, make_folder, without_sums
 from tests.data.served import served, set_environment
 from toolkit.data import records, sums, tokens
 from toolkit.data.cache import BlockCache
@@ -55,17 +55,6 @@ def change(file: Path, at: int, count: int = 1, *, zero: bool = False) -> None:
     for place in range(at, at + count):
         content[place] = 0 if zero else content[place] ^ 1
     file.write_bytes(content)
-
-
-def without_sums(folder: Path, version: int = 2) -> None:
-    """As a folder that was made before the format had sums."""
-    content = json.loads((folder / NAME).read_text())
-    del content["manifest_xxh3_128"]
-    for split in content["splits"].values():
-        for shard in split["shards"]:
-            (folder / f"{shard['name']}.sums").unlink()
-            del shard["sums"]
-    (folder / NAME).write_text(json.dumps({**content, "format_version": version}))
 
 
 @pytest.mark.parametrize("sizes", [[1], [4096], [4095, 2, 4095], [10_000] * 5, [1, 0, 3, 20_000, 7]])
@@ -155,7 +144,8 @@ def test_a_manifest_with_another_number_is_refused(folder: Path) -> None:
 
 
 def test_damaged_records_are_found_when_they_are_read(folder: Path, tmp_path: Path) -> None:
-    with RecordWriter(tmp_path / "records", {"board": ("uint8", (1000,))}, description="boards", licence="none", shard_bytes=100_000) as made:
+    fields = {"board": ("uint8", (1000,))}
+    with RecordWriter(tmp_path / "records", fields, description="boards", licence="none", shard_bytes=100_000) as made:
         for number in range(250):
             made.add("train", board=np.full(1000, number % 251))
     change(tmp_path / "records" / "train-00001.records", 70_500)  # record 170
@@ -221,7 +211,8 @@ def test_a_block_damaged_on_the_way_is_fetched_once_more(tmp_path: Path, damaged
     made.update(content)
     wire = Wire({"a.bin": content, "a.sums": made.content()}, damaged)
     reader = CheckedReader(wire, tmp_path, {"a.bin": len(content)})
-    ranges = [Range("a.bin", start, start + 2500) for start in (0, 4_000_000, 2_097_000, 4_997_501)]  # one in two pages of sums, and the end
+    starts = (0, 4_000_000, 2_097_000, 4_997_501)  # one with sums in two pages, and the end of the file
+    ranges = [Range("a.bin", start, start + 2500) for start in starts]
     if damaged == 2:
         wire.damaged = 1000
         with pytest.raises(InputError, match="came twice with another hash"):
@@ -231,6 +222,18 @@ def test_a_block_damaged_on_the_way_is_fetched_once_more(tmp_path: Path, damaged
     pages = len([one for one in wire.asked if one.name == "a.sums"])
     assert [bytes(one) for one in reader.read_ranges(ranges)] == [content[one.start : one.end] for one in ranges]
     assert len([one for one in wire.asked if one.name == "a.sums"]) == pages  # they are kept
+
+
+def test_neighbours_are_one_request_and_come_once(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(100_000)
+    made = SumsOfStream()
+    made.update(content)
+    wire = Wire({"a.bin": content, "a.sums": made.content()}, 0)
+    starts = np.random.default_rng(1).permutation(300).tolist()
+    ranges = [*(Range("a.bin", start, start + 100) for start in starts), Range("a.bin", 0, 5000)]
+    found = CheckedReader(wire, tmp_path, {"a.bin": len(content)}).read_ranges(ranges)
+    assert [bytes(one) for one in found] == [content[one.start : one.end] for one in ranges]
+    assert [one for one in wire.asked if one.name == "a.bin"] == [Range("a.bin", 0, 2 * BLOCK)]
 
 
 def test_kept_sums_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

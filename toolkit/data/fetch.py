@@ -34,7 +34,8 @@ class Limits:
     """What requests to a store may cost."""
 
     in_flight: int = 64
-    """Requests of one reading at once. Attempts that are no longer waited for come on top, THREADS in all."""
+    """Requests of one reading at once, fewer while the store does not keep up. Attempts that are no longer waited for come on top,
+    THREADS in all."""
     part_bytes: int = 1 << 20
     """The largest request; more is cut into several."""
     connect_seconds: float = 5.0
@@ -53,13 +54,17 @@ class Limits:
     """Another attempt starts beside one that takes so many times as long as answers usually do ..."""
     another_least_seconds: float = 0.1
     another_most_seconds: float = 1.0
-    """... but no sooner and no later than these."""
+    """... but no sooner and no later than these; never before twice as long as answers usually take."""
     another_share: float = 1 / 8
     """At most this share of all requests, and 8 more, get another attempt so: a slow store is not loaded twice. 0: none."""
 
 
 class Transient(Exception):
     """An attempt failed in a way that another may not. The text says how."""
+
+
+class TooSlow(Transient):
+    """An attempt ran into a time limit. Repeating many of them at once makes an overloaded store slower still."""
 
 
 class Unanswered(Exception):
@@ -71,12 +76,18 @@ class Unanswered(Exception):
 
 
 class Pace:
-    """How long answers of a store usually take, and what was asked of it. Shared by the threads that read from it."""
+    """How long answers of a store usually take, what was asked of it, and how many requests at once it keeps up with.
+
+    The last is found as TCP finds it: an attempt that runs into a time limit halves it, each answer lets it grow a little. Else 64 requests
+    that wait for one another time out together, and are repeated together without an end. Shared by the threads that read from the store.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
         self._usual: float | None = None
+        self._at_once = float(limits.in_flight)
+        self._halved = 0.0  # when
         self.requests = 0
         self.others = 0  # attempts beside one under way
         self.repeated = 0  # attempts after a failed one
@@ -88,6 +99,18 @@ class Pace:
     def answered(self, seconds: float) -> None:
         with self._lock:
             self._usual = seconds if self._usual is None else 0.9 * self._usual + 0.1 * seconds
+            self._at_once = min(self._limits.in_flight, self._at_once + 1 / self._at_once)
+
+    @property
+    def at_once(self) -> int:
+        """Requests of one reading, at least one."""
+        return int(self._at_once)
+
+    def too_slow(self, began: float) -> None:
+        """An attempt that began then ran into a time limit. Those that began before the last halving say nothing new."""
+        with self._lock:
+            if began > self._halved:
+                self._at_once, self._halved = max(1.0, self._at_once / 2), time.monotonic()
 
     def repeat(self) -> None:
         with self._lock:
@@ -97,8 +120,8 @@ class Pace:
         """Whether a request that waits so long gets another attempt, which is then counted."""
         limits = self._limits
         with self._lock:
-            usual = limits.another_most_seconds if self._usual is None else limits.another_after * self._usual
-            patience = min(max(usual, limits.another_least_seconds), limits.another_most_seconds)
+            often = limits.another_most_seconds if self._usual is None else limits.another_after * self._usual
+            patience = max(min(max(often, limits.another_least_seconds), limits.another_most_seconds), 2 * (self._usual or 0.0))
             allowed = limits.another_share and self.others < 8 + limits.another_share * self.requests
             due = bool(allowed) and waited_seconds > patience
             self.others += due
@@ -150,6 +173,7 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
     if process != os.getpid():
         raise Forked
     jobs = [_Job(call) for call in calls]
+    waiting, active = deque(jobs), 0  # requests with an attempt under way
     pace.begin(len(jobs))
 
     def carry_out(attempt: _Attempt[T]) -> None:
@@ -162,25 +186,26 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
             answers.put((attempt, None, error))
 
     def begin(job: _Job[T]) -> None:
+        nonlocal active
         attempt = _Attempt(job)
+        active += not job.running
         job.running.append(attempt)
         job.attempts += 1
         job.retry_at = None
         pool.submit(carry_out, attempt)
 
     def look_after(job: _Job[T], now: float) -> None:
-        if job.retry_at is not None and now >= job.retry_at:
+        if job.retry_at is not None and now >= job.retry_at and active < pace.at_once:
             pace.repeat()
             begin(job)
         elif 0 < len(job.running) < AT_ONCE and (began := job.running[-1].began) is not None and pace.another_due(now - began):
             begin(job)
 
     try:
-        waiting = deque(jobs)
-        for _ in range(min(limits.in_flight, len(jobs))):
-            begin(waiting.popleft())
         left, looked = len(jobs), start
         while left:
+            while waiting and active < pace.at_once:
+                begin(waiting.popleft())
             try:
                 attempt, answer, error = answers.get(timeout=TICK_SECONDS)
             except Empty:
@@ -195,15 +220,19 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
                     pace.answered(time.monotonic() - attempt.began)
                     job.answer, job.done = answer, True  # type: ignore[assignment]
                     left -= 1
-                    if waiting:
-                        begin(waiting.popleft())
+                    active -= 1
                 elif not isinstance(error, Transient):
                     raise error
-                elif not job.running:  # no other attempt of it is under way
-                    job.retry_at = time.monotonic() + _pause(job.failures, limits)
-                    job.failures += 1
-                    if job.retry_at - start > seconds:
-                        raise Unanswered(job.attempts, time.monotonic() - start, str(error))
+                else:
+                    if isinstance(error, TooSlow):
+                        assert attempt.began is not None
+                        pace.too_slow(attempt.began)
+                    if not job.running:  # no other attempt of it is under way
+                        active -= 1
+                        job.retry_at = time.monotonic() + _pause(job.failures, limits)
+                        job.failures += 1
+                        if job.retry_at - start > seconds:
+                            raise Unanswered(job.attempts, time.monotonic() - start, str(error))
             now = time.monotonic()
             if now - looked >= TICK_SECONDS:
                 looked = now

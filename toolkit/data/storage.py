@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from toolkit.config.urls import credentials_remedy, is_url, url_problem
-from toolkit.data.fetch import Forked, Limits, Pace, Transient, Unanswered, fetch_all
+from toolkit.data.fetch import Forked, Limits, Pace, TooSlow, Transient, Unanswered, fetch_all
 from toolkit.errors import InputError, Problem
 from toolkit.paths import UnsafePath, inside
 
@@ -303,6 +303,8 @@ def _judged(error: Exception, place: Url) -> InputError | Transient:
     status = int(found[1]) if found else None
     if any(word in text for word in _INSTANCE):
         return Transient("no credentials in the environment, and this machine's instance gives none")
+    if "redirect without LOCATION" in text or "AuthorizationHeaderMalformed" in text:
+        return _another_region(text, place)
     if isinstance(error, FileNotFoundError) or status == 404:  # of a listing it is no FileNotFoundError
         what = "no such bucket" if "NoSuchBucket" in text or "NoSuchContainer" in text else "absent"
         return _problem(f"{place}: {what}", "the store holds the data folder with every file of its manifest",
@@ -321,8 +323,39 @@ def _judged(error: Exception, place: Url) -> InputError | Transient:
     if status is not None:
         return Transient(f"status {status}")
     if "kind: Timeout" in text or "TimedOut" in text:
-        return Transient("silent for too long")
+        return TooSlow("silent for too long")
     return Transient("the connection failed or broke off")
+
+
+def _another_region(text: str, place: Url) -> InputError:
+    """Of a bucket in another region than the requests are signed for: S3 answers 301 without an address, or 400.
+
+    The body of a 400 names the region. A 301 names it in a header, which obstore does not pass on: an unsigned request shows it.
+    """
+    named, asked = re.search(r"<Region>([a-z0-9-]{1,40})</Region>", text), re.search(r"Error performing \w+ (https?://[^\s?]+)", text)
+    region = named[1] if named else _bucket_region(asked[1]) if asked else None
+    told = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    seen = f"{place}: the bucket is in the region {region}" if region else f"{place}: the bucket is in another region"
+    seen += f", AWS_REGION={told}" if told else ", and AWS_REGION is not set"
+    remedy = f"write AWS_REGION={region or 'THE_REGION'} before the command"
+    return InputError(Problem("AWS_REGION", seen, "requests are signed for the region of the bucket", remedy))
+
+
+@lru_cache(maxsize=32)
+def _bucket_region(address: str) -> str | None:
+    """That an S3 names for the bucket of ``address``; None if it does not."""
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    try:
+        with urlopen(Request(address, method="HEAD"), timeout=5) as answer:
+            headers = answer.headers
+    except HTTPError as error:
+        headers = error.headers
+    except OSError:
+        return None
+    region = headers.get("x-amz-bucket-region", "")
+    return region if re.fullmatch("[a-z0-9-]{1,40}", region) else None
 
 
 def _problem(seen: str, rule: str, remedy: str) -> InputError:

@@ -31,6 +31,7 @@ BLOCK = 4096  # bytes: windows of 4 KiB that are read one by one from a store ta
 UNIT = 8 * BLOCK  # of a mapped file: one mark of a process for each, 32 MiB of them for 1 TiB
 SUM = np.dtype("<u8")
 PAGE = 4096  # bytes of sums that are fetched at once: those of 2 MiB of data
+LONGEST = 1 << 20  # bytes of a range that is joined of several
 KEPT_PAGES = 16384  # 64 MiB: the sums of 32 GiB of data
 
 
@@ -139,6 +140,23 @@ class Reader(Protocol):
     def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]: ...
 
 
+def joined(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
+    """Ranges that touch or overlap as one of at most LONGEST bytes, unless one of them is longer itself.
+
+    Returns the new ranges, and for each of ``ranges`` the number of the one in which it lies.
+    """
+    found: list[Range] = []
+    where = [0] * len(ranges)
+    for number in sorted(range(len(ranges)), key=lambda number: (ranges[number].name, ranges[number].start)):
+        one, last = ranges[number], found[-1] if found else None
+        if last is not None and last.name == one.name and one.start <= last.end and max(one.end, last.end) - last.start <= LONGEST:
+            found[-1] = Range(one.name, last.start, max(one.end, last.end))
+        else:
+            found.append(one)
+        where[number] = len(found) - 1
+    return found, where
+
+
 class CheckedReader:
     """Reads ranges from a store and checks them. A range is widened to whole blocks, its sums are fetched with it and kept.
 
@@ -158,7 +176,7 @@ class CheckedReader:
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
         """Each range. Raises InputError naming the file and the bytes that are damaged, and whatever the folder raises."""
-        whole = [self._widened(one) for one in ranges]
+        whole, where = joined([self._widened(one) for one in ranges])
         contents, sums = self._read(whole, fresh=False)
         wrong = [number for number, one in enumerate(whole) if self._damaged(one, contents[number], sums) is not None]
         again, sums = self._read([whole[number] for number in wrong], fresh=True)
@@ -170,8 +188,8 @@ class CheckedReader:
                                          f"a block has the hash that stands in {_sums_name(name)}",
                                          "restore the file, or prepare the data again"))
             contents[number] = content
-        return [memoryview(content)[one.start - wide.start : one.end - wide.start]
-                for one, wide, content in zip(ranges, whole, contents, strict=True)]
+        return [memoryview(contents[number])[one.start - whole[number].start : one.end - whole[number].start]
+                for one, number in zip(ranges, where, strict=True)]
 
     def _widened(self, one: Range) -> Range:
         size = self._sizes.get(one.name)
