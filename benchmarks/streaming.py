@@ -2,6 +2,7 @@
 
     python benchmarks/streaming.py --peers-venv /tmp/peers        every contender: about 15 minutes on two cores, 3 GB of disk
     python benchmarks/streaming.py --only floor toolkit           some of them
+    python benchmarks/streaming.py --layouts                      only the part about shards, mixtures and dtypes; the rest is kept
     python benchmarks/streaming.py --report                       the table, docs/streaming.md and its picture from the JSON
 
 One fabricated corpus of 200 M tokens (benchmarks/sides/corpus.py) goes into each contender's own format. Every measurement is a
@@ -47,6 +48,7 @@ PEERS = BENCHMARKS / "peers.txt"
 RANKS = 2  # of the resume on another number of ranks
 FLAT_SAMPLES = (10**6, 10**9, 10**12)
 FEWEST_TOKENS = 2 * BATCH * LENGTH
+LAYOUTS_LIMIT_SECONDS = 900.0
 QUIET_LOAD = 0.5  # of other processes, in cores: above it the figures say that the machine was busy
 
 
@@ -209,6 +211,16 @@ def flat(python: Path) -> list[dict[str, Any]]:
     return [json.loads(subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout) for argv in argvs]
 
 
+def layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]:
+    """What benchmarks/sides/data_layouts.py measures of this toolkit, in a process of its own."""
+    script, before = str(BENCHMARKS / "sides" / "data_layouts.py"), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [sys.executable, script, folder, "--tokens", str(tokens), "--seconds", str(seconds)]
+        done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=limit_seconds)
+    return {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), "load_before": before, "busy": before > QUIET_LOAD,
+            "tokens": tokens, "seconds": seconds, "cases": json.loads(done.stdout.splitlines()[-1])}
+
+
 def peers_python(venv: Path | None) -> Path:
     """The Python that has the peers, made where ``venv`` is absent; without one, this Python."""
     if venv is None:
@@ -243,12 +255,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns in one process")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds that one process may take")
     parser.add_argument("--peers-venv", type=Path, help="virtual environment of the peers; made there if absent")
+    parser.add_argument("--layouts", action="store_true", help="measure only the data layouts, and replace only them in the JSON")
+    parser.add_argument("--layout-tokens", type=int, default=100_000_000, help="of each data layout")
     parser.add_argument("--report", action="store_true", help="measure nothing: show and write what the JSON says")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.tokens < FEWEST_TOKENS:
         parser.error(f"--tokens: {given.tokens}, and mixing is judged on batches of 1,024 samples: {FEWEST_TOKENS} or more")
-    if not given.report:
+    if given.layouts:
+        found = json.loads(given.out.read_text())
+        found["layouts"] = layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS)
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    elif not given.report:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(run(given), indent=1) + "\n")
     found = json.loads(given.out.read_text())
@@ -269,6 +287,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         "settings": {"length": LENGTH, "global_batch": GLOBAL_BATCH, "tokens": corpus.tokens, "documents": corpus.documents,
                      "seed": corpus.seed, "rounds": given.rounds, "seconds": given.seconds},
         "rows": rows, "flat": flat(python), "at_scale": at_scale(),
+        "layouts": layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS),
     }
 
 

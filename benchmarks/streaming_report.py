@@ -111,6 +111,9 @@ def show(found: Mapping[str, Any]) -> None:
         else:
             table.add_row(row["label"], *cells(row, rows), style=None if row["peer"] else "bold")
     console.print(table)
+    for line in layout_lines(found.get("layouts")):
+        if line.startswith("| "):
+            console.print(line)
     for sentence in behind(rows):
         console.print(f"not ahead: {sentence}")
 
@@ -154,9 +157,28 @@ def page(found: Mapping[str, Any]) -> str:
                 f"{one['resume_seconds'] * 1e3:.1f} | {one['peak_bytes']:,} | {one['state_bytes']:,} |" for one in found["flat"]), "",
               "Mixing 4 million windows of 4 KiB (16 GB) sorted into 64 domains, chi2/df of domain counts per batch of 1,024 (1.0: a full "
               "permutation; orders computed, not read): " + ", ".join(f"{name} {value:.2f}" for name, value in scale.items()) + ".", "",
-              "## What each was told", "",
+              *layout_lines(found.get("layouts")), "## What each was told", "",
               *(f"- **{row['label']}**: {row['settings']}." for row in rows.values()), ""]
     return "\n".join(lines)
+
+
+def layout_lines(layouts: Mapping[str, Any] | None) -> list[str]:
+    """The section about shards, mixtures and dtypes; nothing if they were not measured."""
+    if layouts is None:
+        return []
+    busy = f", **on a busy machine** (load {layouts['load_before']:.1f} before)" if layouts["busy"] else ""
+    lines = [
+        "## Shards, mixtures, dtypes", "",
+        f"This toolkit on {layouts['tokens']:,} uniform tokens, arranged in other ways. Each case takes turns in one process with a floor",
+        "of its own: windows of the same length and dtype, sliced in sequence from one memory map and widened into a batch. In",
+        f"brackets the smallest and the largest turn; {layouts['machine']['cpu']}, {layouts['date']}{busy}.", "",
+        "| layout | CPU ns/token | floor ns/token | x floor | aim |", "|---|---|---|---|---|",
+    ]
+    for case in layouts["cases"]:
+        aim = "none" if case["aim"] is None else f"{case['aim']:.1f}" + ("" if case["ratio"] <= case["aim"] else " **missed**")
+        lines.append(f"| {case['name']} | {case['cpu_ns']:.2f} | {case['floor_cpu_ns']:.2f} | "
+                     f"{case['ratio']:.2f} ({case['least']:.2f} to {case['most']:.2f}) | {aim} |")
+    return [*lines, ""]
 
 
 def _strong(row: Row) -> str:

@@ -158,3 +158,25 @@ def test_the_ratio_is_of_turns_in_one_process(corpus: Any) -> None:
 
     turns = [{"cpu_ns": 3.0, "slice_cpu_ns": 2.0}, {"cpu_ns": 8.0, "slice_cpu_ns": 4.0}, {"cpu_ns": 4.0, "slice_cpu_ns": 1.0}]
     assert medians(turns) == {"turns": 3, "cpu_ns": 4.0, "slice_cpu_ns": 2.0, "ratio": 2.0}
+
+
+def test_measuring_layouts_replaces_only_them(benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import streaming
+    import streaming_report
+
+    out = tmp_path / "streaming.json"
+    before = json.loads((BENCHMARKS / "results" / "streaming.json").read_text())
+    out.write_text(json.dumps({**before, "layouts": "of another day"}))
+    monkeypatch.setattr(sys, "argv", ["streaming.py", "--layouts", "--layout-tokens", "2500000", "--seconds", "0", "--out", str(out)])
+    monkeypatch.setattr(streaming_report, "show", lambda found: None)
+    streaming.main()
+    found = json.loads(out.read_text())
+    assert {name: part for name, part in found.items() if name != "layouts"} == {name: before[name] for name in found if name != "layouts"}
+    cases = found["layouts"]["cases"]
+    assert {"one shard", "six shards", "mixture of eight", "six shards, int32"} <= {case["name"] for case in cases}
+    page = streaming_report.page(found)
+    for case in cases:
+        assert f"| {case['name']} | {case['cpu_ns']:.2f} |" in page
+    slow = {**cases[0], "ratio": 9.0}
+    assert any("9.00" in line and "missed" in line for line in streaming_report.layout_lines({**found["layouts"], "cases": [slow]}))
+    assert streaming_report.layout_lines(None) == []

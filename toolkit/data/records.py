@@ -7,6 +7,7 @@ A folder of records, written by ``RecordWriter`` (toolkit/data/write_records.py)
 
     manifest.json              fields, splits, counts, size and hash of every file, statistics of each field, origin and licence
     train-00000.records, ...   records one after another, nothing between them; none is cut by the end of a file
+    train-00000.sums, ...      hashes of the blocks of the file beside it (toolkit/data/sums.py)
 
 A record is a C struct: its fields in their order, little endian, each aligned as the C compiler does it, padded with zeros to a whole
 number of its largest alignment (the manifest says every offset and the size). So record ``n`` is bytes ``n * record_bytes`` to

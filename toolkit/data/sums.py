@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,11 +99,13 @@ class FirstRead:
         self._files = files
         counts = [-(-len(file.content) // UNIT) for file in files]
         self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self._begins: list[int] = self._firsts.tolist()
         self._checked = np.zeros(int(self._firsts[-1]), dtype=bool)
         for number, file in enumerate(files):
             if file.sums is None:
                 self._checked[self._firsts[number] : self._firsts[number + 1]] = True
-        self._open = not self._checked.all()
+        self._left = int(np.count_nonzero(~self._checked))
+        self._lock = threading.Lock()
 
     def units(self, files: Ints, places: Ints) -> Ints:
         """Numbers of the units in which the bytes ``places`` [n] of the files ``files`` [n] lie."""
@@ -110,21 +113,26 @@ class FirstRead:
 
     def check(self, first: Ints, last: Ints) -> None:
         """The units ``first[j] .. last[j]``, the last included. Raises InputError naming the file and the bytes that are damaged."""
-        if not self._open or not len(first):
+        if not self._left or not len(first):
             return
         wanted = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
         new = np.unique(wanted[~self._checked[wanted]])
         for unit in new.tolist():
             self._compare(unit)
-            self._checked[unit] = True
+            with self._lock:  # another thread may have checked it meanwhile
+                self._left -= not self._checked[unit]
+                self._checked[unit] = True
 
     def _compare(self, unit: int) -> None:
-        number = int(np.searchsorted(self._firsts, unit, side="right")) - 1
-        file, start = self._files[number], (unit - int(self._firsts[number])) * UNIT
+        number = bisect_right(self._begins, unit) - 1
+        file, start = self._files[number], (unit - self._begins[number]) * UNIT
         assert file.sums is not None, f"{file.path} has no sums"
         content = file.content[start : start + UNIT]
         expected = file.sums[start // BLOCK : start // BLOCK + UNIT // BLOCK].tolist()
-        for place, (seen, rule) in enumerate(zip(block_sums(content), expected, strict=True)):
+        found = block_sums(content)
+        if found == expected:
+            return
+        for place, (seen, rule) in enumerate(zip(found, expected, strict=True)):
             if seen != rule:
                 at = start + place * BLOCK
                 raise broken(file.path, f"bytes {at} to {min(at + BLOCK, len(file.content))} have xxh3 {seen:016x}",
