@@ -57,8 +57,10 @@ def import_shards(config: PrepareConfig, progress: Progress) -> DataManifest:
         new.mkdir()
         try:
             info = _tokenizer(config, new)
-            splits, ends = _splits(opened, info, progress)
+            splits, ends, sums = _splits(opened, info, progress)
             manifest = _manifest(config, folder, dtype, replace(info, ends_documents=ends), splits)
+            for path, content in sums.items():
+                write_sums(path, content)
             _place(new, folder, info)
             files = {path.relative_to(folder).as_posix(): digest(path) for path in sorted((folder / FOLDER).iterdir())}
             manifest = replace(manifest, files=files)
@@ -142,24 +144,27 @@ def _place(new: Path, folder: Path, info: TokenizerInfo) -> None:
         raise InputError(Problem("tokenizer.path", seen, "the tokenizer is copied to that folder", f"rename {target}"))
 
 
-def _splits(opened: dict[str, list[IndexFile]], info: TokenizerInfo, progress: Progress) -> tuple[dict[str, Split], bool]:
-    """The splits, and whether end-of-text is the last token of every document and stands nowhere else."""
-    ends, splits = True, {}
+def _splits(
+    opened: dict[str, list[IndexFile]], info: TokenizerInfo, progress: Progress
+) -> tuple[dict[str, Split], bool, dict[Path, bytes]]:
+    """The splits, whether end-of-text is the last token of every document and stands nowhere else, and the sums of each .bin file."""
+    ends, splits, sums = True, {}, {}
     total = sum(index.bin_bytes for indexes in opened.values() for index in indexes)
     with progress.task("reading tokens", total=total, unit="B") as task:
         for split, indexes in opened.items():
             shards = []
             for index in indexes:
-                shard, ended = _shard(index, info, task)
+                shard, ended, content = _shard(index, info, task)
                 shards.append(shard)
+                sums[index.path.with_suffix(".bin")] = content
                 ends = ends and ended
             splits[split] = Split(tuple(shards))
     if not splits[SPLITS[0]].tokens:
         raise InputError(Problem("import", f"{opened[SPLITS[0]][0].path}: no tokens", "there are tokens to train on", "name other files"))
-    return splits, ends
+    return splits, ends, sums
 
 
-def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bool]:
+def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bool, bytes]:
     path = index.path.with_suffix(".bin")
     tokens: npt.NDArray[np.integer] = np.memmap(path, dtype=index.dtype, mode="r") if index.bin_bytes else np.empty(0, index.dtype)
     hasher, sums, ending = xxhash.xxh3_128(), SumsOfStream(), 0
@@ -179,17 +184,18 @@ def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bo
     last = places[index.documents[1:]] - 1  # each document's last token
     lengths = np.diff(places[index.documents])
     whole = bool((lengths > 0).all()) and ending == len(last) and bool((tokens[last] == info.end_of_text).all())
+    content = sums.content()
     shard = Shard(index.path.stem, len(index.documents) - 1, len(tokens), Digest(index.bin_bytes, hasher.hexdigest()), digest(index.path),
-                  _sums_beside(path, sums.content()))
-    return shard, whole
+                  _checked_sums(path, content))
+    return shard, whole, content
 
 
-def _sums_beside(path: Path, content: bytes) -> Digest:
-    """Written, unless they are there. Raises InputError if another file has their name."""
+def _checked_sums(path: Path, content: bytes) -> Digest:
+    """Of the sums of ``path``, which are written later. Raises InputError if another file has their name."""
     there = path.with_suffix(ENDING)
     if there.exists() and there.read_bytes() != content:
         raise InputError(Problem("import", f"{there} is there", f"the sums of {path.name} are written to that name", f"rename {there}"))
-    return write_sums(path, content)
+    return Digest(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
 def _manifest(config: PrepareConfig, folder: Path, dtype: str, info: TokenizerInfo, splits: dict[str, Split]) -> DataManifest:
