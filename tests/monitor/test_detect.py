@@ -19,8 +19,8 @@ from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.health.detectors import detectors, faster_data
 from toolkit.monitor.health.loss import LOSS, Jump, LossScale, NonFinite, Validation
-from toolkit.monitor.health.saving import LateCheckpoint, SlowCheckpoint, best_interval
 from toolkit.monitor.health.pace import FallingThroughput, Straggler
+from toolkit.monitor.health.saving import LateCheckpoint, SlowCheckpoint, best_interval
 from toolkit.monitor.parts import BACKWARD, DATA, FORWARD, OPTIMIZER, communication
 from toolkit.monitor.sink import Kind
 from toolkit.plan.types import RunPlan

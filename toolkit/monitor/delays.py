@@ -11,10 +11,11 @@ class Delays:
     """Seconds since the rank began to measure, or in one step.
 
     Attributes:
-        starved: the thread was ready to run and had no processor, because other threads or processes ran there.
+        starved: the thread was ready to run and had no processor, since other threads or processes used it.
         stopped: no thread of the process ran: a signal stopped it, or its container or machine was paused.
-        crowded: nearly all processors that the rank may use were busy, whoever used them. Neighbours share caches, memory bandwidth
-            and, with hyperthreads, cores, so that a thread is slower although it has a processor.
+        crowded: nearly all processors that the rank may use were busy, with whatever process. Neighbours share
+            caches, memory bandwidth and, with hyperthreads, cores, so that a thread is slower although it has a
+            processor.
     """
 
     starved: float = 0.0
@@ -22,7 +23,8 @@ class Delays:
     crowded: float = 0.0
 
     def __sub__(self, earlier: Delays) -> Delays:
-        return Delays(starved=self.starved - earlier.starved, stopped=self.stopped - earlier.stopped, crowded=self.crowded - earlier.crowded)
+        return Delays(starved=self.starved - earlier.starved, stopped=self.stopped - earlier.stopped,
+                      crowded=self.crowded - earlier.crowded)
 
 
 NO_DELAYS = Delays()

@@ -1,4 +1,5 @@
-"""Measures what keeps the training thread of this process from running: ``monitor/delays.py``. Linux only, without privileges."""
+"""Measures what keeps the training thread of this process from running: ``monitor/delays.py``. Linux only,
+without privileges."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ CROWDED_SHARE = 0.9  # of the processors' time that is used, by any process
 
 
 class Processor:
-    """Belongs to the thread that creates it. ``read`` costs some microseconds, so it may be called in each step.
+    """Belongs to the thread that creates it. ``read`` costs some microseconds, so it may be called in each
+    step.
 
-    A thread looks at the clock four times a second. If neither it nor ``read`` looked for longer than that, and the process used no
-    processor time in between and was not waiting for a processor either, the process was stopped. Native code that sleeps while it holds
-    the interpreter's lock looks the same.
+    A thread looks at the clock four times a second. If neither it nor ``read`` looked for longer than that,
+    and the process used no processor time in between and was not waiting for a processor either, the process
+    was stopped. Native code that sleeps while it holds the interpreter's lock looks the same.
 
     Args:
         root: of the file system; tests have one of their own.
@@ -67,7 +69,8 @@ class Processor:
         seconds, worked, waited = now - self._looked, used - self._used_before, starved - self._starved
         delays = self._delays
         stopped, crowded = delays.stopped, delays.crowded
-        # Until it was stopped the process used its processors as before; only what exceeds that was used in the gap.
+        # Until it was stopped the process used its processors as before; only what exceeds that was used in
+        # the gap.
         gap = seconds - BEAT_SECONDS - max(0.0, worked - self._rate * BEAT_SECONDS) - waited
         if gap > STOP_SECONDS:
             stopped += gap
@@ -83,11 +86,13 @@ class Processor:
         self._delays = Delays(starved=starved - self._starved_at_start, stopped=stopped, crowded=crowded)
 
     def _waited(self) -> float:
-        """Seconds in which the training thread waited for a processor (proc(5)); 0 if the kernel does not count them."""
+        """Seconds in which the training thread waited for a processor (proc(5)); 0 if the kernel does not
+        count them."""
         return 0.0 if self._waits is None else int(os.pread(self._waits, 96, 0).split()[1]) / 1e9
 
     def _processor_times(self) -> tuple[int, int]:
-        """Busy and all ticks of the processors that this process may use, other guests' of the machine included."""
+        """Busy and all ticks of the processors that this process may use, other guests' of the machine
+        included."""
         try:
             lines = (self._root / "proc/stat").read_text(encoding="ascii").splitlines()
         except OSError:

@@ -1,14 +1,17 @@
-"""What a step cost, over all ranks, without what explains itself; and what it would at least have cost on an idle host.
+"""What a step cost, over all ranks, without what explains itself; and what it would at least have cost on an
+idle host.
 
-Ranks wait for each other, so the ledger shows one rank's delay in the communication of all others, often in the next step: after a save that
-is slow on rank 0, the others wait in their next collective. A step's cost is therefore the computing of the slowest rank and, of each
-axis' communication, the wait of the rank that waited least: the rank that causes a wait does not wait itself. Samples, saves and evaluations
-have alerts of their own and are left out.
+Ranks wait for each other, so the ledger shows one rank's delay in the communication of all others, often in
+the next step: after a save that is slow on rank 0, the others wait in their next collective. A step's cost is
+therefore the computing of the slowest rank and, of each axis' communication, the wait of the rank that waited
+least: the rank that causes a wait does not wait itself. Samples, saves and evaluations have alerts of their
+own and are left out.
 
-On a host whose processors are oversubscribed, times say little about the run. Two rules make them comparable. Time in which a rank was ready
-to run and had no processor is taken out. While nearly all processors are busy, the rest counts half: neighbours that share caches, memory
-bandwidth or a core make a thread up to twice as slow. Only what is judged is corrected. What it is compared with never is, so that too much
-correction cannot produce an alert.
+On a host whose processors are oversubscribed, times say little about the run. Two rules make them comparable.
+Time in which a rank was ready to run and had no processor is taken out. While nearly all processors are busy,
+the rest counts half: neighbours that share caches, memory bandwidth or a core make a thread up to twice as
+slow. Only what is judged is corrected. What it is compared with never is, so that too much correction cannot
+produce an alert.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ def account_of(row: Row, samples: int, explained: float = 0.0) -> Account:
     """
     return Account(
         samples=samples, computing=max(0.0, row["slowest_busy_seconds"] - explained),
-        waits={name: low for name, (low, _, _) in row["parts"].items() if name == BUBBLE or name.startswith(COMMUNICATION)},
+        waits={name: low for name, (low, _, _) in row["parts"].items() if not is_computing(name)},
         starved=delay(row, "starved")[0], crowded=delay(row, "crowded")[0] > row["wall_seconds"] / 2)
 
 

@@ -1,18 +1,29 @@
 """Steps that became slow and stay so: of all ranks, of one rank, of one axis' communication.
 
-Contention for a shared host comes in bursts of up to some seconds, so steps shorter than a second are joined to units of a second:
-an alert needs 16 of the last 20 units, and never less than 16 seconds.
+Contention for a shared host comes in bursts of up to some seconds, so steps shorter than a second are joined
+to units of a second: an alert needs 16 of the last 20 units, and never less than 16 seconds.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.account import Account, account_of
-from toolkit.monitor.health.detector import LASTING, LEAST_SECONDS, LONG, OF_STEPS, Detector, SizeOfStep, Units, WarmUp, per_cent, seconds
+from toolkit.monitor.health.detector import (
+    LASTING,
+    LEAST_SECONDS,
+    LONG,
+    OF_STEPS,
+    Detector,
+    SizeOfStep,
+    Units,
+    WarmUp,
+    per_cent,
+    seconds,
+)
 from toolkit.monitor.health.robust import Best, Lasting
 from toolkit.monitor.parts import COMMUNICATION
 from toolkit.monitor.sink import Kind, Row
@@ -21,8 +32,9 @@ BLOCK = 50  # units of a block of ``Best``
 
 
 class FallingThroughput(Detector):
-    """Steps are slower than the run's own best block of 50, for the same number of samples: most of the last 20 by a quarter, or the
-    median of the last 200 by 15%. A quarter, because a single step easily varies by a tenth; the median of 200 does not."""
+    """Steps are slower than the run's own best block of 50, for the same number of samples: most of the last
+    20 by a quarter, or the median of the last 200 by 15%. A quarter, because a single step easily varies by a
+    tenth; the median of 200 does not."""
 
     SHORT_TIMES, LONG_TIMES = 1.25, 1.15
     kinds = (Kind.LEDGER,)
@@ -60,17 +72,22 @@ class FallingThroughput(Detector):
         return Alert(
             name="falling-throughput", level=Level.WARNING, step=row["step"], lost_share=1 - best / now,
             cause="training has become slower than it was in this run",
-            evidence=f"{1 / now:.4g} samples a second in the last {OF_STEPS if slow else LONG} steps, {1 / best:.4g} in the run's best "
-                     f"{BLOCK} steps: {per_cent(1 - best / now)} less (without waits for samples, evaluation and saving; steps shorter than "
+            evidence=f"{1 / now:.4g} samples a second in the last {OF_STEPS if slow else LONG} steps, "
+                     f"{1 / best:.4g} in the run's best "
+                     f"{BLOCK} steps: {per_cent(1 - best / now)} less (without waits for samples, evaluation "
+                     "and saving; steps shorter than "
                      "a second are joined)",
-            next_step="see which part grew in ledger.jsonl (python launch/report.py RUN_DIR), and clocks, temperature and other processes "
+            next_step="see which part grew in ledger.jsonl (python launch/report.py RUN_DIR), and clocks, "
+                      "temperature and other processes "
                       "in system/node-*.jsonl")
 
 
 class Straggler(Detector):
-    """One rank computes a quarter longer than the others in most of the last 20 steps, and always the same one.
+    """One rank computes a quarter longer than the others in most of the last 20 steps, and always the same
+    one.
 
-    Stages of a pipeline may differ by what they hold: there a rank is compared with how much longer it took in the run's best block.
+    Stages of a pipeline may differ by what they hold: there a rank is compared with how much longer it took
+    in the run's best block.
     """
 
     TIMES = 1.25
@@ -79,8 +96,10 @@ class Straggler(Detector):
     def __init__(self, *, ranks_per_node: int, stages: int) -> None:
         self._ranks_per_node, self._stages = ranks_per_node, stages
         self._warm_up = WarmUp()
-        self._units: Units[tuple[int, float, float, float]] = Units()  # the slowest rank, its corrected and measured seconds, the others'
-        self._newest: deque[tuple[int, float, float, int]] = deque(maxlen=OF_STEPS)  # rank, its excess, the others' seconds, steps
+        # The slowest rank, its seconds as corrected and as measured, the others' seconds.
+        self._units: Units[tuple[int, float, float, float]] = Units()
+        # A rank, the seconds that it took longer than the others, the others' seconds, steps.
+        self._newest: deque[tuple[int, float, float, int]] = deque(maxlen=OF_STEPS)
         self._usual = Best(BLOCK, first=OF_STEPS)
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
@@ -99,10 +118,10 @@ class Straggler(Detector):
             if self._usual.value is None:
                 return None
             usual = self._usual.value
-        excess: Counter[int] = Counter()
+        excess: defaultdict[int, float] = defaultdict(float)
         for rank, corrected, _, others in unit:
-            excess[rank] += corrected - usual * others  # type: ignore[assignment]  # a Counter adds floats too
-        rank, more = excess.most_common(1)[0]
+            excess[rank] += corrected - usual * others
+        rank, more = max(excess.items(), key=lambda item: item[1])
         self._newest.append((rank, more, usual * theirs, len(unit)))
         return self._judge(row, usual)
 
@@ -115,18 +134,24 @@ class Straggler(Detector):
         more, theirs = (median(one[place] / one[2] for one in slow) for place in (0, 1))
         node, place = divmod(rank, self._ranks_per_node)
         return Alert(
-            name="straggler", where=f"rank {rank}", level=Level.WARNING, step=row["step"], lost_share=more / (more + theirs),
-            cause=f"rank {rank} (place {place} of node {node}) computes longer than the others, which wait for it in every step",
-            evidence=f"busy for {seconds(theirs + more)} a step, the {'other' if row['ranks'] == 2 else 'median'} rank for "
+            name="straggler", where=f"rank {rank}", level=Level.WARNING, step=row["step"],
+            lost_share=more / (more + theirs),
+            cause=f"rank {rank} (place {place} of node {node}) computes longer than the others, which wait "
+                  "for it in every step",
+            evidence=f"busy for {seconds(theirs + more)} a step, the "
+                     f"{'other' if row['ranks'] == 2 else 'median'} rank for "
                      f"{seconds(theirs / usual)}, in {len(slow)} of the last {len(self._newest)} steps"
                      + (f"; usual: {usual:.2f} times" if self._stages > 1 else ""),
-            next_step=f"compare its clocks, throttling and other processes with the others in system/node-{node}.jsonl; on that node: "
-                      f"nvidia-smi -i {place} -q -d PERFORMANCE,CLOCK,PAGE_RETIREMENT; if it stays, leave the node out")
+            next_step="compare its clocks, throttling and other processes with the others in "
+                      f"system/node-{node}.jsonl; on that node: "
+                      f"nvidia-smi -i {place} -q -d PERFORMANCE,CLOCK,PAGE_RETIREMENT; if it stays, leave "
+                      "the node out")
 
 
 class SlowCollective(Detector):
-    """Communication along one axis takes a tenth of the step more than in the run's best block, and half as much again, in most of the
-    last 20 steps, on every rank: the minimum over ranks is what counts. Behind a slow rank the others wait, but that rank itself does not.
+    """Communication along one axis takes a tenth of the step more than in the run's best block, and half as
+    much again, in most of the last 20 steps, on every rank: the minimum over ranks is what counts. Behind a
+    slow rank the others wait, but that rank itself does not.
     """
 
     SHARE, TIMES = 0.1, 1.5
@@ -162,7 +187,8 @@ class SlowCollective(Detector):
             slow = more > self.SHARE * whole and now > self.TIMES * best.value and more > least
             if lasting.add(slow) and slow:
                 size = samples / len(unit)
-                found = self._alert(row, name.removeprefix(f"{COMMUNICATION}/"), size * median(newest), size * best.value, size * whole)
+                axis = name.removeprefix(f"{COMMUNICATION}/")
+                found = self._alert(row, axis, size * median(newest), size * best.value, size * whole)
         return found
 
     def _alert(self, row: Row, axis: str, now: float, best: float, whole: float) -> Alert:
@@ -170,7 +196,9 @@ class SlowCollective(Detector):
             name="slow-collective", where=f"axis {axis}", level=Level.WARNING, step=row["step"],
             lost_share=max(0.0, now - best) / (whole + max(0.0, now - best)),
             cause=f"collectives along axis {axis} have become slow on all their ranks",
-            evidence=f"every rank waits at least {seconds(now)} a step for them, in the run's best {BLOCK} steps "
+            evidence=f"every rank waits at least {seconds(now)} a step for them, in the run's best {BLOCK} "
+                     "steps "
                      f"{seconds(best)}, of a step of {seconds(whole)}",
-            next_step="look for link errors and other traffic: nvidia-smi nvlink -e, ibstat, ethtool -S on the nodes, NCCL_DEBUG=INFO for "
+            next_step="look for link errors and other traffic: nvidia-smi nvlink -e, ibstat, ethtool -S on "
+                      "the nodes, NCCL_DEBUG=INFO for "
                       "the path that was chosen; attempts/*/probe.json has what the axis did at the start")

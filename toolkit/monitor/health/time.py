@@ -1,4 +1,5 @@
-"""Single steps that lose time: waits for samples, garbage collection, pauses, a process that is stopped, a host that is busy.
+"""Single steps that lose time: waits for samples, garbage collection, pauses, a process that is stopped, a
+host that is busy.
 
 Thresholds are shares of the time, so that they mean the same in any run; each stands with its reason.
 """
@@ -13,7 +14,18 @@ from statistics import median
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.account import account_of, delay, is_computing
-from toolkit.monitor.health.detector import LASTING, LEAST_SECONDS, LONG, OF_STEPS, Detector, SizeOfStep, Units, WarmUp, per_cent, seconds
+from toolkit.monitor.health.detector import (
+    LASTING,
+    LEAST_SECONDS,
+    LONG,
+    OF_STEPS,
+    Detector,
+    SizeOfStep,
+    Units,
+    WarmUp,
+    per_cent,
+    seconds,
+)
 from toolkit.monitor.health.robust import Lasting
 from toolkit.monitor.parts import CHECKPOINT, COMMUNICATION, DATA, EVALUATION
 from toolkit.monitor.sink import Kind, Row
@@ -21,7 +33,8 @@ from toolkit.monitor.sink import Kind, Row
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """For the samples of one step: seconds of the rank that waited longest, of the others and of the whole step; that rank."""
+    """For the samples of one step: seconds of the rank that waited longest, of the others and of the whole
+    step; that rank."""
 
     longest: float
     others: float
@@ -30,9 +43,10 @@ class _Wait:
 
 
 class DataStall(Detector):
-    """Training waits for samples in more than a tenth of its time, over the last 20 steps or, since samples may come in large chunks, over
-    up to 200. Without the longest wait: one hiccup of a disk is no slow pipeline. A sound pipeline is ahead of training, and the share is
-    that of taking from a queue: far under a hundredth.
+    """Training waits for samples in more than a tenth of its time, over the last 20 steps or, since samples
+    may come in large chunks, over up to 200. Without the longest wait: one hiccup of a disk is no slow
+    pipeline. A sound pipeline is ahead of training, and the share is that of taking from a queue: far under a
+    hundredth.
 
     With the ledger it names the rank, if one rank waits and the others do not.
     """
@@ -41,7 +55,7 @@ class DataStall(Detector):
 
     def __init__(self, remedy: str, *, ranks_per_node: int, ledger: bool) -> None:
         self._remedy, self._ranks_per_node = remedy, ranks_per_node
-        self.kinds = (Kind.LEDGER if ledger else Kind.STEP,)  # type: ignore[misc]  # of the class it is the usual one
+        self.kinds = (Kind.LEDGER if ledger else Kind.STEP,)  # type: ignore[misc]  # a class variable elsewhere
         self._warm_up = WarmUp()
         self._steps: deque[_Wait] = deque(maxlen=LONG)
 
@@ -78,8 +92,10 @@ class DataStall(Detector):
         return Alert(
             name="data-stall", level=Level.WARNING, step=step, lost_share=share,
             cause="the data pipeline is slow: training waits for samples",
-            evidence=f"{per_cent(share)} of the time of the last {len(steps)} steps, {seconds(waited / len(steps))} of "
-                     f"{seconds(whole / len(steps))} a step, was waiting for samples (alert above {self.SHARE:.0%})",
+            evidence=f"{per_cent(share)} of the time of the last {len(steps)} steps, "
+                     f"{seconds(waited / len(steps))} of "
+                     f"{seconds(whole / len(steps))} a step, was waiting for samples (alert above "
+                     f"{self.SHARE:.0%})",
             next_step=self._remedy)
 
 
@@ -89,7 +105,8 @@ def _of_step(row: Row) -> _Wait:
 
 def _of_ledger(row: Row) -> _Wait:
     low, middle, high = row["parts"].get(DATA, (0.0, 0.0, 0.0))
-    # On a host without a free processor the threads that read ahead are late too, and that is not the pipeline's fault.
+    # On a host without a free processor the threads that read ahead are late too, and that is not the
+    # pipeline's fault.
     account = account_of(row, 1)
     waited = account.corrected(high, account.starved)
     others = high if row["ranks"] == 1 else low if row["ranks"] == 2 else middle
@@ -97,8 +114,9 @@ def _of_ledger(row: Row) -> _Wait:
 
 
 class GarbageCollection(Detector):
-    """Python's collector stops every thread of a rank, and all ranks wait for the one that collects. More than a twentieth of the time,
-    without the longest collection: a whole one now and then is what Python does by itself."""
+    """Python's collector stops every thread of a rank, and all ranks wait for the one that collects. More
+    than a twentieth of the time, without the longest collection: a whole one now and then is what Python does
+    by itself."""
 
     SHARE = 0.05
 
@@ -119,19 +137,23 @@ class GarbageCollection(Detector):
         return Alert(
             name="garbage-collection", level=Level.WARNING, step=row["step"], lost_share=collected / whole,
             cause="Python's garbage collection stops training",
-            evidence=f"{per_cent(collected / whole)} of the time of the last {OF_STEPS} steps, {seconds(collected / len(steps))} a step on "
+            evidence=f"{per_cent(collected / whole)} of the time of the last {OF_STEPS} steps, "
+                     f"{seconds(collected / len(steps))} a step on "
                      f"the rank on which it took longest (alert above {self.SHARE:.0%})",
-            next_step="find what makes so many Python objects in each step (your own model, hooks or data code keep lists, dicts or "
-                      "graphs): python -X tracemalloc=10 launch/train.py ...; what was there before the first step is in no collection")
+            next_step="find what makes so many Python objects in each step (your own model, hooks or data "
+                      "code keep lists, dicts or "
+                      "graphs): python -X tracemalloc=10 launch/train.py ...; what was there before the "
+                      "first step is in no collection")
 
 
 class Pauses(Detector):
     """Single steps that take far longer than the others, again and again.
 
-    Spikes of three times the median in one step of a hundred are normal on shared networks and disks. So: five of the last 20 steps above
-    twice the median (with such spikes by chance once in a million steps), or, for rarer and longer ones, six of the last 200 that
-    lose a tenth of the time. A long step after a long one does not count: steps that became slower are FallingThroughput's. What other
-    alerts are about is not counted: waits for samples, saves, evaluations, garbage collections, stops of a process, a busy host.
+    Spikes of three times the median in one step of a hundred are normal on shared networks and disks. So:
+    five of the last 20 steps above twice the median (with such spikes by chance once in a million steps), or,
+    for rarer and longer ones, six of the last 200 that lose a tenth of the time. A long step after a long one
+    does not count: steps that became slower are FallingThroughput's. What other alerts are about is not
+    counted: waits for samples, saves, evaluations, garbage collections, stops of a process, a busy host.
     """
 
     TIMES, FEW, OFTEN, SHARE = 2.0, 5, 6, 0.1
@@ -142,7 +164,8 @@ class Pauses(Detector):
         self._size = size_of_step
         self._warm_up = WarmUp()
         self._collected: dict[int, float] = {}  # by step: of garbage
-        self._newest: deque[tuple[float, float, dict[str, float]]] = deque(maxlen=LONG)  # seconds judged, as measured, and of each part
+        # Seconds as judged, as measured, and of each part.
+        self._newest: deque[tuple[float, float, dict[str, float]]] = deque(maxlen=LONG)
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
         if kind is Kind.STEP:
@@ -174,8 +197,10 @@ class Pauses(Detector):
                 return Alert(
                     name="pauses", level=Level.WARNING, step=step, where=part, lost_share=share,
                     cause="single steps take far longer than the others, again and again" + (f", in {part}" if part else ""),
-                    evidence=f"{len(long)} of the last {len(steps)} steps took {seconds(size * median(judged for judged, _, _ in long))} (their "
-                             f"median), the median step {seconds(size * middle)}; {per_cent(share)} of the time is lost",
+                    evidence=f"{len(long)} of the last {len(steps)} steps took "
+                             f"{seconds(size * median(judged for judged, _, _ in long))} (their "
+                             f"median), the median step {seconds(size * middle)}; {per_cent(share)} of the "
+                             "time is lost",
                     next_step=_look_at(part, step))
         return None
 
@@ -194,14 +219,16 @@ def _look_at(part: str, step: int) -> str:
 
 
 class Stops(Detector):
-    """The process of a rank was stopped, twice in the last 200 steps: once may be a person's doing, or the move of a virtual machine."""
+    """The process of a rank was stopped, twice in the last 200 steps: once may be a person's doing, or the
+    move of a virtual machine."""
 
     LEAST = 2
     kinds = (Kind.LEDGER,)
 
     def __init__(self, ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
-        self._newest: deque[tuple[float, int, float]] = deque(maxlen=LONG)  # seconds stopped, the rank, the step's seconds
+        # Seconds for which a rank was stopped, the rank, the step's seconds.
+        self._newest: deque[tuple[float, int, float]] = deque(maxlen=LONG)
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
         stopped, rank = delay(row, "stopped")
@@ -217,15 +244,18 @@ class Stops(Detector):
         return Alert(
             name="pauses", where=f"rank {rank}", level=Level.WARNING, step=row["step"], lost_share=share,
             cause=f"the process of rank {rank} is stopped for seconds at a time, and all ranks wait for it",
-            evidence=f"{count} times in the last {len(self._newest)} steps none of its threads ran, for {seconds(median(of_rank))} (the median), "
+            evidence=f"{count} times in the last {len(self._newest)} steps none of its threads ran, for "
+                     f"{seconds(median(of_rank))} (the median), "
                      f"although processors were free for it; {per_cent(share)} of the time is lost",
-            next_step=f"find what stops it on node {rank // self._ranks_per_node}: SIGSTOP, Ctrl-Z or a debugger, a paused container, a suspended "
-                      "virtual machine; if nothing does, look for swapping: vmstat 1, and swap in system/node-*.jsonl")
+            next_step=f"find what stops it on node {rank // self._ranks_per_node}: SIGSTOP, Ctrl-Z or a "
+                      "debugger, a paused container, a suspended "
+                      "virtual machine; if nothing does, look for swapping: vmstat 1, and swap in "
+                      "system/node-*.jsonl")
 
 
 class HostBusy(Detector):
-    """A rank had no processor for a tenth of the time, though it was ready to run, in 16 of the last 20 steps. Told once, and again after
-    200 steps without it."""
+    """A rank had no processor for a tenth of the time, though it was ready to run, in 16 of the last 20
+    steps. Told once, and again after 200 steps without it."""
 
     SHARE = 0.1
     kinds = (Kind.LEDGER,)
@@ -258,12 +288,17 @@ class HostBusy(Detector):
         crowded = sum(delay(one, "crowded")[0] for one in rows) / sum(one["wall_seconds"] for one in rows)
         return Alert(
             name="host-busy", where=f"node {node}", level=Level.WARNING, step=row["step"], lost_share=share,
-            cause=f"the host is busy: ranks of node {node} wait for a processor, because too many threads or other processes use them",
-            evidence=f"the rank that waited most, usually rank {rank}, was ready to run and had no processor for {per_cent(share)} of the last "
-                     f"{len(rows)} steps (alert above {self.SHARE:.0%}); all processors that it may use were busy for "
+            cause=f"the host is busy: ranks of node {node} wait for a processor, because too many threads or "
+                  "other processes use them",
+            evidence=f"the rank that waited most, usually rank {rank}, was ready to run and had no processor "
+                     f"for {per_cent(share)} of the last "
+                     f"{len(rows)} steps (alert above {self.SHARE:.0%}); all processors that it may use were "
+                     "busy for "
                      f"{per_cent(min(1.0, crowded))} of that time",
-            next_step=f"look for other processes on node {node} (top), for too many threads of the run's own (debug.threads, OMP_NUM_THREADS, "
-                      "data workers) and for a small set of processors (taskset -p PID, the container's limit). Until then slow steps that a busy "
+            next_step=f"look for other processes on node {node} (top), for too many threads of the run's own "
+                      "(debug.threads, OMP_NUM_THREADS, "
+                      "data workers) and for a small set of processors (taskset -p PID, the container's "
+                      "limit). Until then slow steps that a busy "
                       "host explains give no alerts")
 
 
