@@ -107,7 +107,8 @@ def hog_on_a_core_of_rank_3(step: Step, random: np.random.Generator) -> None:
 
 
 def slow_save_of_rank_0(step: Step, random: np.random.Generator) -> None:
-    if step.number % 5 == 0:
+    """The others wait for it in the next step."""
+    if step.number % 3 == 0:
         step.saved[0] += 4.0
 
 
@@ -194,6 +195,19 @@ def test_a_fault_is_named_within_20_steps(plan: RunPlan, fault: Fault, name: str
 # ---- one by one
 
 
+@pytest.mark.parametrize(("ranks", "where"), [(range(RANKS), ""), (range(1, 2), "rank 1")])
+def test_two_long_data_waits_far_apart_are_named(plan: RunPlan, ranks: range, where: str) -> None:
+    """They take 72% of the time of 100 steps, and no 20 steps have both."""
+    def waits(step: Step, random: np.random.Generator) -> None:
+        if step.number in (60, 95):
+            step.parts[DATA][list(ranks)] += 130.0
+
+    found = alerts_of(detectors(plan), steps_of(5, 100, waits))
+    assert {(alert.name, alert.where) for alert in found} == {("data-stall", where)}
+    assert found[0].step == 95
+    assert 0.65 < found[0].lost_share < 0.75
+
+
 def test_throughput_is_compared_for_the_same_number_of_samples(plan: RunPlan) -> None:
     """A batch ramp doubles what a step costs; at the same batch that is an alert."""
     def ramped(step: Step, random: np.random.Generator) -> None:
@@ -222,6 +236,43 @@ def ledger(step: int, busy: float, **more: Any) -> dict[str, Any]:
     """A row of one rank."""
     return {"step": step, "ranks": 1, "wall_seconds": busy, "parts": {FORWARD: [busy] * 3}, "slowest_rank": 0, "data_rank": 0,
             "slowest_busy_seconds": busy, "median_busy_seconds": busy, **more}
+
+
+def on_a_busy_host(step: Step, random: np.random.Generator) -> None:
+    """Three ranks and a hog on two processors: each rank is starved in turn, and neighbours make all of them slower."""
+    for rank in range(RANKS):
+        slower = random.uniform(1.0, 1.9)
+        starved = random.exponential(0.5) * (random.random() < 0.6)
+        for part in (FORWARD, BACKWARD, OPTIMIZER, communication("data")):
+            step.parts[part][rank] *= slower
+        step.parts[BACKWARD][rank] += starved
+        step.starved[rank] = starved
+    step.crowded = sum(seconds.max() for seconds in step.parts.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_two_thousand_clean_steps_on_a_busy_host_say_so_once_and_nothing_else(plan: RunPlan, seed: int) -> None:
+    """A hog comes and goes: 400 idle steps, 200 busy ones, and again."""
+    def hog(step: Step, random: np.random.Generator) -> None:
+        if step.number % 600 >= 400:
+            on_a_busy_host(step, random)
+
+    found = alerts_of(detectors(plan), steps_of(seed, 2000, hog, 1))
+    assert [str(alert) for alert in found if alert.name != "host-busy"] == []
+    assert 1 <= len(found) <= 3, "each time that it comes, it is told once"
+
+
+@pytest.mark.parametrize(("fault", "name", "where"), [
+    (two_long_data_waits_of_rank_1, "data-stall", "rank 1"), (stopped_rank_2, "pauses", "rank 2"),
+    (slow_save_of_rank_0, "slow-checkpoint", "")])
+def test_a_large_fault_is_named_on_a_busy_host_too(plan: RunPlan, fault: Fault, name: str, where: str) -> None:
+    def both(step: Step, random: np.random.Generator) -> None:
+        on_a_busy_host(step, random)
+        if step.number >= SINCE:
+            fault(step, random)
+
+    found = alerts_of(detectors(plan), steps_of(1, SINCE + 40, both, 1))
+    assert {(alert.name, alert.where) for alert in found} == {("host-busy", "node 0"), (name, where)}
 
 
 def test_what_falls_slowly_is_compared_with_how_it_began(plan: RunPlan) -> None:
