@@ -136,6 +136,7 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
             kept = (directory.saved_step() or 0) if saving.given_up else None
             if (total := times.goodput(kept)) is not None:
                 say(goodput_words(total))
+                watch.sink.log_summary("goodput", total.share)
         try:
             if rank == 0 and code is ExitCode.DONE:
                 closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step),
