@@ -72,7 +72,7 @@ def _agree(launch: Launch, words: Sequence[str], machine: Machine, meeting: Meet
     if launch.rank == 0:
         log_to(directory.log_file(start.attempt))
     if composes:
-        announce(plan, start.attempt)
+        announce(plan, start.attempt, launch)
         if launch.ranks > 1:
             meeting.publish("start", start.to_json())
     return start, plan, directory
