@@ -53,6 +53,7 @@ def test_the_basis_of_all_cases_has_no_problem() -> None:
 
 # changes, world, key at fault, a word of the rule or remedy
 MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
+    ({"monitor__price_per_gpu_hour": 2.0}, CPU, "monitor.price_per_gpu_hour", "write monitor.price_per_gpu_hour=null"),
     ({"train__global_batch": 9}, CPU, "train.global_batch", "train.global_batch=8 or train.global_batch=12"),
     ({"train__global_batch": 9, "train__micro_batch": None}, CPU, "train.global_batch", "train.global_batch=8"),
     ({"train__batch_ramp": BatchRampConfig(start=2)}, CPU, "train.batch_ramp", "increment, samples is missing"),

@@ -46,7 +46,7 @@ def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink:
         try:
             text = _continuation(plan, checkpoint, tokenizer, prompt, stop)
             say(f"the model continues {prompt!r}:\n\n{prompt}{text}\n")
-            sink.log_text("continuation", prompt + text)
+            sink.log_summary("continuation", prompt + text)
         except Exception as error:  # noqa: BLE001  the training is done and saved; a sample of text does not change that
             tell(f"no text was generated: {type(error).__name__}: {error}")
     picture = directory.plots / "loss.png"

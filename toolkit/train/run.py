@@ -154,8 +154,10 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         took = course.words(time.monotonic())
         kept = (directory.saved_step() or 0) if saving.given_up or diverged is not None else None
         total = times.goodput(kept) if rank == 0 else None
-        if total is not None and total.attempts > 1:
-            say(goodput_words(total))
+        if total is not None:
+            watch.sink.log_summary("goodput", total.share)
+            if total.attempts > 1:
+                say(goodput_words(total))
         try:
             if rank == 0 and code is ExitCode.DONE:
                 closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step), time=took,
