@@ -28,6 +28,7 @@ from toolkit.testing.wrong_maps import gate_and_up_swapped, rotated_groups, wron
 QUICK = choose((
     "megatron/llama/tp2-sp", "megatron/llama/pp2-vpp2", "megatron/llama/cp2", "megatron/qwen2/dp2-zero1", "megatron/mixtral/ep2-dp2",
     "megatron/qwen3/pp2", "megatron/gpt2/tp2-pp2-sp", *(f"deepspeed/llama/dp2-zero{stage}" for stage in range(4)),
+    "deepspeed/mixtral/ep2-dp2-zero1-idle", "deepspeed/mixtral/ep4-dp4-zero2-idle",
 ))
 
 
@@ -62,6 +63,16 @@ FULL = [(cell, case) for number, cell in enumerate(ALL) for at, case in enumerat
 @pytest.mark.parametrize(("cell", "case"), FULL, ids=lambda part: part.name if isinstance(part, Cell) else part.value)
 def test_every_cell(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:
     check(cell, case, pool, oracles)
+
+
+def test_idle_experts_get_no_token(oracles: Oracles) -> None:
+    """What cells of that name are about: two experts of each layer, not the same in both, get all tokens of every expert axis."""
+    cell = named("deepspeed/mixtral/ep2-dp2-zero1-idle").oracle()
+    right = oracles.of(cell, Case.SGD)
+    for layer, visited in ((0, slice(0, 2)), (1, slice(2, 4))):
+        gradient = right.gradients[f"model.layers.{layer}.mlp.experts.down_proj"]
+        assert [bool(expert.any()) for expert in gradient] == [number in range(4)[visited] for number in range(4)]
+    assert min(right.gaps) > 1.0, "and so it stays: chosen and idle experts are far apart in every step"
 
 
 def check(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:
