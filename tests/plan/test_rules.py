@@ -90,6 +90,10 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
      "offload=cpu"),
     ({"parallel__tensor": 2, "zero__stage": 3, "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}, CPU,
      "engine.deepspeed.zero_optimization.zero_hpz_partition_size", "neighbouring"),
+    ({"zero__stage": 3, "train__global_batch": 12, "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 4}}},
+     replace(CPU, ranks=6, ranks_per_node=6), "engine.deepspeed.zero_optimization.zero_hpz_partition_size", "partition_size=3"),
+    ({"zero__stage": 3, "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 8}}}, CPU,
+     "engine.deepspeed.zero_optimization.zero_hpz_partition_size", "partition_size=2"),
     ({"parallel__tensor": 4, "train__global_batch": 2}, replace(CPU, ranks=4, ranks_per_node=4), "model.num_key_value_heads",
      "engine=megatron"),
     ({"parallel__context": 3, "train__sequence_length": 33, "train__global_batch": 2}, replace(CPU, ranks=3, ranks_per_node=3),
@@ -180,7 +184,7 @@ def test_a_mistake_is_answered(changes: dict[str, Any], world: World, key: str, 
 
 # Every silently wrong combination that a user's own keys can reach: refused here if it depends on the run, else as derived or removed.
 SILENT_VALUES: dict[str, Any] = {
-    **{key: True for key, *_ in SILENT},
+    **{key: True for key, *_ in SILENT}, "zero_optimization.zero_hpz_partition_size": 2,
     "zero_optimization.compute_grad_norm": False, "zero_optimization.offload_optimizer.ratio": 0.5,
     "zero_optimization.round_robin_gradients": True, "tensor_parallel.autotp_size": 2, "sequence_parallel_size": 2,
     "pipeline.stages": 2, "torch_autocast.enabled": True, "data_efficiency.enabled": True, "wandb.enabled": True,

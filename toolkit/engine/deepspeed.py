@@ -138,6 +138,8 @@ class DeepSpeedEngine:
         moving.load(self._ds.optimizer, partitions, reader)
         if frozen := self._frozen():
             reader.read(frozen)
+        if self._stage == 3:
+            compat.forget_secondary_partitions(self._ds.module)
         moving.publish(self._ds.optimizer, partitions)
 
     def close(self) -> None:

@@ -129,6 +129,17 @@ def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:
     return settle
 
 
+def forget_secondary_partitions(module: torch.nn.Module) -> None:
+    """Under ZeRO++'s hpZ each group of ranks keeps a second copy of the weights, and a parameter that has one is gathered from it.
+
+    DeepSpeed fills the copies whenever it cuts parameters, so those made before ``engine.load`` hold what the memory held before (NaN
+    from the first step), and drops them after each optimizer step; here that is done after a load. Frozen parameters too, which
+    DeepSpeed's own ``invalidate_secondary_tensor`` leaves out.
+    """
+    for parameter in module.parameters():
+        parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
+
+
 def silence_memory_reports() -> None:
     """``BF16_Optimizer`` prints a dozen memory reports while it is made, whatever the log level."""
     from deepspeed.runtime import bf16_optimizer
