@@ -7,12 +7,14 @@ monitors and checkpoints stay unused: those are this toolkit's own, and the same
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.config.schema import OptimizerName
 from toolkit.config.schema import Place as Where
 from toolkit.engine import deepspeed_compat as compat
 from toolkit.engine import deepspeed_context as context
@@ -86,7 +88,12 @@ class DeepSpeedEngine:
         with self._recorder.part(OPTIMIZER):
             grad_norm = self._clip_stage0() if self._stage == 0 else None
             loss_scale = self._loss_scale()
-            self._ds.step()
+            if grad_norm is not None and self._plan.config.optim.name is OptimizerName.muon:
+                with compat.muon_update_norms() as updates:
+                    self._ds.step()
+                grad_norm = math.hypot(grad_norm, *map(float, updates))
+            else:
+                self._ds.step()
             self._settle_loss_scale()
             if self._stage == 3:
                 compat.unwind(self._parts)
@@ -177,9 +184,10 @@ class DeepSpeedEngine:
     def _clip_stage0(self) -> float:
         """Clip, and return the norm before. Without ZeRO DeepSpeed keeps to itself the norm that it clips by: it would be taken twice.
 
-        The gradients are reduced by now and equal on all of ZeRO's ranks.
+        The gradients are reduced by now and equal on all of ZeRO's ranks. Muon's matrices do not count here: their updates do.
         """
-        gradients = [parameter.grad for parameter, place in self._places.items() if parameter.grad is not None and place.replica == 0]
+        gradients = [parameter.grad for parameter, place in self._places.items()
+                     if parameter.grad is not None and place.replica == 0 and not getattr(parameter, "use_muon", False)]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._plan.axes.tensor > 1:
             squares = norm.double().square()  # of what no other tensor rank counts

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -101,6 +102,29 @@ def _allow_fp16_on_any_cpu(engine: Any) -> None:
             del accelerator.is_fp16_supported
 
     engine._do_sanity_check = allowing
+
+
+@contextmanager
+def muon_update_norms() -> Iterator[list[torch.Tensor]]:
+    """Around a step without ZeRO: the norm of each matrix's update, in the list when the step is done.
+
+    ZeRO 1 to 3 replace gradients by Muon's updates before they take the norm. Without ZeRO the updates exist only inside the step.
+    """
+    from deepspeed.runtime.zero.muon import muon_optimizer
+
+    norms: list[torch.Tensor] = []
+    make = muon_optimizer.muon_update
+
+    def making(*arguments: Any, **settings: Any) -> torch.Tensor:
+        update: torch.Tensor = make(*arguments, **settings)
+        norms.append(update.float().norm())
+        return update
+
+    muon_optimizer.muon_update = making
+    try:
+        yield norms
+    finally:
+        muon_optimizer.muon_update = make
 
 
 def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:

@@ -106,6 +106,11 @@ def _partial_below_stage3(value: Any, case: Case) -> bool:
     return isinstance(value, int | float) and value < 1 and case.config.zero.stage != 3
 
 
+def _other_than_the_runs(value: Any, case: Case) -> bool:
+    """fp32 is exact in any run."""
+    return value not in (None, Precision.fp32.value, case.config.precision.name.value)
+
+
 def _hpz_below_stage3(value: Any, case: Case) -> bool:
     return isinstance(value, int) and value > 1 and case.config.zero.stage != 3
 
@@ -121,6 +126,9 @@ SILENT: tuple[tuple[str, Test, str, str], ...] = (
      "write zero=stage3, or leave it out"),
     ("zero_optimization.zero_hpz_partition_size", _hpz_below_stage3, "hpZ keeps a second copy of weights that ZeRO 3 cuts",
      "write zero=stage3, or leave it out"),
+    *((key, _other_than_the_runs, "gradients are rounded to it, which the run's precision does not, so no other engine repeats the run",
+       "leave it out, or write precision=bf16 or precision=fp16")
+      for key in ("communication_data_type", "seq_parallel_communication_data_type", "data_types.grad_accum_dtype")),
     ("compile.deepcompile", _on_cpu, "DeepCompile runs on GPUs only", "leave it out on CPUs"),
 )
 
