@@ -55,6 +55,7 @@ class DeepSpeedEngine:
         self._accumulation = int(self._ds.gradient_accumulation_steps())
         if self._stage == 0:
             self._ds.clip_fp32_gradients = lambda: None  # _clip_stage0 has done it
+        compat.divide_loss_scale(self._ds.optimizer, self._ranks)
         self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
         self._parts = list(module.modules())[1:]
         module.train()
@@ -136,13 +137,13 @@ class DeepSpeedEngine:
         return together(found)
 
     def scalars(self) -> dict[str, object]:
-        return moving.scalars(self._ds.optimizer, self._partitions())
+        return moving.scalars(self._ds.optimizer, self._partitions(), self._ranks)
 
     def load(self, reader: Reader) -> None:
         if self._stage == 3:
             moving.release(self._ds.optimizer)
         partitions = self._partitions()
-        moving.load(self._ds.optimizer, partitions, reader)
+        moving.load(self._ds.optimizer, partitions, reader, self._ranks)
         if frozen := self._frozen():
             reader.read(frozen)
         if self._stage == 3:
@@ -198,7 +199,8 @@ class DeepSpeedEngine:
         return float(norm)
 
     def _loss_scale(self) -> float:
-        return float(getattr(self._ds.optimizer, "loss_scale", 1.0))
+        """The run's. It is 1 in fp32 and bf16."""
+        return compat.loss_scale(self._ds.optimizer, self._ranks)
 
     def _sum_over_ranks(self, value: torch.Tensor | float) -> float:
         """Over ZeRO's ranks: tensor ranks have equal values."""

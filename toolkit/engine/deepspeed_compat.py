@@ -164,6 +164,24 @@ def forget_secondary_partitions(module: torch.nn.Module) -> None:
         parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
 
+def divide_loss_scale(optimizer: Any, ranks: int) -> None:
+    """Let an fp16 optimizer hold the run's loss scale divided by the ``ranks`` whose gradients DeepSpeed averages.
+
+    The engine multiplies the loss by ``ranks`` to undo that mean. With the run's whole scale on top of it, gradients would be ``ranks``
+    times those of the local engine and overflow that much earlier.
+    """
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if scaler is not None and scaler.dynamic:
+        scaler.cur_scale /= ranks
+        scaler.min_scale /= ranks
+
+
+def loss_scale(optimizer: Any, ranks: int) -> float:
+    """The run's, after :func:`divide_loss_scale`; 1 where nothing is scaled."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return float(scaler.cur_scale) * ranks if scaler is not None and scaler.dynamic else 1.0
+
+
 def silence_memory_reports() -> None:
     """``BF16_Optimizer`` prints a dozen memory reports while it is made, whatever the log level."""
     from deepspeed.runtime import bf16_optimizer

@@ -40,6 +40,7 @@ class Built:
         self.state = State(plan, models, self.optimizer)
         self.draws = plan.shape.dropout > 0  # whether training draws random numbers
         self._parallel_context = plan.axes.context > 1
+        self._data_ranks = plan.axes.data
         self._weight_decay = plan.config.optim.weight_decay
         self._config = config
         _connect(config, ddp, self.chunks)
@@ -58,7 +59,7 @@ class Built:
     def scale_by(self, scaler: LossScaler, overflowed: Callable[[bool], None]) -> None:
         """The run's own loss scale, whose rules are the same in every engine, in place of Megatron-core's."""
         for part in inner_optimizers(self.optimizer):
-            part.grad_scaler = _Scale(scaler, overflowed)
+            part.grad_scaler = _Scale(scaler, self._data_ranks, overflowed)
         self._config.grad_scale_func = self.optimizer.scale_loss
 
     def cut(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -126,14 +127,18 @@ def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
 
 class _Scale:
     """Megatron-core's view of the run's loss scale. The optimizers for experts and for the rest each say whether they overflowed;
-    the scale moves once a step, after both."""
+    the scale moves once a step, after both.
 
-    def __init__(self, scaler: LossScaler, overflowed: Callable[[bool], None]) -> None:
-        self._scaler, self.update = scaler, overflowed
+    It is the run's divided by the data ranks: the engine multiplies the loss by their number, because Megatron-core averages over them,
+    and with the run's whole scale on top of it gradients would overflow that much earlier than those of the local engine.
+    """
+
+    def __init__(self, scaler: LossScaler, data_ranks: int, overflowed: Callable[[bool], None]) -> None:
+        self._scaler, self._data_ranks, self.update = scaler, data_ranks, overflowed
 
     @property
     def scale(self) -> torch.Tensor:
-        return torch.tensor([self._scaler.cur_scale], device="cuda" if torch.cuda.is_available() else "cpu")
+        return torch.tensor([self._scaler.cur_scale / self._data_ranks], device="cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def inv_scale(self) -> torch.Tensor:
