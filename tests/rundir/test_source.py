@@ -83,3 +83,12 @@ def test_a_fork_apart_from_its_parent(tmp_path: Path) -> None:
     for path in (directory.path, saved):
         with pytest.raises(ConfigError, match=r"run\.name or run\.dir"):
             directory.begin(config(fork=path), PLAN)
+
+
+@pytest.mark.parametrize("key", ["resume", "run.fork"])
+def test_a_path_that_the_operating_system_refuses_is_named_by_its_key(key: str) -> None:
+    long = "a" * 300
+    given = config(resume=long) if key == "resume" else config(fork=Path(long))
+    with pytest.raises(InputError, match="File name too long") as refused:
+        resolve_source(given, None)
+    assert refused.value.problems[0].key == key

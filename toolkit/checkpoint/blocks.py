@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece, block_count
+from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece, block_count, file_in
 from toolkit.checkpoint.shard import Box
 
 INTACT = "bytes are read as they were written"
@@ -96,7 +96,7 @@ class Files:
     def _descriptor(self, file: str) -> int:
         with self._lock:
             if file not in self._open:
-                self._open[file] = os.open(self.folder / file, os.O_RDONLY)
+                self._open[file] = os.open(file_in(self.folder, file), os.O_RDONLY)
             return self._open[file]
 
 

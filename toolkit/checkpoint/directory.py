@@ -19,6 +19,7 @@ from toolkit.checkpoint import manifest
 from toolkit.checkpoint.catalog import Damage
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import write_whole
+from toolkit.paths import UnsafePath, inside
 
 POINTER = "latest"
 TEMPORARY = ".tmp-"
@@ -50,9 +51,13 @@ def pointed(directory: Path) -> Path | None:
     path = directory / POINTER
     if not path.is_file():
         return None
-    named = Path(path.read_text(encoding="utf-8", errors="replace").strip())
-    folder = directory / named
-    return folder if named.is_absolute() or (folder / manifest.NAME).is_file() else None
+    named = path.read_text(encoding="utf-8", errors="replace").strip()
+    elsewhere = named.startswith("/")
+    try:
+        folder = inside(Path("/"), named.removeprefix("/")) if elsewhere else inside(directory, named)
+    except UnsafePath:
+        return None
+    return folder if elsewhere or (folder / manifest.NAME).is_file() else None
 
 
 def newest(directory: Path) -> Path | None:

@@ -11,14 +11,15 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
 import toolkit
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage, Piece, block_count, byte_length
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage, Piece, block_count, byte_length, file_in
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
+from toolkit.paths import relative_name
 
 NAME = "manifest.json"
 BESIDE = "toolkit-manifest.json"  # in a folder of another format
@@ -104,10 +105,15 @@ def piece_from_json(entry: Mapping[str, Any]) -> Piece:
         raise ValueError(f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype {dtype}")
     if end - begin != byte_length(dtype, shape) or len(hashes) != block_count(end - begin):
         raise ValueError(f"{entry['state']}:{entry['name']} has {end - begin} bytes and {len(hashes)} hashes")
-    if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-        raise ValueError(f"file {file!r} lies outside the checkpoint")
-    return Piece(TensorKey(entry["state"], entry["name"]), dtype, global_shape, Box(offset, shape), file, begin, end, hashes,
-                 entry.get("transposed", False))
+    return Piece(TensorKey(entry["state"], entry["name"]), dtype, global_shape, Box(offset, shape), relative_name(file), begin, end,
+                 hashes, entry.get("transposed", False))
+
+
+def file_from_json(record: Mapping[str, Any]) -> FileRecord:
+    """Raises TypeError or ValueError if the record is not one of a file of the checkpoint."""
+    found = FileRecord(**record)
+    relative_name(found.file)
+    return found
 
 
 def encode(manifest: Manifest) -> str:
@@ -143,7 +149,7 @@ def load(folder: Path, name: str = NAME) -> Manifest:
         raise Damage(name, f"{path} is missing", RULE)
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damage(name, f"{path} is not JSON ({error})", RULE) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise Damage(name, f"{path} is not a manifest of this toolkit", RULE)
@@ -156,7 +162,7 @@ def load(folder: Path, name: str = NAME) -> Manifest:
     try:
         return Manifest(
             namespace=content["namespace"], step=content["step"], ranks=content["ranks"], scalars=content["scalars"],
-            files=tuple(FileRecord(**record) for record in content["files"]),
+            files=tuple(file_from_json(record) for record in content["files"]),
             pieces=tuple(piece_from_json(entry) for entry in content["entries"]), software=content["software"],
             copies=tuple(piece_from_json(entry) for entry in content.get("copies", ())), written_as=content.get("written_as", NATIVE))
     except (KeyError, TypeError, ValueError) as error:
@@ -166,7 +172,7 @@ def load(folder: Path, name: str = NAME) -> Manifest:
 def check_files(folder: Path, files: Sequence[FileRecord]) -> None:
     """Every file is there with all its bytes; reads none of them. Raises Damage for the first that is not."""
     for record in files:
-        path = folder / record.file
+        path = file_in(folder, record.file)
         if not path.is_file():
             raise Damage(record.file, f"{path} is missing", "every file that the manifest names is there")
         size = path.stat().st_size

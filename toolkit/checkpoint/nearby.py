@@ -8,7 +8,8 @@ from typing import Any
 
 from toolkit.errors import InputError, Problem
 from toolkit.families import FAMILIES
-from toolkit.families.base import ModelShape, shape_of
+from toolkit.families.base import ModelShape
+from toolkit.families.recorded import model_of_config, shape_of
 
 LEVELS = 3  # folders that are looked at: the checkpoint's own, then those above it
 
@@ -31,12 +32,12 @@ def model_near(folder: Path) -> ModelShape | None:
     for place in places:
         if (place / "attempts").is_dir():
             model = _object(place / "plan.json").get("model")
-            return shape_of(model) if isinstance(model, dict) else None
+            return shape_of(model, place / "plan.json") if isinstance(model, dict) else None
     for place in places:
         config = _object(place / "config.json")
         family = FAMILIES.get(str(config.get("model_type")))
         if family is not None:
-            return family.settle(family.from_hugging_face_config(config))
+            return family.settle(model_of_config(family, config, place / "config.json"))
     return None
 
 
@@ -44,6 +45,6 @@ def _object(path: Path) -> dict[str, Any]:
     """The object in a file of JSON; empty where there is none. What somebody else's file holds is not ours to refuse."""
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

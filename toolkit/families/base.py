@@ -35,11 +35,6 @@ class ModelShape:
     dropout: float = 0.0
 
 
-def shape_of(sizes: Mapping[str, Any]) -> ModelShape:
-    """What was recorded of a model (``plan.json``, a checkpoint's scalars); what a later version added is passed over."""
-    return ModelShape(**{name: value for name, value in sizes.items() if name in ModelShape.__dataclass_fields__})
-
-
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
     """One parameter as it lies in memory. ``layer`` is the block it belongs to, None outside blocks."""

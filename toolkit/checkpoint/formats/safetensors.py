@@ -67,7 +67,7 @@ def decode(path: Path) -> tuple[list[Slot], dict[str, str]]:
         fields = json.loads(text)
         metadata = fields.pop("__metadata__", {})
         slots = [_slot(name, entry, 8 + length) for name, entry in fields.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damage(path.name, f"{path} has an unreadable header ({error})", RULE) from error
     for slot in slots:
         if slot.end - slot.begin != byte_length(slot.dtype, slot.shape):
