@@ -19,8 +19,9 @@ import xxhash
 import toolkit
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage, Piece, block_count, byte_length
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
+from toolkit.checkpoint_folder import MANIFEST
 
-NAME = "manifest.json"
+NAME = MANIFEST
 BESIDE = "toolkit-manifest.json"  # in a folder of another format
 FORMAT = "toolkit-checkpoint"
 FORMAT_VERSION = 1

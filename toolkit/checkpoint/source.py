@@ -135,7 +135,7 @@ def _module(name: str) -> FormatModule:
 def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
     """A folder that this toolkit wrote, in whatever format: its manifest says where everything lies. Raises CheckpointError."""
     try:
-        found = manifest.load(folder, name)
+        found = directory.load_manifest(folder, name)
         manifest.check_files(folder, found.files)
     except Damage as damage:
         raise directory.refusal(folder, damage) from damage

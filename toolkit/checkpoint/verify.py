@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from toolkit.checkpoint import directory, manifest
+from toolkit import checkpoint_folder
+from toolkit.checkpoint import manifest
 from toolkit.checkpoint.blocks import Files, check_piece, numpy_dtype
 from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, byte_length
 from toolkit.checkpoint.looking import WORKERS, Advance, Looker, bits, boxes
@@ -114,7 +115,7 @@ def _steps(source: Source) -> Iterator[Finding]:
     scalars = source.catalog.scalars
     said = {"the checkpoint is": source.step, "its scalars are": scalars.get(STEP)}
     if source.format == manifest.NATIVE:
-        said["its folder's name is"] = directory.step_of(source.folder)
+        said["its folder's name is"] = checkpoint_folder.step_of(source.folder)
     numbers = {who: step for who, step in said.items() if isinstance(step, int)}
     if len(set(numbers.values())) > 1:
         yield Finding(str(source.folder), "steps disagree: " + ", ".join(f"{who} of step {step}" for who, step in numbers.items()))

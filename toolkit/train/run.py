@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from toolkit.attempts import words as goodput_words
-from toolkit.checkpoint.directory import newest
 from toolkit.checkpoint.online.store import CheckpointStore
+from toolkit.checkpoint_folder import newest
 from toolkit.config.data import Documents
 from toolkit.config.schema import parse_cadence
 from toolkit.data.evaluation import EvalSet
