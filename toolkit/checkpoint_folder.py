@@ -74,6 +74,8 @@ def find_newest(directory: Path, claims: Mapping[str, int] | None = None) -> New
         complete = {step: folder for step, folder in folders.items() if (folder / MANIFEST).is_file()}
         if read_pointer(directory) == pointer:  # else a run saved meanwhile
             break
+    if pointer is not None and not folders and step_of(Path(pointer)) is None and not Path(pointer).is_absolute():
+        pointer = None  # DeepSpeed's, whose folders have names of its own
     chosen, wrong = _pointed(directory, pointer, complete)
     step = step_of(chosen) if chosen is not None else -1
     if step is not None:  # None: a checkpoint elsewhere, under a name that says no step

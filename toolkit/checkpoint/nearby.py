@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import InputError, Problem
+from toolkit.errors import InputError, Problem, UserError
 from toolkit.families import FAMILIES
 from toolkit.families.base import ModelShape, shape_of
 
@@ -34,16 +35,31 @@ def model_near(folder: Path) -> ModelShape | None:
             return shape_of(model) if isinstance(model, dict) else None
     for place in places:
         config = _object(place / "config.json")
-        family = FAMILIES.get(str(config.get("model_type")))
-        if family is not None:
-            return family.settle(family.from_hugging_face_config(config))
+        if str(config.get("model_type")) in FAMILIES:
+            return of_hugging_face(place / "config.json", config)
     return None
+
+
+def of_hugging_face(path: Path, config: Mapping[str, Any]) -> ModelShape:
+    """The model that ``config``, the content of ``path``, describes; its ``model_type`` is known.
+
+    Raises:
+        InputError: its values are not those of a model.
+    """
+    family = FAMILIES[str(config["model_type"])]
+    try:
+        return family.settle(family.from_hugging_face_config(config))
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(Problem(str(path), f"{path} describes no model ({type(error).__name__}: {str(error)[:200]})",
+                                 "config.json is as transformers writes it", "download or export the folder again")) from error
 
 
 def _object(path: Path) -> dict[str, Any]:
     """The object in a file of JSON; empty where there is none. What somebody else's file holds is not ours to refuse."""
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -18,7 +18,7 @@ from toolkit.checkpoint import directory, manifest, nearby
 from toolkit.checkpoint.blocks import stamps
 from toolkit.checkpoint.catalog import Catalog, Damage
 from toolkit.checkpoint.reader import CatalogReader
-from toolkit.errors import CheckpointError, Problem
+from toolkit.errors import CheckpointError, Problem, UserError
 from toolkit.families.base import ModelShape, shape_of
 
 MODEL = "model"  # among the scalars: the model's sizes, so that a checkpoint says what it is of
@@ -119,12 +119,23 @@ def open_source(path: str | Path, model: ModelShape | None = None) -> Source:
         return open_manifest(folder, manifest.BESIDE, model)
     module = _module(name)
     try:
-        return module.open_source(folder, model)
+        return _open(module, folder, model)
     except nearby.ModelUnknown:
         found = nearby.model_near(folder)
         if found is None:
             raise
-        return module.open_source(folder, found)
+        return _open(module, folder, found)
+
+
+def _open(module: FormatModule, folder: Path, model: ModelShape | None) -> Source:
+    """Raises CheckpointError for metadata that are not built as the format's own programs build them, too."""
+    try:
+        return module.open_source(folder, model)
+    except UserError:
+        raise
+    except (AssertionError, AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
+        seen = f"{folder} is not built as its format has it ({type(error).__name__}: {str(error)[:200]})"
+        raise vendors_refusal(folder, Damage("", seen, "metadata name what is there, in the format's own types")) from error
 
 
 def _module(name: str) -> FormatModule:
@@ -136,6 +147,7 @@ def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
     """A folder that this toolkit wrote, in whatever format: its manifest says where everything lies. Raises CheckpointError."""
     try:
         found = directory.load_manifest(folder, name)
+        manifest.check_together(found, name)
         manifest.check_files(folder, found.files)
     except Damage as damage:
         raise directory.refusal(folder, damage) from damage

@@ -238,4 +238,4 @@ def _whole_piece(key: TensorKey, dtype: str, one: Parameter, file: str, begin: i
 
 def _flat_pieces(key: TensorKey, flat: Flat, index: int, of: Written, where: Sequence[tuple[str, int]]) -> tuple[Piece, ...]:
     one, runs = flat.parameters[index], deepspeed_layout.runs(flat, index, of.stage, of.data)
-    return pieces_of_runs(key, "float32", one.whole, one.box, runs, where.__getitem__)
+    return pieces_of_runs(key, "float32", one.whole, one.box, runs, lambda rank: (*where[rank], None))

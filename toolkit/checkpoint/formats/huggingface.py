@@ -21,6 +21,7 @@ from toolkit import families
 from toolkit.checkpoint.catalog import Catalog, Damage, Piece
 from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.formats.safetensors import Slot
+from toolkit.checkpoint.nearby import of_hugging_face
 from toolkit.checkpoint.planner import uncovered
 from toolkit.checkpoint.scalars import STEP
 from toolkit.checkpoint.shard import WEIGHT, Box, TensorInfo, TensorKey
@@ -65,7 +66,7 @@ def _open(folder: Path) -> Source:
         raise InputError(Problem(str(folder / CONFIG), f"model_type={config.get('model_type')} in {folder / CONFIG}",
                                  f"a folder is of a family that the toolkit knows: {', '.join(families.FAMILIES)}",
                                  "give the model as model.target=my.package.Model"))
-    shape = family.settle(family.from_hugging_face_config(config))
+    shape = of_hugging_face(folder / CONFIG, config)
     published = _Published.of(family, shape)
     weights = _slots(folder, _files(folder))
     scalars, states = _optimizer(folder)
@@ -91,7 +92,7 @@ def _read_json(folder: Path, file: str) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise Damage(file, f"{path} is missing", rule) from None
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damage(file, f"{path} is not JSON ({error})", f"{rule} as JSON") from error
     if not isinstance(content, dict):
         raise Damage(file, f"{path} is not a JSON object", f"{rule} as an object")

@@ -44,7 +44,7 @@ KEPT_CHUNKS = 512  # whose place in their file is remembered: a fused projection
 
 def find(path: Path) -> Path | None:
     if (path / TRACKER).is_file():
-        return path / folder_of((path / TRACKER).read_text(encoding="utf-8").strip())
+        return path / folder_of((path / TRACKER).read_text(encoding="utf-8", errors="replace").strip())
     return path if (path / FORMAT).is_file() and (path / COMMON).is_file() else None
 
 
@@ -76,7 +76,7 @@ def _check_backend(folder: Path) -> None:
         found = json.loads(path.read_bytes())["sharded_backend"]
     except FileNotFoundError as error:
         raise Damage(FORMAT, f"{path} is missing", f"Megatron-core's checkpoints are read in its format {BACKEND}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damage(FORMAT, f"{path} is not what Megatron-core writes ({error})", "it names the format") from error
     if found != BACKEND:
         raise CheckpointError(Problem(str(folder), f"{folder} is in Megatron-core's format {found}", f"its format {BACKEND} is read",
