@@ -104,7 +104,10 @@ def verify_source(source: Source, *, workers: int = WORKERS,
     for key in catalog.tensors:
         by_name.setdefault(key.name, []).append(key)
     total = sum(byte_length(info.dtype, info.shape) for info in catalog.tensors.values())
-    total += sum(piece.end - piece.begin for of_key in catalog.copies.values() for piece in of_key)
+    try:
+        total += sum(piece.end - piece.begin for of_key in catalog.copies.values() for piece in of_key)
+    except Damage as damage:  # pieces may be made when they are asked for, from files
+        return [Finding(damage.file, damage.seen)]
     with Files(catalog.folder) as files:
         work = _Parameters(source, files, Advance(advance, total))
         return [*_steps(source), *(finding for found in each(work.look_at, by_name.values(), workers) for finding in found)]
@@ -141,7 +144,10 @@ class _Parameters:
             found.append(Finding(str(keys[0]), f"its states differ in shape: {shapes}"))
         sound = []
         for key in keys:
-            wrong = list(self._bytes(key))
+            try:
+                wrong = list(self._bytes(key))
+            except Damage as damage:  # pieces may be made when they are asked for, from files
+                wrong = [Finding(damage.file, damage.seen)]
             found += wrong
             if not wrong:  # where bytes are damaged, comparing values would only say so again
                 sound.append(key)

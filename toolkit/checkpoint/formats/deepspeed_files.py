@@ -99,7 +99,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 def load(folder: Path, name: str) -> File:
     """Raises Damage: the file is missing, or not a dictionary of torch.save."""
-    content = torch_zip.load(folder, name)
+    content = torch_zip.load(folder, name, named=True)
     if not isinstance(content, Mapping):
         raise Damage(name, f"{folder / name} holds {type(content).__name__}", "DeepSpeed saves dictionaries")
     return File(name, content)

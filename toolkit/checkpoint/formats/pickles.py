@@ -281,7 +281,8 @@ class _Unpickler(_PythonUnpickler):
         into.update(map(_key, items))
 
     def load_frozenset(self) -> None:
-        self.append(_frozenset(self.pop_mark()))
+        items = self.pop_mark()  # which changes where ``append`` leads to
+        self.append(_frozenset(items))
 
     dispatch[pickle.REDUCE[0]] = load_reduce
     dispatch[pickle.NEWOBJ[0]] = load_newobj

@@ -29,6 +29,7 @@ from toolkit.checkpoint.shard import Box, TensorKey
 from toolkit.checkpoint.target import Checksum, TargetFile
 
 ALIGNMENT = 64
+ROOT = "archive"  # of the records' names, if torch.save was given no path
 RULE = "a file of torch.save is a whole zip of stored records"
 _MOST_16, _MOST_32 = 0xFFFF, 0xFFFFFFFF
 _LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50
@@ -37,10 +38,13 @@ _LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50,
 # ---- reading
 
 
-def load(folder: Path, file: str, begin: int = 0, end: int | None = None) -> Any:
+def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, named: bool = False) -> Any:
     """The object that was saved in ``folder / file`` (or in its bytes ``begin .. end``), with tensors as ``StoredTensor``.
 
     Reads the directory and the pickle, no tensor. ``Storage.begin`` counts from the start of the file.
+
+    Args:
+        named: the file has the name under which it was saved, which its records repeat if torch.save was given a path.
 
     Raises:
         Damage: the file is missing, not whole, or not of torch.save.
@@ -56,6 +60,8 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None) -> Any
                     seen = f"{packed[0][:200]} is compressed" if packed else "two records have one name"
                     raise Damage(file, f"{path}: {seen}", RULE)
                 root = next(name for name in records if name.endswith("/data.pkl")).removesuffix("data.pkl")
+                if named and root not in (f"{ROOT}/", f"{Path(file).stem}/"):
+                    raise Damage(file, f"{path} was saved as {root[:-1][:200]}.pt", "files have the names under which they were saved")
                 if records.get(f"{root}byteorder") and archive.read(f"{root}byteorder") != b"little":
                     raise Damage(file, f"{path} is big endian", "checkpoints are little endian")
                 text = archive.read(f"{root}data.pkl")
@@ -176,7 +182,7 @@ class Layout:
     storages: dict[str, int]
 
 
-def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = "archive", begin: int = 0) -> Layout:
+def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT, begin: int = 0) -> Layout:
     """The file ``name`` of ``torch.save(value)``. ``value`` is what ``pickles.dumps`` takes; its tensors are of ``storages``.
 
     Args:
