@@ -81,6 +81,21 @@ def test_what_a_crash_leaves_is_no_disagreement(tmp_path: Path) -> None:
     assert value(tmp_path) == value(tmp_path / "checkpoints") == 2
 
 
+def test_two_deaths_before_the_pointer_are_continued(tmp_path: Path) -> None:
+    class Death(BaseException):
+        pass
+
+    def die(phase: Phase) -> None:
+        if phase is Phase.POINTER:
+            raise Death
+
+    save_alone(CheckpointStore(tmp_path), 1, state(1))
+    for step in (2, 3):
+        with pytest.raises(Death):
+            save_alone(CheckpointStore(tmp_path, keep_last=9, on_phase=die), step, state(step), attempt=step)
+        assert value(tmp_path) == step
+
+
 @pytest.mark.parametrize("pointer", ["step-00000009", "", "../step-00000001", "nonsense", "/no/such", "step-00000001", "\0", "x" * 5000])
 def test_a_pointer_that_disagrees_with_the_folders_is_refused(pointer: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)

@@ -198,7 +198,8 @@ def check(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tuple[int, ..
         elif DTYPES[tensors[key].dtype].is_float != DTYPES[dtype].is_float:
             shapes[asked] = Problem(
                 "resume", f"{asked} is {tensors[key].dtype} in {folder} and {dtype} in the model that is asked for",
-                "integers are not read into floating-point tensors, nor these into integers", "take another checkpoint, or start without it")
+                "integers are not read into floating-point tensors, nor these into integers",
+                "take another checkpoint, or start without it")
         elif tensors[key].shape != global_shape:
             shapes[asked] = Problem(
                 "resume", f"{asked} has shape {tensors[key].shape} in {folder} and {global_shape} in the model that is asked for",

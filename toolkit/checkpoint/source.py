@@ -93,8 +93,8 @@ def locate(path: Path) -> tuple[str | None, Path]:
             folder = _module(name).find(path)
         except (OSError, ValueError) as error:
             seen = f"{path} points to a checkpoint by a name that no folder can have ({type(error).__name__}: {str(error)[:200]})"
-            raise CheckpointError(Problem(
-                str(path), seen, f"a tracker file ({', '.join(TRACKERS)}) names a folder beside it", "correct the tracker file, or name the folder")) from error
+            rule = f"a tracker file ({', '.join(TRACKERS)}) names a folder beside it"
+            raise CheckpointError(Problem(str(path), seen, rule, "correct the tracker file, or name the folder")) from error
         if folder is not None:
             return name, folder
     raise CheckpointError(Problem(

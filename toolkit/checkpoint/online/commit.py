@@ -161,12 +161,17 @@ def _wait(save: Save, ready: Callable[[], bool], missing: Callable[[], str]) -> 
 
 
 def _clean(save: Save) -> None:
-    """Remove what dead attempts left, and what resisted removal before. What resists now is tried again at the next save.
+    """Remove what dead attempts left, and what resisted removal before. What resists now is tried again at the next save. A pointer that
+    an attempt died before writing is written: without it, a second such death would leave two checkpoints that nothing names.
 
     The folder of this attempt's save before this one may still tell a slow rank why it failed.
     """
     if not save.directory.is_dir():
         return
+    found, pointer = checkpoint_folder.find_newest(save.directory), checkpoint_folder.read_pointer(save.directory)
+    newest = found.checkpoint
+    if newest is not None and not found.disagreements and newest.parent == save.directory and newest.name != pointer:
+        write_whole(save.directory / checkpoint_folder.POINTER, newest.name + "\n")
     own = {f"-{_attempt(save.attempt)}-{number}" for number in (save.number, save.number - 1)}
     for entry in save.directory.iterdir():
         temporary = entry.name.startswith(checkpoint_folder.TEMPORARY) and not entry.name.endswith(tuple(own))
