@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import ExitCode, InputError, Problem, UserError
+from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.rundir.directory import RunDirectory
 
 
@@ -27,7 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--data", type=Path, help="the folder with the tokenizer; default: the run's own data")
     given = parser.parse_args(arguments)
     try:
-        print(given.prompt + continuation(given))
+        with file_errors():
+            print(given.prompt + continuation(given))
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -46,10 +47,10 @@ def continuation(given: argparse.Namespace) -> str:
     from toolkit.checkpoint.online.store import CheckpointStore
     from toolkit.config.compose import from_yaml
     from toolkit.data.sources import text_folder
-    from toolkit.families.base import shape_of
+    from toolkit.families.recorded import shape_of
     from toolkit.train.generate import continue_text, load_model, load_tokenizer
 
-    shape = shape_of(model)
+    shape = shape_of(model, directory.plan_file)
     data = given.data or text_folder(from_yaml(directory.config_file.read_text(encoding="utf-8")).data)
     weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
     reader = open_reader(weights, model=shape)

@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from toolkit.errors import ExitCode, UserError
+from toolkit.errors import ExitCode, UserError, file_errors
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,7 +24,8 @@ def main(arguments: Sequence[str]) -> int:
 
         return show_help(arguments, above=__doc__ or "")
     try:
-        show([word for word in arguments if word != "--json"], as_json="--json" in arguments)
+        with file_errors():
+            show([word for word in arguments if word != "--json"], as_json="--json" in arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER

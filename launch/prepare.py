@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from toolkit.errors import ExitCode, UserError
+from toolkit.errors import ExitCode, UserError, file_errors
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +27,8 @@ def main(arguments: Sequence[str]) -> int:
 
         return show_help(arguments, above=__doc__ or "", root=PREPARE)
     try:
-        show(arguments)
+        with file_errors():
+            show(arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.errors import ExitCode, InputError, Problem, UserError
+from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 
 MARKS = ("status.json", "config.yaml", "plan.json", "metrics.jsonl")  # a run's directory has one of them at least
 GIVE = "give the folder that train.py printed"
@@ -33,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
         print((__doc__ or "").strip())
         return ExitCode.DONE
     try:
-        print(f"the report is in {write(read_words(arguments))}")
+        with file_errors():
+            print(f"the report is in {write(read_words(arguments))}")
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER

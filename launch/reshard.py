@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from toolkit.errors import ExitCode, UserError
+from toolkit.errors import ExitCode, UserError, file_errors
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,7 +30,8 @@ def main(arguments: Sequence[str]) -> int:
 
         return show_help(arguments, above=__doc__ or "", root=RESHARD)
     try:
-        return carry_out(arguments)
+        with file_errors():
+            return carry_out(arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER

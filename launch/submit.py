@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import ConfigError, ExitCode, Problem, UserError
+from toolkit.errors import ConfigError, ExitCode, Problem, UserError, file_errors
 
 DRY_RUN = "dry_run"
 TRAIN = Path(__file__).resolve().with_name("train.py")
@@ -29,8 +29,9 @@ def main(arguments: Sequence[str]) -> int:
 
         return show_help(arguments, above=__doc__ or "")
     try:
-        words, dry_run = read(arguments)
-        hand_over(words, dry_run=dry_run)
+        with file_errors():
+            words, dry_run = read(arguments)
+            hand_over(words, dry_run=dry_run)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER

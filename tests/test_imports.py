@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each row may import the rows above it, and itself; places in one row do not import each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress", "files", "rows"),
+    ("errors", "progress", "files", "paths", "rows"),
     ("config", "layout", "attempts", "checkpoint_folder"),
     ("families",),
     ("plan",),
@@ -28,7 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("launch",),
 )
 # cluster stands beside the chain: it may use plan and rundir, and only launch may use it.
-CLUSTER_USES = {"errors", "progress", "files", "rows", "config", "layout", "families", "plan", "rundir", "attempts", "cluster"}
+CLUSTER_USES = {"errors", "progress", "files", "paths", "rows", "config", "layout", "families", "plan", "rundir", "attempts", "cluster"}
 
 ONLY_IN = {
     "deepspeed": ("toolkit/engine/", "toolkit/testing/"),
@@ -40,8 +40,8 @@ ONLY_IN = {
     "hydra": ("toolkit/config/",),
 }
 TORCH_FREE = (
-    "toolkit.errors", "toolkit.progress", "toolkit.files", "toolkit.config.compose", "toolkit.layout.axes", "toolkit.families",
-    "toolkit.plan.make", "toolkit.rundir.directory", "toolkit.cluster.submission", "toolkit.cluster.backends.slurm",
+    "toolkit.errors", "toolkit.progress", "toolkit.files", "toolkit.paths", "toolkit.config.compose", "toolkit.layout.axes",
+    "toolkit.families", "toolkit.plan.make", "toolkit.rundir.directory", "toolkit.cluster.submission", "toolkit.cluster.backends.slurm",
     "toolkit.cluster.requeue", "toolkit.monitor.sinks.apart", "toolkit.monitor.sinks.wandb",
 )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import CheckpointError, Problem
+from toolkit.paths import UnsafePath, inside
 
 POINTER = "latest"
 MANIFEST = "manifest.json"
@@ -90,9 +91,12 @@ def _pointed(directory: Path, pointer: str | None, complete: Mapping[int, Path])
     fallback = complete[max(complete)] if complete else None
     if pointer is None:
         return fallback, []
-    named = Path(pointer)
-    folder = directory / named
-    if not named.is_absolute() and step_of(folder) not in complete:
+    elsewhere = pointer.startswith("/")
+    try:
+        folder = inside(Path("/"), pointer.removeprefix("/")) if elsewhere else inside(directory, pointer)
+    except UnsafePath as error:
+        return fallback, [f"{POINTER} names no checkpoint: {error}"]
+    if not elsewhere and folder not in complete.values():
         missing = f"{folder.name} has no {MANIFEST}" if _is_folder(folder) and step_of(folder) is not None else "which is not there"
         return fallback, [f"{POINTER} names {pointer[:200]!r}, {missing}"]
     if not _is_folder(folder):

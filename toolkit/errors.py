@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+
+MOST_SHOWN = 200  # characters of a path in an error
 
 
 class ExitCode(IntEnum):
@@ -46,9 +52,24 @@ class Problem:
 _URL = re.compile(r"""([a-z][a-z0-9+.-]*://)([^\s"]*@)?([^\s"?]*)(\?[^\s"]+)?""", re.IGNORECASE)
 
 
+# Names of settings whose values are secrets. Names of secrets themselves (cluster.kubernetes.secrets) are none.
+_TOKENS = r"(?:access|api|auth|bearer|github|hf|hub|id|refresh|security|session|wandb)[_-]token|\.token"
+_SECRET = (r"(?![\w.-]*secrets\.)[\w.-]*(?:api[_-]?key|access[_-]?key(?:[_-]id)?|private[_-]?key|secret(?:[_-]\w+)?|passw(?:or)?d"
+           rf"|passphrase|credentials?|authorization|{_TOKENS})")
+_QUOTED = r""""[^"\n]*"|'[^'\n]*'"""
+# name=value to the end of the value, which may have blanks; and {name: value} as in YAML, JSON and Python.
+_SETTING = re.compile(rf"""(?<![\w.-])({_SECRET}["']?\s*)(?:(=\s*)({_QUOTED}|[^\n,;}}\])"']+)|(:\s*)({_QUOTED}|[^\s,;}}\])"']+))""",
+                      re.IGNORECASE)
+# Keys of well-known services by their own form, wherever they stand.
+_KEY = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-|AKIA|ASIA)[A-Za-z0-9_-]{12,}")
+
+
 def without_secrets(text: str) -> str:
-    """``text`` without the users, passwords and queries of URLs in it: what a person wrote is shown where it is wrong, and kept in logs."""
-    return _URL.sub(lambda url: f"{url[1]}{'***@' if url[2] else ''}{url[3]}{'?***' if url[4] else ''}", text)
+    """``text`` without the users, passwords and queries of URLs in it, values of settings that are named as secrets are
+    (``wandb.api_key=...``), and keys of well-known services: what a person wrote is shown where it is wrong, and kept in logs."""
+    text = _URL.sub(lambda url: f"{url[1]}{'***@' if url[2] else ''}{url[3]}{'?***' if url[4] else ''}", text)
+    text = _SETTING.sub(lambda setting: f"{setting[1]}{setting[2] or setting[4]}***", text)
+    return _KEY.sub("***", text)
 
 
 class UserError(ValueError):
@@ -73,6 +94,28 @@ class PlanError(UserError):
 
 class InputError(UserError):
     """A file, folder or data set that is missing or is not what it should be."""
+
+
+@contextmanager
+def file_errors(key: str | None = None, remedy: str = "name another file or folder, or let this user read and write it") -> Iterator[None]:
+    """Around work on files that the user named: what the operating system refuses becomes an error without a traceback.
+
+    Args:
+        key: the setting that named the file; None: the file itself is shown.
+
+    Raises:
+        InputError: for an OSError of a file. One of no file (a connection, a time-out) goes through as it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+        seen = f"{f'{key}: ' if key else ''}{place[:MOST_SHOWN]}{'...' * (len(place) > MOST_SHOWN)}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "make room there, or name a folder on another disk"
+        raise InputError(Problem(key or place, seen, "files and folders that are named can be read and written", remedy)) from error
 
 
 class CheckpointError(UserError):

@@ -101,7 +101,7 @@ def test_killed_in_each_phase(run: Run) -> None:
     assert run.steps_seen[-1] > 10, "attempts go on from each other"
     assert run.attempt_killed(0, (Phase.PIECES, 0))  # cleans what was left before it
     left = [entry.name for entry in run.folder.iterdir() if entry.name.startswith((checkpoint_folder.TEMPORARY, checkpoint_folder.REMOVED))]
-    assert len(left) <= 1, f"stale folders stay: {left}"
+    assert len(left) <= 2, f"more than the data and the locks of the last save stay: {left}"
 
 
 def test_killed_at_random_moments(run: Run) -> None:

@@ -10,8 +10,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -280,6 +283,38 @@ def test_a_silent_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
         store.save(1, state(1), {}, namespace=NAMESPACE, rank=0, ranks=3, attempt=1)
     with pytest.raises(SaveFailed, match="rank 0 could not save step 1"):  # and the late one is told at once
         CheckpointStore(tmp_path, timeout_seconds=20).save(1, [], {}, namespace=NAMESPACE, rank=1, ranks=3, attempt=1)
+
+
+RANK_THAT_DIES = """
+import os, signal, sys
+import torch
+from toolkit.checkpoint.online.commit import Phase
+from toolkit.checkpoint.online.store import CheckpointStore
+from toolkit.checkpoint.shard import WEIGHT, Box, Shard, TensorKey
+
+rank = int(sys.argv[2])
+dies_in = Phase.FSYNC if rank else Phase.RENAME
+
+def die(phase):
+    if phase is dies_in:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+shard = Shard(TensorKey(WEIGHT, "w"), (128,), Box((64 * rank,), (64,)), torch.zeros(64))
+CheckpointStore(sys.argv[1], on_phase=die).save(1, [shard], {}, namespace="test/1", rank=rank, ranks=2, attempt=1)
+"""
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_is_killed_in_a_save_fails_the_save_on_the_others_at_once(dies: int, tmp_path: Path) -> None:
+    """Without a time-out of the save (30 minutes), and without a launcher that sends signals."""
+    other = subprocess.Popen([sys.executable, "-c", RANK_THAT_DIES, str(tmp_path), str(dies)])
+    shard = Shard(KEY, (128,), Box((64 * (1 - dies),), (64,)), torch.zeros(64))
+    began = time.monotonic()
+    with pytest.raises(SaveFailed, match=f"rank {dies} died while step 1 was being saved"):
+        CheckpointStore(tmp_path).save(1, [shard], {}, namespace=NAMESPACE, rank=1 - dies, ranks=2, attempt=1)
+    assert other.wait(timeout=10) == -signal.SIGKILL
+    assert time.monotonic() - began < 30, "most of it is the other process importing torch"
+    assert directory.newest(tmp_path) is None
 
 
 def test_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world, read_launch, set_defaults
+from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world, is_elastic, read_launch, set_defaults
 from toolkit.cluster.machine import Gpu, Machine, this_machine, visible
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ConfigError
@@ -46,6 +46,18 @@ def test_torchrun() -> None:
     assert launch == Launch(launcher=Launcher.TORCHELASTIC, rank=9, local_rank=1, ranks=16, ranks_per_node=8, address="node0", port=29400,
                             agent_store=True, restart=2, restarts_left=1)
     assert (launch.nodes, launch.node, rest) == (2, 1, ["a=1"])
+
+
+@pytest.mark.parametrize(("environ", "words", "elastic"), [
+    ({}, ["python", "torchrun", "--nnodes=1:2", "launch/train.py"], True),
+    ({}, ["python", "-m", "torch.distributed.run", "--nnodes", "2:4", "launch/train.py"], True),
+    ({}, ["python", "torchrun", "--nnodes=2:2", "launch/train.py"], False),
+    ({}, ["python", "torchrun", "--nnodes=2", "launch/train.py"], False),
+    ({}, ["python", "torchrun", "launch/train.py"], False),
+    ({"PET_NNODES": "1:8"}, ["python", "torchrun", "launch/train.py"], True),
+    ({"PET_NNODES": "1:8"}, ["python", "torchrun", "--nnodes=2", "launch/train.py"], False)])
+def test_a_range_of_nodes_makes_torchrun_elastic(environ: dict[str, str], words: list[str], elastic: bool) -> None:
+    assert is_elastic(environ, words) is elastic
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank=1", "--local-rank=1"])

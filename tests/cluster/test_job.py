@@ -150,7 +150,7 @@ def test_of_two_who_submit_a_run_at_once_one_is_refused(stand: Stand, tmp_path: 
 def test_another_runs_directory_is_refused_before_the_queue(stand: Stand, tmp_path: Path) -> None:
     job = job_of(*ELSEWHERE["slurm"], f"run.dir={tmp_path}/run")
     other = compose([EXPERIMENT, "optim.lr=1"])
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "attempts" / "001").mkdir(parents=True)
     from toolkit.config.compose import to_yaml
 
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(other))

@@ -46,11 +46,18 @@ def job(nodes: int = 1, gpus: int = 8, *, run_dir: str = "runs/gpt-0123abcd", nu
 ALL = job(4, run_dir="/data/runs/Große Läufe, 2", namespace="research", queue="gpus", priority_class="urgent", shared_memory_gib=64,
           rdma={"rdma/hca_shared_devices": 8}, secrets={"WANDB_API_KEY": "wandb/api-key", "AWS_SECRET_ACCESS_KEY": "store/secret"},
           volumes={"/workspace": "scratch", "/data": "training", "/archive": "training"}, service_account="trainer",
-          node_selector={"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "pool": "train"}, cpus=96, memory_gib=1024, grace=300)
+          node_selector={"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "pool": "train"}, cpus=96, memory_gib=1024, grace=300,
+          environment={"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "=mlx5_0,mlx5_1", "PROMPT": "$(HOME)"}, image_pull_secrets=["registry"],
+          ttl_seconds=86_400, annotations={"prometheus.io/scrape": "false"}, topology="cloud.example.com/rack",
+          affinity={"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+              {"matchExpressions": [{"key": "pool", "operator": "NotIn", "values": ["old"]}]}]}}},
+          tolerations=[{"key": "dedicated", "operator": "Equal", "value": "train", "effect": "NoSchedule"}],
+          extra_volumes={"/scratch": {"hostPath": {"path": "/mnt/nvme", "type": "Directory"}},
+                         "/home": {"nfs": {"server": "10.0.0.2", "path": "/home"}}})
 CASES = {
     "one_node.yaml": job(),
     "four_nodes.yaml": ALL,
-    "cpu.yaml": job(2, 0, priority_class="low"),
+    "cpu.yaml": job(2, 0, priority_class="low", topology="topology.kubernetes.io/zone"),
 }
 
 
@@ -142,10 +149,11 @@ def test_pods_have_no_rights_and_no_secret_is_written() -> None:
     assert pod["securityContext"]["runAsUser"] == 1000
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    assert {entry["name"]: set(entry) for entry in container["env"]} == {
-        name: {"name", "valueFrom"} for name in ("JOBSET_RESTART", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")}
-    for privileged in ("hostNetwork", "hostPID", "hostIPC", "hostPath", "privileged"):
+    referenced = {entry["name"] for entry in container["env"] if set(entry) == {"name", "valueFrom"}}
+    assert referenced == {"JOBSET_RESTART", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"}
+    for privileged in ("hostNetwork", "hostPID", "hostIPC", "privileged"):
         assert privileged not in json.dumps(job_set)
+    assert "hostPath" not in json.dumps(documents(CASES["one_node.yaml"])[1]), "only if the user asks for one"
     assert config_map["immutable"] is True
 
 
@@ -259,6 +267,26 @@ REFUSED: dict[str, tuple[Job, str]] = {
     "device": (job(rdma={"hca": 1}), "cluster.kubernetes.rdma"),
     "label": (job(node_selector={"pool": "a b"}), "cluster.kubernetes.node_selector"),
     "variable": (job(secrets={"A-B": "wandb/key"}), "cluster.kubernetes.secrets"),
+    "name of an environment variable": (job(environment={"A-B": "1"}), "cluster.kubernetes.environment"),
+    "variable of the launcher": (job(environment={"WORLD_SIZE": "8"}), "cluster.kubernetes.environment"),
+    "secret in the environment": (job(environment={"WANDB_API_KEY": "0123"}), "cluster.kubernetes.environment"),
+    "variable set twice": (job(environment={"A": "1"}, secrets={"A": "store/a"}), "cluster.kubernetes.environment"),
+    "time to live": (job(ttl_seconds=-1), "cluster.kubernetes.ttl_seconds"),
+    "pull secret": (job(image_pull_secrets=["My Registry"]), "cluster.kubernetes.image_pull_secrets"),
+    "annotation": (job(annotations={"a b": "1"}), "cluster.kubernetes.annotations"),
+    "annotation of the toolkit": (job(annotations={"toolkit/run": "x"}), "cluster.kubernetes.annotations"),
+    "topology": (job(topology="a b"), "cluster.kubernetes.topology"),
+    "topology and pod affinity": (job(topology="zone", affinity={"podAffinity": {}}), "cluster.kubernetes.topology"),
+    "affinity": (job(affinity={"nodeAffinty": {}}), "cluster.kubernetes.affinity"),
+    "toleration": (job(tolerations=[{"taint": "gpu"}]), "cluster.kubernetes.tolerations"),
+    "toleration that is a word": (job(tolerations=["gpu"]), "cluster.kubernetes.tolerations"),
+    "two sources of a volume": (job(extra_volumes={"/a": {"hostPath": {}, "nfs": {}}}), "cluster.kubernetes.extra_volumes"),
+    "claim as an extra volume": (
+        job(extra_volumes={"/a": {"persistentVolumeClaim": {"claimName": "a"}}}), "cluster.kubernetes.extra_volumes"),
+    "extra volume over the configuration": (job(extra_volumes={"/etc": {"emptyDir": {}}}), "cluster.kubernetes.extra_volumes"),
+    "two volumes at one place": (job(extra_volumes={"/workspace": {"emptyDir": {}}}), "cluster.kubernetes.extra_volumes"),
+    "run directory on a volume that ends with its pod": (
+        job(volumes={}, extra_volumes={"/workspace": {"emptyDir": {}}}), "cluster.kubernetes.volumes"),
 }
 
 
@@ -268,6 +296,28 @@ def test_what_kubernetes_would_not_start_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         kubernetes.render(wrong)
     assert [problem.key for problem in refused.value.problems] == [key]
+
+
+def test_a_run_directory_may_lie_on_a_network_volume() -> None:
+    nfs = {"/workspace": {"nfs": {"server": "10.0.0.2", "path": "/runs"}}}
+    _, job_set = documents(job(volumes={}, extra_volumes=nfs))
+    assert pod_of(job_set)["volumes"][-1] == {"name": "extra-0", **nfs["/workspace"]}
+
+
+def test_typed_keys_reach_the_manifest(tmp_path: Path) -> None:
+    """As a person types them: maps and lists of maps in Hydra's notation."""
+    words = ["+exp=quickstart", "cluster=kubernetes", "cluster.kubernetes.image=toolkit", "cluster.gpus_per_node=1", "cluster.gpu=h100",
+             "cluster.kubernetes.volumes={/workspace: training}",
+             "cluster.kubernetes.environment={NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: eth0}",
+             "cluster.kubernetes.tolerations=[{key: dedicated, operator: Exists}]",
+             "cluster.kubernetes.affinity={podAntiAffinity: {preferredDuringSchedulingIgnoredDuringExecution: []}}",
+             "cluster.kubernetes.extra_volumes={/scratch: {hostPath: {path: /mnt/nvme}}}"]
+    _, job_set = documents(make_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path))
+    pod = pod_of(job_set)
+    assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in pod["containers"][0]["env"]
+    assert {"key": "dedicated", "operator": "Exists"} in pod["tolerations"]
+    assert "podAntiAffinity" in pod["affinity"]
+    assert {"name": "extra-0", "hostPath": {"path": "/mnt/nvme"}} in pod["volumes"]
 
 
 def test_a_secret_that_was_written_out_is_not_repeated() -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from toolkit.cluster.ends import LOST, Ending
+from toolkit.cluster.environment import Launch, Launcher
+from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState, Status
 
 CODE = """
 import atexit, sys, threading, time
@@ -60,3 +65,58 @@ def test_a_lost_connection_is_told_as_that_and_one_to_a_bucket_is_not(error: Exc
     assert end.reason is not None
     assert end.reason.startswith(LOST) is lost
     assert end.reason.endswith(f"{type(error).__name__}: {error}")
+
+
+# ---- whether torchrun's agent ends with its ranks
+
+
+@pytest.mark.parametrize(("code", "elastic", "restarts", "signalled"), [
+    (ExitCode.STOPPED, False, 3, True), (ExitCode.USER, False, 3, True), (ExitCode.USER, True, 3, True),
+    (ExitCode.STOPPED, True, 3, False),  # the agent restarts its ranks because a node has joined
+    (ExitCode.STOPPED, False, 0, False), (ExitCode.DONE, False, 3, False), (ExitCode.FAILURE, False, 3, False)])
+def test_torchrun_is_ended_only_where_it_would_restart_what_must_not_be(
+        code: ExitCode, elastic: bool, restarts: int, signalled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    ending = Ending(lambda: None)
+    ending.launch = Launch(launcher=Launcher.TORCHELASTIC, restarts_left=restarts, elastic=elastic)
+    with ending:
+        ending.code = code
+    assert sent == ([(os.getppid(), signal.SIGTERM)] if signalled else [])
+
+
+# ---- who records the end
+
+
+def live(tmp_path: Path) -> RunDirectory:
+    """The directory of a run under way, without a process that has it."""
+    directory = RunDirectory(tmp_path)
+    directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=7))
+    return directory
+
+
+def fail(rank: int, directory: RunDirectory) -> None:
+    ending = Ending(lambda: None)
+    ending.launch = Launch(launcher=Launcher.DEEPSPEED, rank=rank, ranks=4)
+    ending.directory, ending.attempt = directory, 1
+    with ending:
+        raise RuntimeError("the other side is gone")
+    directory.release()
+
+
+def test_another_rank_records_the_end_if_rank_0_is_gone(tmp_path: Path) -> None:
+    directory = live(tmp_path)
+    fail(2, RunDirectory(tmp_path))
+    fail(3, RunDirectory(tmp_path))
+    end = directory.status()
+    assert end is not None
+    assert (end.state, end.exit_code, end.step) == (RunState.FAILED, 1, 7)
+    assert end.reason == "RuntimeError: the other side is gone\nrecorded by rank 2, because rank 0 ended without recording why"
+
+
+def test_another_rank_records_nothing_while_rank_0_lives(tmp_path: Path) -> None:
+    directory = live(tmp_path)
+    assert directory.try_lock()
+    fail(2, RunDirectory(tmp_path))
+    assert directory.status() == Status(state=RunState.RUNNING, attempt=1, step=7)
+    directory.release()

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from torch.distributed import DistNetworkError, PrefixStore
@@ -31,7 +32,8 @@ class Ranks:
     def __init__(self, count: int, port: int | None = None, overrides: tuple[str, ...] = ("a=1",), **keys: object) -> None:
         self.port = port or free_port()
         launches = [
-            Launch(launcher=Launcher.DEEPSPEED, rank=rank, local_rank=rank, ranks=count, ranks_per_node=count, port=self.port, **keys)  # type: ignore[arg-type]
+            Launch(**{"launcher": Launcher.DEEPSPEED, "rank": rank, "local_rank": rank, "ranks": count, "ranks_per_node": count,
+                      "port": self.port, **keys})  # type: ignore[arg-type]
             for rank in range(count)
         ]
         self.meetings = [Meeting(launch, overrides, seconds=10) for launch in launches]
@@ -46,6 +48,27 @@ def test_what_rank_0_says_reaches_all(threads: ThreadPoolExecutor) -> None:
     time.sleep(0.1)  # the others are there first
     ranks.meetings[0].publish("start", {"yaml": "a: ü", "attempt": 3})
     assert [future.result(10) for future in heard] == [[{"yaml": "a: ü", "attempt": 3}]] * 3
+
+
+def listening(port: int) -> set[str]:
+    """Addresses, as /proc/net has them, at which this machine listens at ``port``."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "a-name-that-resolves-nowhere.invalid"])
+def test_ranks_of_one_node_meet_on_the_loopback_interface_only(threads: ThreadPoolExecutor, address: str) -> None:
+    ranks = Ranks(2, address=address)
+    heard = ranks.others(threads, lambda meeting: meeting.receive("start"))
+    ranks.meetings[0].publish("start", {"n": 1})
+    assert heard[0].result(10) == [{"n": 1}]
+    assert listening(ranks.port) == {"0100007F"}
+
+
+def test_ranks_of_several_nodes_are_served_on_every_interface() -> None:
+    ranks = Ranks(2, ranks_per_node=1)
+    ranks.meetings[0].publish("start", {"n": 1})
+    assert listening(ranks.port) & {"00000000", "0" * 32}
 
 
 def test_several_messages_are_waited_for(threads: ThreadPoolExecutor) -> None:

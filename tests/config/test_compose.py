@@ -243,3 +243,34 @@ def test_what_a_text_leaves_out_has_its_default() -> None:
     for text in ("train: {stepz: 3}", "train: {steps: many}", "a: [", "- a"):
         with pytest.raises(ConfigError):
             from_yaml(text)
+
+
+EVALUATED = {
+    "environment": "data: {path: 'http://host/${oc.env:TOOLKIT_SECRET}'}",
+    "environment in a list": "eval: {sets: [validation, '${oc.env:TOOLKIT_SECRET}']}",
+    "environment below an open key": "engine: {deepspeed: {wandb: {project: '${oc.env:TOOLKIT_SECRET}'}}}",
+    "after an escaped backslash": "data: {path: '\\\\${oc.env:TOOLKIT_SECRET}'}",
+    "inside an escaped one": "data: {path: '\\${a:${oc.env:TOOLKIT_SECRET}}'}",
+    "whole section": "data: '${oc.create:{path: x}}'",
+    "another key": "train: {steps: '${eval.every}'}",
+    "decoded": "data: {path: '${oc.decode:\"${oc.env:TOOLKIT_SECRET}\"}'}",
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATED)
+def test_a_configuration_that_is_read_back_is_never_evaluated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_SECRET", "key-of-mine")
+    with pytest.raises(ConfigError, match="is not evaluated") as caught:
+        from_yaml(EVALUATED[kind])
+    assert "key-of-mine" not in str(caught.value)
+
+
+def test_what_is_escaped_is_read_back_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_SECRET", "key-of-mine")
+    assert from_yaml("data: {path: 'a\\${oc.env:TOOLKIT_SECRET}'}").data.path == "a${oc.env:TOOLKIT_SECRET}"
+
+
+def test_references_within_a_configuration_are_refused() -> None:
+    """Nine such lines, each of nine references to the one before, are a list of 387 million strings."""
+    with pytest.raises(ConfigError, match="refers to another value"):
+        from_yaml("eval: {sets: &a [x, x]}\ndata: {dataset: {text: *a}}")

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import FAKE, Started, command, hit, status_of
-from toolkit.rundir.directory import RunDirectory
+from toolkit.attempts import read_times
+from toolkit.rundir.directory import LOST_END, RunDirectory
 from toolkit.rundir.status import RunState, Status
 
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
@@ -96,6 +97,45 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
     end = status_of(run_dir)
     assert end is not None
     assert (end.state, end.exit_code, end.reason) == (RunState.FAILED, 1, "rank 1 was ended by signal 9 (SIGKILL)")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.full)])
+def test_a_surviving_rank_records_the_failure_when_rank_0_is_killed(launcher: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = command(launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000")
+    with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
+        started.until(lambda: running(run_dir), 60, "running")
+        hit(KILL, started.ranks()[0].pid)
+        assert started.ended(40) != 0
+        started.gone(15)
+    end = status_of(run_dir)
+    assert end is not None
+    assert (end.state, end.exit_code) == (RunState.FAILED, 1), started.output
+    assert end.reason is not None
+    assert "recorded by rank 1, because rank 0 ended without recording why" in end.reason
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_the_next_start_records_the_failure_when_all_ranks_are_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = command("torchrun", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000")
+    with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
+        started.until(lambda: running(run_dir), 60, "running")
+        for process in started.ranks().values():
+            hit(signal.SIGSTOP, process.pid)  # so that neither sees the other one's end
+        for process in started.ranks().values():
+            hit(KILL, process.pid)
+        assert started.ended(40) != 0
+    died = status_of(run_dir)
+    assert died is not None
+    assert died.state is RunState.RUNNING, "the control: no process was left that could have recorded it"
+    with Started([*argv[:-1], "train.steps=2"], run_dir, cwd=tmp_path) as started:
+        assert started.ended() == 0
+    times = read_times(RunDirectory(run_dir).attempt_folder(1))
+    assert times is not None
+    assert (times.state, times.reason, times.ended) == ("failed", LOST_END, times.seen)
 
 
 @pytest.mark.timeout(120)

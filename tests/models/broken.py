@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from nowhere import Unknown
 
 
 class Normed(nn.Module):
@@ -32,4 +39,25 @@ def no_module() -> int:
     return 3
 
 
+def lying() -> nn.Module:
+    return 3  # type: ignore[return-value]
+
+
+def unannotated(command: str):  # type: ignore[no-untyped-def]
+    subprocess.run(command, shell=True, check=True)
+
+
+def unresolved() -> Unknown:
+    raise AssertionError("it is not called")
+
+
+def annotated(width: int) -> Fine:
+    return Fine(width)
+
+
+class NoModule:
+    pass
+
+
+partial_of_fine = partial(Fine, 2)
 imported_elsewhere = torch

@@ -29,7 +29,14 @@ MISTAKES = {
     "not a class": (f"{HERE}.imported_elsewhere", {}, "no class imported_elsewhere"),
     "missing argument": (f"{HERE}.Fine", {}, r"\(none\).*width"),
     "wrong argument": (f"{HERE}.Fine", {"width": 2, "height": 3}, r"\(width, height\).*height"),
-    "no torch module": (f"{HERE}.no_module", {}, "gives a int"),
+    "a function without annotation": (f"{HERE}.unannotated", {"command": "true"}, "unannotated does not say that it returns"),
+    "a function of another type": (f"{HERE}.no_module", {}, "no_module does not say that it returns"),
+    "a function that lies": (f"{HERE}.lying", {}, "gives a int"),
+    "an annotation that cannot be resolved": (f"{HERE}.unresolved", {}, "unresolved does not say that it returns"),
+    "a class that is no module": (f"{HERE}.NoModule", {}, "NoModule is a class that is not derived"),
+    "an object that can be called": (f"{HERE}.partial_of_fine", {}, "no class partial_of_fine"),
+    "a function of a package": ("torch.hub.load", {"repo_or_dir": "x"}, "load does not say that it returns"),
+    "Python's own library": ("subprocess.getoutput", {"cmd": "true"}, "of Python's own library"),
     "nothing to train": (f"{HERE}.NoParameters", {}, "no parameter"),
     "running statistics": (f"{HERE}.Normed", {}, r"inside.1 \(BatchNorm1d\)"),
 }
@@ -44,6 +51,18 @@ def test_mistakes_are_answered(target: str, arguments: dict[str, int], shows: st
     assert problem.seen.startswith(f"model.target={target}")
     assert problem.rule
     assert problem.remedy
+
+
+def test_a_function_that_says_what_it_returns_is_taken() -> None:
+    assert isinstance(build_target(ModelConfig(target=f"{HERE}.annotated", arguments={"width": 2}), 0), torch.nn.Module)
+
+
+@pytest.mark.parametrize("target", ["subprocess.getoutput", "os.system", "tests.models.broken.unannotated"])
+def test_what_is_no_model_is_never_called(target: str, tmp_path: Path) -> None:
+    (argument,) = {"getoutput": ["cmd"], "system": ["command"], "unannotated": ["command"]}[target.rpartition(".")[2]]
+    with pytest.raises(ConfigError, match=r"model\.target"):
+        build_target(ModelConfig(target=target, arguments={argument: f"touch {tmp_path}/mark"}), 0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_error_inside_the_users_code_is_theirs() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.rundir.runs import PLAN, begun, config
 from toolkit.attempts import Times, write_times
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, InputError
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
@@ -40,9 +40,41 @@ def test_another_run_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     assert directory.attempts() == [1]
 
 
-def test_a_folder_with_other_files_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_that_holds_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "src").mkdir()
+    with pytest.raises(InputError, match=r"holds notes\.txt, src, and no run") as refused:
+        RunDirectory(tmp_path).begin(config(), PLAN)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "src"]
+    remedy = refused.value.problems[0].remedy.rpartition("run.dir=")[2]
+    assert RunDirectory(remedy).begin(config(), PLAN) == 1, "the remedy works"
+
+
+@pytest.mark.parametrize("entry", ["lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"])
+def test_a_folder_that_waits_for_its_run_is_taken(tmp_path: Path, entry: str) -> None:
+    """A killed start leaves its lock, a submitted job its folder; a new disk has lost+found; checkpoints may have been copied there."""
+    if entry in ("lock", ".gitkeep"):
+        (tmp_path / entry).touch()
+    else:
+        (tmp_path / entry).mkdir()
     assert RunDirectory(tmp_path).begin(config(), PLAN) == 1
+
+
+def test_a_run_beside_other_files_goes_on(tmp_path: Path) -> None:
+    begun(tmp_path, seed=1).release()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert RunDirectory(tmp_path).begin(config(seed=1), PLAN) == 2
+
+
+@pytest.mark.parametrize("name", ["/proc/x", "FILE", "FILE/x", "LONG"])
+def test_what_the_operating_system_refuses_has_a_rule_and_a_remedy(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    path = Path(name.replace("FILE", str(tmp_path / "file")).replace("LONG", str(tmp_path / ("a" * 300))))
+    with pytest.raises(InputError) as refused:
+        RunDirectory(path).begin(config(), PLAN)
+    (problem,) = refused.value.problems
+    assert problem.key == "run.dir"
+    assert "run.dir=FOLDER" in problem.remedy
 
 
 # ---- starts that nobody typed

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.rundir.runs import PLAN, begun, checkpoint, config
-from toolkit.attempts import Save, Times, add_save, write_times
+from toolkit.attempts import SAVES, Save, Times, add_save, write_times
 from toolkit.checkpoint_folder import Newest, step_name
 from toolkit.errors import CheckpointError, ConfigError, InputError, UserError
 from toolkit.rundir.directory import RunDirectory
@@ -84,7 +84,7 @@ LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
                      run.status_file.write_text("")), "saves.jsonl says that step 30 was saved"),
     "all checkpoints": (lambda run: shutil.rmtree(run.checkpoints), "status.json says that step 30 was saved"),
     "everything but the rows": (
-        lambda run: (shutil.rmtree(run.checkpoints), shutil.rmtree(run.path / "attempts"), run.status_file.unlink()),
+        lambda run: (shutil.rmtree(run.checkpoints), (run.attempt_folder(1) / SAVES).unlink(), run.status_file.unlink()),
         "metrics.jsonl has rows up to step 34"),
 }
 
@@ -176,3 +176,12 @@ def test_a_fork_apart_from_its_parent(tmp_path: Path) -> None:
     for path in (directory.path, saved):
         with pytest.raises(ConfigError, match=r"run\.name or run\.dir"):
             directory.begin(config(fork=path), PLAN)
+
+
+@pytest.mark.parametrize("key", ["resume", "run.fork"])
+def test_a_path_that_the_operating_system_refuses_is_named_by_its_key(key: str) -> None:
+    long = "a" * 300
+    given = config(resume=long) if key == "resume" else config(fork=Path(long))
+    with pytest.raises(InputError, match="File name too long") as refused:
+        resolve_source(given, None)
+    assert refused.value.problems[0].key == key

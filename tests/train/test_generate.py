@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 
 from toolkit.errors import InputError
-from toolkit.families.base import ModelShape, shape_of
+from toolkit.families.base import ModelShape
+from toolkit.families.recorded import shape_of
 from toolkit.models.initial import InitialWeights
 from toolkit.plan.present import to_json
 from toolkit.testing.tiny import LENGTH, tiny_plan
@@ -68,5 +69,5 @@ def test_bounded_by_tokens_context_time_and_a_stop(model: nn.Module, tokenizer: 
 
 def test_a_plans_model_comes_back_from_json() -> None:
     plan = tiny_plan("mixtral")
-    assert shape_of({**to_json(plan)["model"], "of a later version": 1}) == plan.shape
+    assert shape_of({**to_json(plan)["model"], "of a later version": 1}, "plan.json") == plan.shape
     assert isinstance(plan.shape, ModelShape)

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from isal import isal_zlib
 
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece, Record, block_count
+from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece, Record, block_count, file_in
 from toolkit.checkpoint.shard import Box
 
 CHECK_BYTES = 4 * 2**20  # of a record at a time
@@ -143,7 +143,7 @@ class Files:
     def _descriptor(self, file: str) -> int:
         with self._lock:
             if file not in self._open:
-                self._open[file] = os.open(self.folder / file, os.O_RDONLY)
+                self._open[file] = os.open(file_in(self.folder, file), os.O_RDONLY)
             return self._open[file]
 
 

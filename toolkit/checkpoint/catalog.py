@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
+from toolkit.paths import UnsafePath, inside
 
 # Bytes that one hash covers. A reader that needs one byte reads and verifies its whole block.
 BLOCK_BYTES = 16 * 2**20
@@ -132,6 +133,14 @@ class Damage(Exception):
     def __init__(self, file: str, seen: str, rule: str) -> None:
         super().__init__(f"{file}: {seen} ({rule})")
         self.file, self.seen, self.rule = file, seen, rule
+
+
+def file_in(folder: Path, name: object) -> Path:
+    """The file of a checkpoint that a manifest, an index or a pickle names. Raises Damage if the name or a link leads out of ``folder``."""
+    try:
+        return inside(folder, name)
+    except UnsafePath as error:
+        raise Damage("", f"{folder}: {error}", "the files of a checkpoint lie in its folder") from error
 
 
 def block_count(numbytes: int) -> int:

@@ -11,17 +11,18 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
 import toolkit
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage, Piece, block_count, byte_length
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage, Piece, block_count, byte_length, file_in
 from toolkit.checkpoint.planner import MOST_PROBLEMS, uncovered
 from toolkit.checkpoint.scalars import STEP, wrong_scalar
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 from toolkit.checkpoint_folder import MANIFEST
+from toolkit.paths import relative_name
 
 NAME = MANIFEST
 BESIDE = "toolkit-manifest.json"  # in a folder of another format
@@ -110,9 +111,8 @@ def piece_from_json(entry: Mapping[str, Any]) -> Piece:
         raise ValueError(f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype {dtype}")
     if end - begin != byte_length(dtype, shape) or len(hashes) != block_count(end - begin):
         raise ValueError(f"{entry['state']}:{entry['name']} has {end - begin} bytes and {len(hashes)} hashes")
-    if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-        raise ValueError(f"file {file!r} lies outside the checkpoint")
-    return Piece(TensorKey(entry["state"], entry["name"]), dtype, global_shape, Box(offset, shape), file, begin, end, hashes, transposed)
+    return Piece(TensorKey(entry["state"], entry["name"]), dtype, global_shape, Box(offset, shape), relative_name(file), begin, end,
+                 hashes, transposed)
 
 
 def _counts(values: Sequence[Any]) -> tuple[int, ...]:
@@ -122,11 +122,12 @@ def _counts(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _file_from_json(record: Mapping[str, Any]) -> FileRecord:
-    """Raises KeyError, TypeError or ValueError where it is not one of a file."""
+def file_from_json(record: Mapping[str, Any]) -> FileRecord:
+    """Raises TypeError or ValueError if the record is not one of a file of the checkpoint."""
     found = FileRecord(**record)
+    relative_name(found.file)
     numbytes, header_bytes = _counts([found.bytes, found.header_bytes])
-    if not isinstance(found.file, str) or not isinstance(found.header_hash, str) or header_bytes > numbytes:
+    if not isinstance(found.header_hash, str) or header_bytes > numbytes:
         raise ValueError(f"file {found.file!r} has {found.header_bytes} of {found.bytes} bytes as its header")
     return found
 
@@ -177,7 +178,7 @@ def load(folder: Path, name: str = NAME) -> Manifest:
     try:
         found = Manifest(
             namespace=content["namespace"], step=content["step"], ranks=content["ranks"], scalars=content["scalars"],
-            files=tuple(_file_from_json(record) for record in content["files"]),
+            files=tuple(file_from_json(record) for record in content["files"]),
             pieces=tuple(piece_from_json(entry) for entry in content["entries"]), software=content["software"],
             copies=tuple(piece_from_json(entry) for entry in content.get("copies", ())), written_as=content.get("written_as", NATIVE))
         _check_types(found)
@@ -217,7 +218,7 @@ def check_together(found: Manifest, name: str) -> None:
 def check_files(folder: Path, files: Sequence[FileRecord]) -> None:
     """Every file is there with all its bytes; reads none of them. Raises Damage for the first that is not."""
     for record in files:
-        path = folder / record.file
+        path = file_in(folder, record.file)
         if not path.is_file():
             raise Damage(record.file, f"{path} is missing", "every file that the manifest names is there")
         size = path.stat().st_size

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import InputError, Problem, UserError
+from toolkit.errors import InputError, Problem
 from toolkit.families import FAMILIES
-from toolkit.families.base import ModelShape, shape_of
+from toolkit.families.base import ModelShape
+from toolkit.families.recorded import model_of_config, shape_of
 
 LEVELS = 3  # folders that are looked at: the checkpoint's own, then those above it
 
@@ -32,28 +32,13 @@ def model_near(folder: Path) -> ModelShape | None:
     for place in places:
         if (place / "attempts").is_dir():
             model = _object(place / "plan.json").get("model")
-            return shape_of(model) if isinstance(model, dict) else None
+            return shape_of(model, place / "plan.json") if isinstance(model, dict) else None
     for place in places:
         config = _object(place / "config.json")
-        if str(config.get("model_type")) in FAMILIES:
-            return of_hugging_face(place / "config.json", config)
+        family = FAMILIES.get(str(config.get("model_type")))
+        if family is not None:
+            return family.settle(model_of_config(family, config, place / "config.json"))
     return None
-
-
-def of_hugging_face(path: Path, config: Mapping[str, Any]) -> ModelShape:
-    """The model that ``config``, the content of ``path``, describes; its ``model_type`` is known.
-
-    Raises:
-        InputError: its values are not those of a model.
-    """
-    family = FAMILIES[str(config["model_type"])]
-    try:
-        return family.settle(family.from_hugging_face_config(config))
-    except UserError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise InputError(Problem(str(path), f"{path} describes no model ({type(error).__name__}: {str(error)[:200]})",
-                                 "config.json is as transformers writes it", "download or export the folder again")) from error
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from toolkit.checkpoint.blocks import stamps
 from toolkit.checkpoint.catalog import Catalog, Damage
 from toolkit.checkpoint.reader import CatalogReader
 from toolkit.errors import CheckpointError, Problem, UserError
-from toolkit.families.base import ModelShape, shape_of
+from toolkit.families.base import ModelShape
+from toolkit.families.recorded import shape_of
+from toolkit.paths import MOST_PATH_BYTES, UnsafePath, check_links, inside
 
 MODEL = "model"  # among the scalars: the model's sizes, so that a checkpoint says what it is of
 TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")  # of the vendors: the name of the newest
@@ -91,6 +93,8 @@ def locate(path: Path) -> tuple[str | None, Path]:
     for name in FORMATS:
         try:
             folder = _module(name).find(path)
+        except UserError:
+            raise
         except (OSError, ValueError) as error:
             seen = f"{path} points to a checkpoint by a name that no folder can have ({type(error).__name__}: {str(error)[:200]})"
             rule = f"a tracker file ({', '.join(TRACKERS)}) names a folder beside it"
@@ -122,6 +126,7 @@ def open_source(path: str | Path, model: ModelShape | None = None) -> Source:
     name, folder = locate(Path(path).expanduser())
     if name is None:
         return open_manifest(folder, manifest.BESIDE, model)
+    check_whole_inside(folder)
     module = _module(name)
     try:
         return _open(module, folder, model)
@@ -148,6 +153,29 @@ def _module(name: str) -> FormatModule:
     return module
 
 
+def named_in(path: Path, tracker: str, folder_of: Callable[[str], str] = str) -> Path:
+    """The folder that a vendor's ``tracker`` file in ``path`` names, whose text ``folder_of`` turns into a name.
+
+    Raises CheckpointError if the folder does not lie below ``path``.
+    """
+    with (path / tracker).open(encoding="utf-8", errors="replace") as file:
+        name = file.read(MOST_PATH_BYTES).strip()
+    try:
+        return inside(path, folder_of(name))
+    except UnsafePath as error:
+        raise CheckpointError(Problem(str(path / tracker), f"{path / tracker}: {error}", f"{tracker} names a folder beside it",
+                                      "name the checkpoint's own folder instead of the one above it")) from error
+
+
+def check_whole_inside(folder: Path) -> None:
+    """Raises CheckpointError if a file of a vendor's checkpoint is a link to another place."""
+    try:
+        check_links(folder)
+    except UnsafePath as error:
+        raise CheckpointError(Problem(str(folder), f"{folder}: {error}", "the files of a checkpoint lie in its folder",
+                                      "put the file itself there in place of the link")) from error
+
+
 def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
     """A folder that this toolkit wrote, in whatever format: its manifest says where everything lies. Raises CheckpointError."""
     try:
@@ -162,7 +190,7 @@ def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
 def of_manifest(folder: Path, found: manifest.Manifest, model: ModelShape | None) -> Source:
     """What a manifest describes. Looks at no file of it."""
     sizes = found.scalars.get(MODEL)
-    said = shape_of(sizes) if isinstance(sizes, dict) else None
+    said = shape_of(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
     shape = model or said or nearby.model_near(folder)
     facts = {"written by": ", ".join(f"{package} {version}" for package, version in found.software.items())}
     return Source(format=found.written_as, catalog=found.catalog(folder), namespace=found.namespace, step=found.step, shape=shape,

@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,8 @@ from toolkit.rundir.status import RunState
 
 LOST = "a connection to another rank was lost, which ended or cannot be reached"
 SIGNS_OF_LOSS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+TAKE_OVER_SECONDS = 1.0  # how long another rank waits for the lock of a rank 0 that is dying; then it leaves
+POLL_SECONDS = 0.05
 ECHO_SECONDS = 3.0  # how long another rank with a mistake waits for rank 0 to say the same
 
 
@@ -84,11 +87,21 @@ class Ending:
         self.record(reason if self.code is not ExitCode.DONE else None)
         if error is not None and not isinstance(error, Left) and self.meeting is not None:
             self.meeting.dismiss(self.code)
-        if self.code in (ExitCode.USER, ExitCode.STOPPED) and self.launch.restarts_left > 0 and self.launch.local_rank == 0:
-            os.kill(os.getppid(), signal.SIGTERM)  # torchrun would restart a mistake, or what was asked to stop, as it does a fault
+        if self._must_end_agent():
+            os.kill(os.getppid(), signal.SIGTERM)
         if self.code is ExitCode.FAILURE and self.launch.rank == 0 and (words := self._next_start()):
             print(words, file=sys.stderr, flush=True)
         return True
+
+    def _must_end_agent(self) -> bool:
+        """Whether torchrun would restart ranks that must not be restarted: after a user's mistake, or after a request to stop.
+
+        An elastic agent sends its ranks SIGTERM whenever a node joins, and then restarts them. They cannot distinguish this from a
+        request to stop, so the agent stays: whoever wants to stop an elastic run signals torchrun itself.
+        """
+        if self.launch.restarts_left == 0 or self.launch.local_rank != 0:
+            return False
+        return self.code is ExitCode.USER or (self.code is ExitCode.STOPPED and not self.launch.elastic)
 
     def _next_start(self) -> str:
         """After a failure of a run, what becomes of it; nothing where our parent says it."""
@@ -106,10 +119,36 @@ class Ending:
         return "the same command continues"
 
     def record(self, reason: str | None, *, anew: bool = False) -> None:
-        """The status file, by rank 0. ``anew``: even where an end is recorded."""
-        states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED, ExitCode.USER: RunState.REFUSED}
-        if self.directory is not None and self.launch.rank == 0:
+        """Write how this attempt ended to ``status.json``.
+
+        Rank 0 writes it. If rank 0 is gone without having done so, the first other rank that takes the lock of the run's directory
+        writes it: the kernel frees that lock when the process that holds it dies. Our parent records the end of its own ranks.
+
+        Args:
+            anew: replace an end that is already recorded.
+        """
+        if self.directory is None:
+            return
+        rank = self.launch.rank
+        if rank == 0 or (self.launch.launcher is not Launcher.PARENT and self._takes_over()):
+            states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED, ExitCode.USER: RunState.REFUSED}
+            if rank != 0 and reason is not None:
+                reason = f"{reason}\nrecorded by rank {rank}, because rank 0 ended without recording why"
             self.directory.finish(states.get(self.code, RunState.FAILED), int(self.code), reason, attempt=self.attempt, anew=anew)
+
+    def _takes_over(self) -> bool:
+        """Whether this rank, which is not rank 0, has to record the end of the attempt."""
+        assert self.directory is not None
+        if self.code is ExitCode.DONE:
+            return False
+        deadline = time.monotonic() + TAKE_OVER_SECONDS
+        while (status := self.directory.status()) is not None and status.attempt == self.attempt and status.state.live:
+            if self.directory.try_lock():
+                return True
+            if time.monotonic() > deadline:
+                return False  # rank 0 is alive: it learns of this end when this process is gone
+            time.sleep(POLL_SECONDS)
+        return False
 
     def abort(self, reason: str, code: ExitCode) -> None:
         """For the thread that is about to end the process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -39,6 +40,7 @@ class Launch:
     agent_store: bool = False  # the launcher itself serves the store at address:port
     restart: int = 0  # how often the launcher of this node has answered a failure of its ranks by another start
     restarts_left: int = 0
+    elastic: bool = False  # torchrun restarts the ranks whenever a node joins (--nnodes=MIN:MAX)
     handover: Path | None = None
 
     @property
@@ -93,6 +95,7 @@ def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[L
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart=(restart := int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
         restarts_left=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restart,
+        elastic=launcher is Launcher.TORCHELASTIC and is_elastic(environ, _agent_words()),
         handover=handover,
     ), rest
 
@@ -238,6 +241,28 @@ def _memory(machine: Machine) -> int | None:
     """Of the smallest GPU: every rank holds an equal share."""
     sizes = [gpu.memory_bytes for gpu in machine.gpus]
     return min((size for size in sizes if size is not None), default=None) if None not in sizes else None
+
+
+def is_elastic(environ: Mapping[str, str], agent_words: Sequence[str]) -> bool:
+    """Whether torchrun's agent may change the number of nodes during the run (``--nnodes=MIN:MAX``).
+
+    The agent does not pass this on to its ranks, so it is read from the two places that torchrun itself reads (torch 2.13,
+    ``distributed/run.py``): the agent's command line, or else the variable ``PET_NNODES``.
+    """
+    value = environ.get("PET_NNODES", "")
+    for index, word in enumerate(agent_words):
+        name, _, attached = word.partition("=")
+        if name == "--nnodes":
+            value = attached or "".join(agent_words[index + 1 : index + 2])
+            break
+    least, _, most = value.partition(":")
+    return bool(most) and least != most
+
+
+def _agent_words() -> list[str]:
+    import psutil
+
+    return psutil.Process(os.getppid()).cmdline()
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:

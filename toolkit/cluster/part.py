@@ -16,7 +16,7 @@ from toolkit.cluster.parent import start_ranks, watches
 from toolkit.cluster.rendezvous import Meeting
 from toolkit.cluster.start import Start, announce, begin
 from toolkit.cluster.stop import StopRequest
-from toolkit.errors import ExitCode
+from toolkit.errors import ExitCode, file_errors
 from toolkit.plan.types import RunPlan
 from toolkit.rundir.directory import RunDirectory
 
@@ -44,8 +44,9 @@ def take_part(launch: Launch, words: Sequence[str], ending: Ending, stop: StopRe
     if launch.ranks > 1:
         ending.meeting = meeting
         set_thread_default(os.environ, launch.ranks_per_node, machine.cores)  # before the meeting imports torch
-    start, plan, directory = _agree(launch, words, machine, meeting, ending)
-    start = _with_data(start, plan, launch, meeting, work)
+    with file_errors():
+        start, plan, directory = _agree(launch, words, machine, meeting, ending)
+        start = _with_data(start, plan, launch, meeting, work)
     stop.heard = ending.hear
     if watches(launch, plan.world, plan.config.cluster):
         return start_ranks(script, start, directory, stop, ending, plan.config.cluster)
@@ -72,7 +73,7 @@ def _agree(launch: Launch, words: Sequence[str], machine: Machine, meeting: Meet
     if launch.rank == 0:
         log_to(directory.log_file(start.attempt))
     if composes:
-        announce(plan, start.attempt)
+        announce(plan, start.attempt, launch)
         if launch.ranks > 1:
             meeting.publish("start", start.to_json())
     return start, plan, directory

@@ -30,6 +30,7 @@ FAREWELL_SECONDS = 30.0  # rank 0 serves the store this much longer, for ranks t
 # opens only when rank 0 has imported torch after that.
 HEAD_START_SECONDS = 0.5
 POLL_SECONDS = 0.05
+LOOPBACK = "127.0.0.1"  # where ranks of one machine meet, whatever MASTER_ADDR says
 ERROR = "error"
 
 
@@ -167,11 +168,16 @@ class Meeting:
 
         if self._launch.launcher is Launcher.NONE:
             return dist.HashStore()
-        address, port, timeout = self._launch.address, self._launch.port, timedelta(seconds=self._seconds)
+        alone = self._launch.nodes == 1 and not self._launch.agent_store
+        address = LOOPBACK if alone else self._launch.address
+        port, timeout = self._launch.port, timedelta(seconds=self._seconds)
         if self._launch.rank == 0 and not self._launch.agent_store:
             try:
-                return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout)
-            except dist.DistNetworkError as error:
+                # Left to itself the store listens on every interface, and whoever reaches it may read and write: it asks for no password.
+                listener = _loopback_socket(port) if alone else None
+                return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout,
+                                     master_listen_fd=listener)
+            except (dist.DistNetworkError, OSError) as error:
                 raise InputError(Problem("MASTER_PORT", f"port {port} of {address} cannot be served ({str(error).splitlines()[0]})",
                                          "rank 0 serves the ranks' meeting at MASTER_ADDR:MASTER_PORT",
                                          "another run may use it: write deepspeed --master_port N or torchrun --master_port N")) from error
@@ -188,6 +194,14 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {self._launch.rank} waited {seconds:g} s for {what}{why()}")
             time.sleep(POLL_SECONDS)
+
+
+def _loopback_socket(port: int) -> int:
+    """A socket at ``port`` that only this machine reaches; its descriptor belongs to the caller. Raises OSError if the port is taken."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((LOOPBACK, port))
+        return bound.detach()
 
 
 class _RollCall:

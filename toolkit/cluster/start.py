@@ -16,7 +16,7 @@ from toolkit.cluster.machine import Machine
 from toolkit.cluster.stop import own_beginning
 from toolkit.config.cluster import Where
 from toolkit.config.schema import RunConfig
-from toolkit.errors import ConfigError, InputError, Problem
+from toolkit.errors import ConfigError, InputError, Problem, Severity
 from toolkit.files import write_whole
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rundir.directory import RunDirectory
@@ -140,9 +140,19 @@ def configuration(words: Sequence[str], launch: Launch) -> RunConfig:
     return from_yaml(text)
 
 
-def announce(plan: RunPlan, attempt: int) -> None:
-    """What a person sees first: the plan's warnings, and where the run is."""
-    for warning in plan.warnings:
+def announce(plan: RunPlan, attempt: int, launch: Launch) -> None:
+    """Print what a person sees first: warnings, and where the run is."""
+    for warning in (*plan.warnings, *elastic_warnings(launch)):
         print(f"{warning.severity}: {warning}", file=sys.stderr)
     world = plan.world
     print(f"run {plan.run_dir}, attempt {attempt}: {world.ranks} rank{'s' * (world.ranks > 1)} on {world.gpu or world.device}")
+
+
+def elastic_warnings(launch: Launch) -> list[Problem]:
+    """An agent that serves the ranks' store does not publish its address again when a node joins later (torch 2.13,
+    ``DynamicRendezvousHandler.next_rendezvous``): both sides wait for a minute and end."""
+    if not (launch.elastic and launch.agent_store):
+        return []
+    return [Problem("torchrun --nnodes", "torchrun with a range of nodes serves the ranks' store itself",
+                    "then a run survives the loss of a node, and ends when the node comes back (PyTorch 2.13)",
+                    "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun", Severity.WARNING)]

@@ -11,6 +11,13 @@ def check(holds: bool, key: str, value: object, rule: str, remedy: str) -> None:
         raise ConfigError(Problem(key=key, seen=f"{key}={value}", rule=rule, remedy=remedy))
 
 
+def at_most(section: str, most: float, **values: float | None) -> None:
+    """Keys of ``section`` that are null or at most ``most``."""
+    for name, value in values.items():
+        key = f"{section}.{name}"
+        check(value is None or value <= most, key, value, f"{key} is at most {most}", f"write {key}={most} or less")
+
+
 def at_least(section: str, least: float, **values: float | None) -> None:
     """Keys of ``section`` ("": of none) that are null or at least ``least``."""
     for name, value in values.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from toolkit.config.checks import at_least
 
@@ -82,6 +83,23 @@ class KubernetesConfig:
     """Cores of a pod. Null: not asked for."""
     memory_gib: int | None = None
     """Host memory of a pod. Null: not asked for."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the pods: {NCCL_DEBUG: WARN}. Secrets belong to cluster.kubernetes.secrets."""
+    image_pull_secrets: list[str] = field(default_factory=list)
+    """Names of the Secrets with which nodes fetch the image: [registry]."""
+    ttl_seconds: int | None = None
+    """Seconds after its end when Kubernetes removes the JobSet and its pods. Null: never."""
+    annotations: dict[str, str] = field(default_factory=dict)
+    """More annotations of the JobSet and its pods: {prometheus.io/scrape: "false"}."""
+    topology: str | None = None
+    """Label of nodes whose value all pods of a job must share: topology.kubernetes.io/zone. With a queue, Kueue looks for the place
+    (podset-required-topology); without one, the pods have an affinity for each other."""
+    affinity: dict[str, Any] = field(default_factory=dict)
+    """The field ``affinity`` of the pods, as Kubernetes writes it: {nodeAffinity: {...}}."""
+    tolerations: list[Any] = field(default_factory=list)
+    """More tolerations of the pods: [{key: dedicated, operator: Equal, value: train, effect: NoSchedule}]."""
+    extra_volumes: dict[str, Any] = field(default_factory=dict)
+    """Volumes that are not PersistentVolumeClaims, by where they are mounted: {/scratch: {hostPath: {path: /mnt/nvme}}}."""
 
 
 @dataclass(kw_only=True, slots=True)

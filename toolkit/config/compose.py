@@ -5,6 +5,7 @@ Hydra composes and nothing else: no output folder, no logging, no decorator. Not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -71,16 +72,19 @@ def to_yaml(config: RunConfig) -> str:
 def from_yaml(text: str) -> RunConfig:
     """The inverse of :func:`to_yaml`; what the text leaves out has its default.
 
+    The text may come from a run directory of somebody else, so it is data: nothing in it is evaluated. An interpolation such as
+    ``${oc.env:NAME}``, which would put this machine's environment into a value, is refused.
+
     Raises:
-        ConfigError: the text is no YAML, or has unknown keys or wrong values.
+        ConfigError: the text is no YAML, or has unknown keys, wrong values or interpolations.
     """
     try:
-        written = yaml.safe_load(text)  # as safe_dump writes it: OmegaConf's own reader takes the text 1e3 for a number
+        written = yaml.load(text, _DataLoader)  # as safe_dump writes it: OmegaConf's own reader takes the text 1e3 for a number
         if not isinstance(written, dict):
             raise ConfigError(Problem("config.yaml", text[:80], "a configuration is sections with keys", "restore the file"))
-        unknown = list(_unknown(written))
-        if unknown:
-            raise ConfigError(*unknown)
+        mistakes = [*_interpolations(written), *_unknown(written)]
+        if mistakes:
+            raise ConfigError(*mistakes)
         config = OmegaConf.merge(schema(), written)
     except yaml.YAMLError as error:
         raise _no_yaml(error) from error
@@ -88,6 +92,32 @@ def from_yaml(text: str) -> RunConfig:
         raise ConfigError(_answer(error)) from error
     assert isinstance(config, DictConfig)
     return _typed(config)
+
+
+class _DataLoader(yaml.SafeLoader):
+    """Without references to earlier nodes: ``to_yaml`` writes none, and a few lines of them make a gigabyte."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.get_event()
+            raise yaml.composer.ComposerError(None, None, "it refers to another value with *", event.start_mark)
+        return super().compose_node(parent, index)
+
+
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # what OmegaConf evaluates: after an even number of backslashes
+
+
+def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
+    """Values that OmegaConf would evaluate."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _interpolations(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _interpolations(inner, name)
+    elif isinstance(value, str) and _INTERPOLATION.search(value):
+        yield Problem(name, f"{name}={value}", "the configuration of a run is data: ${...} in it is not evaluated",
+                      "write the value itself, or \\${ for the characters themselves")
 
 
 # -- composing

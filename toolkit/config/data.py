@@ -33,6 +33,8 @@ class DatasetConfig:
     """dataset: the column that holds a document's text, or several, [title,body], joined by an empty line; null is left out."""
     tokenizer: str | None = None
     """dataset: a tokenizer.json, its folder, a data folder that has one, or a hub id that transformers' AutoTokenizer opens."""
+    trust_remote_code: bool = False
+    """dataset: Python code that comes with a tokenizer may run on this machine. Without it such a tokenizer is refused."""
     end_of_text: str | None = None
     """dataset: the token that ends every document. Null: the tokenizer's own eos token."""
     validation: float = 0.0

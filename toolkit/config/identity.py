@@ -28,6 +28,7 @@ CARRIAGE = frozenset({
     # refused by it, and a moved folder resumes.
     "data.path", "data.sources.*.path", "data.dataset.path", "data.dataset.tokenizer",
     "data.dataset.workers",  # processes
+    "data.dataset.trust_remote_code",  # the tokenizer is known by its hash
 })
 
 

@@ -27,6 +27,8 @@ class InputFormat(Enum):
 class TokenizerConfig:
     path: str | None = None
     """A folder or hub id that transformers' AutoTokenizer opens, or a tokenizer.json. Null: train one on the input."""
+    trust_remote_code: bool = False
+    """Python code that comes with a tokenizer may run on this machine. Without it such a tokenizer is refused."""
     end_of_text: str | None = None
     """The token that ends every document. Null: the tokenizer's own eos token."""
     vocab_size: int = 4096

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from toolkit.config.cluster import KubernetesConfig
 from toolkit.config.prepare import PrepareConfig
 from toolkit.config.reshard import ReshardConfig
 from toolkit.config.schema import RunConfig
@@ -31,7 +32,7 @@ class Root:
 
 RUN = Root(RunConfig, "config", "run_schema", groups=None, open=(
     "engine.deepspeed", "engine.megatron", "model.arguments", "data.sources", "cluster.slurm.options",
-    *(f"cluster.kubernetes.{name}" for name in ("rdma", "secrets", "volumes", "node_selector"))))
+    *(f"cluster.kubernetes.{one.name}" for one in fields(KubernetesConfig) if one.default_factory is dict)))
 PREPARE = Root(PrepareConfig, "prepare", "prepare_schema", groups=())
 RESHARD = Root(ReshardConfig, "reshard", "reshard_schema", groups=("model",), short=(("target", "target.path"),))
 SWEEP = Root(SweepConfig, "sweep", "sweep_schema", groups=())

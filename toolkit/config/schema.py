@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from toolkit.config.checks import at_least, check
+from toolkit.config.checks import at_least, at_most, check
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.data import DataConfig
 from toolkit.config.monitor import MonitorConfig
@@ -127,6 +127,15 @@ class ModelConfig:
         at_least("model", 1, num_key_value_heads=self.num_key_value_heads, vocab_size=self.vocab_size)
         at_least("model", 1, max_position_embeddings=self.max_position_embeddings)
         at_least("model", 1, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok)
+        # Far above every model that was published. What planning costs grows with these, and the sizes may come from a file of others.
+        at_most("model", 4096, num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads)
+        at_most("model", 4096, num_key_value_heads=self.num_key_value_heads, num_local_experts=self.num_local_experts)
+        at_most("model", 2**20, hidden_size=self.hidden_size, head_dim=self.head_dim)
+        at_most("model", 2**24, intermediate_size=self.intermediate_size)
+        at_most("model", 2**31, vocab_size=self.vocab_size, max_position_embeddings=self.max_position_embeddings)
+        layers, experts = self.num_hidden_layers or 1, self.num_local_experts or 1
+        check(layers * experts <= 2**18, "model.num_local_experts", f"{experts} model.num_hidden_layers={layers}",
+              "all layers together have at most 262144 experts", "write fewer layers or experts")
         check(0 <= self.dropout < 1, "model.dropout", self.dropout, "a probability lies in [0, 1)", "write model.dropout=0.1")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from toolkit.data.digest import Digest
 from toolkit.data.storage import Place, Url, open_folder, place_of
 from toolkit.errors import InputError, Problem
 from toolkit.files import user_cache, write_whole
+from toolkit.paths import UnsafePath, inside, relative_name
 
 FORMAT_VERSION = 2
 # Format 1 had no recipe, no versions and no other files; each of its documents ends with end_of_text, as that field said.
@@ -99,6 +101,10 @@ class DataManifest:
     def tokenizer_folder(self) -> Path:
         return self.folder / self.tokenizer.folder
 
+    def file(self, name: str) -> Path:
+        """Where the file ``name`` of this folder lies on this machine. Raises InputError if a link leads out of the folder."""
+        return file_in(self.folder, name)
+
     @property
     def place(self) -> str:
         """The folder, as ``data.path`` names it."""
@@ -118,6 +124,15 @@ def write_manifest(manifest: DataManifest, folder: Path) -> None:
     root = manifest.folder.relative_to(folder).as_posix()
     content = {"format_version": FORMAT_VERSION, "root": root, **fields}
     write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
+
+
+def file_in(folder: Path, name: str) -> Path:
+    """The file ``name`` of a data folder. Raises InputError if its name or a link leads out of the folder."""
+    try:
+        return inside(folder, name)
+    except UnsafePath as error:
+        raise InputError(Problem("data.path", f"{folder}: {error}", "the files of a data folder lie in it",
+                                 "put the file itself there, or prepare the data again")) from error
 
 
 def kind_of(path: str | Path) -> str:
@@ -153,7 +168,7 @@ def _content(path: str | Path, remedy: str = MADE_BY[KIND]) -> tuple[Place, dict
         raise InputError(Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)) from error
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")) from error
     if not isinstance(content, dict):
         raise incomplete(file, TypeError(type(content).__name__))
@@ -174,14 +189,21 @@ def read_manifest(path: str | Path) -> DataManifest:
     """
     file, content = read_content(path, KIND, READABLE)
     try:
-        manifest = _manifest(content, place_of(path) / content["root"])
+        manifest = _manifest(content, _root(place_of(path), content["root"]))
         if manifest.dtype not in ("uint16", "int32"):
             raise TypeError(f"dtype {manifest.dtype}")
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, UnsafePath) as error:
         raise incomplete(file, error) from error
     if manifest.url is not None:
         _fetch_tokenizer(manifest)
     return manifest
+
+
+def _root(place: Place, root: object) -> Place:
+    """The folder ``root`` of ``place``; ``.`` is ``place`` itself."""
+    if root == ".":
+        return place
+    return place / relative_name(root) if isinstance(place, Url) else file_in(place, relative_name(root))
 
 
 def _fetch_tokenizer(manifest: DataManifest) -> None:
@@ -207,8 +229,8 @@ def _fetch_tokenizer(manifest: DataManifest) -> None:
             raise InputError(Problem("data.path", f"{manifest.url / name}: xxh3 {seen}", rule, remedy))
     try:
         for name, content in contents.items():
-            (manifest.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(manifest.folder / name, content, durable=False)
+            manifest.file(name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(manifest.file(name), content, durable=False)
     except OSError as error:
         seen, remedy = f"{manifest.folder}: {error.strerror or error}", "name a folder that can be written: XDG_CACHE_HOME=FOLDER"
         raise InputError(Problem("XDG_CACHE_HOME", seen, "the tokenizer of data in a store is copied to this machine", remedy)) from error
@@ -236,7 +258,10 @@ def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
 def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
     splits = {name: Split(tuple(_shard(shard) for shard in split["shards"])) for name, split in content["splits"].items()}
     origin, tokenizer = Origin(**content["origin"]), TokenizerInfo(**content["tokenizer"])
-    files = {name: Digest(**seen) for name, seen in content.get("files", {}).items()}
+    relative_name(tokenizer.folder)
+    if not re.fullmatch("[0-9a-f]{32}", tokenizer.hash):  # it names a folder of the cache
+        raise TypeError(f"the tokenizer's hash is {tokenizer.hash!r:.80}, not 32 hexadecimal digits")
+    files = {relative_name(name): Digest(**seen) for name, seen in content.get("files", {}).items()}
     url = place if isinstance(place, Url) else None
     folder = place if isinstance(place, Path) else user_cache() / "tokenizers" / tokenizer.hash
     return DataManifest(folder=folder, url=url, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits, files=files,
@@ -244,6 +269,7 @@ def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
 
 
 def _shard(content: dict[str, Any]) -> Shard:
+    relative_name(content["name"])
     return Shard(**{**content, "bin": Digest(**content["bin"]), "idx": Digest(**content["idx"])})
 
 

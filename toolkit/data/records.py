@@ -26,11 +26,12 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.data.digest import HASHED_AT_OPENING_BYTES, Digest, check_bytes, check_size
-from toolkit.data.manifest import NAME, incomplete, read_content
+from toolkit.data.manifest import NAME, file_in, incomplete, read_content
 from toolkit.data.order import BLOCK_BYTES
 from toolkit.data.storage import Place, Url, place_of
 from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole
+from toolkit.paths import relative_name
 from toolkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def open_records(path: str | Path, split: str, *, cache: BlockCache | None = Non
         if not surveyed:
             survey(manifest, [split])
         return Records(manifest, split, StoreRows(manifest.folder, names, manifest.record_bytes, cache=cache))
-    files = [(manifest.folder / name, expected) for name, expected in names]
+    files = [(file_in(manifest.folder, name), expected) for name, expected in names]
     if sum(expected.bytes for _, expected in files) <= HASHED_AT_OPENING_BYTES:
         check_bytes(files, Progress.silent())
     return Records(manifest, split, MappedRows(files, manifest.record_bytes))
@@ -216,7 +217,7 @@ def survey(manifest: RecordManifest, splits: Sequence[str]) -> None:
         survey_files(manifest.folder, names)
     else:
         for name, expected in names:
-            check_size(manifest.folder / name, expected)
+            check_size(file_in(manifest.folder, name), expected)
 
 
 def verify_records(path: str | Path, progress: Progress) -> RecordManifest:
@@ -225,7 +226,7 @@ def verify_records(path: str | Path, progress: Progress) -> RecordManifest:
     if isinstance(manifest.folder, Url):
         raise InputError(Problem("inspect", f"{path} lies in a store", "records are verified on a disk", "copy the folder here first"))
     names = _names([shard for split in manifest.splits.values() for shard in split.shards])
-    check_bytes([(manifest.folder / name, expected) for name, expected in names], progress)
+    check_bytes([(file_in(manifest.folder, name), expected) for name, expected in names], progress)
     return manifest
 
 
@@ -278,7 +279,7 @@ def describe(manifest: RecordManifest) -> list[str]:
 
 
 def _split(content: Mapping[str, Any]) -> RecordSplit:
-    shards = tuple(RecordShard(shard["name"], int(shard["records"]), Digest(**shard["file"])) for shard in content["shards"])
+    shards = tuple(RecordShard(relative_name(shard["name"]), int(shard["records"]), Digest(**shard["file"])) for shard in content["shards"])
     found = content["statistics"].items()
     return RecordSplit(shards, {name: Statistics(tuple(of["mean"]), tuple(of["std"]), of["least"], of["most"]) for name, of in found})
 

@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 from toolkit.config.urls import credentials_remedy, is_url, url_problem
 from toolkit.data.fetch import Forked, Limits, Pace, Transient, Unanswered, fetch_all
 from toolkit.errors import InputError, Problem
+from toolkit.paths import UnsafePath, inside
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -136,7 +137,10 @@ class LocalFolder(Folder):
 
     def _of(self, name: str, read: Any) -> Any:
         try:
-            return read(self.place / name)
+            return read(inside(self.place, name))
+        except UnsafePath as error:
+            seen, remedy = f"{self.place}: {error}", "put the file itself there, or prepare the data again"
+            raise InputError(Problem("data.path", seen, "the files of a data folder lie in it", remedy)) from error
         except OSError as error:
             seen, remedy = f"{self.place / name}: {error.strerror or error}", "restore it, or prepare the data again"
             raise InputError(Problem("data.path", seen, "the file is there and can be read", remedy)) from error

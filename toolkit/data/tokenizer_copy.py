@@ -13,18 +13,20 @@ from toolkit.data.manifest import NAME, TokenizerInfo, read_manifest
 from toolkit.data.tokenizer import FILE, FOLDER
 from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole
+from toolkit.paths import UnsafePath, inside
 
 CONFIG = "tokenizer_config.json"
 COPIED = (FILE, CONFIG, "special_tokens_map.json", "chat_template.jinja")
 
 
-def place(name: str, end_of_text: str | None, folder: Path, *, key: str, end_key: str) -> TokenizerInfo:
+def place(name: str, end_of_text: str | None, folder: Path, *, key: str, end_key: str, trust_remote_code: bool = False) -> TokenizerInfo:
     """Into ``folder/tokenizer``, which must not be there.
 
     Args:
         name: a tokenizer.json, a folder that has one or that AutoTokenizer opens, prepared data, or a hub id.
         end_of_text: the token that ends a document; None: the tokenizer's own eos token.
-        key, end_key: the settings that gave the two, for whoever reads of a mistake.
+        key, end_key: the settings that gave the two, for the error of a mistake.
+        trust_remote_code: Python code that comes with the tokenizer may run.
 
     Raises:
         InputError: there is no such tokenizer, it is of another kind, or which token ends a text is not known.
@@ -39,11 +41,19 @@ def place(name: str, end_of_text: str | None, folder: Path, *, key: str, end_key
     elif (path / FILE).is_file():
         for file in COPIED:
             if (path / file).is_file():
-                shutil.copyfile(path / file, target / file)
+                shutil.copyfile(_inside(path, file, key), target / file)
     else:
-        _fetch(name, target, key)
+        _fetch(name, target, key, trust_remote_code=trust_remote_code)
     _check_end(name, end_of_text, target, key, end_key)
     return info(target)
+
+
+def _inside(folder: Path, file: str, key: str) -> Path:
+    try:
+        return inside(folder, file)
+    except UnsafePath as error:
+        raise InputError(Problem(key, f"{key}={folder}: {error}", "the files of a tokenizer lie in its folder",
+                                 "put the file itself there in place of the link")) from error
 
 
 def info(folder: Path) -> TokenizerInfo:
@@ -79,7 +89,7 @@ def _open(file: Path, seen: str, key: str = "tokenizer") -> Any:
         raise InputError(Problem(key, f"{seen}: {error}", "it is a tokenizer of the package tokenizers", remedy)) from error
 
 
-def _fetch(name: str, target: Path, key: str) -> None:
+def _fetch(name: str, target: Path, key: str, *, trust_remote_code: bool) -> None:
     """By transformers: of the hub, or a folder with a vocabulary of another form, which it converts."""
     here = Path(name).exists()
     if not here and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
@@ -90,11 +100,15 @@ def _fetch(name: str, target: Path, key: str) -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         if not tokenizer.is_fast:
             raise ValueError("it has no form that the package tokenizers reads")
         tokenizer.save_pretrained(str(target))
     except (OSError, ValueError, ImportError, KeyError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            allow = f"{key.rpartition('.')[0]}.trust_remote_code=true"
+            raise InputError(Problem(key, f"{key}={name} needs Python code that comes with it", "such code runs only if a key allows it",
+                                     f"read that code and write {allow}, or name a tokenizer that needs none")) from error
         words = " ".join(str(error).split())[:300] + ("" if here else hub.why_absent())
         remedy = "name a tokenizer.json, or a folder or hub id that has one"
         rule = "the tokenizer can be opened by transformers' AutoTokenizer"

@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from toolkit.data.digest import HASHED_AT_OPENING_BYTES, broken, check_bytes, check_size, digest
 from toolkit.data.index import IndexFile
-from toolkit.data.manifest import DataManifest, Shard, read_manifest
+from toolkit.data.manifest import TOKENIZER, DataManifest, Shard, read_manifest
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
@@ -129,7 +129,7 @@ def verify(path: str | Path, progress: Progress) -> DataManifest:
     """Read every byte of the data folder and compare. Raises InputError naming the first file that differs."""
     manifest = read_manifest(path)
     _check_tokenizer(manifest)
-    check_bytes([(manifest.folder / name, expected) for name, expected in manifest.files.items()], Progress.silent())
+    check_bytes([(manifest.file(name), expected) for name, expected in manifest.files.items()], Progress.silent())
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     _check_bytes(manifest, shards, progress)
     for shard in shards:
@@ -138,7 +138,7 @@ def verify(path: str | Path, progress: Progress) -> DataManifest:
 
 
 def _check_tokenizer(manifest: DataManifest) -> None:
-    file = manifest.tokenizer_folder / "tokenizer.json"
+    file = manifest.file(f"{manifest.tokenizer.folder}/{TOKENIZER}")
     seen = digest(file).xxh3_128 if file.is_file() else "absent"
     if seen != manifest.tokenizer.hash:
         remedy = "put back the tokenizer that made the tokens, or prepare the data again"
@@ -147,12 +147,12 @@ def _check_tokenizer(manifest: DataManifest) -> None:
 
 
 def _check_bytes(manifest: DataManifest, shards: Sequence[Shard], progress: Progress) -> None:
-    check_bytes([(manifest.folder / f"{shard.name}{ending}", expected)
+    check_bytes([(manifest.file(f"{shard.name}{ending}"), expected)
                  for shard in shards for ending, expected in ((".bin", shard.bin), (".idx", shard.idx))], progress)
 
 
 def _index(manifest: DataManifest, shard: Shard) -> IndexFile:
-    index = IndexFile(check_size(manifest.folder / f"{shard.name}.idx", shard.idx))
+    index = IndexFile(check_size(manifest.file(f"{shard.name}.idx"), shard.idx))
     seen = (index.dtype.name, len(index.documents) - 1, index.bin_bytes // index.dtype.itemsize, index.bin_bytes)
     expected = (manifest.dtype, shard.documents, shard.tokens, shard.bin.bytes)
     if seen != expected:
@@ -164,4 +164,4 @@ def _index(manifest: DataManifest, shard: Shard) -> IndexFile:
 def _map(manifest: DataManifest, shard: Shard) -> npt.NDArray[Any]:
     """The tokens of one shard. A plain array: slicing a memmap object costs more than reading a short window."""
     dtype = _index(manifest, shard).dtype
-    return np.asarray(np.memmap(check_size(manifest.folder / f"{shard.name}.bin", shard.bin), dtype=dtype, mode="r"))
+    return np.asarray(np.memmap(check_size(manifest.file(f"{shard.name}.bin"), shard.bin), dtype=dtype, mode="r"))

@@ -9,11 +9,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Protocol
 
 from toolkit.config.schema import ModelConfig
-from toolkit.errors import InputError, Problem
 from toolkit.families.megatron import MegatronTensor
-
-MOST_LAYERS = 10_000  # of a model, and experts of a layer: tables have entries for each of them
-MOST_ELEMENTS = 2**40  # of one dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,29 +33,6 @@ class ModelShape:
     norm_eps: float = 1e-5
     initializer_range: float = 0.02
     dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Raises InputError: a size of the wrong type, or one that no model has."""
-        for name, kind in self.__annotations__.items():
-            value = getattr(self, name)
-            right = type(value) in {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}[kind]
-            most = MOST_LAYERS if name in ("num_hidden_layers", "num_local_experts") else MOST_ELEMENTS
-            if not right or (kind in ("int", "float") and not 0 <= value <= most):
-                rule = f"model.{name} is of type {kind}" + (f", from 0 to {most}" if kind in ("int", "float") else "")
-                raise InputError(Problem(f"model.{name}", f"model.{name}={str(value)[:100]}", rule, f"correct model.{name}"))
-
-
-def shape_of(sizes: Mapping[str, Any]) -> ModelShape:
-    """What was recorded of a model (``plan.json``, a checkpoint's scalars); what a later version added is passed over.
-
-    Raises:
-        InputError: a size is missing, or wrong as ``ModelShape`` has it.
-    """
-    try:
-        return ModelShape(**{name: value for name, value in sizes.items() if name in ModelShape.__dataclass_fields__})
-    except TypeError as error:
-        seen = f"sizes of a model: {', '.join(map(str, sizes))[:200]} ({error})"
-        raise InputError(Problem("model", seen, "a model is known by its sizes", "take another copy of the file that has them")) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import typing
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from toolkit.config.data import Documents
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.target import check_target
+
+GIVES = "model.target is a class derived from torch.nn.Module, or a function whose annotation says that it returns one"
 
 
 def build_target(model: ModelConfig, seed: int, *, documents: Documents = Documents.joined) -> nn.Module:
@@ -36,8 +40,7 @@ def build_target(model: ModelConfig, seed: int, *, documents: Documents = Docume
                            "model.arguments are the arguments of the class",
                            "write +model.arguments.NAME=VALUE for each that it needs, and none that it lacks") from error
     if not isinstance(module, nn.Module):
-        raise _problem(model, f"it gives a {type(module).__name__}", "model.target gives a torch.nn.Module",
-                       "name a class derived from torch.nn.Module, or a function that returns one")
+        raise _problem(model, f"it gives a {type(module).__name__}", GIVES, "return what the annotation says")
     _check(module, model)
     if documents is Documents.separate:
         _check_takes_positions(module, model)
@@ -53,16 +56,37 @@ def configuration(model: ModelConfig, seed: int) -> dict[str, Any] | None:
     return {**config.to_diff_dict(), "model_type": config.model_type, "architectures": [type(module).__name__]}
 
 
-def _find(model: ModelConfig) -> type[nn.Module]:
+def _find(model: ModelConfig) -> Callable[..., nn.Module]:
+    """The class or function. Raises ConfigError before it is called if it is neither, or gives no module by its type.
+
+    The name may come from a configuration that somebody else wrote, and calling any function of any package is running any code.
+    """
     assert model.target is not None, "the plan is of model.target"
     path, _, name = model.target.rpartition(".")
     check_target(model)
     found = importlib.import_module(path)
-    if not callable(getattr(found, name, None)):
+    factory = getattr(found, name, None)
+    if not isinstance(factory, type) and not inspect.isfunction(factory):
         near = ", ".join(key for key, value in vars(found).items() if isinstance(value, type) and issubclass(value, nn.Module)) or "none"
         raise _problem(model, f"{path} has no class {name}; its modules: {near}", "the part after the last dot is a class of that module",
                        "correct the name")
-    return getattr(found, name)
+    if isinstance(factory, type):
+        if not issubclass(factory, nn.Module):
+            raise _problem(model, f"{name} is a class that is not derived from torch.nn.Module", GIVES,
+                           "name a class that is derived from it")
+    elif not _gives_module(factory):
+        raise _problem(model, f"the function {name} does not say that it returns a torch.nn.Module", GIVES,
+                       f"annotate it: def {name}(...) -> torch.nn.Module; or name the class itself")
+    return factory
+
+
+def _gives_module(function: Callable[..., Any]) -> bool:
+    """By the annotation of what it returns."""
+    try:
+        given = typing.get_type_hints(function).get("return")
+    except (NameError, TypeError, AttributeError):  # an annotation that names what is imported for type checkers only
+        return False
+    return isinstance(given, type) and issubclass(given, nn.Module)
 
 
 def _check(module: nn.Module, model: ModelConfig) -> None:

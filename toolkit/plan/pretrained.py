@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.config.schema import ModelConfig, RunConfig
 from toolkit.errors import InputError, PlanError, Problem
 from toolkit.families import FAMILIES
+from toolkit.families.recorded import model_of_config
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -38,7 +39,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         raise InputError(Problem("model.pretrained", f"model.pretrained={model.pretrained}, whose model_type is {kind!r}",
                                  f"a pretrained model is of one of the families {', '.join(FAMILIES)}",
                                  "wrap it in a module and train that: model.target=my.package.Model"))
-    found = FAMILIES[kind].from_hugging_face_config(written)
+    found = model_of_config(FAMILIES[kind], written, f"config.json of model.pretrained={model.pretrained}")
     filled: dict[str, Any] = {}
     problems: list[Problem] = []
     for field in fields(ModelConfig):
@@ -63,7 +64,7 @@ def _read(name: str) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _unreadable(name, "the folder has no config.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unreadable(name, f"its config.json is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise _unreadable(name, "its config.json is not an object")

@@ -16,7 +16,7 @@ def check_target(model: ModelConfig) -> None:
     """Nothing is imported; so whether the module has the class is for the ranks to say.
 
     Raises:
-        ConfigError: there is no such module.
+        ConfigError: there is no such module, or it is one of Python's standard library, whose functions may start processes.
     """
     if model.target is None:
         return
@@ -24,6 +24,10 @@ def check_target(model: ModelConfig) -> None:
     if here not in sys.path:  # a console script's sys.path lacks the working folder, where a user's own package lies
         sys.path.append(here)
     module = model.target.rpartition(".")[0]
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(Problem(
+            "model.target", f"model.target={model.target}", f"{module.partition('.')[0]} is of Python's own library, which has no models",
+            "write model.target=my.package.Model: a torch.nn.Module of a package or of a file in the working folder"))
     missing = _missing(module)
     if missing is not None:
         raise ConfigError(Problem(

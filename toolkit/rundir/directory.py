@@ -13,13 +13,38 @@ from typing import Any
 from toolkit.attempts import SAVES, Attempt, Times, end_times, goodput, read_attempt, read_saves, read_times, write_times
 from toolkit.checkpoint_folder import Newest, disagreement, find_newest, step_of, steps_moved
 from toolkit.config.schema import RunConfig
-from toolkit.errors import ConfigError, Problem
+from toolkit.errors import ConfigError, ExitCode, InputError, Problem, file_errors
 from toolkit.files import write_whole
+from toolkit.paths import MOST_NAME_BYTES
 from toolkit.rows import last_row
 from toolkit.rundir.lock import lock_file
 from toolkit.rundir.rows import move_rows
 from toolkit.rundir.source import SourceKind, check_fork, check_identity, check_same_run, parent_of, resolve_source
 from toolkit.rundir.status import RunState, Status, read_status, write_status
+
+LOST_END = "all its processes ended before one of them could record why (killed, or the machine failed)"
+OTHER_FOLDER = "write run.dir=FOLDER, one that this user can make and write"
+# What may lie in a folder before the first attempt: of this toolkit, of a killed start, of file systems.
+BEFORE = {"lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"}
+
+
+def check_folder(path: Path) -> None:
+    """A run writes into a folder of its own. Raises InputError for a file, and for a folder that holds other things than a run."""
+    for part in path.parts:
+        if (size := len(os.fsencode(part))) > MOST_NAME_BYTES:
+            raise InputError(Problem("run.dir", f"run.dir={str(path)[:80]}... has a name of {size} bytes",
+                                     f"a folder's name has at most {MOST_NAME_BYTES} bytes", "write a shorter run.name or run.dir=FOLDER"))
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise InputError(Problem("run.dir", f"run.dir={path} is not a folder", "a run has a folder of its own", OTHER_FOLDER))
+    if (path / "attempts").is_dir() or (path / "status.json").is_file():
+        return
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in BEFORE)
+    if foreign:
+        more = f" and {len(foreign) - 3} more" if foreign[3:] else ""
+        raise InputError(Problem("run.dir", f"run.dir={path} holds {', '.join(foreign[:3])}{more}, and no run",
+                                 "a run begins in a folder that is new, empty or the run's own", f"write run.dir={path / 'NEW'}"))
 
 
 class RunDirectory:
@@ -105,7 +130,12 @@ class RunDirectory:
     # ---- a start
 
     def check(self, config: RunConfig) -> None:
-        """Refuse what can be refused without writing: another run's folder, a wrong resume or fork. Raises UserError."""
+        """Refuse what can be refused without writing: a folder of another run or of no run, a wrong resume or fork. Raises UserError."""
+        with file_errors("run.dir", OTHER_FOLDER):
+            self._check(config)
+
+    def _check(self, config: RunConfig) -> None:
+        check_folder(self.path)
         check_identity(config, self.config_file)
         check_fork(config, self.path, self.fork_file, self.newest_checkpoint())
         found = self.newest_agreed()
@@ -124,14 +154,19 @@ class RunDirectory:
             began: when the process was started that does it, in seconds since 1970. None: now.
 
         Raises:
-            UserError: see :meth:`check`; or another live process runs here.
+            UserError: see :meth:`check`; another live process runs here; or the folder cannot be made or written.
         """
+        self.check(config)
+        with file_errors("run.dir", OTHER_FOLDER):
+            return self._begin(config, plan, began)
+
+    def _begin(self, config: RunConfig, plan: Mapping[str, Any], began: float | None) -> int:
         from toolkit.config.compose import to_yaml
 
-        self.check(config)
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._take_lock()
+        self._record_lost_end()
         attempt = max(self.attempts(), default=0) + 1
         yaml, plan_json = to_yaml(config), json.dumps(plan, indent=1) + "\n"
         folder = self.attempt_folder(attempt)
@@ -181,16 +216,29 @@ class RunDirectory:
         """None where no run has begun."""
         return read_status(self.status_file)
 
-    def finish(self, state: RunState, exit_code: int, reason: str | None, *, attempt: int, anew: bool = False) -> None:
-        """The last word of an attempt. Keeps the step and checkpoint recorded so far, and, unless ``anew``, an end already recorded."""
+    def finish(self, state: RunState, exit_code: int, reason: str | None, *, attempt: int, anew: bool = False,
+               at: float | None = None) -> None:
+        """Record the end of an attempt. Keeps the step and checkpoint recorded so far and, unless ``anew``, an end already recorded.
+
+        Args:
+            at: when it ended, in seconds since 1970. None: now.
+        """
         last = self.status()
         if last is not None and last.attempt == attempt and not last.state.live and not anew:
             return
         step, checkpoint = (last.step, last.checkpoint) if last is not None and last.attempt == attempt else (None, None)
-        end_times(self.attempt_folder(attempt), time.time(), state=state.value, reason=reason, anew=anew)
+        end_times(self.attempt_folder(attempt), time.time() if at is None else at, state=state.value, reason=reason, anew=anew)
         total = goodput(self.tried(), kept=None if state is RunState.DONE else self.saved_step() or 0)
         self.write_status(Status(state=state, attempt=attempt, exit_code=exit_code, step=step, checkpoint=checkpoint, reason=reason,
                                  goodput=total.to_json() if total is not None else None))
+
+    def _record_lost_end(self) -> None:
+        """Record that the last attempt failed if all its processes died before one of them could record it."""
+        last = self.status()
+        if last is not None and last.state.live:
+            times = read_times(self.attempt_folder(last.attempt))
+            self.finish(RunState.FAILED, int(ExitCode.FAILURE), LOST_END, attempt=last.attempt,
+                        at=times.seen if times is not None else None)
 
     def tried(self, before: int | None = None) -> list[Attempt]:
         """What is known of the attempts' time, in their order; of those that left nothing to read, nothing.
@@ -244,6 +292,12 @@ class RunDirectory:
                 move_rows(file, self.folder_of_older(attempt) / file.name, step)
 
     # ---- one process at a time
+
+    def try_lock(self) -> bool:
+        """Take the lock of the directory if no live process holds it."""
+        if self._lock is None:
+            self._lock = lock_file(self.path / "lock")[0]
+        return self._lock is not None
 
     def _take_lock(self) -> None:
         descriptor, owner = lock_file(self.path / "lock")

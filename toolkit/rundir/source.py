@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from toolkit.config.schema import RunConfig
-from toolkit.errors import CheckpointError, ConfigError, InputError, Problem
+from toolkit.errors import CheckpointError, ConfigError, InputError, Problem, file_errors
 
 
 class SourceKind(StrEnum):
@@ -53,7 +53,9 @@ def resolve_source(config: RunConfig, newest: Path | None) -> Source:
 
 def _existing(key: str, value: str) -> Path:
     path = Path(value).expanduser()
-    if not path.is_dir():
+    with file_errors(key, f"correct the path: {key}=PATH"):
+        there = path.is_dir()
+    if not there:
         raise InputError(Problem(key, f"{key}={value}", f"{key} names a checkpoint or a run directory that exists",
                                  f"correct the path; {path.absolute()} is not a folder"))
     return path

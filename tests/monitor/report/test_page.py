@@ -12,6 +12,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.monitor.report.runs import ALERTS, HOSTILE, PARTS, eval_rows, ledger_rows, step_rows, system_rows, write_run
+from toolkit.errors import InputError
 from toolkit.monitor.report import data
 from toolkit.monitor.report.data import Run, read_run
 from toolkit.monitor.report.hardware import hardware
@@ -231,14 +233,22 @@ def test_without_one_of_its_files(folder: Path, tmp_path: Path, missing: str) ->
     here.mkdir()
     for name in EVERYTHING:
         if name != missing:
-            (here / name).symlink_to(folder / name)
+            _copy(folder / name, here / name)
     _check(here)
 
 
 @pytest.mark.parametrize("only", EVERYTHING)
 def test_with_one_of_its_files(folder: Path, tmp_path: Path, only: str) -> None:
-    (tmp_path / only).symlink_to(folder / only)
+    _copy(folder / only, tmp_path / only)
     _check(tmp_path)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """As hard links: a report refuses symbolic ones that lead elsewhere."""
+    if source.is_dir():
+        shutil.copytree(source, target, copy_function=os.link)
+    else:
+        os.link(source, target)
 
 
 def test_of_an_older_version(tmp_path: Path) -> None:
@@ -353,3 +363,14 @@ def _check(folder: Path) -> Parsed:
     assert parsed.ends_open == []
     parsed.charts()
     return parsed
+
+
+@pytest.mark.parametrize("name", ["attempts/001/log.txt", "config.yaml", "system"])
+def test_a_link_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
+    """A page that somebody sends on must not hold a file of theirs that a run from elsewhere links to."""
+    here, secret = tmp_path / "run", tmp_path / "secret"
+    (here / name).parent.mkdir(parents=True)
+    secret.write_text("key-of-mine")
+    (here / name).symlink_to(secret)
+    with pytest.raises(InputError, match="is a link to"):
+        read_run(here, Progress.silent())

@@ -11,14 +11,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.catalog import Damage, Piece
+from toolkit.checkpoint.catalog import Damage, Piece, file_in
 from toolkit.checkpoint.formats import pickles, torch_zip
 from toolkit.checkpoint.formats.pickles import Call, Foreign, Name, Storage, StoredTensor
 from toolkit.checkpoint.planner import uncovered
 from toolkit.checkpoint.shard import Box, TensorKey
+from toolkit.paths import relative_name
 
 METADATA = ".metadata"
 RULE = "a distributed checkpoint is .metadata and the files that it names"
@@ -89,11 +90,9 @@ def _metadata(found: Any) -> Metadata:
         of_info = _fields(info, "relative_path", "offset", "length", "transform_descriptors")
         if of_info.get("transform_descriptors"):
             raise ValueError(f"{of_index['fqn']} is stored transformed: {of_info['transform_descriptors']}")
-        file = PurePosixPath(of_info["relative_path"])
-        if file.is_absolute() or ".." in file.parts:
-            raise ValueError(f"file {str(file)!r} lies outside the checkpoint")
+        file = relative_name(of_info["relative_path"])
         offset = of_index.get("offset")
-        blob = Blob(str(file), of_info["offset"], of_info["offset"] + of_info["length"])
+        blob = Blob(file, of_info["offset"], of_info["offset"] + of_info["length"])
         places[of_index["fqn"], None if offset is None else tuple(offset)] = blob
     tensors: dict[str, Stored] = {}
     objects: dict[str, Blob] = {}
@@ -130,7 +129,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     for blob in (*metadata.objects.values(), *(chunk.blob for tensor in metadata.tensors.values() for chunk in tensor.chunks)):
         ends[blob.file] = max(ends.get(blob.file, 0), blob.end)
     for file, end in ends.items():
-        path = folder / file
+        path = file_in(folder, file)
         if not path.is_file():
             raise Damage(file, f"{path} is missing", RULE)
         if path.stat().st_size < end:

@@ -22,7 +22,7 @@ from toolkit.checkpoint.formats.deepspeed_files import File, Saved
 from toolkit.checkpoint.formats.deepspeed_held import Local, Shape, Whole
 from toolkit.checkpoint.formats.pickles import Foreign, StoredTensor
 from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIM, OPTIM_SETTINGS, OPTIMIZER_STEP, SCALER_STATE, STEP
-from toolkit.checkpoint.source import Source, vendors_refusal
+from toolkit.checkpoint.source import Source, named_in, vendors_refusal
 from toolkit.families.base import ModelShape
 
 # What DeepSpeed puts into a model's file; anything else is the user's.
@@ -37,7 +37,7 @@ def find(path: Path) -> Path | None:
     """The folder of a tag, or the one that the file ``latest`` in ``path`` names."""
     folders = [path]
     if (path / files.LATEST).is_file():
-        folders.insert(0, path / (path / files.LATEST).read_text(encoding="utf-8", errors="replace").strip())
+        folders.insert(0, named_in(path, files.LATEST))
     return next((folder for folder in folders if not (folder / "zero").is_dir() and files.is_checkpoint(folder)), None)
 
 

@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import families
-from toolkit.checkpoint.catalog import Catalog, Damage, Piece
+from toolkit.checkpoint.catalog import Catalog, Damage, Piece, file_in
 from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.formats.safetensors import Slot
-from toolkit.checkpoint.nearby import of_hugging_face
 from toolkit.checkpoint.planner import uncovered
 from toolkit.checkpoint.scalars import STEP
 from toolkit.checkpoint.shard import WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source
 from toolkit.errors import CheckpointError, InputError, Problem
 from toolkit.families.base import Family, HubTensor, ModelShape
+from toolkit.families.recorded import model_of_config
+from toolkit.paths import UnsafePath, relative_name
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -66,7 +67,7 @@ def _open(folder: Path) -> Source:
         raise InputError(Problem(str(folder / CONFIG), f"model_type={config.get('model_type')} in {folder / CONFIG}",
                                  f"a folder is of a family that the toolkit knows: {', '.join(families.FAMILIES)}",
                                  "give the model as model.target=my.package.Model"))
-    shape = of_hugging_face(folder / CONFIG, config)
+    shape = family.settle(model_of_config(family, config, folder / CONFIG))
     published = _Published.of(family, shape)
     weights = _slots(folder, _files(folder))
     scalars, states = _optimizer(folder)
@@ -87,7 +88,7 @@ def _facts(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_json(folder: Path, file: str) -> dict[str, Any]:
     """Raises Damage."""
-    path, rule = folder / file, "a Hugging Face folder has it"
+    path, rule = file_in(folder, file), "a Hugging Face folder has it"
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -112,15 +113,18 @@ def _files(folder: Path) -> list[str]:
 
 
 def _are_names(values: Any) -> bool:
-    """Of files in one folder."""
-    return all(isinstance(value, str) and Path(value).name == value for value in values)
+    """Of files in one folder, none below it."""
+    try:
+        return all("/" not in relative_name(value) for value in values)
+    except UnsafePath:
+        return False
 
 
 def _slots(folder: Path, files: Sequence[str]) -> Slots:
     found: dict[str, tuple[str, Slot]] = {}
     for file in files:
         try:
-            slots, _ = safetensors.decode(folder / file)
+            slots, _ = safetensors.decode(file_in(folder, file))
         except Damage as damage:
             raise Damage(file, damage.seen, damage.rule) from damage  # by its path within the folder
         found |= {slot.name: (file, slot) for slot in slots}

@@ -27,6 +27,7 @@ from toolkit.config.reshard import Format, TargetConfig
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
 from toolkit.files import sync_folder
+from toolkit.paths import UnsafePath, inside
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
                    "tokenizer.model", "chat_template.jinja", "generation_config.json")
@@ -147,8 +148,16 @@ def _text(name: str, content: Mapping[str, Any], *, free: bool = False) -> Targe
 def _tokenizer_files(folder: Path) -> Iterator[TargetFile]:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
-            data = (folder / name).read_bytes()
+            data = _inside(folder, name).read_bytes()
             yield TargetFile(name, len(data), {0: data}, free=True)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    try:
+        return inside(folder, name)
+    except UnsafePath as error:
+        raise InputError(Problem(str(folder), f"{folder}: {error}", "the files of a tokenizer lie in its folder",
+                                 "put the file itself there in place of the link")) from error
 
 
 def _identity(file: TargetFile) -> str:

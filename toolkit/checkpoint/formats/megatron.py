@@ -30,7 +30,7 @@ from toolkit.checkpoint.nearby import model_unknown
 from toolkit.checkpoint.planner import MOST_PROBLEMS
 from toolkit.checkpoint.scalars import OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Box, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source, vendors_refusal
+from toolkit.checkpoint.source import Source, named_in, vendors_refusal
 from toolkit.errors import CheckpointError, Problem
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import Cut, MegatronTensor, Part, inside
@@ -44,13 +44,13 @@ KEPT_CHUNKS = 512  # whose place in their file is remembered: a fused projection
 
 def find(path: Path) -> Path | None:
     if (path / TRACKER).is_file():
-        return path / folder_of((path / TRACKER).read_text(encoding="utf-8", errors="replace").strip())
+        return named_in(path, TRACKER, folder_of)
     return path if (path / FORMAT).is_file() and (path / COMMON).is_file() else None
 
 
 def folder_of(iteration: str) -> str:
     """What a tracker file means: a number, or ``release``."""
-    return f"iter_{int(iteration):07d}" if iteration.isdecimal() else Path(iteration).name
+    return f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> Source:
@@ -76,7 +76,7 @@ def _check_backend(folder: Path) -> None:
         found = json.loads(path.read_bytes())["sharded_backend"]
     except FileNotFoundError as error:
         raise Damage(FORMAT, f"{path} is missing", f"Megatron-core's checkpoints are read in its format {BACKEND}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise Damage(FORMAT, f"{path} is not what Megatron-core writes ({error})", "it names the format") from error
     if found != BACKEND:
         raise CheckpointError(Problem(str(folder), f"{folder} is in Megatron-core's format {found}", f"its format {BACKEND} is read",

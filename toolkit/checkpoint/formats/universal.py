@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from toolkit.checkpoint import nearby
-from toolkit.checkpoint.catalog import Damage
+from toolkit.checkpoint.catalog import Damage, file_in
 from toolkit.checkpoint.formats import deepspeed, torch_zip
 from toolkit.checkpoint.formats import deepspeed_files as files
 from toolkit.checkpoint.formats import deepspeed_zero as zero
@@ -27,7 +27,7 @@ from toolkit.checkpoint.formats.deepspeed_files import File, Saved
 from toolkit.checkpoint.formats.deepspeed_held import Local, Shape, Whole
 from toolkit.checkpoint.formats.pickles import StoredTensor
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
-from toolkit.checkpoint.source import Source, vendors_refusal
+from toolkit.checkpoint.source import Source, named_in, vendors_refusal
 from toolkit.families.base import ModelShape
 
 LATEST = "latest_universal"
@@ -38,8 +38,7 @@ MASTER_FILE, STEP_FILE = "fp32.pt", "step.pt"
 
 def find(path: Path) -> Path | None:
     """The folder itself, or what ``latest`` or ``latest_universal`` in ``path`` names."""
-    pointers = [path / name for name in (files.LATEST, LATEST) if (path / name).is_file()]
-    folders = [path, *(path / pointer.read_text(encoding="utf-8", errors="replace").strip() for pointer in pointers)]
+    folders = [path, *(named_in(path, name) for name in (files.LATEST, LATEST) if (path / name).is_file())]
     return next((folder for folder in folders if (folder / PARAMETERS).is_dir() and files.is_checkpoint(folder)), None)
 
 
@@ -96,7 +95,7 @@ def _shapes(folder: Path, models: tuple[File, ...]) -> list[dict[str, Shape]]:
 def _parameter(folder: Path, name: str, shape: Shape, steps: list[object]) -> Local:
     """All states of a parameter. ``shape`` is taken where the tensors are flat. Adds its count of steps, if it has one."""
     place = f"{PARAMETERS}/{name}"
-    if not (folder / place / MASTER_FILE).is_file():
+    if not file_in(folder, f"{place}/{MASTER_FILE}").is_file():
         raise Damage(f"{place}/{MASTER_FILE}", f"{folder / place / MASTER_FILE} is missing", "every parameter has its files")
     found = Local(shape)
     for path in sorted((folder / place).glob("*.pt")):

@@ -19,6 +19,7 @@ from isal import isal_zlib
 from toolkit.checkpoint.catalog import BLOCK_BYTES, Piece
 from toolkit.checkpoint.target import TargetFile
 from toolkit.files import sync_folder
+from toolkit.paths import inside
 
 # (byte, length, CRC-32) of a range that was written
 Segment = tuple[int, int, int]
@@ -85,7 +86,7 @@ class Output:
     def _descriptor(self, name: str) -> int:
         with self._lock:
             if name not in self._open:
-                self._open[name] = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o644)
+                self._open[name] = os.open(inside(self.folder, name), os.O_RDWR | os.O_CREAT, 0o644)
             return self._open[name]
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import functools
 import json
+import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +28,7 @@ from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
 
 FAILED = "failed.json"
+LOOK_SECONDS = 1.0  # between two looks whether the ranks that are waited for still live
 WHOLE = "a checkpoint is committed when every rank has written its part, and not before"
 # What a person has to mend, and another start would meet again. Any other word of a file system may pass, as of a server that restarts.
 NO_ROOM_OR_ACCESS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -76,6 +81,10 @@ class Save:
     def report(self, rank: int) -> Path:
         return self.temporary / f"report-{rank:05d}.json"
 
+    def presence(self, rank: int) -> Path:
+        """The file that a rank holds locked during the save. It lies outside of ``temporary``, which the commit renames."""
+        return self.directory / f"{checkpoint_folder.TEMPORARY}ranks-{_attempt(self.attempt)}-{self.number}" / f"{rank:05d}"
+
 
 def _attempt(attempt: int) -> str:
     return f"attempt-{attempt:03d}"
@@ -92,11 +101,12 @@ def carry_out(save: Save) -> None:
         if save.rank == 0:
             _clean(save)
         save.temporary.mkdir(parents=True, exist_ok=True)
-        _write_part(save)
-        if save.rank == 0:
-            _commit(save, _gather(save))
-        else:
-            _await_commit(save)
+        with _presence(save.presence(save.rank)) if save.ranks > 1 else nullcontext():
+            _write_part(save)
+            if save.rank == 0:
+                _commit(save, _gather(save))
+            else:
+                _await_commit(save)
     except Exception as error:
         reason = error.problems[0].seen if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         told = _not_written(save, error) if isinstance(error, OSError) else error
@@ -133,7 +143,7 @@ def _await_commit(save: Save) -> None:
             raise _told(save, told)
         return not save.temporary.is_dir()
 
-    _wait(save, committed, lambda: "rank 0 has not committed")
+    _wait(save, committed, lambda: [0], lambda: "rank 0 has not committed")
     if not (save.target / manifest.NAME).is_file():
         raise _failed(save, f"{save.temporary} was removed before step {save.step} was committed")
 
@@ -148,13 +158,73 @@ def _give_up(save: Save, reason: str, error: Exception, mistake: bool) -> None:
         error.add_note(f"the other ranks could not be told: {silent}")
 
 
-def _wait(save: Save, ready: Callable[[], bool], missing: Callable[[], str]) -> None:
-    deadline, pause = time.monotonic() + save.timeout_seconds, 0.001
+def _wait(save: Save, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]], missing: Callable[[], str]) -> None:
+    """Wait until ``ready``.
+
+    Args:
+        awaited: the ranks that this one waits for; if one of them dies, the save fails at once.
+        missing: what to report after ``timeout_seconds``.
+    """
+    now = time.monotonic()
+    deadline, next_look, pause = now + save.timeout_seconds, now + LOOK_SECONDS, 0.001
     while not ready():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise _failed(save, f"{missing()} within {save.timeout_seconds:.0f} s of saving step {save.step}")
+        if now > next_look:
+            dead = [rank for rank in awaited() if _has_died(save.presence(rank))]
+            if dead and not ready():  # a rank that has done its part leaves too
+                raise _failed(save, f"rank {', '.join(map(str, dead))} died while step {save.step} was being saved")
+            next_look = now + LOOK_SECONDS
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
+
+
+@contextmanager
+def _presence(file: Path) -> Iterator[None]:
+    """Hold a lock on ``file``, which the kernel frees when this process dies: so the ranks that wait for it notice.
+
+    The file gets its name when the lock is held. A file system without locks leaves only the time-out.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unnamed = file.with_name(f".{file.name}")
+    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, _boot_id())
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            unnamed.unlink()
+        else:
+            unnamed.rename(file)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _has_died(presence: Path) -> bool:
+    """Whether the process that made ``presence`` is gone. False if that cannot be known: it has not begun, has ended its part, or runs
+    on another machine, whose locks some network file systems do not show."""
+    try:
+        descriptor = os.open(presence, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        if os.read(descriptor, 64) != _boot_id():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _boot_id() -> bytes:
+    """Equal for all processes of one machine, until it is restarted."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
 # ---- rank 0
@@ -197,14 +267,14 @@ def _gather(save: Save) -> list[dict[str, Any]]:
         listed = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         return f"rank {listed} did not write its part" if len(absent) == 1 else f"ranks {listed} did not write their parts"
 
-    _wait(save, all_there, missing)
+    _wait(save, all_there, lambda: [rank for rank in range(save.ranks) if rank not in found], missing)
     return [found[rank] for rank in range(save.ranks)]
 
 
 def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
     written = Manifest(
         namespace=save.namespace, step=save.step, ranks=save.ranks, scalars=save.scalars, software=manifest.software_versions(),
-        files=tuple(FileRecord(**record) for report in reports for record in report["files"]),
+        files=tuple(manifest.file_from_json(record) for report in reports for record in report["files"]),
         pieces=tuple(manifest.piece_from_json(entry) for report in reports for entry in report["pieces"]))
     wrong = uncovered(written.by_tensor())
     if wrong:
@@ -229,6 +299,7 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
 
     save.on_phase(Phase.RETENTION)
     shutil.rmtree(removed, ignore_errors=True)
+    shutil.rmtree(save.presence(0).parent, ignore_errors=True)
     _retain(save)
 
 

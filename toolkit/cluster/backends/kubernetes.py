@@ -20,12 +20,12 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from toolkit.cluster.backends.kubernetes_checks import CONFIG_FOLDER, WORKING_DIR, problems_of
 from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
 from toolkit.config.cluster import KubernetesConfig, Where
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem
@@ -33,12 +33,7 @@ from toolkit.errors import ConfigError, ExitCode, InputError, Problem
 MANIFEST_FILE = "job.yaml"
 COMMAND_SECONDS = 120.0
 
-# Of the image, as Dockerfile makes it.
-WORKING_DIR = "/workspace"
-USER = 1000
-
-CONFIG_FOLDER = "/etc/toolkit"
-OWN_FOLDERS = ("/dev/shm", CONFIG_FOLDER, "/opt/toolkit")  # that no volume may hide
+USER = 1000  # of the image, as Dockerfile makes it
 CONTAINER = "trainer"
 NODES = "node"  # the replicated job: pods are called NAME-node-0-INDEX
 PORT = 29400  # of the rendezvous; a pod has all ports to itself
@@ -47,17 +42,10 @@ GIB = "Gi"
 
 # 63 characters are a pod's host name at most (RFC 1123); JobSet adds "-node-0-", the pod's index and five characters of its own.
 MOST_NAME = 40
-MOST_CONFIG_BYTES = 1_000_000  # a ConfigMap holds 1 MiB (kubernetes.io, ConfigMaps)
-
-_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-_SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"  # RFC 1123, what most names of Kubernetes are
-_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"  # of a label
-_RESOURCE = rf"{_SUBDOMAIN}/[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?"  # of a device, or key of a label
-_SECRET = rf"(?P<secret>{_SUBDOMAIN})/(?P<key>[-._A-Za-z0-9]+)"
 
 
 def render(job: Job) -> dict[str, str]:
-    problems = list(_problems(job))
+    problems = list(problems_of(job))
     if problems:
         raise ConfigError(*problems)
     return {CONFIG_FILE: job.yaml, MANIFEST_FILE: manifests(job)}
@@ -88,7 +76,8 @@ def metadata(job: Job) -> dict[str, Any]:
         "name": object_name(job),
         "namespace": job.config.cluster.kubernetes.namespace,
         "labels": {"app.kubernetes.io/managed-by": "deepspeed-megatron-toolkit"},
-        "annotations": {"toolkit/run": job.name, "toolkit/run-dir": job.run_dir, "toolkit/job": str(job.number)},
+        "annotations": {**job.config.cluster.kubernetes.annotations,
+                        "toolkit/run": job.name, "toolkit/run-dir": job.run_dir, "toolkit/job": str(job.number)},
     }
 
 
@@ -104,11 +93,16 @@ def job_set(job: Job) -> dict[str, Any]:
         if kubernetes.priority_class is not None:
             meta["labels"]["kueue.x-k8s.io/priority-class"] = kubernetes.priority_class
     nodes = job.world.nodes
+    pod_annotations = dict(meta["annotations"])
+    if kubernetes.topology is not None and kubernetes.queue is not None:
+        pod_annotations["kueue.x-k8s.io/podset-required-topology"] = kubernetes.topology
+    expiry = {"ttlSecondsAfterFinished": kubernetes.ttl_seconds} if kubernetes.ttl_seconds is not None else {}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": meta,
         "spec": {
+            **expiry,
             "network": {"enableDNSHostnames": True, "subdomain": meta["name"]},
             "failurePolicy": {
                 "maxRestarts": cluster.restarts,
@@ -124,7 +118,7 @@ def job_set(job: Job) -> dict[str, Any]:
                     "backoffLimit": 0,  # a pod is never started again alone: its peers have lost it
                     "podReplacementPolicy": "Failed",
                     "podFailurePolicy": {"rules": _pod_rules()},
-                    "template": {"metadata": {"annotations": meta["annotations"]}, "spec": pod(job)},
+                    "template": {"metadata": {"annotations": pod_annotations}, "spec": pod(job)},
                 }},
             }],
         },
@@ -134,6 +128,7 @@ def job_set(job: Job) -> dict[str, Any]:
 def pod(job: Job) -> dict[str, Any]:
     cluster, kubernetes = job.config.cluster, job.config.cluster.kubernetes
     claims = sorted(set(kubernetes.volumes.values()))
+    extra = list(kubernetes.extra_volumes.items())
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": cluster.grace_seconds + END_SECONDS,
@@ -156,12 +151,14 @@ def pod(job: Job) -> dict[str, Any]:
                 {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
                 {"name": "shared-memory", "mountPath": "/dev/shm"},
                 *({"name": f"claim-{claims.index(claim)}", "mountPath": place} for place, claim in kubernetes.volumes.items()),
+                *({"name": f"extra-{index}", "mountPath": place} for index, (place, _) in enumerate(extra)),
             ],
         }],
         "volumes": [
             {"name": "config", "configMap": {"name": object_name(job)}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{kubernetes.shared_memory_gib}{GIB}"}},
             *({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}} for index, claim in enumerate(claims)),
+            *({"name": f"extra-{index}", **source} for index, (_, source) in enumerate(extra)),
         ],
     }
     if kubernetes.service_account is not None:
@@ -170,9 +167,25 @@ def pod(job: Job) -> dict[str, Any]:
         spec["priorityClassName"] = kubernetes.priority_class
     if kubernetes.node_selector:
         spec["nodeSelector"] = dict(kubernetes.node_selector)
-    if cluster.gpus_per_node:  # nodes with GPUs are commonly kept from pods that do not ask for one
-        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    if kubernetes.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
+    # Nodes with GPUs are commonly kept from pods that do not ask for one.
+    gpus = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if cluster.gpus_per_node else []
+    if tolerations := [*gpus, *kubernetes.tolerations]:
+        spec["tolerations"] = tolerations
+    if affinity := _affinity(job):
+        spec["affinity"] = affinity
     return spec
+
+
+def _affinity(job: Job) -> dict[str, Any]:
+    """What the user wrote; and, if nothing queues the job, that its pods share ``topology``."""
+    kubernetes = job.config.cluster.kubernetes
+    if kubernetes.topology is None or kubernetes.queue is not None:
+        return kubernetes.affinity
+    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": object_name(job)}}
+    together = {"requiredDuringSchedulingIgnoredDuringExecution": [{"labelSelector": own, "topologyKey": kubernetes.topology}]}
+    return {**kubernetes.affinity, "podAffinity": together}
 
 
 def command(job: Job) -> list[str]:
@@ -207,9 +220,11 @@ def _job_set_rules() -> list[dict[str, Any]]:
 
 
 def _environment(kubernetes: KubernetesConfig) -> list[dict[str, Any]]:
-    """How often the set was started again, as JobSet writes it on its pods; and the secrets, by reference."""
+    """How often the set was restarted, as JobSet writes it on its pods; what the user set; and the secrets, by reference."""
     count = {"fieldRef": {"fieldPath": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"}}
     found: list[dict[str, Any]] = [{"name": "JOBSET_RESTART", "valueFrom": count}]
+    # Kubernetes would expand $(NAME); $$ stands for one dollar.
+    found += [{"name": variable, "value": value.replace("$(", "$$(")} for variable, value in kubernetes.environment.items()]
     for variable, reference in kubernetes.secrets.items():
         secret, _, key = reference.partition("/")
         found.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
@@ -246,74 +261,6 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _text)
-
-
-# ---- what Kubernetes would refuse, or would take and never start
-
-def _problems(job: Job) -> Iterator[Problem]:
-    kubernetes = job.config.cluster.kubernetes
-    if kubernetes.image is None:
-        yield Problem("cluster.kubernetes.image", "cluster=kubernetes without cluster.kubernetes.image", "pods are started from an image",
-                      "build one (the first lines of Dockerfile), and write cluster.kubernetes.image=REGISTRY/NAME:TAG")
-    elif re.fullmatch(r"[^\s/][^\s]*", kubernetes.image) is None:
-        yield _wrong("image", kubernetes.image, "an image is one word: REGISTRY/NAME:TAG")
-    for name in ("namespace", "queue", "priority_class", "service_account"):
-        value = getattr(kubernetes, name)
-        if value is not None and re.fullmatch(_LABEL if name == "namespace" else _SUBDOMAIN, value) is None:
-            yield _wrong(name, value, "names of Kubernetes are small letters, digits and dashes")
-    yield from _numbers(kubernetes)
-    for variable, reference in kubernetes.secrets.items():
-        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable) is None or re.fullmatch(_SECRET, reference) is None:
-            # Not shown: who misunderstands this key writes the secret itself.
-            yield Problem("cluster.kubernetes.secrets", f"cluster.kubernetes.secrets: {variable}", "a secret is named, and never written: "
-                          "VARIABLE: SECRET/KEY of a Secret in the namespace",
-                          "make one with kubectl create secret generic, and write {WANDB_API_KEY: wandb/api-key}")
-    for label, value in kubernetes.node_selector.items():
-        if re.fullmatch(f"{_RESOURCE}|{_VALUE}", label) is None or re.fullmatch(_VALUE, value) is None:
-            yield _wrong("node_selector", f"{{{label}: {value}}}", "labels are letters, digits, dashes, dots, underscores: at most 63")
-    yield from _places(job)
-    size = len(job.yaml.encode())
-    if size > MOST_CONFIG_BYTES:
-        yield Problem("cluster", f"a configuration of {size} bytes", f"a ConfigMap holds {MOST_CONFIG_BYTES} of them",
-                      "leave out what is long in it, for example lists of files")
-
-
-def _numbers(kubernetes: KubernetesConfig) -> Iterator[Problem]:
-    for name, least in (("shared_memory_gib", 1), ("cpus", 1), ("memory_gib", 1)):
-        value = getattr(kubernetes, name)
-        if value is not None and value < least:
-            yield _wrong(name, value, f"{name} is at least {least}")
-    if kubernetes.memory_gib is not None and kubernetes.memory_gib <= kubernetes.shared_memory_gib:
-        yield Problem("cluster.kubernetes.memory_gib",
-                      f"cluster.kubernetes.memory_gib={kubernetes.memory_gib} and shared_memory_gib={kubernetes.shared_memory_gib}",
-                      "shared memory is part of the pod's memory", "ask for more memory_gib, or less shared_memory_gib")
-    for device, count in kubernetes.rdma.items():
-        if re.fullmatch(_RESOURCE, device) is None or count < 1:
-            yield _wrong("rdma", f"{{{device}: {count}}}", "devices are counted by their resource's name: {rdma/hca_shared_devices: 8}")
-
-
-def _places(job: Job) -> Iterator[Problem]:
-    """Volumes, and that the run's directory outlasts its pods."""
-    kubernetes = job.config.cluster.kubernetes
-    for place, claim in kubernetes.volumes.items():
-        path = PurePosixPath(place)
-        if not path.is_absolute() or path == PurePosixPath("/") or ".." in path.parts or ":" in place or not place.isprintable():
-            yield _wrong("volumes", f"{{{place}: {claim}}}", "a volume is mounted at an absolute path: {/workspace: training}")
-        elif any(path == own or path in own.parents or own in path.parents for own in map(PurePosixPath, OWN_FOLDERS)):
-            yield _wrong("volumes", f"{{{place}: {claim}}}", f"{', '.join(OWN_FOLDERS)} are the pod's own")
-        if re.fullmatch(_SUBDOMAIN, claim) is None:
-            yield _wrong("volumes", f"{{{place}: {claim}}}", "a PersistentVolumeClaim is named by small letters, digits and dashes")
-    run_dir = PurePosixPath(WORKING_DIR) / job.run_dir
-    mounts = [PurePosixPath(place) for place in kubernetes.volumes]
-    if ".." in run_dir.parts or not any(mount == run_dir or mount in run_dir.parents for mount in mounts):
-        yield Problem("cluster.kubernetes.volumes", f"run.dir={job.run_dir}, which is {run_dir} in the pods, on none of the volumes "
-                      f"({', '.join(kubernetes.volumes) or 'there are none'})",
-                      "what a pod writes elsewhere is lost with it, the checkpoints too",
-                      f'write "cluster.kubernetes.volumes={{{WORKING_DIR}: CLAIM}}", or a run.dir that lies on a volume')
-
-
-def _wrong(name: str, value: object, rule: str) -> Problem:
-    return Problem(f"cluster.kubernetes.{name}", f"cluster.kubernetes.{name}={value}", rule, f"correct cluster.kubernetes.{name}")
 
 
 # ---- kubectl

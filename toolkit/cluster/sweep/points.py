@@ -14,7 +14,7 @@ from toolkit.cluster.job import make_job, plan_job
 from toolkit.cluster.machine import Machine
 from toolkit.config.cluster import Where
 from toolkit.config.multirun import OWN, SweepWords, quoted
-from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError
+from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError, without_secrets
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
@@ -49,7 +49,7 @@ class Point:
     def reason(self) -> str | None:
         """Why it is refused, a line a rule."""
         errors = [problem for problem in self.problems if problem.severity is Severity.ERROR]
-        return "\n".join(" ".join(f"{problem.seen}: {problem.rule}".split()) for problem in errors) or None
+        return without_secrets("\n".join(" ".join(f"{problem.seen}: {problem.rule}".split()) for problem in errors)) or None
 
 
 def make_points(batch: Sequence[Sequence[str]], words: SweepWords, folder: Path, machine: Machine, script: Path) -> list[Point]:

@@ -26,7 +26,7 @@ from toolkit.cluster.sweep.points import Point, all_refused, make_points, name_o
 from toolkit.cluster.sweep.record import PointState, Record, Row, is_done, result, row_of
 from toolkit.config.cluster import Where
 from toolkit.config.multirun import CarryOut, SweepWords, read_sweep, run_sweeper
-from toolkit.errors import ConfigError, ExitCode, InputError, Problem, UserError
+from toolkit.errors import ConfigError, ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.progress import Progress, Task
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
@@ -47,8 +47,9 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
     """
     refuse_in_ranks(launch, arguments)
     words = read_sweep(arguments)
-    carried = _Sweep(words, stop, Path(script).absolute())
-    carried.make_folder()
+    with file_errors("sweep.dir", "write sweep.dir=FOLDER, one that can be written"):
+        carried = _Sweep(words, stop, Path(script).absolute())
+        carried.make_folder()
     try:
         run_sweeper(words, carried.folder, CarryOut(carried.batch))
         return carried.tell()

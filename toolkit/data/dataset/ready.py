@@ -98,7 +98,8 @@ def _make(config: RunConfig, found: sources.Source, named: list[str], held_out: 
     if data.tokenizer is None:
         raise InputError(Problem(TOKENIZER, f"{TOKENIZER} is null", "data=dataset makes tokens of text on the way",
                                  f"write {TOKENIZER}=FOLDER, tokenizer.json or NAME/ON-THE-HUB"))
-    info = tokenizer_copy.place(data.tokenizer, data.end_of_text, partial, key=TOKENIZER, end_key="data.dataset.end_of_text")
+    info = tokenizer_copy.place(data.tokenizer, data.end_of_text, partial, key=TOKENIZER, end_key="data.dataset.end_of_text",
+                                trust_remote_code=data.trust_remote_code)
     with progress.task(f"opening {data.path}", unit="splits") as task:
         digests = {split: found.digests(split) for split in {data.split, *named}}
         training = _opened(found, data, data.split, digests[data.split], info)

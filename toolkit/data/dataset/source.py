@@ -20,6 +20,7 @@ from toolkit.config.data import DatasetConfig
 from toolkit.data import hub
 from toolkit.data.digest import CHUNK_BYTES
 from toolkit.errors import InputError, Problem
+from toolkit.paths import UnsafePath, inside
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, Features, IterableDataset
@@ -140,7 +141,7 @@ class _Saved(Source):
         self._data = data
         listing = folder / "dataset_dict.json"
         names = json.loads(listing.read_text())["splits"] if listing.is_file() else None
-        self._folders = {name: folder / name for name in names} if names is not None else {"train": folder}
+        self._folders = {name: self._inside(folder, name) for name in names} if names is not None else {"train": folder}
         self.splits = tuple(self._folders)
 
     def digests(self, split: str) -> dict[str, str]:
@@ -161,7 +162,15 @@ class _Saved(Source):
 
     def _arrow_files(self, split: str) -> list[Path]:
         folder = self._folders[split]
-        return [folder / file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+        names = [file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+        return [self._inside(folder, name) for name in names]
+
+    def _inside(self, folder: Path, name: str) -> Path:
+        try:
+            return inside(folder, name)
+        except UnsafePath as error:
+            raise InputError(_path_problem(self._data, "the files of a dataset lie in its folder",
+                                           f"save it again with save_to_disk; {error}")) from error
 
 
 def _arrow_split(dataset: Dataset, data: DatasetConfig, split: str) -> ArrowSplit:

@@ -19,6 +19,7 @@ from toolkit.config.prepare import PrepareConfig
 from toolkit.data.prepare.plan import Listing, hidden, input_format
 from toolkit.data.storage import Buffer, Range, StoreFolder, Url, open_folder, place_of
 from toolkit.errors import InputError, Problem
+from toolkit.paths import UnsafePath, relative_name
 from toolkit.progress import Progress
 
 INPUT = "input"
@@ -45,8 +46,11 @@ def list_store(config: PrepareConfig, work: Path) -> Listing:
         raise InputError(Problem("input", f"input={place}: no file below it", "an input in a store is a folder with files",
                                  "mend the URL: it names a folder, not one file and not a pattern"))
     for file in found:
-        if not {"..", "."}.isdisjoint(PurePosixPath(file.name).parts) or file.name.startswith("/"):
-            raise InputError(Problem("input", f"{place}/{file.name}", "names below an input are those of files in folders", "rename it"))
+        try:
+            relative_name(file.name)
+        except UnsafePath as error:
+            rule = "the name of a file in a store becomes the name of its copy on this machine"
+            raise InputError(Problem("input", f"{place}: {error}", rule, "rename it in the store")) from error
     files = tuple((file.name, input_format(file.name, config.format), file.bytes, file.modified) for file in found)
     return Listing(str(work / INPUT), files, url=place)
 

@@ -54,7 +54,8 @@ def ready_vocabulary(config: PrepareConfig, plan: Plan, work: Path, output: Path
             bpe.save(bpe.train_bpe(_sample(config, plan, progress), config.tokenizer.vocab_size), new)
         else:
             end, path = config.tokenizer.end_of_text, config.tokenizer.path
-            tokenizer_copy.place(path, end, new, key="tokenizer.path", end_key="tokenizer.end_of_text")
+            tokenizer_copy.place(path, end, new, key="tokenizer.path", end_key="tokenizer.end_of_text",
+                                 trust_remote_code=config.tokenizer.trust_remote_code)
         (new / bpe.FOLDER).replace(output / bpe.FOLDER)
         sync_folder(output)
     return tokenizer_copy.info(output / bpe.FOLDER)

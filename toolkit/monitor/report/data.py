@@ -17,9 +17,11 @@ from typing import Any
 import yaml
 
 from toolkit.attempts import SAVES, TIMES, Times, read_times
+from toolkit.errors import InputError, Problem
 from toolkit.monitor.report.nodes import Node, number_of, read_node
 from toolkit.monitor.report.reduce import Curves, bucket_width, reduce
 from toolkit.monitor.report.rows import Advance, batched, curves_of, is_number, nothing, placed, width_in_steps
+from toolkit.paths import UnsafePath, check_links
 from toolkit.progress import Progress
 from toolkit.rows import read_rows
 
@@ -29,6 +31,7 @@ LEAST_NODE_POINTS = 60
 NODE_ROWS = 400_000  # samples of all nodes together that are read: a minute's work
 LOG_BYTES = 4000  # of the end of a log
 HANG_BYTES = 256_000  # of a report of a hang: all ranks' stacks
+NOT_READ = ("checkpoints", "export", "plots", "jobs")  # folders of a run that a report does not look into
 
 # Rows of steps, as ``train/hooks.py: Metrics`` has them; those of sources begin with EPOCHS.
 STEP_FIGURES = frozenset((
@@ -147,7 +150,12 @@ class Run:
 
 
 def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), now: Callable[[], float] = time.time) -> Run:
-    """``nodes``: directories of the same run on disks of other nodes, of which only ``system/`` and ``alerts/`` are taken."""
+    """``nodes``: directories of the same run on disks of other nodes, of which only ``system/`` and ``alerts/`` are taken.
+
+    Raises InputError if a file that is read is a link out of the run's directory: the page would show another file's text.
+    """
+    for one in (folder, *nodes):
+        _check_links(one)
     files = [folder / name for name in ("metrics.jsonl", "eval.jsonl", "ledger.jsonl", "alerts.jsonl")]
     system = {number_of(path): path for one in (folder, *nodes) for path in sorted((one / "system").glob("node-*.jsonl"))}
     size = sum(path.stat().st_size for path in (*files, *system.values()) if path.exists())
@@ -164,6 +172,14 @@ def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), no
         folder=folder, read_at=now(), config_text=text, config=_yaml(text), plan=_object(folder / "plan.json"), status=_object(status_file),
         status_age=max(0.0, now() - status_file.stat().st_mtime) if status_file.exists() else None,
         steps=steps, evals=evals, ledger=ledger, alerts=alerts, nodes=measured, attempts=tuple(_attempts(folder)))
+
+
+def _check_links(folder: Path) -> None:
+    try:
+        check_links(folder, skip=NOT_READ)
+    except UnsafePath as error:
+        raise InputError(Problem("run", f"{folder}: {error}", "a report reads the files of the run's own directory",
+                                 "put the file itself there in place of the link")) from error
 
 
 def section(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:

@@ -1,0 +1,168 @@
+"""What a checkpoint's manifest, index, pickle or pointer names stays in its folder: each reader refuses every hostile name.
+
+    pytest tests/checkpoint/test_paths.py
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.tiny_run import STEP, tiny_checkpoint, tiny_shape
+from tests.hostile import HOSTILE
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.formats import deepspeed_target, huggingface_target, megatron_target, universal_target
+from toolkit.checkpoint.formats.dcp_metadata import METADATA
+from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.source import open_source
+from toolkit.checkpoint_folder import POINTER, newest
+from toolkit.config.reshard import Format, TargetConfig
+from toolkit.errors import CheckpointError, InputError
+
+VENDORS: dict[str, Callable[..., Any]] = {
+    "deepspeed": deepspeed_target.lay_out, "universal": universal_target.lay_out, "megatron": megatron_target.lay_out,
+    "huggingface": huggingface_target.lay_out}
+TRACKERS = {"deepspeed": "latest", "universal": "latest_universal", "megatron": "latest_checkpointed_iteration.txt"}
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("native") / "checkpoints")
+
+
+def vendor(kind: str, native: Path, folder: Path) -> Path:
+    """A checkpoint as a vendor writes it: without the manifest that this toolkit writes beside it."""
+    source = open_source(native)
+    target = VENDORS[kind](source, TargetConfig(format=Format[kind]))
+    Conversion(source.catalog, target, folder, origin=source.origin(), refuse=source.refuse).run()
+    (folder / manifest.BESIDE).unlink()
+    return folder
+
+
+def sign(content: dict[str, Any]) -> dict[str, Any]:
+    """As an attacker does: the hash of a manifest needs no key."""
+    content.pop("content_hash", None)
+    return {**content, "content_hash": manifest._content_hash(content)}
+
+
+@pytest.mark.parametrize("where", ["files", "entries", "copies"])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_forged_manifest_names_nothing_outside(kind: str, where: str, native: Path, tmp_path: Path) -> None:
+    folder = tmp_path / native.name
+    folder.mkdir()
+    content = json.loads((native / manifest.NAME).read_text())
+    content["copies"] = content["entries"][:1]
+    content[where] = [{**content[where][0], "file": HOSTILE[kind]}, *content[where][1:]]
+    (folder / manifest.NAME).write_text(json.dumps(sign(content)))
+    with pytest.raises(CheckpointError, match=r"entry that cannot be.*the path"):
+        open_source(folder)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind != "absolute"])  # a whole path is what resume=PATH leaves
+def test_a_runs_pointer_leads_to_no_other_folder(kind: str, native: Path, tmp_path: Path) -> None:
+    """A relative name of a checkpoint outside is not followed, as one that is not there is not."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "outside").symlink_to(native)
+    (tmp_path / "checkpoints" / POINTER).write_text(HOSTILE[kind].encode("utf-8", "replace").decode())
+    assert newest(tmp_path / "checkpoints") is None
+
+
+def test_a_runs_pointer_does_not_follow_a_link_to_another_folder(native: Path, tmp_path: Path) -> None:
+    (tmp_path / native.name).symlink_to(native)
+    (tmp_path / POINTER).write_text(native.name)
+    with pytest.raises(CheckpointError, match="is a link to"):
+        newest(tmp_path)
+
+
+@pytest.mark.parametrize("vendor_kind", TRACKERS)
+@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ("half a surrogate pair", "empty")])
+def test_a_vendors_tracker_names_nothing_outside(kind: str, vendor_kind: str, native: Path, tmp_path: Path) -> None:
+    """What it names outside is a checkpoint, so only the check of its name stands in between."""
+    outside = vendor(vendor_kind, native, tmp_path / "outside")
+    tag = next(path for path in outside.iterdir() if path.is_dir())
+    here = tmp_path / "here"
+    here.mkdir()
+    name = {"absolute": str(tag), "parent": f"../outside/{tag.name}"}.get(kind, HOSTILE[kind])
+    (here / TRACKERS[vendor_kind]).write_text(name)
+    if (kind, vendor_kind) != ("absolute", "deepspeed"):  # `latest` with a whole path is what resume=PATH leaves in a run's folder
+        with pytest.raises(CheckpointError, match="the path"):
+            open_source(here, tiny_shape())
+    (here / TRACKERS[vendor_kind]).write_text(tag.name if vendor_kind != "megatron" else str(STEP))
+    (here / tag.name).symlink_to(tag)
+    with pytest.raises(CheckpointError, match="is a link to"):
+        open_source(here, tiny_shape())
+
+
+@pytest.mark.parametrize("vendor_kind", VENDORS)
+def test_a_link_out_of_a_vendors_checkpoint_is_refused(vendor_kind: str, native: Path, tmp_path: Path) -> None:
+    folder = vendor(vendor_kind, native, tmp_path / "saved")
+    open_source(folder, tiny_shape())
+    victim = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    victim.rename(tmp_path / "elsewhere")
+    victim.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is a link to"):
+        open_source(folder, tiny_shape())
+
+
+def test_a_link_out_of_a_native_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "checkpoints")
+    shard = next(folder.glob("*.safetensors"))
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is a link to"):
+        open_source(folder)
+
+
+@pytest.mark.parametrize("where", ["index", "optimizer"])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hugging_face_index_names_nothing_outside(kind: str, where: str, native: Path, tmp_path: Path) -> None:
+    folder = vendor("huggingface", native, tmp_path / "saved")
+    if where == "index":
+        (folder / "model.safetensors").rename(folder / "other.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "other.safetensors", "b": HOSTILE[kind]}}))
+    else:
+        (folder / "optimizer").mkdir(exist_ok=True)
+        (folder / "optimizer" / "state.json").write_text(json.dumps(
+            {"format": "toolkit-optimizer", "format_version": 1, "scalars": {}, "states": {"exp_avg": [HOSTILE[kind]]}}))
+    with pytest.raises(CheckpointError, match=r"names? the file"):
+        open_source(folder)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind != "half a surrogate pair"])
+def test_a_distributed_checkpoints_metadata_names_nothing_outside(kind: str, native: Path, tmp_path: Path) -> None:
+    folder = next(path for path in vendor("megatron", native, tmp_path / "saved").iterdir() if path.is_dir())
+    name = HOSTILE[kind]
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    for info in metadata.storage_data.values():
+        object.__setattr__(info, "relative_path", name)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="the path"):
+        open_source(folder, tiny_shape())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ("half a surrogate pair", "empty", "drive letter",
+                                                                         "drive letter alone", "not normal", "current folder")])
+def test_a_universal_checkpoints_parameter_names_nothing_outside(kind: str, native: Path, tmp_path: Path) -> None:
+    folder = next(path for path in vendor("universal", native, tmp_path / "saved").iterdir() if path.is_dir())
+    for path in folder.glob("*_model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        content["param_shapes"][0][HOSTILE[kind]] = torch.Size([1])
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match="the path"):
+        open_source(folder, tiny_shape())
+
+
+def test_an_export_does_not_copy_a_tokenizer_through_a_link(native: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("key")
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match="is a link to"):
+        huggingface_target.export(open_source(native), tmp_path / "export", tokenizer=tokenizer)
+    assert not (tmp_path / "export").exists()

@@ -1,0 +1,94 @@
+"""Sizes of a model in a file that somebody else wrote.
+
+    pytest tests/families/test_recorded.py
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import plan
+from tests.checkpoint.tiny_run import tiny_checkpoint, tiny_shape
+from toolkit import families
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.source import open_source
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import ConfigError, ExitCode, InputError
+from toolkit.families.recorded import model_of_config, shape_of
+
+WRONG: dict[str, Any] = {
+    "a billion layers": {"num_hidden_layers": 10**9}, "a float": {"num_hidden_layers": 1e9}, "a small float": {"num_hidden_layers": 2.5},
+    "negative": {"num_hidden_layers": -1}, "text": {"hidden_size": "64"}, "a list": {"vocab_size": [1]},
+    "true": {"num_attention_heads": True}, "no heads": {"num_attention_heads": 0}, "many heads": {"num_attention_heads": 2**40},
+    "a wide model": {"hidden_size": 10**12}, "a large vocabulary": {"vocab_size": 10**15}, "infinity": {"num_hidden_layers": float("inf")},
+    "not a number": {"num_hidden_layers": float("nan")}, "many positions": {"max_position_embeddings": 10**18},
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return families.get(name).hugging_face_config(tiny_shape(name))
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_its_own_configuration_is_read(name: str) -> None:
+    family = families.get(name)
+    assert family.settle(model_of_config(family, config_of(name), "config.json")) == tiny_shape(name)
+    assert shape_of({**asdict(tiny_shape(name)), "of_a_later_version": 3}, "plan.json") == tiny_shape(name)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_size_is_refused_at_once(kind: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(InputError, match=r"config\.json"):
+        model_of_config(families.get("llama"), {**config_of("llama"), **WRONG[kind]}, "config.json")
+    with pytest.raises(InputError, match=r"plan\.json"):
+        shape_of({**asdict(tiny_shape()), **WRONG[kind]}, "plan.json")
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+def test_a_missing_size_is_refused(missing: str) -> None:
+    config, shape = config_of("llama"), asdict(tiny_shape())
+    del config[missing], shape[missing]
+    with pytest.raises(InputError, match=missing):
+        model_of_config(families.get("llama"), config, "config.json")
+    with pytest.raises(InputError, match=missing):
+        shape_of(shape, "plan.json")
+
+
+def test_a_size_that_is_null_is_refused_in_a_record() -> None:
+    with pytest.raises(InputError, match="hidden_size is missing"):
+        shape_of({**asdict(tiny_shape()), "hidden_size": None}, "plan.json")
+
+
+def test_many_experts_in_many_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 262144 experts"):
+        ModelConfig(family="mixtral", num_hidden_layers=4096, num_local_experts=4096)
+
+
+@pytest.mark.parametrize("kind", ["a billion layers", "a float", "text", "nested"])
+def test_planning_with_a_hostile_pretrained_folder_is_refused_at_once(kind: str, tmp_path: Path,
+                                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    config = "[" * 200_000 if kind == "nested" else json.dumps({**config_of("llama"), **WRONG[kind]})
+    (tmp_path / "config.json").write_text(config)
+    began = time.monotonic()
+    assert plan.main(["model=pretrained", f"model.pretrained={tmp_path}"]) == ExitCode.USER
+    assert "config.json" in capsys.readouterr().err
+    assert time.monotonic() - began < 10
+
+
+def test_a_checkpoint_that_says_a_billion_layers_is_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path)
+    content = json.loads((folder / manifest.NAME).read_text())
+    content["scalars"]["model"]["num_hidden_layers"] = 10**9
+    content.pop("content_hash")
+    content["content_hash"] = manifest._content_hash(content)
+    (folder / manifest.NAME).write_text(json.dumps(content))
+    with pytest.raises(InputError, match="num_hidden_layers=1000000000"):
+        open_source(folder)

@@ -1,0 +1,69 @@
+"""Models that files describe: ``config.json``, a run's ``plan.json``, the scalars of a checkpoint.
+
+Such a file may come from somebody else. Its sizes are whole numbers within the bounds of ``ModelConfig``, or it is refused: a billion
+layers would keep planning busy for hours, and fill the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import InputError, Problem
+from toolkit.families.base import Family, ModelShape
+
+RULE = "a model's file has each of its sizes, a whole number that a model can have"
+REMEDY = "correct the file, or download or export it again"
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+         "max_position_embeddings", "num_local_experts", "num_experts_per_tok")
+
+
+def model_of_config(family: Family, config: Mapping[str, Any], file: object) -> ModelConfig:
+    """What ``config.json`` says. ``file``: its path, for errors.
+
+    Raises:
+        InputError: a size is missing, is no whole number, or is out of bounds; or it is a variant that the family does not cover.
+    """
+    return _checked(lambda: family.from_hugging_face_config(config), file)
+
+
+def shape_of(sizes: Mapping[str, Any], file: object) -> ModelShape:
+    """What this toolkit recorded of a model; what a later version added is passed over. ``file``: where, for errors.
+
+    Raises:
+        InputError: a size is missing, is no whole number, or is out of bounds.
+    """
+    known = {name: value for name, value in sizes.items() if name in ModelShape.__dataclass_fields__}
+    # In a shape, 0 experts say that there are none.
+    experts = ("num_local_experts", "num_experts_per_tok")
+    given: dict[str, Any] = {name: value or None if name in experts else value for name, value in known.items()}
+    _checked(lambda: ModelConfig(**given), file)
+    try:
+        shape = ModelShape(**known)
+    except TypeError as error:
+        raise _wrong(file, str(error)) from error
+    missing = [name for name in SIZES if getattr(shape, name) is None]
+    if missing:
+        raise _wrong(file, f"{missing[0]} is missing")
+    return shape
+
+
+def _checked(make: Callable[[], ModelConfig], file: object) -> ModelConfig:
+    try:
+        model = make()
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # ConfigError of a bound is a ValueError
+        problem = next(iter(getattr(error, "problems", ())), None)
+        seen = f"{problem.seen} ({problem.rule})" if problem is not None else f"{type(error).__name__}: {error}"
+        raise _wrong(file, seen) from error
+    for name in SIZES:
+        value = getattr(model, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise _wrong(file, f"{name}={value!r:.80}")
+    return model
+
+
+def _wrong(file: object, seen: str) -> InputError:
+    return InputError(Problem(str(file), f"{file}: {seen}", RULE, REMEDY))
