@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.directory import newest, step_of
 from toolkit.checkpoint.formats.huggingface_target import export
 from toolkit.checkpoint.source import open_source
+from toolkit.checkpoint_folder import newest, step_of
 from toolkit.models.target import configuration
 from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import RunPlan

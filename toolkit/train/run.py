@@ -9,8 +9,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from toolkit.attempts import words as goodput_words
-from toolkit.checkpoint.directory import newest
 from toolkit.checkpoint.online.store import CheckpointStore
+from toolkit.checkpoint_folder import newest
 from toolkit.config.data import Documents
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.evaluation import EvalSet
