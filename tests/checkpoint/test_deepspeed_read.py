@@ -24,6 +24,7 @@ from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.formats import deepspeed_names as names
 from toolkit.checkpoint.formats import native, torch_zip
 from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.scalars import LOSS_SCALER
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Reader, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.states import tensors_of
@@ -108,6 +109,8 @@ def check(case: Cell, saved: Saves) -> Source:
     absent = {key for key in held if key.state == WEIGHT and case.stage == 3 and TensorKey(MASTER, key.name) in held}
     assert source.catalog.tensors.keys() == held.keys() - absent, "in 16 bits ZeRO 3 saves masters alone"
     for key, value in scalars.items():
+        if key == LOSS_SCALER:  # DeepSpeed's own is the run's divided by the ranks whose gradients it averages
+            value = {**value, "cur_scale": value["cur_scale"] / case.plan().axes.data}
         assert source.catalog.scalars[key] == value, key
     if "parallel__tensor" not in dict(case.more):
         assert source.catalog.scalars["consumed_samples"] == STOP * case.plan().batch.global_batch

@@ -55,7 +55,7 @@ class Case:
         return command(self.launcher, DRIVER, *keys)
 
 
-QUICK = [Case(Phase.POINTER, 0, leaves=EVERY, launcher="python", background=True)]
+QUICK = [Case(Phase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True)]  # complete, though not yet pointed to
 FULL = [
     Case(Phase.PIECES, 0, leaves=EVERY, entry=2),  # one piece is written
     Case(Phase.PIECES, 1, leaves=EVERY, entry=2, launcher="python", background=True),
