@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each row may import the rows above it, and itself; places in one row do not import each other.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "progress", "files", "paths", "rows"),
-    ("config", "layout", "attempts"),
+    ("config", "layout", "attempts", "checkpoint_folder"),
     ("families",),
     ("plan",),
     ("data", "checkpoint", "monitor", "rundir"),

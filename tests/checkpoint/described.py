@@ -57,7 +57,7 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
         info = tensors[key]
         box = Box.whole(info.shape)
         return pieces_of_runs(key, info.dtype, info.shape, box, runs(starts[key.name], box.numel),
-                              lambda rank: (names[rank], base[key.state]))
+                              lambda rank: (names[rank], base[key.state], None))
 
     catalog = Catalog(Path("/described"), tensors, Made(tensors, make), {"step": 500, "optimizer_step": 500, "optim": OPTIM})
     return Source(format="deepspeed", catalog=catalog, namespace=family.namespace, step=500, shape=shape, refuse=refuse)

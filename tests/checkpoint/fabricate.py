@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from toolkit.checkpoint.source import Source, vendors_refusal
 
 
 def of_ranks(folder: Path, named: Mapping[TensorKey, torch.Tensor], *, ranks: int = 2, replicated: Collection[str] = (),
-             turned: Collection[str] = (), scalars: Mapping[str, object] | None = None, step: int = 1) -> Source:
+             turned: Collection[str] = (), scalars: Mapping[str, object] | None = None, step: int = 1, checksums: bool = False) -> Source:
     """Tensors are cut along their first dim; those whose names are in ``replicated`` stand whole in every file, those in ``turned``
     with their dims changed over."""
     folder.mkdir(parents=True)
@@ -24,11 +25,12 @@ def of_ranks(folder: Path, named: Mapping[TensorKey, torch.Tensor], *, ranks: in
         torch.save({str(key): _of_rank(tensor, rank, ranks, key.name in replicated, key.name in turned) for key, tensor in named.items()},
                    folder / f"rank{rank}.pt")
     return read(folder, {key: TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for key, tensor in named.items()},
-                ranks=ranks, replicated=replicated, turned=turned, scalars=scalars, step=step)
+                ranks=ranks, replicated=replicated, turned=turned, scalars=scalars, step=step, checksums=checksums)
 
 
 def read(folder: Path, tensors: Mapping[TensorKey, TensorInfo], *, ranks: int, replicated: Collection[str], turned: Collection[str],
-         scalars: Mapping[str, object] | None, step: int) -> Source:
+         scalars: Mapping[str, object] | None, step: int, checksums: bool = False) -> Source:
+    """``checksums``: what the files' zip directories say of their records is known, and every changed byte is found by it."""
     pieces: dict[TensorKey, tuple[Piece, ...]] = {}
     copies: dict[TensorKey, tuple[Piece, ...]] = {}
     for rank in range(ranks):
@@ -42,7 +44,7 @@ def read(folder: Path, tensors: Mapping[TensorKey, TensorInfo], *, ranks: int, r
                 stored = StoredTensor(stored.storage, stored.offset, stored.shape[::-1], stored.strides[::-1])
             found = tuple(torch_zip.pieces_of(stored, key, info.shape, box))
             into = copies if whole and rank else pieces
-            into[key] = into.get(key, ()) + found
+            into[key] = into.get(key, ()) + (found if checksums else tuple(replace(piece, record=None) for piece in found))
     catalog = Catalog(folder, tensors, pieces, {"step": step} if scalars is None else scalars, copies)
     return Source(format="test", catalog=catalog, namespace=NAMESPACE, step=step, shape=None, refuse=vendors_refusal)
 

@@ -17,7 +17,8 @@ import pytest
 
 from tests.checkpoint import writer
 from tests.checkpoint.layouts import whole
-from toolkit.checkpoint import directory, open_reader
+from toolkit import checkpoint_folder
+from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.commit import Phase
 from toolkit.checkpoint.verify import verify
 
@@ -41,7 +42,7 @@ class Run:
         for rank, phase in enumerate(where):
             arguments = (self.folder, rank, self.attempt, phase, kill_at if rank == victim else None)
             ranks.append(self.context.Process(target=writer.write, args=arguments))
-        before = directory.newest(self.folder)
+        before = checkpoint_folder.newest(self.folder)
         for process in ranks:
             process.start()
         if kill_at is None:
@@ -58,13 +59,13 @@ class Run:
 
     def _await_newer(self, before: Path | None) -> None:
         deadline = time.monotonic() + 30
-        while directory.newest(self.folder) == before:
+        while checkpoint_folder.newest(self.folder) == before:
             assert time.monotonic() < deadline, "no save within 30 s"
             time.sleep(0.001)
 
     def check(self, *, deep: bool = True) -> int | None:
         """The newest loads and equals its step's state; steps never go back. Returns the step."""
-        newest = directory.newest(self.folder)
+        newest = checkpoint_folder.newest(self.folder)
         if newest is None:
             assert not self.steps_seen, "checkpoints were there and are gone"
             return None
@@ -74,7 +75,7 @@ class Run:
         found = whole(reader)
         assert found.keys() == expected.keys()
         assert all((found[key] == expected[key]).all() for key in expected)
-        for folder in directory.committed(self.folder).values():
+        for folder in checkpoint_folder.committed(self.folder).values():
             assert not deep or verify(folder) == [], "whatever has a checkpoint's name is one"
         assert not self.steps_seen or reader.step >= self.steps_seen[-1], f"step {reader.step} after {self.steps_seen[-1]}"
         self.steps_seen.append(reader.step)
@@ -99,7 +100,7 @@ def test_killed_in_each_phase(run: Run) -> None:
         run.check()
     assert run.steps_seen[-1] > 10, "attempts go on from each other"
     assert run.attempt_killed(0, (Phase.PIECES, 0))  # cleans what was left before it
-    left = [entry.name for entry in run.folder.iterdir() if entry.name.startswith((directory.TEMPORARY, directory.REMOVED))]
+    left = [entry.name for entry in run.folder.iterdir() if entry.name.startswith((checkpoint_folder.TEMPORARY, checkpoint_folder.REMOVED))]
     assert len(left) <= 2, f"more than the data and the locks of the last save stay: {left}"
 
 

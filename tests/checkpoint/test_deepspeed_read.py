@@ -22,8 +22,9 @@ from tests.engine.cases import BF16, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell
 from toolkit import families
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.formats import deepspeed_names as names
-from toolkit.checkpoint.formats import native
+from toolkit.checkpoint.formats import native, torch_zip
 from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.scalars import LOSS_SCALER
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Reader, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.states import tensors_of
@@ -108,6 +109,8 @@ def check(case: Cell, saved: Saves) -> Source:
     absent = {key for key in held if key.state == WEIGHT and case.stage == 3 and TensorKey(MASTER, key.name) in held}
     assert source.catalog.tensors.keys() == held.keys() - absent, "in 16 bits ZeRO 3 saves masters alone"
     for key, value in scalars.items():
+        if key == LOSS_SCALER:  # DeepSpeed's own is the run's divided by the ranks whose gradients it averages
+            value = {**value, "cur_scale": value["cur_scale"] / case.plan().axes.data}
         assert source.catalog.scalars[key] == value, key
     if "parallel__tensor" not in dict(case.more):
         assert source.catalog.scalars["consumed_samples"] == STOP * case.plan().batch.global_batch
@@ -127,26 +130,41 @@ def test_every_layout(case: Cell, saved: Saves) -> None:
     check(case, saved)
 
 
-def test_control_ranks_changed_over(saved: Saves, tmp_path: Path) -> None:
-    """A reader that took the files of two ranks for each other's would give other tensors: the comparison sees it."""
-    folder, held, *_ = saved.of(QUICK[4])
-    shutil.copytree(folder, tmp_path / "changed")
-    one, other = (tmp_path / "changed" / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
-    aside = one.rename(tmp_path / "aside")
+@pytest.fixture
+def any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read under whatever names, as those that were saved to open files are."""
+    load = torch_zip.load
+    monkeypatch.setattr(torch_zip, "load", lambda *args, named=False: load(*args))
+
+
+def changed_over(folder: Path, path: Path) -> Path:
+    """A copy in which the first two ranks' files have each other's names. They are refused by the names in their records."""
+    shutil.copytree(folder, path)
+    one, other = (path / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    aside = one.rename(path / "aside")
     other.rename(one)
     aside.rename(other)
+    return path
+
+
+def test_ranks_changed_over_are_refused(saved: Saves, tmp_path: Path) -> None:
+    folder, *_ = saved.of(QUICK[4])
+    with pytest.raises(CheckpointError, match=r"rank_0_mp_rank_00_optim_states.pt was saved as bf16_zero_pp_rank_1_mp_rank_00"):
+        open_source(changed_over(folder, tmp_path / "changed"), QUICK[4].plan().shape)
+
+
+def test_control_ranks_changed_over(saved: Saves, tmp_path: Path, any_name: None) -> None:
+    """A reader that took the files of two ranks for each other's would give other tensors: the comparison sees it."""
+    folder, held, *_ = saved.of(QUICK[4])
+    changed_over(folder, tmp_path / "changed")
     found = assembled(open_source(tmp_path / "changed", QUICK[4].plan().shape), held)
     assert len(differing(found, held)) > len(held) // 2
 
 
-def test_verify_finds_ranks_changed_over(saved: Saves, tmp_path: Path) -> None:
-    """Where the model's weights are saved too, masters tell."""
+def test_verify_finds_ranks_changed_over(saved: Saves, tmp_path: Path, any_name: None) -> None:
+    """If the model's weights are saved too, they differ from their masters."""
     folder, *_ = saved.of(QUICK[1])
-    shutil.copytree(folder, tmp_path / "changed")
-    one, other = (tmp_path / "changed" / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
-    aside = one.rename(tmp_path / "aside")
-    other.rename(one)
-    aside.rename(other)
+    changed_over(folder, tmp_path / "changed")
     found = verify(tmp_path / "changed", QUICK[1].plan().shape)
     assert any("not their master" in str(finding) for finding in found), found
 
@@ -301,7 +319,7 @@ def test_damaged_files_are_named(file: str, how: str, saved: Saves, tmp_path: Pa
         open_source(tmp_path / "damaged", QUICK[4].plan().shape)
 
 
-def test_ranks_that_do_not_belong_together(saved: Saves, tmp_path: Path) -> None:
+def test_ranks_that_do_not_belong_together(saved: Saves, tmp_path: Path, any_name: None) -> None:
     """A rank's file of another layout in its place: sizes tell."""
     folder, *_ = saved.of(QUICK[4])
     other, *_ = saved.of(QUICK[3])

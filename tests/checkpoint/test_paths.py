@@ -16,11 +16,12 @@ import torch
 
 from tests.checkpoint.tiny_run import STEP, tiny_checkpoint, tiny_shape
 from tests.hostile import HOSTILE
-from toolkit.checkpoint import directory, manifest
+from toolkit.checkpoint import manifest
 from toolkit.checkpoint.formats import deepspeed_target, huggingface_target, megatron_target, universal_target
 from toolkit.checkpoint.formats.dcp_metadata import METADATA
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.source import open_source
+from toolkit.checkpoint_folder import POINTER, newest
 from toolkit.config.reshard import Format, TargetConfig
 from toolkit.errors import CheckpointError, InputError
 
@@ -68,14 +69,15 @@ def test_a_runs_pointer_leads_to_no_other_folder(kind: str, native: Path, tmp_pa
     """A relative name of a checkpoint outside is not followed, as one that is not there is not."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "outside").symlink_to(native)
-    (tmp_path / "checkpoints" / directory.POINTER).write_text(HOSTILE[kind].encode("utf-8", "replace").decode())
-    assert directory.pointed(tmp_path / "checkpoints") is None
+    (tmp_path / "checkpoints" / POINTER).write_text(HOSTILE[kind].encode("utf-8", "replace").decode())
+    assert newest(tmp_path / "checkpoints") is None
 
 
 def test_a_runs_pointer_does_not_follow_a_link_to_another_folder(native: Path, tmp_path: Path) -> None:
     (tmp_path / native.name).symlink_to(native)
-    (tmp_path / directory.POINTER).write_text(native.name)
-    assert directory.pointed(tmp_path) is None
+    (tmp_path / POINTER).write_text(native.name)
+    with pytest.raises(CheckpointError, match="is a link to"):
+        newest(tmp_path)
 
 
 @pytest.mark.parametrize("vendor_kind", TRACKERS)

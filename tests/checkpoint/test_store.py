@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
+from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, open_reader
 from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.online.commit import Phase, SaveFailed
@@ -51,7 +52,7 @@ def test_retention_keeps_the_last_the_multiples_and_the_pointed(tmp_path: Path) 
     store = CheckpointStore(tmp_path, keep_last=2, keep_every=20)
     for step in range(10, 70, 10):
         save_alone(store, step, state(step))
-    assert sorted(directory.committed(tmp_path)) == [20, 40, 50, 60]
+    assert sorted(checkpoint_folder.committed(tmp_path)) == [20, 40, 50, 60]
     assert (tmp_path / "latest").read_text() == "step-00000060\n"
     assert store.newest() == tmp_path / "step-00000060"
     assert [path.name for path in store.complete()] == [f"step-{step:08d}" for step in (20, 40, 50, 60)]
@@ -70,21 +71,68 @@ def test_retention_decides_by_step_and_wholeness() -> None:
     assert removed([10, 20, 30, 40], saved=20) == [10]  # what lies ahead is left alone
 
 
-def test_pointer_is_followed_and_scanning_replaces_it(tmp_path: Path) -> None:
+def test_what_a_crash_leaves_is_no_disagreement(tmp_path: Path) -> None:
+    """A temporary folder; a checkpoint that got its name before the pointer was written; a first one without any pointer."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
+    save_alone(store, 1, state(1))
+    pointer = tmp_path / "checkpoints" / "latest"
+    pointer.unlink()
+    assert value(tmp_path) == 1
+    save_alone(store, 2, state(2))
+    pointer.write_text("step-00000001\n")
+    (tmp_path / "checkpoints" / ".tmp-step-00000003-attempt-001-3").mkdir()
+    assert value(tmp_path) == value(tmp_path / "checkpoints") == 2
+
+
+def test_two_deaths_before_the_pointer_are_continued(tmp_path: Path) -> None:
+    class Death(BaseException):
+        pass
+
+    def die(phase: Phase) -> None:
+        if phase is Phase.POINTER:
+            raise Death
+
+    save_alone(CheckpointStore(tmp_path), 1, state(1))
+    for step in (2, 3):
+        with pytest.raises(Death):
+            save_alone(CheckpointStore(tmp_path, keep_last=9, on_phase=die), step, state(step), attempt=step)
+        assert value(tmp_path) == step
+
+
+@pytest.mark.parametrize("pointer", ["step-00000009", "", "../step-00000001", "nonsense", "/no/such", "step-00000001", "\0", "x" * 5000])
+def test_a_pointer_that_disagrees_with_the_folders_is_refused(pointer: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     for step in (1, 2, 3):
         save_alone(store, step, state(step))
-    pointer = tmp_path / "checkpoints" / "latest"
-    pointer.write_text("step-00000002\n")
-    assert value(tmp_path) == value(tmp_path / "checkpoints") == 2
-    for dangling in ("step-00000009\n", "", "../step-00000001", "nonsense"):
-        pointer.write_text(dangling)
-        assert value(tmp_path) == 3
-    pointer.unlink()
-    (tmp_path / "checkpoints" / "step-00000007").mkdir()  # no manifest: never committed
-    assert value(tmp_path) == 3
-    with pytest.raises(CheckpointError, match=r"manifest.json is missing[\s\S]*resume=.*step-00000003"):
-        open_reader(tmp_path / "checkpoints" / "step-00000007")
+    (tmp_path / "checkpoints" / "latest").write_text(pointer)
+    with pytest.raises(CheckpointError, match=r"latest names[\s\S]*step-00000001, step-00000002, step-00000003[\s\S]*resume=never"):
+        open_reader(tmp_path)
+    assert value(tmp_path / "checkpoints" / "step-00000003") == 3
+
+
+def test_a_folder_that_lost_its_manifest_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
+    for step in (1, 2, 3):
+        save_alone(store, step, state(step))
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").unlink()
+    assert value(tmp_path) == 3, "what is older than the newest does not matter"
+    (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").unlink()
+    for _ in range(2):  # with the pointer, and without it
+        with pytest.raises(CheckpointError, match=r"step-00000003 has no manifest.json[\s\S]*resume=.*step-00000002 continues"):
+            open_reader(tmp_path)
+        (tmp_path / "checkpoints" / "latest").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match=r"manifest.json is missing[\s\S]*resume=.*step-00000002"):
+        open_reader(tmp_path / "checkpoints" / "step-00000003")
+
+
+def test_a_folder_of_another_step_than_its_name_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
+    for step in (1, 2, 3):
+        save_alone(store, step, state(step))
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
+    shutil.copytree(tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "step-00000003")
+    with pytest.raises(CheckpointError, match=r"is of step 1[\s\S]*resume=.*step-00000002"):
+        open_reader(tmp_path)
 
 
 def test_going_back_lasts_and_sets_aside_what_was_after(tmp_path: Path) -> None:
@@ -96,7 +144,7 @@ def test_going_back_lasts_and_sets_aside_what_was_after(tmp_path: Path) -> None:
     assert moved == [aside / "step-00000003", aside / "step-00000004"]
     assert [value(path) for path in moved] == [3, 4]
     assert value(tmp_path / "run") == 2
-    assert sorted(directory.committed(store.directory)) == [1, 2]
+    assert sorted(checkpoint_folder.committed(store.directory)) == [1, 2]
     assert directory.go_back(store.directory, store.directory / "step-00000002", 2, aside) == []
     save_alone(store, 3, state(30), attempt=2)
     assert value(tmp_path / "run") == 30, "not the one of the steps that were left"
@@ -205,7 +253,8 @@ def test_all_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch: pyt
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
     def name(path: Path) -> str:
-        return "TEMPORARY" if path.name.startswith(directory.TEMPORARY) else re.sub(r"^\.(.*)\.[0-9a-f]{8}\.writing$", r"\1", path.name)
+        name = re.sub(r"^\.(.*)\.[0-9a-f]{8}\.writing$", r"\1", path.name)
+        return "TEMPORARY" if path.name.startswith(checkpoint_folder.TEMPORARY) else name
 
     def logged_fsync(descriptor: int) -> None:
         events.append(f"sync {name(Path(f'/proc/self/fd/{descriptor}').readlink())}")

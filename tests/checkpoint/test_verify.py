@@ -204,8 +204,8 @@ def flipped(source: Source, key: TensorKey, element: int) -> int:
 
 
 def test_flipped_bits(tmp_path: Path) -> None:
-    """With hashes every bit is found. Without, in bf16 with Adam: all of a weight's, the half of a master's that its weight is made of,
-    the sign of a second moment, and the one bit that makes a number of 1..2 infinite. The rest nobody can see."""
+    """With hashes or checksums every bit is found. Without, in bf16 with Adam: all of a weight's, the half of a master's that its weight is
+    made of, the sign of a second moment, and the one bit that makes a number of 1..2 infinite. The rest nobody can see."""
     named = {TensorKey(state, "w"): torch.full((4, 3), 1.0) for state in STATES}
     named[TensorKey(WEIGHT, "w")] = named[TensorKey(WEIGHT, "w")].bfloat16()
     of_vendor = of_ranks(tmp_path / "vendor", named)
@@ -213,6 +213,8 @@ def test_flipped_bits(tmp_path: Path) -> None:
     bits = {WEIGHT: 16, MASTER: 32, EXP_AVG: 32, EXP_AVG_SQ: 32}
     assert {state: flipped(of_vendor, TensorKey(state, "w"), 7) for state in STATES} == {
         WEIGHT: 16, MASTER: 16, EXP_AVG: 1, EXP_AVG_SQ: 2}
+    archives = of_ranks(tmp_path / "archives", named, checksums=True)
+    assert {state: flipped(archives, TensorKey(state, "w"), 7) for state in STATES} == bits
     for state, count in bits.items():
         piece = native.catalog.pieces[TensorKey(state, "w")][0]
         file = native.folder / piece.file

@@ -56,7 +56,7 @@ def test_each_problem_has_value_rule_remedy(manifest: DataManifest) -> None:
         assert seen in problem.seen
         assert remedy in problem.remedy
     (problem,) = data_problems(run_config(manifest, vocab_size=290, name="stdlib"), manifest)
-    assert "or data.vocab_size=290" in problem.remedy
+    assert "or write data.vocab_size=290" in problem.remedy
     (problem,) = data_problems(run_config(manifest, vocab_size=None), manifest, vocab_size=200)
     assert "model.vocab_size=200" in problem.seen
     many = run_config(manifest, vocab_size=299, length=100, sets=["test", "tiny"])

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroup
 
-from toolkit.checkpoint.directory import step_name
 from toolkit.checkpoint.online.store import PendingSave
+from toolkit.checkpoint_folder import step_name
 from toolkit.engine import collectives
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, MicroBatch, StepResult

@@ -9,6 +9,7 @@ never hops; with zeroed moments the hop must leave the tolerance.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,24 @@ HOPS = (
 )
 
 
-def stretch(rank: int, ranks: int, plan: RunPlan, first: int, source: Path | None, target: Path, forget: bool) -> list[StepResult]:
+# Most experts get no token; three ranks divide neither four experts nor a batch of eight.
+IDLE_STAYS = Cell(engine=EngineName.local, family="mixtral", idle=True, experts=12, batch=24)
+IDLE_HOPS = tuple(replace(cell, idle=True, experts=12, batch=24) for cell in (
+    deepspeed("mixtral", 1, data=2, expert=2),
+    deepspeed("mixtral", 2, data=3, expert=3),
+    megatron("mixtral", data=4, expert=4),
+    deepspeed("mixtral", 0, data=2),
+    deepspeed("mixtral", 2, data=4, expert=4),
+    megatron("mixtral", data=2, expert=2, zero=1),
+    IDLE_STAYS,
+))
+
+
+def stretch(rank: int, ranks: int, cell: Cell, first: int, source: Path | None, target: Path, forget: bool) -> list[StepResult]:
     """Six steps from ``first`` on, of the state at ``source`` (None: the first weights), saved to ``target``."""
+    plan = cell.plan(Case.ADAM)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    reader: Reader = first_weights(plan) if source is None else open_reader(source)
+    reader: Reader = cell.first_weights(plan) if source is None else open_reader(source)
     engine.load(WithoutMoments(reader) if forget else reader)
     results = step_all(engine, plan, range(first, first + EACH), rank=rank)
     save(engine, plan, first + EACH, target, rank, ranks)
@@ -74,7 +89,7 @@ def travel(cells: tuple[Cell, ...], pool: RankPool, folder: Path, forget_before:
     source = None
     for number, cell in enumerate(cells):
         target = folder / f"{number}"
-        results = pool.run(stretch, cell.plan(Case.ADAM), number * EACH, source, target, number == forget_before, ranks=cell.ranks)
+        results = pool.run(stretch, cell, number * EACH, source, target, number == forget_before, ranks=cell.ranks)
         assert all(found == results[0] for found in results), f"ranks of {cell.name} differ"
         losses += [result.loss for result in results[0]]
         source = target
@@ -96,6 +111,17 @@ def test_hopping_is_staying(pool: RankPool, stayed: list[float], tmp_path: Path)
     print(f"{max(apart):.1e}")
     assert max(apart) <= TOLERANCE, [f"{HOPS[step // EACH].name} step {step}: {by:.1e}" for step, by in enumerate(apart) if by > TOLERANCE]
     assert stayed[0] - stayed[-1] > 0.3
+
+
+@pytest.mark.parametrize("hops", [IDLE_HOPS[:3], pytest.param(IDLE_HOPS, marks=pytest.mark.full)], ids=len)
+def test_hops_of_a_model_whose_ranks_have_no_tokens(hops: tuple[Cell, ...], pool: RankPool, tmp_path: Path) -> None:
+    right = travel((IDLE_STAYS,) * len(hops), pool, tmp_path / "stayed")
+    apart = [abs(a - b) for a, b in zip(travel(hops, pool, tmp_path / "hopped"), right, strict=True)]
+    print(f"{max(apart):.1e}")
+    assert max(apart) <= TOLERANCE, apart
+    assert right[0] - right[-1] > 0.3
+    forgetful = travel(hops[:2], pool, tmp_path / "forgetful", forget_before=1)
+    assert max(abs(a - b) for a, b in zip(forgetful, right, strict=False)) > 10 * TOLERANCE, "the control: zeroed moments"
 
 
 def test_control_zeroed_moments(pool: RankPool, stayed: list[float], tmp_path: Path) -> None:

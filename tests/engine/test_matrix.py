@@ -29,6 +29,7 @@ QUICK = choose((
     "megatron/llama/tp2-sp", "megatron/llama/pp2-vpp2", "megatron/llama/cp2", "megatron/qwen2/dp2-zero1", "megatron/mixtral/ep2-dp2",
     "megatron/qwen3/pp2", "megatron/gpt2/tp2-pp2-sp", "megatron/llama/tp2-sp-eps1e-08", "deepspeed/llama/dp2-zero3-eps1e-08",
     *(f"deepspeed/llama/dp2-zero{stage}" for stage in range(4)),
+    "deepspeed/mixtral/ep2-dp2-zero1-idle", "deepspeed/mixtral/ep4-dp4-zero2-idle",
 ))
 
 
@@ -62,6 +63,16 @@ FULL = [(cell, cell.cases[number % len(cell.cases)]) for number, cell in enumera
 @pytest.mark.parametrize(("cell", "case"), FULL, ids=str)
 def test_every_cell(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:
     check(cell, case, pool, oracles)
+
+
+def test_idle_experts_get_no_token(oracles: Oracles) -> None:
+    """What cells of that name are about: two experts of each layer, not the same in both, get all tokens of every expert axis."""
+    cell = named("deepspeed/mixtral/ep2-dp2-zero1-idle").oracle()
+    right = oracles.of(cell, Case.SGD)
+    for layer, visited in ((0, slice(0, 2)), (1, slice(2, 4))):
+        gradient = right.gradients[f"model.layers.{layer}.mlp.experts.down_proj"]
+        assert [bool(expert.any()) for expert in gradient] == [number in range(4)[visited] for number in range(4)]
+    assert min(right.gaps) > 1.0, "and so it stays: chosen and idle experts are far apart in every step"
 
 
 def check(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:

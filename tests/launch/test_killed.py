@@ -14,7 +14,8 @@ import pytest
 
 from tests.checkpoint.layouts import whole
 from tests.launch.processes import Started, command, status_of
-from toolkit.checkpoint import directory, open_reader
+from toolkit import checkpoint_folder
+from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.commit import Phase
 from toolkit.checkpoint.verify import verify
 from toolkit.config.compose import compose
@@ -54,7 +55,7 @@ class Case:
         return command(self.launcher, DRIVER, *keys)
 
 
-QUICK = [Case(Phase.POINTER, 0, leaves=EVERY, launcher="python", background=True)]
+QUICK = [Case(Phase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True)]  # complete, though not yet pointed to
 FULL = [
     Case(Phase.PIECES, 0, leaves=EVERY, entry=2),  # one piece is written
     Case(Phase.PIECES, 1, leaves=EVERY, entry=2, launcher="python", background=True),
@@ -101,8 +102,8 @@ def test_a_run_killed_in_a_save_goes_on_to_the_same_end(case: Case, data: Path, 
         assert started.ended(150) == 1, started.output
         started.gone(15)
     assert "-9" in started.output or "SIGKILL" in started.output or "signal 9" in str(status_of(run_dir)), started.output
-    newest = directory.newest(checkpoints)
-    assert newest == checkpoints / directory.step_name(case.leaves)
+    newest = checkpoint_folder.newest(checkpoints)
+    assert newest == checkpoints / checkpoint_folder.step_name(case.leaves)
     assert verify(newest) == []
     assert whole(open_reader(run_dir))
 
@@ -119,5 +120,5 @@ def test_a_run_killed_in_a_save_goes_on_to_the_same_end(case: Case, data: Path, 
     assert ran_twice == [row for row in losses if row[0] in dict(ran_twice)], "to the bit"
     assert [step for step, _ in ran_twice] == list(range(case.leaves + 1, case.leaves + 1 + len(ran_twice)))
     assert (case.leaves == EVERY) <= bool(ran_twice)
-    assert sorted(entry.name for entry in checkpoints.iterdir()) == ["latest", directory.step_name(STEPS)]
-    assert verify(checkpoints / directory.step_name(STEPS)) == []
+    assert sorted(entry.name for entry in checkpoints.iterdir()) == ["latest", checkpoint_folder.step_name(STEPS)]
+    assert verify(checkpoints / checkpoint_folder.step_name(STEPS)) == []

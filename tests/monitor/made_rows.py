@@ -1,4 +1,4 @@
-"""Rows of a run that never was: four ranks, steps of 0.2 s with the noise of real ones, and faults from a step on."""
+"""Rows of a run that never was: four ranks, steps of a second with the noise of real ones, and faults from a step on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.layout.axes import Axes
 from toolkit.monitor.alert import Alert
+from toolkit.monitor.delays import Delays
 from toolkit.monitor.health.detector import Detector
+from toolkit.monitor.ledger import Vectors, ledger_row, part_names
 from toolkit.monitor.parts import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, LOGGING, OPTIMIZER, UNEXPLAINED, communication
+from toolkit.monitor.recorder import step_time
 from toolkit.monitor.sink import Kind
 
+VECTORS = Vectors(part_names(Axes(data=4)))
 RANKS, SAVE, EVAL, GIB = 4, 100, 50, 2**30
-STEP_SECONDS = 0.2
+STEP_SECONDS = 1.0
 
 
 @dataclass
@@ -24,7 +29,7 @@ class Step:
 
     number: int
     parts: dict[str, np.ndarray]
-    saved: float = 0.0
+    saved: np.ndarray = field(default_factory=lambda: np.zeros(RANKS))
     evaluated: float = 0.0
     gc_seconds: float = 0.0
     loss: float = 0.0
@@ -33,26 +38,29 @@ class Step:
     device_bytes: int = 0
     eval_loss: float = 0.0
     more: dict[str, Any] = field(default_factory=dict)
+    starved: np.ndarray = field(default_factory=lambda: np.zeros(RANKS))  # these seconds lie in the parts
+    stopped: np.ndarray = field(default_factory=lambda: np.zeros(RANKS))
+    crowded: float = 0.0
+    late: np.ndarray = field(default_factory=lambda: np.zeros(RANKS))  # that a rank begins the step after the others
 
     def rows(self) -> Iterator[tuple[Kind, dict[str, Any]]]:
-        own = sum(seconds for name, seconds in self.parts.items() if not name.startswith("communication"))
-        needed = own + sum(seconds for name, seconds in self.parts.items() if name.startswith("communication"))
-        wait = needed.max() - needed  # for the slowest, in the last collective
+        """As the ranks' recorders and the ledger make them."""
         name = communication("data")
-        parts = {**self.parts, name: self.parts[name] + wait}
-        busy = own - parts[DATA]
-        step_seconds = float(needed.max())
+        ready = self.late + sum(self.parts.values())
+        parts = {**self.parts, name: self.parts[name] + ready.max() - ready}  # the others wait for the last one in a collective
+        step_seconds = float(ready.max() - self.late[0])
         yield Kind.STEP, {
             "step": self.number, "loss": self.loss, "grad_norm": self.grad_norm, "lr": 1e-3, "tokens": 4096, "step_seconds": step_seconds,
             "data_seconds": float(parts[DATA].max()), "gc_seconds": self.gc_seconds, "host_bytes": self.host_bytes,
             "device_bytes": self.device_bytes, "tokens_per_second": 4096 / step_seconds, **self.more}
-        around = {EVALUATION: self.evaluated, CHECKPOINT: self.saved}
-        parts |= {name: np.full(RANKS, seconds) for name, seconds in around.items() if seconds}
-        yield Kind.LEDGER, {
-            "step": self.number, "ranks": RANKS, "wall_seconds": step_seconds + sum(around.values()),
-            "parts": {name: [float(of.min()), float(np.median(of)), float(of.max())] for name, of in parts.items()},
-            "slowest_rank": int(busy.argmax()), "slowest_busy_seconds": float(busy.max()), "median_busy_seconds": float(np.median(busy)),
-            "data_rank": int(parts[DATA].argmax()), "unexplained_share": 0.01}
+        parts |= {EVALUATION: np.full(RANKS, self.evaluated), CHECKPOINT: self.saved}
+        delays = {"starved": self.starved, "stopped": self.stopped, "crowded": np.full(RANKS, self.crowded)}
+        table = np.concatenate([
+            VECTORS.pack([step_time(
+                self.number, {part: float(seconds[rank]) for part, seconds in parts.items()},
+                Delays(**{delay: float(seconds[rank]) for delay, seconds in delays.items()}))], self.number, 1)
+            for rank in range(RANKS)])
+        yield Kind.LEDGER, ledger_row(self.number, table, VECTORS.names)
         if self.evaluated:
             yield Kind.EVAL, {"step": self.number, "set": "validation", "loss": self.eval_loss, "tokens": 4096, "seconds": self.evaluated}
 
@@ -64,14 +72,15 @@ def steps_of(seed: int, steps: int, fault: Fault | None = None, since: int = 0, 
     """Lognormal times; one step in a hundred takes three times as long; saves, evaluations, collections of garbage now and then; the
     loss falls and scatters, gradient norms have a heavy tail; memory grows while caches fill, and jumps with the first save."""
     random = np.random.default_rng(seed)
-    means = {DATA: 0.001, FORWARD: 0.05, BACKWARD: 0.1, OPTIMIZER: 0.015, communication("data"): 0.03, LOGGING: 0.0005, UNEXPLAINED: 0.002}
+    means = {DATA: 0.005, FORWARD: 0.25, BACKWARD: 0.5, OPTIMIZER: 0.08, communication("data"): 0.15, LOGGING: 0.002, UNEXPLAINED: 0.01}
+    late = np.zeros(RANKS)
     for number in range(1, steps + 1):
         common = random.lognormal(0, noise) * (3.0 if random.random() < 0.01 else 1.0)
         parts = {name: seconds * common * random.lognormal(0, 1.0 if name == DATA else 0.05, RANKS) for name, seconds in means.items()}
         falling = 3.0 + 4.0 * math.exp(-number / 300)
         step = Step(
             number, parts,
-            saved=1.5 * random.lognormal(0, 0.2) if number % SAVE == 0 else 0.0001,
+            saved=np.full(RANKS, 1.5 * random.lognormal(0, 0.2) if number % SAVE == 0 else 0.0001), late=late,
             evaluated=2.0 * random.lognormal(0, 0.1) if number % EVAL == 0 else 0.0,
             gc_seconds=0.04 if number % 100 == 7 else 0.0002,
             loss=falling + random.normal(0, 0.04), grad_norm=0.5 * random.lognormal(0, 0.25),
@@ -80,6 +89,7 @@ def steps_of(seed: int, steps: int, fault: Fault | None = None, since: int = 0, 
             eval_loss=falling + 0.1 + random.normal(0, 0.01))
         if fault is not None and number >= since:
             fault(step, random)
+        late = step.saved - step.saved.min()
         yield step
 
 

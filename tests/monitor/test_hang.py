@@ -113,7 +113,7 @@ def test_a_rank_without_samples_is_told_with_the_thread_that_reads_ahead(alive: 
 def test_one_rank_alone_says_where_it_is() -> None:
     assert diagnose(found(report(0, main=(LOOP, DATA)))).cause == "rank 0 is waiting for samples"
     said = diagnose(found(report(0, main=(Frame("/x/model.py", 7, "Model.forward"),))))
-    assert said.cause == "rank 0 is in Model.forward (/x/model.py:7)"
+    assert said.cause == "rank 0 is in the model's backward, in Model.forward (/x/model.py:7)"
 
 
 @pytest.mark.parametrize(("state", "cause"), [

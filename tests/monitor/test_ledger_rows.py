@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from toolkit.layout.axes import Axes
+from toolkit.monitor.delays import Delays
 from toolkit.monitor.ledger import PATIENCE, Assembly, Totals, Vectors, ledger_row, part_names, shares
 from toolkit.monitor.parts import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, OPTIMIZER, PARTS, UNEXPLAINED, communication
 from toolkit.monitor.recorder import StepTime, step_time
@@ -95,6 +96,18 @@ def test_the_slowest_is_named_by_its_number_among_those_that_sent() -> None:
     row = ledger_row(1, table, VECTORS.names)
     assert row["ranks"] == 2
     assert row["slowest_rank"] == 3
+
+
+def test_time_without_a_processor_or_stopped_is_not_the_slowest_ranks_own() -> None:
+    """Rank 0 was busy longest by the clock, and half of it was another process's; rank 2 was stopped."""
+    delays = [Delays(starved=0.4), Delays(), Delays(stopped=3.0, crowded=1.0)]
+    steps = [[replace(one(1, backward=backward), delays=delay)] for backward, delay in zip((0.8, 0.6, 3.2), delays, strict=True)]
+    (row,) = Assembly(VECTORS, ranks=3).add(1, blocks(1, 1, *steps))
+    assert (row["slowest_rank"], row["slowest_busy_seconds"]) == (1, pytest.approx(0.71, abs=1e-6))
+    assert row["median_busy_seconds"] == pytest.approx(0.91, abs=1e-6), "what ranks are compared with is not corrected"
+    assert row["delays"] == {"starved": [0.4, 0], "stopped": [3.0, 2], "crowded": [1.0, 2]}
+    (idle,) = Assembly(VECTORS, ranks=1).add(1, blocks(1, 1, [one(1)]))
+    assert idle["delays"] == {}
 
 
 def test_steps_beyond_what_float32_counts() -> None:

@@ -9,8 +9,8 @@ from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.limiter import BURST, CALM, FIRST_GAP_SECONDS, LONGEST_GAP_SECONDS, Limiter
 
 
-def alert(name: str = "data-stall", where: str = "", step: int = 1) -> Alert:
-    return Alert(name=name, where=where, level=Level.WARNING, step=step, cause="c", evidence="e", next_step="n")
+def alert(name: str = "data-stall", where: str = "", step: int = 1, lost_share: float = 0.0) -> Alert:
+    return Alert(name=name, where=where, level=Level.WARNING, step=step, cause="c", evidence="e", next_step="n", lost_share=lost_share)
 
 
 def told(limiter: Limiter, seconds: float, every: float) -> list[tuple[float, str]]:
@@ -28,6 +28,13 @@ def test_gaps_grow_and_the_next_says_what_was_held_back() -> None:
     assert found[0][1] == "e"
     assert found[1][1] == "e (59 more like it since the last one told)"
     assert found[2][1] == "e (119 more like it since the last one told)"
+
+
+def test_a_small_trouble_does_not_hide_one_that_costs_twice_the_time() -> None:
+    limiter = Limiter()
+    assert [limiter.admit(alert(lost_share=share), 1.0 * number) is not None
+            for number, share in enumerate((0.12, 0.12, 0.2, 0.72, 0.72, 0.9))] == [True, False, False, True, False, False]
+    assert limiter.admit(alert(lost_share=0.0), 7.0) is None, "an unknown share is no larger one"
 
 
 def test_months_of_trouble_are_told_once_a_day() -> None:

@@ -33,8 +33,8 @@ class Recording(NullSink):
     def log(self, kind: Kind, row: Row) -> None:
         self.calls.append(row if kind is Kind.STEP else (kind.value, row))
 
-    def log_text(self, name: str, text: str) -> None:
-        self.calls.append((name, text))
+    def log_summary(self, name: str, value: str | float) -> None:
+        self.calls.append((name, value))
 
     def log_image(self, name: str, path: Path) -> None:
         self.calls.append((name, path))
@@ -53,7 +53,7 @@ def drive(sink: Sink) -> list[Any]:
     sink.log(Kind.STEP, ROW)
     sink.log(Kind.STEP, ROW)
     sink.log(Kind.EVAL, {"step": 1})
-    sink.log_text("t", "words")
+    sink.log_summary("t", "words")
     sink.log_image("p", Path("p.png"))
     sink.close(75)
     return [ROW, ROW, ("eval", {"step": 1}), ("t", "words"), ("p", Path("p.png")), 75]

@@ -13,13 +13,22 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import torch
+from torch import nn
+
+from toolkit.monitor.hangs.diagnosis import diagnose
+from toolkit.monitor.hangs.reports import Report, found_of
 from toolkit.monitor.hangs.stacks import (
     GONE,
+    MODEL,
     SAMPLES,
     Frame,
     ProcessId,
+    ThreadStack,
     doing,
+    frames_of,
     lines,
     notes_of,
     process_state,
@@ -27,6 +36,8 @@ from toolkit.monitor.hangs.stacks import (
     this_process,
     threads,
 )
+from toolkit.train.task import NextToken, OwnLoss
+from toolkit.train.vision import Vision
 
 # Native code that keeps the interpreter: ctypes' PyDLL does not let go of it.
 FROZEN = """
@@ -73,6 +84,41 @@ def test_what_a_thread_does_is_read_from_its_innermost_frame_of_ours() -> None:
     assert doing(ours) == SAMPLES
     assert doing(ours[:1]) == "between steps"
     assert doing(ours[2:]) == ""
+
+
+class Hangs(nn.Module):
+    """Its forward only looks where it is."""
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        self.frames = frames_of(sys._getframe())
+        return torch.zeros(())
+
+
+def test_a_model_that_hangs_is_not_called_making_a_batch() -> None:
+    model = Hangs()
+    OwnLoss("x.Hangs").loss_sum(model, {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 4)})
+    assert doing(model.frames) == MODEL
+    report = Report(rank=0, host="h", pid=1, at=0.0, step=3, last="step 2", idle=9.0,
+                    threads=(ThreadStack("MainThread", "S", model.frames),))
+    said = diagnose(found_of({0: report}, [ProcessId("h", 1, "1", 0, 0)], {}))
+    assert said.cause.startswith("rank 0 is in the model's forward, in Hangs.forward (")
+
+
+def test_the_part_of_the_step_says_what_an_engine_does() -> None:
+    engine = Frame("/a/toolkit/engine/megatron/step.py", 2, "Step.run")
+    report = Report(rank=0, host="h", pid=1, at=0.0, step=3, last="step 2", idle=9.0, part="backward",
+                    threads=(ThreadStack("MainThread", "S", (engine,)),))
+    assert report.does == "in the model's backward, in Step.run (toolkit/engine/megatron/step.py:2)"
+    assert replace(report, part="").does == "in the engine"
+
+
+def test_every_method_of_a_task_is_known() -> None:
+    """A method without words would be taken for its caller's work."""
+    for task in (NextToken, OwnLoss, Vision):
+        for name in ("collate", "units", "loss_sum", "eval_sums"):
+            function = getattr(task, name)
+            frame = Frame(function.__code__.co_filename, 1, function.__qualname__)
+            assert "protocol.py" in frame.file or doing([frame]) in (MODEL, "making a batch"), frame
 
 
 def test_lines_are_short_and_have_their_source() -> None:

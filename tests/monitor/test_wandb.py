@@ -73,7 +73,9 @@ def test_two_nodes_offline_are_two_runs_of_one_group(tmp_path: Path, monkeypatch
     first.log(Kind.EVAL, {"step": 2, "set": "validation", "loss": 2.5, "tokens": 64, "seconds": 0.1})
     first.log(Kind.ALERT, ALERT.row())
     second.log(Kind.ALERT, ALERT.row())
-    first.log_text("continuation", "def main():")
+    first.log(Kind.EVAL, {"step": 2, "set": "validation", "loss": 3.5, "tokens": 64, "seconds": 0.1})
+    first.log_summary("continuation", "def main():")
+    first.log_summary("goodput", 0.875)
     first.close(0)
     second.close(75)
 
@@ -91,7 +93,8 @@ def test_two_nodes_offline_are_two_runs_of_one_group(tmp_path: Path, monkeypatch
         {"step": 2, "ledger/forward": 0.4, "ledger/forward/max": 0.9},
         {"step": 2, "system/node-0/gpus/0/watts": 2.0},
         {"step": 2, "eval/validation/loss": 2.5, "eval/validation/tokens": 64, "eval/validation/seconds": 0.1},
-        {"step": 2, "alerts/straggler": 1}]
+        {"step": 2, "alerts/straggler": 1},
+        {"step": 2, "eval/validation/loss": 3.5, "eval/validation/tokens": 64, "eval/validation/seconds": 0.1}]
     assert history(files[1]) == [{"step": step, "system/node-1/gpus/0/watts": 100.0 + step} for step in (1, 2)] + [
         {"step": 2, "alerts/straggler": 1}]
     text = "step 2: Rank 1 is slow.\n\nEvidence: 1.9 s; the others 1.0 s\n\nNext step: look at its GPU"
@@ -105,7 +108,10 @@ def test_two_nodes_offline_are_two_runs_of_one_group(tmp_path: Path, monkeypatch
         assert config["environment"]["packages"]["torch"] is not None
         assert config["git"] is None or set(config["git"]) == {"commit", "branch", "dirty"}
     assert summary(files[0])["continuation"] == "def main():"
-    assert summary(files[0])["train/loss"] == 0.5
+    told = summary(files[0])
+    assert told["goodput"] == 0.875
+    assert told["train/loss"] == {"min": 0.5, "last": 0.5}
+    assert told["eval/validation/loss"] == {"min": 2.5, "last": 3.5}
     assert [exit_code(file) for file in files] == [0, 75]
     for node, file in enumerate(files):
         assert stats(file)

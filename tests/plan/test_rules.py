@@ -53,6 +53,7 @@ def test_the_basis_of_all_cases_has_no_problem() -> None:
 
 # changes, world, key at fault, a word of the rule or remedy
 MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
+    ({"monitor__price_per_gpu_hour": 2.0}, CPU, "monitor.price_per_gpu_hour", "write monitor.price_per_gpu_hour=null"),
     ({"train__global_batch": 9}, CPU, "train.global_batch", "train.global_batch=8 or train.global_batch=12"),
     ({"train__global_batch": 9, "train__micro_batch": None}, CPU, "train.global_batch", "train.global_batch=8"),
     ({"train__batch_ramp": BatchRampConfig(start=2)}, CPU, "train.batch_ramp", "increment, samples is missing"),
@@ -92,6 +93,10 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
      "offload=cpu"),
     ({"parallel__tensor": 2, "zero__stage": 3, "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}, CPU,
      "engine.deepspeed.zero_optimization.zero_hpz_partition_size", "neighbouring"),
+    ({"zero__stage": 3, "train__global_batch": 12, "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 4}}},
+     replace(CPU, ranks=6, ranks_per_node=6), "engine.deepspeed.zero_optimization.zero_hpz_partition_size", "partition_size=3"),
+    ({"zero__stage": 3, "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 8}}}, CPU,
+     "engine.deepspeed.zero_optimization.zero_hpz_partition_size", "partition_size=2"),
     ({"parallel__tensor": 4, "train__global_batch": 2}, replace(CPU, ranks=4, ranks_per_node=4), "model.num_key_value_heads",
      "engine=megatron"),
     ({"parallel__context": 3, "train__sequence_length": 33, "train__global_batch": 2}, replace(CPU, ranks=3, ranks_per_node=3),
@@ -102,6 +107,10 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
      "engine.deepspeed.zero_optimization.reduce_scatter", "leave"),
     ({"parallel__tensor": 2, "parallel__context": 2, "zero__stage": 1}, h100s(4), "parallel.tensor", "engine=megatron"),
     ({"parallel__expert": 2}, CPU, "parallel.expert", "model with experts"),
+    *(({"engine__name": engine, "model": replace(MIXTRAL, num_experts_per_tok=1)}, replace(CPU, ranks=1, ranks_per_node=1),
+       "model.num_experts_per_tok", "write model.num_experts_per_tok=2") for engine in EngineName),
+    ({"model": replace(MIXTRAL, num_local_experts=1, num_experts_per_tok=1)}, CPU, "model.num_experts_per_tok",
+     "model.num_local_experts=8 model.num_experts_per_tok=2"),
     ({"parallel__expert": 3, "model": MIXTRAL}, CPU, "parallel.expert", "model.num_local_experts"),
     ({"parallel__expert": 4, "model": MIXTRAL}, CPU, "parallel.expert", "regroups"),
     ({"model": replace(MIXTRAL, intermediate_size=130)}, CPU, "model.intermediate_size", "model.intermediate_size=132"),
@@ -185,7 +194,9 @@ def test_a_mistake_is_answered(changes: dict[str, Any], world: World, key: str, 
 
 # Every silently wrong combination that a user's own keys can reach: refused here if it depends on the run, else as derived or removed.
 SILENT_VALUES: dict[str, Any] = {
-    **{key: True for key, *_ in SILENT},
+    **{key: True for key, *_ in SILENT}, "zero_optimization.zero_hpz_partition_size": 2,
+    **dict.fromkeys(("communication_data_type", "seq_parallel_communication_data_type", "data_types.grad_accum_dtype"), "bf16"),
+    "zero_optimization.stage3_module_granularity_threshold": 10**9, "zero_optimization.module_granularity_threshold": 10**9,
     "bf16.check_grad_overflow": False, "zero_optimization.compute_grad_norm": False, "zero_optimization.offload_optimizer.ratio": 0.5,
     "zero_optimization.round_robin_gradients": True, "tensor_parallel.autotp_size": 2, "sequence_parallel_size": 2,
     "pipeline.stages": 2, "torch_autocast.enabled": True, "data_efficiency.enabled": True, "wandb.enabled": True,
@@ -202,6 +213,19 @@ def test_a_silently_wrong_key_of_the_users_own_is_refused(key: str) -> None:
     keyed = [problem for problem in found if f"engine.deepspeed.{key}".startswith(problem.key)]
     assert len(keyed) == len(found) == 1, "\n".join(map(str, found))
     assert found[0].severity is Severity.ERROR
+
+
+@pytest.mark.parametrize("key", ["communication_data_type", "data_types.grad_accum_dtype"])
+@pytest.mark.parametrize(("precision", "allowed"), [
+    (Precision.fp32, {"fp32"}), (Precision.bf16, {"fp32", "bf16"}), (Precision.fp16, {"fp32", "fp16"})])
+def test_gradients_are_not_rounded_to_less_than_the_runs_precision(key: str, precision: Precision, allowed: set[str]) -> None:
+    def refused(dtype: str) -> bool:
+        section, _, leaf = key.rpartition(".")
+        own = {section: {leaf: dtype}} if section else {leaf: dtype}
+        found = problems_of({"zero__stage": 2, "precision__name": precision, "engine__deepspeed": own}, h100s(2))
+        return any(problem.key == f"engine.deepspeed.{key}" and problem.severity is Severity.ERROR for problem in found)
+
+    assert {dtype for dtype in ("fp32", "bf16", "fp16") if not refused(dtype)} == allowed
 
 
 @pytest.mark.parametrize("name", ["cp_comm_type", "fp8_multi_head_attention", "cuda_graph_impl"])

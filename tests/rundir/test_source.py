@@ -6,15 +6,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.rundir.runs import PLAN, begun, checkpoint, config
+from toolkit.attempts import SAVES, Save, Times, add_save, write_times
+from toolkit.checkpoint_folder import Newest, step_name
 from toolkit.errors import CheckpointError, ConfigError, InputError, UserError
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.find import find_run
 from toolkit.rundir.source import Source, SourceKind, resolve_source
+from toolkit.rundir.status import RunState, Status
 
 
 def test_sources(tmp_path: Path) -> None:
@@ -49,6 +55,93 @@ def test_never_refuses_a_directory_with_checkpoints_before_anything_starts(tmp_p
     checkpoint(directory)
     with pytest.raises(ConfigError, match="refuses to continue"):
         directory.begin(config(resume="never"), PLAN)
+
+
+# ---- files that do not agree
+
+
+def trained(path: Path) -> RunDirectory:
+    """A run that was killed at step 34, after saves of steps 10, 20 and 30."""
+    directory = begun(path)
+    for step in (10, 20, 30):
+        saved = checkpoint(directory, step_name(step))
+        add_save(directory.attempt_folder(1), Save(step=step, seconds=1.0, bytes=1, stepping=1.0))
+    (directory.checkpoints / "latest").write_text(f"{saved.name}\n")
+    write_times(directory.attempt_folder(1), Times(began=1.0, seen=2.0, first=0))
+    directory.metrics_file.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 35)))
+    directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=34, checkpoint=str(saved)))
+    return directory
+
+
+LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
+    "the newest manifest": (lambda run: (run.checkpoints / step_name(30) / "manifest.json").unlink(), "step-00000030 has no manifest.json"),
+    "all manifests": (lambda run: [file.unlink() for file in run.checkpoints.glob("*/manifest.json")], "no complete checkpoint is in"),
+    "the newest checkpoint": (lambda run: shutil.rmtree(run.checkpoints / step_name(30)), "'step-00000030', which is not there"),
+    "the newest checkpoint and the pointer": (
+        lambda run: (shutil.rmtree(run.checkpoints / step_name(30)), (run.checkpoints / "latest").unlink()),
+        "status.json says that step 30 was saved"),
+    "the newest checkpoint, with an older pointer and no status": (
+        lambda run: (shutil.rmtree(run.checkpoints / step_name(30)), (run.checkpoints / "latest").write_text(step_name(20)),
+                     run.status_file.write_text("")), "saves.jsonl says that step 30 was saved"),
+    "all checkpoints": (lambda run: shutil.rmtree(run.checkpoints), "status.json says that step 30 was saved"),
+    "everything but the rows": (
+        lambda run: (shutil.rmtree(run.checkpoints), (run.attempt_folder(1) / SAVES).unlink(), run.status_file.unlink()),
+        "metrics.jsonl has rows up to step 34"),
+}
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_run_that_lost_files_asks_where_to_continue(what: str, tmp_path: Path) -> None:
+    directory = trained(tmp_path)
+    assert directory.newest_agreed() == Newest(directory.checkpoints / step_name(30))
+    lose, seen = LOSSES[what]
+    lose(directory)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=re.escape(seen)) as refused:
+        directory.begin(config(), PLAN)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "resume=never" in str(refused.value)
+    words = re.findall(r"resume=(\S+step-\d+)", str(refused.value))
+    assert bool(words) == any((tmp_path / "checkpoints").glob("*/manifest.json"))
+    for word in (*words, "never"):  # what the remedy names works
+        directory.check(config(resume=word))
+
+
+LEFT: dict[str, tuple[Callable[[RunDirectory], object], int | None]] = {
+    "a temporary folder": (lambda run: (run.checkpoints / ".tmp-step-00000040-attempt-001-4").mkdir(), 30),
+    "a checkpoint that the pointer does not name yet": (lambda run: checkpoint(run, step_name(40)), 40),
+    "a status that a power failure emptied": (lambda run: run.status_file.write_text(""), 30),
+    "a status behind the checkpoint": (
+        lambda run: run.write_status(Status(state=RunState.RUNNING, attempt=1, step=29, checkpoint=f"checkpoints/{step_name(20)}")), 30),
+    "no checkpoint yet": (
+        lambda run: (shutil.rmtree(run.checkpoints), (run.attempt_folder(1) / "saves.jsonl").unlink(),
+                     run.write_status(Status(state=RunState.RUNNING, attempt=1, step=34))), None),
+    "later checkpoints that resume=PATH moved": (
+        lambda run: (run.checkpoints / step_name(30)).rename(_made(run.attempt_folder(1) / "checkpoints") / step_name(30))
+        and (run.checkpoints / "latest").write_text(step_name(20)), 20),
+}
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_a_crash_leaves_is_continued(what: str, tmp_path: Path) -> None:
+    directory = trained(tmp_path)
+    leave, step = LEFT[what]
+    leave(directory)
+    directory.check(config())
+    assert directory.newest_agreed() == Newest(None if step is None else directory.checkpoints / step_name(step))
+
+
+def test_a_status_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    directory = trained(tmp_path)
+    for text in ("{", "[]", '{"state": "asleep"}', '{"state": "done", "attempt": 1, "more": 1}'):
+        directory.status_file.write_text(text)
+        with pytest.raises(InputError, match=r"status.json cannot be read"):
+            directory.check(config())
 
 
 def test_resuming_from_another_run_is_a_fork(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.train.fakes import FakeClock, step_done
 from tests.train.test_run import STEPS, Start, data, texts
+from toolkit import checkpoint_folder
 from toolkit.attempts import Save, Times, read_saves, read_times, write_times
-from toolkit.checkpoint import directory
 from toolkit.errors import ExitCode
 from toolkit.plan.saving import assumed_speed, rank_bytes
 from toolkit.plan.types import Device, World
@@ -126,7 +126,7 @@ def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_b
     assert second.status.reason is not None
     assert second.status.reason.startswith("SIGTERM; not saved: a save takes about ")
     assert "the newest checkpoint is of step 3, so 2 steps and " in second.status.reason
-    assert directory.newest(folder / "checkpoints") == folder / "checkpoints" / directory.step_name(3)
+    assert checkpoint_folder.newest(folder / "checkpoints") == folder / "checkpoints" / checkpoint_folder.step_name(3)
     assert second.status.goodput is not None
     assert second.status.goodput["lost"]["repeated"] > 0
 
@@ -143,4 +143,4 @@ def test_a_save_that_fits_is_made(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     start = Start(folder, data, stop_after=2, seconds_left=lambda: 3600.0)
     assert start.code is ExitCode.STOPPED
-    assert directory.newest(folder / "checkpoints") == folder / "checkpoints" / directory.step_name(2)
+    assert checkpoint_folder.newest(folder / "checkpoints") == folder / "checkpoints" / checkpoint_folder.step_name(2)

@@ -83,7 +83,7 @@ def test_a_beginning_that_is_gone_is_refused_by_name(stopped: Path, data: Path, 
     path = written(stopped, tmp_path / "out", Format.native)
     start = Start(tmp_path / "run", data, config=resuming(path), checkpoint__at_end=False)
     path.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="out is not there"):
+    with pytest.raises(CheckpointError, match="out', which is not there"):
         Start(start.directory.path, data)
 
 

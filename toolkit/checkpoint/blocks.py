@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
+from isal import isal_zlib
 
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece, block_count, file_in
+from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece, Record, block_count, file_in
 from toolkit.checkpoint.shard import Box
 
+CHECK_BYTES = 4 * 2**20  # of a record at a time
 INTACT = "bytes are read as they were written"
 # What a file is known by: its bytes, and when they were last changed (ns).
 Stamp = tuple[int, int]
@@ -58,11 +60,36 @@ def part(data: Any, box: Box) -> Any:
     return data[slices(box)]
 
 
-class Files:
-    """Open files of one folder, shared by threads (``pread`` has no position)."""
+class Checked:
+    """Records whose CRC-32 was found to be right; shared by threads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
+        self._right: set[Record] = set()
+        self._checking: dict[Record, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def once(self, record: Record, check: Callable[[Record], None]) -> None:
+        """``check`` each record the first time that it is asked for. Raises what ``check`` raises, each time until it passes."""
+        if record in self._right:
+            return
+        with self._lock:
+            checking = self._checking.setdefault(record, threading.Lock())
+        with checking:
+            if record not in self._right:
+                check(record)
+                self._right.add(record)
+
+
+class Files:
+    """Open files of one folder, shared by threads (``pread`` has no position).
+
+    Args:
+        checked: records that need no second look, where files are opened again and again.
+    """
+
+    def __init__(self, folder: Path, checked: Checked | None = None) -> None:
         self.folder = folder
+        self._checked = checked or Checked()
         self._open: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -87,6 +114,26 @@ class Files:
             raise Damage(file, f"{self.folder / file} is missing", "every file that the manifest names is there") from error
         except OSError as error:
             raise Damage(file, f"{self.folder / file} cannot be read ({error.strerror})", INTACT) from error
+
+    def check(self, piece: Piece) -> None:
+        """The record that ``piece`` lies in is as it was written. It is read whole, the first time that a piece of it is asked for.
+
+        Raises:
+            Damage: as ``fill``; or its CRC-32 is another one.
+        """
+        if piece.record is not None:
+            self._checked.once(piece.record, self.check_record)
+
+    def check_record(self, record: Record) -> None:
+        """Raises Damage: as ``check``."""
+        room, crc = memoryview(bytearray(min(CHECK_BYTES, record.end - record.begin))), 0
+        for at in range(record.begin, record.end, CHECK_BYTES):
+            part_of = room[: min(CHECK_BYTES, record.end - at)]
+            self.fill(record.file, at, part_of)
+            crc = isal_zlib.crc32(part_of, crc)
+        if crc != record.crc:
+            seen = f"{self.folder / record.file} has CRC-32 {crc:08x} in bytes {record.begin}..{record.end}, its directory {record.crc:08x}"
+            raise Damage(record.file, seen, INTACT)
 
     def changed(self, since: Mapping[str, Stamp]) -> list[str]:
         """Which of the files that were read are not what they were."""
@@ -119,6 +166,7 @@ class Block:
             return
         self._holds = None
         view = memoryview(self.buffer)[:numbytes]
+        files.check(piece)
         files.fill(piece.file, begin, view)
         if piece.hashes:
             check_block(files, piece, (begin - piece.begin) // BLOCK_BYTES, xxhash.xxh3_128_hexdigest(view))
@@ -152,6 +200,7 @@ class Check:
             Damage: as ``Files.fill``; or a block that ends here is not what was written.
         """
         place, begin = (piece.file, piece.begin), start * piece.itemsize
+        files.check(piece)
         files.fill(piece.file, piece.begin + begin, buffer)
         if not piece.hashes:
             return
@@ -184,6 +233,7 @@ def check_block(files: Files, piece: Piece, number: int, found: str) -> None:
 def check_piece(files: Files, piece: Piece, buffer: bytearray) -> Iterator[memoryview]:
     """Every block of a piece, read into ``buffer`` and checked where it has hashes. Raises Damage at the first that is not what was
     written."""
+    files.check(piece)
     for number in range(block_count(piece.end - piece.begin)):
         begin = piece.begin + number * BLOCK_BYTES
         block = memoryview(buffer)[: min(BLOCK_BYTES, piece.end - begin)]

@@ -44,6 +44,16 @@ DTYPE_OF_CODE: Mapping[str, str] = {dtype.code: name for name, dtype in DTYPES.i
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """Bytes ``begin .. end`` of ``file``, of which an archive's directory records the CRC-32."""
+
+    file: str
+    begin: int
+    end: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a tensor, row-major in ``file``'s bytes ``begin .. end``.
 
@@ -51,6 +61,7 @@ class Piece:
         file: within the catalog's folder: a name, or a path of names.
         hashes: xxh3-128 in hex, one per ``BLOCK_BYTES`` from ``begin`` on; empty where the source has none.
         transposed: the file has the box with its last two dims changed over: that of a ``[m, n]`` lies as ``[n, m]``.
+        record: of an archive, in which the piece lies; its CRC-32 is checked before anything of it is read.
     """
 
     key: TensorKey
@@ -62,6 +73,7 @@ class Piece:
     end: int
     hashes: tuple[str, ...] = ()
     transposed: bool = False
+    record: Record | None = None
 
     def __post_init__(self) -> None:
         assert not self.transposed or len(self.box.shape) > 1, f"{self.key}: {self.box.shape} has no two dims to change over"

@@ -1,87 +1,46 @@
-"""The folder of a run's checkpoints: names, the pointer to the newest, which of them are complete, which may go.
-
-    checkpoints/latest                 one line, the name of the newest: written last, atomically. After resume=PATH, until the
-                                       next save, what PATH came to: by its absolute path where it lies elsewhere
-    checkpoints/step-00000123/         complete: it got this name by a rename, after its bytes were durable
-    checkpoints/.tmp-...               being written, or left by an attempt that died
-    checkpoints/.removed-...           being removed
-
-Imports no torch.
+"""What happens in the folder of a run's checkpoints: going back, which are whole, which may go. Names are those of
+``toolkit/checkpoint_folder.py``. Imports no torch.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from pathlib import Path
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.catalog import Damage
+from toolkit.checkpoint_folder import POINTER, committed, newest, step_folders, step_of
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import write_whole
-from toolkit.paths import UnsafePath, inside
-
-POINTER = "latest"
-TEMPORARY = ".tmp-"
-REMOVED = ".removed-"
-_STEP = re.compile(r"step-(\d{8,})")
-
-
-def step_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def step_of(folder: Path) -> int | None:
-    """None for a folder that is not named as a checkpoint of a step."""
-    match = _STEP.fullmatch(folder.name)
-    return int(match[1]) if match else None
-
-
-def committed(directory: Path) -> dict[int, Path]:
-    """Checkpoints by step, in rising order: folders with a step's name and a manifest. Damaged ones are among them."""
-    if not directory.is_dir():
-        return {}
-    steps = {step_of(entry): entry for entry in directory.iterdir() if (entry / manifest.NAME).is_file()}
-    return {step: steps[step] for step in sorted(step for step in steps if step is not None)}
-
-
-def pointed(directory: Path) -> Path | None:
-    """What the pointer names: a checkpoint beside it, if it is there; or what the run went back to elsewhere, in whatever format, which
-    is refused by name when it is opened and not there, never passed over for random weights."""
-    path = directory / POINTER
-    if not path.is_file():
-        return None
-    named = path.read_text(encoding="utf-8", errors="replace").strip()
-    elsewhere = named.startswith("/")
-    try:
-        folder = inside(Path("/"), named.removeprefix("/")) if elsewhere else inside(directory, named)
-    except UnsafePath:
-        return None
-    return folder if elsewhere or (folder / manifest.NAME).is_file() else None
-
-
-def newest(directory: Path) -> Path | None:
-    """The checkpoint that the pointer names; where it names none, that of the highest step. None if there is none.
-
-    A damaged one is returned as well: it is refused by name when it is opened, never passed over in silence.
-    """
-    return pointed(directory) or next(reversed(committed(directory).values()), None)
 
 
 def go_back(directory: Path, checkpoint: Path, step: int, aside: Path) -> list[Path]:
     """From now on, and until the next save, ``checkpoint`` of ``step`` is the newest: ``latest`` names it.
 
-    Checkpoints of later steps move to the folder ``aside``: steps that are run again may come out differently, and a checkpoint
-    that was left would pass for the new one. The pointer comes first, so that whenever this ends the newest is right.
+    Folders of later steps move to the folder ``aside``: steps that are run again may come out differently, and a checkpoint that was
+    left would pass for the new one. The latest moves first and the pointer is written last: if this is killed in between, the pointer
+    names what is not there, and the next start asks which checkpoint is meant.
 
     Returns:
         The folders that moved, under their new names.
     """
     checkpoint = checkpoint.absolute()
     directory.mkdir(parents=True, exist_ok=True)
+    moved = _move(directory, step, aside)
     write_whole(directory / POINTER, f"{checkpoint.name if checkpoint.parent == directory.absolute() else checkpoint}\n")
-    later = [folder for number, folder in committed(directory).items() if number > step]
-    for folder in later:
+    return moved
+
+
+def start_over(directory: Path, aside: Path) -> list[Path]:
+    """No checkpoint is there any more: what is left moves to the folder ``aside``. Returns the folders that moved."""
+    moved = _move(directory, -1, aside)
+    (directory / POINTER).unlink(missing_ok=True)
+    return moved
+
+
+def _move(directory: Path, step: int, aside: Path) -> list[Path]:
+    later = [folder for number, folder in step_folders(directory).items() if number > step]
+    for folder in reversed(later):
         aside.mkdir(parents=True, exist_ok=True)
         folder.rename(aside / folder.name)
     return [aside / folder.name for folder in later]
@@ -94,10 +53,19 @@ def checkpoint_at(path: Path) -> Path | None:
     return newest(path) or newest(path / "checkpoints")
 
 
+def load_manifest(folder: Path, name: str = manifest.NAME) -> manifest.Manifest:
+    """Raises Damage: as ``manifest.load``; or the manifest is of another step than the folder's name says."""
+    found, step = manifest.load(folder, name), step_of(folder)
+    if name == manifest.NAME and step not in (None, found.step):
+        raise Damage(name, f"{folder / name} is of step {found.step}", "a checkpoint's folder has the name of its step")
+    return found
+
+
 def is_whole(folder: Path) -> bool:
-    """The manifest is intact and every file has its length. Flipped bytes are found when they are read, or by ``verify``."""
+    """The manifest is intact and of the folder's step, and every file has its length. Flipped bytes are found when they are read, or by
+    ``verify``."""
     try:
-        manifest.check_files(folder, manifest.load(folder).files)
+        manifest.check_files(folder, load_manifest(folder).files)
     except Damage:
         return False
     return True

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Block, Check, Files, numpy_dtype, part, slices
+from toolkit.checkpoint.blocks import Block, Check, Checked, Files, numpy_dtype, part, slices
 from toolkit.checkpoint.catalog import BLOCK_BYTES, flat_span, turned
 from toolkit.checkpoint.planner import PieceRead, shifted
 from toolkit.checkpoint.shard import Box, flat_boxes
@@ -19,8 +19,12 @@ from toolkit.checkpoint.threads import each
 READERS = min(4, os.cpu_count() or 1)  # reading, hashing and copying let other threads run
 
 
-def read_pieces(folder: Path, reads: Sequence[PieceRead]) -> None:
-    """Fill every target. Raises Damage, and then targets are partly filled."""
+def read_pieces(folder: Path, reads: Sequence[PieceRead], checked: Checked | None = None) -> None:
+    """Fill every target. Raises Damage, and then targets are partly filled.
+
+    Args:
+        checked: see ``Files``.
+    """
     local = threading.local()
 
     def run(read: PieceRead, files: Files) -> None:
@@ -28,7 +32,7 @@ def read_pieces(folder: Path, reads: Sequence[PieceRead]) -> None:
             local.block = Block()
         read_piece(read, files, local.block)
 
-    with Files(folder) as files:
+    with Files(folder, checked) as files:
         if len(reads) < 2 or READERS == 1:
             for read in reads:
                 run(read, files)

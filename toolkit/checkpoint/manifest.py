@@ -18,10 +18,13 @@ import xxhash
 
 import toolkit
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage, Piece, block_count, byte_length, file_in
+from toolkit.checkpoint.planner import MOST_PROBLEMS, uncovered
+from toolkit.checkpoint.scalars import STEP, wrong_scalar
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
+from toolkit.checkpoint_folder import MANIFEST
 from toolkit.paths import relative_name
 
-NAME = "manifest.json"
+NAME = MANIFEST
 BESIDE = "toolkit-manifest.json"  # in a folder of another format
 FORMAT = "toolkit-checkpoint"
 FORMAT_VERSION = 1
@@ -97,22 +100,35 @@ def piece_to_json(piece: Piece) -> dict[str, Any]:
 
 def piece_from_json(entry: Mapping[str, Any]) -> Piece:
     """Raises KeyError, TypeError or ValueError where the entry is not one of a piece."""
-    begin, end = entry["bytes"]
-    offset, shape = tuple(entry["offset"]), tuple(entry["shape"])
-    global_shape, dtype, file = tuple(entry["global_shape"]), entry["dtype"], entry["file"]
-    hashes = tuple(entry["xxh3_128"])
-    if not len(offset) == len(shape) == len(global_shape) or dtype not in DTYPES:
+    begin, end = _counts(entry["bytes"])
+    offset, shape, global_shape = (_counts(entry[key]) for key in ("offset", "shape", "global_shape"))
+    dtype, file, hashes, transposed = entry["dtype"], entry["file"], tuple(entry["xxh3_128"]), entry.get("transposed", False)
+    if not all(isinstance(text, str) for text in (entry["state"], entry["name"], dtype, file, *hashes)):
+        raise ValueError(f"{entry['state']}:{entry['name']} has names that are no text")
+    inside = len(offset) == len(shape) == len(global_shape) and all(
+        first + count <= size for first, count, size in zip(offset, shape, global_shape, strict=True))
+    if not inside or dtype not in DTYPES or not isinstance(transposed, bool) or (transposed and len(shape) < 2):
         raise ValueError(f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype {dtype}")
     if end - begin != byte_length(dtype, shape) or len(hashes) != block_count(end - begin):
         raise ValueError(f"{entry['state']}:{entry['name']} has {end - begin} bytes and {len(hashes)} hashes")
     return Piece(TensorKey(entry["state"], entry["name"]), dtype, global_shape, Box(offset, shape), relative_name(file), begin, end,
-                 hashes, entry.get("transposed", False))
+                 hashes, transposed)
+
+
+def _counts(values: Sequence[Any]) -> tuple[int, ...]:
+    """Raises ValueError: one of them is not a number of bytes or elements."""
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{str(values)[:100]} are no counts")
+    return tuple(values)
 
 
 def file_from_json(record: Mapping[str, Any]) -> FileRecord:
     """Raises TypeError or ValueError if the record is not one of a file of the checkpoint."""
     found = FileRecord(**record)
     relative_name(found.file)
+    numbytes, header_bytes = _counts([found.bytes, found.header_bytes])
+    if not isinstance(found.header_hash, str) or header_bytes > numbytes:
+        raise ValueError(f"file {found.file!r} has {found.header_bytes} of {found.bytes} bytes as its header")
     return found
 
 
@@ -160,13 +176,43 @@ def load(folder: Path, name: str = NAME) -> Manifest:
     if written != _content_hash(content):
         raise Damage(name, f"{path} does not match its content_hash", "a manifest is as it was written")
     try:
-        return Manifest(
+        found = Manifest(
             namespace=content["namespace"], step=content["step"], ranks=content["ranks"], scalars=content["scalars"],
             files=tuple(file_from_json(record) for record in content["files"]),
             pieces=tuple(piece_from_json(entry) for entry in content["entries"]), software=content["software"],
             copies=tuple(piece_from_json(entry) for entry in content.get("copies", ())), written_as=content.get("written_as", NATIVE))
+        _check_types(found)
     except (KeyError, TypeError, ValueError) as error:
-        raise Damage(name, f"{path} has an entry that cannot be ({error})", RULE) from error
+        raise Damage(name, f"{path} has an entry that cannot be ({str(error)[:200]})", RULE) from error
+    return found
+
+
+def _check_types(found: Manifest) -> None:
+    """Raises ValueError: what is said of the whole is of another type than this toolkit writes, or a piece is in no file."""
+    _counts([found.step, found.ranks])
+    objects = (found.scalars, found.software)
+    if not all(isinstance(text, str) for text in (found.namespace, found.written_as)) or not all(isinstance(one, dict) for one in objects):
+        raise ValueError("namespace, written_as, scalars or software are of another type")
+    wrong = wrong_scalar(found.scalars)
+    if wrong is not None:
+        raise ValueError(f"scalar {wrong}={str(found.scalars[wrong])[:100]}")
+    ends = {record.file: record.bytes for record in found.files}
+    for piece in (*found.pieces, *found.copies):
+        if piece.end > ends.get(piece.file, -1):
+            size = ends.get(piece.file, "no bytes")
+            raise ValueError(f"{piece.key} in bytes {piece.begin}..{piece.end} of {piece.file}, which has {size}")
+
+
+def check_together(found: Manifest, name: str) -> None:
+    """Raises Damage: its entries are not each tensor exactly once, a copy is of no tensor, or its steps disagree."""
+    tensors = found.by_tensor()
+    wrong = uncovered(tensors)
+    wrong += [f"{copy.key} has a copy of shape {copy.global_shape}" for copy in found.copies
+              if copy.key not in tensors or tensors[copy.key][0].global_shape != copy.global_shape]
+    if found.scalars.get(STEP, found.step) != found.step:
+        wrong.append(f"the checkpoint is of step {found.step}, its scalars are of step {found.scalars[STEP]}")
+    if wrong:
+        raise Damage(name, f"{name} does not add up: {'; '.join(wrong[:MOST_PROBLEMS])}", "a manifest has each element of each tensor once")
 
 
 def check_files(folder: Path, files: Sequence[FileRecord]) -> None:

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import xxhash
 
-from toolkit.checkpoint.catalog import Catalog, Piece, flat_span
+from toolkit.checkpoint.catalog import DTYPES, Catalog, Piece, flat_span
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorInfo, TensorKey, flat_boxes
 from toolkit.errors import CheckpointError, Problem
 
@@ -195,6 +195,11 @@ def check(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tuple[int, ..
         key = source_key(asked, dtype, tensors)
         if key is None:
             absent[asked] = None
+        elif DTYPES[tensors[key].dtype].is_float != DTYPES[dtype].is_float:
+            shapes[asked] = Problem(
+                "resume", f"{asked} is {tensors[key].dtype} in {folder} and {dtype} in the model that is asked for",
+                "integers are not read into floating-point tensors, nor these into integers",
+                "take another checkpoint, or start without it")
         elif tensors[key].shape != global_shape:
             shapes[asked] = Problem(
                 "resume", f"{asked} has shape {tensors[key].shape} in {folder} and {global_shape} in the model that is asked for",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import numpy_dtype
+from toolkit.checkpoint.blocks import Checked, numpy_dtype
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage
 from toolkit.checkpoint.executor import read_pieces
 from toolkit.checkpoint.planner import ReadPlanner, shifted
@@ -22,7 +22,7 @@ class CatalogReader:
     def __init__(self, catalog: Catalog, *, namespace: str, step: int | None, refuse: Callable[[Path, Damage], CheckpointError]) -> None:
         self.path, self.namespace, self.step = catalog.folder, namespace, step
         self._catalog, self._refuse = catalog, refuse
-        self._planner = ReadPlanner(catalog)
+        self._planner, self._checked = ReadPlanner(catalog), Checked()
 
     @property
     def tensors(self) -> Mapping[TensorKey, TensorInfo]:
@@ -36,7 +36,8 @@ class CatalogReader:
         """Fill every shard's ``data``; see ``planner.source_key`` for states that are not stored. After an error the
         shards hold nothing of use."""
         try:
-            read_pieces(self.path, self._planner.plan(shards))  # planning opens files where pieces are made when they are asked for
+            reads = self._planner.plan(shards)  # which opens files if pieces are made when they are asked for
+            read_pieces(self.path, reads, self._checked)
         except Damage as damage:
             raise self._refuse(self.path, damage) from damage
 

@@ -1,5 +1,10 @@
 """Names of what training resumes from besides tensors, in the scalars of every source: plain JSON types."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
 STEP = "step"  # int: optimizer steps done, skipped ones too
 CONSUMED = "consumed_samples"  # int
 OPTIMIZER_STEP = "optimizer_step"  # int: steps that the optimizer counts, for Adam's bias correction
@@ -10,3 +15,26 @@ SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 # learning rate of the next step, ``weight_decay`` that of the parameters that decay.
 OPTIM = "optim"
 OPTIM_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+def wrong_scalar(scalars: Mapping[str, object]) -> str | None:
+    """The name of a scalar that is not of its type; None if all are."""
+    for name in (STEP, CONSUMED, OPTIMIZER_STEP):
+        if name in scalars and not _is_count(scalars[name]):
+            return name
+    scaler = scalars.get(LOSS_SCALER)
+    if LOSS_SCALER in scalars and not (isinstance(scaler, Mapping) and all(map(_is_number, scaler.values()))):
+        return LOSS_SCALER
+    optim = scalars.get(OPTIM)
+    if OPTIM in scalars and not (isinstance(optim, Mapping) and all(
+            _is_number(value) or (isinstance(value, list) and all(map(_is_number, value))) for value in optim.values())):
+        return OPTIM
+    return None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and math.isfinite(value))

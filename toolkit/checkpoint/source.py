@@ -18,7 +18,7 @@ from toolkit.checkpoint import directory, manifest, nearby
 from toolkit.checkpoint.blocks import stamps
 from toolkit.checkpoint.catalog import Catalog, Damage
 from toolkit.checkpoint.reader import CatalogReader
-from toolkit.errors import CheckpointError, Problem
+from toolkit.errors import CheckpointError, Problem, UserError
 from toolkit.families.base import ModelShape
 from toolkit.families.recorded import shape_of
 from toolkit.paths import MOST_PATH_BYTES, UnsafePath, check_links, inside
@@ -91,7 +91,14 @@ def locate(path: Path) -> tuple[str | None, Path]:
     if (path / manifest.BESIDE).is_file() and not _outlived(path):
         return None, path
     for name in FORMATS:
-        folder = _module(name).find(path)
+        try:
+            folder = _module(name).find(path)
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            seen = f"{path} points to a checkpoint by a name that no folder can have ({type(error).__name__}: {str(error)[:200]})"
+            rule = f"a tracker file ({', '.join(TRACKERS)}) names a folder beside it"
+            raise CheckpointError(Problem(str(path), seen, rule, "correct the tracker file, or name the folder")) from error
         if folder is not None:
             return name, folder
     raise CheckpointError(Problem(
@@ -122,12 +129,23 @@ def open_source(path: str | Path, model: ModelShape | None = None) -> Source:
     check_whole_inside(folder)
     module = _module(name)
     try:
-        return module.open_source(folder, model)
+        return _open(module, folder, model)
     except nearby.ModelUnknown:
         found = nearby.model_near(folder)
         if found is None:
             raise
-        return module.open_source(folder, found)
+        return _open(module, folder, found)
+
+
+def _open(module: FormatModule, folder: Path, model: ModelShape | None) -> Source:
+    """Raises CheckpointError for metadata that are not built as the format's own programs build them, too."""
+    try:
+        return module.open_source(folder, model)
+    except UserError:
+        raise
+    except (AssertionError, AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
+        seen = f"{folder} is not built as its format has it ({type(error).__name__}: {str(error)[:200]})"
+        raise vendors_refusal(folder, Damage("", seen, "metadata name what is there, in the format's own types")) from error
 
 
 def _module(name: str) -> FormatModule:
@@ -161,7 +179,8 @@ def check_whole_inside(folder: Path) -> None:
 def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
     """A folder that this toolkit wrote, in whatever format: its manifest says where everything lies. Raises CheckpointError."""
     try:
-        found = manifest.load(folder, name)
+        found = directory.load_manifest(folder, name)
+        manifest.check_together(found, name)
         manifest.check_files(folder, found.files)
     except Damage as damage:
         raise directory.refusal(folder, damage) from damage

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from toolkit.checkpoint import directory, manifest
+from toolkit import checkpoint_folder
+from toolkit.checkpoint import manifest
 from toolkit.checkpoint.blocks import Files, check_piece, numpy_dtype
 from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, byte_length
 from toolkit.checkpoint.looking import WORKERS, Advance, Looker, bits, boxes
@@ -103,7 +104,10 @@ def verify_source(source: Source, *, workers: int = WORKERS,
     for key in catalog.tensors:
         by_name.setdefault(key.name, []).append(key)
     total = sum(byte_length(info.dtype, info.shape) for info in catalog.tensors.values())
-    total += sum(piece.end - piece.begin for of_key in catalog.copies.values() for piece in of_key)
+    try:
+        total += sum(piece.end - piece.begin for of_key in catalog.copies.values() for piece in of_key)
+    except Damage as damage:  # pieces may be made when they are asked for, from files
+        return [Finding(damage.file, damage.seen)]
     with Files(catalog.folder) as files:
         work = _Parameters(source, files, Advance(advance, total))
         return [*_steps(source), *(finding for found in each(work.look_at, by_name.values(), workers) for finding in found)]
@@ -114,7 +118,7 @@ def _steps(source: Source) -> Iterator[Finding]:
     scalars = source.catalog.scalars
     said = {"the checkpoint is": source.step, "its scalars are": scalars.get(STEP)}
     if source.format == manifest.NATIVE:
-        said["its folder's name is"] = directory.step_of(source.folder)
+        said["its folder's name is"] = checkpoint_folder.step_of(source.folder)
     numbers = {who: step for who, step in said.items() if isinstance(step, int)}
     if len(set(numbers.values())) > 1:
         yield Finding(str(source.folder), "steps disagree: " + ", ".join(f"{who} of step {step}" for who, step in numbers.items()))
@@ -140,7 +144,10 @@ class _Parameters:
             found.append(Finding(str(keys[0]), f"its states differ in shape: {shapes}"))
         sound = []
         for key in keys:
-            wrong = list(self._bytes(key))
+            try:
+                wrong = list(self._bytes(key))
+            except Damage as damage:  # pieces may be made when they are asked for, from files
+                wrong = [Finding(damage.file, damage.seen)]
             found += wrong
             if not wrong:  # where bytes are damaged, comparing values would only say so again
                 sound.append(key)

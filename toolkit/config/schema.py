@@ -356,7 +356,8 @@ class RunConfig:
 
     run: RunSection = field(default_factory=RunSection)
     resume: str = "auto"
-    """auto: continue from the newest checkpoint of the run directory, if any; never: refuse to continue; or a path."""
+    """auto: continue from the newest checkpoint of the run directory, if any, and stop with an error if its files disagree on which that
+    is; never: refuse to pass over a checkpoint that could be continued, else train from the beginning; or the path of a checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -36,6 +36,7 @@ _DATA = ("samples and their order are this toolkit's own", "write data.* keys in
 _SCALER = ("the loss scale is dynamic, and its rules are the same in every engine",
            "write precision.initial_scale_power or precision.scale_window")
 _KERNEL = ("the plan derives it from optim.name and optim.kernel", "write optim.name or optim.kernel")
+_WHOLE_MODULES = ("DeepSpeed gathers modules whole then, and its step fails on CPUs; on GPUs that is not measured", "leave it out")
 _DIVISION = ("gradients are divided once, by the units of the global batch", "leave it out")
 
 DERIVED = {
@@ -50,6 +51,8 @@ DERIVED = {
     "zero_optimization.offload_optimizer.pin_memory": ("the plan pins memory where there is a GPU", "leave it out"),
     "zero_optimization.offload_param.pin_memory": ("the plan pins memory where there is a GPU", "leave it out"),
     "zero_optimization.round_robin_gradients": ("round-robin partitions scramble which parameter a saved state belongs to", "leave it out"),
+    "zero_optimization.stage3_module_granularity_threshold": _WHOLE_MODULES,
+    "zero_optimization.module_granularity_threshold": _WHOLE_MODULES,
     "zero_allow_untested_optimizer": _KERNEL,
     "zero_force_ds_cpu_optimizer": _KERNEL,
     "bf16.enabled": _PRECISION,

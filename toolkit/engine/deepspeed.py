@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.config.schema import OptimizerName
 from toolkit.config.schema import Place as Where
 from toolkit.engine import deepspeed_compat as compat
 from toolkit.engine import deepspeed_context as context
@@ -55,6 +56,7 @@ class DeepSpeedEngine:
         if self._stage == 0:
             self._ds.clip_fp32_gradients = lambda: None  # _clip_stage0 has done it
             compat.make_skippable(self._ds.optimizer)
+        compat.divide_loss_scale(self._ds.optimizer, self._ranks)
         self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
         self._parts = list(module.modules())[1:]
         module.train()
@@ -88,9 +90,14 @@ class DeepSpeedEngine:
         with self._recorder.part(OPTIMIZER):
             grad_norm = self._clip_stage0() if self._stage == 0 else None
             if grad_norm is not None:
-                self._ds.optimizer.overflow = not math.isfinite(grad_norm)
+                self._ds.optimizer.overflow = not (math.isfinite(grad_norm) and self._muon_gradients_are_finite())
             loss_scale = self._loss_scale()
-            self._ds.step()
+            if grad_norm is not None and self._plan.config.optim.name is OptimizerName.muon:
+                with compat.muon_update_norms() as updates:
+                    self._ds.step()
+                grad_norm = math.hypot(grad_norm, *map(float, updates))
+            else:
+                self._ds.step()
             self._settle_loss_scale()
             if self._stage == 3:
                 compat.unwind(self._parts)
@@ -135,15 +142,17 @@ class DeepSpeedEngine:
         return together(found)
 
     def scalars(self) -> dict[str, object]:
-        return moving.scalars(self._ds.optimizer, self._partitions())
+        return moving.scalars(self._ds.optimizer, self._partitions(), self._ranks)
 
     def load(self, reader: Reader) -> None:
         if self._stage == 3:
             moving.release(self._ds.optimizer)
         partitions = self._partitions()
-        moving.load(self._ds.optimizer, partitions, reader)
+        moving.load(self._ds.optimizer, partitions, reader, self._ranks)
         if frozen := self._frozen():
             reader.read(frozen)
+        if self._stage == 3:
+            compat.forget_secondary_partitions(self._ds.module)
         moving.publish(self._ds.optimizer, partitions)
 
     def close(self) -> None:
@@ -178,12 +187,19 @@ class DeepSpeedEngine:
         if hasattr(self._ds.optimizer, "gradient_accumulation_steps"):
             self._ds.optimizer.gradient_accumulation_steps = micro_batches  # a copy that DeepSpeed forgets
 
+    def _muon_gradients_are_finite(self) -> bool:
+        """Without ZeRO. Muon's matrices count in the reported norm with their updates, which exist only after the step."""
+        gradients = [parameter.grad for parameter in self._places
+                     if parameter.grad is not None and getattr(parameter, "use_muon", False)]
+        return not gradients or bool(torch.nn.utils.get_total_norm(gradients).isfinite())
+
     def _clip_stage0(self) -> float:
         """Clip, and return the norm before. Without ZeRO DeepSpeed keeps to itself the norm that it clips by: it would be taken twice.
 
-        The gradients are reduced by now and equal on all of ZeRO's ranks.
+        The gradients are reduced by now and equal on all of ZeRO's ranks. Muon's matrices do not count here: their updates do.
         """
-        gradients = [parameter.grad for parameter, place in self._places.items() if parameter.grad is not None and place.replica == 0]
+        gradients = [parameter.grad for parameter, place in self._places.items()
+                     if parameter.grad is not None and place.replica == 0 and not getattr(parameter, "use_muon", False)]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._plan.axes.tensor > 1:
             squares = norm.double().square()  # of what no other tensor rank counts
@@ -194,7 +210,8 @@ class DeepSpeedEngine:
         return float(norm)
 
     def _loss_scale(self) -> float:
-        return float(getattr(self._ds.optimizer, "loss_scale", 1.0))
+        """The run's. It is 1 in fp32 and bf16."""
+        return compat.loss_scale(self._ds.optimizer, self._ranks)
 
     def _sum_over_ranks(self, value: torch.Tensor | float) -> float:
         """Over ZeRO's ranks: tensor ranks have equal values."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -103,6 +104,29 @@ def _allow_fp16_on_any_cpu(engine: Any) -> None:
     engine._do_sanity_check = allowing
 
 
+@contextmanager
+def muon_update_norms() -> Iterator[list[torch.Tensor]]:
+    """Around a step without ZeRO: the norm of each matrix's update, in the list when the step is done.
+
+    ZeRO 1 to 3 replace gradients by Muon's updates before they take the norm. Without ZeRO the updates exist only inside the step.
+    """
+    from deepspeed.runtime.zero.muon import muon_optimizer
+
+    norms: list[torch.Tensor] = []
+    make = muon_optimizer.muon_update
+
+    def making(*arguments: Any, **settings: Any) -> torch.Tensor:
+        update: torch.Tensor = make(*arguments, **settings)
+        norms.append(update.float().norm())
+        return update
+
+    muon_optimizer.muon_update = making
+    try:
+        yield norms
+    finally:
+        muon_optimizer.muon_update = make
+
+
 def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:
     """Keep the loss scale unchanged while a step uses it; the returned function, called after the step, lets it grow.
 
@@ -143,6 +167,35 @@ def make_skippable(optimizer: Any) -> None:
         return None if optimizer.overflow else update(*args, **settings)
 
     optimizer.overflow, optimizer.step = False, step
+
+
+def forget_secondary_partitions(module: torch.nn.Module) -> None:
+    """Under ZeRO++'s hpZ each group of ranks keeps a second copy of the weights, and a parameter that has one is gathered from it.
+
+    DeepSpeed fills the copies whenever it cuts parameters, so those made before ``engine.load`` hold what the memory held before (NaN
+    from the first step), and drops them after each optimizer step; here that is done after a load. Frozen parameters too, which
+    DeepSpeed's own ``invalidate_secondary_tensor`` leaves out.
+    """
+    for parameter in module.parameters():
+        parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
+
+
+def divide_loss_scale(optimizer: Any, ranks: int) -> None:
+    """Let an fp16 optimizer hold the run's loss scale divided by the ``ranks`` whose gradients DeepSpeed averages.
+
+    The engine multiplies the loss by ``ranks`` to undo that mean. With the run's whole scale on top of it, gradients would be ``ranks``
+    times those of the local engine and overflow that much earlier.
+    """
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if scaler is not None and scaler.dynamic:
+        scaler.cur_scale /= ranks
+        scaler.min_scale /= ranks
+
+
+def loss_scale(optimizer: Any, ranks: int) -> float:
+    """The run's, after :func:`divide_loss_scale`; 1 where nothing is scaled."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return float(scaler.cur_scale) * ranks if scaler is not None and scaler.dynamic else 1.0
 
 
 def silence_memory_reports() -> None:

@@ -17,6 +17,7 @@ from deepspeed.module_inject.auto_ep_layer import _AllToAllV
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import nn
+from torch.nn import functional
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -75,7 +76,10 @@ class Exchange(MoE):
         local = torch.arange(arriving.shape[1], device=rows.device).repeat(arriving.shape[0])
         experts = local.repeat_interleave(arriving.flatten())
         here = rows.shape[0]
-        if not here:  # every parameter needs a gradient: ZeRO's ranks wait for each other's
-            rows, experts = rows.new_zeros(1, rows.shape[1]), experts.new_zeros(1)
+        if not here:
+            # Every parameter needs a gradient, because ZeRO's ranks wait for each other's. The row of zeros is appended to what the
+            # all-to-all returned: with new rows instead, autograd would skip the backward all-to-all on this rank only, and the
+            # other ranks of the group would fail or wait for it without end.
+            rows, experts = functional.pad(rows, (0, 0, 0, 1)), experts.new_zeros(1)
         found = self._compute(rows, experts.unsqueeze(1), torch.ones_like(rows[:, :1]))
         return found[:here]

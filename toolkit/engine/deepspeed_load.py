@@ -37,8 +37,8 @@ def shards(optimizer: Any, partitions: Sequence[Partition]) -> list[Shard]:
     return found
 
 
-def scalars(optimizer: Any, partitions: Sequence[Partition]) -> dict[str, object]:
-    """Plain JSON types; equal on all ranks."""
+def scalars(optimizer: Any, partitions: Sequence[Partition], averaged: int) -> dict[str, object]:
+    """Plain JSON types; equal on all ranks. ``averaged``: by how much DeepSpeed's loss scale is smaller than the run's."""
     found: dict[str, object] = {}
     steps = {int(state["step"]) for p in partitions if "step" in (state := base(optimizer).state.get(p.master, {}))}
     assert len(steps) <= 1, f"one optimizer, several step counts: {steps}"
@@ -46,13 +46,14 @@ def scalars(optimizer: Any, partitions: Sequence[Partition]) -> dict[str, object
         found[OPTIMIZER_STEP] = steps.pop()
     scaler = getattr(optimizer, "loss_scaler", None)
     if scaler is not None and scaler.dynamic:
-        found[LOSS_SCALER] = {name: getattr(scaler, name) for name in SCALER_STATE}
+        found[LOSS_SCALER] = {**{name: getattr(scaler, name) for name in SCALER_STATE}, "cur_scale": scaler.cur_scale * averaged}
     return found
 
 
 @torch.no_grad()
-def load(optimizer: Any, partitions: Sequence[Partition], reader: Reader) -> None:
-    """Fill masters, moments, step counts and the loss scaler; ``publish`` then makes the other copies of weights follow.
+def load(optimizer: Any, partitions: Sequence[Partition], reader: Reader, averaged: int) -> None:
+    """Fill masters, moments, step counts and the loss scaler; ``publish`` then makes the other copies of weights follow. ``averaged``
+    as in :func:`scalars`.
 
     Raises:
         CheckpointError: the reader lacks a weight, or has another optimizer's state.
@@ -76,6 +77,7 @@ def load(optimizer: Any, partitions: Sequence[Partition], reader: Reader) -> Non
     if isinstance(saved, dict) and scaler is not None and scaler.dynamic:
         for name in SCALER_STATE:
             setattr(scaler, name, saved[name])
+        scaler.cur_scale /= averaged
 
 
 @torch.no_grad()

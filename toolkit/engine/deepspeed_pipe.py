@@ -50,6 +50,7 @@ class DeepSpeedPipelineEngine:
             parameter: state.Place(name, tuple(parameter.shape), Box.whole(tuple(parameter.shape)))
             for parameter, name in self._module.names.items()
         }
+        compat.divide_loss_scale(self._ds.optimizer, plan.axes.data)
         self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
         self._norm = mends.norm_of_all_stages(self._ds) if plan.config.zero.stage == 0 else self._ds.get_global_grad_norm
         mends.keep_no_times(self._ds)
@@ -69,7 +70,7 @@ class DeepSpeedPipelineEngine:
         # DeepSpeed averages over micro-batches and data ranks; the loss is a sum over the global batch / its units.
         self._loss.begin(len(micro_batches) * self._plan.axes.data / max(units, 1))
         self._step, self._micro_batch = settings.step, 0
-        loss_scale = float(getattr(self._ds.optimizer, "loss_scale", 1.0))
+        loss_scale = compat.loss_scale(self._ds.optimizer, self._plan.axes.data)
         with self._recorder.schedule():
             self._ds.train_batch((batch["input_ids"], batch) for batch in micro_batches)
         self._settle_loss_scale()
@@ -108,11 +109,11 @@ class DeepSpeedPipelineEngine:
         return together(found)
 
     def scalars(self) -> dict[str, object]:
-        return moving.scalars(self._ds.optimizer, self._partitions())
+        return moving.scalars(self._ds.optimizer, self._partitions(), self._plan.axes.data)
 
     def load(self, reader: Reader) -> None:
         partitions = self._partitions()
-        moving.load(self._ds.optimizer, partitions, reader)
+        moving.load(self._ds.optimizer, partitions, reader, self._plan.axes.data)
         moving.publish(self._ds.optimizer, partitions)
 
     def close(self) -> None:

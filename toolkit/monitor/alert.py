@@ -22,6 +22,7 @@ class Alert:
         cause: one sentence.
         evidence: the figures that show it, with units and what they are compared with.
         next_step: what a person should type or look at.
+        lost_share: of the run's time, 0 to 1, that the trouble costs; 0: unknown, or it costs no time.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Alert:
     evidence: str
     next_step: str
     where: str = ""
+    lost_share: float = 0.0
 
     def __str__(self) -> str:
         at = f" ({self.where})" if self.where else ""
@@ -42,5 +44,5 @@ class Alert:
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> Alert:
-        """What ``row`` gave, whatever was added to it."""
-        return Alert(**{**{field.name: row[field.name] for field in fields(Alert)}, "level": Level(row["level"])})
+        """The alert of which ``row`` is; what others added to the row, or an older version did not write, does not matter."""
+        return Alert(**{**{field.name: row[field.name] for field in fields(Alert) if field.name in row}, "level": Level(row["level"])})

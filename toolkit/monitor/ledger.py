@@ -17,8 +17,9 @@ from toolkit.monitor.parts import CHECKPOINT, DATA, EVALUATION, PARTS, UNEXPLAIN
 from toolkit.monitor.recorder import StepTime
 from toolkit.monitor.sink import Row
 
-STEP, WALL, BUSY = 0, 1, 2  # places in a vector; the seconds of the parts follow
-HEAD = 3
+STEP, WALL, BUSY = 0, 1, 2  # places in a vector; the seconds of delays and parts follow
+DELAYS = {"starved": 3, "stopped": 4, "crowded": 5}  # the fields of ``Delays``
+HEAD = 6
 EMPTY = -1.0  # in STEP's place: no step
 DIGITS = 6  # microseconds
 PATIENCE = 3  # gathers that a step waits for ranks whose clocks had not passed it
@@ -53,6 +54,8 @@ class Vectors:
         block[:, STEP] = EMPTY
         for row, step in zip(block, steps, strict=False):
             row[STEP], row[WALL], row[BUSY] = base - step.step, step.wall, step.busy
+            for name, place in DELAYS.items():
+                row[place] = getattr(step.delays, name)
             for name, seconds in step.parts.items():
                 row[places.get(name, places[UNEXPLAINED])] += seconds
         return block
@@ -107,16 +110,18 @@ def ledger_row(step: int, table: np.ndarray, names: Sequence[str]) -> Row:
     Returns:
         ``step``; ``ranks`` that sent; ``wall_seconds`` of the median rank, from one wait for samples to the next, so with evaluation and
         the save that followed the step; ``parts``: seconds as [minimum, median, maximum] over ranks by name, without those that took no
-        time anywhere, and without evaluation and saving where there was none; ``slowest_rank``, the one that others wait for: the longest
-        busy, with its ``slowest_busy_seconds`` beside ``median_busy_seconds``; ``data_rank``, which waited longest for its samples;
-        ``unexplained_share`` of the median rank.
+        time anywhere, and without evaluation and saving where there was none; ``slowest_rank``, which was busy longest even without the
+        time in which it was starved or stopped, with that time as ``slowest_busy_seconds``, and ``median_busy_seconds``, from which nothing
+        is taken; ``data_rank``, which waited longest for its samples; ``delays``: by name the seconds of the rank that has most of it, and
+        that rank, without those that are negligible; ``unexplained_share`` of the median rank.
     """
     present = np.flatnonzero(~np.isnan(table[:, STEP]))
     assert len(present), f"step {step} of no rank"
     seconds = table[present, 1:].astype(np.float64)
     low, middle, high = seconds.min(0), np.median(seconds, 0), seconds.max(0)
     wall, busy = WALL - 1, BUSY - 1
-    slowest = int(seconds[:, busy].argmax())
+    own = np.maximum(0.0, seconds[:, busy] - seconds[:, DELAYS["starved"] - 1] - seconds[:, DELAYS["stopped"] - 1])
+    slowest = int(own.argmax())
     first = HEAD - 1
     least = dict.fromkeys(OCCASIONAL, NEGLIGIBLE * middle[wall])
     return {
@@ -126,9 +131,11 @@ def ledger_row(step: int, table: np.ndarray, names: Sequence[str]) -> Row:
         "parts": {name: [_short(low[first + number]), _short(middle[first + number]), _short(high[first + number])]
                   for number, name in enumerate(names) if high[first + number] > least.get(name, 0.0)},
         "slowest_rank": int(present[slowest]),
-        "slowest_busy_seconds": _short(seconds[slowest, busy]),
+        "slowest_busy_seconds": _short(own[slowest]),
         "median_busy_seconds": _short(middle[busy]),
         "data_rank": int(present[seconds[:, first + names.index(DATA)].argmax()]),
+        "delays": {name: [_short(high[place - 1]), int(present[seconds[:, place - 1].argmax()])] for name, place in DELAYS.items()
+                   if high[place - 1] > NEGLIGIBLE * middle[wall]},
         "unexplained_share": _short(middle[first + names.index(UNEXPLAINED)] / middle[wall]) if middle[wall] > 0 else 0.0,
     }
 
@@ -146,7 +153,8 @@ def flat(row: Row) -> dict[str, Any]:
     """For tables of one number a column: a part's own name has its median, ``forward/max`` its maximum."""
     medians = {name: middle for name, (_, middle, _) in row["parts"].items()}
     maxima = {f"{name}/max": high for name, (_, _, high) in row["parts"].items()}
-    return {**{name: value for name, value in row.items() if name != "parts"}, **medians, **maxima}
+    delays = {name: seconds for name, (seconds, _) in row.get("delays", {}).items()}
+    return {**{name: value for name, value in row.items() if name not in ("parts", "delays")}, **medians, **maxima, **delays}
 
 
 class Totals:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toolkit.layout.axes import ALL, Axis
-from toolkit.monitor.parts import BUBBLE, COMMUNICATION, DATA, UNEXPLAINED, WHOLE, Recorder, communication
+from toolkit.monitor.delays import NO_DELAYS, Delays, ReadDelays
+from toolkit.monitor.parts import BUBBLE, CHECKPOINT, COMMUNICATION, DATA, EVALUATION, UNEXPLAINED, WHOLE, Recorder, communication
 
 Stamp = Any  # a moment, as its clock has it
 Mark = tuple[str, Stamp]  # from this moment on time belongs to this part
@@ -24,6 +25,7 @@ Mark = tuple[str, Stamp]  # from this moment on time belongs to this part
 KEPT = 10_000  # steps that may wait to be taken, and as many to be read
 UNREAD = 20_000  # marks that may wait for who takes the steps; beyond, the step's own thread reads them: some megabytes
 PIPELINE = communication(Axis.PIPELINE)
+NOT_BUSY = (BUBBLE, DATA, CHECKPOINT, EVALUATION)  # nor is communication
 
 
 class Clock(Protocol):
@@ -68,13 +70,15 @@ class StepTime:
         step: completed steps after it.
         parts: seconds by part; they add up to ``wall``.
         wall: seconds.
-        busy: the wall's seconds less communication, bubble and waiting for samples: what this rank itself made the others wait for.
+        busy: the wall's seconds without communication, bubble, waiting for samples, saving and evaluation: what this rank computed.
+        delays: how long something else kept the rank from running; these seconds lie in its parts.
     """
 
     step: int
     parts: Mapping[str, float]
     wall: float
     busy: float
+    delays: Delays = NO_DELAYS
 
 
 def attribute(marks: Sequence[Mark], end: Stamp, seconds: Callable[[Stamp, Stamp], float],
@@ -98,19 +102,19 @@ def attribute(marks: Sequence[Mark], end: Stamp, seconds: Callable[[Stamp, Stamp
     return dict(found)
 
 
-def step_time(step: int, parts: Mapping[str, float]) -> StepTime:
+def step_time(step: int, parts: Mapping[str, float], delays: Delays = NO_DELAYS) -> StepTime:
     wall = sum(parts.values())
-    waited = sum(seconds for part, seconds in parts.items() if part in (BUBBLE, DATA) or part.startswith(COMMUNICATION))
-    return StepTime(step, parts, wall, wall - waited)
+    waited = sum(seconds for part, seconds in parts.items() if part in NOT_BUSY or part.startswith(COMMUNICATION))
+    return StepTime(step, parts, wall, wall - waited, delays)
 
 
 class _Over:
     """A step that is over and perhaps not read yet."""
 
-    __slots__ = ("end", "marks", "step", "transfers")
+    __slots__ = ("delays", "end", "marks", "step", "transfers")
 
-    def __init__(self, step: int, marks: list[Mark], transfers: dict[int, float], end: Stamp) -> None:
-        self.step, self.marks, self.transfers, self.end = step, marks, transfers, end
+    def __init__(self, step: int, marks: list[Mark], transfers: dict[int, float], end: Stamp, delays: Delays) -> None:
+        self.step, self.marks, self.transfers, self.end, self.delays = step, marks, transfers, end, delays
 
 
 class StepRecorder(Recorder):
@@ -120,8 +124,13 @@ class StepRecorder(Recorder):
     Before the first ``next_step`` nothing is recorded.
     """
 
-    def __init__(self, clock: Clock, *, pipelined: bool = False) -> None:
-        """``pipelined``: whether the run has stages; without them a schedule has no bubble."""
+    def __init__(self, clock: Clock, *, pipelined: bool = False, delays: ReadDelays = lambda: NO_DELAYS) -> None:
+        """
+        Args:
+            pipelined: whether the run has stages; without them a schedule has no bubble.
+            delays: what has kept this thread from running so far; called once a step.
+        """
+        self._read_delays, self._delays = delays, NO_DELAYS
         self.clock, self._stamp, self._idle = clock, clock.stamp, clock.idle
         self._thread = threading.get_ident()
         self._transfer_seconds: Callable[[int], float] = lambda size: 0.0
@@ -155,9 +164,9 @@ class StepRecorder(Recorder):
         self._transfer_seconds = seconds
 
     def next_step(self, step: int) -> None:
-        now = self._stamp()
+        now, before, self._delays = self._stamp(), self._delays, self._read_delays()
         if self._marks is not None:
-            self._over.append(_Over(self._step, self._marks, self._transfers, now))
+            self._over.append(_Over(self._step, self._marks, self._transfers, now, self._delays - before))
             self._made += len(self._marks)
         self._step, self._marks, self._transfers = step, [(self._stack[-1], now)], {}
         self._drains = False
@@ -226,7 +235,8 @@ class StepRecorder(Recorder):
             while self._over and self.clock.passed(self._over[0].end):
                 over = self._over.popleft()
                 self._seen += len(over.marks)
-                self._read.append(step_time(over.step, attribute(over.marks, over.end, self.clock.seconds, over.transfers)))
+                self._read.append(
+                    step_time(over.step, attribute(over.marks, over.end, self.clock.seconds, over.transfers), over.delays))
                 self.clock.release(stamp for _, stamp in over.marks)  # its end is the next one's first mark
         finally:
             self._reading.release()

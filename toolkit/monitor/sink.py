@@ -36,8 +36,8 @@ class Sink(Protocol):
     def log(self, kind: Kind, row: Row) -> None:
         """One row, which belongs to the sink from now on: it may be written later."""
 
-    def log_text(self, name: str, text: str) -> None:
-        """Words of the run: a generated continuation."""
+    def log_summary(self, name: str, value: str | float) -> None:
+        """A figure or words of the whole run: its goodput, a generated continuation."""
 
     def log_image(self, name: str, path: Path) -> None:
         """A picture, whole at ``path``."""
@@ -55,7 +55,7 @@ class NullSink(Sink):
     def log(self, kind: Kind, row: Row) -> None:
         pass
 
-    def log_text(self, name: str, text: str) -> None:
+    def log_summary(self, name: str, value: str | float) -> None:
         pass
 
     def log_image(self, name: str, path: Path) -> None:
@@ -83,8 +83,8 @@ class CompositeSink(Sink):
     def log(self, kind: Kind, row: Row) -> None:
         self._each(lambda sink: sink.log(kind, row))
 
-    def log_text(self, name: str, text: str) -> None:
-        self._each(lambda sink: sink.log_text(name, text))
+    def log_summary(self, name: str, value: str | float) -> None:
+        self._each(lambda sink: sink.log_summary(name, value))
 
     def log_image(self, name: str, path: Path) -> None:
         self._each(lambda sink: sink.log_image(name, path))

@@ -252,7 +252,7 @@ def stage3(run: _Run) -> States:
     persistent = 0 if run.ranks == 1 else sum(_padded(spec.numel, run.ranks) for spec in run.parameters if spec.numel <= threshold)
     optimizer = sum(size * (FP32 + group.state_bytes) for group, size in zip(run.groups, partitions, strict=True))
     gradients = total * (FP32 if run.fp32_accumulation else run.element)
-    weights = total * run.element
+    weights = (total + _secondary(run)) * run.element
     bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
     buffers = (bucket + (_live(run) if run.ranks > 1 or run.parameter_place is not Place.none else 0)) * run.element
     host = nvme = 0
@@ -268,6 +268,13 @@ def stage3(run: _Run) -> States:
     elif run.parameter_place is Place.nvme:
         nvme, weights = nvme + weights, 0
     return States(weights + persistent * run.element, gradients, optimizer, host=host, nvme=nvme, buffers=buffers)
+
+
+def _secondary(run: _Run) -> int:
+    """Elements of ZeRO++'s hpZ: from a parameter's first use in a step to the step's end, a rank holds its part of a second copy that
+    ``zero_hpz_partition_size`` ranks share."""
+    size = int(run.settings.get("zero_hpz_partition_size", 1))
+    return sum(_padded(spec.numel, run.ranks) // size for spec in run.parameters) if size > 1 else 0
 
 
 def _live(run: _Run) -> int:

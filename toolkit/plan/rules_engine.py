@@ -106,6 +106,15 @@ def _partial_below_stage3(value: Any, case: Case) -> bool:
     return isinstance(value, int | float) and value < 1 and case.config.zero.stage != 3
 
 
+def _other_than_the_runs(value: Any, case: Case) -> bool:
+    """fp32 is exact in any run."""
+    return value not in (None, Precision.fp32.value, case.config.precision.name.value)
+
+
+def _hpz_below_stage3(value: Any, case: Case) -> bool:
+    return isinstance(value, int) and value > 1 and case.config.zero.stage != 3
+
+
 # key, when it is wrong, why, what to do
 SILENT: tuple[tuple[str, Test, str, str], ...] = (
     ("bf16.check_grad_overflow", _off, "every engine skips a step whose gradient is not finite (train.on_nonfinite)",
@@ -117,6 +126,11 @@ SILENT: tuple[tuple[str, Test, str, str], ...] = (
     ("zero_optimization.offload_optimizer.super_offload", _on_cpu, "SuperOffload runs on GPUs only", "leave it out on CPUs"),
     ("zero_optimization.offload_optimizer.ratio", _partial_below_stage3, "partial offload needs ZeRO 3",
      "write zero=stage3, or leave it out"),
+    ("zero_optimization.zero_hpz_partition_size", _hpz_below_stage3, "hpZ keeps a second copy of weights that ZeRO 3 cuts",
+     "write zero=stage3, or leave it out"),
+    *((key, _other_than_the_runs, "gradients are rounded to it, which the run's precision does not, so no other engine repeats the run",
+       "leave it out, or write precision=bf16 or precision=fp16")
+      for key in ("communication_data_type", "seq_parallel_communication_data_type", "data_types.grad_accum_dtype")),
     ("compile.deepcompile", _on_cpu, "DeepCompile runs on GPUs only", "leave it out on CPUs"),
 )
 
@@ -129,6 +143,22 @@ def silently_wrong_keys(case: Case) -> Iterator[Problem]:
             yield Problem(f"engine.deepspeed.{key}", f"engine.deepspeed.{key}={shown}", why, remedy)
 
 
+def hpz_divides_the_ranks(case: Case) -> Iterator[Problem]:
+    """DeepSpeed asserts it when the ranks have started, and takes fewer ranks without a message if there are not as many. With a tensor
+    axis another rule refuses hpZ."""
+    key = "zero_optimization.zero_hpz_partition_size"
+    size, axes = _get(case.config.engine.deepspeed, key), case.axes
+    if not case.deepspeed or axes is None or not isinstance(size, int) or size < 2 or case.config.zero.stage != 3 or axes.tensor > 1:
+        return
+    ranks = axes.data * axes.context
+    fitting = max(part for part in range(1, min(size, ranks) + 1) if ranks % part == 0)
+    if fitting != size:
+        remedy = f"write +engine.deepspeed.{key}={fitting}" if fitting > 1 else "leave it out"
+        yield Problem(f"engine.deepspeed.{key}", f"engine.deepspeed.{key}={size} on {ranks} ranks",
+                      "groups of as many ranks, usually those of a node, keep a second copy of the weights, so it divides their number",
+                      remedy)
+
+
 def _get(keys: Mapping[str, Any], path: str) -> Any:
     value: Any = keys
     for part in path.split("."):
@@ -139,6 +169,6 @@ def _get(keys: Mapping[str, Any], path: str) -> Any:
 
 
 RULES: tuple[Rule, ...] = (
-    local_is_one_rank, vendor_keys, silently_wrong_keys, sixteen_bits_need_a_stage, bf16_sums, kernel_fits,
+    local_is_one_rank, vendor_keys, silently_wrong_keys, hpz_divides_the_ranks, sixteen_bits_need_a_stage, bf16_sums, kernel_fits,
     muon_limits,
 )

@@ -21,6 +21,12 @@ def gpu_is_known(case: Case) -> Iterator[Problem]:
                    f"write one of {', '.join(GPUS)}; without it the plan gives no memory verdict and metrics have no utilisation")
 
 
+def price_is_of_gpus(case: Case) -> Iterator[Problem]:
+    if case.config.monitor.price_per_gpu_hour is not None and case.world.device is Device.CPU:
+        yield refuse(case.config, "monitor.price_per_gpu_hour", "cost is counted in GPU-hours, and this run has CPU ranks only",
+                     "write monitor.price_per_gpu_hour=null")
+
+
 def precision_against_device(case: Case) -> Iterator[Problem]:
     precision, gpu = case.config.precision.name, find(case.world.gpu)
     if precision is Precision.bf16 and gpu is not None and not gpu.has_bf16:
@@ -136,4 +142,5 @@ def _more_room(case: Case) -> str:
     return f"write {', or '.join(options[:-1])}, or take {options[-1]}"
 
 
-RULES: tuple[Rule, ...] = (gpu_is_known, precision_against_device, offload_against_stage, offload_to_nvme, states_fit, host_fits)
+RULES: tuple[Rule, ...] = (
+    gpu_is_known, price_is_of_gpus, precision_against_device, offload_against_stage, offload_to_nvme, states_fit, host_fits)

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.attempts import Attempt, Times, end_times, goodput, read_attempt, read_times, write_times
+from toolkit.attempts import SAVES, Attempt, Times, end_times, goodput, read_attempt, read_saves, read_times, write_times
+from toolkit.checkpoint_folder import Newest, disagreement, find_newest, step_of, steps_moved
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem, file_errors
 from toolkit.files import write_whole
 from toolkit.paths import MOST_NAME_BYTES
+from toolkit.rows import last_row
 from toolkit.rundir.lock import lock_file
 from toolkit.rundir.rows import move_rows
 from toolkit.rundir.source import SourceKind, check_fork, check_identity, check_same_run, parent_of, resolve_source
@@ -136,7 +138,11 @@ class RunDirectory:
         check_folder(self.path)
         check_identity(config, self.config_file)
         check_fork(config, self.path, self.fork_file, self.newest_checkpoint())
-        source = resolve_source(config, self.newest_checkpoint())
+        found = self.newest_agreed()
+        if config.resume == "auto" and found.disagreements:
+            raise disagreement(self.checkpoints, found)
+        # resume=never refuses to pass over a checkpoint that can be continued; among files that do not agree it is what a person chose.
+        source = resolve_source(config, None if found.disagreements else found.checkpoint)
         if source.kind is SourceKind.RESUME and source.path is not None:
             check_same_run(config, source.path)
 
@@ -252,6 +258,26 @@ class RunDirectory:
     def newest_checkpoint(self) -> Path | None:
         """Of this run's own, by its folder's name. Whether it is whole is found when it is read."""
         return max((file.parent for file in self.checkpoints.glob("[!.]*/manifest.json")), default=None)
+
+    def newest_agreed(self) -> Newest:
+        """The newest checkpoint, as far as the folder of checkpoints and the run's other files agree on one."""
+        found = find_newest(self.checkpoints, self._claims())
+        row = last_row(self.metrics_file)
+        if found.checkpoint is None and row is not None and not self.status_file.exists():
+            found = replace(found, disagreements=(*found.disagreements, f"{self.metrics_file.name} has rows up to step {row.get('step')}"))
+        return found
+
+    def _claims(self) -> dict[str, int]:
+        """Steps that the run's other files say were saved, apart from those whose checkpoints a person has moved."""
+        status, moved = self.status(), set(steps_moved(self.path / "attempts"))
+        claims: dict[str, int | None] = {}
+        if status is not None and status.checkpoint is not None:
+            claims[self.status_file.name] = step_of(Path(status.checkpoint))
+        trained = [number for number in self.attempts() if (times := read_times(self.attempt_folder(number))) and times.first is not None]
+        if trained:
+            folder = self.attempt_folder(trained[-1])
+            claims[f"attempts/{folder.name}/{SAVES}"] = max((save.step for save in read_saves(folder)), default=None)
+        return {who: step for who, step in claims.items() if step is not None and step not in moved}
 
     # ---- what is run again
 

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole
 
 
@@ -45,9 +46,18 @@ def write_status(file: Path, status: Status) -> None:
 
 
 def read_status(file: Path) -> Status | None:
-    """None where no run has begun, or where a power failure emptied the status of a run under way."""
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    """None where no run has begun, or where a power failure emptied the status of a run under way.
+
+    Raises:
+        InputError: it is not what this toolkit writes.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     if not text:
         return None
-    fields = json.loads(text)
-    return Status(**{**fields, "state": RunState(fields["state"])})
+    try:
+        fields = json.loads(text)
+        return Status(**{**fields, "state": RunState(fields["state"])})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(Problem(
+            str(file), f"{file} cannot be read ({type(error).__name__}: {error})", f"{file.name} is as a run of this toolkit wrote it",
+            f"move the file away: mv {file} {file}.damaged")) from error

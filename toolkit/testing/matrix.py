@@ -7,7 +7,7 @@ numbers of unmasked tokens in every cell.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -15,11 +15,13 @@ from typing import Any
 
 from toolkit.config.data import Documents
 from toolkit.config.schema import EngineName, OptimizerName
+from toolkit.engine.build import first_weights
 from toolkit.errors import InputError, Problem
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.testing.measure import Differences
-from toolkit.testing.tiny import VOCABULARY, tiny_config
+from toolkit.testing.idle_experts import biased_first_weights
+from toolkit.testing.measure import Differences, FirstWeights
+from toolkit.testing.tiny import GLOBAL_BATCH, VOCABULARY, tiny_config
 
 TOLERANCE = Differences(loss=1e-5, norm=1e-4, gradient=1e-5, weight=1e-5, evaluation=1e-5)
 EPS = 1e-4  # Adam's in most cells
@@ -57,6 +59,9 @@ class Cell:
     zero: int = 0
     layers: int = 2
     vocabulary: int = VOCABULARY
+    experts: int = 0  # of a layer; 0: as many as the tiny model of the family has
+    batch: int = GLOBAL_BATCH
+    idle: bool = False  # routers are biased so that most experts, and so whole ranks of the expert axis, get no token
     recompute: bool = False
     documents: bool = False  # kept apart, in samples that are made of them
     eps: float = EPS  # Adam's
@@ -77,7 +82,8 @@ class Cell:
             parts.append(f"zero{self.zero}")
         labels = [self.label] if self.label else []
         labels += [f"eps{self.eps:.0e}"] if self.eps != EPS else []
-        return "-".join([*(parts or ["one"]), *labels, *(["documents"] if self.documents else [])])
+        labels += [word for word in ("idle", "documents") if getattr(self, word)]
+        return "-".join([*(parts or ["one"]), *labels])
 
     @property
     def name(self) -> str:
@@ -91,10 +97,13 @@ class Cell:
         changes: dict[str, Any] = {
             "engine__name": self.engine, "zero__stage": self.zero, "parallel__tensor": self.tensor, "parallel__pipeline": self.pipeline,
             "parallel__context": self.context, "parallel__expert": self.expert, "model__num_hidden_layers": self.layers,
-            "model__vocab_size": self.vocabulary, "train__activation_checkpointing": self.recompute,
-            "data__documents": Documents.separate if self.documents else Documents.joined, "optim__eps": self.eps, **case.settings,
+            "model__vocab_size": self.vocabulary, "train__global_batch": self.batch, "train__activation_checkpointing": self.recompute,
+            "data__documents": Documents.separate if self.documents else Documents.joined, "optim__eps": self.eps,
+            **case.settings,
             **more,
         }
+        if self.experts:
+            changes["model__num_local_experts"] = self.experts
         if self.own:
             changes[f"engine__{self.engine.value}"] = dict(self.own)
         world = World(ranks=self.ranks, ranks_per_node=self.ranks, device=device, has_compiler=True)
@@ -102,13 +111,17 @@ class Cell:
 
     def oracle(self) -> Cell:
         """The same model, samples and first weights on ``local``: equal for all layouts of a family with the same sizes."""
-        return Cell(engine=EngineName.local, family=self.family, layers=self.layers, vocabulary=self.vocabulary, documents=self.documents,
-                    eps=self.eps)
+        return Cell(engine=EngineName.local, family=self.family, layers=self.layers, vocabulary=self.vocabulary, experts=self.experts,
+                    batch=self.batch, idle=self.idle, documents=self.documents, eps=self.eps)
 
     @property
     def cases(self) -> tuple[Case, ...]:
         """Another eps says nothing of SGD."""
         return tuple(Case) if self.eps == EPS else (Case.ADAM,)
+
+    @property
+    def first_weights(self) -> FirstWeights:
+        return biased_first_weights if self.idle else first_weights
 
     @property
     def allowed(self) -> Differences:
@@ -141,6 +154,21 @@ NO_SP = (("sequence_parallel", False),)  # it is on by default where there is a 
 VPP = (("virtual_pipeline_model_parallel_size", 2),)
 OVERLAP = (("overlap_grad_reduce", True), ("overlap_param_gather", True))
 SELECTIVE = (("recompute_granularity", "selective"),)
+
+# Experts without tokens; three ranks divide neither four experts nor a batch of eight.
+THREE: Mapping[str, Any] = {"data": 3, "experts": 6, "batch": 12}
+IDLE: tuple[Cell, ...] = (
+    deepspeed("mixtral", 2, data=2, expert=2, idle=True),
+    *(deepspeed("mixtral", stage, data=4, expert=2, idle=True) for stage in (1, 2)),
+    *(deepspeed("mixtral", stage, expert=3, idle=True, **THREE) for stage in (1, 2)),
+    *(deepspeed("mixtral", stage, data=4, expert=4, idle=True) for stage in (1, 2)),
+    deepspeed("mixtral", 2, data=4, expert=4, label="full", recompute=True, idle=True),
+    *(deepspeed("mixtral", stage, data=2, idle=True) for stage in range(4)),
+    *(megatron("mixtral", data=2, expert=2, zero=stage, idle=True) for stage in range(3)),
+    *(megatron("mixtral", expert=3, zero=stage, idle=True, **THREE) for stage in range(3)),
+    *(megatron("mixtral", data=4, expert=4, zero=stage, idle=True) for stage in range(3)),
+    megatron("mixtral", pipeline=2, data=2, expert=2, idle=True),
+)
 
 # What a machine of users checks first: every axis of both engines, in at most ten minutes.
 CORE: tuple[Cell, ...] = (
@@ -175,6 +203,7 @@ CORE: tuple[Cell, ...] = (
     deepspeed("qwen2", 1, tensor=2),
     deepspeed("qwen3", 3, data=2),
     deepspeed("mixtral", 1, data=2, expert=2),
+    deepspeed("mixtral", 1, data=2, expert=2, idle=True),
     *(megatron(family, documents=True) for family in ("llama", "gpt2")),
     megatron("llama", tensor=2, label="sp", documents=True),
     megatron("llama", pipeline=2, documents=True),
@@ -261,6 +290,7 @@ FURTHER: tuple[Cell, ...] = (
         megatron("gpt2", tensor=2, pipeline=2, label="sp"), *(deepspeed("llama", stage, data=2) for stage in range(3)),
         deepspeed("llama", 1, tensor=2), deepspeed("qwen2", 2, context=2), deepspeed("gpt2", 3, data=2),
         deepspeed("mixtral", 1, data=2, expert=2))),
+    *IDLE,
 )
 
 ALL: tuple[Cell, ...] = CORE + FURTHER

@@ -6,13 +6,14 @@ beside the update, so the quotient has the gradient's own 24 bits; a power of tw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from toolkit.checkpoint.shard import Reader
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, MicroBatch, Objective, StepSettings
 from toolkit.plan.types import RunPlan
@@ -21,6 +22,7 @@ from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import NextToken, text_task
 
 GRADIENT_LR = 2.0**20
+FirstWeights = Callable[[RunPlan], Reader]
 EVALUATION_STEP = 1000  # its global batch is held out: no run here comes so far
 
 
@@ -87,12 +89,13 @@ def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def measure(rank: int, ranks: int, plan: RunPlan, *, steps: int = STEPS, gradients: bool = False, gaps: bool = False,
-            task: Objective | None = None, batches: Batches = micro_batches) -> Measured:
+            first: FirstWeights = first_weights, task: Objective | None = None, batches: Batches = micro_batches) -> Measured:
     """A run from its first weights, on this rank of ``testing/dist.py``. Collective.
 
     Args:
         gradients: take those of the first step too; the plan's optimizer is SGD without momentum, decay and clipping.
         gaps: watch the routers; ``local`` only.
+        first: what gives the first weights.
         task, batches: other than the plan's own, for runs that are wrong on purpose.
     """
     assert ranks == plan.axes.size, f"{ranks} ranks for a plan of {plan.axes.size}"
@@ -101,8 +104,8 @@ def measure(rank: int, ranks: int, plan: RunPlan, *, steps: int = STEPS, gradien
         task, batches = watch, watch.batches
     engine = build_engine(plan, task or text_task(plan), rank=rank, local_rank=rank)
     try:
-        found = first_gradients(engine, plan, rank, batches) if gradients else {}
-        engine.load(first_weights(plan))
+        found = first_gradients(engine, plan, rank, batches, first) if gradients else {}
+        engine.load(first(plan))
         results = step_all(engine, plan, range(steps), rank=rank, batches=batches)
         weights = whole_weights(engine, plan, rank)
         evaluated = engine.eval_step(samples(engine, plan, EVALUATION_STEP, rank))
@@ -112,11 +115,12 @@ def measure(rank: int, ranks: int, plan: RunPlan, *, steps: int = STEPS, gradien
                     tuple(watch.gaps[step] for step in range(steps)) if watch is not None else ())
 
 
-def first_gradients(engine: Engine, plan: RunPlan, rank: int, batches: Batches = micro_batches) -> dict[str, torch.Tensor]:
+def first_gradients(engine: Engine, plan: RunPlan, rank: int, batches: Batches = micro_batches,
+                    first: FirstWeights = first_weights) -> dict[str, torch.Tensor]:
     """Those of the first step, whole, on rank 0. Leaves useless weights: load again. Collective."""
     optim = plan.config.optim
     assert optim.momentum == optim.weight_decay == optim.clip == 0, "the first step of plain SGD is the gradient"
-    engine.load(first_weights(plan))
+    engine.load(first(plan))
     before = whole_weights(engine, plan, rank)
     engine.train_step(samples(engine, plan, 0, rank, batches), StepSettings(0, GRADIENT_LR))
     after = whole_weights(engine, plan, rank)

@@ -74,7 +74,8 @@ loss on held-out samples after the last step {evaluation}.
 A name is engine, family, layout: `tp` tensor, `cp` context (Ulysses under DeepSpeed), `ep` expert, `pp` pipeline, `dp` data ranks,
 `zero` the stage (under Megatron-core 1 and 2 are the distributed optimizer), `sp` sequence parallel, `vpp2` two model chunks a
 stage, `padded` a vocabulary of 263 rows that the ranks do not divide, `uneven` stages of different depth, `full` and `selective`
-recomputation, `eps1e-08` Adam with the eps that runs have by default (1e-4 elsewhere).
+recomputation, `eps1e-08` Adam with the eps that runs have by default (1e-4 elsewhere), `idle` routers that send no token to most
+experts, and so none to whole ranks of the expert axis.
 In every cell the micro-batches differ in their numbers of unmasked tokens. With mixtral another order of summation
 may choose another expert where two are as close as rounding: from that step on two right runs differ, and the step is named.
 """

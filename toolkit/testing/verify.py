@@ -27,7 +27,7 @@ from toolkit.plan.types import Device
 from toolkit.progress import Progress
 from toolkit.testing.dist import RankPool, RanksFailed
 from toolkit.testing.matrix import Case, Cell
-from toolkit.testing.measure import Differences, Measured, measure
+from toolkit.testing.measure import Differences, FirstWeights, Measured, measure
 from toolkit.testing.parity import REQUIRED_FALL, STEPS
 
 SECONDS = 300.0  # that a cell may take; the first on a GPU compiles and loads kernels
@@ -122,12 +122,13 @@ def measured(cell: Cell, case: Case, pool: RankPool, device: Device, steps: int 
     plan = cell.plan(case, device)
     assert plan.shape is not None, "cells are of families"
     watched = cell.engine is EngineName.local and plan.shape.num_local_experts > 0
-    found: Measured = pool.run(measure_on_rank, plan, steps, case is Case.SGD, watched, ranks=cell.ranks, timeout=SECONDS)[0]
+    found: Measured = pool.run(
+        measure_on_rank, plan, steps, case is Case.SGD, watched, cell.first_weights, ranks=cell.ranks, timeout=SECONDS)[0]
     return found
 
 
-def measure_on_rank(rank: int, ranks: int, plan: Any, steps: int, gradients: bool, gaps: bool) -> Measured:
-    return measure(rank, ranks, plan, steps=steps, gradients=gradients, gaps=gaps)
+def measure_on_rank(rank: int, ranks: int, plan: Any, steps: int, gradients: bool, gaps: bool, first: FirstWeights) -> Measured:
+    return measure(rank, ranks, plan, steps=steps, gradients=gradients, gaps=gaps, first=first)
 
 
 def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.directory import newest, step_of
 from toolkit.checkpoint.formats.huggingface_target import export
 from toolkit.checkpoint.source import open_source
+from toolkit.checkpoint_folder import newest, step_of
 from toolkit.models.target import configuration
 from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import RunPlan
@@ -46,7 +46,7 @@ def finish(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink:
         try:
             text = _continuation(plan, checkpoint, tokenizer, prompt, stop)
             say(f"the model continues {prompt!r}:\n\n{prompt}{text}\n")
-            sink.log_text("continuation", prompt + text)
+            sink.log_summary("continuation", prompt + text)
         except Exception as error:  # noqa: BLE001  the training is done and saved; a sample of text does not change that
             tell(f"no text was generated: {type(error).__name__}: {error}")
     picture = directory.plots / "loss.png"

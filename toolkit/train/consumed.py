@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from toolkit.checkpoint.directory import step_of
+from toolkit.checkpoint_folder import step_of
 from toolkit.monitor.sink import Row
 from toolkit.train.hooks import Hook
 

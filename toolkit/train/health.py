@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.checkpoint.directory import step_of
+from toolkit.checkpoint_folder import step_of
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.health.limiter import Limiter

@@ -29,6 +29,7 @@ from toolkit.train.health import Alerts, HealthSink, Saves
 from toolkit.train.hooks import Hook
 from toolkit.train.ledger import Ledger, ledger_of
 from toolkit.train.probe import Probe
+from toolkit.train.processor import Processor
 from toolkit.train.profile import Profile
 from toolkit.train.replicas import Replicas
 from toolkit.train.system import sampling
@@ -84,7 +85,10 @@ def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
         if rank == 0:
             sink = CompositeSink([sink, judge(plan, alert, stack, makers)])
         if monitor.ledger:
-            recorder = taking = StepRecorder(clock_of(plan.world.device), pipelined=plan.axes.pipeline > 1)
+            processor = stack.enter_context(closing(Processor()))
+            processor.start()
+            recorder = taking = StepRecorder(
+                clock_of(plan.world.device), pipelined=plan.axes.pipeline > 1, delays=processor.read)
             log_row = partial(sink.log, Kind.LEDGER)
             ledger = made = stack.enter_context(closing(ledger_of(plan, taking, log_row, rank=rank, say=say, tell=tell)))
             makers.append(lambda engine: made)

@@ -53,7 +53,7 @@ class Probe(Hook):
         write_whole(self._file, json.dumps({"step": step, "seconds": time.perf_counter() - began, "axes": rows}, indent=1) + "\n")
         for row in rows:
             self._say(words(row))
-        self._sink.log_text("probe", "\n".join(words(row) for row in rows))
+        self._sink.log_summary("probe", "\n".join(words(row) for row in rows))
 
     def _row(self, axis: Axis) -> Row:
         peers = peers_along(self._plan.axes, axis, self._rank)

@@ -9,8 +9,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from toolkit.attempts import words as goodput_words
-from toolkit.checkpoint.directory import newest
 from toolkit.checkpoint.online.store import CheckpointStore
+from toolkit.checkpoint_folder import newest
 from toolkit.config.data import Documents
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.evaluation import EvalSet
@@ -154,8 +154,10 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         took = course.words(time.monotonic())
         kept = (directory.saved_step() or 0) if saving.given_up or diverged is not None else None
         total = times.goodput(kept) if rank == 0 else None
-        if total is not None and total.attempts > 1:
-            say(goodput_words(total))
+        if total is not None:
+            watch.sink.log_summary("goodput", total.share)
+            if total.attempts > 1:
+                say(goodput_words(total))
         try:
             if rank == 0 and code is ExitCode.DONE:
                 closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step), time=took,

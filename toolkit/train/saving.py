@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from toolkit.checkpoint.directory import step_of
 from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
+from toolkit.checkpoint_folder import step_of
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.kind import SampleStream
 from toolkit.engine.protocol import Engine

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.directory import checkpoint_at, go_back, newest
+from toolkit.checkpoint.directory import checkpoint_at, go_back, start_over
 from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint_folder import newest
 from toolkit.data.kind import SampleStream
 from toolkit.engine.build import first_weights
 from toolkit.plan.types import BatchPlan, RunPlan
@@ -31,19 +32,23 @@ class Beginning:
 
 
 def take_up(plan: RunPlan, directory: RunDirectory, beginning: Beginning, attempt: int) -> list[str]:
-    """After ``resume=PATH`` the run goes on from there: later starts too, should this one end before its first save.
+    """After ``resume=PATH`` the run continues from there, and after ``resume=never`` from the beginning: later starts too, should this
+    one end before its first save.
 
     The checkpoints of later steps belong to steps that are run again, and move to the attempt that made them, as their rows do.
-    By rank 0. Returns what to tell people.
+    By rank 0. Returns lines to log.
     """
-    if plan.config.resume in ("auto", "never") or beginning.checkpoint is None:
+    if plan.config.resume == "auto":
         return []
     aside = directory.folder_of_older(attempt) / "checkpoints"
-    moved = go_back(directory.checkpoints, beginning.checkpoint, beginning.state.step, aside)
+    if beginning.checkpoint is None or plan.config.resume == "never":
+        moved = start_over(directory.checkpoints, aside)
+    else:
+        moved = go_back(directory.checkpoints, beginning.checkpoint, beginning.state.step, aside)
     if not moved:
         return []
     names = ", ".join(folder.name for folder in moved)
-    return [f"{names} of the steps that are run again {'are' if len(moved) > 1 else 'is'} now in {aside}, which nobody removes for you"]
+    return [f"{names} of the steps that are run again {'are' if len(moved) > 1 else 'is'} now in {aside}, and no later save removes them"]
 
 
 def find_beginning(plan: RunPlan, directory: RunDirectory) -> Beginning:
@@ -52,7 +57,8 @@ def find_beginning(plan: RunPlan, directory: RunDirectory) -> Beginning:
     Raises:
         UserError: there is nothing to continue from, or it must not be continued from.
     """
-    source = resolve_source(plan.config, newest(directory.checkpoints))
+    # resume=never: RunDirectory.check has seen that nothing is there, or nothing that files agree on.
+    source = resolve_source(plan.config, newest(directory.checkpoints) if plan.config.resume == "auto" else None)
     if source.path is None:
         pretrained = plan.config.model.pretrained
         words = f"random weights of train.seed={plan.config.train.seed}" if pretrained is None else f"the weights of {pretrained}"

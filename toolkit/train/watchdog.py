@@ -51,7 +51,7 @@ LAST_SECONDS = 30.0  # after that the process ends, whatever it is at
 PAUSE_NODE, PAUSE_NODES = 0.1, 0.5  # between two looks for other ranks' words: on one node, and where a thousand may look
 MOST_COMPARED = 8  # ranks whose calls a failing rank looks at
 
-OWN_THREADS = ("watchdog", "mailbox")  # which only tell
+OWN_THREADS = ("watchdog", "mailbox", "processor")  # which only measure and report
 MISMATCH = "mismatch"  # the alert of a run that fails where ranks call different collectives
 ASKED, VERDICT = "asked", "verdict"
 HANG, FAILURE = "rank", "failure"  # why words are asked for, and what they are called: rank-3.json

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.attempts import Times, write_times
+
 BEGAN = 1_790_000_000.0  # Unix time of the first sample
 STEP_SECONDS = 2.0
 HOSTILE = "</script><script>window.hurt = 1</script><img src=http://example.com/x.png onerror=alert(1)> & 'quotes' \"\u2028"
@@ -111,6 +113,12 @@ def write_run(folder: Path, steps: int = 300, *, nodes: int = 2, gpus: int = 8, 
         packages = {"torch": f"2.1{attempt}", "deepspeed": None}
         environment = {"python": "3.11.9", "packages": packages, "git": {"commit": "abc", "dirty": False}}
         (place / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
+    for number, first, last in ((1, 0, steps // 2), (2, steps // 2, steps)):
+        place = folder / "attempts" / f"{number:03d}"
+        write_times(place, Times(began=BEGAN + 9000 * (number - 1), seen=BEGAN + 9000 * number, first=first, step=last))
+        plan = {**PLAN, "engine": "megatron" if number == 2 else "deepspeed",
+                "batch": {**PLAN["batch"], "tokens_per_step": 4_194_304 * number}}
+        (place / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     (folder / "attempts/001/metrics.jsonl").write_text('{"step": 5, "loss": 1.0}\n{"step": 6, "loss": 1.0}\n', encoding="utf-8")
     (folder / "attempts/001/hang.txt").write_text("rank 1 is missing\n", encoding="utf-8")
     (folder / "attempts/002/probe.json").write_text(json.dumps({"step": 0, "seconds": 0.6, "axes": PROBED}), encoding="utf-8")

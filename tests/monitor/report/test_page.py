@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
-from tests.monitor.report.runs import ALERTS, HOSTILE, PARTS, eval_rows, ledger_rows, step_rows, system_rows, write_run
+from tests.monitor.report.runs import ALERTS, BEGAN, HOSTILE, PARTS, eval_rows, ledger_rows, step_rows, system_rows, write_run
 from toolkit.errors import InputError
 from toolkit.monitor.report import data
-from toolkit.monitor.report.data import Run, read_run
+from toolkit.monitor.report.data import Attempt, Run, read_run, standing_from
 from toolkit.monitor.report.hardware import hardware
 from toolkit.monitor.report.page import SECTIONS, embedded, page
-from toolkit.monitor.report.reality import bubble_measured, bubble_planned
+from toolkit.monitor.report.reality import attempts_held, bubble_measured, bubble_planned, whole
 from toolkit.monitor.report.verdict import dead, state, verdict
 from toolkit.progress import Progress, quantity
 from toolkit.rows import read_rows
@@ -213,8 +213,8 @@ def test_verdict_says_how_it_is(run: Run, parsed: Parsed) -> None:
 
 
 def test_plan_against_reality(run: Run, parsed: Parsed) -> None:
-    assert bubble_planned(run) == pytest.approx(3 / (2 * 16))
-    assert bubble_measured(run) == pytest.approx(PARTS["bubble"] / (PARTS["forward"] + PARTS["backward"]))
+    assert bubble_planned(whole(run)) == pytest.approx(3 / (2 * 16))
+    assert bubble_measured(whole(run)) == pytest.approx(PARTS["bubble"] / (PARTS["forward"] + PARTS["backward"]))
     text = parsed.text()
     for shown in ("11.000 GB", "11.500 GB", "65.000 GB", "71.700 GB", "4,194,304", "at least 1.83 s", "310.00 GB/s",
                   "no process group of just the ranks"):
@@ -374,3 +374,31 @@ def test_a_link_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
     (here / name).symlink_to(secret)
     with pytest.raises(InputError, match="is a link to"):
         read_run(here, Progress.silent())
+
+
+def test_each_attempt_is_compared_with_its_own_plan(run: Run) -> None:
+    """The second one had other engine and batch; what was measured is of its own steps."""
+    (newest, second), (older, first) = attempts_held(run)
+    assert newest.startswith(f"Attempt 2, from step {STEPS // 2 + 1}, planned and measured: Engine megatron")
+    assert older.startswith("Attempt 1, from step 1, planned and measured: Engine deepspeed")
+    assert (first.plan["batch"]["tokens_per_step"], second.plan["batch"]["tokens_per_step"]) == (4_194_304, 2 * 4_194_304)
+    assert first.total("step_seconds").count == STEPS // 2 == second.total("step_seconds").count
+    assert first.total("step_seconds").sum + second.total("step_seconds").sum == pytest.approx(run.steps.total("step_seconds").sum)
+    assert bubble_measured(first) == pytest.approx(PARTS["bubble"] / (PARTS["forward"] + PARTS["backward"]))
+
+
+def test_attempts_and_alerts_are_labelled_on_the_curves(parsed: Parsed) -> None:
+    over_steps = parsed.charts()["loss"]["marks"]
+    assert [(mark["x"], mark["level"], mark["label"]) for mark in over_steps] == [
+        (STEPS // 2, "attempt", "attempt 2"), (150, "error", "non-finite"), (240, "warning", "throttling"), (270, "warning", "throttling")]
+    over_time = next(chart for chart in parsed.charts().values() if chart["xFormat"] == "time")["marks"]
+    assert [(mark["x"], mark["label"]) for mark in over_time] == [(BEGAN + 9000, "attempt 2")]
+
+
+def test_an_attempt_whose_steps_were_all_run_again_is_no_border() -> None:
+    def attempt(number: int, first: int | None) -> Attempt:
+        return Attempt(number=number, began=None, ended=None, end="", start_seconds=None, log_end="", first=first, repeated=0, plan={},
+                       config={}, environment={}, probe={}, hang="", files=())
+
+    every = [attempt(1, 0), attempt(2, 50), attempt(3, None), attempt(4, 20)]
+    assert [(one.number, first) for one, first in standing_from(every)] == [(1, 0), (4, 20)]

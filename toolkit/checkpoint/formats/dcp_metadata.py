@@ -72,7 +72,7 @@ def load(folder: Path) -> Metadata:
         metadata = _metadata(found)
     except FileNotFoundError as error:
         raise Damage(METADATA, f"{path} is missing", RULE) from error
-    except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, IndexError, TypeError, ValueError) as error:
+    except (pickle.UnpicklingError, OSError, KeyError, AttributeError, IndexError, TypeError, ValueError, AssertionError) as error:
         raise Damage(METADATA, f"{path} cannot be read ({type(error).__name__}: {error})", RULE) from error
     _check_files(folder, metadata)
     return metadata

@@ -16,6 +16,7 @@ from toolkit.checkpoint.catalog import Catalog, Damage
 from toolkit.checkpoint.formats import deepspeed_files as files
 from toolkit.checkpoint.formats import deepspeed_plain as plain
 from toolkit.checkpoint.formats import deepspeed_zero as zero
+from toolkit.checkpoint.formats import torch_zip
 from toolkit.checkpoint.formats.deepspeed_catalog import Ranks, catalog_of
 from toolkit.checkpoint.formats.deepspeed_files import File, Saved
 from toolkit.checkpoint.formats.deepspeed_held import Local, Shape, Whole
@@ -174,9 +175,9 @@ def _frozen(saved: Saved, number: int) -> Iterator[tuple[str, Local]]:
 def scalars_of(saved: Saved) -> dict[str, object]:
     """What training resumes from besides tensors. Raises Damage where ranks or parameters disagree."""
     found = counts_of(saved)
-    counts = {files.number(saved.folder, step) for ranks in saved.partitions for rank in ranks for step in zero.steps_of(rank)}
+    counts = {torch_zip.number(saved.folder, step) for ranks in saved.partitions for rank in ranks for step in zero.steps_of(rank)}
     if not saved.partitions:
-        counts = {files.number(saved.folder, step) for file in saved.models for step in plain.steps_of(file)}
+        counts = {torch_zip.number(saved.folder, step) for file in saved.models for step in plain.steps_of(file)}
     if len(counts) > 1:
         raise Damage(saved.models[0].name, f"the optimizer's steps are {sorted(counts)}", "all parameters have taken the same steps")
     if counts:

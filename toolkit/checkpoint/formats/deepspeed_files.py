@@ -19,12 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from toolkit.checkpoint.blocks import numpy_dtype
-from toolkit.checkpoint.catalog import DTYPES, Damage
+from toolkit.checkpoint.catalog import Damage
 from toolkit.checkpoint.formats import torch_zip
-from toolkit.checkpoint.formats.pickles import StoredTensor
 from toolkit.errors import CheckpointError, Problem
 
 LATEST = "latest"
@@ -103,7 +99,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 def load(folder: Path, name: str) -> File:
     """Raises Damage: the file is missing, or not a dictionary of torch.save."""
-    content = torch_zip.load(folder, name)
+    content = torch_zip.load(folder, name, named=True)
     if not isinstance(content, Mapping):
         raise Damage(name, f"{folder / name} holds {type(content).__name__}", "DeepSpeed saves dictionaries")
     return File(name, content)
@@ -206,15 +202,3 @@ def _experts(folder: Path, name: str) -> CheckpointError:
 def unreadable(folder: Path, what: str, remedy: str) -> CheckpointError:
     """For checkpoints that are whole, and of a kind that this reader does not know."""
     return CheckpointError(Problem(str(folder), f"{folder} {what}", "such checkpoints of DeepSpeed cannot be read", remedy))
-
-
-def number(folder: Path, value: object) -> float:
-    """A count that DeepSpeed keeps as a number or as a tensor of one element, which is read. Raises Damage."""
-    if isinstance(value, (int, float)):
-        return value
-    assert isinstance(value, StoredTensor), f"{value} is no number"
-    assert value.numel == 1, f"{value} is not one number"
-    itemsize = DTYPES[value.dtype].itemsize
-    with (folder / value.storage.file).open("rb") as file:
-        file.seek(value.storage.begin + value.offset * itemsize)
-        return float(np.frombuffer(file.read(itemsize), numpy_dtype(value.dtype))[0])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.checkpoint.catalog import DTYPES, Piece
+from toolkit.checkpoint.catalog import DTYPES, Piece, Record
 from toolkit.checkpoint.planner import shifted
 from toolkit.checkpoint.shard import Box, TensorKey, flat_boxes
 
@@ -73,20 +73,20 @@ def runs_of_shares(at: int, numel: int, ranks: int) -> Iterator[Run]:
 
 
 def pieces_of_runs(key: TensorKey, dtype: str, global_shape: tuple[int, ...], box: Box, runs: Iterable[Run],
-                   locate: Callable[[int], tuple[str, int]]) -> tuple[Piece, ...]:
+                   locate: Callable[[int], tuple[str, int, Record | None]]) -> tuple[Piece, ...]:
     """Runs of a parameter as pieces: a few boxes each.
 
     Args:
         box: which part of the canonical tensor the parameter is: all of it, or what a tensor rank has.
-        locate: of a rank: its file, and the byte at which its flat buffer begins.
+        locate: of a rank: its file, the byte at which its flat buffer begins, and the record of the archive that has the buffer.
     """
     itemsize, pieces = DTYPES[dtype].itemsize, []
     for run in runs:
-        file, begin = locate(run.rank)
+        file, begin, record = locate(run.rank)
         at = begin + run.at * itemsize
         for inner, numel in _boxes(box.shape, box.offset, run.start, run.start + run.numel):
             end = at + numel * itemsize
-            pieces.append(Piece(key, dtype, global_shape, inner, file, at, end))
+            pieces.append(Piece(key, dtype, global_shape, inner, file, at, end, record=record))
             at = end
     return tuple(pieces)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from toolkit.checkpoint.catalog import DTYPES, Damage, Piece
+from toolkit.checkpoint.catalog import DTYPES, Damage, Piece, Record
 from toolkit.checkpoint.formats import torch_zip
 from toolkit.checkpoint.formats.deepspeed_geometry import Run, pieces_of_runs
 from toolkit.checkpoint.formats.pickles import StoredTensor, row_major
@@ -55,12 +55,12 @@ class Spread:
 
     Attributes:
         runs: makes them; a large run's parameters have many.
-        buffers: of each rank: the file, and the byte at which the buffer begins.
+        buffers: of each rank: the file, the byte at which the buffer begins, and the record that has it.
     """
 
     dtype: str
     runs: Callable[[], Iterable[Run]]
-    buffers: Sequence[tuple[str, int]]
+    buffers: Sequence[tuple[str, int, Record | None]]
 
     def pieces(self, key: TensorKey, global_shape: Shape, box: Box) -> tuple[Piece, ...]:
         return pieces_of_runs(key, self.dtype, global_shape, box, self.runs(), self.buffers.__getitem__)
@@ -107,6 +107,6 @@ def flat(value: object, file: str, what: str, least: int) -> StoredTensor:
     return value
 
 
-def place(tensor: StoredTensor) -> tuple[str, int]:
-    """The file of a flat buffer, and its first byte."""
-    return tensor.storage.file, tensor.storage.begin + tensor.offset * DTYPES[tensor.dtype].itemsize
+def place(tensor: StoredTensor) -> tuple[str, int, Record | None]:
+    """The file of a flat buffer, its first byte, and the record of the archive that has it."""
+    return tensor.storage.file, tensor.storage.begin + tensor.offset * DTYPES[tensor.dtype].itemsize, tensor.storage.record

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 from toolkit import families
@@ -190,15 +191,11 @@ class _Laid:
         for flat in buffers:
             for index, one in enumerate(flat.parameters):
                 self._in_flats.setdefault(one.canonical, []).append((rank.number, flat, index))
-        begins: dict[Any, int] = {}
         for number in range(of.data):
             name, records = self._zero_name(number, rank.number, "optim"), Records()
-            if of.stage < 3:
-                begins = self._add(name, deepspeed_states.zero12(buffers, of, number, records), records)
-            elif number == 0:  # the files of ZeRO 3 differ in their tensors only
-                begins = self._add(name, deepspeed_states.zero3(buffers, of, records), records)
-            else:
-                self.files.append(replace(self.files[-1], name=name))
+            value = deepspeed_states.zero12(buffers, of, number, records) if of.stage < 3 else deepspeed_states.zero3(buffers, of, records)
+            # As torch.save does of a path: files of two ranks that change places are found by it.
+            begins = self._add(name, value, records, root=PurePosixPath(name).stem)
             for (label, buffer), begin in begins.items():
                 self._begins.setdefault((rank.number, label, buffer), []).append((name, begin))
 
@@ -206,8 +203,8 @@ class _Laid:
         prefix = "bf16_" if kind == "optim" and self.of.dtype == "bfloat16" else ""
         return f"{self.folder}/{prefix}zero_pp_rank_{number}_mp_rank_{rank:02d}_{kind}_states.pt"
 
-    def _add(self, name: str, value: Any, records: Records) -> dict[Any, int]:
-        layout = torch_zip.lay_out(name, value, records.storages)
+    def _add(self, name: str, value: Any, records: Records, root: str = torch_zip.ROOT) -> dict[Any, int]:
+        layout = torch_zip.lay_out(name, value, records.storages, root)
         self.files.append(layout.file)
         return records.begins(layout.storages)
 
@@ -242,4 +239,4 @@ def _whole_piece(key: TensorKey, dtype: str, one: Parameter, file: str, begin: i
 
 def _flat_pieces(key: TensorKey, flat: Flat, index: int, of: Written, where: Sequence[tuple[str, int]]) -> tuple[Piece, ...]:
     one, runs = flat.parameters[index], deepspeed_layout.runs(flat, index, of.stage, of.data)
-    return pieces_of_runs(key, "float32", one.whole, one.box, runs, where.__getitem__)
+    return pieces_of_runs(key, "float32", one.whole, one.box, runs, lambda rank: (*where[rank], None))

@@ -93,7 +93,7 @@ def _read_json(folder: Path, file: str) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise Damage(file, f"{path} is missing", rule) from None
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damage(file, f"{path} is not JSON ({error})", f"{rule} as JSON") from error
     if not isinstance(content, dict):
         raise Damage(file, f"{path} is not a JSON object", f"{rule} as an object")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, manifest
 from toolkit.checkpoint.catalog import Piece, byte_length
 from toolkit.checkpoint.formats import safetensors
@@ -19,7 +20,7 @@ FILE_BYTES = 4 * 2**30  # of one file, except for a single larger tensor
 
 def find(path: Path) -> Path | None:
     found = directory.checkpoint_at(path)
-    ours = found is not None and ((found / manifest.NAME).exists() or directory.step_of(found) is not None)
+    ours = found is not None and ((found / manifest.NAME).exists() or checkpoint_folder.step_of(found) is not None)
     return found if ours else None
 
 

@@ -67,18 +67,23 @@ def decode(path: Path) -> tuple[list[Slot], dict[str, str]]:
         fields = json.loads(text)
         metadata = fields.pop("__metadata__", {})
         slots = [_slot(name, entry, 8 + length) for name, entry in fields.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Damage(path.name, f"{path} has an unreadable header ({error})", RULE) from error
-    for slot in slots:
+    at = 8 + length
+    for slot in sorted(slots, key=lambda slot: (slot.begin, slot.end)):
+        if slot.begin != at:
+            raise Damage(path.name, f"{slot.name} in {path} begins at byte {slot.begin}, the tensor before it ends at {at}", RULE)
+        at = slot.end
         if slot.end - slot.begin != byte_length(slot.dtype, slot.shape):
             raise Damage(path.name, f"{slot.name} in {path} has {slot.end - slot.begin} bytes for {slot.dtype} {slot.shape}", RULE)
-    needed = max((slot.end for slot in slots), default=8 + length)
-    if size != needed:
-        raise Damage(path.name, f"{path} has {size} bytes where its header says {needed}", RULE)
+    if size != at:
+        raise Damage(path.name, f"{path} has {size} bytes where its header says {at}", RULE)
     return slots, metadata
 
 
 def _slot(name: str, entry: Mapping[str, Any], base: int) -> Slot:
     begin, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    return Slot(name, DTYPE_OF_CODE[entry["dtype"]], shape, base + int(begin), base + int(end))
+    shape = tuple(entry["shape"])
+    if any(type(count) is not int or count < 0 for count in (begin, end, *shape)):
+        raise ValueError(f"{name} has shape {str(shape)[:100]} in bytes {begin}..{end}")
+    return Slot(name, DTYPE_OF_CODE[entry["dtype"]], shape, base + begin, base + end)

@@ -9,6 +9,7 @@ PKWARE's APPNOTE 6.3, with zip64 records where a size or an offset needs more th
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 import zipfile
@@ -20,14 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import numpy_dtype
-from toolkit.checkpoint.catalog import DTYPES, Damage, Piece, turned
+from toolkit.checkpoint.blocks import Files, numpy_dtype
+from toolkit.checkpoint.catalog import DTYPES, Damage, Piece, Record, turned
 from toolkit.checkpoint.formats import pickles
 from toolkit.checkpoint.formats.pickles import Storage, StoredTensor, row_major
 from toolkit.checkpoint.shard import Box, TensorKey
 from toolkit.checkpoint.target import Checksum, TargetFile
 
 ALIGNMENT = 64
+ROOT = "archive"  # of the records' names, if torch.save was given no path
 RULE = "a file of torch.save is a whole zip of stored records"
 _MOST_16, _MOST_32 = 0xFFFF, 0xFFFFFFFF
 _LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50
@@ -36,10 +38,13 @@ _LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50,
 # ---- reading
 
 
-def load(folder: Path, file: str, begin: int = 0, end: int | None = None) -> Any:
+def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, named: bool = False) -> Any:
     """The object that was saved in ``folder / file`` (or in its bytes ``begin .. end``), with tensors as ``StoredTensor``.
 
     Reads the directory and the pickle, no tensor. ``Storage.begin`` counts from the start of the file.
+
+    Args:
+        named: the file has the name under which it was saved, which its records repeat if torch.save was given a path.
 
     Raises:
         Damage: the file is missing, not whole, or not of torch.save.
@@ -50,14 +55,20 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None) -> Any
             window = stream if begin == 0 and end is None else _Window(stream, begin, path.stat().st_size if end is None else end)
             with zipfile.ZipFile(window) as archive:
                 records = {info.filename: info for info in archive.infolist()}
+                packed = [info.filename for info in archive.infolist() if info.compress_size != info.file_size or info.compress_type]
+                if packed or len(records) != len(archive.infolist()):
+                    seen = f"{packed[0][:200]} is compressed" if packed else "two records have one name"
+                    raise Damage(file, f"{path}: {seen}", RULE)
                 root = next(name for name in records if name.endswith("/data.pkl")).removesuffix("data.pkl")
+                if named and root not in (f"{ROOT}/", f"{Path(file).stem}/"):
+                    raise Damage(file, f"{path} was saved as {root[:-1][:200]}.pt", "files have the names under which they were saved")
                 if records.get(f"{root}byteorder") and archive.read(f"{root}byteorder") != b"little":
                     raise Damage(file, f"{path} is big endian", "checkpoints are little endian")
                 text = archive.read(f"{root}data.pkl")
 
             def storage(dtype: str, key: str, numel: int) -> Storage:
                 info = records[f"{root}data/{key}"]
-                if info.compress_type != zipfile.ZIP_STORED or info.file_size < numel * DTYPES[dtype].itemsize:
+                if info.file_size < numel * DTYPES[dtype].itemsize:
                     raise Damage(file, f"{path}: record {info.filename} has {info.file_size} bytes for {numel} of {dtype}", RULE)
                 stream.seek(begin + info.header_offset)
                 header = stream.read(30)
@@ -65,25 +76,38 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None) -> Any
                 start = begin + info.header_offset + 30 + names + extra
                 if header[:4] != struct.pack("<I", _LOCAL) or start + info.file_size > path.stat().st_size:
                     raise Damage(file, f"{path}: record {info.filename} is not where the directory says", RULE)
-                return Storage(key, dtype, numel, file, start)
+                return Storage(key, dtype, numel, file, start, record=Record(file, start, start + info.file_size, info.CRC))
 
             return pickles.loads(text, storage)
     except FileNotFoundError as error:
         raise Damage(file, f"{path} is missing", "a checkpoint has all files of its layout") from error
-    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, KeyError, StopIteration, AttributeError, IndexError, TypeError,
-            ValueError) as error:
+    except (zipfile.BadZipFile, pickle.UnpicklingError, struct.error, EOFError, KeyError, OSError, OverflowError, RuntimeError,
+            StopIteration, ValueError) as error:
         raise Damage(file, f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error})", RULE) from error
 
 
-def number(folder: Path, value: Any) -> float:
-    """A number that was saved as it is or as a tensor of one element, which is read."""
-    if not isinstance(value, StoredTensor):
-        return float(value)
-    assert value.numel == 1, f"{value} is no number"
-    begin = value.storage.begin + value.offset * DTYPES[value.dtype].itemsize
-    with (folder / value.storage.file).open("rb") as file:
-        file.seek(begin)
-        return float(np.frombuffer(file.read(DTYPES[value.dtype].itemsize), numpy_dtype(value.dtype))[0])
+def number(folder: Path, value: Any, file: str = "") -> float:
+    """A number that was saved as it is or as a tensor of one element, which is read from ``folder``.
+
+    Args:
+        file: that holds a number which is no tensor.
+
+    Raises:
+        Damage: it is not a finite number, or its bytes are not what was written.
+    """
+    found, file = value, value.storage.file if isinstance(value, StoredTensor) else file
+    if isinstance(value, StoredTensor) and value.numel == 1:
+        itemsize = DTYPES[value.dtype].itemsize
+        content = memoryview(bytearray(itemsize))
+        with Files(folder) as files:
+            if value.storage.record is not None:
+                files.check_record(value.storage.record)
+            files.fill(file, value.storage.begin + value.offset * itemsize, content)
+        found = float(np.frombuffer(content, numpy_dtype(value.dtype))[0])
+    if not isinstance(found, (int, float)) or not math.isfinite(found):
+        seen = f"a tensor of shape {value.shape}" if found is value and isinstance(value, StoredTensor) else repr(found)[:200]
+        raise Damage(file, f"{folder / file} has {seen} for a number", "what a checkpoint counts is a finite number")
+    return float(found)
 
 
 class _Window(io.RawIOBase):
@@ -133,7 +157,8 @@ def _cut(storage: Storage, key: TensorKey, global_shape: tuple[int, ...], box: B
         shape, ordered = (turned(box.shape), turned(strides)) if transposed else (box.shape, strides)
         if all(size == 1 or have == want for size, have, want in zip(shape, ordered, row_major(shape), strict=True)):
             begin = storage.begin + at * itemsize
-            yield Piece(key, storage.dtype, global_shape, box, storage.file, begin, begin + box.numel * itemsize, transposed=transposed)
+            yield Piece(key, storage.dtype, global_shape, box, storage.file, begin, begin + box.numel * itemsize, transposed=transposed,
+                        record=storage.record)
             return
     while box.shape[dim] == 1:
         dim += 1
@@ -157,7 +182,7 @@ class Layout:
     storages: dict[str, int]
 
 
-def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = "archive", begin: int = 0) -> Layout:
+def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT, begin: int = 0) -> Layout:
     """The file ``name`` of ``torch.save(value)``. ``value`` is what ``pickles.dumps`` takes; its tensors are of ``storages``.
 
     Args:

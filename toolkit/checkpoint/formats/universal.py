@@ -137,7 +137,7 @@ def _tensor(folder: Path, file: str) -> tuple[StoredTensor, bool]:
 def _optimizers(folder: Path, settings: File, steps: list[object]) -> dict[str, object]:
     """Steps and the loss scaler. Raises Damage where parameters disagree."""
     found: dict[str, object] = {}
-    counts = {files.number(folder, step) for step in (*steps, *_steps_of(settings))}
+    counts = {torch_zip.number(folder, step) for step in (*steps, *_steps_of(settings))}
     if len(counts) > 1:
         raise Damage(SETTINGS, f"the optimizer's steps are {sorted(counts)}", "all parameters have taken the same steps")
     if counts:

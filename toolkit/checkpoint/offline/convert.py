@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import resource
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -149,11 +149,10 @@ class Conversion:
         for unit in self.units:
             for piece, written in zip(unit.pieces(self.target), done.written(unit), strict=True):
                 segments[piece.file] += written.segments
-        for name, of_file in segments.items():
-            output.seal(name, of_file)
+        sealed = {name: output.seal(name, of_file) for name, of_file in segments.items()}
         output.sync(segments)
         self._on_phase(Phase.MANIFEST)
-        write_whole(self.temporary / self.target.manifest, manifest.encode(self._manifest(done)))
+        write_whole(self.temporary / self.target.manifest, manifest.encode(self._manifest(done, sealed)))
         self._on_phase(Phase.RENAME)
         self.temporary.rename(self.path)
         self._conclude()
@@ -164,7 +163,8 @@ class Conversion:
         (self.path / JOURNAL).unlink(missing_ok=True)
         self._on_phase(Phase.DONE)
 
-    def _manifest(self, done: _Done) -> manifest.Manifest:
+    def _manifest(self, done: _Done, sealed: Mapping[str, Mapping[int, bytes]]) -> manifest.Manifest:
+        """``sealed``: the checksums that each file got, by their places."""
         target = self.target
         pieces: list[Piece] = []
         copies: list[Piece] = []
@@ -173,7 +173,7 @@ class Conversion:
             for key in unit.targets:
                 pieces += (replace(piece, hashes=next(written).hashes) for piece in target.pieces[key])
                 copies += (replace(piece, hashes=next(written).hashes) for piece in target.copies.get(key, ()))
-        files = tuple(_record(file) for file in target.files if not file.free)
+        files = tuple(_record(file, sealed[file.name]) for file in target.files if not file.free)
         return manifest.Manifest(
             namespace=target.namespace, step=target.step, ranks=1, scalars=target.scalars, files=files,
             pieces=tuple(pieces), copies=tuple(copies), software=manifest.software_versions(), written_as=target.format)
@@ -211,8 +211,12 @@ def _allow_open(files: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
-def _record(file: TargetFile) -> manifest.FileRecord:
-    header = file.fixed.get(0, b"")
+def _record(file: TargetFile, sealed: Mapping[int, bytes]) -> manifest.FileRecord:
+    """The header as it lies in the file, with the checksums that were not known when the file was laid out."""
+    header = bytearray(file.fixed.get(0, b""))
+    for place, crc in sealed.items():
+        if place + len(crc) <= len(header):
+            header[place : place + len(crc)] = crc
     return manifest.FileRecord(file.name, file.numbytes, len(header), xxhash.xxh3_128_hexdigest(header))
 
 

@@ -63,14 +63,20 @@ class Output:
         for name in names:
             os.fsync(self._descriptor(name))
 
-    def seal(self, name: str, segments: Sequence[Segment]) -> None:
-        """Write the checksums of a file of which ``segments`` were written, in any order; what lies between them is zero."""
-        ordered = sorted(segments)
+    def seal(self, name: str, segments: Sequence[Segment]) -> dict[int, bytes]:
+        """Write the checksums of a file of which ``segments`` were written, in any order; what lies between them is zero.
+
+        Returns:
+            The bytes of each checksum by their place in the file.
+        """
+        ordered, sealed = sorted(segments), {}
         for check in self._files[name].checksums:
             inside = ordered[bisect_left(ordered, (check.begin,)) : bisect_left(ordered, (check.end,))]
-            crc = checksum(check.begin, check.end, inside)
+            crc = struct.pack("<I", checksum(check.begin, check.end, inside))
             for place in check.places:
-                _write(self._descriptor(name), memoryview(struct.pack("<I", crc)), place)
+                _write(self._descriptor(name), memoryview(crc), place)
+                sealed[place] = crc
+        return sealed
 
     def close(self) -> None:
         for descriptor in self._open.values():

@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, manifest
 from toolkit.checkpoint.blocks import Files, check_piece
 from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece
@@ -67,11 +68,12 @@ class Save:
 
     @property
     def temporary(self) -> Path:
-        return self.directory / f"{directory.TEMPORARY}{directory.step_name(self.step)}-{_attempt(self.attempt)}-{self.number}"
+        name = f"{checkpoint_folder.step_name(self.step)}-{_attempt(self.attempt)}-{self.number}"
+        return self.directory / f"{checkpoint_folder.TEMPORARY}{name}"
 
     @property
     def target(self) -> Path:
-        return self.directory / directory.step_name(self.step)
+        return self.directory / checkpoint_folder.step_name(self.step)
 
     def data_file(self, rank: int) -> Path:
         return self.temporary / f"part-{rank:05d}.safetensors"
@@ -81,7 +83,7 @@ class Save:
 
     def presence(self, rank: int) -> Path:
         """The file that a rank holds locked during the save. It lies outside of ``temporary``, which the commit renames."""
-        return self.directory / f"{directory.TEMPORARY}ranks-{_attempt(self.attempt)}-{self.number}" / f"{rank:05d}"
+        return self.directory / f"{checkpoint_folder.TEMPORARY}ranks-{_attempt(self.attempt)}-{self.number}" / f"{rank:05d}"
 
 
 def _attempt(attempt: int) -> str:
@@ -229,16 +231,21 @@ def _boot_id() -> bytes:
 
 
 def _clean(save: Save) -> None:
-    """Remove what dead attempts left, and what resisted removal before. What resists now is tried again at the next save.
+    """Remove what dead attempts left, and what resisted removal before. What resists now is tried again at the next save. A pointer that
+    an attempt died before writing is written: without it, a second such death would leave two checkpoints that nothing names.
 
     The folder of this attempt's save before this one may still tell a slow rank why it failed.
     """
     if not save.directory.is_dir():
         return
+    found, pointer = checkpoint_folder.find_newest(save.directory), checkpoint_folder.read_pointer(save.directory)
+    newest = found.checkpoint
+    if newest is not None and not found.disagreements and newest.parent == save.directory and newest.name != pointer:
+        write_whole(save.directory / checkpoint_folder.POINTER, newest.name + "\n")
     own = {f"-{_attempt(save.attempt)}-{number}" for number in (save.number, save.number - 1)}
     for entry in save.directory.iterdir():
-        temporary = entry.name.startswith(directory.TEMPORARY) and not entry.name.endswith(tuple(own))
-        if temporary or entry.name.startswith(directory.REMOVED):
+        temporary = entry.name.startswith(checkpoint_folder.TEMPORARY) and not entry.name.endswith(tuple(own))
+        if temporary or entry.name.startswith(checkpoint_folder.REMOVED):
             shutil.rmtree(entry, ignore_errors=True)
 
 
@@ -278,7 +285,7 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
     write_whole(save.temporary / manifest.NAME, manifest.encode(written))  # syncs the folder: the data files' names are durable too
 
     save.on_phase(Phase.RENAME)
-    removed = save.directory / f"{directory.REMOVED}{save.temporary.name.removeprefix(directory.TEMPORARY)}"
+    removed = save.directory / f"{checkpoint_folder.REMOVED}{save.temporary.name.removeprefix(checkpoint_folder.TEMPORARY)}"
     if _keeps(save):
         save.temporary.rename(removed)
     else:
@@ -288,7 +295,7 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
     sync_folder(save.directory)
 
     save.on_phase(Phase.POINTER)
-    write_whole(save.directory / directory.POINTER, save.target.name + "\n")
+    write_whole(save.directory / checkpoint_folder.POINTER, save.target.name + "\n")
 
     save.on_phase(Phase.RETENTION)
     shutil.rmtree(removed, ignore_errors=True)
@@ -302,7 +309,7 @@ def _keeps(save: Save) -> bool:
         return False
     buffer = bytearray(BLOCK_BYTES)
     try:
-        there = manifest.load(save.target)
+        there = directory.load_manifest(save.target)
         manifest.check_files(save.target, there.files)
         with Files(save.target) as files:
             for piece in there.pieces:
@@ -321,10 +328,10 @@ def _retain(save: Save) -> None:
 
     This one is committed whatever happens here, so what cannot be removed is left to the next save's ``_clean``.
     """
-    there = directory.committed(save.directory)
+    there = checkpoint_folder.committed(save.directory)
     whole = {step for step, folder in there.items() if directory.is_whole(folder)}
     for step in directory.removable(there, whole, saved=save.step, keep_last=save.keep_last, keep_every=save.keep_every):
-        gone = save.directory / f"{directory.REMOVED}{there[step].name}"
+        gone = save.directory / f"{checkpoint_folder.REMOVED}{there[step].name}"
         there[step].rename(gone)
         save.on_phase(Phase.RETENTION)
         shutil.rmtree(gone, ignore_errors=True)
@@ -340,7 +347,7 @@ def _told(save: Save, told: Mapping[str, Any]) -> CheckpointError | SaveFailed:
 
 
 def _newest(save: Save) -> str:
-    newest = directory.newest(save.directory)
+    newest = checkpoint_folder.find_newest(save.directory).checkpoint
     return f"the newest complete checkpoint is {newest}" if newest else "no checkpoint was saved before this one"
 
 

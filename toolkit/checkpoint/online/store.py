@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory
 from toolkit.checkpoint.blocks import part
 from toolkit.checkpoint.online.commit import Phase, Save, carry_out
@@ -94,7 +95,7 @@ class CheckpointStore:
         """
         assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
         self.wait()
-        target = self.directory / directory.step_name(step)
+        target = self.directory / checkpoint_folder.step_name(step)
         if self._pending is not None and self._pending.path == target and self._pending.error is None:
             return self._pending  # this very state is saved: a cadence and the end of the run may fall together
         outgoing = [Outgoing(shard.key, shard.global_shape, box, part(shard.data.detach(), shifted(box, [-o for o in shard.box.offset])))
@@ -116,8 +117,8 @@ class CheckpointStore:
             self._pending.wait()
 
     def newest(self) -> Path | None:
-        """The checkpoint to continue from, see ``directory.newest``."""
-        return directory.newest(self.directory)
+        """The checkpoint to continue from, see ``checkpoint_folder.newest``. Raises CheckpointError: the files do not agree on one."""
+        return checkpoint_folder.newest(self.directory)
 
     def complete(self) -> list[Path]:
         """Whole checkpoints in rising order of steps."""

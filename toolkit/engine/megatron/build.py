@@ -42,6 +42,7 @@ class Built:
         self.state = State(plan, models, self.optimizer)
         self.draws = plan.shape.dropout > 0  # whether training draws random numbers
         self._parallel_context = plan.axes.context > 1
+        self._data_ranks = plan.axes.data
         self._weight_decay = plan.config.optim.weight_decay
         self._config = config
         _connect(config, ddp, self.chunks)
@@ -60,7 +61,7 @@ class Built:
     def scale_by(self, scaler: LossScaler) -> None:
         """The run's own loss scale, whose rules are the same in every engine, in place of Megatron-core's."""
         for part in inner_optimizers(self.optimizer):
-            part.grad_scaler = _Scale(scaler)
+            part.grad_scaler = _Scale(scaler, self._data_ranks)
         self._config.grad_scale_func = self.optimizer.scale_loss
 
     def cut(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -145,18 +146,22 @@ def _skip_steps_that_are_not_finite(optimizer: Any) -> None:
 
 
 class _Scale:
-    """The run's loss scale as Megatron-core reads it. The engine updates the scale, once a step; Megatron-core would
-    update it once for each of its optimizers, those of the experts and of the rest."""
+    """The run's loss scale as Megatron-core reads it: divided by the data ranks.
 
-    def __init__(self, scaler: LossScaler) -> None:
-        self._scaler = scaler
+    The engine multiplies the loss by their number, because Megatron-core averages over them; with the run's whole scale
+    on top of it, gradients would overflow that much earlier than those of the local engine. The engine updates the
+    scale, once a step; Megatron-core would update it once for each of its optimizers, those of the experts and of the rest.
+    """
+
+    def __init__(self, scaler: LossScaler, data_ranks: int) -> None:
+        self._scaler, self._data_ranks = scaler, data_ranks
 
     def update(self, found_inf: bool) -> None:
         pass
 
     @property
     def scale(self) -> torch.Tensor:
-        return torch.tensor([self._scaler.cur_scale], device="cuda" if torch.cuda.is_available() else "cpu")
+        return torch.tensor([self._scaler.cur_scale / self._data_ranks], device="cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def inv_scale(self) -> torch.Tensor:

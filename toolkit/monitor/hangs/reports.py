@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 from toolkit.layout.axes import ALL
 from toolkit.monitor.calls import Call
-from toolkit.monitor.hangs.stacks import SILENT, Frame, ProcessId, ThreadStack, doing, short
+from toolkit.monitor.hangs.stacks import ENGINE, MODEL, SILENT, Frame, ProcessId, ThreadStack, doing, place
+from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER
 
 K = TypeVar("K", bound=Hashable)
 
+PARTS_IN_WORDS = {FORWARD: MODEL, BACKWARD: "in the model's backward", OPTIMIZER: "in the optimizer's step"}
 CALLING = "toolkit/engine/collectives.py"  # a thread in a call has frames of it
 
 
@@ -89,8 +91,10 @@ class Report:
         """What its main thread is at: ``waiting for samples``, or where it is."""
         if not self._main:
             return "doing nothing that Python knows of"
-        inner = self._main[-1]
-        return doing(self._main) or f"in {inner.function} ({short(inner.file)}:{inner.line})"
+        words, where = doing(self._main), place(self._main)
+        if words in ("", ENGINE):
+            words = PARTS_IN_WORDS.get(self.part, words)
+        return f"{words}, in {where}" if words in PARTS_IN_WORDS.values() else words or f"in {where}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,21 +15,25 @@ from typing import Any
 FRAMES = 64  # of a thread: the innermost ones
 MAIN = "MainThread"
 
-# Where a thread is -> what it does there. The innermost frame that is listed decides.
-DOING: tuple[tuple[str, str], ...] = (
-    ("toolkit/data/", "waiting for samples"),
-    ("toolkit/checkpoint/", "saving or loading a checkpoint"),
-    ("toolkit/train/saving.py", "saving a checkpoint"),
-    ("toolkit/train/agree.py", "agreeing with the other ranks"),
-    ("toolkit/models/", "building the model"),
-    ("toolkit/engine/", "in the engine"),
-    ("toolkit/train/task.py", "making a batch"),
-    ("toolkit/train/evaluation.py", "evaluating"),
-    ("toolkit/monitor/", "logging"),
-    ("toolkit/train/loop.py", "between steps"),
-    ("toolkit/train/run.py", "before or after training"),
+SAMPLES, ENGINE = "waiting for samples", "in the engine"
+MODEL = "in the model's forward"
+# Where a thread is -> what it does there: a part of the file's path, and the function's name if the file has several purposes. The
+# innermost frame that is listed decides: a task's loss calls the model, whose own files are not listed.
+DOING: tuple[tuple[str, str, str], ...] = (
+    ("toolkit/data/", "", SAMPLES),
+    ("toolkit/checkpoint/", "", "saving or loading a checkpoint"),
+    ("toolkit/train/saving.py", "", "saving a checkpoint"),
+    ("toolkit/train/agree.py", "", "agreeing with the other ranks"),
+    ("toolkit/models/", "", "building the model"),
+    ("toolkit/engine/", "", ENGINE),
+    *((f"toolkit/train/{file}.py", function, words) for file in ("task", "vision") for function, words in (
+        ("collate", "making a batch"), ("units", "making a batch"), ("loss_sum", MODEL), ("eval_sums", MODEL), ("_logits", MODEL))),
+    ("toolkit/train/evaluation.py", "", "evaluating"),
+    ("toolkit/monitor/", "", "logging"),
+    ("toolkit/train/loop.py", "", "between steps"),
+    ("toolkit/train/run.py", "", "before or after training"),
 )
-SAMPLES = DOING[0][1]
+LIBRARIES = ("/site-packages/torch/", "/dist-packages/torch/", f"/lib/python{sys.version_info.major}.{sys.version_info.minor}/")
 
 # Letters of /proc/PID/stat, of proc(5), where they say why a process does not answer.
 STATES: Mapping[str, str] = {
@@ -122,10 +126,19 @@ def frames_of(frame: FrameType | None) -> tuple[Frame, ...]:
 def doing(frames: Sequence[Frame]) -> str:
     """What a thread with these frames is at, in words; empty: nothing of the toolkit."""
     for frame in reversed(frames):
-        for part, words in DOING:
-            if f"/{part}" in frame.file:
+        for part, function, words in DOING:
+            if f"/{part}" in frame.file and function in ("", frame.function.rpartition(".")[2]):
                 return words
     return ""
+
+
+def place(frames: Sequence[Frame]) -> str:
+    """The innermost frame, if possible outside of torch and Python's own library: ``Model.forward (model.py:7)``."""
+    def of_a_library(frame: Frame) -> bool:
+        return any(part in frame.file for part in LIBRARIES) and ("-packages/" not in frame.file or "/torch/" in frame.file)
+
+    inner = next((frame for frame in reversed(frames) if not of_a_library(frame)), frames[-1])
+    return f"{inner.function} ({short(inner.file)}:{inner.line})"
 
 
 def process_state(process: ProcessId) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.sink import Kind, Row
@@ -12,9 +12,12 @@ from toolkit.monitor.sink import Kind, Row
 WARM_UP = 10
 # Something is lasting when it was so in this many of so many steps: no noise is, and it is known within 20 steps.
 LASTING, OF_STEPS = 16, 20
+LONG = 200  # steps that are looked at for what comes now and then
+UNIT_SECONDS = 1.0  # steps that are shorter are joined before a lasting state is judged: twenty of a few milliseconds are one hiccup
 # Less than this of a step is what a machine's scheduler does to any process, and nobody's trouble.
 LEAST_SECONDS = 0.005
 
+T = TypeVar("T")
 SizeOfStep = Callable[[int], int]  # completed steps -> samples of the newest of them: a batch ramp changes what a step costs
 
 
@@ -39,6 +42,23 @@ class WarmUp:
         """Of one more row."""
         self._left -= 1
         return self._left < 0
+
+
+class Units(Generic[T]):
+    """Joins the entries of steps until they last ``UNIT_SECONDS``."""
+
+    def __init__(self) -> None:
+        self._held: list[T] = []
+        self._seconds = 0.0
+
+    def add(self, lasted: float, entry: T) -> tuple[T, ...] | None:
+        """The entries of a whole unit, if this step of ``lasted`` seconds is its last one."""
+        self._held.append(entry)
+        self._seconds += lasted
+        if self._seconds < UNIT_SECONDS:
+            return None
+        unit, self._held, self._seconds = tuple(self._held), [], 0.0
+        return unit
 
 
 def seconds(value: float) -> str:

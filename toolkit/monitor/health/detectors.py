@@ -6,16 +6,9 @@ from toolkit.config.urls import is_url
 from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.health.loss import GRADIENT, LOSS, Jump, LossScale, NonFinite, Validation
 from toolkit.monitor.health.memory import Creep, device_memory, host_memory
+from toolkit.monitor.health.pace import FallingThroughput, SlowCollective, Straggler
 from toolkit.monitor.health.saving import SlowCheckpoint
-from toolkit.monitor.health.time import (
-    DataStall,
-    DataStallOfRank,
-    FallingThroughput,
-    GarbageCollection,
-    Pauses,
-    SlowCollective,
-    Straggler,
-)
+from toolkit.monitor.health.time import DataStall, GarbageCollection, HostBusy, Pauses, Stops
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import RunPlan
 
@@ -28,8 +21,8 @@ def detectors(plan: RunPlan) -> list[Detector]:
     per_node = plan.world.ranks_per_node
     return [
         NonFinite(), Jump(LOSS), Jump(GRADIENT), LossScale(), Validation(),
-        DataStall(faster_data(plan)), DataStallOfRank(per_node), GarbageCollection(),
-        Pauses(size_of_step, ledger=plan.config.monitor.ledger), FallingThroughput(size_of_step),
+        DataStall(faster_data(plan), ranks_per_node=per_node, ledger=plan.config.monitor.ledger), GarbageCollection(),
+        HostBusy(per_node), Stops(per_node), Pauses(size_of_step), FallingThroughput(size_of_step),
         Straggler(ranks_per_node=per_node, stages=plan.axes.pipeline), SlowCollective(size_of_step),
         SlowCheckpoint(),
         Creep(host_memory(plan.world.host_memory_bytes)), Creep(device_memory(memory_bytes(plan.world))),

@@ -1,5 +1,8 @@
 """How often people hear of the same trouble: at once, then at growing distances, with the number of times that were not told.
 
+A small trouble does not hide a large one of the same name and place: an alert that costs at least twice the time of the last one told is
+told at once.
+
 Pure: the clock is given. What is remembered is bounded, however many ranks are in trouble.
 """
 
@@ -11,6 +14,7 @@ from toolkit.monitor.alert import Alert
 
 FIRST_GAP_SECONDS = 600.0  # after the first; it doubles with each that is told
 LONGEST_GAP_SECONDS = 24 * 3600.0
+WORSE = 2.0  # times the lost share of the last one told
 CALM = 2.0  # trouble that has not come for so many gaps begins anew when it does
 BURST = 8  # of one name within FIRST_GAP_SECONDS, whatever is at fault: when a switch fails a thousand ranks have the same trouble
 
@@ -19,6 +23,7 @@ BURST = 8  # of one name within FIRST_GAP_SECONDS, whatever is at fault: when a 
 class _Trouble:
     told_at: float
     seen_at: float
+    lost_share: float
     gap: float = FIRST_GAP_SECONDS
     held: int = 0
 
@@ -39,7 +44,7 @@ class Limiter:
         trouble = self._troubles.get(key)
         if trouble is not None and now - trouble.seen_at > CALM * trouble.gap:
             trouble = None
-        if trouble is not None and now - trouble.told_at < trouble.gap:
+        if trouble is not None and now - trouble.told_at < trouble.gap and not _worse(alert.lost_share, trouble.lost_share):
             trouble.held += 1
             trouble.seen_at = now
             return None
@@ -49,7 +54,7 @@ class Limiter:
         self._told[alert.name].append(now)
         held = trouble.held if trouble is not None else 0
         gap = min(2 * trouble.gap, LONGEST_GAP_SECONDS) if trouble is not None else FIRST_GAP_SECONDS
-        self._troubles[key] = _Trouble(now, now, gap)
+        self._troubles[key] = _Trouble(now, now, alert.lost_share, gap)
         self._forget(now)
         return _with_held(alert, held, self._unnamed.pop(alert.name, 0))
 
@@ -62,6 +67,10 @@ class Limiter:
         """What would begin anew anyway. At most BURST a name are added in FIRST_GAP_SECONDS, so the rest is bounded."""
         for key in [key for key, trouble in self._troubles.items() if now - trouble.seen_at > CALM * trouble.gap]:
             del self._troubles[key]
+
+
+def _worse(share: float, told: float) -> bool:
+    return 0 < WORSE * told <= share
 
 
 def _with_held(alert: Alert, held: int, elsewhere: int) -> Alert:

@@ -9,6 +9,7 @@ from statistics import median
 
 from toolkit.config.schema import Cadence
 from toolkit.monitor.alert import Alert, Level
+from toolkit.monitor.health.account import account_of
 from toolkit.monitor.health.detector import Detector, per_cent, seconds
 from toolkit.monitor.parts import CHECKPOINT
 from toolkit.monitor.sink import Kind, Row
@@ -26,7 +27,8 @@ class SlowCheckpoint(Detector):
     """Training stands still for saving: two saves in a row take three times what saves took before, or the last three a tenth of the time.
 
     By the ledger's part, in which a save in the background has only its copy to host memory, and the wait for a save before it that is
-    not done yet. Under a quarter of a second more (and half a second for a tenth) a save is nobody's trouble.
+    not done yet. Under a quarter of a second more (and half a second for a tenth) a save needs no attention. On a busy host a save counts
+    as ``account.py`` corrects it.
     """
 
     TIMES, SHARE = 3.0, 0.1
@@ -34,28 +36,30 @@ class SlowCheckpoint(Detector):
     kinds = (Kind.LEDGER,)
 
     def __init__(self) -> None:
-        self._saves: deque[tuple[float, float]] = deque(maxlen=12)  # seconds of it, and of everything since the one before
+        self._saves: deque[tuple[float, float, float]] = deque(maxlen=12)  # seconds of it, corrected, and since the one before
         self._since = 0.0
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
         self._since += row["wall_seconds"]
-        took = row["parts"].get(CHECKPOINT, (0.0, 0.0, 0.0))[2]
+        _, middle, took = row["parts"].get(CHECKPOINT, (0.0, 0.0, 0.0))
         if took < self.LEAST_SAVE:
             return None
-        self._saves.append((took, self._since))
+        account = account_of(row, 1)
+        self._saves.append((took, account.corrected(took, account.starved), self._since))
         self._since = 0.0
-        took_all = [each for each, _ in self._saves]
-        before, last = took_all[:-2], took_all[-2:]
+        # The others' wait for one rank that saves longer is in their next step's communication.
+        alone = "" if row["ranks"] == 1 or took < 2 * middle else f"; the median rank took {seconds(middle)} and waited for the slowest"
+        before, last = [each for each, _, _ in self._saves][:-2], [corrected for _, corrected, _ in self._saves][-2:]
         if len(before) >= 2 and min(last) > max(self.TIMES * median(before), median(before) + self.LEAST_MORE):
             return self._alert(row["step"], "has become slow", f"{seconds(last[0])} and {seconds(last[1])} for the last two saves, the "
-                               f"{len(before)} before took {seconds(median(before))}", max(last))
-        three = list(self._saves)[-3:]
+                               f"{len(before)} before took {seconds(median(before))}{alone}", max(last))
+        three = [(corrected, since) for _, corrected, since in self._saves][-3:]
         saving, whole = (median(part) for part in zip(*three, strict=True))
         # The first save's time since the one before it has the start in it.
         if len(self._saves) > 3 and saving > self.SHARE * whole and saving > self.LEAST_EACH:
             return self._alert(row["step"], f"takes {per_cent(saving / whole)} of the time",
                                f"{seconds(saving)} of {seconds(whole)} from save to save, the medians of the last three (alert above "
-                               f"{self.SHARE:.0%})", saving)
+                               f"{self.SHARE:.0%}){alone}", saving)
         return None
 
     def _alert(self, step: int, words: str, evidence: str, took: float) -> Alert:

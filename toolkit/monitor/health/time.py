@@ -1,91 +1,122 @@
-"""Where a run loses time: waiting for samples, pauses of single steps, steps that became slower, one slow rank, slow collectives.
+"""Single steps that lose time: waits for samples, garbage collection, pauses, a process that is stopped, a
+host that is busy.
 
-Thresholds are shares of the step, so that they mean the same in any run; each stands with its reason. A step's ``step_seconds`` has
-neither evaluation nor saving in it (``train/loop.py``); the ledger's ``wall_seconds`` has both, as parts.
+Thresholds are shares of the time, so that they mean the same in any run; each stands with its reason.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.health.detector import LASTING, LEAST_SECONDS, OF_STEPS, Detector, SizeOfStep, WarmUp, per_cent, seconds
-from toolkit.monitor.health.robust import Best, Lasting
-from toolkit.monitor.parts import BUBBLE, CHECKPOINT, COMMUNICATION, DATA, EVALUATION
+from toolkit.monitor.health.account import account_of, delay, is_computing
+from toolkit.monitor.health.detector import (
+    LASTING,
+    LEAST_SECONDS,
+    LONG,
+    OF_STEPS,
+    Detector,
+    SizeOfStep,
+    Units,
+    WarmUp,
+    per_cent,
+    seconds,
+)
+from toolkit.monitor.health.robust import Lasting
+from toolkit.monitor.parts import CHECKPOINT, COMMUNICATION, DATA, EVALUATION
 from toolkit.monitor.sink import Kind, Row
 
-LONG = 200  # steps that are looked at for what comes now and then
-BLOCK = 50  # steps of a block of ``Best``
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """For the samples of one step: seconds of the rank that waited longest, of the others and of the whole
+    step; that rank."""
+
+    longest: float
+    others: float
+    whole: float
+    rank: int = 0
 
 
 class DataStall(Detector):
-    """Training waits for samples in more than a tenth of its time, over the last 20 steps or, where samples come in large chunks, over
-    the last 200. Without the longest wait: one hiccup of a disk is no slow pipeline. A sound pipeline is ahead of training, and the share
-    is that of taking from a queue: far under a hundredth."""
+    """Training waits for samples in more than a tenth of its time, over the last 20 steps or, since samples
+    may come in large chunks, over up to 200. Without the longest wait: one hiccup of a disk is no slow
+    pipeline. A sound pipeline is ahead of training, and the share is that of taking from a queue: far under a
+    hundredth.
 
-    SHARE = 0.1
+    With the ledger it names the rank, if one rank waits and the others do not.
+    """
 
-    def __init__(self, remedy: str) -> None:
-        self._remedy = remedy
+    SHARE, LEAST_LOST = 0.1, 0.5  # seconds of a window
+
+    def __init__(self, remedy: str, *, ranks_per_node: int, ledger: bool) -> None:
+        self._remedy, self._ranks_per_node = remedy, ranks_per_node
+        self.kinds = (Kind.LEDGER if ledger else Kind.STEP,)  # type: ignore[misc]  # a class variable elsewhere
         self._warm_up = WarmUp()
-        self._steps: deque[tuple[float, float]] = deque(maxlen=LONG)  # waited, whole
+        self._steps: deque[_Wait] = deque(maxlen=LONG)
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
         if not self._warm_up.over():
             return None
-        self._steps.append((row["data_seconds"], row["step_seconds"]))
+        self._steps.append(_of_ledger(row) if kind is Kind.LEDGER else _of_step(row))
+        if len(self._steps) < OF_STEPS:
+            return None
         for length in (OF_STEPS, LONG):
-            if len(self._steps) < length or (length == LONG and row["step"] % OF_STEPS):
-                continue
-            steps = sorted(list(self._steps)[-length:])[:-1]
-            waited, whole = (sum(part) for part in zip(*steps, strict=True))
-            if waited > self.SHARE * whole and waited > LEAST_SECONDS * len(steps):
-                return Alert(
-                    name="data-stall", level=Level.WARNING, step=row["step"],
-                    cause="the data pipeline is slow: training waits for samples",
-                    evidence=f"{per_cent(waited / whole)} of the time of the last {length} steps, {seconds(waited / len(steps))} of "
-                             f"{seconds(whole / len(steps))} a step, was waiting for samples (alert above {self.SHARE:.0%})",
-                    next_step=self._remedy)
+            steps = list(self._steps)[-length:]
+            hiccup = max(steps, key=lambda step: step.longest)
+            waited = sum(step.longest for step in steps) - hiccup.longest
+            whole = sum(step.whole for step in steps) - hiccup.whole
+            if waited > max(self.SHARE * whole, self.LEAST_LOST, LEAST_SECONDS * len(steps)):
+                return self._alert(row["step"], steps)
         return None
 
-
-class DataStallOfRank(Detector):
-    """By the ledger: one rank waits for its samples, the others do not, and all wait for it."""
-
-    kinds = (Kind.LEDGER,)
-
-    def __init__(self, ranks_per_node: int) -> None:
-        self._ranks_per_node = ranks_per_node
-        self._warm_up = WarmUp()
-        self._newest: deque[tuple[int, float, float, float]] = deque(maxlen=OF_STEPS)  # rank, its wait, the median's, wall
-
-    def see(self, kind: Kind, row: Row) -> Alert | None:
-        if row["ranks"] < 2 or not self._warm_up.over():
-            return None
-        low, middle, high = row["parts"].get(DATA, (0.0, 0.0, 0.0))
-        self._newest.append((row["data_rank"], high, low if row["ranks"] == 2 else middle, row["wall_seconds"]))
-        rank = _commonest([number for number, *_ in self._newest])
-        its = [(waited, others, wall) for number, waited, others, wall in self._newest if number == rank]
-        if len(its) < LASTING:
-            return None
-        waited, others, wall = (median(part) for part in zip(*its, strict=True))
-        if waited - others < max(DataStall.SHARE * wall, LEAST_SECONDS) or waited < 2 * others:
-            return None
-        node = rank // self._ranks_per_node
+    def _alert(self, step: int, steps: Sequence[_Wait]) -> Alert:
+        waited, others, whole = (sum(getattr(one, name) for one in steps) for name in ("longest", "others", "whole"))
+        share = waited / whole
+        longer: defaultdict[int, float] = defaultdict(float)  # by rank: than the others
+        for one in steps:
+            longer[one.rank] += one.longest - one.others
+        rank = max(longer, key=longer.__getitem__)
+        if longer[rank] > waited / 2:
+            node = rank // self._ranks_per_node
+            return Alert(
+                name="data-stall", where=f"rank {rank}", level=Level.WARNING, step=step, lost_share=share,
+                cause=f"the data pipeline of rank {rank} is slow, and all ranks wait for it",
+                evidence=f"rank {rank} waited {seconds(waited)} for samples in the last {len(steps)} steps, "
+                         f"{per_cent(share)} of their time, the median rank {seconds(others)}",
+                next_step=f"look at disk, network and CPU of node {node}: system/node-{node}.jsonl")
         return Alert(
-            name="data-stall", where=f"rank {rank}", level=Level.WARNING, step=row["step"],
-            cause=f"the data pipeline of rank {rank} is slow, and all ranks wait for it",
-            evidence=f"rank {rank} waits {seconds(waited)} a step for its samples, the median rank {seconds(others)}, of "
-                     f"{seconds(wall)} (in {len(its)} of the last {len(self._newest)} steps)",
-            next_step=f"look at disk, network and CPU of node {node}: system/node-{node}.jsonl")
+            name="data-stall", level=Level.WARNING, step=step, lost_share=share,
+            cause="the data pipeline is slow: training waits for samples",
+            evidence=f"{per_cent(share)} of the time of the last {len(steps)} steps, "
+                     f"{seconds(waited / len(steps))} of "
+                     f"{seconds(whole / len(steps))} a step, was waiting for samples (alert above "
+                     f"{self.SHARE:.0%})",
+            next_step=self._remedy)
+
+
+def _of_step(row: Row) -> _Wait:
+    return _Wait(row["data_seconds"], row["data_seconds"], max(row["step_seconds"], row["data_seconds"]))
+
+
+def _of_ledger(row: Row) -> _Wait:
+    low, middle, high = row["parts"].get(DATA, (0.0, 0.0, 0.0))
+    # On a host without a free processor the threads that read ahead are late too, and that is not the
+    # pipeline's fault.
+    account = account_of(row, 1)
+    waited = account.corrected(high, account.starved)
+    others = high if row["ranks"] == 1 else low if row["ranks"] == 2 else middle
+    return _Wait(waited, min(waited, others), max(row["wall_seconds"], waited), row["data_rank"])
 
 
 class GarbageCollection(Detector):
-    """Python's collector stops every thread of a rank, and all ranks wait for the one that collects. More than a twentieth of the time,
-    without the longest collection: a whole one now and then is what Python does by itself."""
+    """Python's collector stops every thread of a rank, and all ranks wait for the one that collects. More
+    than a twentieth of the time, without the longest collection: a whole one now and then is what Python does
+    by itself."""
 
     SHARE = 0.05
 
@@ -104,222 +135,172 @@ class GarbageCollection(Detector):
         if collected <= max(self.SHARE * whole, LEAST_SECONDS * len(steps)):
             return None
         return Alert(
-            name="garbage-collection", level=Level.WARNING, step=row["step"],
+            name="garbage-collection", level=Level.WARNING, step=row["step"], lost_share=collected / whole,
             cause="Python's garbage collection stops training",
-            evidence=f"{per_cent(collected / whole)} of the time of the last {OF_STEPS} steps, {seconds(collected / len(steps))} a step on "
-                     f"the rank where it took longest (alert above {self.SHARE:.0%})",
-            next_step="find what makes so many Python objects in each step (your own model, hooks or data code keep lists, dicts or "
-                      "graphs): python -X tracemalloc=10 launch/train.py ...; what was there before the first step is in no collection")
+            evidence=f"{per_cent(collected / whole)} of the time of the last {OF_STEPS} steps, "
+                     f"{seconds(collected / len(steps))} a step on "
+                     f"the rank on which it took longest (alert above {self.SHARE:.0%})",
+            next_step="find what makes so many Python objects in each step (your own model, hooks or data "
+                      "code keep lists, dicts or "
+                      "graphs): python -X tracemalloc=10 launch/train.py ...; what was there before the "
+                      "first step is in no collection")
 
 
 class Pauses(Detector):
     """Single steps that take far longer than the others, again and again.
 
-    Spikes of three times the median in one step of a hundred are normal on shared networks and disks. So: five of the last 20 steps above
-    twice the median (with such spikes by chance once in a million steps), or, for rarer and longer ones, six of the last 200 that
-    lose a tenth of the time. A long step after a long one does not count: steps that became slower are FallingThroughput's. Collections of
-    garbage and waits for samples are taken out: they have their own alerts.
+    Spikes of three times the median in one step of a hundred are normal on shared networks and disks. So:
+    five of the last 20 steps above twice the median (with such spikes by chance once in a million steps), or,
+    for rarer and longer ones, six of the last 200 that lose a tenth of the time. A long step after a long one
+    does not count: steps that became slower are FallingThroughput's. What other alerts are about is not
+    counted: waits for samples, saves, evaluations, garbage collections, stops of a process, a busy host.
     """
 
     TIMES, FEW, OFTEN, SHARE = 2.0, 5, 6, 0.1
+    LEAST_PAUSE = 0.1  # seconds: a shorter one is the scheduler's
     kinds = (Kind.STEP, Kind.LEDGER)
 
-    def __init__(self, size_of_step: SizeOfStep, *, ledger: bool) -> None:
-        """``ledger``: rows of the ledger come, and say in which part the time is; else steps as a whole are looked at."""
+    def __init__(self, size_of_step: SizeOfStep) -> None:
         self._size = size_of_step
-        self._judged = Kind.LEDGER if ledger else Kind.STEP
         self._warm_up = WarmUp()
-        self._collected: dict[int, float] = {}  # by step: what is explained already
-        self._newest: deque[tuple[float, dict[str, float]]] = deque(maxlen=LONG)  # seconds of a step, and of its parts
+        self._collected: dict[int, float] = {}  # by step: of garbage
+        # Seconds as judged, as measured, and of each part.
+        self._newest: deque[tuple[float, float, dict[str, float]]] = deque(maxlen=LONG)
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
         if kind is Kind.STEP:
             self._collected[row["step"]] = row.get("gc_seconds", 0.0)
             if len(self._collected) > 5 * LONG:  # the ledger comes some seconds later
                 del self._collected[next(iter(self._collected))]
-        if kind is not self._judged or not self._warm_up.over():
             return None
-        collected = self._collected.get(row["step"], 0.0)
-        if kind is Kind.STEP:
-            whole, parts = row["step_seconds"] - row["data_seconds"], {}
-        else:
-            # In the wait for one rank all others have as much as that one has too much.
-            parts = {name: low if name.startswith(COMMUNICATION) or name == BUBBLE else high
-                     for name, (low, _, high) in row["parts"].items() if name not in (DATA, CHECKPOINT, EVALUATION)}
-            whole = row["wall_seconds"] - sum(row["parts"].get(name, (0, 0, 0))[1] for name in (DATA, CHECKPOINT, EVALUATION))
+        if not self._warm_up.over():
+            return None
         size = self._size(row["step"])
-        self._newest.append(((whole - collected) / size, {name: value / size for name, value in parts.items()}))
+        account = account_of(row, size, self._collected.get(row["step"], 0.0))
+        # In the wait for one rank all others have as much as that one has too much.
+        parts = {name: (high if is_computing(name) else low) / size for name, (low, _, high) in row["parts"].items()
+                 if name not in (DATA, CHECKPOINT, EVALUATION)}
+        self._newest.append((account.least / size, account.measured / size, parts))
         if len(self._newest) < OF_STEPS:
             return None
-        middle = median(value for value, _ in self._newest)
-        least = max(self.TIMES * middle, middle + 10 * LEAST_SECONDS / size)
-        if self._newest[-1][0] <= least:
-            return None  # nothing new
-        return self._judge(row["step"], size, middle, least)
+        middle = median(measured for _, measured, _ in self._newest)
+        limit = max(self.TIMES * middle, middle + self.LEAST_PAUSE / size)
+        return self._judge(row["step"], size, middle, limit) if self._newest[-1][0] > limit else None
 
     def _judge(self, step: int, size: int, middle: float, limit: float) -> Alert | None:
         for length, least in ((OF_STEPS, self.FEW), (LONG, self.OFTEN)):
             steps = list(self._newest)[-length:]
             long = [now for before, now in itertools.pairwise(steps) if now[0] > limit >= before[0]]
-            lost = sum(whole - middle for whole, _ in long)
-            if len(long) >= least and (length == OF_STEPS or lost > self.SHARE * sum(whole for whole, _ in steps)):
-                part = self._part([parts for _, parts in long])
-                each, share = size * median(whole for whole, _ in long), lost / sum(whole for whole, _ in steps)
+            share = sum(judged - middle for judged, _, _ in long) / sum(measured for _, measured, _ in steps)
+            if len(long) >= least and (length == OF_STEPS or share > self.SHARE):
+                part = self._part([parts for _, _, parts in long])
                 return Alert(
-                    name="pauses", level=Level.WARNING, step=step, where=part,
+                    name="pauses", level=Level.WARNING, step=step, where=part, lost_share=share,
                     cause="single steps take far longer than the others, again and again" + (f", in {part}" if part else ""),
-                    evidence=f"{len(long)} of the last {len(steps)} steps took {seconds(each)} (their median), the median step "
-                             f"{seconds(size * middle)}; {per_cent(share)} of the time is lost",
+                    evidence=f"{len(long)} of the last {len(steps)} steps took "
+                             f"{seconds(size * median(judged for judged, _, _ in long))} (their "
+                             f"median), the median step {seconds(size * middle)}; {per_cent(share)} of the "
+                             "time is lost",
                     next_step=_look_at(part, step))
         return None
 
     def _part(self, long: list[dict[str, float]]) -> str:
-        """The part that the long steps have more of than the median step; empty where parts are not known."""
+        """The part that the long steps have more of than the median step; empty if no parts are known."""
         names = {name for parts in long for name in parts}
-        usual = {name: median(parts.get(name, 0.0) for _, parts in self._newest) for name in names}
+        usual = {name: median(parts.get(name, 0.0) for _, _, parts in self._newest) for name in names}
         return max(names, key=lambda name: sum(parts.get(name, 0.0) - usual[name] for parts in long), default="")
 
 
-class FallingThroughput(Detector):
-    """Steps are slower than the run's own best block of 50, for the same number of samples: most of the last 20 by a quarter, or the
-    median of the last 200 by 15%. A quarter, because a single step easily varies by a tenth; the median of 200 does not.
-
-    Steps shorter than 0.15 s are joined until they have that length: twenty of a few milliseconds are a hiccup of the machine.
-    """
-
-    SHORT_TIMES, LONG_TIMES, JOINED_SECONDS = 1.25, 1.15, 0.15
-
-    def __init__(self, size_of_step: SizeOfStep) -> None:
-        self._size = size_of_step
-        self._warm_up = WarmUp()
-        self._best = Best(BLOCK, first=OF_STEPS)
-        self._slow = Lasting(OF_STEPS, LASTING)
-        self._newest: deque[float] = deque(maxlen=LONG)  # seconds a sample
-        self._seconds, self._samples, self._seen = 0.0, 0, 0  # of the steps being joined; how many have been
-
-    def see(self, kind: Kind, row: Row) -> Alert | None:
-        if not self._warm_up.over():
-            return None
-        self._seconds += row["step_seconds"]
-        self._samples += self._size(row["step"])
-        if self._seconds < self.JOINED_SECONDS:
-            return None
-        cost, least = self._seconds / self._samples, LEAST_SECONDS / self._samples
-        self._seconds, self._samples, self._seen = 0.0, 0, self._seen + 1
-        self._newest.append(cost)
-        self._best.add(cost)
-        best = self._best.value
-        if best is None:
-            return None
-        slow = self._slow.add(cost > max(self.SHORT_TIMES * best, best + least))
-        if not slow and (len(self._newest) < LONG or self._seen % OF_STEPS):
-            return None
-        now = median(list(self._newest)[-OF_STEPS:] if slow else self._newest)
-        if not slow and now <= max(self.LONG_TIMES * best, best + least):
-            return None
-        return Alert(
-            name="falling-throughput", level=Level.WARNING, step=row["step"],
-            cause="training has become slower than it was in this run",
-            evidence=f"{1 / now:.4g} samples a second in the last {OF_STEPS if slow else LONG} steps, {1 / best:.4g} in the run's best "
-                     f"{BLOCK} steps: {per_cent(1 - best / now)} less (steps shorter than {seconds(self.JOINED_SECONDS)} are joined)",
-            next_step="see which part grew in ledger.jsonl (python launch/report.py RUN_DIR), and clocks, temperature and other processes "
-                      "in system/node-*.jsonl")
-
-
-class Straggler(Detector):
-    """One rank computes a quarter longer than the others in most of the last 20 steps, and always the same one.
-
-    Stages of a pipeline may differ by what they hold: there a rank is compared with how much longer it took in the run's best block.
-    """
-
-    TIMES = 1.25
-    kinds = (Kind.LEDGER,)
-
-    def __init__(self, *, ranks_per_node: int, stages: int) -> None:
-        self._ranks_per_node, self._stages = ranks_per_node, stages
-        self._warm_up = WarmUp()
-        self._newest: deque[tuple[int, float, float]] = deque(maxlen=OF_STEPS)  # rank, its busy seconds, the others'
-        self._usual = Best(BLOCK, first=OF_STEPS)
-
-    def see(self, kind: Kind, row: Row) -> Alert | None:
-        if row["ranks"] < 2 or not self._warm_up.over():
-            return None
-        its, middle = row["slowest_busy_seconds"], row["median_busy_seconds"]
-        others = 2 * middle - its if row["ranks"] == 2 else middle  # of two, the median is their mean
-        self._newest.append((row["slowest_rank"], its, others))
-        usual = 1.0
-        if self._stages > 1:
-            self._usual.add(its / max(others, 1e-9))
-            if self._usual.value is None:
-                return None
-            usual = self._usual.value
-        rank = _commonest([number for number, _, _ in self._newest])
-        slow = [(mine, theirs) for number, mine, theirs in self._newest
-                if number == rank and mine > self.TIMES * usual * theirs and mine - usual * theirs > LEAST_SECONDS]
-        if len(slow) < LASTING or row["slowest_rank"] != rank:
-            return None
-        mine, theirs = (median(part) for part in zip(*slow, strict=True))
-        node, place = divmod(rank, self._ranks_per_node)
-        return Alert(
-            name="straggler", where=f"rank {rank}", level=Level.WARNING, step=row["step"],
-            cause=f"rank {rank} (place {place} of node {node}) computes longer than the others, which wait for it in every step",
-            evidence=f"busy for {seconds(mine)} a step, the {'other' if row['ranks'] == 2 else 'median'} rank for {seconds(theirs)}, in "
-                     f"{len(slow)} of the last {len(self._newest)} steps" + (f"; usual: {usual:.2f} times" if self._stages > 1 else ""),
-            next_step=f"compare its clocks, throttling and other processes with the others in system/node-{node}.jsonl; on that node: "
-                      f"nvidia-smi -i {place} -q -d PERFORMANCE,CLOCK,PAGE_RETIREMENT; if it stays, leave the node out")
-
-
-class SlowCollective(Detector):
-    """Communication along one axis takes a tenth of the step more than in the run's best block, and half as much again, in most of the
-    last 20 steps, on every rank: the minimum over ranks is what counts. Behind a slow rank the others wait, but that rank itself does not.
-    """
-
-    SHARE, TIMES = 0.1, 1.5
-    kinds = (Kind.LEDGER,)
-
-    def __init__(self, size_of_step: SizeOfStep) -> None:
-        self._size = size_of_step
-        self._warm_up = WarmUp()
-        self._axes: dict[str, tuple[Best, Lasting, deque[float]]] = {}
-        self._wall = Best(BLOCK, first=OF_STEPS)
-
-    def see(self, kind: Kind, row: Row) -> Alert | None:
-        if not self._warm_up.over():
-            return None
-        size = self._size(row["step"])
-        self._wall.add(row["wall_seconds"] / size)
-        found = None
-        parts: dict[str, Any] = {name: values for name, values in row["parts"].items() if name.startswith(COMMUNICATION)}
-        for name in parts:
-            self._axes.setdefault(name, (Best(BLOCK, first=OF_STEPS), Lasting(OF_STEPS, LASTING), deque(maxlen=OF_STEPS)))
-        for name, (best, lasting, newest) in self._axes.items():
-            low = parts[name][0] / size if name in parts else 0.0
-            best.add(low)
-            newest.append(low)
-            if best.value is None or self._wall.value is None:
-                continue
-            more = low - best.value
-            slow = more > self.SHARE * self._wall.value and low > self.TIMES * best.value and more > LEAST_SECONDS / size
-            if lasting.add(slow) and slow:
-                found = self._alert(row, name.removeprefix(f"{COMMUNICATION}/"), size, median(newest), best.value, self._wall.value)
-        return found
-
-    def _alert(self, row: Row, axis: str, size: int, now: float, best: float, wall: float) -> Alert:
-        return Alert(
-            name="slow-collective", where=f"axis {axis}", level=Level.WARNING, step=row["step"],
-            cause=f"collectives along axis {axis} have become slow on all their ranks",
-            evidence=f"every rank waits at least {seconds(now * size)} a step for them, in the run's best {BLOCK} steps "
-                     f"{seconds(best * size)}, of a step of {seconds(wall * size)}",
-            next_step="look for link errors and other traffic: nvidia-smi nvlink -e, ibstat, ethtool -S on the nodes, NCCL_DEBUG=INFO for "
-                      "the path that was chosen; attempts/*/probe.json has what the axis did at the start")
-
-
-def _commonest(numbers: list[int]) -> int:
-    return max(set(numbers), key=numbers.count)
-
-
 def _look_at(part: str, step: int) -> str:
-    trace = f"a trace of such steps says what it is: monitor.profile_step={step + OF_STEPS} at the next start"
+    trace = f"a trace of such steps shows what it is: monitor.profile_step={step + OF_STEPS} at the next start"
     if part.startswith(COMMUNICATION):
         return f"look for a congested or flapping link (nvidia-smi nvlink -e, ibstat, ethtool -S); {trace}"
     return f"look for other processes on the node (top, nvidia-smi) and for code that runs only now and then; {trace}"
+
+
+class Stops(Detector):
+    """The process of a rank was stopped, twice in the last 200 steps: once may be a person's doing, or the
+    move of a virtual machine."""
+
+    LEAST = 2
+    kinds = (Kind.LEDGER,)
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self._ranks_per_node = ranks_per_node
+        # Seconds for which a rank was stopped, the rank, the step's seconds.
+        self._newest: deque[tuple[float, int, float]] = deque(maxlen=LONG)
+
+    def see(self, kind: Kind, row: Row) -> Alert | None:
+        stopped, rank = delay(row, "stopped")
+        self._newest.append((stopped, rank, max(row["wall_seconds"], stopped)))
+        if not stopped:
+            return None
+        by_rank = Counter(rank for stopped, rank, _ in self._newest if stopped)
+        rank, count = by_rank.most_common(1)[0]
+        if count < self.LEAST:
+            return None
+        of_rank = [seconds for seconds, other, _ in self._newest if seconds and other == rank]
+        share = sum(of_rank) / sum(whole for *_, whole in self._newest)
+        return Alert(
+            name="pauses", where=f"rank {rank}", level=Level.WARNING, step=row["step"], lost_share=share,
+            cause=f"the process of rank {rank} is stopped for seconds at a time, and all ranks wait for it",
+            evidence=f"{count} times in the last {len(self._newest)} steps none of its threads ran, for "
+                     f"{seconds(median(of_rank))} (the median), "
+                     f"although processors were free for it; {per_cent(share)} of the time is lost",
+            next_step=f"find what stops it on node {rank // self._ranks_per_node}: SIGSTOP, Ctrl-Z or a "
+                      "debugger, a paused container, a suspended "
+                      "virtual machine; if nothing does, look for swapping: vmstat 1, and swap in "
+                      "system/node-*.jsonl")
+
+
+class HostBusy(Detector):
+    """A rank had no processor for a tenth of the time, though it was ready to run, in 16 of the last 20
+    steps. Told once, and again after 200 steps without it."""
+
+    SHARE = 0.1
+    kinds = (Kind.LEDGER,)
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self._ranks_per_node = ranks_per_node
+        self._warm_up = WarmUp()
+        self._units: Units[Row] = Units()
+        self._lasting = Lasting(OF_STEPS, LASTING)
+        self._newest: deque[tuple[Row, ...]] = deque(maxlen=OF_STEPS)
+        self._calm = LONG  # units since the last busy one
+
+    def see(self, kind: Kind, row: Row) -> Alert | None:
+        if not self._warm_up.over() or (unit := self._units.add(row["wall_seconds"], row)) is None:
+            return None
+        self._newest.append(unit)
+        busy = _starved_share(unit) > self.SHARE
+        lasts = self._lasting.add(busy)
+        told, self._calm = self._calm < LONG, self._calm + 1
+        if told and busy:
+            self._calm = 0
+        if told or not lasts:
+            return None
+        self._calm = 0
+        rows = [one for unit in self._newest for one in unit]
+        share = _starved_share(rows)
+        ranks = Counter(rank for waited, rank in (delay(one, "starved") for one in rows) if waited)
+        rank = ranks.most_common(1)[0][0]
+        node = rank // self._ranks_per_node
+        crowded = sum(delay(one, "crowded")[0] for one in rows) / sum(one["wall_seconds"] for one in rows)
+        return Alert(
+            name="host-busy", where=f"node {node}", level=Level.WARNING, step=row["step"], lost_share=share,
+            cause=f"the host is busy: ranks of node {node} wait for a processor, because too many threads or "
+                  "other processes use them",
+            evidence=f"the rank that waited most, usually rank {rank}, was ready to run and had no processor "
+                     f"for {per_cent(share)} of the last "
+                     f"{len(rows)} steps (alert above {self.SHARE:.0%}); all processors that it may use were "
+                     "busy for "
+                     f"{per_cent(min(1.0, crowded))} of that time",
+            next_step=f"look for other processes on node {node} (top), for too many threads of the run's own "
+                      "(debug.threads, OMP_NUM_THREADS, "
+                      "data workers) and for a small set of processors (taskset -p PID, the container's "
+                      "limit). Until then slow steps that a busy "
+                      "host explains give no alerts")
+
+
+def _starved_share(rows: Sequence[Row]) -> float:
+    return sum(delay(row, "starved")[0] for row in rows) / max(sum(row["wall_seconds"] for row in rows), 1e-9)

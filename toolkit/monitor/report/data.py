@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ import yaml
 
 from toolkit.attempts import SAVES, TIMES, Times, read_times
 from toolkit.errors import InputError, Problem
+from toolkit.monitor.parts import BACKWARD, BUBBLE, FORWARD
 from toolkit.monitor.report.nodes import Node, number_of, read_node
-from toolkit.monitor.report.reduce import Curves, bucket_width, reduce
+from toolkit.monitor.report.reduce import Curves, Total, bucket_width, reduce
 from toolkit.monitor.report.rows import Advance, batched, curves_of, is_number, nothing, placed, width_in_steps
 from toolkit.paths import UnsafePath, check_links
 from toolkit.progress import Progress
@@ -40,6 +42,9 @@ STEP_FIGURES = frozenset((
     "mfu", "hfu", "elapsed_seconds", "eta_seconds", "gpu_hours", "cost", "loss_scale", "skipped", "gc_seconds",
     "host_bytes", "device_bytes", "dropped_rows"))
 EPOCHS = "epochs/"
+PLANNED = frozenset(("tokens", "images", "step_seconds", "device_bytes", "host_bytes", FORWARD, BACKWARD, BUBBLE))
+ATTEMPT_SAMPLE = 4096  # values of one figure of one attempt, of which the median is taken
+Figures = Callable[[Mapping[str, Any]], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,9 @@ class Attempt:
             line was printed.
         end: how it ended, in words; empty where it does not say.
         start_seconds: from its start to the end of its first step.
+        first: steps that were done when it began to train.
         repeated: its steps that a later attempt ran again.
+        plan, config: as they were resolved at its start.
         files: what else it left, by path relative to the run's directory.
     """
 
@@ -97,7 +104,10 @@ class Attempt:
     end: str
     start_seconds: float | None
     log_end: str
+    first: int | None
     repeated: int
+    plan: Mapping[str, Any]
+    config: Mapping[str, Any]
     environment: Mapping[str, Any]
     probe: Mapping[str, Any]
     hang: str
@@ -111,6 +121,7 @@ class Run:
         status_age: seconds since ``status.json`` was written; None without one.
         evals: curves of ``loss``, ``accuracy`` and ``seconds`` by set.
         nodes: by number.
+        measured: by attempt, over its steps that stand: the figures of steps, and of the ledger the median rank's seconds of each part.
     """
 
     folder: Path
@@ -126,6 +137,7 @@ class Run:
     alerts: Alerts
     nodes: dict[int, Node]
     attempts: tuple[Attempt, ...]
+    measured: Mapping[int, Mapping[str, Total]]
 
     @property
     def name(self) -> str:
@@ -160,10 +172,12 @@ def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), no
     system = {number_of(path): path for one in (folder, *nodes) for path in sorted((one / "system").glob("node-*.jsonl"))}
     size = sum(path.stat().st_size for path in (*files, *system.values()) if path.exists())
     status_file = folder / "status.json"
+    attempts = tuple(_attempts(folder))
+    by_attempt = _ByAttempt(attempts)
     with progress.task("reading the run's rows", total=size, unit="B") as task, batched(task.advance) as advance:
-        steps = curves_of(files[0], "step", step_figures, advance, width=width_in_steps)
+        steps = curves_of(files[0], "step", by_attempt.also(step_figures), advance, width=width_in_steps)
         evals = _evals(files[1], advance)
-        ledger = _ledger(files[2], advance)
+        ledger = _ledger(files[2], advance, by_attempt)
         alerts = _alerts([files[3], *(path for one in (folder, *nodes) for path in sorted((one / "alerts").glob("node-*.jsonl")))], advance)
         points, rows = (max(LEAST_NODE_POINTS, limit // max(1, len(system))) for limit in (NODE_POINTS, NODE_ROWS))
         measured = {number: read_node(path, advance, points=points, rows=rows) for number, path in sorted(system.items())}
@@ -171,7 +185,7 @@ def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), no
     return Run(
         folder=folder, read_at=now(), config_text=text, config=_yaml(text), plan=_object(folder / "plan.json"), status=_object(status_file),
         status_age=max(0.0, now() - status_file.stat().st_mtime) if status_file.exists() else None,
-        steps=steps, evals=evals, ledger=ledger, alerts=alerts, nodes=measured, attempts=tuple(_attempts(folder)))
+        steps=steps, evals=evals, ledger=ledger, alerts=alerts, nodes=measured, attempts=attempts, measured=by_attempt.totals)
 
 
 def _check_links(folder: Path) -> None:
@@ -193,6 +207,41 @@ def section(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
 
 
 # ---- rows
+
+class _ByAttempt:
+    """Sums what was planned of each attempt over its own steps. Of a run of one attempt nothing is summed twice."""
+
+    def __init__(self, attempts: Sequence[Attempt]) -> None:
+        standing = standing_from(attempts)
+        self._numbers = [attempt.number for attempt, _ in standing]
+        self._firsts = [first for _, first in standing]
+        self.totals: dict[int, dict[str, Total]] = {number: {} for number in self._numbers} if len(standing) > 1 else {}
+
+    def also(self, figures: Figures) -> Figures:
+        """``figures``, of which the planned ones are added to the attempt of the row's step."""
+        if not self.totals:
+            return figures
+
+        def added(row: Mapping[str, Any]) -> Mapping[str, float]:
+            found = figures(row)
+            place = bisect_left(self._firsts, row["step"]) - 1
+            if place >= 0:
+                totals = self.totals[self._numbers[place]]
+                for name in PLANNED & found.keys():
+                    totals.setdefault(name, Total(ATTEMPT_SAMPLE)).add([found[name]])
+            return found
+
+        return added
+
+
+def standing_from(attempts: Sequence[Attempt]) -> list[tuple[Attempt, int]]:
+    """The attempts of which steps stand, with the steps that were done when each began: a later one may have run all of its steps again."""
+    found: list[tuple[Attempt, int]] = []
+    for attempt in attempts:
+        if attempt.first is not None:
+            found = [*((one, first) for one, first in found if first < attempt.first), (attempt, attempt.first)]
+    return found
+
 
 def step_figures(row: Mapping[str, Any]) -> dict[str, float]:
     figures = {name: float_of(value) for name, value in row.items()
@@ -218,7 +267,7 @@ def _evals(path: Path, advance: Advance) -> dict[str, Curves]:
             for name, rows in sorted(sets.items())}
 
 
-def _ledger(path: Path, advance: Advance) -> Ledger:
+def _ledger(path: Path, advance: Advance, by_attempt: _ByAttempt) -> Ledger:
     counters: dict[str, Counter[int]] = {"slowest_rank": Counter(), "data_rank": Counter()}
     excess, ranks = 0.0, 0
 
@@ -233,7 +282,7 @@ def _ledger(path: Path, advance: Advance) -> Ledger:
             excess += row["slowest_busy_seconds"] - row["median_busy_seconds"]
         return ledger_figures(row)
 
-    curves = curves_of(path, "step", figures, advance, width=width_in_steps)
+    curves = curves_of(path, "step", by_attempt.also(figures), advance, width=width_in_steps)
     return Ledger(curves, ranks, counters["slowest_rank"], counters["data_rank"], excess)
 
 
@@ -263,6 +312,7 @@ def _attempts(folder: Path) -> Iterator[Attempt]:
         yield Attempt(
             number=number, began=times.began if times is not None else _modified(place / "config.yaml"),
             ended=times.end if times is not None else _modified(log), end=_end(times), log_end=_text(log, LOG_BYTES), repeated=repeated,
+            first=times.first if times is not None else None, plan=_object(place / "plan.json"), config=_yaml(_text(place / "config.yaml")),
             start_seconds=times.start_seconds if times is not None else None,
             environment=_object(place / "environment.json"), probe=_object(place / "probe.json"),
             hang=_text(place / "hang.txt", HANG_BYTES),

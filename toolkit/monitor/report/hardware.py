@@ -9,7 +9,7 @@ from itertools import pairwise
 from toolkit.monitor.report.data import Run, section
 from toolkit.monitor.report.nodes import Node
 from toolkit.monitor.report.reduce import Curve, Total
-from toolkit.monitor.report.training import COLOURS
+from toolkit.monitor.report.training import COLOURS, borders
 from toolkit.monitor.report.view import UNKNOWN, Chart, Folded, Format, Section, Series, Table, gigabytes, line, number, percent
 
 NODES = 6  # drawn one by one; of more, the range over all is drawn
@@ -55,12 +55,12 @@ def hardware(run: Run) -> Section:
     every = max((node.every for node in run.nodes.values()), default=1)
     if every > 1:
         intro.append(f"There are so many samples that one in {every:,} was read.")
-    charts = tuple(chart for shown in (*GPU_SHOWN, *HOST_SHOWN) for chart in _chart(run.nodes, shown))
+    charts = tuple(chart for shown in (*GPU_SHOWN, *HOST_SHOWN) for chart in _chart(run, run.nodes, shown))
     tables = (*_gpus(run.nodes), *_environment(run))
     return Section(id="hardware", title="Hardware", intro=tuple(intro), charts=charts, tables=tables, texts=tuple(_environments(run)))
 
 
-def _chart(nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
+def _chart(run: Run, nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
     figure, title, label, written, factor, worst = shown
     having = {name: node for name, node in nodes.items() if figure in node.curves.curves}
     if not having:
@@ -74,7 +74,7 @@ def _chart(nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
     extreme, of = worst(((total.low if worst is min else total.high) * factor, name) for name, total in totals.items())
     alt = f"{title} over time, {len(having)} nodes. {'Lowest' if worst is min else 'Highest'}: {number(extreme)} on node {of}."
     yield Chart(id=figure.replace("/", "-"), title=title, alt=alt, series=series, y_label=label, y_format=written, x_format=Format.TIME,
-                from_zero=written is not Format.NUMBER or label == "W")
+                from_zero=written is not Format.NUMBER or label == "W", marks=borders(run, lambda attempt: attempt.began))
 
 
 def _line(node: Node, figure: str, name: str, colour: str, factor: float) -> Series:

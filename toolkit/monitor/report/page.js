@@ -195,7 +195,8 @@
       for (const [at, label] of ticksOfX(chart.xFormat, this.domain, this.inner / 85)) {
         const x = this.x(at).toFixed(1);
         this.element("line", { class: "notch", x1: x, x2: x, y1: bottom, y2: bottom + 4 });
-        this.element("text", { class: "tick", x, y: bottom + 16, "text-anchor": "middle", text: label });
+        const word = this.element("text", { class: "tick", x, y: bottom + 16, "text-anchor": "middle", text: label });
+        word.setAttribute("x", Math.min(x, this.width - 1 - word.getComputedTextLength() / 2).toFixed(1));  // the last one is not cut off
       }
       this.element("line", { class: "axis", x1: LEFT, x2: this.width - RIGHT, y1: bottom, y2: bottom });
       const middle = { class: "label", "text-anchor": "middle" };
@@ -257,10 +258,19 @@
     }
 
     marks(plot) {
-      for (const mark of this.chart.marks) {
-        const x = this.x(mark.x).toFixed(1);
-        const drawn = this.element("line", { class: `mark ${mark.level}`, x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }, plot);
+      let free = LEFT;  // labels that would lie on each other are left out; the reading has all
+      for (const mark of [...this.chart.marks].sort((a, b) => a.x - b.x)) {
+        const x = this.x(mark.x);
+        const ends = { x1: x.toFixed(1), x2: x.toFixed(1), y1: TOP, y2: HEIGHT - BOTTOM };
+        const drawn = this.element("line", { class: `mark ${mark.level}`, ...ends }, plot);
         this.element("title", { text: mark.text }, drawn);
+        if (x < free || x > this.width - RIGHT) continue;
+        const label = this.element("text", { class: `mark-label ${mark.level}`, x: (x + 3).toFixed(1), y: TOP + 9, text: mark.label }, plot);
+        const length = label.getComputedTextLength();
+        if (x + 3 + length <= this.width - RIGHT) { free = x + 6 + length; continue; }
+        if (x - 3 - length < free) { label.remove(); continue; }
+        set(label, { x: (x - 3).toFixed(1), "text-anchor": "end" });
+        free = x;
       }
     }
 

@@ -2,38 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from toolkit.monitor.parts import BACKWARD, BUBBLE, FORWARD
 from toolkit.monitor.report.data import Run, section
+from toolkit.monitor.report.reduce import Total
 from toolkit.monitor.report.rows import is_number
 from toolkit.monitor.report.view import UNKNOWN, Section, Table, gigabytes, number, percent, seconds
 
 Row = tuple[str, str, str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one attempt planned, and what was measured of it.
+
+    Attributes:
+        total: of a figure of steps, or of a part of the ledger, over the attempt's steps.
+        most_bytes: that any rank used, by the samples of the nodes, which are of the whole run; None: not known for this attempt.
+    """
+
+    plan: Mapping[str, Any]
+    config: Mapping[str, Any]
+    unit: str
+    total: Callable[[str], Total]
+    most_bytes: float | None = None
+
+
 def reality(run: Run) -> Section:
     if not run.plan:
         return Section(id="plan", title="Plan against reality", intro=("There is no plan.json, so there is nothing to compare with.",))
-    rows = tuple(row for part in (_batch(run), _memory(run), _compute(run), _bubble(run)) for row in part)
-    table = Table(caption="Planned and measured", head=("what", "planned", "measured", "how to read it"), align="nrrl", rows=rows)
-    return Section(id="plan", title="Plan against reality", intro=(_layout(run.plan),), tables=(table, *_probe(run), *_warnings(run.plan)))
+    tables = (*(_table(caption, held) for caption, held in attempts_held(run)), *_probe(run), *_warnings(run.plan))
+    return Section(id="plan", title="Plan against reality", intro=(_layout(run.plan),), tables=tables)
 
 
-def bubble_planned(run: Run) -> float | None:
+def attempts_held(run: Run) -> list[tuple[str, Held]]:
+    """The newest attempt first, each with its caption; a run of one attempt is all of it."""
+    if len(run.measured) < 2:
+        return [("Planned and measured", whole(run))]
+    known = {attempt.number: attempt for attempt in run.attempts}
+    newest = max(run.measured)
+    held = []
+    for which, totals in sorted(run.measured.items(), reverse=True):
+        attempt = known[which]
+        plan, most = (attempt.plan or run.plan, _most_bytes(run)) if which == newest else (attempt.plan, None)
+        if plan and totals:
+            caption = f"Attempt {which}, from step {(attempt.first or 0) + 1:,}, planned and measured: {_layout(plan)}"
+            held.append((caption, Held(plan, attempt.config or run.config, run.unit, _figure_of(totals), most)))
+    return held
+
+
+def _figure_of(totals: Mapping[str, Total]) -> Callable[[str], Total]:
+    return lambda name: totals.get(name, Total())
+
+
+def whole(run: Run) -> Held:
+    """All of the run, as one attempt."""
+    def total(name: str) -> Total:
+        return (run.ledger.curves if name in run.ledger.curves.totals else run.steps).total(name)
+
+    return Held(run.plan, run.config, run.unit, total, _most_bytes(run))
+
+
+def _table(caption: str, held: Held) -> Table:
+    rows = tuple(row for part in (_batch(held), _memory(held), _compute(held), _bubble(held)) for row in part)
+    return Table(caption=caption, head=("what", "planned", "measured", "how to read it"), align="nrrl", rows=rows)
+
+
+def bubble_planned(held: Held) -> float | None:
     """(p - 1) / (v m) of p stages, v virtual stages each and m micro-batches; None without a pipeline."""
-    stages, micro_batches = section(run.plan, "axes").get("pipeline"), section(run.plan, "batch").get("accumulation")
+    stages, micro_batches = section(held.plan, "axes").get("pipeline"), section(held.plan, "batch").get("accumulation")
     if not is_number(stages) or not is_number(micro_batches) or stages < 2 or micro_batches < 1:
         return None
-    virtual = section(run.config, "engine", "megatron").get("virtual_pipeline_model_parallel_size")
+    virtual = section(held.config, "engine", "megatron").get("virtual_pipeline_model_parallel_size")
     return (stages - 1) / ((virtual if is_number(virtual) else 1) * micro_batches)
 
 
-def bubble_measured(run: Run) -> float | None:
+def bubble_measured(held: Held) -> float | None:
     """The median rank's bubble over its forward and backward; None without a ledger."""
-    computing = sum(run.ledger.curves.total(part).sum for part in (FORWARD, BACKWARD))
-    return run.ledger.curves.total(BUBBLE).sum / computing if computing else None
+    computing = sum(held.total(part).sum for part in (FORWARD, BACKWARD))
+    return held.total(BUBBLE).sum / computing if computing else None
 
 
 def _layout(plan: Mapping[str, Any]) -> str:
@@ -43,42 +93,50 @@ def _layout(plan: Mapping[str, Any]) -> str:
     return f"Engine {plan.get('engine', 'unknown')} on {world.get('ranks', '?')} x {kind}, nodes: {world.get('nodes', '?')}. Axes: {axes}."
 
 
-def _batch(run: Run) -> Iterator[Row]:
-    batch = section(run.plan, "batch")
-    planned = batch.get(f"{run.unit}_per_step")
+def _batch(held: Held) -> Iterator[Row]:
+    batch = section(held.plan, "batch")
+    planned = batch.get(f"{held.unit}_per_step")
     if is_number(planned):
         stages = batch.get("stages")
         ramp = "; the batch grows to it" if isinstance(stages, list) and len(stages) > 1 else ""
-        yield (f"{run.unit} a step", f"{planned:,}", _whole(run.steps.total(run.unit).median),
+        yield (f"{held.unit} a step", f"{planned:,}", _whole(held.total(held.unit).median),
                f"measured: the median step's, without masked ones{ramp}")
 
 
-def _memory(run: Run) -> Iterator[Row]:
-    memory = section(run.plan, "memory")
+def _most_bytes(run: Run) -> float | None:
+    """By the samples of all nodes: of the fullest GPU, or on CPUs of the rank with the most private memory."""
+    if section(run.plan, "world").get("device") == "cpu":
+        return max((most for node in run.nodes.values() for most in node.rank_bytes.values()), default=None)
+    used = [held["memory_used_bytes"].high for node in run.nodes.values() for held in node.gpus.values() if "memory_used_bytes" in held]
+    return max(used, default=None)
+
+
+def _memory(held: Held) -> Iterator[Row]:
+    memory = section(held.plan, "memory")
     planned = memory.get("device_total")
     if not is_number(planned):
         return
     states = [memory[name] for name in ("parameters", "gradients", "optimizer") if is_number(memory.get(name))]
-    if (held := run.steps.total("device_bytes")).count and states:
-        yield ("parameters, gradients, optimizer", gigabytes(sum(states)), gigabytes(held.median),
+    if (device := held.total("device_bytes")).count and states:
+        yield ("parameters, gradients, optimizer", gigabytes(sum(states)), gigabytes(device.median),
                "measured: tensors on the fullest device after the median step, the engine's buffers included")
-    used = [held["memory_used_bytes"].high for node in run.nodes.values() for held in node.gpus.values() if "memory_used_bytes" in held]
-    private = [most for node in run.nodes.values() for most in node.rank_bytes.values()]
-    private += [run.steps.total("host_bytes").high] * bool(run.steps.total("host_bytes").count)
-    if section(run.plan, "world").get("device") == "cpu":
-        measured, has = max(private, default=None), "the rank with the most private memory, Python, torch and the engine included"
+    measured = held.most_bytes
+    if section(held.plan, "world").get("device") == "cpu":
+        host = held.total("host_bytes")
+        measured = max((size for size in (measured, host.high if host.count else None) if size is not None), default=None)
+        has = "the rank with the most private memory, Python, torch and the engine included"
     else:
-        measured, has = max(used, default=None), "the fullest GPU by NVML, the CUDA context and what torch's allocator only holds included"
+        has = "the fullest GPU by NVML, the CUDA context and what torch's allocator only holds included, over all attempts"
     yield "memory of the fullest rank", gigabytes(planned), gigabytes(measured), f"measured: {has}"
-    have = run.plan.get("device_memory_bytes")
-    if is_number(have) and section(run.plan, "world").get("device") != "cpu":
+    have = held.plan.get("device_memory_bytes")
+    if is_number(have) and section(held.plan, "world").get("device") != "cpu":
         share = None if measured is None else measured / have
         yield "of the device's memory", percent(planned / have), percent(share), f"of {gigabytes(have)}"
 
 
-def _compute(run: Run) -> Iterator[Row]:
-    flops, peak = run.plan.get("flops_per_step"), section(run.plan, "flops").get("peak_per_gpu")
-    ranks, measured = section(run.plan, "world").get("ranks"), run.steps.total("step_seconds").median
+def _compute(held: Held) -> Iterator[Row]:
+    flops, peak = held.plan.get("flops_per_step"), section(held.plan, "flops").get("peak_per_gpu")
+    ranks, measured = section(held.plan, "world").get("ranks"), held.total("step_seconds").median
     if is_number(flops) and is_number(peak) and is_number(ranks) and peak and ranks:
         least = flops / (peak * ranks)
         yield ("time of a step", f"at least {seconds(least)}", seconds(measured),
@@ -87,10 +145,10 @@ def _compute(run: Run) -> Iterator[Row]:
         yield "time of a step", UNKNOWN, seconds(measured), "the device's peak is not known, so there is no least time"
 
 
-def _bubble(run: Run) -> Iterator[Row]:
-    planned = bubble_planned(run)
+def _bubble(held: Held) -> Iterator[Row]:
+    planned = bubble_planned(held)
     if planned is not None:
-        yield ("pipeline bubble", percent(planned), percent(bubble_measured(run)),
+        yield ("pipeline bubble", percent(planned), percent(bubble_measured(held)),
                "planned: (p - 1) / (v m) of p equal stages with v virtual ones each and m micro-batches; measured: the median rank's "
                "bubble over its forward and backward")
 

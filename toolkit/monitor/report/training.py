@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from toolkit.monitor.report.data import EPOCHS, Run
+from toolkit.monitor.report.data import EPOCHS, Attempt, Run, standing_from
 from toolkit.monitor.report.reduce import Curves
 from toolkit.monitor.report.rows import is_number
 from toolkit.monitor.report.view import Chart, Format, Mark, Section, Series, line, number
@@ -31,9 +31,18 @@ def _resolution(curves: Curves) -> str:
 
 
 def marks(run: Run) -> tuple[Mark, ...]:
-    """A line on the curves for each of the newest alerts."""
+    """Lines on the curves over steps: the borders between attempts, and the newest alerts."""
     rows = [row for row in run.alerts.rows if is_number(row.get("step"))][-MARKS:]
-    return tuple(Mark(row["step"], str(row.get("level", "warning")), f"{row.get('name', 'alert')}: {row.get('cause', '')}") for row in rows)
+    alerts = (Mark(row["step"], str(row.get("level", "warning")), f"{row.get('name', 'alert')}: {row.get('cause', '')}",
+                   str(row.get("name", "alert"))) for row in rows)
+    return (*borders(run, lambda attempt: attempt.first), *alerts)
+
+
+def borders(run: Run, place: Callable[[Attempt], float | None]) -> tuple[Mark, ...]:
+    """A line at the beginning of each of the newest attempts but the first, of those whose steps stand."""
+    later = [(attempt, first, at) for attempt, first in standing_from(run.attempts)[1:] if (at := place(attempt)) is not None]
+    return tuple(Mark(at, "attempt", f"attempt {attempt.number} begins after step {first:,}", f"attempt {attempt.number}")
+                 for attempt, first, at in later[-MARKS:])
 
 
 def _charts(run: Run) -> Iterator[Chart]:
@@ -65,7 +74,7 @@ def _charts(run: Run) -> Iterator[Chart]:
     yield from _chart("loss_scale", "Loss scale of fp16", "loss scale", [line(run.steps, "loss_scale", "loss scale", "brown")], told)
     epochs = [line(run.steps, name, name.removeprefix(EPOCHS), colour) for colour, name in
               zip(COLOURS, sorted(name for name in run.steps.curves if name.startswith(EPOCHS)), strict=False)]
-    yield from _chart("epochs", "Epochs of each source", "epochs", epochs, (), zero=True)
+    yield from _chart("epochs", "Epochs of each source", "epochs", epochs, borders(run, lambda attempt: attempt.first), zero=True)
 
 
 def _dotted(drawn: Series) -> Series:

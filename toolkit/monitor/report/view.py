@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -47,11 +47,17 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line: an alert, the beginning of an attempt."""
+    """A vertical line: an alert, or the border between two attempts.
+
+    Attributes:
+        level: ``warning``, ``error`` or ``attempt``.
+        label: stands beside the line; ``text`` is read at it.
+    """
 
     x: float
     level: str
     text: str
+    label: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +80,7 @@ class Chart:
         return {
             "id": self.id, "title": self.title, "yLabel": self.y_label, "yFormat": self.y_format, "xFormat": self.x_format,
             "stacked": self.stacked, "fromZero": self.from_zero,
-            "marks": [{"x": mark.x, "level": mark.level, "text": mark.text} for mark in self.marks],
+            "marks": [asdict(mark) for mark in self.marks],
             "series": [{"name": one.name, "colour": one.colour, "dots": one.dots, "x": list(one.x), "mid": list(one.mid),
                         "low": None if one.low is None else list(one.low), "high": None if one.high is None else list(one.high)}
                        for one in self.series],

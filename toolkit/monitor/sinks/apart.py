@@ -103,8 +103,8 @@ class ProcessSink(NullSink):
     def log(self, kind: Kind, row: Row) -> None:
         self._send(("log", (kind, dict(row))))
 
-    def log_text(self, name: str, text: str) -> None:
-        self._send(("log_text", (name, text)))
+    def log_summary(self, name: str, value: str | float) -> None:
+        self._send(("log_summary", (name, value)))
 
     def log_image(self, name: str, path: Path) -> None:
         self._send(("log_image", (name, path)))

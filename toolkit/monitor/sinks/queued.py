@@ -74,8 +74,8 @@ class QueuedSink(Sink):
         if first:
             self._tell(f"{self._name} does not keep up: rows are left out, and counted in {DROPPED}")
 
-    def log_text(self, name: str, text: str) -> None:
-        self._call(lambda sink: sink.log_text(name, text))
+    def log_summary(self, name: str, value: str | float) -> None:
+        self._call(lambda sink: sink.log_summary(name, value))
 
     def log_image(self, name: str, path: Path) -> None:
         self._call(lambda sink: sink.log_image(name, path))

@@ -42,8 +42,8 @@ class RationedSink(Sink):
             rate = f"there are more than {VALUES_PER_SECOND:g} values a second"
             self._tell(f"{self.name} gets some of the rows only, the files have all: {rate}")
 
-    def log_text(self, name: str, text: str) -> None:
-        self._sink.log_text(name, text)
+    def log_summary(self, name: str, value: str | float) -> None:
+        self._sink.log_summary(name, value)
 
     def log_image(self, name: str, path: Path) -> None:
         self._sink.log_image(name, path)

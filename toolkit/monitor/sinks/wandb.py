@@ -100,14 +100,20 @@ class WandbSink(NullSink):
         # W&B's own count of calls never goes back, but a run may: from a checkpoint before its last row.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
+        self._best: set[str] = set()  # losses of which the summary has the lowest beside the last one
 
     def log(self, kind: Kind, row: Row) -> None:
         if kind is Kind.ALERT:
             self._alert(row)
-        self._run.log(columns(kind, row, self._part.node))
+        found = columns(kind, row, self._part.node)
+        for name in found.keys() - self._best:
+            if kind in (Kind.STEP, Kind.EVAL) and name.endswith("/loss"):
+                self._best.add(name)
+                self._run.define_metric(name, step_metric=STEP, summary="min,last")
+        self._run.log(found)
 
-    def log_text(self, name: str, text: str) -> None:
-        self._run.summary.update({name: text})
+    def log_summary(self, name: str, value: str | float) -> None:
+        self._run.summary.update({name: value})
 
     def log_image(self, name: str, path: Path) -> None:
         self._run.log({name: self._wandb.Image(str(path))})

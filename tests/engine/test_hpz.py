@@ -1,0 +1,89 @@
+"""ZeRO++'s hpZ: the second copy of the weights that each group of ranks keeps is that of the loaded weights.
+
+    pytest tests/engine/test_hpz.py
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.engine.cases import OFFLOAD_ALL, SGD, Cell, cell, make, steps, trace
+from tests.engine.checks import TOLERANCE, check_cell, oracle
+from toolkit.engine.deepspeed import DeepSpeedEngine
+from toolkit.testing.dist import RankPool
+from toolkit.testing.parity import Trace, samples
+
+
+def hpz(size: int, *, threshold: int = 0, ranks: int = 4, **more: Any) -> Cell:
+    """``threshold``: elements; smaller parameters stay gathered between steps, so the tiny model has none of those."""
+    keys = {"zero_hpz_partition_size": size, "stage3_param_persistence_threshold": threshold}
+    return cell(3, ranks, 1, **{"engine__deepspeed": {"zero_optimization": keys}, **more})
+
+
+FROZEN: dict[str, Any] = {"family": None, "model__target": "tests.engine.models.Mixer", "optim__lr": 1e-2}
+CELLS = [hpz(2), hpz(2, threshold=5000, **SGD), hpz(2, ranks=2), hpz(4, **OFFLOAD_ALL)]
+
+
+@pytest.mark.parametrize("case", CELLS, ids=str)
+def test_hpz_trains_as_the_local_engine(case: Cell, pool: RankPool) -> None:
+    check_cell(case, pool)
+
+
+def test_hpz_gathers_frozen_parameters_as_loaded(pool: RankPool) -> None:
+    case = hpz(2, **FROZEN)
+    found = pool.run(trace, case, ranks=4)[0]
+    assert found.distance(oracle(case.oracle())).times(TOLERANCE) <= 1
+
+
+def with_the_copies_of_before_the_load(rank: int, ranks: int, case: Cell) -> Trace:
+    """A control."""
+    from toolkit.engine import deepspeed_compat
+
+    forget = deepspeed_compat.forget_secondary_partitions
+    deepspeed_compat.forget_secondary_partitions = lambda module: None
+    try:
+        return trace(rank, ranks, case)
+    finally:
+        deepspeed_compat.forget_secondary_partitions = forget
+
+
+@pytest.mark.parametrize("case", [hpz(2), hpz(2, **FROZEN)], ids=str)
+def test_control_copies_of_before_the_load(case: Cell, pool: RankPool) -> None:
+    loss = pool.run(with_the_copies_of_before_the_load, case, ranks=4)[0].distance(oracle(case.oracle())).loss
+    assert math.isnan(loss) or loss > 10 * TOLERANCE.loss
+
+
+def evaluated_and_loaded_again(rank: int, ranks: int, case: Cell) -> tuple[list[float], int]:
+    """Losses of steps with evaluations between them, and of the first one again; elements of the second copies after an evaluation."""
+    from toolkit.engine.build import first_weights
+
+    engine, plan = make(case, rank), case.plan()
+    assert isinstance(engine, DeepSpeedEngine)
+    losses = []
+    for step in range(3):
+        engine.eval_step(samples(engine, plan, 100, rank))
+        losses += [result.loss for result in steps(engine, case, rank, step, step + 1)]
+    engine.eval_step(samples(engine, plan, 100, rank))
+    copies = sum(parameter.ds_secondary_tensor.numel() for parameter in engine._ds.module.parameters())
+    engine.load(first_weights(plan))
+    losses += [result.loss for result in steps(engine, case, rank, 0, 1)]
+    engine.close()
+    return losses, copies
+
+
+@pytest.mark.parametrize("threshold", [0, 5000])
+def test_evaluations_and_a_second_load_leave_no_stale_copy(threshold: int, pool: RankPool) -> None:
+    case = hpz(2, threshold=threshold)
+    losses, copies = pool.run(evaluated_and_loaded_again, case, ranks=4)[0]
+    right = oracle(case.oracle()).losses[:3]
+    assert losses == pytest.approx([*right, right[0]], abs=TOLERANCE.loss)
+    keys = {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}
+    plain = replace(case, more=(("engine__deepspeed", keys),)).plan().memory
+    assert plain is not None
+    planned = case.plan().memory
+    assert planned is not None
+    assert planned.parameters - plain.parameters == 4 * copies, "the plan counts what the copies take, in fp32"
