@@ -17,10 +17,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from toolkit.cluster.doctor.command import JSON, DoctorCommand, Measurements
 from toolkit.cluster.doctor.data import FirstRead
-from toolkit.cluster.doctor.visit import JSON, Instruments, Visit
-from toolkit.cluster.ends import Ending, leave
 from toolkit.cluster.environment import read_launch
+from toolkit.cluster.exit_handling import ExitHandler, exit_now
 from toolkit.cluster.stop import StopRequest, launchers
 from toolkit.config.schema import RunConfig
 from toolkit.layout.axes import Axes
@@ -36,14 +36,15 @@ def main(arguments: Sequence[str]) -> int:
 
         return show_help(arguments, above=__doc__ or "")
     stop = StopRequest()
-    with Ending(stop) as ending:
+    with ExitHandler(stop) as exit_handler:
         launch, words = read_launch(os.environ, [word for word in arguments if word != JSON])
-        ending.launch, stop.abort = launch, ending.abort
+        exit_handler.launch, stop.abort = launch, exit_handler.abort
         stop.install(launchers(launch))
-        instruments = Instruments(first_read=first_read, links=links)
-        ending.code = Visit(launch, words, ending, instruments, script=sys.argv[0], as_json=JSON in arguments).examine(stop)
+        measurements = Measurements(first_read=first_read, links=links)
+        exit_handler.code = DoctorCommand(launch, words, exit_handler, measurements, script=sys.argv[0],
+                                          as_json=JSON in arguments).examine(stop)
     stop.close()
-    return ending.code
+    return exit_handler.code
 
 
 def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | None) -> FirstRead:
@@ -53,10 +54,10 @@ def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | Non
 
 
 def links(axes: Axes | None, device: torch.device, rank: int, ranks: int) -> Sequence[Mapping[str, Any]]:
-    from toolkit.train.links import measure_links
+    from toolkit.train.comm_benchmark import measure_links
 
     return measure_links(axes, device, rank, ranks)
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_now(main(sys.argv[1:]))

@@ -17,9 +17,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from toolkit.cluster.ends import Ending, leave
 from toolkit.cluster.environment import Launch, read_launch
-from toolkit.cluster.part import Work, take_part
+from toolkit.cluster.exit_handling import ExitHandler, exit_now
+from toolkit.cluster.launch_process import RunCallbacks, launch_process
 from toolkit.cluster.start import Start
 from toolkit.cluster.stop import StopRequest, launchers
 from toolkit.errors import ExitCode
@@ -32,19 +32,19 @@ def main(arguments: Sequence[str]) -> int:
 
         return show_help(arguments)
     stop = StopRequest()
-    with Ending(stop) as ending:
+    with ExitHandler(stop) as exit_handler:
         launch, words = read_launch(os.environ, arguments)
-        ending.launch, stop.abort = launch, ending.abort
+        exit_handler.launch, stop.abort = launch, exit_handler.abort
         stop.install(launchers(launch))
         if {"-m", "--multirun"}.isdisjoint(words):
-            work = Work(make_data_ready=make_data_ready, train=train)
-            ending.code = take_part(launch, words, ending, stop, work, script=sys.argv[0])
+            work = RunCallbacks(make_data_ready=make_data_ready, train=train)
+            exit_handler.code = launch_process(launch, words, exit_handler, stop, work, script=sys.argv[0])
         else:
             from toolkit.cluster.sweep.run import sweep
 
-            ending.code = sweep(words, launch, stop, sys.argv[0])
+            exit_handler.code = sweep(words, launch, stop, sys.argv[0])
     stop.close()
-    return ending.code
+    return exit_handler.code
 
 
 def make_data_ready(plan: RunPlan) -> str:
@@ -63,4 +63,4 @@ def train(plan: RunPlan, launch: Launch, start: Start, stop: StopRequest) -> Exi
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_now(main(sys.argv[1:]))

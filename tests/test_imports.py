@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each row may import the rows above it, and itself; places in one row do not import each other.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "progress", "files", "paths", "rows"),
-    ("config", "layout", "attempts", "checkpoint_folder"),
+    ("config", "layout", "goodput", "checkpoint_folder"),
     ("families",),
     ("plan",),
     ("data", "checkpoint", "monitor", "rundir"),
@@ -28,7 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("launch",),
 )
 # cluster stands beside the chain: it may use plan and rundir, and only launch may use it.
-CLUSTER_USES = {"errors", "progress", "files", "paths", "rows", "config", "layout", "families", "plan", "rundir", "attempts", "cluster"}
+CLUSTER_USES = {"errors", "progress", "files", "paths", "rows", "config", "layout", "families", "plan", "rundir", "goodput", "cluster"}
 
 ONLY_IN = {
     "deepspeed": ("toolkit/engine/", "toolkit/testing/"),
@@ -42,7 +42,7 @@ ONLY_IN = {
 TORCH_FREE = (
     "toolkit.errors", "toolkit.progress", "toolkit.files", "toolkit.paths", "toolkit.config.compose", "toolkit.layout.axes",
     "toolkit.families", "toolkit.plan.make", "toolkit.rundir.directory", "toolkit.cluster.submission", "toolkit.cluster.backends.slurm",
-    "toolkit.cluster.requeue", "toolkit.monitor.sinks.apart", "toolkit.monitor.sinks.wandb",
+    "toolkit.cluster.requeue", "toolkit.monitor.sinks.subprocess_sink", "toolkit.monitor.sinks.wandb",
 )
 
 

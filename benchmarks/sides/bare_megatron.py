@@ -24,13 +24,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from toolkit.engine.megatron import cpu, mends
+from toolkit.engine.megatron import cpu, patches
 from toolkit.engine.megatron.attention import Attention
 
 spec = json.loads(Path(sys.argv[-1]).read_text())
 dist.init_process_group("gloo")
 cpu.enable()
-mends.apply()
+patches.apply()
 state.initialize_model_parallel(tensor_model_parallel_size=spec["tensor"], create_gloo_process_groups=False)
 model_parallel_cuda_manual_seed(0)
 types = {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "activation_func": torch.nn.functional.silu}

@@ -84,14 +84,14 @@ def batches(case: Case, sources: list[MappedTokens]) -> Iterator[Any]:
     import torch
     from torch.utils.data import DataLoader
 
-    from toolkit.data.faces import Positions
+    from toolkit.data.torch_dataset import SampleDataset
 
     plan = BatchPlan(micro_batch=GLOBAL_BATCH, global_batch=GLOBAL_BATCH, data_parallel=1, stages=(RampStage(GLOBAL_BATCH, 0, 0, None),))
     windows = {f"source-{number}": TokenWindows(source, case.length, SEED + number) for number, source in enumerate(sources)}
     mixture = Mixture([Phase(0, WEIGHTS)], SEED) if len(sources) > 1 else None
     stream = Stream(windows, mixture, seed=SEED, batch=plan, data_rank=0)
     if case.loader:
-        yield from DataLoader(Positions(stream, 1 << 40), batch_size=GLOBAL_BATCH, sampler=range(1 << 40))  # type: ignore[arg-type]
+        yield from DataLoader(SampleDataset(stream, 1 << 40), batch_size=GLOBAL_BATCH, sampler=range(1 << 40))  # type: ignore[arg-type]
     for micro_batches in stream.steps(0):
         for rows in micro_batches:
             yield torch.from_numpy(rows[:, : case.length])

@@ -39,7 +39,7 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
     """
     config = PUBLISHED[model]
     family = families.get(str(config.family))
-    shape = family.settle(config)
+    shape = family.resolve_shape(config)
     parameters = family.parameters(shape)
     starts: dict[str, int] = {}
     held = 0

@@ -27,7 +27,6 @@ from torch.distributed import checkpoint as dcp_of_torch
 from tests.checkpoint.corruption import DAMAGES
 from tests.checkpoint.layouts import LAYOUTS, shards_of
 from tests.checkpoint.tiny_run import tensors_of, tiny_checkpoint, tiny_shape
-from toolkit.attempts import Save, Times, add_save, write_times
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.offline.reshard import lay_out
@@ -39,6 +38,7 @@ from toolkit.checkpoint_folder import disagreement
 from toolkit.config.reshard import Format, Stage, TargetConfig, TargetParallelConfig
 from toolkit.errors import UserError
 from toolkit.families.base import ModelShape
+from toolkit.goodput import Save, Times, add_save, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 

@@ -121,7 +121,7 @@ def test_every_element_has_its_place(layout: Layout, precision: Precision, tmp_p
 def fabricated(folder: Path, model: ModelConfig) -> Source:
     """A source of which everything is known and no byte is there."""
     family = get(str(model.family))
-    shape = family.settle(model)
+    shape = family.resolve_shape(model)
     tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
                for state in (WEIGHT, EXP_AVG, EXP_AVG_SQ) for spec in family.parameters(shape)}
     optim = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}

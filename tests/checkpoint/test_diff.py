@@ -16,7 +16,7 @@ import torch
 from tests.checkpoint.fabricate import of_ranks
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from tests.checkpoint.test_huggingface_optimizer import SCALARS, converted, with_optimizer
-from toolkit.checkpoint import looking, manifest
+from toolkit.checkpoint import manifest, tile_reader
 from toolkit.checkpoint.offline.diff import Diff, Outcome, diff, diff_sources
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import Source, open_source
@@ -28,7 +28,7 @@ KEY = TensorKey(WEIGHT, "w")
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor is several tiles."""
-    monkeypatch.setattr(looking, "TILE_BYTES", 256)
+    monkeypatch.setattr(tile_reader, "TILE_BYTES", 256)
 
 
 def values(seed: int = 0, shape: tuple[int, ...] = (12, 10)) -> torch.Tensor:

@@ -35,7 +35,7 @@ def tiny(name: str, **changes: Any) -> ModelShape:
     sizes["max_position_embeddings"] = 16
     if name != "gpt2":
         sizes |= {"intermediate_size": 48, **families.get(name).tiny, "tie_word_embeddings": False}
-    return families.get(name).settle(ModelConfig(family=name, **{**sizes, **changes}))
+    return families.get(name).resolve_shape(ModelConfig(family=name, **{**sizes, **changes}))
 
 
 def model_of(shape: ModelShape) -> Any:

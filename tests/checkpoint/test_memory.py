@@ -18,7 +18,7 @@ import torch
 
 from tests.checkpoint.chores import CHORES
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
-from toolkit.checkpoint import blocks, catalog, executor, looking, planner, verify
+from toolkit.checkpoint import blocks, catalog, executor, planner, tile_reader, verify
 from toolkit.checkpoint.offline import fill, output
 from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
@@ -33,7 +33,7 @@ def small_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOCK_BYTES", ROOM)
     monkeypatch.setattr(planner, "SPLIT_BYTES", ROOM)
     monkeypatch.setattr(fill, "TILE_BYTES", ROOM)
-    monkeypatch.setattr(looking, "TILE_BYTES", ROOM)
+    monkeypatch.setattr(tile_reader, "TILE_BYTES", ROOM)
 
 
 def checkpoints(folder: Path, rows: int) -> Path:

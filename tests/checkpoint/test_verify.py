@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.fabricate import of_ranks, read_at, write_at
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from tests.checkpoint.test_huggingface import model_of, tiny
-from toolkit.checkpoint import looking, manifest
+from toolkit.checkpoint import manifest, tile_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.verify import verify, verify_source
@@ -29,7 +29,7 @@ STATES = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor is several tiles."""
-    monkeypatch.setattr(looking, "TILE_BYTES", 256)
+    monkeypatch.setattr(tile_reader, "TILE_BYTES", 256)
 
 
 def sound(names: tuple[str, ...] = ("w", "norm")) -> dict[TensorKey, torch.Tensor]:

@@ -20,7 +20,7 @@ STEP = 3
 
 
 def tiny_shape(family: str = "llama") -> ModelShape:
-    return families.get(family).settle(ModelConfig(family=family, **{**SIZES, **FAMILIES[family]}))
+    return families.get(family).resolve_shape(ModelConfig(family=family, **{**SIZES, **FAMILIES[family]}))
 
 
 def tensors_of(shape: ModelShape, *, mixed: bool = False) -> dict[TensorKey, torch.Tensor]:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.cluster.doctor import clocks, data, disk, gpus, host, network, software, together
+from toolkit.cluster.doctor import clocks, cross_node, data, disk, gpus, host, network, software
 from toolkit.cluster.doctor.examine import failures
 from toolkit.cluster.doctor.show import summary, to_json
 from toolkit.cluster.doctor.types import Finding, MachineReport, Need, Report, Verdict, fail, need_of, ok, warn
@@ -417,11 +417,11 @@ def machine(node: int, **traits: str) -> MachineReport:
 
 
 def test_machines_that_are_alike_or_not() -> None:
-    assert together.alike([machine(0)]) == []
-    judged(together.alike([machine(0), machine(1)]), verdicts={OK}, said="2 machines have the same torch, GPUs")
-    judged(together.alike([machine(0), machine(1), machine(2, torch="2.12.0")]), verdicts={FAIL},
+    assert cross_node.alike([machine(0)]) == []
+    judged(cross_node.alike([machine(0), machine(1)]), verdicts={OK}, said="2 machines have the same torch, GPUs")
+    judged(cross_node.alike([machine(0), machine(1), machine(2, torch="2.12.0")]), verdicts={FAIL},
            said="torch: 2.13.0 on node0, node1; 2.12.0 on node2")
-    judged(together.alike([machine(0), machine(1, GPUs="A100")]), verdicts={WARN}, said="A100 on node1")
+    judged(cross_node.alike([machine(0), machine(1, GPUs="A100")]), verdicts={WARN}, said="A100 on node1")
 
 
 @pytest.mark.parametrize(("seconds", "error", "verdict"), [
@@ -429,9 +429,9 @@ def test_machines_that_are_alike_or_not() -> None:
 ])
 def test_clocks(seconds: float, error: float, verdict: Verdict) -> None:
     """An offset that lies within the error of its measurement is none."""
-    found = together.clocks({"node1": clocks.Offset(0.0, 0.001), "node2": clocks.Offset(seconds, error)})
+    found = cross_node.clocks({"node1": clocks.Offset(0.0, 0.001), "node2": clocks.Offset(seconds, error)})
     judged(found, verdicts={verdict}, said="node2")
-    assert together.clocks({}) == []
+    assert cross_node.clocks({}) == []
 
 
 def row(slowest: float, fastest: float) -> dict[str, object]:
@@ -440,18 +440,18 @@ def row(slowest: float, fastest: float) -> dict[str, object]:
 
 
 def test_links() -> None:
-    judged(together.links([row(0.001, 0.0009)], 1.2), verdicts={OK}, said="tensor (2 ranks): 10 µs (p99 20), bus bandwidth 67.11 GB/s")
-    judged(together.links([row(0.003, 0.001)], 1.2), verdicts={OK, WARN}, said="between ranks 6, 7")
-    judged(together.not_met("rank 1 waited 120 s"), verdicts={FAIL}, said="rank 1", remedy="MASTER_ADDR")
+    judged(cross_node.links([row(0.001, 0.0009)], 1.2), verdicts={OK}, said="tensor (2 ranks): 10 µs (p99 20), bus bandwidth 67.11 GB/s")
+    judged(cross_node.links([row(0.003, 0.001)], 1.2), verdicts={OK, WARN}, said="between ranks 6, 7")
+    judged(cross_node.not_met("rank 1 waited 120 s"), verdicts={FAIL}, said="rank 1", remedy="MASTER_ADDR")
 
 
 def test_the_plan() -> None:
     config = compose(["+exp=quickstart", "zero=stage1"])
     plan = make_plan(config, World(ranks=2, ranks_per_node=2, device=Device.CPU, host_memory_bytes=64 * GIB))
-    judged(together.of_plan(plan, ()), verdicts={OK}, said="2 ranks")
-    judged(together.of_plan(replace(plan, memory=None), ()), verdicts={UNKNOWN})
+    judged(cross_node.of_plan(plan, ()), verdicts={OK}, said="2 ranks")
+    judged(cross_node.of_plan(replace(plan, memory=None), ()), verdicts={UNKNOWN})
     broken = Problem("zero.stage", "82 GB of states", "they fit on the device", "write zero=stage3")
-    judged(together.of_plan(None, (broken,)), verdicts={FAIL}, said="82 GB", remedy="zero=stage3")
+    judged(cross_node.of_plan(None, (broken,)), verdicts={FAIL}, said="82 GB", remedy="zero=stage3")
 
 
 # ---- the report

@@ -22,8 +22,8 @@ from typing import NoReturn, cast
 import pytest
 
 from toolkit.cluster.doctor import clocks, disk, host
-from toolkit.cluster.doctor.bounded import Answer, ask
 from toolkit.cluster.doctor.examine import CHECKS, Silent, gather, look
+from toolkit.cluster.doctor.timeout import TimedResult, call_with_timeout
 from toolkit.cluster.doctor.types import Check, Finding, MachineReport, Need, Verdict, fail, ok
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.rendezvous import Meeting
@@ -39,18 +39,18 @@ def broken() -> NoReturn:
 
 
 def test_an_answer() -> None:
-    assert ask(lambda: {"a": [1, None]}, 5) == Answer({"a": [1, None]})
-    assert ask(broken, 5) == Answer(problem="OSError: Stale file handle")
-    assert ask(lambda: os._exit(3), 5) == Answer(problem="the process that asked ended with 3")
-    assert ask(lambda: os.kill(os.getpid(), signal.SIGKILL), 5).problem == "the process that asked ended with -9"
-    assert len(ask(lambda: "x" * 300_000, 5).value) == 300_000  # more than a pipe holds
+    assert call_with_timeout(lambda: {"a": [1, None]}, 5) == TimedResult({"a": [1, None]})
+    assert call_with_timeout(broken, 5) == TimedResult(problem="OSError: Stale file handle")
+    assert call_with_timeout(lambda: os._exit(3), 5) == TimedResult(problem="the process that asked ended with 3")
+    assert call_with_timeout(lambda: os.kill(os.getpid(), signal.SIGKILL), 5).problem == "the process that asked ended with -9"
+    assert len(call_with_timeout(lambda: "x" * 300_000, 5).value) == 300_000  # more than a pipe holds
 
 
 def test_a_question_that_hangs_is_left_behind_and_its_process_ended() -> None:
     path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     before = set(path.read_text().split())
     began = time.monotonic()
-    assert ask(lambda: time.sleep(60), 0.3).hangs
+    assert call_with_timeout(lambda: time.sleep(60), 0.3).hangs
     assert time.monotonic() - began < 5
     for _ in range(100):  # killed, and collected here
         left = set(path.read_text().split()) - before
@@ -66,9 +66,9 @@ def _gone(pid: int) -> bool:
 
 LEFT_BEHIND = """
 import os, time
-from toolkit.cluster.doctor.bounded import ask
+from toolkit.cluster.doctor.timeout import call_with_timeout
 os.kill = lambda *_: None  # as if it hung in the kernel
-print(ask(lambda: time.sleep(20), 0.3).hangs)
+print(call_with_timeout(lambda: time.sleep(20), 0.3).hangs)
 """
 
 
@@ -79,14 +79,14 @@ def test_a_process_that_is_left_behind_does_not_hold_up_who_reads_the_output() -
 
 def test_measuring_a_disk_that_hangs_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: time.sleep(60))
-    assert ask(partial(disk.measure, replace(NEED, run_dir=tmp_path)), 1.0).hangs
+    assert call_with_timeout(partial(disk.measure, replace(NEED, run_dir=tmp_path)), 1.0).hangs
     assert not list(tmp_path.iterdir())
 
 
 ABOVE = """
-from toolkit.cluster.doctor.bounded import ask
+from toolkit.cluster.doctor.timeout import call_with_timeout
 from toolkit.cluster.doctor.software import measure_arguments
-print(*ask(lambda: measure_arguments(None), 10).value, sep="\\n")
+print(*call_with_timeout(lambda: measure_arguments(None), 10).value, sep="\\n")
 """
 
 

@@ -39,10 +39,10 @@ from toolkit.monitor.parts import (
 )
 from toolkit.monitor.recorder import Clock, HostClock, StepRecorder, StepTime
 from toolkit.plan.types import RunPlan
-from toolkit.train.agree import Agreed, alone, exchange
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.hooks import Hook, Hooks, StepDone
 from toolkit.train.loop import train
+from toolkit.train.rank_sync import StepConsensus, make_flag_reduce, single_rank_reduce
 from toolkit.train.saving import Checkpoints, Timer
 from toolkit.train.state import TrainState
 from toolkit.train.task import Task, text_task
@@ -214,17 +214,17 @@ def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), r
     return Measured(tuple(recorder.taken()), delays.script, delays.seconds, tuple(logging.losses))
 
 
-def agreeing(ranks: int, delays: Delays) -> Callable[[float, StepResult], Agreed]:
-    ask = exchange(ranks)
+def agreeing(ranks: int, delays: Delays) -> Callable[[float, StepResult], StepConsensus]:
+    all_reduce_flags = make_flag_reduce(ranks)
     began = time.perf_counter()
 
-    def agree(waited: float, result: StepResult) -> Agreed:
+    def agree(waited: float, result: StepResult) -> StepConsensus:
         nonlocal began
         delays.strike(UNEXPLAINED)
-        (slowest,) = ask([round(1e6 * (time.perf_counter() - began))])
+        (slowest,) = all_reduce_flags([round(1e6 * (time.perf_counter() - began))])
         began = time.perf_counter()
         delays.over(slowest / 1e6)
-        return Agreed()
+        return StepConsensus()
 
     return agree
 
@@ -237,7 +237,8 @@ def hooks_around(plan: RunPlan, engine: Engine, task: Task, delays: Delays) -> l
     plan.config.checkpoint.every = "1"
     nowhere: Any = SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
     store: Any = _Store(delays)
-    saving = Checkpoints(plan, engine, store, nowhere, Timer(None), rank=0, attempt=1, ask=alone, flush=lambda: None,
+    saving = Checkpoints(plan, engine, store, nowhere, Timer(None), rank=0, attempt=1, all_reduce_flags=single_rank_reduce,
+                         flush=lambda: None,
                          announce=lambda path: None, tell=print)
     evaluating = Evaluation(engine, task, {"validation": samples}, every=1, steps=plan.config.train.steps, missing=lambda step: False,
                             announce=lambda row: None)
@@ -340,7 +341,7 @@ def calls_of(rank: int, ranks: int, plan: RunPlan) -> list[tuple[str, str, int, 
         engine.load(first_weights(plan))
         plan.config.train.steps = 1
         train(plan, engine, task, stream(plan, plan.axes.coordinates(rank).data, Delays([None])), TrainState(), Hooks(),
-              lambda waited, result: Agreed())
+              lambda waited, result: StepConsensus())
         work = dist.all_reduce(torch.ones(3, 5), async_op=True)
         found = collectives.last_calls()
         work.wait()

@@ -132,10 +132,10 @@ def fresh() -> Iterator[RankPool]:
 
 
 def one_step(rank: int, ranks: int, plan: RunPlan, without: str | None) -> float:
-    from toolkit.engine.megatron import mends
+    from toolkit.engine.megatron import patches
 
     if without is not None:
-        setattr(mends, without, lambda: None)
+        setattr(patches, without, lambda: None)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     from toolkit.engine.protocol import StepSettings

@@ -17,10 +17,10 @@ Named = dict[str, tuple[int, ...]]
 
 def built(rank: int, ranks: int, family: str, tie: bool) -> Named:
     """Parameters of the model on one rank, by name."""
-    from toolkit.engine.megatron import cpu, mends
+    from toolkit.engine.megatron import cpu, patches
 
     cpu.enable()
-    mends.apply()
+    patches.apply()
     from toolkit.engine.megatron import groups, model
 
     plan = tiny_plan(family, engine__name=EngineName.megatron, model__tie_word_embeddings=tie)

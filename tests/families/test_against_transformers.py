@@ -29,7 +29,7 @@ def small(family: str, tie: bool) -> ModelShape:
         model = replace(model, intermediate_size=24, num_key_value_heads=2, head_dim=get(family).tiny.get("head_dim"))
     if family == "mixtral":
         model = replace(model, num_local_experts=3, router_aux_loss_coef=0.02)
-    return get(family).settle(model)
+    return get(family).resolve_shape(model)
 
 
 def built(shape: ModelShape) -> torch.nn.Module:
@@ -64,14 +64,14 @@ def test_config_json_makes_the_round_trip(family: str, tie: bool) -> None:
     written = json.loads(json.dumps(ours))
     theirs = transformers.AutoConfig.for_model(**ours).to_dict()
     for config in (written, theirs):  # what we write, and what transformers writes of it
-        assert asdict(get(family).settle(get(family).from_hugging_face_config(config))) == asdict(shape)
+        assert asdict(get(family).resolve_shape(get(family).from_hugging_face_config(config))) == asdict(shape)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3"])
 def test_a_head_dim_frees_hidden_size_from_the_number_of_heads(family: str) -> None:
     """Control: transformers' Llama is not free of it, and so refused."""
     sizes = {"hidden_size": 18, "num_attention_heads": 4, "head_dim": 6}
-    shape = get(family).settle(replace(next(iter(get(family).published.values())), **{**SMALL, **sizes}, num_key_value_heads=2))
+    shape = get(family).resolve_shape(replace(next(iter(get(family).published.values())), **{**SMALL, **sizes}, num_key_value_heads=2))
     assert {spec.name: spec.shape for spec in get(family).parameters(shape)} == {
         name: tuple(parameter.shape) for name, parameter in built(shape).named_parameters()}
     with pytest.raises(Exception, match="not a multiple of the number of attention heads"):
@@ -81,14 +81,14 @@ def test_a_head_dim_frees_hidden_size_from_the_number_of_heads(family: str) -> N
 def test_gpt2_reads_what_old_releases_wrote() -> None:
     """They give ``n_inner`` as null and neither tie nor initializer keys."""
     config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 10, "n_inner": None}
-    shape = get("gpt2").settle(get("gpt2").from_hugging_face_config(config))
+    shape = get("gpt2").resolve_shape(get("gpt2").from_hugging_face_config(config))
     assert (shape.intermediate_size, shape.tie_word_embeddings, shape.dropout) == (64, True, 0.1)
 
 
 def test_qwen3_without_a_head_dim_has_that_of_transformers() -> None:
     config = get("qwen3").hugging_face_config(small("qwen3", False))
     del config["head_dim"]
-    assert get("qwen3").settle(get("qwen3").from_hugging_face_config(config)).head_dim == 128
+    assert get("qwen3").resolve_shape(get("qwen3").from_hugging_face_config(config)).head_dim == 128
     assert transformers.AutoConfig.for_model(**config).head_dim == 128
 
 

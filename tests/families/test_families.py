@@ -22,7 +22,7 @@ from toolkit.families.published import PUBLISHED
 def shape_of(name: str) -> ModelShape:
     model = PUBLISHED[name]
     assert model.family is not None
-    return get(model.family).settle(model)
+    return get(model.family).resolve_shape(model)
 
 
 def count(shape: ModelShape) -> int:
@@ -117,14 +117,14 @@ SMALL = ModelConfig(family="llama", hidden_size=16, intermediate_size=32, num_hi
 def test_impossible_sizes_name_their_key_and_a_remedy(change: dict[str, object], key: str) -> None:
     model = replace(SMALL, **change)
     with pytest.raises(PlanError) as caught:
-        get(model.family or "").settle(model)
+        get(model.family or "").resolve_shape(model)
     assert [problem.key for problem in caught.value.problems] == [key]
     assert caught.value.problems[0].remedy
 
 
 def test_every_missing_size_is_named_at_once() -> None:
     with pytest.raises(PlanError) as caught:
-        get("mixtral").settle(ModelConfig(family="mixtral", hidden_size=16))
+        get("mixtral").resolve_shape(ModelConfig(family="mixtral", hidden_size=16))
     assert {problem.key.removeprefix("model.") for problem in caught.value.problems} == {
         "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings", "intermediate_size", "num_local_experts",
         "num_experts_per_tok"}

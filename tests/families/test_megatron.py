@@ -37,7 +37,7 @@ def shapes(draw: st.DrawFn, family: str) -> ModelShape:
         model = replace(model, num_key_value_heads=groups, head_dim=draw(st.sampled_from([2, 4])), intermediate_size=12)
     if FAMILIES[family].traits.experts:
         model = replace(model, num_local_experts=3, num_experts_per_tok=2)
-    return get(family).settle(model)
+    return get(family).resolve_shape(model)
 
 
 def numbered(shape: ModelShape) -> Arrays:
@@ -199,7 +199,7 @@ def small(family: str, **changes: object) -> ModelShape:
     model = ModelConfig(family=family, hidden_size=8, num_hidden_layers=1, num_attention_heads=4, vocab_size=6, max_position_embeddings=4)
     if family != "gpt2":
         model = replace(model, **{"intermediate_size": 12, **FAMILIES[family].tiny})
-    return get(family).settle(replace(model, **changes))
+    return get(family).resolve_shape(replace(model, **changes))
 
 
 def test_a_tied_output_layer_leads_to_the_embedding() -> None:
@@ -240,7 +240,7 @@ def test_published_models_have_tables_of_every_element() -> None:
     """By count alone: their tensors are too large to fill here."""
     for name, model in PUBLISHED.items():
         assert model.family is not None
-        shape = get(model.family).settle(model)
+        shape = get(model.family).resolve_shape(model)
         tensors = get(model.family).megatron(shape)
         elements = sum(spec.numel for spec in get(model.family).parameters(shape))
         assert sum(math.prod(part.extent) for tensor in tensors for part in tensor.parts) == elements, name

@@ -38,7 +38,7 @@ def config_of(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_its_own_configuration_is_read(name: str) -> None:
     family = families.get(name)
-    assert family.settle(model_of_config(family, config_of(name), "config.json")) == tiny_shape(name)
+    assert family.resolve_shape(model_of_config(family, config_of(name), "config.json")) == tiny_shape(name)
     assert shape_of({**asdict(tiny_shape(name)), "of_a_later_version": 3}, "plan.json") == tiny_shape(name)
 
 

@@ -18,7 +18,7 @@ from toolkit.engine import collectives
 from toolkit.layout.axes import Axes
 from toolkit.monitor.calls import from_flight_recorder
 from toolkit.testing.dist import RankPool
-from toolkit.train import peers
+from toolkit.train import last_collective
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ SECONDS = 3
 def calls_of_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
     """Three that end, then one behind a kernel that takes SECONDS: in the queue, and for the process over."""
     group = dist.new_group(backend="nccl")
-    peers.outlast(7200)
+    last_collective.extend_group_timeouts(7200)
     with collectives.watched(Axes(), None):
         for _ in range(3):
             dist.all_reduce(torch.ones(1024, device="cuda"), group=group)
@@ -36,7 +36,7 @@ def calls_of_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
         torch.cuda._sleep(int(SECONDS * 1.5e9))
         dist.all_reduce(torch.ones(8, device="cuda"), group=group)
         own = [call for call in collectives.last_calls() if call.group == group.group_name]
-        trace = from_flight_recorder(json.loads(peers.nccl_trace()), own)
+        trace = from_flight_recorder(json.loads(last_collective.dump_nccl_trace()), own)
         torch.cuda.synchronize()
     timeout = group._get_backend(torch.device("cuda")).options._timeout
     return {"own": own, "trace": trace, "timeout": timeout}
@@ -48,4 +48,4 @@ def test_the_device_knows_which_call_has_not_ended(gpu: RankPool) -> None:
     assert {call.operation for call in found["trace"]} == {"all_reduce"}
     assert not found["trace"][-1].finished
     assert "[8]" in found["trace"][-1].tensors
-    assert found["timeout"] == timedelta(seconds=7200 + peers.MARGIN_SECONDS)
+    assert found["timeout"] == timedelta(seconds=7200 + last_collective.MARGIN_SECONDS)

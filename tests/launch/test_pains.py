@@ -62,7 +62,7 @@ PAINS = (
     )),
     Pain("DeepSpeed#5721, #4098", "training stands still for its saves, and a signal to the launcher loses the run", (
         "checkpoint/test_store.py::test_background_equals_blocking_and_does_not_see_later_changes",
-        "launch/test_ends.py::test_a_signalled_run_is_saved_and_leaves_nobody",
+        "launch/test_signals.py::test_a_signalled_run_is_saved_and_leaves_nobody",
         "launch/test_as_typed.py::test_a_stopped_run_goes_on_where_it_was",
         "launch/test_slurm.py::test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped",
     )),

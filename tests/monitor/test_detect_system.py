@@ -13,7 +13,7 @@ import pytest
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health import nodes
-from toolkit.monitor.health.creep import GROWN_SHARE, POINTS, SCALES, Creep, growth
+from toolkit.monitor.health.memory_leak import GROWN_SHARE, POINTS, SCALES, GrowthTracker, steady_growth
 from toolkit.monitor.health.nodes import LASTING, SILENT_SECONDS, NodeDetector
 
 GB = 10**9
@@ -262,24 +262,24 @@ def test_loading_a_model_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
 ])
 def test_what_is_no_steady_growth_is_none(curve: Callable[[int], float]) -> None:
     points = [(10.0 * at, 20 * GB + curve(at)) for at in range(POINTS)]
-    found = growth(points)
+    found = steady_growth(points)
     assert found is None, found
 
 
 def test_growth_is_measured_in_spite_of_odd_points() -> None:
     points = [(10.0 * at, 20 * GB + GB * at + (30 * GB if at in (3, 9, 14) else 0)) for at in range(POINTS)]
-    found = growth(points)
+    found = steady_growth(points)
     assert found is not None
     assert abs(found.per_second - GB / 10) < 0.05 * GB / 10
 
 
 def test_a_clock_that_is_set_back_is_survived() -> None:
-    assert growth([(10.0, float(GB * at)) for at in range(POINTS)]) is None
-    assert growth([(-10.0 * at, float(GB * at)) for at in range(POINTS)]) is None
+    assert steady_growth([(10.0, float(GB * at)) for at in range(POINTS)]) is None
+    assert steady_growth([(-10.0 * at, float(GB * at)) for at in range(POINTS)]) is None
 
 
 def test_memory_of_the_detector_is_bounded() -> None:
-    creep = Creep()
+    creep = GrowthTracker()
     for number in range(20_000):
         creep.add(10.0 * number, 1e9, 1e12)
     assert sum(len(window) for window in creep._windows.values()) <= POINTS * len(SCALES)

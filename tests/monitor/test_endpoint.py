@@ -23,8 +23,8 @@ import pytest
 from toolkit.config.monitor import WandbMode
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Sink
-from toolkit.monitor.sinks.apart import ProcessSink
 from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.monitor.sinks.subprocess_sink import SubprocessSink
 from toolkit.monitor.sinks.wandb import WandbSink, part
 
 STEPS, STEP_SECONDS = 100, 0.02
@@ -114,7 +114,7 @@ def wandb(folder: Path, node: int, start_seconds: float, close_seconds: float) -
     arguments = {"part": part(folder, "1a2b3c4d", WandbMode.online, node, 2), "mode": WandbMode.online, "project": "p", "entity": "us",
                  "group": "g", "tags": ["t"], "config": {f"of-{node}": node}, "trainer": os.getpid(), "command": ["train.py", "a=b"],
                  "start_seconds": start_seconds}
-    return QueuedSink(lambda: ProcessSink(WandbSink, arguments, "W&B", close_seconds=close_seconds), "W&B", close_seconds=close_seconds)
+    return QueuedSink(lambda: SubprocessSink(WandbSink, arguments, "W&B", close_seconds=close_seconds), "W&B", close_seconds=close_seconds)
 
 
 def test_two_nodes_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

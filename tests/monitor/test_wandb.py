@@ -22,8 +22,8 @@ from toolkit.config.monitor import WandbMode
 from toolkit.config.schema import EngineName, RunSection
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sink import CompositeSink, Kind, Sink
-from toolkit.monitor.sinks.apart import NICE
 from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.monitor.sinks.subprocess_sink import NICE
 from toolkit.monitor.sinks.wandb import WandbSink, part
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
@@ -254,7 +254,7 @@ from pathlib import Path
 import psutil
 from tests.monitor.wandb_process import without_network
 from toolkit.config.monitor import WandbMode
-from toolkit.monitor.sinks.apart import ProcessSink
+from toolkit.monitor.sinks.subprocess_sink import SubprocessSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind
 from toolkit.monitor.sinks.wandb import part
@@ -264,7 +264,7 @@ arguments = dict(part=part(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=Wa
                  tags=[], config={}, trainer=os.getpid(), command=["train.py"])
 made = []
 def make():
-    made.append(ProcessSink(without_network, arguments, "W&B", close_seconds=2.0))
+    made.append(SubprocessSink(without_network, arguments, "W&B", close_seconds=2.0))
     return made[0]
 sink = CompositeSink([QueuedSink(make, "W&B")])
 sink.log(Kind.STEP, {"step": 1, "loss": 1.0})

@@ -77,7 +77,7 @@ CONVENTIONS: dict[str, Callable[[ModelShape, int], float]] = {
 def flops(convention: str, name: str) -> float:
     model = PUBLISHED[MODELS[name]]
     assert model.family is not None
-    return CONVENTIONS[convention](get(model.family).settle(model), LENGTH[name])
+    return CONVENTIONS[convention](get(model.family).resolve_shape(model), LENGTH[name])
 
 
 def cell(convention: str, name: str) -> str:

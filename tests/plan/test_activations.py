@@ -25,7 +25,7 @@ def small(family: str, layers: int = 1) -> ModelShape:
     model = replace(next(iter(get(family).published.values())), **(SIZES | {"num_hidden_layers": layers}), tie_word_embeddings=None)
     if family != "gpt2":
         model = replace(model, intermediate_size=160, num_key_value_heads=2, head_dim=get(family).tiny.get("head_dim"))
-    return get(family).settle(model)
+    return get(family).resolve_shape(model)
 
 
 def saved_bytes(family: str, layers: int, dtype: torch.dtype, apart: bool = False) -> int:
@@ -63,7 +63,7 @@ def test_a_layer_keeps_what_the_formula_says(family: str, dtype: str, apart: boo
 
 
 def test_checkpointing_keeps_one_block_and_the_others_inputs() -> None:
-    shape = get("llama").settle(PUBLISHED["llama-3-8b"])
+    shape = get("llama").resolve_shape(PUBLISHED["llama-3-8b"])
     sizes = {"micro_batch": 1, "sequence_length": 4096, "element": 2}
     whole = activation_bytes(shape, checkpointing=False, **sizes)
     kept = activation_bytes(shape, checkpointing=True, **sizes)
@@ -76,5 +76,5 @@ def test_a_gpt_layer_is_korthikantis_without_masks_and_matrices() -> None:
     """sbh(34 + 5as/h) less the matrices (5as/h) and the dropout masks (1 after attention, 1 after the feed-forward); transformers'
     gelu keeps three more tensors of width 4h than theirs (24h bytes), and the fused attention one number a row and head, the
     norms two numbers a token each."""
-    shape = get("gpt2").settle(PUBLISHED["gpt2"])
+    shape = get("gpt2").resolve_shape(PUBLISHED["gpt2"])
     assert layer_bytes(shape, 2) == shape.hidden_size * (34 - 2 + 24) + 4 * shape.num_attention_heads + 16

@@ -29,7 +29,7 @@ GB = 1e9
 
 def memory_of(config: RunConfig, ranks: int, parameters: list[ParameterSpec] | None = None) -> MemoryPlan:
     family = get(config.model.family or "")
-    shape: ModelShape = family.settle(config.model)
+    shape: ModelShape = family.resolve_shape(config.model)
     return plan_memory(config, shape, parameters or family.parameters(shape), Axes(data=ranks), plan_batch(config, ranks), Device.CPU, {})
 
 
@@ -125,7 +125,8 @@ def test_sgd_has_what_momentum_needs() -> None:
 def test_muon_has_one_moment_for_matrices() -> None:
     adam, muon = (memory_of(run_config(zero__stage=3, optim__name=name, optim__momentum=0.95), 2) for name in
                   (OptimizerName.adamw, OptimizerName.muon))
-    matrices = sum(spec.numel for spec in get("llama").parameters(get("llama").settle(SMALL)) if spec.layer is not None and spec.decays)
+    matrices = sum(spec.numel for spec in get("llama").parameters(get("llama").resolve_shape(SMALL)) if spec.layer is not None
+                   and spec.decays)
     assert adam.optimizer - muon.optimizer == 4 * matrices // 2
 
 

@@ -26,7 +26,7 @@ from toolkit.plan.pretrained import resolve
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     family = get("llama")
-    config = family.hugging_face_config(family.settle(replace(SMALL, rope_theta=77.0)))
+    config = family.hugging_face_config(family.resolve_shape(replace(SMALL, rope_theta=77.0)))
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
@@ -106,7 +106,7 @@ MISFITS: list[tuple[ModelConfig, dict[str, Any], int]] = [
 def test_remedies_for_a_pretrained_model_name_no_other_sizes(
         model: ModelConfig, changes: dict[str, Any], ranks: int, tmp_path: Path) -> None:
     family = get(str(model.family))
-    config = family.hugging_face_config(family.settle(replace(model, head_dim=8)))
+    config = family.hugging_face_config(family.resolve_shape(replace(model, head_dim=8)))
     config |= {"head_dim": model.head_dim} if model.head_dim else {}
     (tmp_path / "config.json").write_text(json.dumps(config))
     batch = {"train__global_batch": 24, **changes}

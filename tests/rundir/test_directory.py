@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.rundir.runs import PLAN, begun, config
-from toolkit.attempts import Times, write_times
 from toolkit.errors import ConfigError, InputError
+from toolkit.goodput import Times, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.rundir.runs import PLAN, begun, checkpoint, config
-from toolkit.attempts import SAVES, Save, Times, add_save, write_times
 from toolkit.checkpoint_folder import Newest, step_name
 from toolkit.errors import CheckpointError, ConfigError, InputError, UserError
+from toolkit.goodput import SAVES, Save, Times, add_save, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.find import find_run
 from toolkit.rundir.source import Source, SourceKind, resolve_source

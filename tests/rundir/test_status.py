@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.rundir.runs import begun, checkpoint
-from toolkit.attempts import Times, write_times
+from toolkit.goodput import Times, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 

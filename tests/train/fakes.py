@@ -10,8 +10,8 @@ import torch
 
 from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, StepResult, StepSettings
-from toolkit.train.agree import Agreed
 from toolkit.train.hooks import StepDone
+from toolkit.train.rank_sync import StepConsensus
 
 
 class FakeEngine:
@@ -75,4 +75,4 @@ def samples(first_step: int = 0, clock: FakeClock | None = None, wait_seconds: f
 
 def step_done(step: int, *, stop: bool = False, save: bool = False, last: bool = False) -> StepDone:
     result = StepResult(loss=4.5, grad_norm=0.1, tokens=16)
-    return StepDone(step, 1e-3, result, 0.5, Agreed(stop=stop, save=save), last)
+    return StepDone(step, 1e-3, result, 0.5, StepConsensus(stop=stop, save=save), last)

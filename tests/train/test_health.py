@@ -20,7 +20,7 @@ from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.health.limiter import FIRST_GAP_SECONDS
 from toolkit.monitor.sink import Kind, NullSink, Row
 from toolkit.train.health import Alerts, HealthSink, Saves
-from toolkit.train.vitals import Vitals
+from toolkit.train.process_stats import ProcessStats
 
 
 class Kept(NullSink):
@@ -94,30 +94,30 @@ CPU = torch.device("cpu")
 
 
 def test_collections_of_garbage_are_timed() -> None:
-    vitals = Vitals()
+    process_stats = ProcessStats()
     kept = [[number] for number in range(300_000)]
-    vitals.read(CPU)
+    process_stats.read(CPU)
     gc.collect()
-    collected, _, _ = vitals.read(CPU)
+    collected, _, _ = process_stats.read(CPU)
     assert collected > 1000, "microseconds"
     gc.disable()
-    assert vitals.read(CPU)[0] == 0
+    assert process_stats.read(CPU)[0] == 0
     gc.enable()
-    vitals.close()
-    assert not any(getattr(callback, "__self__", None) is vitals for callback in gc.callbacks)
+    process_stats.close()
+    assert not any(getattr(callback, "__self__", None) is process_stats for callback in gc.callbacks)
     assert len(kept) == 300_000
 
 
 def test_memory_of_the_process_is_without_files(tmp_path: Path) -> None:
     gc.collect()  # memory of earlier tests that is freed meanwhile would hide the block
-    vitals, size = Vitals(), 64 * 2**20
-    before = vitals.read(CPU)[1]
+    process_stats, size = ProcessStats(), 64 * 2**20
+    before = process_stats.read(CPU)[1]
     block = np.ones(size // 8)
-    with_block = vitals.read(CPU)[1]
+    with_block = process_stats.read(CPU)[1]
     assert with_block - before == pytest.approx(size, rel=0.1)
     (tmp_path / "data").write_bytes(bytes(size))
     mapped: Any = np.memmap(tmp_path / "data", dtype=np.uint8, mode="r")
     assert int(mapped.sum()) == 0  # all pages are here now
-    assert vitals.read(CPU)[1] - with_block < size / 4
+    assert process_stats.read(CPU)[1] - with_block < size / 4
     assert len(block)
-    vitals.close()
+    process_stats.close()

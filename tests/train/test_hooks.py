@@ -30,10 +30,10 @@ from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_config, tiny_plan
-from toolkit.train.agree import Agreed, alone
-from toolkit.train.consumed import Consumption
+from toolkit.train.data_progress import DataProgress
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.hooks import PLOT_SECONDS, STATUS_SECONDS, Hook, Hooks, Metrics, Plots, StatusFile, StepDone
+from toolkit.train.rank_sync import StepConsensus, single_rank_reduce
 from toolkit.train.saving import Checkpoints, Timer
 from toolkit.train.task import NextToken
 
@@ -54,7 +54,7 @@ def written(tmp_path: Path, plan: RunPlan, done: StepDone, consumed: Callable[..
 
 def test_a_row_has_exactly_these_keys_in_full_precision(tmp_path: Path) -> None:
     result = StepResult(loss=1 / 3, grad_norm=2 / 3, tokens=1000)
-    row = written(tmp_path, tiny_plan(), StepDone(7, 0.1 + 0.2, result, 0.3, Agreed(data_seconds=0.1), False))
+    row = written(tmp_path, tiny_plan(), StepDone(7, 0.1 + 0.2, result, 0.3, StepConsensus(data_seconds=0.1), False))
     assert row == {"step": 7, "loss": 1 / 3, "grad_norm": 2 / 3, "lr": 0.1 + 0.2, "tokens": 1000, "step_seconds": 0.3, "data_seconds": 0.1,
                    "gc_seconds": 0.0, "host_bytes": 0, "tokens_per_second": 1000 / 0.3, "samples_per_second": 8 / 0.3,
                    "elapsed_seconds": 65.0}
@@ -64,7 +64,7 @@ def test_on_gpus_a_row_has_what_they_do_and_cost(tmp_path: Path) -> None:
     """Constants are told once, in the plan: a row of months has these keys and no more."""
     plan = make_plan(tiny_config(precision__name=Precision.bf16, monitor__price_per_gpu_hour=2.0),
                      World(ranks=1, ranks_per_node=1, device=Device.CUDA, gpu="h100"))
-    done = StepDone(7, 0.1, StepResult(loss=1.0, grad_norm=1.0, tokens=200), 0.5, Agreed(), False)
+    done = StepDone(7, 0.1, StepResult(loss=1.0, grad_norm=1.0, tokens=200), 0.5, StepConsensus(), False)
     row = written(tmp_path, plan, done)
     assert row.keys() - written(tmp_path / "cpu", tiny_plan(), done).keys() == {
         "device_bytes", "tokens_per_second_per_gpu", "model_tflops_per_gpu", "mfu", "gpu_hours", "cost"}
@@ -75,14 +75,14 @@ def test_on_gpus_a_row_has_what_they_do_and_cost(tmp_path: Path) -> None:
 
 
 def test_several_sources_add_their_epochs(tmp_path: Path) -> None:
-    done = StepDone(8, 0.1, StepResult(loss=1.0, grad_norm=1.0, tokens=10), 0.3, Agreed(), False)
+    done = StepDone(8, 0.1, StepResult(loss=1.0, grad_norm=1.0, tokens=10), 0.3, StepConsensus(), False)
     row = written(tmp_path, tiny_plan(), done, lambda step: {"code": (step, 0.5), "web": (3 * step, 0.125)})
     assert {name: row[name] for name in row if name.startswith("epochs")} == {"epochs/code": 0.5, "epochs/web": 0.125}
 
 
 def test_what_was_taken_is_told_once_a_step() -> None:
     told: list[str] = []
-    hook = Consumption(lambda step: {"code": (1000 * step, 0.5), "web": (3000 * step, 1.25)}, told.append)
+    hook = DataProgress(lambda step: {"code": (1000 * step, 0.5), "web": (3000 * step, 1.25)}, told.append)
     hook.on_eval({"step": 2})
     hook.on_eval({"step": 2})
     hook.on_checkpoint(Path("checkpoints/step-00000002"))
@@ -94,7 +94,7 @@ def test_fp16_adds_the_loss_scale(tmp_path: Path) -> None:
     plan = tiny_plan()
     plan.config.precision.name = Precision.fp16
     result = StepResult(loss=1.0, grad_norm=float("inf"), tokens=10, skipped=True, loss_scale=65536.0)
-    row = written(tmp_path, plan, StepDone(1, 0.1, result, 0.5, Agreed(), False))
+    row = written(tmp_path, plan, StepDone(1, 0.1, result, 0.5, StepConsensus(), False))
     assert row["skipped"] is True
     assert row["loss_scale"] == 65536.0
     assert row["grad_norm"] is None, "JSON has no infinity"
@@ -158,7 +158,7 @@ def checkpoints(store: FakeStore, timer: Timer | None = None, flush: Callable[[]
     plan = tiny_plan(**{f"checkpoint__{name}": value for name, value in changes.items()})
     stream = SimpleNamespace(fingerprint=lambda: {"order": "x"}, state=lambda step: {})
     hook = Checkpoints(plan, FakeEngine(), store, stream, timer or Timer(None), rank=0, attempt=1,  # type: ignore[arg-type]
-                       ask=alone, flush=flush, announce=announced.append, tell=told.append)
+                       all_reduce_flags=single_rank_reduce, flush=flush, announce=announced.append, tell=told.append)
     return hook, announced, told
 
 

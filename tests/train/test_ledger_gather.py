@@ -28,11 +28,11 @@ from toolkit.monitor.recorder import StepTime, step_time
 from toolkit.monitor.sink import Row
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
 from toolkit.testing.tiny import tiny_plan
-from toolkit.train.agree import Agreed, Together
 from toolkit.train.gather import Gather, alone, gather_of
 from toolkit.train.hooks import Hook, Hooks, StepDone
 from toolkit.train.ledger import Ledger
 from toolkit.train.loop import train
+from toolkit.train.rank_sync import GlooFlagReduce, StepConsensus
 from toolkit.train.state import TrainState
 from toolkit.train.task import NextToken
 
@@ -85,13 +85,13 @@ def followed(rank: int, ranks: int, ranks_per_node: int, lags: dict[int, int], g
 
     ledger = Ledger(recorded.taken, Vectors(part_names(Axes(data=ranks))), gather or gather_of(rank, ranks, ranks_per_node), rows.append,
                     rank=rank, ranks=ranks, say=said.append, tell=told.append, end_seconds=end_seconds, clock=fast_clock)
-    ask, state, asked = Together(), TrainState(), []
+    all_reduce_flags, state, asked = GlooFlagReduce(), TrainState(), []
 
-    def agree(waited: float, result: StepResult) -> Agreed:
+    def agree(waited: float, result: StepResult) -> StepConsensus:
         time.sleep(0.002)
-        (slots,) = ask([ledger.due()])
+        (slots,) = all_reduce_flags([ledger.due()])
         asked.append(slots)
-        return Agreed(ledger=slots)
+        return StepConsensus(ledger=slots)
 
     with closing(ledger):
         train(tiny_plan(train__steps=STEPS), FakeEngine(), NextToken(), stream or samples(), state, Hooks(recorded, ledger), agree)
@@ -233,7 +233,7 @@ def test_nothing_is_asked_for_while_a_gather_is_under_way() -> None:
         clock.now += 0.5
         slots = ledger.due()
         asked.append(slots)
-        hooks.on_step(StepDone(step, 0.1, step_done(step).result, 0.5, Agreed(ledger=slots), False))
+        hooks.on_step(StepDone(step, 0.1, step_done(step).result, 0.5, StepConsensus(ledger=slots), False))
     assert asked == [0, 5, 0, 0, 0, 0, 0]  # after a second: of one step that is over, and four to spare
     gather.open.set()
     hooks.on_end(7)

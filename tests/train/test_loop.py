@@ -18,9 +18,9 @@ from toolkit.errors import ExitCode
 from toolkit.monitor.sink import Row
 from toolkit.plan.schedule import learning_rate
 from toolkit.testing.tiny import tiny_plan
-from toolkit.train.agree import Agreed, alone
 from toolkit.train.hooks import Hook, Hooks, StepDone
 from toolkit.train.loop import train
+from toolkit.train.rank_sync import StepConsensus, single_rank_reduce
 from toolkit.train.state import TrainState
 from toolkit.train.task import NextToken
 
@@ -46,9 +46,9 @@ def carry_out(state: TrainState, steps: int, stop_at: int | None = None, **more:
     engine, recorder = FakeEngine(events, **more), Recorder(events)
     clock = more.get("clock") or FakeClock()
 
-    def agree(waited: float, result: StepResult) -> Agreed:
+    def agree(waited: float, result: StepResult) -> StepConsensus:
         events.append("agree")
-        return Agreed(stop=stop_at is not None and state.step >= stop_at)
+        return StepConsensus(stop=stop_at is not None and state.step >= stop_at)
 
     plan = tiny_plan(train__steps=steps, schedule__warmup=2)
     code = train(plan, engine, NextToken(), samples(state.step, more.get("clock"), 1.0), state, recorder, agree, clock)
@@ -116,7 +116,7 @@ def test_seconds_have_the_wait_for_samples_and_the_step_but_not_what_lies_betwee
             seconds.append((done.seconds, done.agreed.data_seconds))
 
     train(tiny_plan(train__steps=3), FakeEngine(clock=clock, step_seconds=4.0), NextToken(), samples(0, clock, 2.0), TrainState(),
-          Hooks(Slow(), Seconds()), lambda waited, result: Agreed(data_seconds=waited), clock)
+          Hooks(Slow(), Seconds()), lambda waited, result: StepConsensus(data_seconds=waited), clock)
     assert seconds == [(6.0, 2.0)] * 3  # 1,000 s of the slow hook are in none of them
 
 
@@ -146,4 +146,4 @@ def test_hooks_hear_every_event_in_the_order_they_were_added() -> None:
 
 
 def test_one_rank_agrees_with_itself() -> None:
-    assert alone([True, 0]) == [1, 0]
+    assert single_rank_reduce([True, 0]) == [1, 0]

@@ -25,8 +25,8 @@ from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
 from toolkit.testing.parity import step_all
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train import probe as probe_module
-from toolkit.train.agree import Together
 from toolkit.train.probe import Probe, find_group, peers_along
+from toolkit.train.rank_sync import GlooFlagReduce
 from toolkit.train.task import text_task
 
 
@@ -40,7 +40,7 @@ def probed(rank: int, plan: RunPlan, device: torch.device, folder: Path) -> dict
     said: list[str] = []
     taken: list[Callable[[int], float]] = []
     began = time.monotonic()
-    Probe(plan, device, Together(), rank=rank, file=folder / "attempts" / "001" / "probe.json", sink=NullSink(), take=taken.append,
+    Probe(plan, device, GlooFlagReduce(), rank=rank, file=folder / "attempts" / "001" / "probe.json", sink=NullSink(), take=taken.append,
           say=said.append).on_start(0)
     seconds = [transfer(size) for transfer in taken for size in (0, 2**20, 2**24)]
     return {"said": said, "transfers": seconds, "seconds": time.monotonic() - began}

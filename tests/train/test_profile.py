@@ -16,10 +16,10 @@ from tests.train.fakes import FakeEngine, samples, step_done
 from toolkit.engine.protocol import StepResult
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train import profile as profile_module
-from toolkit.train.agree import Agreed
 from toolkit.train.hooks import Hook, Hooks
 from toolkit.train.loop import train
 from toolkit.train.profile import Profile
+from toolkit.train.rank_sync import StepConsensus
 from toolkit.train.state import TrainState
 from toolkit.train.task import NextToken
 
@@ -39,8 +39,8 @@ def traced(folder: Path, first: int, steps: int, *, start: int = 0, of: int = 8,
     hook = Profile(first, steps, file, torch.device("cpu"), say=said.append, tell=said.append)
     state = TrainState(start)
 
-    def agree(waited: float, result: StepResult) -> Agreed:
-        return Agreed(stop=state.step == stop_at)
+    def agree(waited: float, result: StepResult) -> StepConsensus:
+        return StepConsensus(stop=state.step == stop_at)
 
     train(tiny_plan(train__steps=of), Working(), NextToken(), samples(start), state, Hooks(hook, Hook()), agree)
     if not file.exists():

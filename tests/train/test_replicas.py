@@ -28,8 +28,8 @@ from toolkit.testing.dist import RankPool, rank_pool
 from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
 from toolkit.testing.parity import step_all
 from toolkit.testing.tiny import tiny_plan
-from toolkit.train.agree import alone, exchange
 from toolkit.train.gather import gather_of
+from toolkit.train.rank_sync import make_flag_reduce, single_rank_reduce
 from toolkit.train.replicas import Replicas
 from toolkit.train.task import text_task
 
@@ -61,7 +61,8 @@ def compared(rank: int, ranks: int, plan: RunPlan, odd: int, watched: bool = Tru
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     alerts: list[Alert] = []
-    hook = Replicas(plan, engine, exchange(ranks), gather_of(rank, ranks, 2), rank=rank, every=EVERY, alert=alerts.append, tell=fail)
+    hook = Replicas(plan, engine, make_flag_reduce(ranks), gather_of(rank, ranks, 2), rank=rank, every=EVERY, alert=alerts.append,
+                    tell=fail)
     losses = []
     for step in range(STEPS):
         losses += [result.loss for result in step_all(engine, plan, range(step, step + 1), rank=rank)]
@@ -174,7 +175,8 @@ def test_one_rank_has_nothing_to_compare() -> None:
     plan = tiny_plan()
     engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
     assert engine.copies() == []
-    hook = Replicas(plan, engine, alone, lambda block: block[np.newaxis], rank=0, every=1, alert=fail, tell=fail)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    hook = Replicas(plan, engine, single_rank_reduce, lambda block: block[np.newaxis], rank=0, every=1, alert=fail, tell=fail)
     hook.on_step(step_done(1))
     hook.on_end(1)
 
@@ -187,7 +189,8 @@ def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
 
     weights = {"w": torch.ones(4)}
     engine: Any = SimpleNamespace(device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), weights)])
-    hook = Replicas(tiny_plan(ranks=2), engine, alone, gather, rank=0, every=1, alert=fail, tell=told.append)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    hook = Replicas(tiny_plan(ranks=2), engine, single_rank_reduce, gather, rank=0, every=1, alert=fail, tell=told.append)
     for step in range(1, 4):
         hook.on_step(step_done(step))
         hook._thread.join(5)
@@ -197,7 +200,8 @@ def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
 
 def test_a_gather_that_never_comes_does_not_hold_up_the_end() -> None:
     engine: Any = SimpleNamespace(device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), {"w": torch.ones(4)})])
-    hook = Replicas(tiny_plan(ranks=2), engine, alone, lambda block: time.sleep(3), rank=0, every=1, alert=fail,  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    hook = Replicas(tiny_plan(ranks=2), engine, single_rank_reduce, lambda block: time.sleep(3), rank=0, every=1, alert=fail,
                     tell=lambda words: None, end_seconds=0.1)
     hook.on_step(step_done(1))
     began = time.monotonic()

@@ -303,7 +303,7 @@ def test_the_data_may_get_a_new_generation_meanwhile(whole: Start, texts: Path, 
 
 def test_a_run_sent_back_stays_there_though_it_dies_before_its_first_save(whole: Start, data: Path, tmp_path: Path,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: without ``take_up``, the next start takes the checkpoint of step 4 of the branch that was left."""
+    """Control: without ``set_aside_later_checkpoints``, the next start takes the checkpoint of step 4 of the branch that was left."""
     settings = {"checkpoint__every": "2", "checkpoint__keep_last": 9}
     Start(tmp_path / "run", data, stop_after=4, **settings)
     back = tmp_path / "run" / "checkpoints" / "step-00000002"

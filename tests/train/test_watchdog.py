@@ -25,7 +25,7 @@ from toolkit.monitor.sink import NullSink
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 from toolkit.train import watchdog as module
-from toolkit.train.mailbox import Mailbox
+from toolkit.train.rank_messages import RankMessages
 from toolkit.train.watchdog import Watchdog
 
 LIMIT = 0.5
@@ -50,7 +50,8 @@ class Ranks:
 
     def watch(self, rank: int, *calls: Call, limit: float = LIMIT) -> Watchdog:
         self.watches[rank] = watch = Watchdog(
-            limit, rank=rank, processes=self._processes, mailbox=Mailbox(self.directory.hang_folder(1), None), directory=self.directory,
+            limit, rank=rank, processes=self._processes, messages=RankMessages(self.directory.hang_folder(1), None),
+            directory=self.directory,
             attempt=1, alert=self.alerts.append, sink=NullSink(), part=lambda: "backward", calls=lambda: list(calls),
             end=lambda code: self.ended.setdefault(rank, code), clock=self._clock)
         watch.start()

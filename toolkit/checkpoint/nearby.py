@@ -37,7 +37,7 @@ def model_near(folder: Path) -> ModelShape | None:
         config = _object(place / "config.json")
         family = FAMILIES.get(str(config.get("model_type")))
         if family is not None:
-            return family.settle(model_of_config(family, config, place / "config.json"))
+            return family.resolve_shape(model_of_config(family, config, place / "config.json"))
     return None
 
 

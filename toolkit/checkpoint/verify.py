@@ -23,7 +23,6 @@ from toolkit import checkpoint_folder
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.blocks import Files, check_piece, numpy_dtype
 from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, byte_length
-from toolkit.checkpoint.looking import WORKERS, Advance, Looker, bits, boxes
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.planner import uncovered
 from toolkit.checkpoint.reader import windows
@@ -31,6 +30,7 @@ from toolkit.checkpoint.scalars import OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Reader, TensorKey
 from toolkit.checkpoint.source import Source, locate, of_manifest, open_source
 from toolkit.checkpoint.threads import each
+from toolkit.checkpoint.tile_reader import WORKERS, ByteProgress, TileReader, bits, boxes
 from toolkit.checkpoint.values import faults, not_cast
 from toolkit.errors import CheckpointError
 from toolkit.families.base import ModelShape
@@ -109,7 +109,7 @@ def verify_source(source: Source, *, workers: int = WORKERS,
     except Damage as damage:  # pieces may be made when they are asked for, from files
         return [Finding(damage.file, damage.seen)]
     with Files(catalog.folder) as files:
-        work = _Parameters(source, files, Advance(advance, total))
+        work = _Parameters(source, files, ByteProgress(advance, total))
         return [*_steps(source), *(finding for found in each(work.look_at, by_name.values(), workers) for finding in found)]
 
 
@@ -130,10 +130,10 @@ def _steps(source: Source) -> Iterator[Finding]:
 class _Parameters:
     """Looks at all states of one parameter after the other, in several threads."""
 
-    def __init__(self, source: Source, files: Files, advance: Advance) -> None:
+    def __init__(self, source: Source, files: Files, advance: ByteProgress) -> None:
         self._catalog, self._files, self._advance = source.catalog, files, advance
         # Two arrays at a time.
-        self._first, self._second = Looker(source.catalog, files), Looker(source.catalog, files)
+        self._first, self._second = TileReader(source.catalog, files), TileReader(source.catalog, files)
 
     def look_at(self, keys: Sequence[TensorKey]) -> list[Finding]:
         """``keys``: the states of one parameter."""

@@ -10,8 +10,8 @@ import sys
 import time
 
 from toolkit.cluster import restarts
-from toolkit.cluster.ends import Ending
 from toolkit.cluster.environment import HANDOVER, Launch, Launcher
+from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.log import log_to
 from toolkit.cluster.ranks import POLL_SECONDS, Ranks
 from toolkit.cluster.start import Start, begin_again
@@ -29,13 +29,14 @@ def watches(launch: Launch, world: World, cluster: ClusterConfig) -> bool:
     return launch.launcher is Launcher.NONE and (world.ranks > 1 or cluster.restarts > 0)
 
 
-def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRequest, ending: Ending, cluster: ClusterConfig) -> ExitCode:
+def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRequest, exit_handler: ExitHandler,
+                cluster: ClusterConfig) -> ExitCode:
     """See the start to its end, over as many attempts as it takes and ``cluster.restarts`` allows."""
     stop.arm(None)  # the ranks keep to their grace, and Ranks.wait() has the last word
     fruitless, starts = 0, 1
     while True:
         before = directory.saved_step()
-        code, by_itself = _attempt(script, start, directory, stop, ending, cluster.grace_seconds)
+        code, by_itself = _attempt(script, start, directory, stop, exit_handler, cluster.grace_seconds)
         saved = directory.saved_step()
         following = restarts.after(
             code, asked=stop() is not None, hopeless=by_itself and not _has_stepped(directory, starts), before=before, saved=saved,
@@ -51,12 +52,12 @@ def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRe
         fruitless = following.fruitless
         start = begin_again(start, directory, starts)
         starts += 1
-        ending.attempt, ending.code = start.attempt, ExitCode.DONE
+        exit_handler.attempt, exit_handler.code = start.attempt, ExitCode.DONE
         log_to(directory.log_file(start.attempt))
         if not _pause(stop, following.seconds):
-            ending.code = ExitCode.STOPPED
-            ending.record(f"{stop()} before training began")
-            return ending.code
+            exit_handler.code = ExitCode.STOPPED
+            exit_handler.record(f"{stop()} before training began")
+            return exit_handler.code
 
 
 def _has_stepped(directory: RunDirectory, starts: int) -> bool:
@@ -72,7 +73,7 @@ def _pause(stop: StopRequest, seconds: float) -> bool:
     return stop() is None
 
 
-def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopRequest, ending: Ending,
+def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopRequest, exit_handler: ExitHandler,
              grace_seconds: float) -> tuple[ExitCode, bool]:
     """Hand the start to one process a rank and see them to their end; and whether that was an error of their own, no signal and no hang."""
     handover = directory.attempt_folder(start.attempt).absolute() / "handover.json"
@@ -82,23 +83,23 @@ def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopReque
 
     def abort(reason: str, code: ExitCode) -> None:
         ranks.kill()
-        ending.abort(reason, code)
+        exit_handler.abort(reason, code)
 
     stop.abort = abort
     try:
-        ending.code = ranks.wait(stop, grace_seconds, lambda: (status := directory.status()) is not None and status.step is not None)
+        exit_handler.code = ranks.wait(stop, grace_seconds, lambda: (status := directory.status()) is not None and status.step is not None)
     finally:
         ranks.kill()
     # Of a failure rank 0 saw a lost connection, and this process knows why; of a hang the ranks know more than how they ended, and of a
     # mistake rank 0, unless another rank alone has met it.
     told = directory.hang_file(start.attempt).exists()
     status = directory.status()
-    if ending.code is ExitCode.STOPPED and status is not None and status.step is None:
-        ending.record(f"{stop() or 'a rank was asked to stop'} before training began", anew=status.state is not RunState.STOPPED)
-    elif ending.code is ExitCode.USER:
+    if exit_handler.code is ExitCode.STOPPED and status is not None and status.step is None:
+        exit_handler.record(f"{stop() or 'a rank was asked to stop'} before training began", anew=status.state is not RunState.STOPPED)
+    elif exit_handler.code is ExitCode.USER:
         recorded = status is not None and status.exit_code == ExitCode.USER
-        ending.record("a mistake that one rank has met: see what was printed", anew=not recorded)
+        exit_handler.record("a mistake that one rank has met: see what was printed", anew=not recorded)
     else:
         failure = ranks.first_failure()
-        ending.record(failure or stop(), anew=failure is not None and not told)
-    return ending.code, not told and not ranks.killed
+        exit_handler.record(failure or stop(), anew=failure is not None and not told)
+    return exit_handler.code, not told and not ranks.killed

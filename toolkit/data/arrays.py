@@ -8,8 +8,8 @@ from functools import partial
 from toolkit.config.schema import RunConfig
 from toolkit.data.cache import cache_of
 from toolkit.data.evaluation import EvalSet, sample_batches
-from toolkit.data.kind import Kind, RunData
 from toolkit.data.records import RecordManifest, open_records, read_records, survey
+from toolkit.data.registry import DataKind, RunData
 from toolkit.data.stream import Stream
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import BatchPlan
@@ -67,4 +67,4 @@ def classes(manifest: RecordManifest) -> int:
     return 1 + int(max(split.statistics[LABEL].most for split in manifest.splits.values()))
 
 
-ARRAYS = Kind(_ready, _open)
+ARRAYS = DataKind(_ready, _open)

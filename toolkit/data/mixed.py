@@ -8,9 +8,9 @@ from toolkit.config.mixture import SourceSetting, phases_of, sources_of
 from toolkit.config.schema import RunConfig
 from toolkit.data.cache import cache_of
 from toolkit.data.documents import waste_of
-from toolkit.data.kind import Kind, RunData
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.mixture import Mixture, Phase
+from toolkit.data.registry import DataKind, RunData
 from toolkit.data.remote import survey
 from toolkit.data.samples import TokenWindows
 from toolkit.data.sources import documents_problem, special_tokens_problem, split_problem, vocabulary_problem
@@ -94,4 +94,4 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
                    waste=lambda: {name: waste_of(split, end_of_text, length) for name, split in training.items()})
 
 
-MIXTURE = Kind(_ready, _open)
+MIXTURE = DataKind(_ready, _open)

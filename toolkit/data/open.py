@@ -9,13 +9,13 @@ from __future__ import annotations
 from toolkit.config.schema import RunConfig
 from toolkit.data.arrays import ARRAYS
 from toolkit.data.dataset.kind import DATASET
-from toolkit.data.kind import Kind, RunData
 from toolkit.data.mixed import MIXTURE
+from toolkit.data.registry import DataKind, RunData
 from toolkit.data.text import TEXT
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress
 
-KINDS: dict[str, Kind] = {"stdlib": TEXT, "prepared": TEXT, "mixture": MIXTURE, "dataset": DATASET, "arrays": ARRAYS}
+KINDS: dict[str, DataKind] = {"stdlib": TEXT, "prepared": TEXT, "mixture": MIXTURE, "dataset": DATASET, "arrays": ARRAYS}
 
 
 def ready_for(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:

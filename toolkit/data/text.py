@@ -9,8 +9,8 @@ from toolkit.config.schema import RunConfig
 from toolkit.data.cache import cache_of
 from toolkit.data.documents import waste_of
 from toolkit.data.evaluation import EvalSet, eval_batches, evaluation_targets, unigram_loss
-from toolkit.data.kind import Kind, RunData
 from toolkit.data.manifest import read_manifest
+from toolkit.data.registry import DataKind, RunData
 from toolkit.data.remote import survey
 from toolkit.data.samples import TokenWindows
 from toolkit.data.sources import data_problems, ready
@@ -60,4 +60,4 @@ def unigram(config: RunConfig, batch: BatchPlan, training: TokenSource, sets: Ma
     return None
 
 
-TEXT = Kind(_ready, _open)
+TEXT = DataKind(_ready, _open)

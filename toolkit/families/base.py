@@ -141,7 +141,7 @@ class Family(Protocol):
     published: ClassVar[Mapping[str, ModelConfig]]  # well-known models, with the sizes that their authors published
     tiny: ClassVar[Mapping[str, Any]]  # sizes that the family's model in toolkit/testing/tiny.py has besides those of all families
 
-    def settle(self, model: ModelConfig) -> ModelShape:
+    def resolve_shape(self, model: ModelConfig) -> ModelShape:
         """Fill what may be left out; raise PlanError naming every size that is missing or impossible."""
 
     def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
-from toolkit.families import settling, tables
+from toolkit.families import resolve_shape, tables
 from toolkit.families.base import ForwardFlops, HubTensor, ModelShape, ParameterSpec, Traits
 from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, MegatronTensor, Part
 
@@ -28,8 +28,8 @@ class Decoder:
     tiny: ClassVar[Mapping[str, Any]]
     fixed: ClassVar[Mapping[str, Any]] = {}  # switches of config.json that must have this value
 
-    def settle(self, model: ModelConfig) -> ModelShape:
-        return settling.settle(model, required=self.required, **self.defaults)
+    def resolve_shape(self, model: ModelConfig) -> ModelShape:
+        return resolve_shape.resolve(model, required=self.required, **self.defaults)
 
     def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
         hidden = shape.hidden_size
@@ -145,7 +145,7 @@ class Decoder:
         }
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        settling.must_equal(config, self.name, hidden_act="silu", **self.fixed)
+        resolve_shape.must_equal(config, self.name, hidden_act="silu", **self.fixed)
         return ModelConfig(
             family=self.name,
             vocab_size=config["vocab_size"],
@@ -158,7 +158,7 @@ class Decoder:
             max_position_embeddings=config["max_position_embeddings"],
             initializer_range=config.get("initializer_range", 0.02),
             norm_eps=config.get("rms_norm_eps", self.published_norm_eps),
-            rope_theta=settling.rope_theta(config, self.name, self.published_rope_theta),
+            rope_theta=resolve_shape.rope_theta(config, self.name, self.published_rope_theta),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             dropout=config.get("attention_dropout", 0.0),
         )

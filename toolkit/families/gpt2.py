@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError, Problem
-from toolkit.families import settling, tables
+from toolkit.families import resolve_shape, tables
 from toolkit.families.base import ForwardFlops, HubTensor, ModelShape, Norm, ParameterSpec, Traits
 from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, MegatronTensor, Part
 
@@ -27,9 +27,10 @@ class GPT2Family:
                             max_position_embeddings=1024)}
     tiny: ClassVar[Mapping[str, Any]] = {}
 
-    def settle(self, model: ModelConfig) -> ModelShape:
+    def resolve_shape(self, model: ModelConfig) -> ModelShape:
         inner = None if model.hidden_size is None else 4 * model.hidden_size
-        shape = settling.settle(model, rotary=False, intermediate_size=inner, tie_word_embeddings=True, norm_eps=1e-5, rope_theta=10000.0)
+        shape = resolve_shape.resolve(model, rotary=False, intermediate_size=inner, tie_word_embeddings=True, norm_eps=1e-5,
+                                      rope_theta=10000.0)
         problems = []
         if shape.num_key_value_heads != shape.num_attention_heads:
             problems.append(Problem("model.num_key_value_heads", f"model.num_key_value_heads={shape.num_key_value_heads}",
@@ -136,8 +137,8 @@ class GPT2Family:
         }
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        settling.must_equal(config, self.name, activation_function="gelu_new", scale_attn_weights=True,
-                            scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False, add_cross_attention=False)
+        resolve_shape.must_equal(config, self.name, activation_function="gelu_new", scale_attn_weights=True,
+                                 scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False, add_cross_attention=False)
         rates = {config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
         return ModelConfig(
             family=self.name,

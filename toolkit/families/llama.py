@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError
-from toolkit.families import settling
+from toolkit.families import resolve_shape
 from toolkit.families.base import ModelShape
 from toolkit.families.decoder import Decoder
 
@@ -28,10 +28,10 @@ class Llama(Decoder):
     tiny: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
     fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "mlp_bias": False}
 
-    def settle(self, model: ModelConfig) -> ModelShape:
-        shape = super().settle(model)
+    def resolve_shape(self, model: ModelConfig) -> ModelShape:
+        shape = super().resolve_shape(model)
         if shape.hidden_size % shape.num_attention_heads:  # LlamaConfig raises, although its modules do not need it
-            raise PlanError(settling.indivisible(
+            raise PlanError(resolve_shape.indivisible(
                 shape.hidden_size, shape.num_attention_heads,
                 "transformers builds Llama only if model.hidden_size is divisible by model.num_attention_heads, with model.head_dim too"))
         return shape

@@ -35,8 +35,8 @@ class Mixtral(Decoder):
     published_norm_eps = 1e-5
     published_rope_theta = 1_000_000.0
 
-    def settle(self, model: ModelConfig) -> ModelShape:
-        shape = super().settle(model)
+    def resolve_shape(self, model: ModelConfig) -> ModelShape:
+        shape = super().resolve_shape(model)
         if shape.num_experts_per_tok > shape.num_local_experts:
             raise PlanError(Problem("model.num_experts_per_tok",
                                     f"model.num_experts_per_tok={shape.num_experts_per_tok}, "

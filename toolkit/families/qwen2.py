@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
-from toolkit.families import settling
+from toolkit.families import resolve_shape
 from toolkit.families.base import ModelShape, Traits
 from toolkit.families.decoder import Decoder
 
@@ -27,8 +27,8 @@ class Qwen2(Decoder):
         return super().hugging_face_config(shape) | {"use_sliding_window": False}
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        settling.must_equal({"layer_types": sorted(set(config.get("layer_types") or ["full_attention"]))}, self.name,
-                            layer_types=["full_attention"])
+        resolve_shape.must_equal({"layer_types": sorted(set(config.get("layer_types") or ["full_attention"]))}, self.name,
+                                 layer_types=["full_attention"])
         return super().from_hugging_face_config(config)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
-from toolkit.families import settling, tables
+from toolkit.families import resolve_shape, tables
 from toolkit.families.base import ModelShape, Traits
 from toolkit.families.decoder import Decoder
 from toolkit.families.megatron import MegatronTensor
@@ -46,8 +46,8 @@ class Qwen3(Decoder):
         return {**super().hugging_face_config(shape), **self.fixed}
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        settling.must_equal({"layer_types": sorted(set(config.get("layer_types") or ["full_attention"]))}, self.name,
-                            layer_types=["full_attention"])
+        resolve_shape.must_equal({"layer_types": sorted(set(config.get("layer_types") or ["full_attention"]))}, self.name,
+                                 layer_types=["full_attention"])
         return replace(super().from_hugging_face_config(config), head_dim=config.get("head_dim", 128))
 
 

@@ -13,9 +13,9 @@ from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import deepspeed, megatron, rules
 from toolkit.plan.batch import plan_batch
-from toolkit.plan.case import Case
-from toolkit.plan.held import held_parameters
 from toolkit.plan.memory import plan_memory
+from toolkit.plan.rank_parameters import rank_parameters
+from toolkit.plan.rule_context import RuleContext
 from toolkit.plan.types import BatchPlan, RunPlan, World
 
 
@@ -38,7 +38,8 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
             of_megatron = megatron.settings(vendor.usable(config), world, axes, shape)
         if shape is not None and axes is not None:
             memory = plan_memory(vendor.usable(config), shape, parameters, axes, batch, world.device, settings)
-    problems += rules.check(Case(config=config, world=world, shape=shape, parameters=parameters, axes=axes, batch=batch, memory=memory))
+    problems += rules.check(RuleContext(config=config, world=world, shape=shape, parameters=parameters, axes=axes, batch=batch,
+                                        memory=memory))
     errors = [problem for problem in problems if problem.severity is Severity.ERROR]
     warnings = [problem for problem in problems if problem.severity is Severity.WARNING]
     if errors:
@@ -66,7 +67,7 @@ def _sizes(shape: ModelShape | None, parameters: tuple[ParameterSpec, ...], axes
     """Elements of each parameter on a rank of the fullest stage; none for ``model.target``."""
     if shape is None or axes is None:
         return []
-    held = [[spec.numel for spec in specs] for _, specs in held_parameters(shape, parameters, axes)]
+    held = [[spec.numel for spec in specs] for _, specs in rank_parameters(shape, parameters, axes)]
     return max(held, key=sum)
 
 
@@ -80,7 +81,7 @@ def _shape(config: RunConfig, problems: list[Problem]) -> ModelShape | None:
                                 "choose model=..., or write model.target=my.package.Model or model.pretrained=FOLDER"))
         return None
     try:
-        return get(model.family).settle(model)
+        return get(model.family).resolve_shape(model)
     except PlanError as error:
         # A pretrained model keeps its sizes, so no other ones are suggested.
         other = "take another model, or train it as a module of your own: model.target=my.package.Model"

@@ -48,7 +48,7 @@ from toolkit.layout.axes import Axes
 from toolkit.plan import memory_megatron
 from toolkit.plan.activations import activation_bytes
 from toolkit.plan.deepspeed import BUCKET
-from toolkit.plan.held import held_parameters, is_experts
+from toolkit.plan.rank_parameters import is_expert_parameter, rank_parameters
 from toolkit.plan.types import BatchPlan, Device, MemoryPlan
 
 FP32 = 4
@@ -97,7 +97,7 @@ def optimizer_groups(parameters: Iterable[ParameterSpec], optim: OptimConfig, ra
     sizes: dict[tuple[bool, bool, bool], list[int]] = {}
     for spec in parameters:
         muon = optim.name is OptimizerName.muon and spec.decays and not any(word in spec.name for word in ("embed", "lm_head"))
-        sizes.setdefault((spec.decays, muon, expert > 1 and is_experts(spec)), []).append(spec.numel)
+        sizes.setdefault((spec.decays, muon, expert > 1 and is_expert_parameter(spec)), []).append(spec.numel)
     return tuple(Group(tuple(numels), _state_bytes(optim, muon), max(1, ranks // expert) if apart else ranks, muon)
                  for (_, muon, apart), numels in sizes.items())
 
@@ -148,7 +148,7 @@ def stage_memory(config: RunConfig, shape: ModelShape, parameters: Sequence[Para
     ranks = axes.data * axes.context  # that hold the same weights
     micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
     found = []
-    held = held_parameters(shape, parameters, axes)
+    held = rank_parameters(shape, parameters, axes)
     for number, (layers, own) in enumerate(held):
         run = _Run(
             parameters=own,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.schema import EngineName, ScheduleName
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.flops import flops_per_step, hardware_flops, model_flops, peak_flops, without_utilisation
-from toolkit.plan.not_compared import not_compared
+from toolkit.plan.replica_check_gaps import replica_check_gaps
 from toolkit.plan.schedule import decay_span, learning_rate
 from toolkit.plan.types import Device, RunPlan
 
@@ -43,7 +43,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "flops": _flops(plan),
         "memory": None if memory is None else {**asdict(memory), "device_total": memory.device_total},
         "device_memory_bytes": memory_bytes(plan.world),
-        "not_compared": not_compared(plan),
+        "not_compared": replica_check_gaps(plan),
         "deepspeed": plan.deepspeed,
         "megatron": plan.megatron,
         "warnings": [{**asdict(problem), "severity": problem.severity.value} for problem in plan.warnings],

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from toolkit.errors import Problem
 from toolkit.plan import rules_axes, rules_documents, rules_engine, rules_layout, rules_machine, rules_megatron, rules_training
-from toolkit.plan.case import Case, Rule
+from toolkit.plan.rule_context import Rule, RuleContext
 
 RULES: tuple[Rule, ...] = (
     *rules_engine.RULES, *rules_megatron.RULES, *rules_axes.RULES, *rules_layout.RULES, *rules_training.RULES, *rules_documents.RULES,
     *rules_machine.RULES)
 
 
-def check(case: Case) -> list[Problem]:
+def check(ctx: RuleContext) -> list[Problem]:
     """Problems of all rules; of several about the same thing seen, or the same key of the engine's own, the first."""
     found: dict[tuple[str, str], Problem] = {}
     for rule in RULES:
-        for problem in rule(case):
+        for problem in rule(ctx):
             seen = "" if problem.key.startswith(("engine.deepspeed.", "engine.megatron.")) else problem.seen
             found.setdefault((problem.key, seen), problem)
     return list(found.values())

@@ -6,22 +6,22 @@ from collections.abc import Iterator
 
 from toolkit.config.data import Documents
 from toolkit.errors import Problem
-from toolkit.plan.case import Case, Rule, refuse, seen
+from toolkit.plan.rule_context import Rule, RuleContext, refuse, seen
 
 ROOT = "engine.megatron"
 # What Megatron-core leaves to Transformer Engine's attention, in whose place torch's stands where it is given a mask.
 OF_ITS_ATTENTION = ("cp_comm_type", "hierarchical_context_parallel_sizes", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
 
-def samples_have_documents(case: Case) -> Iterator[Problem]:
-    if case.config.data.documents is Documents.separate and case.config.data.images:
-        yield refuse(case.config, "data.documents data.name", "documents are of text", "leave data.documents out")
+def samples_have_documents(ctx: RuleContext) -> Iterator[Problem]:
+    if ctx.config.data.documents is Documents.separate and ctx.config.data.images:
+        yield refuse(ctx.config, "data.documents data.name", "documents are of text", "leave data.documents out")
 
 
-def attention_takes_a_mask(case: Case) -> Iterator[Problem]:
+def attention_takes_a_mask(ctx: RuleContext) -> Iterator[Problem]:
     """Without it these would be ignored in silence; a captured graph has been seen with no mask that changes."""
-    config = case.config
-    if not case.megatron or config.data.documents is Documents.joined:
+    config = ctx.config
+    if not ctx.megatron or config.data.documents is Documents.joined:
         return
     for name in (*OF_ITS_ATTENTION, "cuda_graph_impl"):
         value = config.engine.megatron.get(name)

@@ -8,35 +8,35 @@ from typing import Any
 from toolkit.config import vendor
 from toolkit.config.schema import EngineName, OptimizerKernel, OptimizerName, Place, Precision
 from toolkit.errors import Problem
-from toolkit.plan.case import Case, Rule, refuse, warn
 from toolkit.plan.deepspeed import accumulates_in_fp32
+from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
 from toolkit.plan.types import Device
 
 
-def local_is_one_rank(case: Case) -> Iterator[Problem]:
-    if case.config.engine.name is EngineName.local and case.world.ranks > 1:
-        yield Problem("engine.name", f"engine.name=local with {case.world.ranks} ranks", "the local engine is one process",
+def local_is_one_rank(ctx: RuleContext) -> Iterator[Problem]:
+    if ctx.config.engine.name is EngineName.local and ctx.world.ranks > 1:
+        yield Problem("engine.name", f"engine.name=local with {ctx.world.ranks} ranks", "the local engine is one process",
                       "write engine=deepspeed, or start one rank: python launch/train.py cluster.nodes=1 cluster.cpu_ranks=1 "
                       "(cluster.gpus_per_node=1 on GPUs)")
 
 
-def vendor_keys(case: Case) -> Iterator[Problem]:
-    yield from vendor.problems(case.config)
+def vendor_keys(ctx: RuleContext) -> Iterator[Problem]:
+    yield from vendor.problems(ctx.config)
 
 
-def sixteen_bits_need_a_stage(case: Case) -> Iterator[Problem]:
+def sixteen_bits_need_a_stage(ctx: RuleContext) -> Iterator[Problem]:
     """BF16_Optimizer and the FP16 optimizers take a step with zero gradients while they are made: Adam's step count starts at 1
     and the weights decay once. Measured: 1.4e-2 in the loss."""
-    if case.deepspeed and case.config.zero.stage == 0 and case.config.precision.name is not Precision.fp32:
-        yield refuse(case.config, "zero.stage precision.name", "in 16 bits DeepSpeed's stage 0 takes a hidden optimizer step at the start",
+    if ctx.deepspeed and ctx.config.zero.stage == 0 and ctx.config.precision.name is not Precision.fp32:
+        yield refuse(ctx.config, "zero.stage precision.name", "in 16 bits DeepSpeed's stage 0 takes a hidden optimizer step at the start",
                      "write zero=stage1, which computes what stage 0 should")
 
 
-def bf16_sums(case: Case) -> Iterator[Problem]:
-    config = case.config
-    if not case.deepspeed or config.precision.name is not Precision.bf16 or accumulates_in_fp32(config) or case.batch is None:
+def bf16_sums(ctx: RuleContext) -> Iterator[Problem]:
+    config = ctx.config
+    if not ctx.deepspeed or config.precision.name is not Precision.bf16 or accumulates_in_fp32(config) or ctx.batch is None:
         return
-    steps = case.batch.global_batch // (case.batch.micro_batch * case.batch.data_parallel)
+    steps = ctx.batch.global_batch // (ctx.batch.micro_batch * ctx.batch.data_parallel)
     if steps > 1 and config.zero.stage in (1, 2) and _get(config.engine.deepspeed, "data_types.grad_accum_dtype") is None:
         better = "write zero=stage2, which sums in fp32" if config.zero.stage == 1 and config.offload.optimizer is Place.none \
             else "write zero=stage3, which sums in fp32"
@@ -47,39 +47,39 @@ def bf16_sums(case: Case) -> Iterator[Problem]:
                    f"{better}, or raise train.micro_batch")
 
 
-def kernel_fits(case: Case) -> Iterator[Problem]:
-    config, kernel = case.config, case.config.optim.kernel
+def kernel_fits(ctx: RuleContext) -> Iterator[Problem]:
+    config, kernel = ctx.config, ctx.config.optim.kernel
     offloaded = config.offload.optimizer is not Place.none
-    if kernel in (OptimizerKernel.auto, OptimizerKernel.torch) or case.megatron:
+    if kernel in (OptimizerKernel.auto, OptimizerKernel.torch) or ctx.megatron:
         return
     if config.optim.name is not OptimizerName.adamw:
         yield refuse(config, "optim.kernel optim.name", "only adamw has other kernels than torch's", "write optim.kernel=auto")
-    elif kernel is OptimizerKernel.cpu and not (case.deepspeed and offloaded):
+    elif kernel is OptimizerKernel.cpu and not (ctx.deepspeed and offloaded):
         yield refuse(config, "optim.kernel offload.optimizer engine.name",
                      "DeepSpeed's CPU Adam runs where the optimizer is offloaded", "write offload=cpu_optimizer, or optim.kernel=auto")
-    elif kernel is OptimizerKernel.cpu and not case.world.has_compiler:
+    elif kernel is OptimizerKernel.cpu and not ctx.world.has_compiler:
         yield Problem("optim.kernel", "optim.kernel=cpu on a machine without a C++ compiler",
                       "DeepSpeed compiles its CPU Adam on first use", "install g++, or write optim.kernel=torch")
-    elif kernel is OptimizerKernel.fused and (case.world.device is Device.CPU or offloaded):
-        yield Problem("optim.kernel", f"optim.kernel=fused on {case.world.device}, offload.optimizer={config.offload.optimizer.value}",
+    elif kernel is OptimizerKernel.fused and (ctx.world.device is Device.CPU or offloaded):
+        yield Problem("optim.kernel", f"optim.kernel=fused on {ctx.world.device}, offload.optimizer={config.offload.optimizer.value}",
                       "the fused kernel runs on a GPU that holds the optimizer's states", "write optim.kernel=auto")
 
 
-def muon_limits(case: Case) -> Iterator[Problem]:
+def muon_limits(ctx: RuleContext) -> Iterator[Problem]:
     """DeepSpeed gives to Muon each tensor of two or more dims whose name has neither ``embed`` nor ``lm_head``."""
-    config, optim = case.config, case.config.optim
+    config, optim = ctx.config, ctx.config.optim
     if optim.name is not OptimizerName.muon:
         return
     if not optim.momentum:
         yield warn(config, "optim.momentum optim.name", "Muon orthogonalises a running average of gradients; momentum 0 keeps none",
                    "write optim.momentum=0.95")
-    if not case.deepspeed:
+    if not ctx.deepspeed:
         return
     if optim.clip:
         yield refuse(config, "optim.clip optim.name", "Muon runs unclipped: DeepSpeed clips updates under ZeRO 1-3, gradients under 0",
                      "write optim.clip=0")
-    if case.traits is not None and case.traits.muon is not None:
-        yield refuse(config, "optim.name model.family", case.traits.muon, "write optim=adamw")
+    if ctx.traits is not None and ctx.traits.muon is not None:
+        yield refuse(config, "optim.name model.family", ctx.traits.muon, "write optim=adamw")
     if Place.nvme in (config.offload.optimizer, config.offload.parameters):
         yield refuse(config, "optim.name offload.optimizer", "Muon's momentum does not go to NVMe", "write offload=cpu, or optim=adamw")
 
@@ -87,32 +87,32 @@ def muon_limits(case: Case) -> Iterator[Problem]:
 # -- Keys of the user's own that DeepSpeed accepts and that change the run silently, or not at all. Those that are wrong in every run
 # are refused by config/vendor.py; these depend on the run.
 
-Test = Callable[[Any, Case], bool]
+Test = Callable[[Any, RuleContext], bool]
 
 
-def _on(value: Any, case: Case) -> bool:
+def _on(value: Any, ctx: RuleContext) -> bool:
     return bool(value)
 
 
-def _off(value: Any, case: Case) -> bool:
+def _off(value: Any, ctx: RuleContext) -> bool:
     return value is False
 
 
-def _on_cpu(value: Any, case: Case) -> bool:
-    return bool(value) and case.world.device is Device.CPU
+def _on_cpu(value: Any, ctx: RuleContext) -> bool:
+    return bool(value) and ctx.world.device is Device.CPU
 
 
-def _partial_below_stage3(value: Any, case: Case) -> bool:
-    return isinstance(value, int | float) and value < 1 and case.config.zero.stage != 3
+def _partial_below_stage3(value: Any, ctx: RuleContext) -> bool:
+    return isinstance(value, int | float) and value < 1 and ctx.config.zero.stage != 3
 
 
-def _other_than_the_runs(value: Any, case: Case) -> bool:
+def _other_than_the_runs(value: Any, ctx: RuleContext) -> bool:
     """fp32 is exact in any run."""
-    return value not in (None, Precision.fp32.value, case.config.precision.name.value)
+    return value not in (None, Precision.fp32.value, ctx.config.precision.name.value)
 
 
-def _hpz_below_stage3(value: Any, case: Case) -> bool:
-    return isinstance(value, int) and value > 1 and case.config.zero.stage != 3
+def _hpz_below_stage3(value: Any, ctx: RuleContext) -> bool:
+    return isinstance(value, int) and value > 1 and ctx.config.zero.stage != 3
 
 
 # key, when it is wrong, why, what to do
@@ -135,20 +135,20 @@ SILENT: tuple[tuple[str, Test, str, str], ...] = (
 )
 
 
-def silently_wrong_keys(case: Case) -> Iterator[Problem]:
+def silently_wrong_keys(ctx: RuleContext) -> Iterator[Problem]:
     for key, wrong, why, remedy in SILENT:
-        value = _get(case.config.engine.deepspeed, key)
-        if value is not None and wrong(value, case):
+        value = _get(ctx.config.engine.deepspeed, key)
+        if value is not None and wrong(value, ctx):
             shown = "..." if isinstance(value, Mapping) else value
             yield Problem(f"engine.deepspeed.{key}", f"engine.deepspeed.{key}={shown}", why, remedy)
 
 
-def hpz_divides_the_ranks(case: Case) -> Iterator[Problem]:
+def hpz_divides_the_ranks(ctx: RuleContext) -> Iterator[Problem]:
     """DeepSpeed asserts it when the ranks have started, and takes fewer ranks without a message if there are not as many. With a tensor
     axis another rule refuses hpZ."""
     key = "zero_optimization.zero_hpz_partition_size"
-    size, axes = _get(case.config.engine.deepspeed, key), case.axes
-    if not case.deepspeed or axes is None or not isinstance(size, int) or size < 2 or case.config.zero.stage != 3 or axes.tensor > 1:
+    size, axes = _get(ctx.config.engine.deepspeed, key), ctx.axes
+    if not ctx.deepspeed or axes is None or not isinstance(size, int) or size < 2 or ctx.config.zero.stage != 3 or axes.tensor > 1:
         return
     ranks = axes.data * axes.context
     fitting = max(part for part in range(1, min(size, ranks) + 1) if ranks % part == 0)

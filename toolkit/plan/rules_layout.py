@@ -7,102 +7,102 @@ from dataclasses import replace
 
 from toolkit.config.schema import Precision
 from toolkit.errors import Problem
-from toolkit.plan.case import Case, Rule, refuse, warn
 from toolkit.plan.devices import memory_bytes
+from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
 from toolkit.plan.rules_megatron import STAGES
 from toolkit.plan.types import Device
 
 
-def heads_divide(case: Case) -> Iterator[Problem]:
+def heads_divide(ctx: RuleContext) -> Iterator[Problem]:
     """The vocabulary need not divide where it is padded (Megatron-core) or stays whole (DeepSpeed, with tied embeddings)."""
-    tensor, shape = case.config.parallel.tensor, case.shape
+    tensor, shape = ctx.config.parallel.tensor, ctx.shape
     if shape is None or tensor == 1:
         return
-    for name in ("num_attention_heads", "intermediate_size", *(() if case.megatron or shape.tie_word_embeddings else ("vocab_size",))):
+    for name in ("num_attention_heads", "intermediate_size", *(() if ctx.megatron or shape.tie_word_embeddings else ("vocab_size",))):
         if getattr(shape, name) % tensor:
-            yield _divides(case, f"model.{name}", "parallel.tensor", getattr(shape, name), tensor)
+            yield _divides(ctx, f"model.{name}", "parallel.tensor", getattr(shape, name), tensor)
     keys = shape.num_key_value_heads
-    if keys % tensor and (tensor % keys or not case.megatron):
-        whole = "a rank has whole key-value heads" + (", or shares one with its neighbours" if case.megatron else "")
+    if keys % tensor and (tensor % keys or not ctx.megatron):
+        whole = "a rank has whole key-value heads" + (", or shares one with its neighbours" if ctx.megatron else "")
         yield Problem("model.num_key_value_heads", f"model.num_key_value_heads={keys}, parallel.tensor={tensor}",
-                      f"one of the two divides the other: {whole}" if case.megatron else f"parallel.tensor divides it: {whole}",
-                      f"write parallel.tensor={_divisor_near(keys, tensor)}" + ("" if case.megatron else ", or engine=megatron"))
+                      f"one of the two divides the other: {whole}" if ctx.megatron else f"parallel.tensor divides it: {whole}",
+                      f"write parallel.tensor={_divisor_near(keys, tensor)}" + ("" if ctx.megatron else ", or engine=megatron"))
 
 
-def layers_divide(case: Case) -> Iterator[Problem]:
+def layers_divide(ctx: RuleContext) -> Iterator[Problem]:
     """Unless Megatron-core's own keys size the first or last stage, which rules_megatron.py checks. DeepSpeed balances uneven stages."""
-    stages, shape = case.config.parallel.pipeline, case.shape
+    stages, shape = ctx.config.parallel.pipeline, ctx.shape
     if shape is None or stages == 1:
         return
     if shape.num_hidden_layers < stages:
-        yield _divides(case, "model.num_hidden_layers", "parallel.pipeline", shape.num_hidden_layers, stages)
-    elif case.megatron and shape.num_hidden_layers % stages and not any(case.config.engine.megatron.get(name) for name in STAGES):
-        divided = _divides(case, "model.num_hidden_layers", "parallel.pipeline", shape.num_hidden_layers, stages)
+        yield _divides(ctx, "model.num_hidden_layers", "parallel.pipeline", shape.num_hidden_layers, stages)
+    elif ctx.megatron and shape.num_hidden_layers % stages and not any(ctx.config.engine.megatron.get(name) for name in STAGES):
+        divided = _divides(ctx, "model.num_hidden_layers", "parallel.pipeline", shape.num_hidden_layers, stages)
         yield replace(divided, remedy=f"{divided.remedy}, or size a stage: +engine.megatron.{STAGES[0]}=N")
 
 
-def sequence_divides(case: Case) -> Iterator[Problem]:
-    context, length = case.config.parallel.context, case.config.train.sequence_length
-    if case.megatron and context > 1 and length % (2 * context):
-        yield refuse(case.config, "train.sequence_length parallel.context",
+def sequence_divides(ctx: RuleContext) -> Iterator[Problem]:
+    context, length = ctx.config.parallel.context, ctx.config.train.sequence_length
+    if ctx.megatron and context > 1 and length % (2 * context):
+        yield refuse(ctx.config, "train.sequence_length parallel.context",
                      "train.sequence_length is divisible by 2 x parallel.context: a rank has one piece of each half of a causal sequence",
                      f"write train.sequence_length={-(-length // (2 * context)) * 2 * context}")
 
 
-def experts_divide(case: Case) -> Iterator[Problem]:
-    expert, shape = case.config.parallel.expert, case.shape
+def experts_divide(ctx: RuleContext) -> Iterator[Problem]:
+    expert, shape = ctx.config.parallel.expert, ctx.shape
     if expert == 1 or shape is None:
         return
     if not shape.num_local_experts:
-        yield refuse(case.config, "parallel.expert model.family", "an expert axis needs a model with experts",
-                     "write parallel.expert=1" + (", or model.family=mixtral" if case.sizes_are_free else ""))
+        yield refuse(ctx.config, "parallel.expert model.family", "an expert axis needs a model with experts",
+                     "write parallel.expert=1" + (", or model.family=mixtral" if ctx.sizes_are_free else ""))
     elif shape.num_local_experts % expert:
-        yield _divides(case, "model.num_local_experts", "parallel.expert", shape.num_local_experts, expert)
-    if case.axes is not None and (case.axes.data * case.axes.context) % expert:
-        yield Problem("parallel.expert", f"parallel.expert={expert} over {case.axes.data * case.axes.context} data and context ranks",
+        yield _divides(ctx, "model.num_local_experts", "parallel.expert", shape.num_local_experts, expert)
+    if ctx.axes is not None and (ctx.axes.data * ctx.axes.context) % expert:
+        yield Problem("parallel.expert", f"parallel.expert={expert} over {ctx.axes.data * ctx.axes.context} data and context ranks",
                       "the expert axis regroups data and context ranks, so it divides their number",
-                      f"write parallel.expert={_divisor_near(case.axes.data * case.axes.context, expert)}")
+                      f"write parallel.expert={_divisor_near(ctx.axes.data * ctx.axes.context, expert)}")
 
 
-def experts_are_aligned(case: Case) -> Iterator[Problem]:
+def experts_are_aligned(ctx: RuleContext) -> Iterator[Problem]:
     """transformers multiplies all experts in one call, and torch's ``grouped_mm`` asks for strides of whole 16 bytes."""
-    shape = case.shape
-    if case.megatron or shape is None or not case.has_experts:
+    shape = ctx.shape
+    if ctx.megatron or shape is None or not ctx.has_experts:
         return
-    multiple = 4 if case.config.precision.name is Precision.fp32 else 8
+    multiple = 4 if ctx.config.precision.name is Precision.fp32 else 8
     for name in ("hidden_size", "intermediate_size"):
         size = getattr(shape, name)
         if size % multiple:
-            yield Problem(f"model.{name}", f"model.{name}={size}, precision.name={case.config.precision.name.value}",
+            yield Problem(f"model.{name}", f"model.{name}={size}, precision.name={ctx.config.precision.name.value}",
                           f"rows of an expert are whole 16 bytes, so model.{name} is divisible by {multiple}",
-                          f"write model.{name}={-(-size // multiple) * multiple}" if case.sizes_are_free else
+                          f"write model.{name}={-(-size // multiple) * multiple}" if ctx.sizes_are_free else
                           "write engine=megatron, whose experts are layers")
 
 
-def tensor_axis_stays_in_a_node(case: Case) -> Iterator[Problem]:
-    tensor, per_node = case.config.parallel.tensor, case.world.ranks_per_node
+def tensor_axis_stays_in_a_node(ctx: RuleContext) -> Iterator[Problem]:
+    tensor, per_node = ctx.config.parallel.tensor, ctx.world.ranks_per_node
     if tensor > 1 and per_node % tensor:
         yield Problem("parallel.tensor", f"parallel.tensor={tensor}, {per_node} ranks a node",
                       "the ranks that share a matrix are on one node: they talk several times a layer",
                       f"write parallel.tensor={_divisor_near(per_node, tensor)} and raise parallel.pipeline or zero.stage instead")
 
 
-def model_parallelism_without_need(case: Case) -> Iterator[Problem]:
+def model_parallelism_without_need(ctx: RuleContext) -> Iterator[Problem]:
     """States in 16 bits sharded over all ranks (18 bytes a parameter with fp32 gradients; Megatron-core keeps 6 of them whole) would
     leave half the device free."""
-    parallel, memory = case.config.parallel, memory_bytes(case.world)
-    if parallel.tensor * parallel.pipeline == 1 or memory is None or case.world.device is not Device.CUDA or not case.numel:
+    parallel, memory = ctx.config.parallel, memory_bytes(ctx.world)
+    if parallel.tensor * parallel.pipeline == 1 or memory is None or ctx.world.device is not Device.CUDA or not ctx.numel:
         return
-    whole = 6 if case.megatron else 0
-    if (whole + (18 - whole) / case.world.ranks) * case.numel < memory / 2:
-        yield warn(case.config, "parallel.tensor parallel.pipeline",
+    whole = 6 if ctx.megatron else 0
+    if (whole + (18 - whole) / ctx.world.ranks) * ctx.numel < memory / 2:
+        yield warn(ctx.config, "parallel.tensor parallel.pipeline",
                    "the model's states fit without model parallelism, which costs communication in every layer",
-                   f"write parallel.tensor=1 parallel.pipeline=1 with zero=stage{1 if case.megatron else 3}, and compare tokens/s")
+                   f"write parallel.tensor=1 parallel.pipeline=1 with zero=stage{1 if ctx.megatron else 3}, and compare tokens/s")
 
 
-def _divides(case: Case, whole: str, part: str, size: int, by: int) -> Problem:
+def _divides(ctx: RuleContext, whole: str, part: str, size: int, by: int) -> Problem:
     return Problem(part, f"{part}={by}, {whole}={size}", f"{whole} is divisible by {part}",
-                   f"write {part}={_divisor_near(size, by)}" + (f", or {whole}={-(-size // by) * by}" if case.sizes_are_free else ""))
+                   f"write {part}={_divisor_near(size, by)}" + (f", or {whole}={-(-size // by) * by}" if ctx.sizes_are_free else ""))
 
 
 def _divisor_near(size: int, wanted: int) -> int:

@@ -6,133 +6,133 @@ from collections.abc import Iterator
 
 from toolkit.config.schema import Place, Precision
 from toolkit.errors import Problem, Severity
-from toolkit.plan.case import Case, Rule, refuse, warn
 from toolkit.plan.devices import GPUS, find, memory_bytes
+from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
 from toolkit.plan.types import Device
 
 NEAR = 0.92  # of the device's memory: what the allocator's fragmentation and the libraries' workspaces usually leave
 GB = 1e9
 
 
-def gpu_is_known(case: Case) -> Iterator[Problem]:
-    name = case.config.cluster.gpu
+def gpu_is_known(ctx: RuleContext) -> Iterator[Problem]:
+    name = ctx.config.cluster.gpu
     if name is not None and find(name) is None:
-        yield warn(case.config, "cluster.gpu", "memory and speed are known for the GPUs of toolkit/plan/devices.py only",
+        yield warn(ctx.config, "cluster.gpu", "memory and speed are known for the GPUs of toolkit/plan/devices.py only",
                    f"write one of {', '.join(GPUS)}; without it the plan gives no memory verdict and metrics have no utilisation")
 
 
-def price_is_of_gpus(case: Case) -> Iterator[Problem]:
-    if case.config.monitor.price_per_gpu_hour is not None and case.world.device is Device.CPU:
-        yield refuse(case.config, "monitor.price_per_gpu_hour", "cost is counted in GPU-hours, and this run has CPU ranks only",
+def price_is_of_gpus(ctx: RuleContext) -> Iterator[Problem]:
+    if ctx.config.monitor.price_per_gpu_hour is not None and ctx.world.device is Device.CPU:
+        yield refuse(ctx.config, "monitor.price_per_gpu_hour", "cost is counted in GPU-hours, and this run has CPU ranks only",
                      "write monitor.price_per_gpu_hour=null")
 
 
-def precision_against_device(case: Case) -> Iterator[Problem]:
-    precision, gpu = case.config.precision.name, find(case.world.gpu)
+def precision_against_device(ctx: RuleContext) -> Iterator[Problem]:
+    precision, gpu = ctx.config.precision.name, find(ctx.world.gpu)
     if precision is Precision.bf16 and gpu is not None and not gpu.has_bf16:
-        yield Problem("precision.name", f"precision.name=bf16 on {case.world.gpu}",
+        yield Problem("precision.name", f"precision.name=bf16 on {ctx.world.gpu}",
                       "bf16 needs a GPU of compute capability 8.0 (Ampere) or later", "write precision=fp16, which scales the loss")
-    if precision is Precision.fp16 and case.world.device is Device.CPU:
+    if precision is Precision.fp16 and ctx.world.device is Device.CPU:
         yield Problem("precision.name", "precision.name=fp16 on a CPU", "CPUs compute fp16 slowly, many of them in software",
                       "write precision=bf16, or precision=fp32 for small models", Severity.WARNING)
-    if precision is Precision.fp32 and case.world.device is Device.CUDA and case.numel > 100_000_000:
-        yield Problem("precision.name", f"precision.name=fp32 with {case.numel / GB:.1f} B parameters on a GPU",
+    if precision is Precision.fp32 and ctx.world.device is Device.CUDA and ctx.numel > 100_000_000:
+        yield Problem("precision.name", f"precision.name=fp32 with {ctx.numel / GB:.1f} B parameters on a GPU",
                       "fp32 does not use the 16-bit matrix units: several times slower, twice the bytes of weights and activations",
                       "write precision=bf16", Severity.WARNING)
 
 
-def offload_against_stage(case: Case) -> Iterator[Problem]:
-    offload, stage = case.config.offload, case.config.zero.stage
-    if not case.deepspeed:
+def offload_against_stage(ctx: RuleContext) -> Iterator[Problem]:
+    offload, stage = ctx.config.offload, ctx.config.zero.stage
+    if not ctx.deepspeed:
         if offload.optimizer is not Place.none or offload.parameters is not Place.none:
-            why = "; Megatron-core offloads its optimizer on GPUs only, into states that are not saved" if case.megatron else ""
-            yield refuse(case.config, "offload.optimizer offload.parameters engine.name", f"offload is DeepSpeed's{why}",
+            why = "; Megatron-core offloads its optimizer on GPUs only, into states that are not saved" if ctx.megatron else ""
+            yield refuse(ctx.config, "offload.optimizer offload.parameters engine.name", f"offload is DeepSpeed's{why}",
                          "write offload=none, or engine=deepspeed")
         return
     if offload.parameters is not Place.none and stage != 3:
-        yield refuse(case.config, "offload.parameters zero.stage", "parameters are offloaded under ZeRO 3 only",
+        yield refuse(ctx.config, "offload.parameters zero.stage", "parameters are offloaded under ZeRO 3 only",
                      "write zero=stage3, or offload=cpu_optimizer to offload the optimizer alone")
     if offload.optimizer is Place.cpu and stage == 0:
-        yield refuse(case.config, "offload.optimizer zero.stage", "optimizer states are offloaded under ZeRO 1 to 3",
+        yield refuse(ctx.config, "offload.optimizer zero.stage", "optimizer states are offloaded under ZeRO 1 to 3",
                      "write zero=stage1 or higher, or offload=none")
     if offload.optimizer is Place.nvme and stage != 3:
-        yield refuse(case.config, "offload.optimizer zero.stage",
+        yield refuse(ctx.config, "offload.optimizer zero.stage",
                      "NVMe offload needs ZeRO 3: under the other stages DeepSpeed keeps the states in host memory without saying so",
                      "write zero=stage3, or offload=cpu_optimizer")
 
 
-def offload_to_nvme(case: Case) -> Iterator[Problem]:
-    offload = case.config.offload
+def offload_to_nvme(ctx: RuleContext) -> Iterator[Problem]:
+    offload = ctx.config.offload
     if Place.nvme not in (offload.optimizer, offload.parameters):
         if offload.nvme_path is not None:
-            yield warn(case.config, "offload.nvme_path offload.optimizer offload.parameters", "a path is used where a place is nvme",
+            yield warn(ctx.config, "offload.nvme_path offload.optimizer offload.parameters", "a path is used where a place is nvme",
                        "write offload=nvme, or leave offload.nvme_path out")
         return
     if offload.nvme_path is None:
-        yield refuse(case.config, "offload.nvme_path offload.optimizer offload.parameters", "NVMe offload needs a folder on a local disk",
+        yield refuse(ctx.config, "offload.nvme_path offload.optimizer offload.parameters", "NVMe offload needs a folder on a local disk",
                      "write offload.nvme_path=/local_nvme")
-    if not case.world.has_libaio:
+    if not ctx.world.has_libaio:
         yield Problem("offload.optimizer" if offload.optimizer is Place.nvme else "offload.parameters",
                       "offload to nvme on a machine without libaio", "DeepSpeed reads and writes NVMe through libaio",
                       "install libaio's headers (apt-get install libaio-dev), or write offload=cpu")
-    if not case.world.has_compiler:
+    if not ctx.world.has_compiler:
         yield Problem("offload.nvme_path", "offload to nvme on a machine without a C++ compiler",
                       "DeepSpeed compiles its NVMe module on first use", "install g++, or write offload=cpu")
 
 
-def states_fit(case: Case) -> Iterator[Problem]:
-    memory, have = case.memory, memory_bytes(case.world)
-    if memory is None or have is None or case.world.device is Device.CPU:
+def states_fit(ctx: RuleContext) -> Iterator[Problem]:
+    memory, have = ctx.memory, memory_bytes(ctx.world)
+    if memory is None or have is None or ctx.world.device is Device.CPU:
         return
-    name = case.world.gpu or "this GPU"
+    name = ctx.world.gpu or "this GPU"
     if memory.states > have:
         yield Problem("zero.stage", f"{memory.states / GB:.1f} GB of parameters, gradients and optimizer states a rank; "
-                      f"{name} has {have / GB:.1f} GB", "the states of a rank fit on its device", _more_room(case))
+                      f"{name} has {have / GB:.1f} GB", "the states of a rank fit on its device", _more_room(ctx))
     elif memory.device_total > NEAR * have:
         seen = f"{memory.device_total / GB:.1f} GB a rank with activations and buffers; {name} has {have / GB:.1f} GB"
         if memory.device_total > have:
-            yield Problem("train.micro_batch", seen, "states, activations and buffers of a rank fit on its device", _smaller(case))
+            yield Problem("train.micro_batch", seen, "states, activations and buffers of a rank fit on its device", _smaller(ctx))
         else:
-            yield Problem("train.micro_batch", seen, f"above {NEAR:.0%} of its memory a device usually runs out", _smaller(case),
+            yield Problem("train.micro_batch", seen, f"above {NEAR:.0%} of its memory a device usually runs out", _smaller(ctx),
                           Severity.WARNING)
 
 
-def host_fits(case: Case) -> Iterator[Problem]:
-    memory, have = case.memory, case.world.host_memory_bytes
+def host_fits(ctx: RuleContext) -> Iterator[Problem]:
+    memory, have = ctx.memory, ctx.world.host_memory_bytes
     if memory is None or have is None:
         return
-    ranks = min(case.world.ranks, case.world.ranks_per_node)
+    ranks = min(ctx.world.ranks, ctx.world.ranks_per_node)
     needed = memory.host * ranks
-    if case.world.device is Device.CPU:
+    if ctx.world.device is Device.CPU:
         needed += memory.device_total * ranks
     if needed > have:
         fewer = "take fewer cluster.cpu_ranks, a smaller model or a smaller train.micro_batch"
         yield Problem("offload.optimizer" if memory.host else "cluster.cpu_ranks",
                       f"{needed / GB:.1f} GB on a node of {ranks} ranks, which has {have / GB:.1f} GB of memory",
                       "what a node's ranks keep in host memory fits there",
-                      fewer if case.world.device is Device.CPU else "take more nodes, a smaller model, or offload=nvme with zero=stage3")
+                      fewer if ctx.world.device is Device.CPU else "take more nodes, a smaller model, or offload=nvme with zero=stage3")
 
 
-def _smaller(case: Case) -> str:
+def _smaller(ctx: RuleContext) -> str:
     """The remedy of a rank whose states fit, and whose activations do not."""
     options = []
-    if case.batch is not None and case.batch.micro_batch > 1:
-        options.append(f"train.micro_batch={max(1, case.batch.micro_batch // 2)} or smaller")
-    if not case.config.train.activation_checkpointing:
+    if ctx.batch is not None and ctx.batch.micro_batch > 1:
+        options.append(f"train.micro_batch={max(1, ctx.batch.micro_batch // 2)} or smaller")
+    if not ctx.config.train.activation_checkpointing:
         options.append("train.activation_checkpointing=true")
-    return f"write {', or '.join(options)}" if options else _more_room(case)
+    return f"write {', or '.join(options)}" if options else _more_room(ctx)
 
 
-def _more_room(case: Case) -> str:
-    stage, offload, megatron = case.config.zero.stage, case.config.offload, case.megatron
+def _more_room(ctx: RuleContext) -> str:
+    stage, offload, megatron = ctx.config.zero.stage, ctx.config.offload, ctx.megatron
     options = []
-    if case.config.precision.name is Precision.fp32:
+    if ctx.config.precision.name is Precision.fp32:
         options.append("precision=bf16")
     if megatron:
-        options += ["zero=stage1"] if stage == 0 and case.world.ranks > 1 else []
+        options += ["zero=stage1"] if stage == 0 and ctx.world.ranks > 1 else []
         options += ["a larger parallel.tensor or parallel.pipeline"]
         return f"write {', or '.join(options)}, or take more GPUs"
-    if stage < 3 and case.world.ranks > 1 and case.config.parallel.pipeline == 1:
+    if stage < 3 and ctx.world.ranks > 1 and ctx.config.parallel.pipeline == 1:
         options.append("zero=stage3")
     if offload.optimizer is Place.none:
         options.append("offload=cpu_optimizer" + (" zero=stage2" if stage == 0 else ""))

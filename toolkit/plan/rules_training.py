@@ -7,29 +7,29 @@ from collections.abc import Iterator
 from toolkit.config.mixture import EXAMPLE
 from toolkit.config.schema import LrScaling, OptimizerName, ScheduleName, TrainConfig, parse_cadence
 from toolkit.errors import Problem
-from toolkit.plan.case import Case, Rule, refuse, warn
+from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
 from toolkit.plan.schedule import peak
 
 
-def sequence_fits_the_model(case: Case) -> Iterator[Problem]:
-    shape, length = case.shape, case.config.train.sequence_length
+def sequence_fits_the_model(ctx: RuleContext) -> Iterator[Problem]:
+    shape, length = ctx.shape, ctx.config.train.sequence_length
     if shape is not None and length > shape.max_position_embeddings:
-        yield refuse(case.config, "train.sequence_length model.max_position_embeddings",
+        yield refuse(ctx.config, "train.sequence_length model.max_position_embeddings",
                      "a sequence has at most model.max_position_embeddings tokens",
                      f"write train.sequence_length={shape.max_position_embeddings}"
-                     + (f", or model.max_position_embeddings={length}" if case.sizes_are_free else ""))
+                     + (f", or model.max_position_embeddings={length}" if ctx.sizes_are_free else ""))
 
 
-def vocabulary_fits_the_model(case: Case) -> Iterator[Problem]:
-    data, shape = case.config.data, case.shape
+def vocabulary_fits_the_model(ctx: RuleContext) -> Iterator[Problem]:
+    data, shape = ctx.config.data, ctx.shape
     if shape is not None and data.name == "stdlib" and data.vocab_size > shape.vocab_size:
-        yield refuse(case.config, "model.vocab_size data.vocab_size", "every token of the tokenizer has a row of the embedding",
-                     (f"write model.vocab_size={data.vocab_size}, or " if case.sizes_are_free else "write ")
+        yield refuse(ctx.config, "model.vocab_size data.vocab_size", "every token of the tokenizer has a row of the embedding",
+                     (f"write model.vocab_size={data.vocab_size}, or " if ctx.sizes_are_free else "write ")
                      + f"data.vocab_size={shape.vocab_size}")
 
 
-def mixture_is_whole(case: Case) -> Iterator[Problem]:
-    data, steps = case.config.data, case.config.train.steps
+def mixture_is_whole(ctx: RuleContext) -> Iterator[Problem]:
+    data, steps = ctx.config.data, ctx.config.train.steps
     if data.name != "mixture" and (data.sources or data.phases):
         yield Problem("data.sources", f"data.name={data.name} with data.sources or data.phases", "sources and phases belong to a mixture",
                       "write data=mixture, or leave them out")
@@ -42,27 +42,27 @@ def mixture_is_whole(case: Case) -> Iterator[Problem]:
                       f"write train.steps={past[0] + 1} or more, or leave that phase out")
 
 
-def experts_belong_to_some_families(case: Case) -> Iterator[Problem]:
-    model = case.config.model
-    if case.traits is not None and not case.traits.experts:
+def experts_belong_to_some_families(ctx: RuleContext) -> Iterator[Problem]:
+    model = ctx.config.model
+    if ctx.traits is not None and not ctx.traits.experts:
         for key in ("num_local_experts", "num_experts_per_tok"):
             if getattr(model, key):
-                yield refuse(case.config, f"model.{key} model.family", f"{model.family} has no experts",
-                             ("write model.family=mixtral, or " if case.sizes_are_free else "") + f"leave model.{key} out")
+                yield refuse(ctx.config, f"model.{key} model.family", f"{model.family} has no experts",
+                             ("write model.family=mixtral, or " if ctx.sizes_are_free else "") + f"leave model.{key} out")
         if model.router_aux_loss_coef:
-            yield refuse(case.config, "model.router_aux_loss_coef model.family", f"{model.family} has no router",
+            yield refuse(ctx.config, "model.router_aux_loss_coef model.family", f"{model.family} has no router",
                          "leave model.router_aux_loss_coef out")
 
 
-def routers_learn(case: Case) -> Iterator[Problem]:
+def routers_learn(ctx: RuleContext) -> Iterator[Problem]:
     """Measured with one expert a token: the routers' gradients are rounding noise, AdamW makes steps of that noise, and after 20 steps
     no two layouts have losses within 1e-3. Megatron-core does not start."""
-    if case.shape is None or case.shape.num_experts_per_tok != 1:
+    if ctx.shape is None or ctx.shape.num_experts_per_tok != 1:
         return
-    model = case.config.model
+    model = ctx.config.model
     if model.pretrained is not None:
         remedy = "take a pretrained model whose tokens visit two experts or more"
-    elif case.shape.num_local_experts == 1:
+    elif ctx.shape.num_local_experts == 1:
         remedy = "write model.num_local_experts=8 model.num_experts_per_tok=2, or model.family=llama for a model without experts"
     else:
         remedy = "write model.num_experts_per_tok=2"
@@ -71,15 +71,15 @@ def routers_learn(case: Case) -> Iterator[Problem]:
                   "always, and the router gets no gradient", remedy)
 
 
-def router_loss_depends_on_the_layout(case: Case) -> Iterator[Problem]:
-    if case.traits is not None and case.traits.experts and case.config.model.router_aux_loss_coef:
-        yield warn(case.config, "model.router_aux_loss_coef",
+def router_loss_depends_on_the_layout(ctx: RuleContext) -> Iterator[Problem]:
+    if ctx.traits is not None and ctx.traits.experts and ctx.config.model.router_aux_loss_coef:
+        yield warn(ctx.config, "model.router_aux_loss_coef",
                    "the router's balancing loss is computed a micro-batch at a time, so another train.micro_batch gives other losses",
                    "keep train.micro_batch, or write model.router_aux_loss_coef=0, where layouts are compared")
 
 
-def own_model(case: Case) -> Iterator[Problem]:
-    config, model = case.config, case.config.model
+def own_model(ctx: RuleContext) -> Iterator[Problem]:
+    config, model = ctx.config, ctx.config.model
     if model.target is None:
         if model.arguments:
             yield Problem("model.arguments", f"model.arguments has {', '.join(model.arguments)}", "arguments belong to model.target",
@@ -98,11 +98,11 @@ def own_model(case: Case) -> Iterator[Problem]:
         yield warn(config, "monitor.prompt model.target", "text is continued by the families' models only", "write monitor.prompt=null")
 
 
-def images_and_their_model(case: Case) -> Iterator[Problem]:
-    config = case.config
+def images_and_their_model(ctx: RuleContext) -> Iterator[Problem]:
+    config = ctx.config
     if not config.data.images:
         return
-    if config.model.target is None and case.megatron:
+    if config.model.target is None and ctx.megatron:
         yield refuse(config, "data.name engine.name", "Megatron-core builds the families' models itself, and they read tokens",
                      "write engine=deepspeed")
     elif config.model.target is None:
@@ -115,27 +115,27 @@ def images_and_their_model(case: Case) -> Iterator[Problem]:
                    "leave train.sequence_length out")
 
 
-def momentum_is_used(case: Case) -> Iterator[Problem]:
-    optim = case.config.optim
+def momentum_is_used(ctx: RuleContext) -> Iterator[Problem]:
+    optim = ctx.config.optim
     if optim.name is OptimizerName.adamw and optim.momentum:
-        yield refuse(case.config, "optim.momentum optim.name", "adamw averages by optim.betas and has no momentum",
+        yield refuse(ctx.config, "optim.momentum optim.name", "adamw averages by optim.betas and has no momentum",
                      f"write optim.betas=[{optim.momentum},{optim.betas[1]}], or leave optim.momentum out")
 
 
-def learning_rate_scaling(case: Case) -> Iterator[Problem]:
-    optim = case.config.optim
+def learning_rate_scaling(ctx: RuleContext) -> Iterator[Problem]:
+    optim = ctx.config.optim
     if optim.lr_scaling is not LrScaling.none and optim.lr_reference_batch is None:
-        yield refuse(case.config, "optim.lr_reference_batch optim.lr_scaling", "scaling needs the global batch at which optim.lr holds",
-                     f"write optim.lr_reference_batch={case.config.train.global_batch}, or optim.lr_scaling=none")
+        yield refuse(ctx.config, "optim.lr_reference_batch optim.lr_scaling", "scaling needs the global batch at which optim.lr holds",
+                     f"write optim.lr_reference_batch={ctx.config.train.global_batch}, or optim.lr_scaling=none")
     elif optim.lr_reference_batch is not None and optim.lr_reference_batch < 1:
-        yield refuse(case.config, "optim.lr_reference_batch", "a batch has at least one sequence", "write optim.lr_reference_batch=256")
+        yield refuse(ctx.config, "optim.lr_reference_batch", "a batch has at least one sequence", "write optim.lr_reference_batch=256")
     elif optim.lr_scaling is LrScaling.none and optim.lr_reference_batch is not None:
-        yield warn(case.config, "optim.lr_reference_batch optim.lr_scaling", "the reference batch is used with lr_scaling only",
+        yield warn(ctx.config, "optim.lr_reference_batch optim.lr_scaling", "the reference batch is used with lr_scaling only",
                    "write optim.lr_scaling=linear or sqrt, or leave it out")
 
 
-def schedule_fits_the_run(case: Case) -> Iterator[Problem]:
-    config, schedule, steps = case.config, case.config.schedule, case.config.train.steps
+def schedule_fits_the_run(ctx: RuleContext) -> Iterator[Problem]:
+    config, schedule, steps = ctx.config, ctx.config.schedule, ctx.config.train.steps
     if schedule.name is ScheduleName.wsd and schedule.decay is None:
         yield refuse(config, "schedule.decay schedule.name", "wsd is stable until its last schedule.decay steps, so their number is given",
                      f"write schedule.decay={max(1, steps // 10)}, a tenth of the run")
@@ -152,37 +152,37 @@ def schedule_fits_the_run(case: Case) -> Iterator[Problem]:
                    f"write train.steps={schedule.warmup + 1} or more, or a shorter schedule.warmup")
 
 
-def rates_are_ordered(case: Case) -> Iterator[Problem]:
-    top, low = peak(case.config.optim, case.config.train.global_batch), case.config.schedule.min_lr
+def rates_are_ordered(ctx: RuleContext) -> Iterator[Problem]:
+    top, low = peak(ctx.config.optim, ctx.config.train.global_batch), ctx.config.schedule.min_lr
     if low > top:
-        yield refuse(case.config, "schedule.min_lr optim.lr", f"the rate decays from the peak ({top:g}) down to schedule.min_lr",
+        yield refuse(ctx.config, "schedule.min_lr optim.lr", f"the rate decays from the peak ({top:g}) down to schedule.min_lr",
                      f"write schedule.min_lr={top / 10:g}")
 
 
-def evaluation_has_sets(case: Case) -> Iterator[Problem]:
-    evaluation = case.config.eval
+def evaluation_has_sets(ctx: RuleContext) -> Iterator[Problem]:
+    evaluation = ctx.config.eval
     if evaluation.every and not evaluation.sets:
-        yield refuse(case.config, "eval.sets eval.every", "an evaluation needs at least one set",
+        yield refuse(ctx.config, "eval.sets eval.every", "an evaluation needs at least one set",
                      "write eval.sets=[validation], or eval.every=0")
     if len(set(evaluation.sets)) != len(evaluation.sets):
-        yield refuse(case.config, "eval.sets", "each set is evaluated once", "write each name once")
+        yield refuse(ctx.config, "eval.sets", "each set is evaluated once", "write each name once")
 
 
-def checkpoints_are_written(case: Case) -> Iterator[Problem]:
-    checkpoint = case.config.checkpoint
+def checkpoints_are_written(ctx: RuleContext) -> Iterator[Problem]:
+    checkpoint = ctx.config.checkpoint
     cadence = parse_cadence(checkpoint.every)
     never = cadence.steps is None and cadence.seconds is None
     if never and not checkpoint.at_end:
-        yield warn(case.config, "checkpoint.every checkpoint.at_end", "nothing of this run is saved, unless it is stopped by a signal",
+        yield warn(ctx.config, "checkpoint.every checkpoint.at_end", "nothing of this run is saved, unless it is stopped by a signal",
                    "write checkpoint.at_end=true")
     if cadence.steps is not None and checkpoint.keep_every % cadence.steps:
-        yield warn(case.config, "checkpoint.keep_every checkpoint.every",
+        yield warn(ctx.config, "checkpoint.keep_every checkpoint.every",
                    "checkpoints that stay are among those that are written, so keep_every is a multiple of every",
                    f"write checkpoint.keep_every={-(-checkpoint.keep_every // cadence.steps) * cadence.steps}")
 
 
-def one_origin(case: Case) -> Iterator[Problem]:
-    config = case.config
+def one_origin(ctx: RuleContext) -> Iterator[Problem]:
+    config = ctx.config
     if config.run.fork is not None and config.resume not in ("auto", "never"):
         yield refuse(config, "run.fork resume", "a run starts from one place: another run's state, or a checkpoint of its own",
                      "leave out run.fork to resume, or resume to fork")

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.attempts import SAVES, Attempt, Times, end_times, goodput, read_attempt, read_saves, read_times, write_times
 from toolkit.checkpoint_folder import Newest, disagreement, find_newest, step_of, steps_moved
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem, file_errors
 from toolkit.files import write_whole
+from toolkit.goodput import SAVES, Attempt, Times, compute_goodput, end_times, read_attempt, read_saves, read_times, write_times
 from toolkit.paths import MOST_NAME_BYTES
 from toolkit.rows import last_row
 from toolkit.rundir.lock import lock_file
@@ -228,7 +228,7 @@ class RunDirectory:
             return
         step, checkpoint = (last.step, last.checkpoint) if last is not None and last.attempt == attempt else (None, None)
         end_times(self.attempt_folder(attempt), time.time() if at is None else at, state=state.value, reason=reason, anew=anew)
-        total = goodput(self.tried(), kept=None if state is RunState.DONE else self.saved_step() or 0)
+        total = compute_goodput(self.tried(), kept=None if state is RunState.DONE else self.saved_step() or 0)
         self.write_status(Status(state=state, attempt=attempt, exit_code=exit_code, step=step, checkpoint=checkpoint, reason=reason,
                                  goodput=total.to_json() if total is not None else None))
 

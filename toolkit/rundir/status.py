@@ -28,7 +28,7 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """``exit_code`` is None while it runs. ``goodput`` is of the whole run until now, as ``toolkit/attempts.py`` describes it, and says
+    """``exit_code`` is None while it runs. ``goodput`` is of the whole run until now, as ``toolkit/goodput.py`` describes it, and says
     nothing of how the run stands."""
 
     state: RunState

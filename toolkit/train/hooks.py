@@ -26,7 +26,7 @@ from toolkit.monitor.throughput import Course, Throughput
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
-from toolkit.train.agree import Agreed
+from toolkit.train.rank_sync import StepConsensus
 
 STATUS_SECONDS = 1.0
 PLOT_SECONDS = 60.0
@@ -40,7 +40,7 @@ class StepDone:
     lr: float
     result: StepResult
     seconds: float
-    agreed: Agreed
+    agreed: StepConsensus
     last: bool  # of the whole run
 
 

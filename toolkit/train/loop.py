@@ -12,15 +12,15 @@ from toolkit.errors import ExitCode
 from toolkit.monitor.parts import DATA, TRANSFER, UNRECORDED, Recorder
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import RunPlan
-from toolkit.train.agree import Agreed
 from toolkit.train.hooks import Hook, StepDone
 from toolkit.train.nonfinite import Diverged
+from toolkit.train.rank_sync import StepConsensus
 from toolkit.train.state import TrainState
 from toolkit.train.task import Task
 
 
 def train(plan: RunPlan, engine: Engine, task: Task, stream: Iterable[Sequence[np.ndarray]], state: TrainState, hooks: Hook,
-          agree: Callable[[float, StepResult], Agreed], clock: Callable[[], float] = time.perf_counter,
+          agree: Callable[[float, StepResult], StepConsensus], clock: Callable[[], float] = time.perf_counter,
           recorder: Recorder = UNRECORDED) -> ExitCode:
     """From ``state`` to the plan's last step, or to an agreed stop.
 

@@ -23,17 +23,17 @@ from toolkit.monitor.sinks.console import say
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.plan.types import RunPlan
 from toolkit.rundir.directory import RunDirectory
-from toolkit.train.agree import Exchange
 from toolkit.train.gather import gather_of
 from toolkit.train.health import Alerts, HealthSink, Saves
 from toolkit.train.hooks import Hook
 from toolkit.train.ledger import Ledger, ledger_of
 from toolkit.train.probe import Probe
+from toolkit.train.process_stats import ProcessStats
 from toolkit.train.processor import Processor
 from toolkit.train.profile import Profile
+from toolkit.train.rank_sync import FlagReduce
 from toolkit.train.replicas import Replicas
 from toolkit.train.system import sampling
-from toolkit.train.vitals import Vitals
 from toolkit.train.watchdog import Progress, watchdog
 
 JUDGING_LAG_SECONDS = 0.5  # steps are judged a few at a time: a thread that is woken for each costs more by that than by the work
@@ -59,7 +59,7 @@ class Watch:
     alert: Callable[[Alert], None]
     ledger: Ledger | None
     makers: Sequence[Callable[[Engine], Hook]]
-    vitals: Vitals
+    process_stats: ProcessStats
     progress: Progress
 
     def hooks(self, engine: Engine) -> list[Hook]:
@@ -67,12 +67,13 @@ class Watch:
         return [make(engine) for make in self.makers]
 
     def ledger_due(self) -> int:
-        """What this rank says of the ledger in each step's exchange: ``Agreed.ledger``."""
+        """What this rank says of the ledger in each step's exchange: ``StepConsensus.ledger``."""
         return 0 if self.ledger is None else self.ledger.due()
 
 
 @contextmanager
-def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, *, rank: int, attempt: int) -> Iterator[Watch]:
+def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, all_reduce_flags: FlagReduce, *, rank: int,
+             attempt: int) -> Iterator[Watch]:
     """From before the engine is built until the run is over, whatever ends it."""
     monitor, attempt_folder = plan.config.monitor, directory.attempt_folder(attempt)
     recorder: Recorder = UNRECORDED
@@ -81,7 +82,7 @@ def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
     ledger: Ledger | None = None
     with ExitStack() as stack:
         alert = Alerts(sink, plan.run_dir)
-        vitals = stack.enter_context(closing(Vitals()))
+        process_stats = stack.enter_context(closing(ProcessStats()))
         if rank == 0:
             sink = CompositeSink([sink, judge(plan, alert, stack, makers)])
         if monitor.ledger:
@@ -97,21 +98,22 @@ def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
         if monitor.replicas_every and plan.axes.size > 1:
             compare = gather_of(rank, plan.axes.size, plan.world.ranks_per_node)
             makers.append(lambda engine: stack.enter_context(closing(
-                Replicas(plan, engine, ask, compare, rank=rank, every=monitor.replicas_every, alert=alert, tell=tell))))
+                Replicas(plan, engine, all_reduce_flags, compare, rank=rank, every=monitor.replicas_every, alert=alert, tell=tell))))
         if monitor.probe:
-            makers.append(lambda engine: Probe(plan, engine.device, ask, rank=rank, file=attempt_folder / "probe.json", sink=sink,
+            makers.append(lambda engine: Probe(plan, engine.device, all_reduce_flags, rank=rank, file=attempt_folder / "probe.json",
+                                               sink=sink,
                                                take=recorder.transfers_take, say=say))
         if monitor.profile_step is not None and rank % plan.world.ranks_per_node == 0:
             first, file = monitor.profile_step, attempt_folder / f"trace-rank-{rank}.json.gz"
             makers.append(lambda engine: Profile(first, monitor.profile_steps, file, engine.device, say=say, tell=tell))
 
-        stepping = stack.enter_context(sampling(plan, directory, sink, ask, alert, rank=rank, say=say, tell=tell))
+        stepping = stack.enter_context(sampling(plan, directory, sink, all_reduce_flags, alert, rank=rank, say=say, tell=tell))
         makers.append(lambda engine: stepping)
 
         # The last to be entered is the first to be left: it asks the others while calls are still remembered.
         progress = stack.enter_context(watchdog(plan, directory, sink, alert, taking, rank=rank, attempt=attempt))
         makers.insert(0, lambda engine: progress)
-        yield Watch(sink, recorder, alert, ledger, makers, vitals, progress)
+        yield Watch(sink, recorder, alert, ledger, makers, process_stats, progress)
 
 
 def judge(plan: RunPlan, alert: Callable[[Alert], None], stack: ExitStack, makers: list[Callable[[Engine], Hook]]) -> Sink:

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import torch
 
 from toolkit.checkpoint.shard import Shard
-from toolkit.train.agree import Exchange
 from toolkit.train.hooks import Hook, StepDone
+from toolkit.train.rank_sync import FlagReduce
 
 
 class Diverged(Exception):
@@ -63,9 +63,9 @@ class StopOnNonfinite(Hook):
                        f"{result.grad_norm:g})", weights_finite=not done.agreed.bad_weights)
 
 
-def finite_on_all_ranks(shards: Iterable[Shard], ask: Exchange) -> bool:
+def finite_on_all_ranks(shards: Iterable[Shard], all_reduce_flags: FlagReduce) -> bool:
     """Whether the state of every rank is finite. Collective; waits for the device."""
-    return not ask([not all_finite(shard.data for shard in shards)])[0]
+    return not all_reduce_flags([not all_finite(shard.data for shard in shards)])[0]
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:

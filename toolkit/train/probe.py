@@ -17,8 +17,8 @@ from toolkit.layout.axes import ORDER, Axes, Axis
 from toolkit.monitor.probe import ALL_REDUCE, SEND, Timed, missing_row, probe_row, words
 from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import RunPlan
-from toolkit.train.agree import Exchange
 from toolkit.train.hooks import Hook
+from toolkit.train.rank_sync import FlagReduce
 
 SMALL_NUMBERS = 8  # fp32, of a small operation
 WARM_UP, SMALL_REPEATS = 3, 30
@@ -39,9 +39,9 @@ class Probe(Hook):
         take: is given how long a transfer of so many bytes takes along the pipeline axis.
     """
 
-    def __init__(self, plan: RunPlan, device: torch.device, ask: Exchange, *, rank: int, file: Path, sink: Sink,
+    def __init__(self, plan: RunPlan, device: torch.device, all_reduce_flags: FlagReduce, *, rank: int, file: Path, sink: Sink,
                  take: Callable[[Callable[[int], float]], None], say: Callable[[str], None]) -> None:
-        self._plan, self._device, self._ask, self._rank = plan, device, ask, rank
+        self._plan, self._device, self._all_reduce_flags, self._rank = plan, device, all_reduce_flags, rank
         self._file, self._sink, self._take, self._say = file, sink, take, say
 
     def on_start(self, step: int) -> None:
@@ -58,7 +58,7 @@ class Probe(Hook):
     def _row(self, axis: Axis) -> Row:
         peers = peers_along(self._plan.axes, axis, self._rank)
         group = find_group(peers, axis, self._device)
-        if self._ask([group is None])[0]:  # on no rank where it lacks on one: the others would wait for it
+        if self._all_reduce_flags([group is None])[0]:  # on no rank where it lacks on one: the others would wait for it
             return missing_row(axis, len(peers))
         assert group is not None
         if axis is Axis.PIPELINE:
@@ -85,8 +85,8 @@ class Probe(Hook):
 
     def _compare(self, axis: Axis, peers: Sequence[int], timed: Timed) -> Row:
         p50, p99, large = (round(seconds * NANO) for seconds in (timed.latency_p50, timed.latency_p99, timed.large_median))
-        worst_p50, worst_p99, slowest, fastest = self._ask([p50, p99, large, -large])
-        named = self._ask([peers[0] if large == slowest else -1])[0]
+        worst_p50, worst_p99, slowest, fastest = self._all_reduce_flags([p50, p99, large, -large])
+        named = self._all_reduce_flags([peers[0] if large == slowest else -1])[0]
         return probe_row(
             axis, operation=timed.operation, ranks=timed.ranks, latency_p50=worst_p50 / NANO, latency_p99=worst_p99 / NANO,
             large_bytes=timed.large_bytes, slowest_large=slowest / NANO, fastest_large=-fastest / NANO,

@@ -18,9 +18,9 @@ from toolkit.engine.protocol import Engine
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.replicas import Set, Verdicts, block, pack_names, row_of, unpack_names
 from toolkit.plan.types import RunPlan
-from toolkit.train.agree import Exchange
 from toolkit.train.gather import Gather
 from toolkit.train.hooks import Hook, StepDone
+from toolkit.train.rank_sync import FlagReduce
 
 END_SECONDS = 5.0  # how long the end waits for the last comparison
 
@@ -37,9 +37,9 @@ class Replicas(Hook):
         tell: for trouble.
     """
 
-    def __init__(self, plan: RunPlan, engine: Engine, ask: Exchange, gather: Gather, *, rank: int, every: int,
+    def __init__(self, plan: RunPlan, engine: Engine, all_reduce_flags: FlagReduce, gather: Gather, *, rank: int, every: int,
                  alert: Callable[[Alert], None], tell: Callable[[str], None], end_seconds: float = END_SECONDS) -> None:
-        self._plan, self._engine, self._ask, self._gather = plan, engine, ask, gather
+        self._plan, self._engine, self._all_reduce_flags, self._gather = plan, engine, all_reduce_flags, gather
         self._rank, self._every, self._alert, self._tell = rank, every, alert, tell
         self._end_seconds = end_seconds
         self._sets: list[Set] = []  # whose names rank 0 has
@@ -54,7 +54,7 @@ class Replicas(Hook):
         sets = [Set(one.what, one.ranks[0], tuple(one.tensors)) for one in copies]
         # Optimizers make their state in their first step: what there is may change.
         names = pack_names(sets, self._rank) if sets != self._sets else b""
-        changed, slots, length = self._ask([sets != self._sets, len(sets), len(names)])
+        changed, slots, length = self._all_reduce_flags([sets != self._sets, len(sets), len(names)])
         self._sets = sets
         if not slots:
             return  # no rank holds what another one holds

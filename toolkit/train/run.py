@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from toolkit.attempts import words as goodput_words
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint_folder import newest
 from toolkit.config.data import Documents
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.evaluation import EvalSet
-from toolkit.data.kind import RunData
 from toolkit.data.open import open_data
+from toolkit.data.registry import RunData
 from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.errors import ExitCode
+from toolkit.goodput import format_goodput
 from toolkit.monitor.plots import loss_curve
 from toolkit.monitor.sink import Sink, tell
 from toolkit.monitor.sinks.console import say
@@ -28,20 +28,20 @@ from toolkit.plan.types import Device, RunPlan
 from toolkit.rows import last_row, read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
-from toolkit.train import closing, place
-from toolkit.train.agree import Agreed, Exchange, check_same_data, exchange
-from toolkit.train.consumed import Consumption
+from toolkit.train import finalize, process_setup
+from toolkit.train.data_progress import DataProgress
 from toolkit.train.evaluation import Evaluation
+from toolkit.train.goodput_tracker import GoodputTracker
 from toolkit.train.hooks import Hooks, Metrics, Plots, StatusFile
 from toolkit.train.loop import train
 from toolkit.train.monitoring import watching
 from toolkit.train.nonfinite import Diverged, StopOnNonfinite, finite_on_all_ranks
-from toolkit.train.parting import Parting
+from toolkit.train.rank_sync import FlagReduce, StepConsensus, check_same_data, make_flag_reduce
+from toolkit.train.resume import find_resume_point, restore_stream, set_aside_later_checkpoints
+from toolkit.train.save_deadline import SaveDeadline
 from toolkit.train.saving import AllCosts, Checkpoints, Costs, Timer
 from toolkit.train.sinks import closed_with_code, open_sinks
-from toolkit.train.source import find_beginning, restore_stream, take_up
 from toolkit.train.task import Task, text_task
-from toolkit.train.times import AttemptTimes
 from toolkit.train.vision import vision_task
 
 Stop = Callable[[], str | None]
@@ -70,43 +70,44 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
     began = time.monotonic()
     directory = RunDirectory(plan.run_dir)
     with ExitStack() as stack:
-        stack.enter_context(place.process_group(plan, rank, local_rank))
-        place.settle(plan)
+        stack.enter_context(process_setup.process_group(plan, rank, local_rank))
+        process_setup.configure_process(plan)
         ranks = plan.world.ranks
-        ask = exchange(ranks)
-        beginning = find_beginning(plan, directory)
-        plan = replace(plan, batch=beginning.batch)
+        all_reduce_flags = make_flag_reduce(ranks)
+        resume_point = find_resume_point(plan, directory)
+        plan = replace(plan, batch=resume_point.batch)
         reads = open_data(plan.config, plan.batch, plan.axes.coordinates(rank).data, data or plan.config.data.path)
         stream = reads.stream
         stack.callback(stream.close)
         fingerprint = {**stream.fingerprint(), **{f"eval.sets {name}": one.data_hash for name, one in reads.sets.items()}}
         check_same_data(fingerprint, ranks)
-        restore_stream(beginning, stream)
-        state = beginning.state
+        restore_stream(resume_point, stream)
+        state = resume_point.state
         if rank == 0:
             directory.trim_after(state.step, attempt)
-            say(beginning.words)
+            say(resume_point.words)
         sink = open_sinks(plan, directory, state.step, rank, attempt=attempt, data=fingerprint, launcher=launcher)
         ended = stack.enter_context(closed_with_code(sink))
 
         task = text_task(plan, end_of_text(plan, reads)) if reads.records is None else vision_task(plan, reads.records)
-        watch = stack.enter_context(watching(plan, directory, sink, ask, rank=rank, attempt=attempt))
+        watch = stack.enter_context(watching(plan, directory, sink, all_reduce_flags, rank=rank, attempt=attempt))
         engine = build_engine(plan, task, rank=rank, local_rank=local_rank, recorder=watch.recorder)
         watch.progress.beat("building the engine")
-        engine.load(beginning.reader)
+        engine.load(resume_point.reader)
         if rank == 0:
-            for words in (*take_up(plan, directory, beginning, attempt), *costs_of_windows(plan, reads), *words_without_utilisation(plan)):
+            for words in (*set_aside_later_checkpoints(plan, directory, resume_point, attempt), *costs_of_windows(plan, reads),
+                          *words_without_utilisation(plan)):
                 say(words)
 
         def draw() -> None:
             sink.flush()
             loss_curve(directory.path, reads.unigram(), plan.per)
 
-        parting = Parting(plan, (save for one in directory.tried(before=attempt) for save in one.saves))
-        costs: Costs = parting
+        save_deadline = SaveDeadline(plan, (save for one in directory.tried(before=attempt) for save in one.saves))
+        costs: Costs = save_deadline
         if rank == 0:
-            times = AttemptTimes(directory.attempt_folder(attempt), directory.tried(before=attempt), say)
-            costs = AllCosts(times, parting)
+            times = GoodputTracker(directory.attempt_folder(attempt), directory.tried(before=attempt), say)
+            costs = AllCosts(times, save_deadline)
         timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
         course = Course(plan, spent_before(directory) if rank == 0 else Spent(), began)
         hooks = Hooks(Metrics(plan, watch.sink, stream.consumed, course), *watch.hooks(engine), recorder=watch.recorder)
@@ -114,31 +115,31 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
             hooks.add(times)
         if plan.config.train.on_nonfinite is OnNonfinite.stop:
             hooks.add(StopOnNonfinite())
-        hooks.add(evaluation(plan, engine, task, reads.sets, hooks, ask, directory, sink, watch.progress.beat, rank))
+        hooks.add(evaluation(plan, engine, task, reads.sets, hooks, all_reduce_flags, directory, sink, watch.progress.beat, rank))
         saving = Checkpoints(
             plan, engine, CheckpointStore(directory.checkpoints, plan.config.checkpoint.keep_last, plan.config.checkpoint.keep_every),
-            stream, timer, rank=rank, attempt=attempt, ask=ask, flush=sink.flush, announce=hooks.on_checkpoint,
+            stream, timer, rank=rank, attempt=attempt, all_reduce_flags=all_reduce_flags, flush=sink.flush, announce=hooks.on_checkpoint,
             tell=tell if rank == 0 else lambda words: None, costs=costs)
         hooks.add(saving)
         if rank == 0:
             status = StatusFile(directory, attempt, newest(directory.checkpoints), goodput=times.status)
             hooks.add(status)
             if len(stream.consumed(0)) > 1:
-                hooks.add(Consumption(stream.consumed, say))
+                hooks.add(DataProgress(stream.consumed, say))
             hooks.add(Plots(draw, tell))
 
-        def agree(waited: float, result: StepResult) -> Agreed:
-            mine: list[int] = [stop() is not None, parting.too_late(seconds_left()), rank == 0 and timer.due()]
-            mine += [result.nonfinite, round(waited * 1e6), watch.ledger_due(), *watch.vitals.read(engine.device)]
-            stopping, late, due, nonfinite, microseconds, steps, collecting, host_bytes, device_bytes = ask(mine)
-            bad_weights = bool(nonfinite) and not finite_on_all_ranks(engine.shards(), ask)
-            return Agreed(stop=bool(stopping), no_time=bool(late), save=bool(due), data_seconds=microseconds / 1e6, ledger=steps,
-                          gc_seconds=collecting / 1e6, nonfinite=bool(nonfinite), bad_weights=bad_weights, host_bytes=host_bytes,
-                          device_bytes=device_bytes)
+        def agree(waited: float, result: StepResult) -> StepConsensus:
+            mine: list[int] = [stop() is not None, save_deadline.too_late(seconds_left()), rank == 0 and timer.due()]
+            mine += [result.nonfinite, round(waited * 1e6), watch.ledger_due(), *watch.process_stats.read(engine.device)]
+            stopping, late, due, nonfinite, microseconds, steps, collecting, host_bytes, device_bytes = all_reduce_flags(mine)
+            bad_weights = bool(nonfinite) and not finite_on_all_ranks(engine.shards(), all_reduce_flags)
+            return StepConsensus(stop=bool(stopping), no_time=bool(late), save=bool(due), data_seconds=microseconds / 1e6, ledger=steps,
+                                 gc_seconds=collecting / 1e6, nonfinite=bool(nonfinite), bad_weights=bad_weights, host_bytes=host_bytes,
+                                 device_bytes=device_bytes)
 
         diverged: Diverged | None = None
-        with place.kept():  # no longer: engines are circles, whose end is the collector's
-            watch.vitals.read(engine.device)  # what was collected until now is not the first step's
+        with process_setup.freeze_gc():  # no longer: engines are circles, whose end is the collector's
+            watch.process_stats.read(engine.device)  # what was collected until now is not the first step's
             try:
                 code = train(plan, engine, task, stream.steps(state.step), state, hooks, agree, recorder=watch.recorder)
             except Diverged as found:
@@ -157,24 +158,25 @@ def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Stop, attempt: int, 
         if total is not None:
             watch.sink.log_summary("goodput", total.share)
             if total.attempts > 1:
-                say(goodput_words(total))
+                say(format_goodput(total))
         try:
             if rank == 0 and code is ExitCode.DONE:
-                closing.finish(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step), time=took,
-                               goodput=total.share if total is not None else None, say=say, tell=tell, stop=stop)
+                finalize.finalize_run(plan, directory, reads.tokenizer, sink, reads.unigram(), stream.consumed(state.step), time=took,
+                                      goodput=total.share if total is not None else None, say=say, tell=tell, stop=stop)
             elif rank == 0 and diverged is not None:
                 checkpoint = newest(directory.checkpoints)
                 words = diverged.describe(str(checkpoint) if checkpoint else None, checked=times.has_saved)
                 print(f"error: {words}", file=sys.stderr, flush=True)
                 directory.finish(RunState.FAILED, int(code), words, attempt=attempt)
             elif rank == 0 and saving.given_up:
-                words = parting.words(stop() or "another rank was asked to stop", step=state.step, saved=kept or None, work=times.unsaved())
+                words = save_deadline.words(stop() or "another rank was asked to stop", step=state.step, saved=kept or None,
+                                            work=times.unsaved())
                 say(f"stopped after step {state.step}: {words}")
                 directory.finish(RunState.STOPPED, int(ExitCode.STOPPED), words, attempt=attempt)
             elif rank == 0:
                 say(f"stopped after step {state.step} of {plan.config.train.steps}, saved, in {took}; the same command continues")
         finally:
-            ask([0])  # the others stay until rank 0 is through: leaving tears down what it may still need
+            all_reduce_flags([0])  # the others stay until rank 0 is through: leaving tears down what it may still need
         return code
 
 
@@ -205,12 +207,12 @@ def spent_before(directory: RunDirectory) -> Spent:
     return spent(row for file in files if (row := last_row(file)) is not None)
 
 
-def evaluation(plan: RunPlan, engine: Engine, task: Task, sets: Mapping[str, EvalSet], hooks: Hooks, ask: Exchange,
+def evaluation(plan: RunPlan, engine: Engine, task: Task, sets: Mapping[str, EvalSet], hooks: Hooks, all_reduce_flags: FlagReduce,
                directory: RunDirectory, sink: Sink, progress: Callable[[str], None], rank: int) -> Evaluation:
     def missing(step: int) -> bool:
         sink.flush()
         absent = rank == 0 and all(row["step"] != step for row in read_rows(directory.eval_file))
-        return bool(ask([absent])[0])
+        return bool(all_reduce_flags([absent])[0])
 
     return Evaluation(engine, task, {name: one.batches for name, one in sets.items()}, every=plan.config.eval.every,
                       steps=plan.config.train.steps, missing=missing, announce=hooks.on_eval, unit=plan.unit, progress=progress)

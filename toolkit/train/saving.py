@@ -10,14 +10,14 @@ from typing import Protocol
 from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
 from toolkit.checkpoint_folder import step_of
 from toolkit.config.schema import OnNonfinite, parse_cadence
-from toolkit.data.kind import SampleStream
+from toolkit.data.registry import SampleStream
 from toolkit.engine.protocol import Engine
 from toolkit.monitor.parts import CHECKPOINT
 from toolkit.plan.types import RunPlan
 from toolkit.train import state
-from toolkit.train.agree import Exchange
 from toolkit.train.hooks import Hook, StepDone
 from toolkit.train.nonfinite import Diverged, finite_on_all_ranks
+from toolkit.train.rank_sync import FlagReduce
 
 
 class Timer:
@@ -98,14 +98,14 @@ class Checkpoints(Hook):
     part = CHECKPOINT
 
     def __init__(self, plan: RunPlan, engine: Engine, store: CheckpointStore, stream: SampleStream, timer: Timer, *,
-                 rank: int, attempt: int, ask: Exchange, flush: Callable[[], None],
+                 rank: int, attempt: int, all_reduce_flags: FlagReduce, flush: Callable[[], None],
                  announce: Callable[[Path], None], tell: Callable[[str], None], costs: Costs | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._costs, self._clock = costs or NoCosts(), clock
         self.given_up = False
         self._plan, self._engine, self._store, self._timer = plan, engine, store, timer
         self._stream, self._rank, self._attempt = stream, rank, attempt
-        self._ask, self._flush, self._announce, self._tell = ask, flush, announce, tell
+        self._all_reduce_flags, self._flush, self._announce, self._tell = all_reduce_flags, flush, announce, tell
         self._every_steps = parse_cadence(plan.config.checkpoint.every).steps
         self._pending: PendingSave | None = None
         self._failed = False
@@ -132,7 +132,7 @@ class Checkpoints(Hook):
         began = self._clock()
         self._settle()
         shards = self._engine.shards()
-        if not finite_on_all_ranks(shards, self._ask):
+        if not finite_on_all_ranks(shards, self._all_reduce_flags):
             reason = f"after step {step} weights or the optimizer's state are not finite, and are not saved"
             if last or self._plan.config.train.on_nonfinite is OnNonfinite.stop:
                 raise Diverged(reason, weights_finite=False)

@@ -17,11 +17,11 @@ from toolkit.errors import ExitCode
 from toolkit.files import write_whole
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Sink, tell
 from toolkit.monitor.sinks import facts
-from toolkit.monitor.sinks.apart import CLOSE_SECONDS, ProcessSink
 from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, Table
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
-from toolkit.monitor.sinks.ration import RationedSink
+from toolkit.monitor.sinks.rate_limit import RateLimitedSink
+from toolkit.monitor.sinks.subprocess_sink import CLOSE_SECONDS, SubprocessSink
 from toolkit.monitor.sinks.wandb import WandbSink, part, run_id
 from toolkit.plan.flops import peak_flops
 from toolkit.plan.types import Device, RunPlan
@@ -55,9 +55,9 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, 
     sinks: list[Sink] = [QueuedSink(lambda: JsonlSink(files), "JSONL", lag_seconds=FILE_LAG_SECONDS)]
     if monitor.wandb is not WandbMode.disabled:
         arguments = wandb_arguments(plan, known, node)
-        process = QueuedSink(lambda: ProcessSink(WandbSink, arguments, WANDB), WANDB, lag_seconds=WANDB_LAG_SECONDS,
+        process = QueuedSink(lambda: SubprocessSink(WandbSink, arguments, WANDB), WANDB, lag_seconds=WANDB_LAG_SECONDS,
                              close_seconds=CLOSE_SECONDS + 5.0)
-        sinks.append(RationedSink(process))
+        sinks.append(RateLimitedSink(process))
     console = QueuedSink(lambda: _console(plan, done, node), "console", lag_seconds=FILE_LAG_SECONDS)
     sinks.append(Only(console, lambda kind, row: kind in SHOWN))
     whole = CompositeSink(sinks)

@@ -19,8 +19,8 @@ from toolkit.monitor.system.host import Host
 from toolkit.monitor.system.sampler import GpuSource, Sampler, Source
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
-from toolkit.train.agree import Exchange
 from toolkit.train.hooks import Hook, StepDone
+from toolkit.train.rank_sync import FlagReduce
 
 CHECKPOINT_BYTES = 12  # a parameter: weights and two moments in fp32, as the toolkit stores them
 
@@ -44,7 +44,7 @@ def nvml_of(plan: RunPlan) -> Any:
 
 
 @contextmanager
-def sampling(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, alert: Callable[[Alert], None], *, rank: int,
+def sampling(plan: RunPlan, directory: RunDirectory, sink: Sink, all_reduce_flags: FlagReduce, alert: Callable[[Alert], None], *, rank: int,
              say: Callable[[str], None], tell: Callable[[str], None]) -> Iterator[Hook]:
     """Every rank calls this. The first of each node samples, until the run is over; the hook is to be added on all.
 
@@ -57,7 +57,7 @@ def sampling(plan: RunPlan, directory: RunDirectory, sink: Sink, ask: Exchange, 
         yield Hook()
         return
     # The only thing that the ranks exchange, once: who they are on their node.
-    pids = ask([os.getpid() if number == rank else 0 for number in range(plan.world.ranks)])
+    pids = all_reduce_flags([os.getpid() if number == rank else 0 for number in range(plan.world.ranks)])
     node, place = divmod(rank, per_node)
     if place != 0:
         yield Hook()

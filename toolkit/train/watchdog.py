@@ -33,10 +33,10 @@ from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
-from toolkit.train import peers
+from toolkit.train import last_collective
+from toolkit.train.emergency_io import append_row, run_with_timeout, write_file, write_stderr
 from toolkit.train.hooks import Hook, StepDone
-from toolkit.train.mailbox import Mailbox
-from toolkit.train.urgent import append, bounded, say, write
+from toolkit.train.rank_messages import RankMessages
 
 START_SECONDS = 600.0  # until a start has made its first step, which compiles, the limit is no shorter than this
 POLL_SECONDS = 1.0  # between two looks; a tenth of a short limit
@@ -75,18 +75,18 @@ class Watchdog(Progress):
     Args:
         limit_seconds: without progress the run is over. Before the first step it is START_SECONDS at least.
         processes: of all ranks, by rank; this one's has the file that its frozen stacks go to.
-        boxes: of neighbours' last calls, by rank: ``peers.hold_boxes``.
+        boxes: of neighbours' last calls, by rank: ``last_collective.open_neighbour_records``.
         part: the part of the step that the main thread is in.
         calls: this rank's last ones, as its process knows them.
         trace: NCCL's record of this rank's calls, as JSON; None where there is no GPU.
         end: what ends the process.
     """
 
-    def __init__(self, limit_seconds: float, *, rank: int, processes: Sequence[ProcessId], mailbox: Mailbox, directory: RunDirectory,
+    def __init__(self, limit_seconds: float, *, rank: int, processes: Sequence[ProcessId], messages: RankMessages, directory: RunDirectory,
                  attempt: int, alert: Callable[[Alert], None], sink: Sink, part: Callable[[], str], boxes: Mapping[int, int] | None = None,
                  calls: Callable[[], list[Call]] = last_calls, trace: Callable[[], str] | None = None,
                  end: Callable[[int], object] = os._exit, clock: Callable[[], float] = time.monotonic) -> None:
-        self._steady_limit, self._rank, self._processes, self._mailbox = limit_seconds, rank, processes, mailbox
+        self._steady_limit, self._rank, self._processes, self._messages = limit_seconds, rank, processes, messages
         self._limit = max(limit_seconds, START_SECONDS)
         self._directory, self._attempt, self._alert, self._sink, self._part = directory, attempt, alert, sink, part
         self._boxes = dict(boxes or {})
@@ -114,7 +114,7 @@ class Watchdog(Progress):
     def on_start(self, step: int) -> None:
         self._step = step
         self.beat("building and loading")
-        peers.outlast(self._limit)
+        last_collective.extend_group_timeouts(self._limit)
 
     def on_step(self, done: StepDone) -> None:
         self._step = done.step
@@ -170,7 +170,7 @@ class Watchdog(Progress):
                 self._beat = (what, at + now - looked)
             looked = now
             self._arm(now)
-            asked = self._mailbox.look(ASKED)
+            asked = self._messages.look(ASKED)
             why = json.loads(asked)["why"] if asked is not None else None
             if why == HANG or now - self._beat[1] > self._limit:
                 return self._hang()
@@ -197,7 +197,7 @@ class Watchdog(Progress):
         try:
             self._tell_and_leave()
         except BaseException:  # noqa: BLE001  the run is over in any case
-            say(f"rank {self._rank} could not tell of its hang: {traceback.format_exc()}")
+            write_stderr(f"rank {self._rank} could not tell of its hang: {traceback.format_exc()}")
         self._left.set()
         self._end(int(ExitCode.FAILURE))
 
@@ -212,10 +212,11 @@ class Watchdog(Progress):
             self._conclude(own)
         verdict = self._await(VERDICT, VERDICT_SECONDS)
         if verdict is None:
-            say(f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no word of the rank that should say why")
+            write_stderr(f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no word of the rank that should say "
+                         f"why")
         else:
             self._end_neighbours(json.loads(verdict)["silent"])
-        bounded(self._close_sinks, FLUSH_SECONDS)
+        run_with_timeout(self._close_sinks, FLUSH_SECONDS)
         if self._rank == 0 and self._nodes > 1:
             time.sleep(LINGER_SECONDS)
 
@@ -237,7 +238,7 @@ class Watchdog(Progress):
             return True
         if self._await(VERDICT, COLLECT_SECONDS) is not None:
             return False
-        return all(self._mailbox.read(f"{HANG}-{rank}") is None for rank in range(self._rank))
+        return all(self._messages.read(f"{HANG}-{rank}") is None for rank in range(self._rank))
 
     def _conclude(self, own: Report) -> None:
         found = self._found(self._collect(HANG, own, range(len(self._processes)), COLLECT_SECONDS if self._rank == 0 else self._pause))
@@ -249,23 +250,23 @@ class Watchdog(Progress):
         self._try(lambda: self._write_report(said, found, head))
         self._try(lambda: self._directory.finish(RunState.FAILED, int(ExitCode.FAILURE), f"hang: {said.cause}; see {file}",
                                                  attempt=self._attempt))
-        say(f"the run hangs after {own.last}: {said.cause}. It ends; see {file}")
+        write_stderr(f"the run hangs after {own.last}: {said.cause}. It ends; see {file}")
         self._post(VERDICT, json.dumps({"cause": said.cause, "report": str(file), "silent": found.silent}))
         self._raise(alert)  # sinks may take their time, and the others need not wait for them
 
     def _raise(self, alert: Alert) -> None:
         """Through rank 0's sinks, or past them where it cannot."""
         if self._rank == 0:
-            bounded(lambda: self._alert(alert), FLUSH_SECONDS)
+            run_with_timeout(lambda: self._alert(alert), FLUSH_SECONDS)
         else:
-            self._try(lambda: append(self._directory.alerts_file, alert.row()))
+            self._try(lambda: append_row(self._directory.alerts_file, alert.row()))
 
     def _write_report(self, said: diagnosis.Diagnosis, found: Found, head: str) -> None:
-        write(self._directory.hang_file(self._attempt), hang_text.report_text(said, found, head, linecache.getline))
+        write_file(self._directory.hang_file(self._attempt), hang_text.report_text(said, found, head, linecache.getline))
 
     def _at_last(self) -> None:
         if not self._left.wait(LAST_SECONDS):
-            say(f"rank {self._rank} hangs, and could not tell why within {LAST_SECONDS:g} s")
+            write_stderr(f"rank {self._rank} hangs, and could not tell why within {LAST_SECONDS:g} s")
             self._end(int(ExitCode.FAILURE))
 
     # ---- words
@@ -283,10 +284,10 @@ class Watchdog(Progress):
 
     def _with_trace(self, own: Report, trace: Callable[[], str]) -> Report:
         """NCCL's own record takes the place of the process's: it knows what the GPU has finished."""
-        text = bounded(trace, TRACE_SECONDS)
+        text = run_with_timeout(trace, TRACE_SECONDS)
         if text is None:
             return replace(own, whole=True)
-        self._try(lambda: write(self._directory.hang_folder(self._attempt) / f"rank-{self._rank}.nccl.json", text))
+        self._try(lambda: write_file(self._directory.hang_folder(self._attempt) / f"rank-{self._rank}.nccl.json", text))
         calls = from_flight_recorder(json.loads(text), own.calls)
         there = {call.group for call in calls}
         return replace(own, calls=(*(call for call in own.calls if call.group not in there), *calls), whole=True)
@@ -299,12 +300,12 @@ class Watchdog(Progress):
 
     def _seen(self, rank: int) -> Neighbour:
         process = self._processes[rank]
-        last = peers.last_call(self._boxes[rank]) if rank in self._boxes else None
+        last = last_collective.read_last_collective(self._boxes[rank]) if rank in self._boxes else None
         return Neighbour(stacks.process_state(process), stacks.notes_of(process), call_words(last) if last is not None else "")
 
     def _last_word(self, rank: int, call: Call) -> Report | None:
         """Of a rank that ended without one: its last call, if that was one of the group of ``call``."""
-        last = peers.last_call(self._boxes[rank]) if rank in self._boxes else None
+        last = last_collective.read_last_collective(self._boxes[rank]) if rank in self._boxes else None
         if last is None or last.group != call.group:
             return None
         process = self._processes[rank]
@@ -321,7 +322,7 @@ class Watchdog(Progress):
         deadline = self._clock() + seconds
         while True:
             for rank in ranks:
-                if (rank not in reports or not reports[rank].whole) and (text := self._mailbox.read(f"{why}-{rank}")) is not None:
+                if (rank not in reports or not reports[rank].whole) and (text := self._messages.read(f"{why}-{rank}")) is not None:
                     reports[rank] = Report.from_json(text)
             open_ones = [rank for rank in ranks if rank not in reports or not reports[rank].whole]
             if all(map(self._gone, open_ones)) or self._clock() > deadline:
@@ -331,7 +332,7 @@ class Watchdog(Progress):
     def _found(self, reports: Mapping[int, Report]) -> Found:
         """With the last words of ranks that have failed before."""
         gone = {rank: Report.from_json(text) for rank in range(len(self._processes))
-                if rank not in reports and (text := self._mailbox.read(f"{FAILURE}-{rank}")) is not None}
+                if rank not in reports and (text := self._messages.read(f"{FAILURE}-{rank}")) is not None}
         failed = {rank: report for rank, report in gone.items() if report.failure}
         own = self._processes[self._rank]
         states = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if rank not in reports and process.beside(own)}
@@ -339,24 +340,24 @@ class Watchdog(Progress):
 
     def _await(self, name: str, seconds: float) -> str | None:
         deadline = self._clock() + seconds
-        while (text := self._mailbox.read(name)) is None and self._clock() < deadline:
+        while (text := self._messages.read(name)) is None and self._clock() < deadline:
             time.sleep(self._pause)
         return text
 
     def _ask(self, why: str) -> None:
         """For the other ranks' words."""
-        if self._mailbox.look(ASKED) is None or why == HANG:
+        if self._messages.look(ASKED) is None or why == HANG:
             self._post(ASKED, json.dumps({"why": why, "by": self._rank}))
 
     def _post(self, name: str, text: str) -> None:
-        self._try(lambda: self._mailbox.post(name, text))
+        self._try(lambda: self._messages.post(name, text))
 
     def _try(self, action: Callable[[], object]) -> None:
         """A step of telling that may fail without keeping the next one from being taken."""
         try:
             action()
         except Exception as error:  # noqa: BLE001  said, and the run ends all the same
-            say(f"rank {self._rank}: {type(error).__name__}: {error}")
+            write_stderr(f"rank {self._rank}: {type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -372,14 +373,14 @@ def watchdog(plan: RunPlan, directory: RunDirectory, sink: Sink, alert: Callable
         open_part = recorder.doing[1] if recorder is not None else UNEXPLAINED
         return "" if open_part == UNEXPLAINED else open_part
 
-    notes, box = os.memfd_create("stacks", os.MFD_CLOEXEC), peers.LastCall()
-    processes = peers.everyone(ranks, notes, box.descriptor)
-    boxes = peers.hold_boxes(processes, rank)
+    notes, box = os.memfd_create("stacks", os.MFD_CLOEXEC), last_collective.LastCollective()
+    processes = last_collective.gather_process_ids(ranks, notes, box.descriptor)
+    boxes = last_collective.open_neighbour_records(processes, rank)
     if plan.world.device is Device.CPU:  # gloo's calls take much longer; NCCL's do not end a process
         tell_each(box.note)
-    store = peers.own_store() if plan.world.nodes > 1 else None
-    trace = peers.nccl_trace if plan.world.device is Device.CUDA else None
-    watch = Watchdog(limit, rank=rank, processes=processes, mailbox=Mailbox(directory.hang_folder(attempt), store),
+    store = last_collective.clone_store() if plan.world.nodes > 1 else None
+    trace = last_collective.dump_nccl_trace if plan.world.device is Device.CUDA else None
+    watch = Watchdog(limit, rank=rank, processes=processes, messages=RankMessages(directory.hang_folder(attempt), store),
                      directory=directory, attempt=attempt, alert=alert, sink=sink, part=part, boxes=boxes, trace=trace)
     watch.start()
     try:

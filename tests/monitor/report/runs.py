@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.attempts import Times, write_times
+from toolkit.goodput import Times, write_times
 
 BEGAN = 1_790_000_000.0  # Unix time of the first sample
 STEP_SECONDS = 2.0

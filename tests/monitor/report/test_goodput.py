@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from tests.monitor.report.runs import write_run
-from toolkit.attempts import Attempt, Times, goodput, write_times
+from toolkit.goodput import Attempt, Times, compute_goodput, write_times
 from toolkit.monitor.report.attempts import attempts
 from toolkit.monitor.report.data import Run, read_run
 from toolkit.monitor.report.verdict import tiles
@@ -24,7 +24,7 @@ def written(folder: Path) -> Run:
     write_run(folder, steps=20, nodes=1, gpus=1)
     for number, times in enumerate((FIRST, SECOND), start=1):
         write_times(folder / "attempts" / f"{number:03d}", times)
-    total = goodput([Attempt(FIRST), Attempt(SECOND)])
+    total = compute_goodput([Attempt(FIRST), Attempt(SECOND)])
     assert total is not None
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps({**status, "goodput": total.to_json()}))

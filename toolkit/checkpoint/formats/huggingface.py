@@ -67,7 +67,7 @@ def _open(folder: Path) -> Source:
         raise InputError(Problem(str(folder / CONFIG), f"model_type={config.get('model_type')} in {folder / CONFIG}",
                                  f"a folder is of a family that the toolkit knows: {', '.join(families.FAMILIES)}",
                                  "give the model as model.target=my.package.Model"))
-    shape = family.settle(model_of_config(family, config, folder / CONFIG))
+    shape = family.resolve_shape(model_of_config(family, config, folder / CONFIG))
     published = _Published.of(family, shape)
     weights = _slots(folder, _files(folder))
     scalars, states = _optimizer(folder)

@@ -40,7 +40,7 @@ def model_of(args: Mapping[str, Any]) -> ModelShape | None:
         sizes["rope_theta"] = float(args.get("rotary_base") or 10000.0)
     for family in FAMILIES.values():
         try:
-            shape = family.settle(ModelConfig(
+            shape = family.resolve_shape(ModelConfig(
                 family=family.name, tie_word_embeddings=not args["untie_embeddings_and_output_weights"],
                 initializer_range=args.get("init_method_std") or 0.02, dropout=args.get("attention_dropout") or 0.0, **sizes))
         except PlanError:

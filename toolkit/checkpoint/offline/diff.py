@@ -20,12 +20,12 @@ import numpy as np
 
 from toolkit.checkpoint.blocks import Files, numpy_dtype
 from toolkit.checkpoint.catalog import DTYPES, Damage, byte_length
-from toolkit.checkpoint.looking import WORKERS, Advance, Looker, bits, boxes
 from toolkit.checkpoint.planner import source_key
 from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source, open_source
 from toolkit.checkpoint.threads import each
+from toolkit.checkpoint.tile_reader import WORKERS, ByteProgress, TileReader, bits, boxes
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
 
@@ -147,7 +147,7 @@ def diff_sources(left: Source, right: Source, *, workers: int = WORKERS,
     total = sum(_bytes(pair.left, left.catalog.tensors) + _bytes(pair.right, right.catalog.tensors) for pair in found if _both(pair))
     with ExitStack() as opened:
         sides = [_Side(source, opened.enter_context(Files(source.folder))) for source in (left, right)]
-        work = _Comparison(sides[0], sides[1], Advance(advance, total))
+        work = _Comparison(sides[0], sides[1], ByteProgress(advance, total))
         differences = each(work.of, found, workers)
     of_left, of_right = left.catalog.scalars, right.catalog.scalars
     scalars = tuple((name, of_left.get(name), of_right.get(name)) for name in RESUMED if of_left.get(name) != of_right.get(name))
@@ -191,7 +191,7 @@ class _Side:
 
     def __init__(self, source: Source, files: Files) -> None:
         self.source, self.tensors = source, source.catalog.tensors
-        self._looker = Looker(source.catalog, files)
+        self._looker = TileReader(source.catalog, files)
 
     def turned(self, key: TensorKey) -> bool:
         return any(piece.transposed for piece in self.source.catalog.pieces[key])
@@ -204,7 +204,7 @@ class _Side:
 
 
 class _Comparison:
-    def __init__(self, left: _Side, right: _Side, advance: Advance) -> None:
+    def __init__(self, left: _Side, right: _Side, advance: ByteProgress) -> None:
         self._left, self._right, self._advance = left, right, advance
 
     def of(self, pair: Pair) -> Difference:

@@ -47,7 +47,7 @@ def shape_said(model: ModelConfig) -> ModelShape | None:
     if model.family is None:
         raise ConfigError(Problem("model.family", "model.family=null, with other keys of model", "sizes are those of a family",
                                   f"write model=FAMILY too, one of {', '.join(families.FAMILIES)}"))
-    return families.get(model.family).settle(model)
+    return families.get(model.family).resolve_shape(model)
 
 
 def open_asked(config: ReshardConfig) -> Source:

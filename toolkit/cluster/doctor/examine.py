@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from toolkit.cluster.doctor import clocks, disk, gpus, host, network, software, together
-from toolkit.cluster.doctor.bounded import Answer, Asked
+from toolkit.cluster.doctor import clocks, cross_node, disk, gpus, host, network, software
+from toolkit.cluster.doctor.timeout import TimedCall, TimedResult
 from toolkit.cluster.doctor.types import Check, Finding, MachineReport, Need, Report, Verdict, need_of, warn
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.rendezvous import Meeting
@@ -22,7 +22,7 @@ MOMENT_SECONDS = 0.1  # for one message that is there already
 
 def look(need: Need, node: int = 0, checks: Sequence[Check] = CHECKS) -> MachineReport:
     """This machine, all of it at the same time: in no more than the seconds of the slowest check."""
-    asked = [(check, Asked(partial(check.measure, need), check.seconds)) for check in checks]
+    asked = [(check, TimedCall(partial(check.measure, need), check.seconds)) for check in checks]
     findings: list[Finding] = []
     traits: dict[str, str] = {}
     for check, question in asked:
@@ -33,7 +33,7 @@ def look(need: Need, node: int = 0, checks: Sequence[Check] = CHECKS) -> Machine
     return MachineReport(node=node, host=socket.gethostname(), findings=tuple(findings), traits=traits)
 
 
-def judged(check: Check, answer: Answer, need: Need) -> list[Finding]:
+def judged(check: Check, answer: TimedResult, need: Need) -> list[Finding]:
     if answer.hangs:
         found = [Finding(check.hanging, f"no answer within {check.seconds:g} s", check.stuck)]
     elif answer.problem is not None:
@@ -90,8 +90,8 @@ def compare_clocks(machines: Sequence[MachineReport], launch: Launch, meeting: M
     for node in range(1, launch.nodes):
         clocks.tell(meeting.store, node)
     told = meeting.receive(*(f"doctor/clock/{node}" for node in range(1, launch.nodes)))
-    return together.clocks({f"{machine.host} (machine {machine.node})": clocks.Offset(**one)
-                            for machine, one in zip(machines[1:], told, strict=True)})
+    return cross_node.clocks({f"{machine.host} (machine {machine.node})": clocks.Offset(**one)
+                              for machine, one in zip(machines[1:], told, strict=True)})
 
 
 def preflight(plan: RunPlan, launch: Launch, meeting: Meeting) -> Report | None:
@@ -114,7 +114,7 @@ def preflight(plan: RunPlan, launch: Launch, meeting: Meeting) -> Report | None:
     if launch.rank != 0:
         meeting.receive("doctor/end", seconds=LOOK_SECONDS + launch.nodes)
         return None
-    report = Report(machines=tuple(machines), together=(*together.of_plan(plan, ()), *together.alike(machines), *times))
+    report = Report(machines=tuple(machines), together=(*cross_node.of_plan(plan, ()), *cross_node.alike(machines), *times))
     problems = failures(report)
     if problems:
         raise InputError(*problems)

@@ -16,8 +16,8 @@ from toolkit.data.dataset.encode import Encoders
 from toolkit.data.dataset.lanes import lanes_of
 from toolkit.data.dataset.ready import Opened, ensure
 from toolkit.data.dataset.stream import DatasetStream
-from toolkit.data.kind import Kind, RunData
 from toolkit.data.manifest import read_manifest
+from toolkit.data.registry import DataKind, RunData
 from toolkit.data.sources import split_problem, vocabulary_problem
 from toolkit.data.text import text_sets
 from toolkit.data.tokenizer import FILE
@@ -69,4 +69,4 @@ def everyone(state: dict[str, Any]) -> list[dict[str, Any]]:
     return states
 
 
-DATASET = Kind(_ready, _open)
+DATASET = DataKind(_ready, _open)

@@ -19,7 +19,7 @@ from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.data.evaluation import IGNORED
 from toolkit.engine import seeding
 from toolkit.engine.copies import together
-from toolkit.engine.megatron import cpu, mends
+from toolkit.engine.megatron import cpu, patches
 from toolkit.engine.precision import LossScaler
 from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
 from toolkit.engine.resume import resumes, weight_key
@@ -36,7 +36,7 @@ class MegatronEngine:
                  recorder: Recorder = UNRECORDED) -> None:
         assert plan.megatron is not None, "the plan of a megatron run has Megatron-core's settings"
         cpu.enable()
-        mends.apply()
+        patches.apply()
         from toolkit.engine.megatron import groups
         from toolkit.engine.megatron.build import Built
         from toolkit.engine.megatron.model import refuse_ignored

@@ -23,7 +23,7 @@ DOING: tuple[tuple[str, str, str], ...] = (
     ("toolkit/data/", "", SAMPLES),
     ("toolkit/checkpoint/", "", "saving or loading a checkpoint"),
     ("toolkit/train/saving.py", "", "saving a checkpoint"),
-    ("toolkit/train/agree.py", "", "agreeing with the other ranks"),
+    ("toolkit/train/rank_sync.py", "", "agreeing with the other ranks"),
     ("toolkit/models/", "", "building the model"),
     ("toolkit/engine/", "", ENGINE),
     *((f"toolkit/train/{file}.py", function, words) for file in ("task", "vision") for function, words in (
@@ -84,7 +84,7 @@ class ProcessId:
 
     Attributes:
         started: ticks since the start of the machine.
-        notes, box: file descriptors of it that others may read: :func:`notes_of`, ``peers.LastCall``.
+        notes, box: file descriptors of it that others may read: :func:`notes_of`, ``last_collective.LastCollective``.
         space: of the numbers, which containers may have of their own.
     """
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.health.creep import Creep, Growth
+from toolkit.monitor.health.memory_leak import Growth, GrowthTracker
 from toolkit.monitor.sink import Row
 from toolkit.monitor.system.gpu_codes import HARMFUL, xid_of
 from toolkit.progress import duration, quantity
@@ -198,7 +198,7 @@ class NodeDetector:
         self._node, self._checkpoint_bytes = node, checkpoint_bytes
         self._rows: deque[Row] = deque(maxlen=LASTING)
         self._known: dict[str, object] = {}  # the last value of each figure: a sample may lack some
-        self._creeps: dict[int, Creep] = {}
+        self._creeps: dict[int, GrowthTracker] = {}
         self._moves = 0
 
     def see(self, row: Row) -> list[Alert]:
@@ -224,7 +224,7 @@ class NodeDetector:
         for name, size in row.items():
             if name.startswith("rank/") and name.endswith("/private_bytes"):
                 rank = int(name.split("/")[1])
-                grown = self._creeps.setdefault(rank, Creep()).add(row["time"], size, available)
+                grown = self._creeps.setdefault(rank, GrowthTracker()).add(row["time"], size, available)
                 if grown is not None:
                     yield creeping(row, rank, self._node, grown, available)
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from toolkit.attempts import ENDING, EVALUATION, OTHER, REPEATED, SAVING, STARTING, WAITING
 from toolkit.errors import without_secrets
+from toolkit.goodput import ENDING, EVALUATION, OTHER, REPEATED, SAVING, STARTING, WAITING
 from toolkit.monitor.report.data import Attempt, Run, section
 from toolkit.monitor.report.rows import is_number
 from toolkit.monitor.report.view import UNKNOWN, Folded, Section, Table, percent, seconds

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from toolkit.attempts import SAVES, TIMES, Times, read_times
 from toolkit.errors import InputError, Problem
+from toolkit.goodput import SAVES, TIMES, Times, read_times
 from toolkit.monitor.parts import BACKWARD, BUBBLE, FORWARD
 from toolkit.monitor.report.nodes import Node, number_of, read_node
 from toolkit.monitor.report.reduce import Curves, Total, bucket_width, reduce

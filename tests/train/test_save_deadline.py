@@ -1,0 +1,146 @@
+"""A stop for which there is no time to save: it is found before, agreed, and what is lost is said; and the account that it is found from.
+
+    pytest tests/train/test_save_deadline.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.fakes import FakeClock, step_done
+from tests.train.test_run import STEPS, Start, data, texts
+from toolkit import checkpoint_folder
+from toolkit.errors import ExitCode
+from toolkit.goodput import Save, Times, read_saves, read_times, write_times
+from toolkit.plan.saving import assumed_speed, rank_bytes
+from toolkit.plan.types import Device, World
+from toolkit.rundir.status import RunState
+from toolkit.testing.tiny import tiny_plan
+from toolkit.train.goodput_tracker import GoodputTracker
+from toolkit.train.save_deadline import SAVES, SaveDeadline
+
+__all__ = ["data", "texts"]  # the fixtures
+
+
+def test_without_a_measurement_the_plan_says_how_long_a_save_takes() -> None:
+    plan = tiny_plan()
+    size = rank_bytes(plan)
+    assert size == sum(spec.numel for spec in plan.parameters) * (4 + 8), "fp32 weights, which are their own masters, and two moments"
+    save_deadline = SaveDeadline(plan)
+    estimate = save_deadline.estimate()
+    assert estimate is not None
+    assert estimate.seconds == pytest.approx(size / 2e9)
+    assert "nobody has measured" in estimate.words
+    assert save_deadline.too_late(estimate.seconds / 2)
+    assert not save_deadline.too_late(estimate.seconds * 2)
+    assert not save_deadline.too_late(None), "nobody asked this rank"
+    assert assumed_speed(World(ranks=16, ranks_per_node=8, device=Device.CUDA)) == 2e9 / 8
+
+
+def test_measured_saves_decide_and_the_newest_count() -> None:
+    plan = tiny_plan()
+    size = rank_bytes(plan)
+    assert size is not None
+    save_deadline = SaveDeadline(plan, [Save(step=2, seconds=50.0, bytes=size // 2, stepping=1.0)])
+    estimate = save_deadline.estimate()
+    assert estimate is not None
+    assert estimate.seconds == pytest.approx(100.0, rel=1e-3)
+    assert save_deadline.too_late(60.0)
+    for step in range(SAVES):
+        save_deadline.saved(step, 1.0, size)
+    assert not save_deadline.too_late(60.0)
+    assert save_deadline.too_late(0.5)
+
+
+def test_what_is_lost_is_said_in_steps_and_time() -> None:
+    plan = tiny_plan()
+    size = rank_bytes(plan)
+    assert size is not None
+    save_deadline = SaveDeadline(plan, [Save(step=2, seconds=100.0, bytes=size, stepping=1.0)])
+    assert save_deadline.too_late(42.0)
+    told = save_deadline.words("SIGTERM", step=437, saved=400, work=730.0)
+    assert told.startswith("SIGTERM; not saved: a save takes about 100 s, by the speed of the last 1, and 42 s were left; ")
+    assert "the newest checkpoint is of step 400, so 37 steps and 12:10 of work will be done again" in told
+    assert "there is no checkpoint, so 1 step and 0:02 of work" in save_deadline.words("SIGTERM", step=1, saved=None, work=2.0)
+    assert "there was no time for it" in SaveDeadline(plan).words("another rank was asked to stop", step=1, saved=None, work=2.0)
+
+
+# ---- the account
+
+
+def test_an_attempt_keeps_account_of_its_time(tmp_path: Path) -> None:
+    clock, said = FakeClock(), []
+    write_times(tmp_path, Times(began=90.0, seen=90.0))
+    times = GoodputTracker(tmp_path, [], said.append, clock)
+    clock.now = 109.5
+    times.on_start(4)
+    clock.now = 110.0
+    times.on_step(step_done(5))  # of 0.5 s
+    written = read_times(tmp_path)
+    assert written is not None
+    assert (written.first_step, written.step) == (110.0, 5), "though it was written half a second ago"
+    assert said == ["the first step (step 5) is done 20.0 s after the start"]
+    times.save_begun(5)
+    clock.now = 113.0
+    times.stood_still(3.0)
+    times.saved(5, 2.5, 1000)
+    written = read_times(tmp_path)
+    assert written is not None
+    assert (written.saving, written.seen) == (3.0, 113.0)
+    times.saved(5, 2.5, 1000)  # told again where the last step falls together with the cadence
+    times.on_step(step_done(6))
+    clock.now = 114.0
+    times.on_eval({"seconds": 0.75})
+    assert times.unsaved() == 0.5
+    times.on_end(6)
+    assert read_times(tmp_path) == Times(
+        began=90.0, seen=114.0, first=4, first_step=110.0, starting=19.5, step=6, stepping=1.0, saving=3.0, evaluating=0.75, active=114.0)
+    assert list(read_saves(tmp_path)) == [Save(step=5, seconds=2.5, bytes=1000, stepping=0.5)]
+    found = times.goodput()
+    assert found is not None
+    assert (found.wall_seconds, found.useful_seconds) == (24.0, 1.0)
+    stopped = times.goodput(5)
+    assert stopped is not None
+    assert (stopped.useful_seconds, stopped.lost["repeated"]) == (0.5, 0.5), "where step 6 is lost"
+    assert len(said) == 1
+
+
+# ---- whole runs
+
+
+def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_before(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert Start(folder, data, stop_after=3).code is ExitCode.STOPPED
+    saves = folder / "attempts" / "001" / "saves.jsonl"
+    row = json.loads(saves.read_text())
+    assert row["step"] == 3
+    assert row["stepping"] > 0
+    saves.write_text(json.dumps({**row, "seconds": 100.0}) + "\n")  # as on a disk that is a thousand times slower
+
+    second = Start(folder, data, stop_after=2, seconds_left=lambda: 42.0)
+    assert second.code is ExitCode.STOPPED
+    assert (second.status.state, second.status.exit_code, second.status.step) == (RunState.STOPPED, 75, 5)
+    assert second.status.reason is not None
+    assert second.status.reason.startswith("SIGTERM; not saved: a save takes about ")
+    assert "the newest checkpoint is of step 3, so 2 steps and " in second.status.reason
+    assert checkpoint_folder.newest(folder / "checkpoints") == folder / "checkpoints" / checkpoint_folder.step_name(3)
+    assert second.status.goodput is not None
+    assert second.status.goodput["lost"]["repeated"] > 0
+
+    third = Start(folder, data)
+    assert third.code is ExitCode.DONE
+    assert [row["step"] for row in third.rows()] == list(range(1, STEPS + 1))
+    assert third.status.goodput is not None
+    assert third.status.goodput["attempts"] == 3
+    assert third.status.goodput["lost"]["repeated"] == pytest.approx(second.status.goodput["lost"]["repeated"], abs=0.01)
+
+
+def test_a_save_that_fits_is_made(data: Path, tmp_path: Path) -> None:
+    """The control."""
+    folder = tmp_path / "run"
+    start = Start(folder, data, stop_after=2, seconds_left=lambda: 3600.0)
+    assert start.code is ExitCode.STOPPED
+    assert checkpoint_folder.newest(folder / "checkpoints") == folder / "checkpoints" / checkpoint_folder.step_name(2)

@@ -1,0 +1,93 @@
+"""Sizes that follow from others, and the mistakes in them. Every problem of a model is reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.config.schema import ModelConfig
+from toolkit.errors import InputError, PlanError, Problem
+from toolkit.families.base import ModelShape
+
+ALWAYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
+
+
+def resolve(model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool = True, **defaults: Any) -> ModelShape:
+    """A shape from what the user wrote, then ``defaults``, then what follows from other sizes.
+
+    Raises:
+        PlanError: every size that is missing, and every pair that does not fit.
+    """
+    assert model.family is not None, "a family is chosen before its sizes are settled"
+    missing = [name for name in (*ALWAYS, *required) if getattr(model, name) is None]
+    if missing:
+        raise PlanError(*(_missing(model.family, name) for name in missing))
+    sizes: dict[str, Any] = {name: getattr(model, name) for name in ModelShape.__dataclass_fields__}
+    for name, value in defaults.items():
+        if sizes[name] is None:
+            sizes[name] = value
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    problems: list[Problem] = []
+    derived = sizes["head_dim"] is None
+    if derived and hidden % heads:
+        problems.append(indivisible(hidden, heads, "model.hidden_size is divisible by model.num_attention_heads unless model.head_dim "
+                                    "is given"))
+    if sizes["num_key_value_heads"] is None:
+        sizes["num_key_value_heads"] = heads
+    if heads % sizes["num_key_value_heads"]:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        problems.append(Problem("model.num_key_value_heads",
+                                f"model.num_key_value_heads={sizes['num_key_value_heads']}, model.num_attention_heads={heads}",
+                                "model.num_key_value_heads divides model.num_attention_heads", f"write one of {fits}"))
+    if derived:
+        sizes["head_dim"] = max(1, hidden // heads)
+    if rotary and sizes["head_dim"] % 2 and not (derived and hidden % heads):
+        problems.append(Problem("model.head_dim", f"model.head_dim={sizes['head_dim']}",
+                                "rotary position embedding pairs the elements of a head, so model.head_dim is even",
+                                "change model.hidden_size or model.num_attention_heads so that their quotient is even" if derived else
+                                f"write model.head_dim={sizes['head_dim'] + 1}"))
+    if problems:
+        raise PlanError(*problems)
+    for name in ("num_local_experts", "num_experts_per_tok"):
+        sizes[name] = sizes[name] or 0
+    return ModelShape(**sizes)
+
+
+def indivisible(hidden: int, heads: int, rule: str) -> Problem:
+    return Problem("model.num_attention_heads", f"model.num_attention_heads={heads}, model.hidden_size={hidden}", rule,
+                   f"write model.hidden_size={-(-hidden // heads) * heads} or another number of heads")
+
+
+def _missing(family: str, name: str) -> Problem:
+    return Problem(f"model.{name}", f"model.{name} is not given", f"the family {family} needs model.{name}",
+                   f"write model.{name}=NUMBER, or take all sizes of a published model: model=pretrained model.pretrained=FOLDER")
+
+
+def must_equal(config: Mapping[str, Any], family: str, **wanted: Any) -> None:
+    """Refuse a ``config.json`` with a switch that the family's modules do not implement. An absent key is the default.
+
+    A tuple lists several values that are all fine.
+
+    Raises:
+        InputError: naming every such key.
+    """
+    problems = []
+    for key, value in wanted.items():
+        accepted = value if isinstance(value, tuple) else (value,)
+        if key in config and config[key] not in accepted:
+            problems.append(Problem(f"config.json: {key}", f"{key}={config[key]!r}",
+                                    f"the family {family} covers {key}={' or '.join(map(repr, accepted))} only",
+                                    "train it as any module: model.target=my.package.Model"))
+    if problems:
+        raise InputError(*problems)
+
+
+def rope_theta(config: Mapping[str, Any], family: str, default: float) -> float:
+    """The base of plain rotary embeddings, as transformers 5 (``rope_parameters``) or older releases write it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise InputError(Problem("config.json: rope_parameters", f"rope_type={kind!r}",
+                                 f"the family {family} covers plain rotary embeddings (rope_type 'default') only",
+                                 "train it as any module: model.target=my.package.Model"))
+    return float(rope.get("rope_theta", config.get("rope_theta", default)))

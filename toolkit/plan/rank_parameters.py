@@ -1,0 +1,59 @@
+"""What of the model one rank holds under DeepSpeed's axes, in canonical tensors.
+
+    tensor     what plan/deepspeed.py has AutoTP cut: rows of q, k, v, gate, up and of an output layer that is not tied; columns of o
+               and down; everything else whole
+    pipeline   the stages of plan/stages.py
+    expert     some of the experts of each layer: the first dim of the fused tensors
+    context    everything
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from toolkit.families import get
+from toolkit.families.base import ModelShape, ParameterSpec
+from toolkit.layout.axes import Axes
+from toolkit.plan import stages
+from toolkit.plan.deepspeed import TENSOR_SPECS
+
+# DeepSpeed names the cut by the matrix as it is applied; a weight lies transposed.
+DIMS = {"column": 0, "row": 1}
+
+
+def rank_parameters(shape: ModelShape, parameters: Sequence[ParameterSpec], axes: Axes) -> list[tuple[int, tuple[ParameterSpec, ...]]]:
+    """For each pipeline stage: how many blocks its ranks hold, and the parameters, with their sizes on a rank.
+
+    What an axis does not divide is rounded up: a rule refuses it.
+    """
+    if axes.pipeline == 1 or shape.num_hidden_layers < axes.pipeline:
+        found = [(shape.num_hidden_layers, tuple(parameters))]
+    else:
+        split = stages.split(parameters, axes.pipeline, set(get(shape.family).tied(shape).values()))
+        found = [(len(stage.layers), stage.parameters) for stage in split]
+    return [(layers, tuple(_on_a_rank(spec, axes) for spec in specs)) for layers, specs in found]
+
+
+def is_expert_parameter(spec: ParameterSpec) -> bool:
+    return ".experts." in spec.name
+
+
+def _on_a_rank(spec: ParameterSpec, axes: Axes) -> ParameterSpec:
+    if axes.expert > 1 and is_expert_parameter(spec):
+        return _divided(spec, 0, axes.expert)
+    if axes.tensor > 1 and (dim := _cut_dim(spec.name)) is not None and dim < len(spec.shape):
+        return _divided(spec, dim, axes.tensor)
+    return spec
+
+
+def _cut_dim(name: str) -> int | None:
+    """The dim of a weight, or of its bias, that the tensor axis cuts."""
+    weight = re.sub(r"\.bias$", ".weight", name)
+    kinds = (spec["partition_type"] for spec in TENSOR_SPECS if any(re.match(pattern, weight) for pattern in spec["patterns"]))
+    return DIMS.get(next(kinds, ""))
+
+
+def _divided(spec: ParameterSpec, dim: int, ranks: int) -> ParameterSpec:
+    return replace(spec, shape=tuple(-(-size // ranks) if at == dim else size for at, size in enumerate(spec.shape)))
