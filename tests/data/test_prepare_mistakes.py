@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from tests.data.texts import TEXTS, files_of, prepared, small_tokenizer, small_units, write_gz, write_jsonl
 from toolkit.config.prepare import InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.data import stdlib
+from toolkit.data.manifest import OWN_HASH, own_hash
 from toolkit.data.prepare import run, tokenise
 from toolkit.data.prepare.run import output_folder, prepare
 from toolkit.data.prepare.work import each
@@ -190,7 +192,8 @@ def test_a_folder_of_another_recipe_version_is_refused_with_a_remedy_that_works(
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
     prepared(source, tmp_path / "data", tokenizer)
     manifest = tmp_path / "data" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 1'))
+    content = json.loads(manifest.read_text().replace('"version": 2', '"version": 1'))
+    manifest.write_text(json.dumps({**content, OWN_HASH: own_hash(content)}))
     with pytest.raises(InputError, match=r"made by recipe version 1(?s:.*)output=FOLDER") as caught:
         prepared(source, tmp_path / "data", tokenizer)
     assert len(caught.value.problems) == 1

@@ -147,8 +147,9 @@ def one_step(rank: int, ranks: int, plan: RunPlan, without: str | None) -> float
 
 MENDED: dict[str, tuple[matrix.Cell, Case, str]] = {
     "bind_general_gemm": (megatron("mixtral"), Case.ADAM, "te_general_gemm"),
-    "tell_no_fp8": (megatron("llama", own=(("recompute_granularity", "selective"), ("recompute_modules", ["layernorm"])), label="norms"),
-                    Case.ADAM, "FP8GlobalStateManager"),
+    "default_fp8_to_none": (
+        megatron("llama", own=(("recompute_granularity", "selective"), ("recompute_modules", ["layernorm"])), label="norms"),
+        Case.ADAM, "FP8GlobalStateManager"),
     "shard_any_optimizer": (megatron("llama", zero=1), Case.SGD, "Only Adam"),
 }
 

@@ -143,6 +143,6 @@ if __name__ == "__main__":
             without_samples(kind, rank, int(step))
         else:
             with_steps(kind, rank, int(step))
-    from launch.train import leave, main
+    from launch.train import exit_now, main
 
-    leave(main(sys.argv[1:]))
+    exit_now(main(sys.argv[1:]))

@@ -47,6 +47,6 @@ if __name__ == "__main__":
         deadly(words[0], *map(int, words[1:]))
     sys.argv[0] = str(Path(__file__).resolve())  # our parent starts the ranks with it
     sys.path.insert(0, str(ROOT))
-    from launch.train import leave, main
+    from launch.train import exit_now, main
 
-    leave(main(sys.argv[1:]))
+    exit_now(main(sys.argv[1:]))

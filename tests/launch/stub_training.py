@@ -62,4 +62,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     from launch import train
 
-    train.leave(train.main(sys.argv[1:]))
+    train.exit_now(train.main(sys.argv[1:]))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import threading
 from pathlib import Path
 from typing import Any
@@ -109,10 +110,10 @@ def test_collections_of_garbage_are_timed() -> None:
 
 
 def test_memory_of_the_process_is_without_files(tmp_path: Path) -> None:
-    gc.collect()  # memory of earlier tests that is freed meanwhile would hide the block
     process_stats, size = ProcessStats(), 64 * 2**20
     before = process_stats.read(CPU)[1]
-    block = np.ones(size // 8)
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not malloc's, which may have kept freed memory
+    block.write(b"x" * size)
     with_block = process_stats.read(CPU)[1]
     assert with_block - before == pytest.approx(size, rel=0.1)
     (tmp_path / "data").write_bytes(bytes(size))
