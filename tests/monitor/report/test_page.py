@@ -376,6 +376,16 @@ def test_a_link_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
         read_run(here, Progress.silent())
 
 
+@pytest.mark.parametrize("name", ["wandb/offline-run/logs/debug-core.log", "nodes/node-1/wandb/offline-run/logs/debug-core.log"])
+def test_links_of_wandb_into_its_cache_are_not_looked_at(tmp_path: Path, name: str) -> None:
+    folder, log = tmp_path / "run", tmp_path / "core-debug.log"
+    write_run(folder)
+    log.write_text("of W&B")
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).symlink_to(log)
+    assert read_run(folder, Progress.silent()).status
+
+
 def test_each_attempt_is_compared_with_its_own_plan(run: Run) -> None:
     """The second one had other engine and batch; what was measured is of its own steps."""
     (newest, second), (older, first) = attempts_held(run)

@@ -33,7 +33,8 @@ LEAST_NODE_POINTS = 60
 NODE_ROWS = 400_000  # samples of all nodes together that are read: a minute's work
 LOG_BYTES = 4000  # of the end of a log
 HANG_BYTES = 256_000  # of a report of a hang: all ranks' stacks
-NOT_READ = ("checkpoints", "export", "plots", "jobs")  # folders of a run that a report does not look into
+# Folders of a run that a report does not look into. W&B's hold links to its own cache: ``wandb``, and of other nodes ``nodes/*/wandb``.
+NOT_READ = ("checkpoints", "export", "plots", "jobs", "wandb", "nodes")
 
 # Rows of steps, as ``train/hooks.py: Metrics`` has them; those of sources begin with EPOCHS.
 STEP_FIGURES = frozenset((
