@@ -36,13 +36,26 @@ from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = ("+exp=quickstart", "precision=bf16", "checkpoint.every=never", "checkpoint.at_end=false", "monitor.prompt=null",
-          "monitor=files", "monitor.every=100", "debug.threads=1")
+COMMON = (
+    "+exp=quickstart",
+    "precision=bf16",
+    "checkpoint.every=never",
+    "checkpoint.at_end=false",
+    "monitor.prompt=null",
+    "monitor=files",
+    "monitor.every=100",
+    "debug.threads=1",
+)
 NARROW = {"ATEN_CPU_CAPABILITY": "avx2"}
 LOCAL = {f"local-micro{size}": ("engine=local", f"train.micro_batch={size}") for size in (1, 2, 4, 8, 16)}
 LOCAL |= {f"local-narrow-micro{size}": ("engine=local", f"train.micro_batch={size}") for size in (4, 8, 16)}
 # Micro-batches are added up in fp32, as the plan advises where there are several.
-PIPE = ("engine=deepspeed", "zero=stage1", "parallel.pipeline=2", "+engine.deepspeed.data_types.grad_accum_dtype=fp32")
+PIPE = (
+    "engine=deepspeed",
+    "zero=stage1",
+    "parallel.pipeline=2",
+    "+engine.deepspeed.data_types.grad_accum_dtype=fp32",
+)
 ENGINES = {
     "deepspeed-dp2-zero1": ("engine=deepspeed", "zero=stage1"),
     "deepspeed-dp2-zero3": ("engine=deepspeed", "zero=stage3"),
@@ -58,22 +71,66 @@ ENGINES = {
 CONTROL = {"control": ("engine=local", "train.micro_batch=16", "optim.lr=4e-4")}
 EVERY = {**LOCAL, **ENGINES, **CONTROL}
 # Student's t by degrees of freedom from 1 on: what 5% exceed on either side together, and 5% / 10 (Bonferroni, for ten runs of engines).
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
-T_TEN = (127.32, 14.089, 7.453, 5.598, 4.773, 4.317, 4.029, 3.833, 3.690, 3.581, 3.497, 3.428, 3.372, 3.326, 3.286, 3.252)
+T = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+)
+T_TEN = (
+    127.32,
+    14.089,
+    7.453,
+    5.598,
+    4.773,
+    4.317,
+    4.029,
+    3.833,
+    3.690,
+    3.581,
+    3.497,
+    3.428,
+    3.372,
+    3.326,
+    3.286,
+    3.252,
+)
 
 
 def train(words: list[str], ranks: int, environ: Mapping[str, str]) -> dict[str, Any]:
     """One whole run: its last validation loss, and its seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "launch" / "train.py"), *words, f"run.dir={folder}/run", f"cluster.cpu_ranks={ranks}",
-                   f"data.path={ROOT / 'data' / 'stdlib'}"]
+        command = [
+            sys.executable,
+            str(ROOT / "launch" / "train.py"),
+            *words,
+            f"run.dir={folder}/run",
+            f"cluster.cpu_ranks={ranks}",
+            f"data.path={ROOT / 'data' / 'stdlib'}",
+        ]
         started = time.monotonic()
         settings = {**os.environ, "TORCHDYNAMO_DISABLE": "1", **environ}
         done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}")
         rows = list(read_rows(RunDirectory(f"{folder}/run").eval_file))
-        return {"validation_loss": rows[-1]["loss"], "step": rows[-1]["step"], "seconds": round(time.monotonic() - started, 1)}
+        return {
+            "validation_loss": rows[-1]["loss"],
+            "step": rows[-1]["step"],
+            "seconds": round(time.monotonic() - started, 1),
+        }
 
 
 def judged(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -84,11 +141,22 @@ def judged(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     mean, deviation, freedom = statistics.mean(local), statistics.stdev(local), len(local) - 1
     alone, reach = (t[freedom - 1] * deviation * math.sqrt(1 + 1 / len(local)) for t in (T, T_TEN))
     found: dict[str, Any] = {
-        "mean": mean, "standard_deviation": deviation, "least": min(local), "greatest": max(local), "reach_alone": alone, "reach": reach}
+        "mean": mean,
+        "standard_deviation": deviation,
+        "least": min(local),
+        "greatest": max(local),
+        "reach_alone": alone,
+        "reach": reach,
+    }
     found["runs"] = {
-        name: {"from_mean": runs[name]["validation_loss"] - mean, "agrees": abs(runs[name]["validation_loss"] - mean) <= reach,
-               "agrees_alone": abs(runs[name]["validation_loss"] - mean) <= alone}
-        for name in (*ENGINES, *CONTROL) if name in runs}
+        name: {
+            "from_mean": runs[name]["validation_loss"] - mean,
+            "agrees": abs(runs[name]["validation_loss"] - mean) <= reach,
+            "agrees_alone": abs(runs[name]["validation_loss"] - mean) <= alone,
+        }
+        for name in (*ENGINES, *CONTROL)
+        if name in runs
+    }
     losses = [runs[name]["validation_loss"] for name in ENGINES if name in runs]
     if len(losses) > 1:
         found["means"] = welch(local, losses)
@@ -98,13 +166,22 @@ def judged(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def welch(a: list[float], b: list[float]) -> dict[str, Any]:
     """Whether the means of two samples differ (Welch 1947): t and the t that 5% of equal pairs exceed."""
     parts = [statistics.variance(each) / len(each) for each in (a, b)]
-    freedom = sum(parts) ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (a, b), strict=True))
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(each) - 1) for part, each in zip(parts, (a, b), strict=True)
+    )
     t, limit = (statistics.mean(b) - statistics.mean(a)) / math.sqrt(sum(parts)), T[int(freedom) - 1]
-    return {"difference": statistics.mean(b) - statistics.mean(a), "t": t, "t_95": limit, "agree": abs(t) <= limit}
+    return {
+        "difference": statistics.mean(b) - statistics.mean(a),
+        "t": t,
+        "t_95": limit,
+        "agree": abs(t) <= limit,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", nargs="+", choices=[*EVERY], default=[*EVERY])
     parser.add_argument("--words", nargs="*", default=[], help="of every run: model.hidden_size=128")
@@ -113,17 +190,30 @@ def main() -> None:
     common = [*COMMON, f"train.steps={given.steps}", f"eval.every={given.steps}", *given.words]
     held = json.loads(given.out.read_text()) if given.out.exists() else {}
     runs: dict[str, dict[str, Any]] = held.get("runs", {}) if held.get("words") == common else {}
-    versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core", "transformers")}
+    versions = {
+        name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core", "transformers")
+    }
     missing = [name for name in given.only if name not in runs]
     with Progress() as progress, progress.task("bf16 runs", total=len(missing), unit="runs") as task:
         for name in missing:
             words = EVERY[name]
-            runs[name] = {"words": words, **train([*common, *words], 2 if name in ENGINES else 1, NARROW if "narrow" in name else {})}
-            found = {"machine": {"cpu": platform.machine(), "cores": os.cpu_count()}, "versions": versions, "words": common, "runs": runs,
-                     "verdict": judged(runs)}
+            runs[name] = {
+                "words": words,
+                **train([*common, *words], 2 if name in ENGINES else 1, NARROW if "narrow" in name else {}),
+            }
+            found = {
+                "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
+                "versions": versions,
+                "words": common,
+                "runs": runs,
+                "verdict": judged(runs),
+            }
             given.out.write_text(json.dumps(found, indent=1) + "\n")
             task.advance(note=f"{name} {runs[name]['validation_loss']:.4f}")
-            print(f"{name:>22}: {runs[name]['validation_loss']:.5f} in {runs[name]['seconds']:.0f} s", flush=True)
+            print(
+                f"{name:>22}: {runs[name]['validation_loss']:.5f} in {runs[name]['seconds']:.0f} s",
+                flush=True,
+            )
     print(json.dumps(judged(runs), indent=1))
 
 

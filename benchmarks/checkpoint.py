@@ -39,7 +39,12 @@ def shards_of(rank: int, ranks: int, parameters: int) -> list[Shard]:
     shards = []
     for number in range(max(1, parameters // numel)):
         start, stop = numel * rank // ranks, numel * (rank + 1) // ranks
-        for state, dtype in ((WEIGHT, torch.bfloat16), (MASTER, torch.float32), (EXP_AVG, torch.float32), (EXP_AVG_SQ, torch.float32)):
+        for state, dtype in (
+            (WEIGHT, torch.bfloat16),
+            (MASTER, torch.float32),
+            (EXP_AVG, torch.float32),
+            (EXP_AVG_SQ, torch.float32),
+        ):
             data = torch.randn(stop - start).to(dtype)
             shards += flat_shards(TensorKey(state, f"layers.{number}.weight"), SHAPE, start, data)
     return shards
@@ -63,8 +68,16 @@ def rank_main(rank: int, ranks: int, parameters: int, folder: Path, jobs: Any, r
         if job == "load":
             open_reader(folder).read(shards)
         else:
-            pending = store.save(step, shards, {}, namespace="benchmark/1", rank=rank, ranks=ranks, attempt=1,
-                                 background=job == "background")
+            pending = store.save(
+                step,
+                shards,
+                {},
+                namespace="benchmark/1",
+                rank=rank,
+                ranks=ranks,
+                attempt=1,
+                background=job == "background",
+            )
             blocked = time.perf_counter() - began
             pending.wait()
         results.put((time.perf_counter() - began, blocked))
@@ -85,8 +98,12 @@ def measure(folder: Path, ranks: int, parameters: int, rounds: int) -> tuple[dic
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     queues = [context.Queue() for _ in range(ranks)]
-    processes = [context.Process(target=rank_main, args=(rank, ranks, parameters, folder / "checkpoints", queues[rank], results))
-                 for rank in range(ranks)]
+    processes = [
+        context.Process(
+            target=rank_main, args=(rank, ranks, parameters, folder / "checkpoints", queues[rank], results)
+        )
+        for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
 
@@ -96,7 +113,9 @@ def measure(folder: Path, ranks: int, parameters: int, rounds: int) -> tuple[dic
         answers = [results.get(timeout=600) for _ in processes]
         return max(seconds for seconds, _ in answers), max(blocked or 0 for _, blocked in answers)
 
-    seconds: dict[str, list[float]] = {name: [] for name in ("cp_and_sync", "save", "background", "background_blocked", "load")}
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("cp_and_sync", "save", "background", "background_blocked", "load")
+    }
     for number in range(rounds + 1):  # the first warms up and is dropped
         saved, _ = run(2 * number + 1, "save")
         whole, blocked = run(2 * number + 2, "background")
@@ -110,8 +129,10 @@ def measure(folder: Path, ranks: int, parameters: int, rounds: int) -> tuple[dic
         if number:
             for name, value in zip(seconds, (copied, saved, whole, blocked, loaded), strict=True):
                 seconds[name].append(value)
-        print(f"round {number}: cp+sync {copied:.2f} s, save {saved:.2f} s, background {whole:.2f} s (blocked {blocked:.2f} s), "
-              f"load {loaded:.2f} s")
+        print(
+            f"round {number}: cp+sync {copied:.2f} s, save {saved:.2f} s, background {whole:.2f} s (blocked {blocked:.2f} s), "
+            f"load {loaded:.2f} s"
+        )
     for queue in queues:
         queue.put(None)
     for process in processes:
@@ -130,21 +151,40 @@ def main() -> None:
     work = arguments.folder / f"checkpoint-benchmark-{os.getpid()}"
     work.mkdir(parents=True)
     try:
-        seconds, numbytes = measure(work, arguments.ranks, int(arguments.gigabytes * 1e9 / BYTES_PER_PARAMETER), arguments.rounds)
+        seconds, numbytes = measure(
+            work, arguments.ranks, int(arguments.gigabytes * 1e9 / BYTES_PER_PARAMETER), arguments.rounds
+        )
     finally:
         shutil.rmtree(work)
-    pairs = {name: [value / base for value, base in zip(values, seconds["cp_and_sync"], strict=True)] for name, values in seconds.items()}
+    pairs = {
+        name: [value / base for value, base in zip(values, seconds["cp_and_sync"], strict=True)]
+        for name, values in seconds.items()
+    }
     result = {
-        "bytes": numbytes, "ranks": arguments.ranks, "rounds": arguments.rounds, "seconds": seconds,
-        "times_cp_and_sync": {name: {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-                              for name, ratios in pairs.items()},
-        "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in ("torch", "xxhash")}},
+        "bytes": numbytes,
+        "ranks": arguments.ranks,
+        "rounds": arguments.rounds,
+        "seconds": seconds,
+        "times_cp_and_sync": {
+            name: {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+            for name, ratios in pairs.items()
+        },
+        "machine": {
+            "cores": os.cpu_count(),
+            "processor": platform.processor() or platform.machine(),
+            "system": platform.platform(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("torch", "xxhash")},
+        },
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, figures in result["times_cp_and_sync"].items():
-        print(f"{name:>20}: {figures['median']:.2f} x cp+sync ({figures['least']:.2f} .. {figures['most']:.2f})")
+        print(
+            f"{name:>20}: {figures['median']:.2f} x cp+sync ({figures['least']:.2f} .. {figures['most']:.2f})"
+        )
 
 
 if __name__ == "__main__":

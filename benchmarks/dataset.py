@@ -36,7 +36,9 @@ LENGTH, BATCH = 2048, 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=12, help="of text")
     parser.add_argument("--seconds", type=float, default=15, help="CPU time of each measurement, about")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/dataset.json"))
@@ -49,18 +51,47 @@ def main() -> None:
         for streaming, workers in ((False, 1), (False, 2), (True, 2)):
             alone = [floor(folder, rows, asked.seconds / 2)]
             result = ours(folder, streaming, workers, asked.seconds)
-            alone.append(floor(folder, rows, asked.seconds / 2))  # before and after: a machine that others use changes its speed
+            alone.append(
+                floor(folder, rows, asked.seconds / 2)
+            )  # before and after: a machine that others use changes its speed
             mean = sum(alone) / 2
-            results.append({**result, "floor_ns_per_token": round(mean, 1), "tokenizer_share": round(mean / result["cpu_ns_per_token"], 3)})
+            results.append(
+                {
+                    **result,
+                    "floor_ns_per_token": round(mean, 1),
+                    "tokenizer_share": round(mean / result["cpu_ns_per_token"], 3),
+                }
+            )
             print(json.dumps(results[-1]), flush=True)
     versions = {package: version(package) for package in ("tokenizers", "datasets", "pyarrow", "numpy")}
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version(), **versions}
-    write_whole(asked.output, json.dumps({"machine": machine, "window": LENGTH, "batch": BATCH, "vocabulary": VOCABULARY,
-                                          "rows": len(rows), "results": results}, indent=1) + "\n")
+    machine = {
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **versions,
+    }
+    write_whole(
+        asked.output,
+        json.dumps(
+            {
+                "machine": machine,
+                "window": LENGTH,
+                "batch": BATCH,
+                "vocabulary": VOCABULARY,
+                "rows": len(rows),
+                "results": results,
+            },
+            indent=1,
+        )
+        + "\n",
+    )
 
 
 def make(folder: Path, size: int) -> list[str]:
-    text = "".join(content.decode("utf-8", errors="replace") for _, content in source_texts(Path(sysconfig.get_path("stdlib"))))[:size]
+    text = "".join(
+        content.decode("utf-8", errors="replace")
+        for _, content in source_texts(Path(sysconfig.get_path("stdlib")))
+    )[:size]
     rows = [text[first : first + CHARACTERS] for first in range(0, len(text), CHARACTERS)]
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     bpe.save(bpe.train_bpe(rows, VOCABULARY), folder)
@@ -80,10 +111,19 @@ def floor(folder: Path, rows: list[str], seconds: float) -> float:
 
 
 def ours(folder: Path, streaming: bool, workers: int, seconds: float) -> dict[str, Any]:
-    dataset = DatasetConfig(path=str(folder / "corpus.jsonl"), tokenizer=str(folder / bpe.FOLDER), streaming=streaming, workers=workers)
-    config = RunConfig(data=DataConfig(name="dataset", path=str(folder / "data"), dataset=dataset),
-                       train=TrainConfig(global_batch=BATCH, sequence_length=LENGTH))
-    batch = BatchPlan(micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),))
+    dataset = DatasetConfig(
+        path=str(folder / "corpus.jsonl"),
+        tokenizer=str(folder / bpe.FOLDER),
+        streaming=streaming,
+        workers=workers,
+    )
+    config = RunConfig(
+        data=DataConfig(name="dataset", path=str(folder / "data"), dataset=dataset),
+        train=TrainConfig(global_batch=BATCH, sequence_length=LENGTH),
+    )
+    batch = BatchPlan(
+        micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),)
+    )
     opened_at = time.perf_counter()
     ready = ready_for(config, None, Progress.silent())
     ready_seconds, opened_at = time.perf_counter() - opened_at, time.perf_counter()
@@ -110,11 +150,17 @@ def ours(folder: Path, streaming: bool, workers: int, seconds: float) -> dict[st
     resume_seconds = time.perf_counter() - resume_at
     resumed.close()
     tokens = counted * BATCH * LENGTH
-    return {"what": f"data=dataset, {'streaming' if streaming else 'map-style'}, {workers} workers", "tokens": tokens,
-            "cpu_ns_per_token": round(sum(spent) * 1e9 / tokens, 1), "of_the_rank_itself": round(spent[0] * 1e9 / tokens, 1),
-            "tokens_per_second": round(tokens / wall), "ready_seconds": round(ready_seconds, 2),
-            "first_batch_seconds": round(first_seconds, 2), "resume_seconds": round(resume_seconds, 2),
-            "state_bytes": len(json.dumps(state))}
+    return {
+        "what": f"data=dataset, {'streaming' if streaming else 'map-style'}, {workers} workers",
+        "tokens": tokens,
+        "cpu_ns_per_token": round(sum(spent) * 1e9 / tokens, 1),
+        "of_the_rank_itself": round(spent[0] * 1e9 / tokens, 1),
+        "tokens_per_second": round(tokens / wall),
+        "ready_seconds": round(ready_seconds, 2),
+        "first_batch_seconds": round(first_seconds, 2),
+        "resume_seconds": round(resume_seconds, 2),
+        "state_bytes": len(json.dumps(state)),
+    }
 
 
 def cpu_seconds(pid: int) -> float:

@@ -43,13 +43,34 @@ from toolkit.plan.types import Device, RunPlan, World
 
 RESULTS = ROOT / "benchmarks" / "results"
 RANKS = 2
-SMALL = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "model.num_attention_heads=4",
-         "model.num_key_value_heads=2", "model.tie_word_embeddings=true", "train.global_batch=8", "train.micro_batch=2",
-         "train.sequence_length=128", "optim.lr=1e-3", "monitor.every=10")
+SMALL = (
+    "model.hidden_size=256",
+    "model.intermediate_size=704",
+    "model.num_hidden_layers=4",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "model.tie_word_embeddings=true",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.sequence_length=128",
+    "optim.lr=1e-3",
+    "monitor.every=10",
+)
 # 1.1 B parameters: TinyLlama's sizes (Zhang et al., 2401.02385) at twice its length.
-LARGE = ("model.hidden_size=2048", "model.intermediate_size=5632", "model.num_hidden_layers=22", "model.num_attention_heads=32",
-         "model.num_key_value_heads=4", "model.vocab_size=32000", "model.max_position_embeddings=4096", "train.sequence_length=4096",
-         "precision=bf16", "zero=stage1", "optim.lr=1e-4", "monitor.every=5")
+LARGE = (
+    "model.hidden_size=2048",
+    "model.intermediate_size=5632",
+    "model.num_hidden_layers=22",
+    "model.num_attention_heads=32",
+    "model.num_key_value_heads=4",
+    "model.vocab_size=32000",
+    "model.max_position_embeddings=4096",
+    "train.sequence_length=4096",
+    "precision=bf16",
+    "zero=stage1",
+    "optim.lr=1e-4",
+    "monitor.every=5",
+)
 QUIET = ("schedule=constant", "checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0")
 # Nothing but the spec differs between bare.py's engines.
 BARE = {"deepspeed": "bare.py", "ddp": "bare.py", "megatron": "bare_megatron.py"}
@@ -70,13 +91,24 @@ COMPARISONS = (
     Comparison("deepspeed-zero0-ddp", "ddp", ("zero=stage0",)),
     Comparison("megatron-dp2", "megatron", MEGATRON),
     Comparison("megatron-dp2-zero1", "megatron", (*MEGATRON, "zero=stage1")),
-    Comparison("megatron-tp2", "megatron", (*MEGATRON, "parallel.tensor=2", "+engine.megatron.sequence_parallel=false")),
+    Comparison(
+        "megatron-tp2",
+        "megatron",
+        (*MEGATRON, "parallel.tensor=2", "+engine.megatron.sequence_parallel=false"),
+    ),
     Comparison("megatron-dp2-ddp", "ddp", MEGATRON),
 )
 
 
 def run_words(sizes: Sequence[str], words: Sequence[str], steps: int, folder: Path) -> list[str]:
-    return [*sizes, *QUIET, *words, f"train.steps={steps}", f"run.dir={folder}", f"data.path={ROOT / 'data' / 'stdlib'}"]
+    return [
+        *sizes,
+        *QUIET,
+        *words,
+        f"train.steps={steps}",
+        f"run.dir={folder}",
+        f"data.path={ROOT / 'data' / 'stdlib'}",
+    ]
 
 
 def bare_spec(engine: str, plan: RunPlan) -> dict[str, Any]:
@@ -84,10 +116,15 @@ def bare_spec(engine: str, plan: RunPlan) -> dict[str, Any]:
     assert plan.shape is not None
     config = get(plan.shape.family).hugging_face_config(plan.shape)
     return {
-        "engine": engine, "steps": plan.config.train.steps, "tokens": str(tokens_of(plan)), "tensor": plan.axes.tensor,
+        "engine": engine,
+        "steps": plan.config.train.steps,
+        "tokens": str(tokens_of(plan)),
+        "tensor": plan.axes.tensor,
         "model": {key: value for key, value in config.items() if key != "architectures"},
-        "deepspeed": plan.deepspeed and dict(plan.deepspeed), "megatron": plan.megatron and dict(plan.megatron),
-        "micro_batch": plan.batch.micro_batch, "sequence_length": plan.config.train.sequence_length,
+        "deepspeed": plan.deepspeed and dict(plan.deepspeed),
+        "megatron": plan.megatron and dict(plan.megatron),
+        "micro_batch": plan.batch.micro_batch,
+        "sequence_length": plan.config.train.sequence_length,
         "accumulation": plan.batch.at(0).accumulation,
     }
 
@@ -108,15 +145,28 @@ def on_cpu(chosen: Sequence[Comparison], pairs: int, block: int, starts: int) ->
     found: dict[str, Any] = {"ranks": RANKS, "steps_a_block": block, "steps": []}
     for comparison in chosen:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as alive:
-            ours, bare = (alive.enter_context(job) for job in jobs(comparison, steps_of(pairs, block), block, Path(folder)))
-            row = {"name": comparison.name, "against": f"bare {comparison.bare}", **compare(ours, bare, pairs)}
+            ours, bare = (
+                alive.enter_context(job)
+                for job in jobs(comparison, steps_of(pairs, block), block, Path(folder))
+            )
+            row = {
+                "name": comparison.name,
+                "against": f"bare {comparison.bare}",
+                **compare(ours, bare, pairs),
+            }
         found["steps"].append(row)
         low, high = row["ratio_95"]
-        print(f"{row['name']:>20} over {row['against']:<15} {row['ratio']:.3f} [{low:.3f}, {high:.3f}], "
-              f"{row['step_seconds']['bare'] * 1e3:.0f} ms a bare step", flush=True)
+        print(
+            f"{row['name']:>20} over {row['against']:<15} {row['ratio']:.3f} [{low:.3f}, {high:.3f}], "
+            f"{row['step_seconds']['bare'] * 1e3:.0f} ms a bare step",
+            flush=True,
+        )
     if starts:
-        found["first_step"] = [first_step(comparison, starts) for comparison in chosen
-                               if comparison.name in ("deepspeed-zero2", "megatron-dp2")]
+        found["first_step"] = [
+            first_step(comparison, starts)
+            for comparison in chosen
+            if comparison.name in ("deepspeed-zero2", "megatron-dp2")
+        ]
     return found
 
 
@@ -125,7 +175,9 @@ def first_step(comparison: Comparison, pairs: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"toolkit": [], "bare": []}
     for _ in range(pairs):
         with tempfile.TemporaryDirectory() as folder:
-            for job in jobs(comparison, 2, 1, Path(folder)):  # each is started when it is asked for, after the one before has ended
+            for job in jobs(
+                comparison, 2, 1, Path(folder)
+            ):  # each is started when it is asked for, after the one before has ended
                 with job:
                     job.block()
                     seconds[job.name].append(time.perf_counter() - job.started)
@@ -147,12 +199,26 @@ def on_gpu(words: Sequence[str], blocks: int, block: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for name, engine in CONTENDERS.items():
         with tempfile.TemporaryDirectory() as folder:
-            text = run_words(LARGE, [*(engine or ()), "cluster.gpus_per_node=1", *words], steps_of(blocks, block), Path(folder) / "run")
+            text = run_words(
+                LARGE,
+                [*(engine or ()), "cluster.gpus_per_node=1", *words],
+                steps_of(blocks, block),
+                Path(folder) / "run",
+            )
             config = compose(text)
             plan = make_plan(config, detect_world(config.cluster, read_launch({}, [])[0]))
-            assert plan.world.ranks == 1, f"this is a comparison on one GPU, the plan is of {plan.world.ranks}"
-            spec = {"overrides": text} if engine else {
-                **bare_spec("torch", plan), "device": plan.world.device.value, "recompute": config.train.activation_checkpointing}
+            assert plan.world.ranks == 1, (
+                f"this is a comparison on one GPU, the plan is of {plan.world.ranks}"
+            )
+            spec = (
+                {"overrides": text}
+                if engine
+                else {
+                    **bare_spec("torch", plan),
+                    "device": plan.world.device.value,
+                    "recompute": config.train.activation_checkpointing,
+                }
+            )
             script = "toolkit_side.py" if engine else "compiled.py"
             with Job(name, script, spec, Path(folder), block, ranks=1, environ={}) as job:
                 warm_up_and_timed = [job.block() for _ in range(steps_of(blocks, block) // block)]
@@ -168,20 +234,37 @@ def _speed(plan: RunPlan, seconds: Sequence[float]) -> dict[str, Any]:
     step, bounds = median_with_bounds(seconds)
     peak, flops = peak_flops(plan), flops_per_step(plan)
     return {
-        "gpu": plan.world.gpu, "steps": len(seconds), "step_seconds": step, "step_seconds_95": bounds,
+        "gpu": plan.world.gpu,
+        "steps": len(seconds),
+        "step_seconds": step,
+        "step_seconds_95": bounds,
         "tokens_per_second": plan.units_per_step / step,
         "mfu": flops / step / peak if peak and flops else None,  # unknown GPU: unknown
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[comparison.name for comparison in COMPARISONS], help="comparisons on CPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[comparison.name for comparison in COMPARISONS],
+        help="comparisons on CPU",
+    )
     parser.add_argument("--pairs", type=int, default=24, help="turns of each side that are timed")
     parser.add_argument("--block", type=int, default=8, help="steps a turn")
-    parser.add_argument("--starts", type=int, default=5, help="pairs of commands timed to their first step; 0: none")
+    parser.add_argument(
+        "--starts", type=int, default=5, help="pairs of commands timed to their first step; 0: none"
+    )
     parser.add_argument("--gpu", action="store_true", help="the comparison on one GPU instead")
-    parser.add_argument("--words", nargs="*", default=["train.global_batch=16", "train.micro_batch=4"], help="of the run on a GPU")
+    parser.add_argument(
+        "--words",
+        nargs="*",
+        default=["train.global_batch=16", "train.micro_batch=4"],
+        help="of the run on a GPU",
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     machine = this_machine()
@@ -202,7 +285,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _machine() -> dict[str, Any]:
     gpus = [gpu.product for gpu in this_machine().gpus]
-    return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpus": gpus, "python": platform.python_version()}
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "gpus": gpus,
+        "python": platform.python_version(),
+    }
 
 
 def _versions() -> dict[str, str | None]:

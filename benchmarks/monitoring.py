@@ -57,19 +57,46 @@ ASLEEP = 0.02
 NODES, METRICS = 16, 2000
 SETTLE_SECONDS = 10.0  # W&B starts beside the first steps, on cores that here are training's
 # Without it each large tensor is mapped and unmapped, and half of a step is the kernel's: mallopt(3).
-KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(256 << 20)}
-MODEL = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "model.num_attention_heads=4",
-         "model.num_key_value_heads=2", "model.tie_word_embeddings=true", "train.micro_batch=2", "train.sequence_length=128",
-         "optim.lr=1e-3", "schedule=constant", "checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0", "debug.threads=1")
-RANKS = {1: ("engine=deepspeed", "zero=stage1", "train.global_batch=6"),
-         2: ("engine=deepspeed", "zero=stage3", "train.global_batch=8")}  # ZeRO-3 has the most collectives a step, and each is timed
-OFF = ("monitor.wandb=disabled", "monitor.ledger=false", "monitor.probe=false", "monitor.system_seconds=0", "monitor.replicas_every=0",
-       "monitor.hang_seconds=0")
+KEEPS_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+MODEL = (
+    "model.hidden_size=256",
+    "model.intermediate_size=704",
+    "model.num_hidden_layers=4",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "model.tie_word_embeddings=true",
+    "train.micro_batch=2",
+    "train.sequence_length=128",
+    "optim.lr=1e-3",
+    "schedule=constant",
+    "checkpoint.every=never",
+    "checkpoint.at_end=false",
+    "eval.every=0",
+    "debug.threads=1",
+)
+RANKS = {
+    1: ("engine=deepspeed", "zero=stage1", "train.global_batch=6"),
+    2: ("engine=deepspeed", "zero=stage3", "train.global_batch=8"),
+}  # ZeRO-3 has the most collectives a step, and each is timed
+OFF = (
+    "monitor.wandb=disabled",
+    "monitor.ledger=false",
+    "monitor.probe=false",
+    "monitor.system_seconds=0",
+    "monitor.replicas_every=0",
+    "monitor.hang_seconds=0",
+)
 ON = ("monitor.wandb=offline", "monitor.every=10")
 NOTHING = {"words": OFF, "without_sinks": True}
 
 
-def launch(name: str, spec: Mapping[str, Any], ranks: int, pairs: int, number: int) -> tuple[Floats, dict[str, Any]]:
+def launch(
+    name: str, spec: Mapping[str, Any], ranks: int, pairs: int, number: int
+) -> tuple[Floats, dict[str, Any]]:
     """Both jobs once, from start to end. Who is started first alternates.
 
     Returns:
@@ -78,10 +105,22 @@ def launch(name: str, spec: Mapping[str, Any], ranks: int, pairs: int, number: i
     with tempfile.TemporaryDirectory() as folder, ExitStack() as alive:
         jobs = {}
         for side, its in sorted({"off": NOTHING, name: spec}.items(), reverse=number % 2 == 1):
-            overrides = [*MODEL, *RANKS[ranks], *its["words"], f"train.steps={ENDLESS}", f"run.dir={Path(folder, 'runs', side)}",
-                         f"data.path={ROOT / 'data' / 'stdlib'}"]
-            job = SlicedJob(side, "monitored_side.py", {**its, "overrides": overrides}, Path(folder), ranks=ranks,
-                            environ={**ON_CPU, **KEEPS_MEMORY})
+            overrides = [
+                *MODEL,
+                *RANKS[ranks],
+                *its["words"],
+                f"train.steps={ENDLESS}",
+                f"run.dir={Path(folder, 'runs', side)}",
+                f"data.path={ROOT / 'data' / 'stdlib'}",
+            ]
+            job = SlicedJob(
+                side,
+                "monitored_side.py",
+                {**its, "overrides": overrides},
+                Path(folder),
+                ranks=ranks,
+                environ={**ON_CPU, **KEEPS_MEMORY},
+            )
             jobs[side] = alive.enter_context(job)
         off, other = jobs["off"], jobs[name]
         for job in jobs.values():
@@ -93,49 +132,92 @@ def launch(name: str, spec: Mapping[str, Any], ranks: int, pairs: int, number: i
         slices = pairs * SLICES_A_PAIR
         take_slices([off, other], slices, seed=number)
         marks = {side: job.marks() for side, job in jobs.items()}
-        cpu = {side: (job.cpu_seconds() - before[side][0]) / (len(marks[side]) - before[side][1]) for side, job in jobs.items()}
+        cpu = {
+            side: (job.cpu_seconds() - before[side][0]) / (len(marks[side]) - before[side][1])
+            for side, job in jobs.items()
+        }
         parts = {side: whole_parts(marks[side], job.slices) for side, job in jobs.items()}
     usual = {side: usual_seconds(parts[side], marks["off"].shape[1]) for side in parts}
     return ratios(parts[name], parts["off"], usual["off"], slices, SLICES_A_PAIR), {
-        "cpu": cpu[name] / cpu["off"], "step_seconds": {side: float(seconds.sum()) for side, seconds in usual.items()}}
+        "cpu": cpu[name] / cpu["off"],
+        "step_seconds": {side: float(seconds.sum()) for side, seconds in usual.items()},
+    }
 
 
 def against(launches: Sequence[Floats]) -> dict[str, Any]:
     """Args: launches: the figures of each one's pairs."""
     ratio, lower, upper = median_over_launches(launches)
-    return {"launches": len(launches), "pairs": sum(map(len, launches)), "ratio": ratio, "lower_95": lower, "upper_95": upper,
-            "mean": float(np.concatenate(list(launches)).mean())}
+    return {
+        "launches": len(launches),
+        "pairs": sum(map(len, launches)),
+        "ratio": ratio,
+        "lower_95": lower,
+        "upper_95": upper,
+        "mean": float(np.concatenate(list(launches)).mean()),
+    }
 
 
 def comparison(name: str, spec: Mapping[str, Any], ranks: int, launches: int, pairs: int) -> dict[str, Any]:
     """Args: spec: what ``sides/monitored_side.py`` is told. pairs: of each launch."""
-    of_each, told = zip(*(launch(name, spec, ranks, pairs, number) for number in range(launches)), strict=True)
-    row = {"ranks": ranks, **against(of_each), "cpu": float(np.mean([its["cpu"] for its in told])),
-           "step_seconds": {side: float(np.median([its["step_seconds"][side] for its in told])) for side in told[0]["step_seconds"]}}
-    print(f"{name:>7} over off on {ranks} rank{'s' if ranks > 1 else ''}: {row['ratio']:.4f} [{row['lower_95']:.4f}, "
-          f"{row['upper_95']:.4f}], mean {row['mean']:.4f}, processor time {row['cpu']:.4f}; "
-          f"{row['step_seconds']['off'] * 1e3:.0f} ms a step", flush=True)
+    of_each, told = zip(
+        *(launch(name, spec, ranks, pairs, number) for number in range(launches)), strict=True
+    )
+    row = {
+        "ranks": ranks,
+        **against(of_each),
+        "cpu": float(np.mean([its["cpu"] for its in told])),
+        "step_seconds": {
+            side: float(np.median([its["step_seconds"][side] for its in told]))
+            for side in told[0]["step_seconds"]
+        },
+    }
+    print(
+        f"{name:>7} over off on {ranks} rank{'s' if ranks > 1 else ''}: {row['ratio']:.4f} [{row['lower_95']:.4f}, "
+        f"{row['upper_95']:.4f}], mean {row['mean']:.4f}, processor time {row['cpu']:.4f}; "
+        f"{row['step_seconds']['off'] * 1e3:.0f} ms a step",
+        flush=True,
+    )
     return row
 
 
 def mistakes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What does not hold of what was asked for."""
-    told = [f"{name}: upper bound {row['upper_95']:.4f}, allowed {BOUND}" +
-            ("; the figure itself keeps it: more --launches would tell" if row["ratio"] < BOUND else "")
-            for name, row in found.items() if name in ("on", "flood") and row["upper_95"] >= BOUND]
+    told = [
+        f"{name}: upper bound {row['upper_95']:.4f}, allowed {BOUND}"
+        + ("; the figure itself keeps it: more --launches would tell" if row["ratio"] < BOUND else "")
+        for name, row in found.items()
+        if name in ("on", "flood") and row["upper_95"] >= BOUND
+    ]
     same, asleep = found["same"], found["asleep"]
     if abs(same["ratio"] - 1) >= (BOUND - 1) / 2:
         told.append(f"two jobs that do the same differ: {same['ratio']:.4f}")
     if asleep["lower_95"] <= 1.0 or asleep["upper_95"] < BOUND:
-        told.append(f"the control of {ASLEEP:.0%} does not show: [{asleep['lower_95']:.4f}, {asleep['upper_95']:.4f}]")
-    return told + [f"{name}: a step of {row['step_seconds']['off']:.3f} s, needed {STEP_SECONDS}"
-                   for name, row in found.items() if row["step_seconds"]["off"] < STEP_SECONDS]
+        told.append(
+            f"the control of {ASLEEP:.0%} does not show: [{asleep['lower_95']:.4f}, {asleep['upper_95']:.4f}]"
+        )
+    return told + [
+        f"{name}: a step of {row['step_seconds']['off']:.3f} s, needed {STEP_SECONDS}"
+        for name, row in found.items()
+        if row["step_seconds"]["off"] < STEP_SECONDS
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launches", type=int, default=8, help="of both jobs of a comparison; controls and two ranks have half of them")
-    parser.add_argument("--pairs", type=int, default=16, help="of each launch, some 4 s each; at least 30 in all for figures to report")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--launches",
+        type=int,
+        default=8,
+        help="of both jobs of a comparison; controls and two ranks have half of them",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=16,
+        help="of each launch, some 4 s each; at least 30 in all for figures to report",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes would stay for ever
@@ -145,14 +227,23 @@ def main() -> None:
     load = os.getloadavg()[0]
     on = {"words": ON}
     half = (given.launches + 1) // 2
-    found = {name: comparison(name, spec, ranks, launches, given.pairs) for name, spec, ranks, launches in (
-        ("same", NOTHING, 1, half), ("on", on, 1, given.launches), ("flood", {**on, "nodes": NODES, "metrics": METRICS}, 1, given.launches),
-        ("asleep", {**NOTHING, "sleep_share": ASLEEP}, 1, half), ("crowded", on, 2, half))}
+    found = {
+        name: comparison(name, spec, ranks, launches, given.pairs)
+        for name, spec, ranks, launches in (
+            ("same", NOTHING, 1, half),
+            ("on", on, 1, given.launches),
+            ("flood", {**on, "nodes": NODES, "metrics": METRICS}, 1, given.launches),
+            ("asleep", {**NOTHING, "sleep_share": ASLEEP}, 1, half),
+            ("crowded", on, 2, half),
+        )
+    }
     told = mistakes(found)
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "wandb")}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": load}
-    given.out.write_text(json.dumps({"machine": machine, "versions": versions, "over_off": found,
-                                     "mistakes": told}, indent=1) + "\n")
+    given.out.write_text(
+        json.dumps({"machine": machine, "versions": versions, "over_off": found, "mistakes": told}, indent=1)
+        + "\n"
+    )
     for line in told:
         print(line)
     sys.exit(1 if told else 0)

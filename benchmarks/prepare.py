@@ -64,7 +64,9 @@ def written(folder: Path, copies: int) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--input", type=Path)
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
@@ -81,7 +83,9 @@ def main() -> None:
         given = [f"tokenizer.path={tokenizer}", "tokenizer.end_of_text='<|endoftext|>'"]
 
         def floor(call: str) -> tuple[float, float]:
-            cpu, wall = measured([sys.executable, "-c", FLOOR, str(tokenizer), str(folder / "names"), call])[2].split()
+            cpu, wall = measured([sys.executable, "-c", FLOOR, str(tokenizer), str(folder / "names"), call])[
+                2
+            ].split()
             return float(cpu), float(wall)
 
         def whole(workers: int) -> tuple[float, float]:

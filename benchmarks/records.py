@@ -45,17 +45,23 @@ def write(folder: Path, gigabytes: float) -> Records:
     """One tile many times over, its label the number: reading does not look at the values."""
     image = tile(0, np.random.default_rng(0), 12, 64, 10)
     began = time.perf_counter()
-    with RecordWriter(folder, {"image": ("uint16", image.shape), "label": ("int64", ())}, description="", licence="") as writer:
+    with RecordWriter(
+        folder, {"image": ("uint16", image.shape), "label": ("int64", ())}, description="", licence=""
+    ) as writer:
         for number in range(int(gigabytes * 1e9 / image.nbytes)):
             writer.add("train", image=image, label=number % 10)
     records = open_records(folder, "train")
-    print(f"written at {records.count * records.dtype.itemsize / (time.perf_counter() - began) / 1e6:.0f} MB/s, synced and verified")
+    print(
+        f"written at {records.count * records.dtype.itemsize / (time.perf_counter() - began) / 1e6:.0f} MB/s, synced and verified"
+    )
     return records
 
 
 def jobs_of(records: Records, folder: Path) -> dict[str, Job]:
     mapped = np.memmap(folder / f"train-00000{ENDING}", dtype=records.dtype, mode="r")
-    batch = BatchPlan(micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),))
+    batch = BatchPlan(
+        micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),)
+    )
     stream = Stream({"train": records}, None, seed=0, batch=batch, data_rank=0)
     steps, task = stream.steps(0), Vision("", records.manifest)
     held: deque[np.ndarray] = deque(maxlen=CHUNKS_AHEAD + 2)
@@ -93,17 +99,35 @@ def main() -> None:
     finally:
         shutil.rmtree(work)
     result = {
-        "record_bytes": records.dtype.itemsize, "records": records.count, "batch": BATCH, "rounds": given.rounds,
-        "gigabytes_per_cpu_second": {name: size / statistics.median(values) / 1e9 for name, values in seconds.items()},
-        "times_floor": {name: statistics.median(value / floor for value, floor in zip(values, seconds["floor"], strict=True))
-                        for name, values in seconds.items()},
-        "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in ("numpy", "torch")}},
+        "record_bytes": records.dtype.itemsize,
+        "records": records.count,
+        "batch": BATCH,
+        "rounds": given.rounds,
+        "gigabytes_per_cpu_second": {
+            name: size / statistics.median(values) / 1e9 for name, values in seconds.items()
+        },
+        "times_floor": {
+            name: statistics.median(
+                value / floor for value, floor in zip(values, seconds["floor"], strict=True)
+            )
+            for name, values in seconds.items()
+        },
+        "machine": {
+            "cores": os.cpu_count(),
+            "processor": platform.processor() or platform.machine(),
+            "system": platform.platform(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("numpy", "torch")},
+        },
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, ratio in result["times_floor"].items():
-        print(f"{name:>10}: {result['gigabytes_per_cpu_second'][name]:.2f} GB a CPU second, {ratio:.2f} x the floor")
+        print(
+            f"{name:>10}: {result['gigabytes_per_cpu_second'][name]:.2f} GB a CPU second, {ratio:.2f} x the floor"
+        )
 
 
 if __name__ == "__main__":

@@ -65,9 +65,18 @@ OURS = ("native", "zero3-megatron")
 def llama(parameters: float) -> ModelShape:
     """Of about so many parameters: 20 layers, H x (31.25 H) embeddings, not tied."""
     hidden = max(64, round((parameters / 307.5) ** 0.5 / 64) * 64)
-    return ModelShape(family="llama", hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=20,
-                      num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, head_dim=64, vocab_size=hidden * 125 // 4,
-                      max_position_embeddings=2048, tie_word_embeddings=False)
+    return ModelShape(
+        family="llama",
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=20,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        head_dim=64,
+        vocab_size=hidden * 125 // 4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
 
 
 # ---- sources
@@ -77,20 +86,32 @@ def make_native(folder: Path, parameters: float) -> int:
     """Weights and moments of random values. Returns their number of parameters."""
     shape = llama(parameters)
     specs = families.get(shape.family).parameters(shape)
-    tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape) for state in (WEIGHT, EXP_AVG, EXP_AVG_SQ) for spec in specs}
+    tensors = {
+        TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
+        for state in (WEIGHT, EXP_AVG, EXP_AVG_SQ)
+        for spec in specs
+    }
     noise, pieces, at = folder / "noise", {}, 0
     noise.parent.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(1)
     with noise.open("wb") as file:
         for key, info in tensors.items():
             numbytes = byte_length(info.dtype, info.shape)
-            pieces[key] = (Piece(key, info.dtype, info.shape, Box.whole(info.shape), noise.name, at, at + numbytes),)
+            pieces[key] = (
+                Piece(key, info.dtype, info.shape, Box.whole(info.shape), noise.name, at, at + numbytes),
+            )
             for first in range(0, numbytes // 4, NOISE_ELEMENTS):
                 count = min(NOISE_ELEMENTS, numbytes // 4 - first)
                 file.write(np.square(random.standard_normal(count, np.float32)).data)
             at += numbytes
-    source = Source(format="noise", catalog=Catalog(folder, tensors, pieces, {"step": 10, "optimizer_step": 10, "consumed_samples": 80}),
-                    namespace=families.get(shape.family).namespace, step=10, shape=shape, refuse=vendors_refusal)
+    source = Source(
+        format="noise",
+        catalog=Catalog(folder, tensors, pieces, {"step": 10, "optimizer_step": 10, "consumed_samples": 80}),
+        namespace=families.get(shape.family).namespace,
+        step=10,
+        shape=shape,
+        refuse=vendors_refusal,
+    )
     convert(source, folder / NATIVE, Format.native)
     noise.unlink()
     return sum(spec.numel for spec in specs)
@@ -105,7 +126,12 @@ def make_dcp(source: Path, target: Path) -> None:
 
     reader = open_source(source).reader()
     tensors = {f"{key}": torch.empty(info.shape) for key, info in reader.tensors.items()}
-    reader.read([Shard(key, info.shape, Box.whole(info.shape), tensors[f"{key}"]) for key, info in reader.tensors.items()])
+    reader.read(
+        [
+            Shard(key, info.shape, Box.whole(info.shape), tensors[f"{key}"])
+            for key, info in reader.tensors.items()
+        ]
+    )
     dcp.save(tensors, checkpoint_id=target, no_dist=True)
 
 
@@ -127,8 +153,15 @@ def job_of(name: str, source: Path, target: Path) -> Callable[[], object]:
     if name == "universal":
         from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
 
-        given = argparse.Namespace(input_folder=str(next(source.glob("global_step*"))), output_folder=str(target), num_extract_workers=4,
-                                   num_merge_workers=2, keep_temp_folder=False, strict=True, inject_missing_state=False)
+        given = argparse.Namespace(
+            input_folder=str(next(source.glob("global_step*"))),
+            output_folder=str(target),
+            num_extract_workers=4,
+            num_merge_workers=2,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
         return lambda: (ds_to_universal(given), subprocess.run(["sync", "-f", target], check=True))
     if name == "dcp":
         import torch
@@ -145,7 +178,10 @@ def job_of(name: str, source: Path, target: Path) -> Callable[[], object]:
         import toolkit.checkpoint.formats.megatron_target  # noqa: F401
 
         return lambda: convert(open_source(source), target, Format.megatron, zero=Stage.stage1)
-    return {"cp": lambda: copied(source, target), "native": lambda: convert(open_source(source), target, Format.native)}[name]
+    return {
+        "cp": lambda: copied(source, target),
+        "native": lambda: convert(open_source(source), target, Format.native),
+    }[name]
 
 
 def child(name: str, source: Path, target: Path) -> None:
@@ -210,7 +246,9 @@ def measure(name: str, source: Path, work: Path, cold: str) -> dict[str, float]:
     watcher = threading.Thread(target=look)
     watcher.start()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=False
+        )
     finally:
         ended.set()
         watcher.join()
@@ -228,32 +266,53 @@ def prepare(work: Path, parameters: float, contenders: list[str]) -> int:
     kinds = {CONTENDERS[name] for name in contenders}
     if ZERO3 in kinds:
         settings = TargetOptimConfig(lr=3e-4, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1)
-        convert(open_source(work / NATIVE), work / ZERO3, Format.deepspeed, zero=Stage.stage3, parallel=TargetParallelConfig(data=RANKS),
-                optim=settings)
+        convert(
+            open_source(work / NATIVE),
+            work / ZERO3,
+            Format.deepspeed,
+            zero=Stage.stage3,
+            parallel=TargetParallelConfig(data=RANKS),
+            optim=settings,
+        )
     if DCP in kinds:  # in a process of its own: it takes as much memory as the model
-        subprocess.run([sys.executable, __file__, "--make-dcp", str(work / NATIVE), str(work / DCP)], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, __file__, "--make-dcp", str(work / NATIVE), str(work / DCP)],
+            check=True,
+            capture_output=True,
+        )
     return count
 
 
-def memory_by_size(work: Path, parameters: float, contenders: list[str], cold: str) -> dict[str, dict[str, float]]:
+def memory_by_size(
+    work: Path, parameters: float, contenders: list[str], cold: str
+) -> dict[str, dict[str, float]]:
     """Peak bytes of our contenders, for a sixteenth of the model, a quarter, and all of it."""
     found: dict[str, dict[str, float]] = {name: {} for name in OURS if name in contenders}
     for part in SMALLER if found else ():
         folder = work / f"part-{part}"
         count = prepare(folder, parameters / part, list(found))
         for name, peaks in found.items():
-            peaks[f"1/{part}: {count / 1e6:.1f} M"] = measure(name, folder / CONTENDERS[name], folder, cold)["peak_bytes"]
+            peaks[f"1/{part}: {count / 1e6:.1f} M"] = measure(name, folder / CONTENDERS[name], folder, cold)[
+                "peak_bytes"
+            ]
         shutil.rmtree(folder)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=float, default=322, help="millions")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
-    parser.add_argument("--cold", choices=["all", "files", "no"], default="all", help="what is dropped from the page cache before a job")
+    parser.add_argument(
+        "--cold",
+        choices=["all", "files", "no"],
+        default="all",
+        help="what is dropped from the page cache before a job",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "reshard.json")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--make-dcp", nargs=2, help=argparse.SUPPRESS)
@@ -270,33 +329,58 @@ def main() -> None:
     try:
         began = time.perf_counter()
         count = prepare(work, given.parameters * 1e6, contenders)
-        print(f"{count / 1e6:.1f} M parameters, {count * BYTES_PER_PARAMETER / 1e9:.2f} GB, made in {time.perf_counter() - began:.0f} s",
-              flush=True)
+        print(
+            f"{count / 1e6:.1f} M parameters, {count * BYTES_PER_PARAMETER / 1e9:.2f} GB, made in {time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
         for number in range(given.runs):
             for name in contenders:
                 row = measure(name, work / CONTENDERS[name], work, given.cold)
                 rows[name].append(row)
-                print(f"run {number}: {name:>14} {row['seconds']:6.2f} s, {row['cpu_seconds']:6.2f} s of processors, "
-                      f"{row['peak_bytes'] / 1e6:5.0f} MB, {row['temporary_bytes'] / 1e6:5.0f} MB temporary", flush=True)
+                print(
+                    f"run {number}: {name:>14} {row['seconds']:6.2f} s, {row['cpu_seconds']:6.2f} s of processors, "
+                    f"{row['peak_bytes'] / 1e6:5.0f} MB, {row['temporary_bytes'] / 1e6:5.0f} MB temporary",
+                    flush=True,
+                )
         cache = forget(work, given.cold)
         memory = memory_by_size(work, given.parameters * 1e6, contenders, given.cold)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     packages = ("numpy", "xxhash", "isal", "torch", "deepspeed", "megatron-core")
     result = {
-        "parameters": count, "bytes": count * BYTES_PER_PARAMETER, "runs": given.runs, "cold_by": cache,
-        "median": {name: {key: statistics.median(row[key] for row in of) for key in of[0]} for name, of in rows.items()},
-        "times_cp": {name: _spread([row["seconds"] / floor["seconds"] for row, floor in zip(of, rows["cp"], strict=True)])
-                     for name, of in rows.items()},
-        "peak_bytes_by_parameters": memory, "rows": rows,
-        "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine(), "system": platform.platform(),
-                    "load": os.getloadavg()[0]},
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+        "parameters": count,
+        "bytes": count * BYTES_PER_PARAMETER,
+        "runs": given.runs,
+        "cold_by": cache,
+        "median": {
+            name: {key: statistics.median(row[key] for row in of) for key in of[0]}
+            for name, of in rows.items()
+        },
+        "times_cp": {
+            name: _spread(
+                [row["seconds"] / floor["seconds"] for row, floor in zip(of, rows["cp"], strict=True)]
+            )
+            for name, of in rows.items()
+        },
+        "peak_bytes_by_parameters": memory,
+        "rows": rows,
+        "machine": {
+            "cores": os.cpu_count(),
+            "processor": platform.processor() or platform.machine(),
+            "system": platform.platform(),
+            "load": os.getloadavg()[0],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in packages},
+        },
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, ratio in result["times_cp"].items():
-        print(f"{name:>14}: {ratio['median']:.2f} x cp and sync ({ratio['least']:.2f} .. {ratio['most']:.2f})")
+        print(
+            f"{name:>14}: {ratio['median']:.2f} x cp and sync ({ratio['least']:.2f} .. {ratio['most']:.2f})"
+        )
     for name, peaks in memory.items():
         print(f"{name:>14}: " + ", ".join(f"{peak / 1e6:.0f} MB for {size}" for size, peak in peaks.items()))
 

@@ -42,28 +42,48 @@ def stall(words: tuple[str, ...], steps: int, data: str) -> dict[str, Any]:
         asked = [*words, *QUIET, f"train.steps={steps}", f"run.dir={run}", f"data.path={data}"]
         argv = [sys.executable, str(ROOT / "launch" / "train.py"), "+exp=quickstart", *asked]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environ, cwd=ROOT)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environ, cwd=ROOT
+        )
         if done.returncode:
-            raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            raise SystemExit(
+                f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
         rows = list(read_rows(run / "metrics.jsonl"))[1:]
-    step_seconds, data_seconds = sum(row["step_seconds"] for row in rows), sum(row["data_seconds"] for row in rows)
-    return {"steps": len(rows), "step_seconds": step_seconds / len(rows), "data_seconds": data_seconds / len(rows),
-            "share": data_seconds / step_seconds}
+    step_seconds, data_seconds = (
+        sum(row["step_seconds"] for row in rows),
+        sum(row["data_seconds"] for row in rows),
+    )
+    return {
+        "steps": len(rows),
+        "step_seconds": step_seconds / len(rows),
+        "data_seconds": data_seconds / len(rows),
+        "share": data_seconds / step_seconds,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--data", default=str(ROOT / "data" / "stdlib"), help="the embedded text, made there if absent")
+    parser.add_argument(
+        "--data", default=str(ROOT / "data" / "stdlib"), help="the embedded text, made there if absent"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     found = {name: stall(ENGINES[name], given.steps, given.data) for name in given.only}
     for name, row in found.items():
-        print(f"{name:>10}: {row['share']:.3%} of {row['step_seconds'] * 1e3:.0f} ms a step is waiting for samples", flush=True)
+        print(
+            f"{name:>10}: {row['share']:.3%} of {row['step_seconds'] * 1e3:.0f} ms a step is waiting for samples",
+            flush=True,
+        )
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core")}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
-    given.out.write_text(json.dumps({"machine": machine, "versions": versions, "engines": found}, indent=1) + "\n")
+    given.out.write_text(
+        json.dumps({"machine": machine, "versions": versions, "engines": found}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -75,18 +75,43 @@ class Sides:
             files.mkdir(parents=True, exist_ok=True)
             done.write_text(json.dumps(self.run(name, "make")))
         found: dict[str, Any] = json.loads(done.read_text())
-        return {**found, "disk_bytes": sum(file.stat().st_size for file in files.rglob("*") if file.is_file())}
+        return {
+            **found,
+            "disk_bytes": sum(file.stat().st_size for file in files.rglob("*") if file.is_file()),
+        }
 
     def run(self, name: str, task: str, *words: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
         return self.finish(self.start(name, task, *words, environ=environ))
 
-    def start(self, name: str, task: str, *words: str, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, name: str, task: str, *words: str, environ: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         script = str(BENCHMARKS / "sides" / "read_stream.py")
-        argv = [str(self._python), script, name, task, "--corpus", str(self._corpus.folder), "--files", str(self.files(name)), *words]
-        settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-                    "HF_DATASETS_CACHE": str(self._corpus.folder / "formats" / "hf-cache")}
-        return subprocess.Popen(argv, env={**os.environ, **settings, **(environ or {})}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                text=True, start_new_session=True)
+        argv = [
+            str(self._python),
+            script,
+            name,
+            task,
+            "--corpus",
+            str(self._corpus.folder),
+            "--files",
+            str(self.files(name)),
+            *words,
+        ]
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+            "HF_DATASETS_CACHE": str(self._corpus.folder / "formats" / "hf-cache"),
+        }
+        return subprocess.Popen(
+            argv,
+            env={**os.environ, **settings, **(environ or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def finish(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         try:
@@ -102,12 +127,21 @@ class Sides:
         return found
 
 
-def measure(sides: Sides, names: Sequence[str], rounds: int, seconds: float, progress: Progress) -> dict[str, Any]:
+def measure(
+    sides: Sides, names: Sequence[str], rounds: int, seconds: float, progress: Progress
+) -> dict[str, Any]:
     """By name, what streaming_report.py shows."""
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
         side = SIDES[name]
-        rows[name] = {"label": side.label, "settings": side.settings, "peer": side.peer, "failed": None, "speed": [], "resume_seconds": []}
+        rows[name] = {
+            "label": side.label,
+            "settings": side.settings,
+            "peer": side.peer,
+            "failed": None,
+            "speed": [],
+            "resume_seconds": [],
+        }
     with tempfile.TemporaryDirectory() as kept:
         with progress.task("files and orders", total=len(names), unit="contenders") as task:
             for name in names:
@@ -116,10 +150,12 @@ def measure(sides: Sides, names: Sequence[str], rounds: int, seconds: float, pro
                 task.advance(1)
         with progress.task("rounds", total=rounds * len(names), unit="turns") as task:
             for number in range(rounds):
-                turned = [*names[number % len(names):], *names[: number % len(names)]]
+                turned = [*names[number % len(names) :], *names[: number % len(names)]]
                 for name in turned:
                     task.advance(0, note=name)
-                    guarded(rows[name], lambda row, name=name: one_round(row, sides, name, Path(kept), seconds))
+                    guarded(
+                        rows[name], lambda row, name=name: one_round(row, sides, name, Path(kept), seconds)
+                    )
                     task.advance(1)
     return rows
 
@@ -140,10 +176,15 @@ def in_order(sides: Sides, name: str, kept: Path) -> dict[str, Any]:
     found = sides.run(name, "order", "--state", str(state), "--out", str(out))
     with np.load(out) as epoch:
         numbers, domains = epoch["numbers"], epoch["domains"].ravel()
-    shares = np.bincount(domains) / domains.size  # of the epoch as it is delivered: a mixture has shares of its own
+    shares = (
+        np.bincount(domains) / domains.size
+    )  # of the epoch as it is delivered: a mixture has shares of its own
     return {
-        **made, "state_bytes": found["state_bytes"], "chi2_per_df": chi2_per_df(domains, shares),
-        "epoch_samples": int(numbers.size), "epoch_distinct": len(np.unique(numbers)),
+        **made,
+        "state_bytes": found["state_bytes"],
+        "chi2_per_df": chi2_per_df(domains, shares),
+        "epoch_samples": int(numbers.size),
+        "epoch_distinct": len(np.unique(numbers)),
         "resume": verdict(numbers, resumed(sides, name, state, kept, 1), found["state_at"]),
         "elastic": elastic(sides, name, state, kept, numbers, found["state_at"]),
     }
@@ -160,10 +201,26 @@ def elastic(sides: Sides, name: str, state: Path, kept: Path, numbers: np.ndarra
 def resumed(sides: Sides, name: str, state: Path, kept: Path, ranks: int) -> np.ndarray:
     """Numbers of the samples after a resume: [AFTER, GLOBAL_BATCH], the ranks' side by side."""
     outs = [kept / f"{name}-{rank}.npy" for rank in range(ranks)]
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    environ = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     processes = [
-        sides.start(name, "resume", "--state", str(state), "--out", str(out), "--rank", str(rank), "--ranks", str(ranks),
-                    environ={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else None)
+        sides.start(
+            name,
+            "resume",
+            "--state",
+            str(state),
+            "--out",
+            str(out),
+            "--rank",
+            str(rank),
+            "--ranks",
+            str(ranks),
+            environ={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else None,
+        )
         for rank, out in enumerate(outs)
     ]
     problems = []
@@ -190,14 +247,17 @@ def one_round(row: dict[str, Any], sides: Sides, name: str, kept: Path, seconds:
     turns = found.pop("turns")
     row["versions"] = found.pop("versions")
     row["speed"].append({**found, **medians(turns)})
-    again = sides.run(name, "resume", "--state", str(kept / f"{name}.state"), "--out", str(kept / f"{name}-again.npy"))
+    again = sides.run(
+        name, "resume", "--state", str(kept / f"{name}.state"), "--out", str(kept / f"{name}-again.npy")
+    )
     row["resume_seconds"].append(again["resume_seconds"])
 
 
 def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
     """Of one process: the ratio is between neighbours in time."""
     return {
-        "turns": len(turns), "cpu_ns": statistics.median(turn["cpu_ns"] for turn in turns),
+        "turns": len(turns),
+        "cpu_ns": statistics.median(turn["cpu_ns"] for turn in turns),
         "slice_cpu_ns": statistics.median(turn["slice_cpu_ns"] for turn in turns),
         "ratio": statistics.median(turn["cpu_ns"] / turn["slice_cpu_ns"] for turn in turns),
     }
@@ -205,10 +265,17 @@ def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def flat(python: Path) -> list[dict[str, Any]]:
     """``FlatCost`` of this toolkit's stream, each in a process of its own."""
-    ask = "import json, sys; from dataclasses import asdict; from toolkit.testing.flat import flat_cost; " \
-          "print(json.dumps(asdict(flat_cost(int(sys.argv[1]), mixed=sys.argv[2] == 'mixed'))))"
-    argvs = [[str(python), "-c", ask, str(samples), kind] for kind in ("one", "mixed") for samples in FLAT_SAMPLES]
-    return [json.loads(subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout) for argv in argvs]
+    ask = (
+        "import json, sys; from dataclasses import asdict; from toolkit.testing.flat import flat_cost; "
+        "print(json.dumps(asdict(flat_cost(int(sys.argv[1]), mixed=sys.argv[2] == 'mixed'))))"
+    )
+    argvs = [
+        [str(python), "-c", ask, str(samples), kind] for kind in ("one", "mixed") for samples in FLAT_SAMPLES
+    ]
+    return [
+        json.loads(subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout)
+        for argv in argvs
+    ]
 
 
 def layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]:
@@ -217,8 +284,15 @@ def layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, script, folder, "--tokens", str(tokens), "--seconds", str(seconds)]
         done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=limit_seconds)
-    return {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), "load_before": before, "busy": before > QUIET_LOAD,
-            "tokens": tokens, "seconds": seconds, "cases": json.loads(done.stdout.splitlines()[-1])}
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+        "load_before": before,
+        "busy": before > QUIET_LOAD,
+        "tokens": tokens,
+        "seconds": seconds,
+        "cases": json.loads(done.stdout.splitlines()[-1]),
+    }
 
 
 def peers_python(venv: Path | None) -> Path:
@@ -230,7 +304,9 @@ def peers_python(venv: Path | None) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         ours = sysconfig.get_path("purelib")
         ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        places = subprocess.run([str(python), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+        places = subprocess.run(
+            [str(python), "-c", ask], check=True, capture_output=True, text=True
+        ).stdout.strip()
         # Its own packages come first; addsitedir reads the .pth files of ours, so this toolkit is found as well.
         Path(places, "zz_below.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
@@ -240,28 +316,53 @@ def peers_python(venv: Path | None) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    model = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                  if line.startswith("model name")), platform.machine())
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "python": platform.python_version(), "kernel": platform.release()}
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(SIDES), default=list(SIDES))
-    parser.add_argument("--corpus", type=Path, help="where the corpus and its formats are kept; default: a temporary folder")
+    parser.add_argument(
+        "--corpus", type=Path, help="where the corpus and its formats are kept; default: a temporary folder"
+    )
     parser.add_argument("--tokens", type=int, default=200_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns in one process")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds that one process may take")
-    parser.add_argument("--peers-venv", type=Path, help="virtual environment of the peers; made there if absent")
-    parser.add_argument("--layouts", action="store_true", help="measure only the data layouts, and replace only them in the JSON")
+    parser.add_argument(
+        "--peers-venv", type=Path, help="virtual environment of the peers; made there if absent"
+    )
+    parser.add_argument(
+        "--layouts",
+        action="store_true",
+        help="measure only the data layouts, and replace only them in the JSON",
+    )
     parser.add_argument("--layout-tokens", type=int, default=100_000_000, help="of each data layout")
-    parser.add_argument("--report", action="store_true", help="measure nothing: show and write what the JSON says")
+    parser.add_argument(
+        "--report", action="store_true", help="measure nothing: show and write what the JSON says"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.tokens < FEWEST_TOKENS:
-        parser.error(f"--tokens: {given.tokens}, and mixing is judged on batches of 1,024 samples: {FEWEST_TOKENS} or more")
+        parser.error(
+            f"--tokens: {given.tokens}, and mixing is judged on batches of 1,024 samples: {FEWEST_TOKENS} or more"
+        )
     if given.layouts:
         found = json.loads(given.out.read_text())
         found["layouts"] = layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS)
@@ -282,11 +383,23 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         corpus = make_corpus(given.corpus or Path(temporary, "corpus"), given.tokens)
         rows = measure(Sides(corpus, python, given.limit), given.only, given.rounds, given.seconds, progress)
     return {
-        "date": datetime.now(UTC).date().isoformat(), "machine": machine(), "load_before": before, "busy": before > QUIET_LOAD,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+        "load_before": before,
+        "busy": before > QUIET_LOAD,
         "versions": {name: metadata.version(name) for name in ("torch", "numpy")},
-        "settings": {"length": LENGTH, "global_batch": GLOBAL_BATCH, "tokens": corpus.tokens, "documents": corpus.documents,
-                     "seed": corpus.seed, "rounds": given.rounds, "seconds": given.seconds},
-        "rows": rows, "flat": flat(python), "at_scale": at_scale(),
+        "settings": {
+            "length": LENGTH,
+            "global_batch": GLOBAL_BATCH,
+            "tokens": corpus.tokens,
+            "documents": corpus.documents,
+            "seed": corpus.seed,
+            "rounds": given.rounds,
+            "seconds": given.seconds,
+        },
+        "rows": rows,
+        "flat": flat(python),
+        "at_scale": at_scale(),
         "layouts": layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS),
     }
 

@@ -46,7 +46,9 @@ def _median(values: Sequence[float]) -> float | None:
 def _above_floor(row: Row, rows: Mapping[str, Row]) -> float | None:
     if not rows.get(FLOOR) or rows[FLOOR]["failed"]:
         return None
-    return max(speed["peak_bytes"] for speed in row["speed"]) - max(speed["peak_bytes"] for speed in rows[FLOOR]["speed"])
+    return max(speed["peak_bytes"] for speed in row["speed"]) - max(
+        speed["peak_bytes"] for speed in rows[FLOOR]["speed"]
+    )
 
 
 def _inexact(answer: Mapping[str, Any]) -> float:
@@ -58,9 +60,13 @@ COLUMNS = (
     Column("x floor", lambda row, rows: _median(over(row, rows, FLOOR)), lambda value: f"{value:.2f}"),
     Column("x slice", lambda row, rows: _median(over(row, rows, SLICE)), lambda value: f"{value:.2f}"),
     Column("first batch s", lambda row, rows: median_of(row, "first_seconds"), lambda value: f"{value:.4f}"),
-    Column("resume s", lambda row, rows: statistics.median(row["resume_seconds"]), lambda value: f"{value:.4f}"),
+    Column(
+        "resume s", lambda row, rows: statistics.median(row["resume_seconds"]), lambda value: f"{value:.4f}"
+    ),
     Column("resume exact", lambda row, rows: _inexact(row["resume"]), lambda value: "no" if value else "yes"),
-    Column("exact on 2 ranks", lambda row, rows: _inexact(row["elastic"]), lambda value: "no" if value else "yes"),
+    Column(
+        "exact on 2 ranks", lambda row, rows: _inexact(row["elastic"]), lambda value: "no" if value else "yes"
+    ),
     Column("MiB above floor", _above_floor, lambda value: f"{round(value / 2**20)}"),
     Column("state bytes", lambda row, rows: row["state_bytes"], lambda value: f"{value:,.0f}"),
     Column("chi2/df", lambda row, rows: row["chi2_per_df"], lambda value: f"{value:.2f}"),
@@ -91,7 +97,9 @@ def behind(rows: Mapping[str, Row]) -> list[str]:
         for row in rows.values():
             theirs = column.value(row, rows) if row["peer"] and not row["failed"] else None
             if mine is not None and theirs is not None and theirs * column.better_by < mine:
-                said.append(f"{column.title}: {row['label']} has {column.text(theirs)}, this toolkit {column.text(mine)}.")
+                said.append(
+                    f"{column.title}: {row['label']} has {column.text(theirs)}, this toolkit {column.text(mine)}."
+                )
     return said
 
 
@@ -100,8 +108,12 @@ def show(found: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     rows = found["rows"]
-    console = Console(width=max(170, Console().width))  # rather lines that wrap than columns that nobody can read
-    table = Table(title=f"{found['settings']['tokens']:,} tokens, {'a busy' if found['busy'] else 'a quiet'} machine")
+    console = Console(
+        width=max(170, Console().width)
+    )  # rather lines that wrap than columns that nobody can read
+    table = Table(
+        title=f"{found['settings']['tokens']:,} tokens, {'a busy' if found['busy'] else 'a quiet'} machine"
+    )
     table.add_column("loader")
     for column in COLUMNS:
         table.add_column(column.title, justify="right")
@@ -130,35 +142,74 @@ def page(found: Mapping[str, Any]) -> str:
     versions = dict(found["versions"])
     for row in there.values():
         versions |= row["versions"]
-    busy = "" if not found["busy"] else (
-        f" **Taken on a busy machine** (load {found['load_before']:.1f} before it): compare ratios, and repeat it on a quiet one.")
+    busy = (
+        ""
+        if not found["busy"]
+        else (
+            f" **Taken on a busy machine** (load {found['load_before']:.1f} before it): compare ratios, and repeat it on a quiet one."
+        )
+    )
     scale = found["at_scale"]
     lines = [
-        "# What a token costs on its way to the model", "",
+        "# What a token costs on its way to the model",
+        "",
         "Written by `python benchmarks/streaming.py --peers-venv FOLDER` (`--report`: from the JSON); figures in",
-        "`benchmarks/results/streaming.json`.", "",
-        "![CPU time a token, first batch and resume of each loader](streaming.png)", "",
-        "| loader | " + " | ".join(column.title for column in COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|",
-        *(f"| {_strong(row)} | " + " | ".join(cells(row, rows)) + " |" for row in there.values()), "",
+        "`benchmarks/results/streaming.json`.",
+        "",
+        "![CPU time a token, first batch and resume of each loader](streaming.png)",
+        "",
+        "| loader | " + " | ".join(column.title for column in COLUMNS) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+        *(f"| {_strong(row)} | " + " | ".join(cells(row, rows)) + " |" for row in there.values()),
+        "",
         f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}; "
-        + ", ".join(f"{name} {version}" for name, version in sorted(versions.items())) + f"; {found['date']}.{busy}", "",
+        + ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+        + f"; {found['date']}.{busy}",
+        "",
     ]
     for row in rows.values():
         if row["failed"]:
             lines += [f"Not measured: {row['label']}: {row['failed']}", ""]
     said = behind(rows)
-    lines += ["Where this toolkit is not ahead:" if said else "In no column is a peer ahead by more than 5%.", ""]
+    lines += [
+        "Where this toolkit is not ahead:" if said else "In no column is a peer ahead by more than 5%.",
+        "",
+    ]
     lines += [*(f"- {one}" for one in said), ""] if said else []
-    lines += [f"- {row['label']} on two ranks: {_elastic_words(row['elastic'])}" for row in there.values() if not row["elastic"]["exact"]]
-    lines += ["", "## What was measured", "", _explained(settings), "", "## At any size", "",
-              "This toolkit on fabricated corpora (no file; all that order, thread and state cost), each in a process of its own:",
-              "", "| sources | samples | first batch ms | resume ms | peak bytes allocated | state bytes |", "|---|---|---|---|---|---|",
-              *(f"| {3 if one['mixed'] else 1} | {one['samples']:.0e} | {one['first_batch_seconds'] * 1e3:.1f} | "
-                f"{one['resume_seconds'] * 1e3:.1f} | {one['peak_bytes']:,} | {one['state_bytes']:,} |" for one in found["flat"]), "",
-              "Mixing 4 million windows of 4 KiB (16 GB) sorted into 64 domains, chi2/df of domain counts per batch of 1,024 (1.0: a full "
-              "permutation; orders computed, not read): " + ", ".join(f"{name} {value:.2f}" for name, value in scale.items()) + ".", "",
-              *layout_lines(found.get("layouts")), "## What each was told", "",
-              *(f"- **{row['label']}**: {row['settings']}." for row in rows.values()), ""]
+    lines += [
+        f"- {row['label']} on two ranks: {_elastic_words(row['elastic'])}"
+        for row in there.values()
+        if not row["elastic"]["exact"]
+    ]
+    lines += [
+        "",
+        "## What was measured",
+        "",
+        _explained(settings),
+        "",
+        "## At any size",
+        "",
+        "This toolkit on fabricated corpora (no file; all that order, thread and state cost), each in a process of its own:",
+        "",
+        "| sources | samples | first batch ms | resume ms | peak bytes allocated | state bytes |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {3 if one['mixed'] else 1} | {one['samples']:.0e} | {one['first_batch_seconds'] * 1e3:.1f} | "
+            f"{one['resume_seconds'] * 1e3:.1f} | {one['peak_bytes']:,} | {one['state_bytes']:,} |"
+            for one in found["flat"]
+        ),
+        "",
+        "Mixing 4 million windows of 4 KiB (16 GB) sorted into 64 domains, chi2/df of domain counts per batch of 1,024 (1.0: a full "
+        "permutation; orders computed, not read): "
+        + ", ".join(f"{name} {value:.2f}" for name, value in scale.items())
+        + ".",
+        "",
+        *layout_lines(found.get("layouts")),
+        "## What each was told",
+        "",
+        *(f"- **{row['label']}**: {row['settings']}." for row in rows.values()),
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -168,16 +219,25 @@ def layout_lines(layouts: Mapping[str, Any] | None) -> list[str]:
         return []
     busy = f", **on a busy machine** (load {layouts['load_before']:.1f} before)" if layouts["busy"] else ""
     lines = [
-        "## Shards, mixtures, dtypes", "",
+        "## Shards, mixtures, dtypes",
+        "",
         f"This toolkit on {layouts['tokens']:,} uniform tokens, arranged in other ways. Each case takes turns in one process with a floor",
         "of its own: windows of the same length and dtype, sliced in sequence from one memory map and widened into a batch. In",
-        f"brackets the smallest and the largest turn; {layouts['machine']['cpu']}, {layouts['date']}{busy}.", "",
-        "| layout | CPU ns/token | floor ns/token | x floor | aim |", "|---|---|---|---|---|",
+        f"brackets the smallest and the largest turn; {layouts['machine']['cpu']}, {layouts['date']}{busy}.",
+        "",
+        "| layout | CPU ns/token | floor ns/token | x floor | aim |",
+        "|---|---|---|---|---|",
     ]
     for case in layouts["cases"]:
-        aim = "none" if case["aim"] is None else f"{case['aim']:.1f}" + ("" if case["ratio"] <= case["aim"] else " **missed**")
-        lines.append(f"| {case['name']} | {case['cpu_ns']:.2f} | {case['floor_cpu_ns']:.2f} | "
-                     f"{case['ratio']:.2f} ({case['least']:.2f} to {case['most']:.2f}) | {aim} |")
+        aim = (
+            "none"
+            if case["aim"] is None
+            else f"{case['aim']:.1f}" + ("" if case["ratio"] <= case["aim"] else " **missed**")
+        )
+        lines.append(
+            f"| {case['name']} | {case['cpu_ns']:.2f} | {case['floor_cpu_ns']:.2f} | "
+            f"{case['ratio']:.2f} ({case['least']:.2f} to {case['most']:.2f}) | {aim} |"
+        )
     return [*lines, ""]
 
 
@@ -193,12 +253,12 @@ def _elastic_words(answer: Mapping[str, Any]) -> str:
 
 def _explained(settings: Mapping[str, Any]) -> str:
     return f"""\
-One corpus, fabricated with seed {settings['seed']}: {settings['documents']:,} documents, {settings['tokens']:,} tokens of uint16, sorted by
-domain, in each contender's own format on a local disk, in the page cache. Each delivers int64 torch tensors [8, {settings['length']:,}] in
+One corpus, fabricated with seed {settings["seed"]}: {settings["documents"]:,} documents, {settings["tokens"]:,} tokens of uint16, sorted by
+domain, in each contender's own format on a local disk, in the page cache. Each delivers int64 torch tensors [8, {settings["length"]:,}] in
 the process that asks (no worker processes), one torch thread.
 
-- **CPU ns/token**: user and system time of the process tree. Each contender has {settings['rounds']} processes, each of
-  {settings['seconds']:g} s of turns with slices of a memory map in the same process. **x floor, x slice**: medians over the rounds of
+- **CPU ns/token**: user and system time of the process tree. Each contender has {settings["rounds"]} processes, each of
+  {settings["seconds"]:g} s of turns with slices of a memory map in the same process. **x floor, x slice**: medians over the rounds of
   (CPU time over that of the slices beside it) / (the same of the floor, of the slices); in brackets the smallest and the largest round.
   The floor reads windows, as all contenders do; a slice of 8 neighbours is what no reader of windows can reach. The aim of {AIM} is
   over the floor.
@@ -219,10 +279,19 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
 
     rows = {name: row for name, row in found["rows"].items() if not row["failed"]}
     panels = [column for column in COLUMNS if column.title in ("x floor", "first batch s", "resume s")]
-    titles = {"x floor": "CPU time a token, times the floor", "first batch s": "first batch, s", "resume s": "resume, s"}
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(13, 0.36 * len(rows) + 1.2), sharey=True, layout="constrained")
+    titles = {
+        "x floor": "CPU time a token, times the floor",
+        "first batch s": "first batch, s",
+        "resume s": "resume, s",
+    }
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(13, 0.36 * len(rows) + 1.2), sharey=True, layout="constrained"
+    )
     names = [row["label"] for row in rows.values()]
-    colours = ["C7" if name in (SLICE, FLOOR, "floor-random") else "C0" if not row["peer"] else "C1" for name, row in rows.items()]
+    colours = [
+        "C7" if name in (SLICE, FLOOR, "floor-random") else "C0" if not row["peer"] else "C1"
+        for name, row in rows.items()
+    ]
     for panel, column in zip(axes, panels, strict=True):
         values = [column.value(row, rows) or 0.0 for row in rows.values()]
         bars = panel.barh(names, values, color=colours)

@@ -20,8 +20,18 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[1]
 EXTRAS = ("megatron",)
 # Built against each other: with one of them replaced, the others would no longer load, or would lose what they were built for.
-FAMILY = ("torch", "torchvision", "torchaudio", "triton", "pytorch-triton", "numpy", "transformer-engine", "transformer-engine-torch",
-          "flash-attn", "apex")
+FAMILY = (
+    "torch",
+    "torchvision",
+    "torchaudio",
+    "triton",
+    "pytorch-triton",
+    "numpy",
+    "transformer-engine",
+    "transformer-engine-torch",
+    "flash-attn",
+    "apex",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,8 +75,11 @@ def locked(text: str) -> dict[str, str]:
 def kept(present: Mapping[str, Distribution]) -> dict[str, str]:
     """Versions of what the base has and keeps: torch's family, and what pip could not replace, as the distribution's own tools
     installed it."""
-    return {name: distribution.version for name, distribution in present.items()
-            if name in FAMILY or distribution.read_text("RECORD") is None}
+    return {
+        name: distribution.version
+        for name, distribution in present.items()
+        if name in FAMILY or distribution.read_text("RECORD") is None
+    }
 
 
 def write(folder: Path, *, keep: bool) -> None:
@@ -77,9 +90,15 @@ def write(folder: Path, *, keep: bool) -> None:
         raise SystemExit("KEEP_TORCH is for a base that has its own torch, and this one has none")
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     versions = locked((PROJECT / "constraints.txt").read_text(encoding="utf-8")) | stays
-    (folder / "requirements.txt").write_text("".join(f"{line}\n" for line in requirements(project)), encoding="utf-8")
-    (folder / "constraints.txt").write_text("".join(f"{name}=={version}\n" for name, version in sorted(versions.items())), encoding="utf-8")
-    (folder / "before.json").write_text(json.dumps({"kept": stays, "present": sorted(present)}), encoding="utf-8")
+    (folder / "requirements.txt").write_text(
+        "".join(f"{line}\n" for line in requirements(project)), encoding="utf-8"
+    )
+    (folder / "constraints.txt").write_text(
+        "".join(f"{name}=={version}\n" for name, version in sorted(versions.items())), encoding="utf-8"
+    )
+    (folder / "before.json").write_text(
+        json.dumps({"kept": stays, "present": sorted(present)}), encoding="utf-8"
+    )
 
 
 def check(folder: Path) -> list[str]:
@@ -89,7 +108,9 @@ def check(folder: Path) -> list[str]:
     return differences(now, versions, before["kept"], before["present"])
 
 
-def differences(now: Mapping[str, str], versions: Mapping[str, str], kept: Mapping[str, str], present: Sequence[str]) -> list[str]:
+def differences(
+    now: Mapping[str, str], versions: Mapping[str, str], kept: Mapping[str, str], present: Sequence[str]
+) -> list[str]:
     """
     Args:
         now: what is installed.
@@ -97,12 +118,17 @@ def differences(now: Mapping[str, str], versions: Mapping[str, str], kept: Mappi
         kept: of it, what was there before and should be the same build.
         present: names of all that was there before.
     """
-    found = [f"{name} {version} was to be kept, and is {now.get(name, 'gone')} now"
-             for name, version in kept.items() if now.get(name) != version]
+    found = [
+        f"{name} {version} was to be kept, and is {now.get(name, 'gone')} now"
+        for name, version in kept.items()
+        if now.get(name) != version
+    ]
     for name, version in now.items():
         if name in kept:
             continue
-        if name in versions and version.partition("+")[0] != versions[name].partition("+")[0]:  # torch 2.13.0+cpu is 2.13.0
+        if (
+            name in versions and version.partition("+")[0] != versions[name].partition("+")[0]
+        ):  # torch 2.13.0+cpu is 2.13.0
             found.append(f"{name} is {version}, and {versions[name]} in constraints.txt")
         if name not in versions and name not in present:
             found.append(f"{name} {version} was installed, and is not in constraints.txt")

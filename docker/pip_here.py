@@ -12,7 +12,11 @@ import sys
 from configparser import RawConfigParser
 from pathlib import Path
 
-FILES = (Path("/etc/pip.conf"), Path("~/.pip/pip.conf"), Path("~/.config/pip/pip.conf"))  # in pip's order: a later one wins
+FILES = (
+    Path("/etc/pip.conf"),
+    Path("~/.pip/pip.conf"),
+    Path("~/.config/pip/pip.conf"),
+)  # in pip's order: a later one wins
 SETTINGS = ("index-url", "extra-index-url", "find-links", "trusted-host", "cert", "timeout", "retries")
 
 
@@ -29,7 +33,9 @@ def main(file: str) -> int:
         told.write(text)
     words = " ".join(value for section in told.sections() for _, value in told.items(section)).split()
     named = (Path(word.removeprefix("file://")) for word in words if word.startswith(("/", "file:///")))
-    for folder in sorted({folder.parent if folder.name == "simple" else folder for folder in named if folder.is_dir()}):
+    for folder in sorted(
+        {folder.parent if folder.name == "simple" else folder for folder in named if folder.is_dir()}
+    ):
         print(folder)  # of an index (PEP 503) with the files beside its pages
     return 0
 

@@ -26,8 +26,12 @@ class ToolkitLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from toolkit.config.multirun import CarryOut
 
-        if not isinstance(task_function, CarryOut):  # another program, whose task is a function of one configuration
-            raise HydraException("hydra/launcher=toolkit carries out the sweeps of this toolkit's launch/train.py -m and no others")
+        if not isinstance(
+            task_function, CarryOut
+        ):  # another program, whose task is a function of one configuration
+            raise HydraException(
+                "hydra/launcher=toolkit carries out the sweeps of this toolkit's launch/train.py -m and no others"
+            )
         self._carry_out = task_function
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

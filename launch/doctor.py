@@ -41,8 +41,9 @@ def main(arguments: Sequence[str]) -> int:
         exit_handler.launch, stop.abort = launch, exit_handler.abort
         stop.install(launchers(launch))
         measurements = Measurements(first_read=first_read, links=links)
-        exit_handler.code = DoctorCommand(launch, words, exit_handler, measurements, script=sys.argv[0],
-                                          as_json=JSON in arguments).examine(stop)
+        exit_handler.code = DoctorCommand(
+            launch, words, exit_handler, measurements, script=sys.argv[0], as_json=JSON in arguments
+        ).examine(stop)
     stop.close()
     return exit_handler.code
 

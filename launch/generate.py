@@ -1,7 +1,7 @@
 """Continue a text with a run's newest weights:
 
-    python launch/generate.py runs/quickstart-1a2b3c4d "def main("
-    python launch/generate.py runs/quickstart-1a2b3c4d "import os" --tokens 200 --temperature 0
+python launch/generate.py runs/quickstart-1a2b3c4d "def main("
+python launch/generate.py runs/quickstart-1a2b3c4d "import os" --tokens 200 --temperature 0
 """
 
 from __future__ import annotations
@@ -18,16 +18,25 @@ from toolkit.rundir.find import find_run
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="a run directory, or runs/NAME of a run named NAME")
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument("--tokens", type=int, default=64, help="how many to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--weights", type=Path, help="a checkpoint in any format; default: the run's newest, else its export")
-    parser.add_argument("--data", type=Path, help="the folder with the tokenizer; default: the run's own data")
-    parser.add_argument("--special-tokens", choices=("refuse", "text", "parse"),
-                        help="what the string of a special token in the prompt becomes; default: as in the run's data")
+    parser.add_argument(
+        "--weights", type=Path, help="a checkpoint in any format; default: the run's newest, else its export"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="the folder with the tokenizer; default: the run's own data"
+    )
+    parser.add_argument(
+        "--special-tokens",
+        choices=("refuse", "text", "parse"),
+        help="what the string of a special token in the prompt becomes; default: as in the run's data",
+    )
     given = parser.parse_args(arguments)
     try:
         with file_errors():
@@ -41,11 +50,24 @@ def main(arguments: Sequence[str]) -> int:
 def continuation(given: argparse.Namespace) -> str:
     directory = RunDirectory(find_run(given.run, "run"))
     if not directory.plan_file.is_file():
-        raise InputError(Problem("run", f"run={given.run}", "a run directory has a plan.json", "give the folder that train.py printed"))
+        raise InputError(
+            Problem(
+                "run",
+                f"run={given.run}",
+                "a run directory has a plan.json",
+                "give the folder that train.py printed",
+            )
+        )
     model = json.loads(directory.plan_file.read_text(encoding="utf-8"))["model"]
     if model is None:
-        raise InputError(Problem("run", f"{given.run} trains model.target", "text is generated with the families' models",
-                                 "load its weights with toolkit.checkpoint.open_reader in a script of your own"))
+        raise InputError(
+            Problem(
+                "run",
+                f"{given.run} trains model.target",
+                "text is generated with the families' models",
+                "load its weights with toolkit.checkpoint.open_reader in a script of your own",
+            )
+        )
     from toolkit.checkpoint import open_reader
     from toolkit.checkpoint.online.store import CheckpointStore
     from toolkit.config.compose import from_yaml
@@ -61,8 +83,16 @@ def continuation(given: argparse.Namespace) -> str:
     weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
     reader = open_reader(weights, model=shape)
     module, tokenizer = load_model(shape, reader), load_tokenizer(data, reader)
-    return continue_text(module, tokenizer, given.prompt, tokens=given.tokens, temperature=given.temperature, seed=given.seed,
-                         context=shape.max_position_embeddings, special_tokens=special)
+    return continue_text(
+        module,
+        tokenizer,
+        given.prompt,
+        tokens=given.tokens,
+        temperature=given.temperature,
+        seed=given.seed,
+        context=shape.max_position_embeddings,
+        special_tokens=special,
+    )
 
 
 if __name__ == "__main__":

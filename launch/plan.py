@@ -41,7 +41,9 @@ def show(overrides: Sequence[str], *, as_json: bool) -> None:
     from toolkit.plan.present import table, to_json
     from toolkit.plan.target import check_target
 
-    plan = plan_job(compose(overrides))  # nothing was started: the world is what cluster.* says, else this machine
+    plan = plan_job(
+        compose(overrides)
+    )  # nothing was started: the world is what cluster.* says, else this machine
     check_target(plan.config.model)
     if as_json:
         print(json.dumps(to_json(plan), indent=2))

@@ -53,7 +53,9 @@ def show(overrides: Sequence[str]) -> None:
             from toolkit.data.prepare.imported import import_shards
             from toolkit.data.prepare.run import prepare
 
-            manifest = prepare(config, progress) if config.import_path is None else import_shards(config, progress)
+            manifest = (
+                prepare(config, progress) if config.import_path is None else import_shards(config, progress)
+            )
             lines = [f"data       {manifest.folder}", *describe(manifest), *report.describe(manifest)]
     print("\n".join(lines))
 

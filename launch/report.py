@@ -18,7 +18,12 @@ from pathlib import Path
 from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.rundir.find import find_run
 
-MARKS = ("status.json", "config.yaml", "plan.json", "metrics.jsonl")  # a run's directory has one of them at least
+MARKS = (
+    "status.json",
+    "config.yaml",
+    "plan.json",
+    "metrics.jsonl",
+)  # a run's directory has one of them at least
 GIVE = "give the folder that train.py printed"
 
 
@@ -46,8 +51,13 @@ def read_words(words: Sequence[str]) -> Given:
     """Raises InputError with every mistake."""
     options = dict(word.split("=", 1) for word in words if "=" in word and not Path(word).exists())
     runs = [find_run(word, "run") for word in words if "=" not in word or Path(word).exists()]
-    problems = [Problem(name, f"{name}={value}", "a report takes out= and nodes= only", "python launch/report.py --help")
-                for name, value in options.items() if name not in ("out", "nodes")]
+    problems = [
+        Problem(
+            name, f"{name}={value}", "a report takes out= and nodes= only", "python launch/report.py --help"
+        )
+        for name, value in options.items()
+        if name not in ("out", "nodes")
+    ]
     if len(runs) != 1:
         seen = f"{len(runs)} run directories: {' '.join(map(str, runs))}" if runs else "no run directory"
         problems.append(Problem("run", seen, "a report is of one run", "python launch/report.py runs/MINE"))
@@ -56,9 +66,19 @@ def read_words(words: Sequence[str]) -> Given:
         if not folder.is_dir():
             problems.append(Problem("run", f"run={folder}", "a run directory exists", GIVE))
         elif not any((folder / name).exists() for name in MARKS):
-            problems.append(Problem("run", f"run={folder}", f"a run directory has one of {', '.join(MARKS)}", GIVE))
-    problems += [Problem("nodes", f"nodes={folder}", "the run's directory on another node has a folder system", "correct the path")
-                 for folder in nodes if not (folder / "system").is_dir()]
+            problems.append(
+                Problem("run", f"run={folder}", f"a run directory has one of {', '.join(MARKS)}", GIVE)
+            )
+    problems += [
+        Problem(
+            "nodes",
+            f"nodes={folder}",
+            "the run's directory on another node has a folder system",
+            "correct the path",
+        )
+        for folder in nodes
+        if not (folder / "system").is_dir()
+    ]
     if problems:
         raise InputError(*problems)
     return Given(runs[0], Path(options.get("out", runs[0] / "report.html")), nodes)
@@ -76,8 +96,14 @@ def write(given: Given) -> Path:
     try:
         write_whole(given.out, html, durable=False)
     except OSError as error:
-        raise InputError(Problem("out", f"out={given.out}: {error.strerror}", "the page's folder exists and can be written to",
-                                 "name another file with out=FILE")) from error
+        raise InputError(
+            Problem(
+                "out",
+                f"out={given.out}: {error.strerror}",
+                "the page's folder exists and can be written to",
+                "name another file with out=FILE",
+            )
+        ) from error
     return given.out
 
 

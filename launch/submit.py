@@ -47,8 +47,12 @@ def read(arguments: Sequence[str]) -> tuple[list[str], bool]:
     values = [word.partition("=")[2] for word in arguments if word.partition("=")[0] == DRY_RUN]
     for value in values:
         if value.lower() not in ("true", "false"):
-            raise ConfigError(Problem(DRY_RUN, f"{DRY_RUN}={value}", f"{DRY_RUN} is true or false", f"write {DRY_RUN}=true"))
-    return [word for word in arguments if word.partition("=")[0] != DRY_RUN], bool(values) and values[-1].lower() == "true"
+            raise ConfigError(
+                Problem(DRY_RUN, f"{DRY_RUN}={value}", f"{DRY_RUN} is true or false", f"write {DRY_RUN}=true")
+            )
+    return [word for word in arguments if word.partition("=")[0] != DRY_RUN], bool(values) and values[
+        -1
+    ].lower() == "true"
 
 
 def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
@@ -72,9 +76,13 @@ def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
         return
     job, id = submission.submit(job)
     ranks, nodes = job.world.ranks, job.world.nodes
-    print(f"{id.where.value} {id.id}: run {job.run_dir}, job {job.number}, {ranks} rank{'s' * (ranks > 1)} on {nodes} node"
-          f"{'s' * (nodes > 1)}")
-    print(f"its files and what it prints: {job.folder}; how the run fares: {Path(job.run_dir) / 'status.json'}")
+    print(
+        f"{id.where.value} {id.id}: run {job.run_dir}, job {job.number}, {ranks} rank{'s' * (ranks > 1)} on {nodes} node"
+        f"{'s' * (nodes > 1)}"
+    )
+    print(
+        f"its files and what it prints: {job.folder}; how the run fares: {Path(job.run_dir) / 'status.json'}"
+    )
 
 
 if __name__ == "__main__":

@@ -58,8 +58,16 @@ def make_data_ready(plan: RunPlan) -> str:
 def train(plan: RunPlan, launch: Launch, start: Start, stop: StopRequest) -> ExitCode:
     from toolkit.train.run import run
 
-    return run(plan, rank=launch.rank, local_rank=launch.local_rank, stop=stop, attempt=start.attempt, data=start.data,
-               launcher=launch.launcher.value, seconds_left=stop.seconds_left)
+    return run(
+        plan,
+        rank=launch.rank,
+        local_rank=launch.local_rank,
+        stop=stop,
+        attempt=start.attempt,
+        data=start.data,
+        launcher=launch.launcher.value,
+        seconds_left=stop.seconds_left,
+    )
 
 
 if __name__ == "__main__":

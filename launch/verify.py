@@ -26,8 +26,12 @@ CPU_RANKS = 4
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="+", default=["core"], help="core, all, names, or patterns of names with *")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cells", nargs="+", default=["core"], help="core, all, names, or patterns of names with *"
+    )
     parser.add_argument("--cpu", action="store_true", help="on CPU ranks, although there are GPUs")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "parity.json")
     parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "parity.md")
@@ -53,16 +57,24 @@ def main(arguments: Sequence[str]) -> int:
 
     def tell(row: Row) -> None:
         loss = "" if row.differences is None else f"  loss {row.differences.loss:.1e}"
-        print(f"{row.cell} {row.case}: {row.verdict}{loss}  ({row.seconds:.1f} s){'  ' + row.cause if row.cause else ''}", flush=True)
+        print(
+            f"{row.cell} {row.case}: {row.verdict}{loss}  ({row.seconds:.1f} s){'  ' + row.cause if row.cause else ''}",
+            flush=True,
+        )
 
     devices = gpus or CPU_RANKS
-    with rank_pool(max(1, min(devices, max(cell.ranks for cell in cells))), device) as pool, Progress() as progress:
+    with (
+        rank_pool(max(1, min(devices, max(cell.ranks for cell in cells))), device) as pool,
+        Progress() as progress,
+    ):
         rows = verify(cells, pool, devices=devices, device=device, progress=progress, report=tell)
     merged = report.merge(report.read(given.json), rows)
     report.write_json(merged, given.json)
     report.write_markdown(merged, given.markdown)
     wrong = bad(rows)
-    print(f"{len(rows) - len(wrong)} of {len(rows)} runs on {device.value} are as they must be; see {given.markdown}")
+    print(
+        f"{len(rows) - len(wrong)} of {len(rows)} runs on {device.value} are as they must be; see {given.markdown}"
+    )
     return ExitCode.FAILURE if wrong else ExitCode.DONE
 
 

@@ -21,8 +21,15 @@ from toolkit.testing.tiny import tiny_config
 from toolkit.train.vision import Vision, vision_task
 
 BANDS, SIZE, CLASSES = 4, 16, 4
-VIT: dict[str, Any] = {"bands": BANDS, "image_size": SIZE, "patch_size": 4, "classes": CLASSES, "hidden_size": 32, "num_hidden_layers": 2,
-                       "num_attention_heads": 2}
+VIT: dict[str, Any] = {
+    "bands": BANDS,
+    "image_size": SIZE,
+    "patch_size": 4,
+    "classes": CLASSES,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 def make_small_tiles(folder: Path, **splits: int) -> RecordManifest:
@@ -69,7 +76,14 @@ def evaluate_images(rank: int, ranks: int, plan: RunPlan, evaluation: EvalConfig
     data = ARRAYS.open(plan.config, plan.batch, plan.axes.coordinates(rank).data, plan.config.data.path)
     engine = build_engine(plan, task, rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    results = [engine.eval_step([task.collate(some, engine.device) for some in batch]) for batch in data.sets["validation"].batches()]
+    results = [
+        engine.eval_step([task.collate(some, engine.device) for some in batch])
+        for batch in data.sets["validation"].batches()
+    ]
     engine.close()
     right = sum(result.others["accuracy"] for result in results)
-    return EvalResult(sum(result.loss_sum for result in results), sum(result.tokens for result in results), {"accuracy": right})
+    return EvalResult(
+        sum(result.loss_sum for result in results),
+        sum(result.tokens for result in results),
+        {"accuracy": right},
+    )

@@ -1,6 +1,6 @@
 """What an error shows of what a person wrote, and what it does not.
 
-    pytest tests/test_errors.py
+pytest tests/test_errors.py
 """
 
 from __future__ import annotations
@@ -16,15 +16,32 @@ from toolkit.errors import ConfigError, ExitCode, Problem, file_errors, without_
 
 VALUE = "VALUE-of-mine-123"
 SECRET = [
-    f"+engine.deepspeed.wandb.api_key={VALUE}", f"+engine.deepspeed.comet.api_key={VALUE}", f"monitor.wandb_api_key={VALUE}",
-    f"+engine.deepspeed.comet={{enabled: true, api_key: {VALUE}}}", f"+engine.deepspeed.comet={{enabled: true, api_key: {VALUE}",
-    f"+model.arguments.password='{VALUE} and more'", f"data.token={VALUE}", f"data.hf_token={VALUE}", f"data.aws_secret_access_key={VALUE}",
-    f"data.AWS_SECRET_ACCESS_KEY={VALUE}", f"monitor.credentials={VALUE}", f"run.name.private_key={VALUE}",
-    f"data.path=s3://user:{VALUE}@bucket/x", f"data.path=https://host/x?sig={VALUE}",
+    f"+engine.deepspeed.wandb.api_key={VALUE}",
+    f"+engine.deepspeed.comet.api_key={VALUE}",
+    f"monitor.wandb_api_key={VALUE}",
+    f"+engine.deepspeed.comet={{enabled: true, api_key: {VALUE}}}",
+    f"+engine.deepspeed.comet={{enabled: true, api_key: {VALUE}",
+    f"+model.arguments.password='{VALUE} and more'",
+    f"data.token={VALUE}",
+    f"data.hf_token={VALUE}",
+    f"data.aws_secret_access_key={VALUE}",
+    f"data.AWS_SECRET_ACCESS_KEY={VALUE}",
+    f"monitor.credentials={VALUE}",
+    f"run.name.private_key={VALUE}",
+    f"data.path=s3://user:{VALUE}@bucket/x",
+    f"data.path=https://host/x?sig={VALUE}",
 ]
-SHOWN = ["tokenizer.end_of_text=<|end|>", "model.eos_token=</s>", "data.vocab_size=4096",
-         "cluster.kubernetes.secrets.WANDB_API_KEY=my-secret", "train.tokens_per_second=3",
-         "unexpected token: 'x'", "model.arguments.key=3", "tokens: 3", "optim.betas=[0.9,0.95]"]
+SHOWN = [
+    "tokenizer.end_of_text=<|end|>",
+    "model.eos_token=</s>",
+    "data.vocab_size=4096",
+    "cluster.kubernetes.secrets.WANDB_API_KEY=my-secret",
+    "train.tokens_per_second=3",
+    "unexpected token: 'x'",
+    "model.arguments.key=3",
+    "tokens: 3",
+    "optim.betas=[0.9,0.95]",
+]
 
 
 @pytest.mark.parametrize("word", SECRET)
@@ -57,18 +74,40 @@ def test_a_secret_is_not_shown_by_the_error_itself() -> None:
     assert VALUE not in str(caught.value)
 
 
-def test_every_command_answers_a_file_that_cannot_be_read_with_rule_and_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_command_answers_a_file_that_cannot_be_read_with_rule_and_remedy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file, long = tmp_path / "file", str(tmp_path / ("a" * 300))
     file.touch()
     commands: dict[str, tuple[Callable[[list[str]], int], list[list[str]]]] = {
-        "prepare": (prepare.main, [[f"input={long}", f"output={tmp_path}/out"], [f"inspect={long}"], ["input=stdlib", f"output={file}/x"],
-                                   ["input=stdlib", "output=/proc/x"]]),
-        "reshard": (reshard.main, [[f"source={long}", "action=inspect"], [f"source={file}/x", "action=inspect"]]),
+        "prepare": (
+            prepare.main,
+            [
+                [f"input={long}", f"output={tmp_path}/out"],
+                [f"inspect={long}"],
+                ["input=stdlib", f"output={file}/x"],
+                ["input=stdlib", "output=/proc/x"],
+            ],
+        ),
+        "reshard": (
+            reshard.main,
+            [[f"source={long}", "action=inspect"], [f"source={file}/x", "action=inspect"]],
+        ),
         "report": (report.main, [[long], [f"{file}/x"], [str(file)]]),
         "generate": (generate.main, [[long, "text"], [f"{file}/x", "text"]]),
-        "submit": (submit.main, [["+exp=quickstart", "run.dir=/proc/x"], ["+exp=quickstart", f"run.dir={file}/x"],
-                                 ["+exp=quickstart", f"run.dir={long}"], ["+exp=quickstart", f"run.dir={tmp_path}"]]),
-        "plan": (plan.main, [["model=pretrained", f"model.pretrained={long}"], [f"--config-dir={long}", "+exp=quickstart"]]),
+        "submit": (
+            submit.main,
+            [
+                ["+exp=quickstart", "run.dir=/proc/x"],
+                ["+exp=quickstart", f"run.dir={file}/x"],
+                ["+exp=quickstart", f"run.dir={long}"],
+                ["+exp=quickstart", f"run.dir={tmp_path}"],
+            ],
+        ),
+        "plan": (
+            plan.main,
+            [["model=pretrained", f"model.pretrained={long}"], [f"--config-dir={long}", "+exp=quickstart"]],
+        ),
     }
     for name, (main, cases) in commands.items():
         for words in cases:

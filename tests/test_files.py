@@ -1,6 +1,6 @@
 """Files are whole or absent.
 
-    pytest tests/test_files.py
+pytest tests/test_files.py
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ def test_the_last_content_is_there_and_nothing_beside(tmp_path: Path) -> None:
     write_whole(tmp_path / "a.json", "1")
     write_whole(tmp_path / "a.json", "zw\u00f6lf")
     write_whole(tmp_path / "b.bin", b"\0\xff", durable=False)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.json": "zw\u00f6lf".encode(), "b.bin": b"\0\xff"}
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "a.json": "zw\u00f6lf".encode(),
+        "b.bin": b"\0\xff",
+    }
 
 
-def test_a_write_that_fails_leaves_the_old_content_and_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_whole(tmp_path / "a.json", "old")
 
     def no_room(descriptor: int) -> None:

@@ -1,6 +1,6 @@
 """What a run's time went into, over attempts: useful steps, steps run again, and every other cause.
 
-    pytest tests/test_goodput.py
+pytest tests/test_goodput.py
 """
 
 from __future__ import annotations
@@ -32,12 +32,36 @@ from toolkit.goodput import (
 
 # 10 s of starting, 20 steps of 2 s, two saves of 3 s, an evaluation of 4 s, 1 s of logging, and 5 s after the last step.
 FIRST = Attempt(
-    Times(began=1000, seen=1066, ended=1066, first=0, first_step=1012, starting=10, step=20, stepping=40, saving=6, evaluating=4,
-          active=1061),
-    (Save(step=8, seconds=3, bytes=100, stepping=16), Save(step=16, seconds=3, bytes=100, stepping=32)))
+    Times(
+        began=1000,
+        seen=1066,
+        ended=1066,
+        first=0,
+        first_step=1012,
+        starting=10,
+        step=20,
+        stepping=40,
+        saving=6,
+        evaluating=4,
+        active=1061,
+    ),
+    (Save(step=8, seconds=3, bytes=100, stepping=16), Save(step=16, seconds=3, bytes=100, stepping=32)),
+)
 # From step 16, 30 s later: 24 steps, to the end.
 SECOND = Attempt(
-    Times(began=1096, seen=1160, ended=1160, first=16, first_step=1108, starting=10, step=40, stepping=48, saving=3, active=1158))
+    Times(
+        began=1096,
+        seen=1160,
+        ended=1160,
+        first=16,
+        first_step=1108,
+        starting=10,
+        step=40,
+        stepping=48,
+        saving=3,
+        active=1158,
+    )
+)
 
 
 def test_a_run_without_a_fault_has_lost_what_is_not_a_step() -> None:
@@ -45,7 +69,15 @@ def test_a_run_without_a_fault_has_lost_what_is_not_a_step() -> None:
     assert found is not None
     assert found.wall_seconds == 66
     assert found.useful_seconds == 40
-    assert found.lost == {REPEATED: 0, STARTING: 10, SAVING: 6, EVALUATION: 4, ENDING: 5, WAITING: 0, OTHER: 1}
+    assert found.lost == {
+        REPEATED: 0,
+        STARTING: 10,
+        SAVING: 6,
+        EVALUATION: 4,
+        ENDING: 5,
+        WAITING: 0,
+        OTHER: 1,
+    }
     assert found.useful_seconds + sum(found.lost.values()) == found.wall_seconds
     assert found.share == pytest.approx(40 / 66)
     assert found.start_seconds == (12,)
@@ -65,7 +97,11 @@ def test_steps_that_were_run_again_are_of_no_use_and_time_between_attempts_count
 
 
 def test_what_has_no_checkpoint_when_a_run_ends_will_be_lost() -> None:
-    kept, stands, nothing = compute_goodput([FIRST], kept=16), compute_goodput([FIRST]), compute_goodput([FIRST], kept=0)
+    kept, stands, nothing = (
+        compute_goodput([FIRST], kept=16),
+        compute_goodput([FIRST]),
+        compute_goodput([FIRST], kept=0),
+    )
     assert kept is not None
     assert stands is not None
     assert nothing is not None
@@ -74,7 +110,12 @@ def test_what_has_no_checkpoint_when_a_run_ends_will_be_lost() -> None:
 
 
 def test_going_back_behind_an_older_attempt_loses_of_both() -> None:
-    third = replace(SECOND, times=replace(SECOND.times, began=1200, seen=1230, ended=1230, first=8, step=10, stepping=4, active=1230))
+    third = replace(
+        SECOND,
+        times=replace(
+            SECOND.times, began=1200, seen=1230, ended=1230, first=8, step=10, stepping=4, active=1230
+        ),
+    )
     found = compute_goodput([FIRST, SECOND, third])
     assert found is not None
     assert found.useful_seconds == 16 + 0 + 4

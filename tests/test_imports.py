@@ -1,6 +1,6 @@
 """Folders import in one direction, and heavy packages only where they belong.
 
-    pytest tests/test_imports.py
+pytest tests/test_imports.py
 """
 
 from __future__ import annotations
@@ -28,7 +28,20 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("launch",),
 )
 # cluster stands beside the chain: it may use plan and rundir, and only launch may use it.
-CLUSTER_USES = {"errors", "progress", "files", "paths", "rows", "config", "layout", "families", "plan", "rundir", "goodput", "cluster"}
+CLUSTER_USES = {
+    "errors",
+    "progress",
+    "files",
+    "paths",
+    "rows",
+    "config",
+    "layout",
+    "families",
+    "plan",
+    "rundir",
+    "goodput",
+    "cluster",
+}
 
 ONLY_IN = {
     "deepspeed": ("toolkit/engine/", "toolkit/testing/"),
@@ -40,9 +53,20 @@ ONLY_IN = {
     "hydra": ("toolkit/config/",),
 }
 TORCH_FREE = (
-    "toolkit.errors", "toolkit.progress", "toolkit.files", "toolkit.paths", "toolkit.config.compose", "toolkit.layout.axes",
-    "toolkit.families", "toolkit.plan.make", "toolkit.rundir.directory", "toolkit.cluster.submission", "toolkit.cluster.backends.slurm",
-    "toolkit.cluster.requeue", "toolkit.monitor.sinks.subprocess_sink", "toolkit.monitor.sinks.wandb",
+    "toolkit.errors",
+    "toolkit.progress",
+    "toolkit.files",
+    "toolkit.paths",
+    "toolkit.config.compose",
+    "toolkit.layout.axes",
+    "toolkit.families",
+    "toolkit.plan.make",
+    "toolkit.rundir.directory",
+    "toolkit.cluster.submission",
+    "toolkit.cluster.backends.slurm",
+    "toolkit.cluster.requeue",
+    "toolkit.monitor.sinks.subprocess_sink",
+    "toolkit.monitor.sinks.wandb",
 )
 
 
@@ -64,7 +88,12 @@ def place(path: Path) -> str:
     return parts[0] if parts[0] == "launch" else parts[1]
 
 
-FILES = sorted(path for folder in ("toolkit", "launch") for path in (ROOT / folder).rglob("*.py") if path != ROOT / "toolkit/__init__.py")
+FILES = sorted(
+    path
+    for folder in ("toolkit", "launch")
+    for path in (ROOT / folder).rglob("*.py")
+    if path != ROOT / "toolkit/__init__.py"
+)
 
 
 def allowed(of: str) -> set[str]:
@@ -78,8 +107,12 @@ def allowed(of: str) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path: Path) -> None:
     """``toolkit/__init__.py`` has the version and imports nothing."""
-    used = {name.split(".")[1] for name in imports(path) - {"toolkit.__version__"} if name.startswith("toolkit.")}
-    assert used <= allowed(place(path)), f"{place(path)} must not import {sorted(used - allowed(place(path)))}"
+    used = {
+        name.split(".")[1] for name in imports(path) - {"toolkit.__version__"} if name.startswith("toolkit.")
+    }
+    assert used <= allowed(place(path)), (
+        f"{place(path)} must not import {sorted(used - allowed(place(path)))}"
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -92,5 +125,7 @@ def test_heavy_packages_stay_in_their_place(path: Path) -> None:
 def test_deciding_is_free_of_torch() -> None:
     """``--help``, ``plan.py`` and configuration errors answer fast because nothing on their way imports torch."""
     code = f"import sys, {', '.join(TORCH_FREE)}; print([m for m in ('torch', 'deepspeed', 'transformers', 'wandb') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -1,6 +1,6 @@
 """Names that files and stores give stay in their folder.
 
-    pytest tests/test_paths.py
+pytest tests/test_paths.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def test_what_is_no_text_is_refused(name: object) -> None:
         relative_name(name)
 
 
-@pytest.mark.parametrize("name", ["a", "a/b.bin", "..a", "a..b/c", "déjà vu.txt", "a b", "a" * 255, "model.layers.0.weight"])
+@pytest.mark.parametrize(
+    "name", ["a", "a/b.bin", "..a", "a..b/c", "déjà vu.txt", "a b", "a" * 255, "model.layers.0.weight"]
+)
 def test_an_ordinary_name_is_kept(name: str, tmp_path: Path) -> None:
     assert relative_name(name) == name
     assert inside(tmp_path, name) == tmp_path / name

@@ -1,6 +1,6 @@
 """One progress display: its arithmetic under a fake clock, plain lines, bars, silence.
 
-    pytest tests/test_progress.py
+pytest tests/test_progress.py
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def test_pace_keeps_bounded_memory() -> None:
 
 def test_lines_come_at_a_bounded_rate(clock: FakeClock) -> None:
     out = io.StringIO()
-    with Progress(out, line_seconds=5.0, clock=clock) as progress, progress.task("reading", total=1000, unit="files") as task:
+    with (
+        Progress(out, line_seconds=5.0, clock=clock) as progress,
+        progress.task("reading", total=1000, unit="files") as task,
+    ):
         for _ in range(1000):
             clock.now += 0.011  # 11 seconds
             task.advance(note="last.py")
@@ -57,11 +60,19 @@ def test_lines_come_at_a_bounded_rate(clock: FakeClock) -> None:
     assert lines[-1] == "reading: 1000 files in 0:11 (90.9 files/s)  last.py"
 
 
-@pytest.mark.parametrize(("done", "last"), [
-    (0, "training: 100 steps in 0:10 (10 steps/s)"), (100, "training: 100 steps in 0:10 (10 steps/s), 200 steps in all")])
+@pytest.mark.parametrize(
+    ("done", "last"),
+    [
+        (0, "training: 100 steps in 0:10 (10 steps/s)"),
+        (100, "training: 100 steps in 0:10 (10 steps/s), 200 steps in all"),
+    ],
+)
 def test_the_last_line_counts_what_this_start_did(done: int, last: str, clock: FakeClock) -> None:
     out = io.StringIO()
-    with Progress(out, line_seconds=60.0, clock=clock) as progress, progress.task("training", unit="steps", done=done) as task:
+    with (
+        Progress(out, line_seconds=60.0, clock=clock) as progress,
+        progress.task("training", unit="steps", done=done) as task,
+    ):
         clock.now += 10
         task.advance(100)
     assert out.getvalue().splitlines()[-1] == last
@@ -69,7 +80,10 @@ def test_the_last_line_counts_what_this_start_did(done: int, last: str, clock: F
 
 def test_work_done_before_is_no_throughput(clock: FakeClock) -> None:
     out = io.StringIO()
-    with Progress(out, line_seconds=1.0, clock=clock) as progress, progress.task("training", total=110, unit="steps", done=100) as task:
+    with (
+        Progress(out, line_seconds=1.0, clock=clock) as progress,
+        progress.task("training", total=110, unit="steps", done=100) as task,
+    ):
         clock.now += 2.0
         task.advance(4)
     assert out.getvalue().splitlines()[0] == "training: 104 steps/110 steps  2 steps/s  eta 0:03"
@@ -85,7 +99,10 @@ def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bars_show_the_same_measures_and_let_go_of_the_terminal() -> None:
     out = io.StringIO()
     progress = Progress(out, terminal=True)
-    first, second = progress.task("saving [1/2]", total=2e6, unit="B"), progress.task("training", unit="tokens")
+    first, second = (
+        progress.task("saving [1/2]", total=2e6, unit="B"),
+        progress.task("training", unit="tokens"),
+    )
     first.advance(1e6)
     second.advance(2.5e6, note="loss 3.21")
     progress.close()
@@ -111,11 +128,18 @@ def test_quantity(value: float, unit: str, text: str) -> None:
     assert quantity(value, unit) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(8.2, "0:08"), (750, "12:30"), (11100, "3:05:00"), (183_900, "2d 3:05:00")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(8.2, "0:08"), (750, "12:30"), (11100, "3:05:00"), (183_900, "2d 3:05:00")]
+)
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
 def test_import_is_light() -> None:
     code = "import sys, toolkit.progress; print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        ).stdout.strip()
+        == "[]"
+    )

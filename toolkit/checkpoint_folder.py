@@ -47,7 +47,11 @@ def step_folders(directory: Path) -> dict[int, Path]:
     """All folders with a step's name, by step, in rising order, with or without a manifest."""
     if not directory.is_dir():
         return {}
-    steps = {step: entry for entry in directory.iterdir() if (step := step_of(entry)) is not None and entry.is_dir()}
+    steps = {
+        step: entry
+        for entry in directory.iterdir()
+        if (step := step_of(entry)) is not None and entry.is_dir()
+    }
     return {step: steps[step] for step in sorted(steps)}
 
 
@@ -75,18 +79,31 @@ def find_newest(directory: Path, claims: Mapping[str, int] | None = None) -> New
         complete = {step: folder for step, folder in folders.items() if (folder / MANIFEST).is_file()}
         if read_pointer(directory) == pointer:  # else a run saved meanwhile
             break
-    if pointer is not None and not folders and step_of(Path(pointer)) is None and not Path(pointer).is_absolute():
+    if (
+        pointer is not None
+        and not folders
+        and step_of(Path(pointer)) is None
+        and not Path(pointer).is_absolute()
+    ):
         pointer = None  # DeepSpeed's, whose folders have names of its own
     chosen, wrong = _pointed(directory, pointer, complete)
     step = step_of(chosen) if chosen is not None else -1
     if step is not None:  # None: a checkpoint elsewhere, under a name that says no step
-        broken = [folder.name for number, folder in folders.items() if number > step and number not in complete]
+        broken = [
+            folder.name for number, folder in folders.items() if number > step and number not in complete
+        ]
         wrong += [f"{name} has no {MANIFEST}" for name in broken if pointer != name]
-        wrong += [f"{who} says that step {claimed} was saved" for who, claimed in (claims or {}).items() if claimed > step]
+        wrong += [
+            f"{who} says that step {claimed} was saved"
+            for who, claimed in (claims or {}).items()
+            if claimed > step
+        ]
     return Newest(chosen, tuple(wrong))
 
 
-def _pointed(directory: Path, pointer: str | None, complete: Mapping[int, Path]) -> tuple[Path | None, list[str]]:
+def _pointed(
+    directory: Path, pointer: str | None, complete: Mapping[int, Path]
+) -> tuple[Path | None, list[str]]:
     """What ``latest`` leads to, and what is wrong with it. Without ``latest``: the last of the complete checkpoints."""
     fallback = complete[max(complete)] if complete else None
     if pointer is None:
@@ -97,7 +114,11 @@ def _pointed(directory: Path, pointer: str | None, complete: Mapping[int, Path])
     except UnsafePath as error:
         return fallback, [f"{POINTER} names no checkpoint: {error}"]
     if not elsewhere and folder not in complete.values():
-        missing = f"{folder.name} has no {MANIFEST}" if _is_folder(folder) and step_of(folder) is not None else "which is not there"
+        missing = (
+            f"{folder.name} has no {MANIFEST}"
+            if _is_folder(folder) and step_of(folder) is not None
+            else "which is not there"
+        )
         return fallback, [f"{POINTER} names {pointer[:200]!r}, {missing}"]
     if not _is_folder(folder):
         return fallback, [f"{POINTER} names {pointer[:200]!r}, which is not there"]
@@ -124,14 +145,23 @@ def newest(directory: Path) -> Path | None:
 def disagreement(directory: Path, found: Newest) -> CheckpointError:
     """The error for files that do not agree, which says what is there and how to choose."""
     there = [folder.name for folder in committed(directory).values()]
-    listed = f"complete in {directory}: {', '.join(there)}" if there else f"no complete checkpoint is in {directory}"
+    listed = (
+        f"complete in {directory}: {', '.join(there)}"
+        if there
+        else f"no complete checkpoint is in {directory}"
+    )
     if found.checkpoint is not None:
         remedy = f"name a checkpoint by its path; in training, resume={found.checkpoint} continues from it"
     else:
         remedy = "bring the checkpoints back from a copy; in training, resume=PATH continues from a checkpoint elsewhere"
-    return CheckpointError(Problem(
-        "resume", f"{'; '.join(found.disagreements)}; {listed}", AGREE,
-        f"{remedy}, and resume=never trains from the beginning (what is left of the checkpoints moves to attempts/)"))
+    return CheckpointError(
+        Problem(
+            "resume",
+            f"{'; '.join(found.disagreements)}; {listed}",
+            AGREE,
+            f"{remedy}, and resume=never trains from the beginning (what is left of the checkpoints moves to attempts/)",
+        )
+    )
 
 
 def read_pointer(directory: Path) -> str | None:

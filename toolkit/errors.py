@@ -20,7 +20,9 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILURE = 1
     USER = 2  # a mistake in configuration or input: restarting cannot help
-    DIVERGED = 65  # a loss, gradient or weight is infinite or NaN: another start would meet it again (EX_DATAERR)
+    DIVERGED = (
+        65  # a loss, gradient or weight is infinite or NaN: another start would meet it again (EX_DATAERR)
+    )
     STOPPED = 75  # a signal came, the state was saved: start again to continue (EX_TEMPFAIL of sysexits.h)
 
 
@@ -55,12 +57,16 @@ _URL = re.compile(r"""([a-z][a-z0-9+.-]*://)([^\s"]*@)?([^\s"?]*)(\?[^\s"]+)?"""
 
 # Names of settings whose values are secrets. Names of secrets themselves (cluster.kubernetes.secrets) are none.
 _TOKENS = r"(?:access|api|auth|bearer|github|hf|hub|id|refresh|security|session|wandb)[_-]token|\.token"
-_SECRET = (r"(?![\w.-]*secrets\.)[\w.-]*(?:api[_-]?key|access[_-]?key(?:[_-]id)?|private[_-]?key|secret(?:[_-]\w+)?|passw(?:or)?d"
-           rf"|passphrase|credentials?|authorization|{_TOKENS})")
+_SECRET = (
+    r"(?![\w.-]*secrets\.)[\w.-]*(?:api[_-]?key|access[_-]?key(?:[_-]id)?|private[_-]?key|secret(?:[_-]\w+)?|passw(?:or)?d"
+    rf"|passphrase|credentials?|authorization|{_TOKENS})"
+)
 _QUOTED = r""""[^"\n]*"|'[^'\n]*'"""
 # name=value to the end of the value, which may have blanks; and {name: value} as in YAML, JSON and Python.
-_SETTING = re.compile(rf"""(?<![\w.-])({_SECRET}["']?\s*)(?:(=\s*)({_QUOTED}|[^\n,;}}\])"']+)|(:\s*)({_QUOTED}|[^\s,;}}\])"']+))""",
-                      re.IGNORECASE)
+_SETTING = re.compile(
+    rf"""(?<![\w.-])({_SECRET}["']?\s*)(?:(=\s*)({_QUOTED}|[^\n,;}}\])"']+)|(:\s*)({_QUOTED}|[^\s,;}}\])"']+))""",
+    re.IGNORECASE,
+)
 # Keys of well-known services by their own form, wherever they stand.
 _KEY = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-|AKIA|ASIA)[A-Za-z0-9_-]{12,}")
 
@@ -98,7 +104,9 @@ class InputError(UserError):
 
 
 @contextmanager
-def file_errors(key: str | None = None, remedy: str = "name another file or folder, or let this user read and write it") -> Iterator[None]:
+def file_errors(
+    key: str | None = None, remedy: str = "name another file or folder, or let this user read and write it"
+) -> Iterator[None]:
     """Around work on files that the user named: what the operating system refuses becomes an error without a traceback.
 
     Args:
@@ -112,11 +120,15 @@ def file_errors(key: str | None = None, remedy: str = "name another file or fold
     except OSError as error:
         if error.filename is None:
             raise
-        place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+        place = (
+            os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+        )
         seen = f"{f'{key}: ' if key else ''}{place[:MOST_SHOWN]}{'...' * (len(place) > MOST_SHOWN)}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "make room there, or name a folder on another disk"
-        raise InputError(Problem(key or place, seen, "files and folders that are named can be read and written", remedy)) from error
+        raise InputError(
+            Problem(key or place, seen, "files and folders that are named can be read and written", remedy)
+        ) from error
 
 
 class CheckpointError(UserError):

@@ -1,7 +1,7 @@
 """Files that are whole or absent, whoever is killed and whenever the machine stops.
 
-    write_whole(path, "text")                     there and whole, even after a power failure
-    write_whole(path, "text", durable=False)      whole for every process; after a power failure perhaps the old one, or none
+write_whole(path, "text")                     there and whole, even after a power failure
+write_whole(path, "text", durable=False)      whole for every process; after a power failure perhaps the old one, or none
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> No
 
 def user_cache() -> Path:
     """Where this user keeps what can be made or fetched again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "deepspeed-megatron-toolkit"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "deepspeed-megatron-toolkit"
+    )
 
 
 def sync_folder(folder: Path) -> None:

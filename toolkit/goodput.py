@@ -104,7 +104,11 @@ class Attempt:
             return 0.0
         if step >= times.step:
             return times.stepping
-        known = [(times.first, 0.0), *((save.step, save.stepping) for save in self.saves), (times.step, times.stepping)]
+        known = [
+            (times.first, 0.0),
+            *((save.step, save.stepping) for save in self.saves),
+            (times.step, times.stepping),
+        ]
         below = max(known_one for known_one in known if known_one[0] <= step)
         above = min(known_one for known_one in known if known_one[0] > step)
         return below[1] + (above[1] - below[1]) * (step - below[0]) / (above[0] - below[0])
@@ -130,9 +134,14 @@ class Goodput:
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in ``status.json``."""
-        return {"share": round(self.share, 4), "wall_seconds": round(self.wall_seconds, 3), "useful_seconds": round(self.useful_seconds, 3),
-                "lost": {cause: round(seconds, 3) for cause, seconds in self.lost.items()}, "attempts": self.attempts,
-                "start_seconds": [round(seconds, 3) for seconds in self.start_seconds]}
+        return {
+            "share": round(self.share, 4),
+            "wall_seconds": round(self.wall_seconds, 3),
+            "useful_seconds": round(self.useful_seconds, 3),
+            "lost": {cause: round(seconds, 3) for cause, seconds in self.lost.items()},
+            "attempts": self.attempts,
+            "start_seconds": [round(seconds, 3) for seconds in self.start_seconds],
+        }
 
 
 def compute_goodput(attempts: Sequence[Attempt], *, kept: int | None = None) -> Goodput | None:
@@ -147,8 +156,12 @@ def compute_goodput(attempts: Sequence[Attempt], *, kept: int | None = None) -> 
         return None
     lost = dict.fromkeys(CAUSES, 0.0)
     useful = 0.0
-    stands = [min(after) if (after := [later.times.first for later in attempts[number + 1 :] if later.times.first is not None]) else kept
-              for number in range(len(attempts))]
+    stands = [
+        min(after)
+        if (after := [later.times.first for later in attempts[number + 1 :] if later.times.first is not None])
+        else kept
+        for number in range(len(attempts))
+    ]
     for attempt, limit in zip(attempts, stands, strict=True):
         times = attempt.times
         work = times.stepping if limit is None else attempt.work(limit)
@@ -167,19 +180,31 @@ def compute_goodput(attempts: Sequence[Attempt], *, kept: int | None = None) -> 
         lost[WAITING] += max(0.0, following.times.began - one.times.end)
     wall = max(attempt.times.end for attempt in attempts) - attempts[0].times.began
     starts = tuple(took for attempt in attempts if (took := attempt.times.start_seconds) is not None)
-    return Goodput(wall_seconds=max(0.0, wall), useful_seconds=useful, lost=lost, attempts=len(attempts), start_seconds=starts)
+    return Goodput(
+        wall_seconds=max(0.0, wall),
+        useful_seconds=useful,
+        lost=lost,
+        attempts=len(attempts),
+        start_seconds=starts,
+    )
 
 
 def format_goodput(total: Goodput) -> str:
     """To people."""
-    told = ", ".join(f"{cause} {duration(seconds)}" for cause, seconds in sorted(total.lost.items(), key=lambda one: -one[1])
-                     if seconds >= max(1.0, TOLD_SHARE * total.wall_seconds))
+    told = ", ".join(
+        f"{cause} {duration(seconds)}"
+        for cause, seconds in sorted(total.lost.items(), key=lambda one: -one[1])
+        if seconds >= max(1.0, TOLD_SHARE * total.wall_seconds)
+    )
     over = f" over {total.attempts} attempts" if total.attempts > 1 else ""
-    return (f"goodput {total.share:.1%}: of {duration(total.wall_seconds)}{over}, {duration(total.useful_seconds)} went into steps that "
-            f"stand{f'; the rest: {told}' if told else ''}")
+    return (
+        f"goodput {total.share:.1%}: of {duration(total.wall_seconds)}{over}, {duration(total.useful_seconds)} went into steps that "
+        f"stand{f'; the rest: {told}' if told else ''}"
+    )
 
 
 # ---- files
+
 
 def write_times(folder: Path, times: Times, *, durable: bool = False) -> None:
     """Into an attempt's folder. While it runs nothing is synced, as of ``status.json``."""
@@ -192,8 +217,10 @@ def read_times(folder: Path) -> Times | None:
     known = {field.name: found[field.name] for field in fields(Times) if field.name in found}
     words = {"state", "reason"}
     must = {"began", "seen", "stepping", "saving", "evaluating"}
-    right = all(isinstance(value, str if name in words else int | float) or (value is None and name not in must)
-                for name, value in known.items())
+    right = all(
+        isinstance(value, str if name in words else int | float) or (value is None and name not in must)
+        for name, value in known.items()
+    )
     return Times(**known) if right and {"began", "seen"} <= known.keys() else None
 
 
@@ -201,7 +228,11 @@ def end_times(folder: Path, now: float, *, state: str, reason: str | None, anew:
     """The attempt has ended. ``anew``: even where an end is recorded."""
     times = read_times(folder)
     if times is not None and (times.ended is None or anew):
-        write_times(folder, replace(times, ended=now, seen=max(now, times.seen), state=state, reason=reason), durable=True)
+        write_times(
+            folder,
+            replace(times, ended=now, seen=max(now, times.seen), state=state, reason=reason),
+            durable=True,
+        )
 
 
 def add_save(folder: Path, save: Save) -> None:
@@ -219,7 +250,11 @@ def read_saves(folder: Path) -> Iterator[Save]:
     names = {field.name for field in fields(Save)}
     for line in _text(folder / SAVES).splitlines():
         row = _object(line)
-        if row is not None and row.keys() == names and all(isinstance(value, int | float) for value in row.values()):
+        if (
+            row is not None
+            and row.keys() == names
+            and all(isinstance(value, int | float) for value in row.values())
+        ):
             yield Save(**row)
 
 

@@ -13,7 +13,10 @@ from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4096  # of a component and of a whole path on Linux; the path's end is a NUL byte
+MOST_NAME_BYTES, MOST_PATH_BYTES = (
+    255,
+    4096,
+)  # of a component and of a whole path on Linux; the path's end is a NUL byte
 SHOWN = 80
 
 

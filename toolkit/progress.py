@@ -113,7 +113,9 @@ class Pace:
 class Task:
     """One piece of work under way. Belongs to one thread."""
 
-    def __init__(self, display: _Display, clock: Clock, description: str, total: float | None, unit: str, done: float) -> None:
+    def __init__(
+        self, display: _Display, clock: Clock, description: str, total: float | None, unit: str, done: float
+    ) -> None:
         self.description = description
         self.total = total
         self.unit = unit
@@ -163,7 +165,9 @@ class Task:
     def __enter__(self) -> Task:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.finish()
 
 
@@ -247,13 +251,24 @@ class _Bars:
         from rich.table import Column
 
         # Of a narrow terminal the measures lose their end; the bar stays.
-        columns: list[Any] = [TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, min_width=8)),
-                              BarColumn(bar_width=BAR_WIDTH, table_column=Column(no_wrap=True, min_width=BAR_WIDTH)),
-                              TextColumn("{task.fields[measures]}", markup=False,
-                                         table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))]
+        columns: list[Any] = [
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, min_width=8)),
+            BarColumn(bar_width=BAR_WIDTH, table_column=Column(no_wrap=True, min_width=BAR_WIDTH)),
+            TextColumn(
+                "{task.fields[measures]}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
+        ]
         console = Console(file=self._stream.stream if isinstance(self._stream, Tee) else self._stream)
         self._logs = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Tee)]
-        bars = Bars(*columns, console=console, redirect_stdout=not self._logs, redirect_stderr=not self._logs, expand=True)
+        bars = Bars(
+            *columns,
+            console=console,
+            redirect_stdout=not self._logs,
+            redirect_stderr=not self._logs,
+            expand=True,
+        )
         for log in self._logs:  # the log has the lines, never the bars
             log.show_on(cast(TextIO, FileProxy(console, log.stream)))
         bars.start()
@@ -264,7 +279,12 @@ class Progress:
     """The display. Tasks may be open at the same time, in several threads (training, and a save in the background)."""
 
     def __init__(
-        self, stream: TextIO | None = None, *, terminal: bool | None = None, line_seconds: float = 5.0, clock: Clock = time.monotonic
+        self,
+        stream: TextIO | None = None,
+        *,
+        terminal: bool | None = None,
+        line_seconds: float = 5.0,
+        clock: Clock = time.monotonic,
     ) -> None:
         """
         Args:
@@ -288,7 +308,9 @@ class Progress:
         progress._display = _Nothing()
         return progress
 
-    def task(self, description: str, total: float | None = None, unit: str = "items", *, done: float = 0) -> Task:
+    def task(
+        self, description: str, total: float | None = None, unit: str = "items", *, done: float = 0
+    ) -> Task:
         """Begin a piece of work of ``total`` units (None: unknown), ``done`` of them before (they do not count as throughput)."""
         task = Task(self._display, self._clock, description, total, unit, done)
         self._tasks = [other for other in self._tasks if other._open] + [task]
@@ -303,7 +325,9 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -11,7 +11,9 @@ from typing import Any
 TAIL = 1 << 16  # bytes: a hundred rows and more
 
 
-def read_rows(path: Path, advance: Callable[[float], object] = lambda characters: None, every: int = 1) -> Iterator[dict[str, Any]]:
+def read_rows(
+    path: Path, advance: Callable[[float], object] = lambda characters: None, every: int = 1
+) -> Iterator[dict[str, Any]]:
     """The whole rows of a file; none where it is not there. A line that a stopped machine tore is passed over.
 
     Args:
@@ -37,7 +39,9 @@ def last_row(path: Path) -> dict[str, Any] | None:
         with path.open("rb") as file:
             file.seek(max(0, size - tail))
             lines = file.read().split(b"\n")
-        whole = lines[:-1] if tail >= size else lines[1:-1]  # what follows the last line end is torn; the first line may be cut
+        whole = (
+            lines[:-1] if tail >= size else lines[1:-1]
+        )  # what follows the last line end is torn; the first line may be cut
         found = next((row for line in reversed(whole) if (row := parse_row(line)) is not None), None)
         if found is not None or tail >= size:
             return found

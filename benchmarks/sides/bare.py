@@ -1,6 +1,6 @@
 """What a person would write without the toolkit: the yardstick of benchmarks/engine_step.py, which writes the spec.
 
-    torchrun --nproc_per_node 2 benchmarks/sides/bare.py spec.json
+torchrun --nproc_per_node 2 benchmarks/sides/bare.py spec.json
 """
 
 import json
@@ -26,8 +26,12 @@ if spec["engine"] == "deepspeed":
     import deepspeed
     from deepspeed import ops
 
-    ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # a 50 s build that these runs do not need
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=spec["deepspeed"])
+    ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
+        False  # a 50 s build that these runs do not need
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=spec["deepspeed"]
+    )
 else:
     engine = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -36,7 +40,9 @@ for step in range(spec["steps"]):
     baton.before_step(step)
     started = time.perf_counter()
     for index in range(accumulation):
-        first = ((step * accumulation + index) * ranks + rank) * micro * length % (len(tokens) - micro * length)
+        first = (
+            ((step * accumulation + index) * ranks + rank) * micro * length % (len(tokens) - micro * length)
+        )
         window = torch.from_numpy(tokens[first : first + micro * length].astype(np.int64)).view(micro, length)
         loss = engine(input_ids=window, labels=window, use_cache=False).loss
         if spec["engine"] == "deepspeed":

@@ -16,7 +16,11 @@ import torch
 import torch.distributed as dist
 from baton import Baton
 from megatron.core import parallel_state as state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -33,7 +37,11 @@ cpu.enable()
 patches.apply()
 state.initialize_model_parallel(tensor_model_parallel_size=spec["tensor"], create_gloo_process_groups=False)
 model_parallel_cuda_manual_seed(0)
-types = {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "activation_func": torch.nn.functional.silu}
+types = {
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+    "activation_func": torch.nn.functional.silu,
+}
 config = TransformerConfig(**{**spec["megatron"]["transformer"], **types})
 block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
 for layer in block.layer_specs:
@@ -54,7 +62,10 @@ def forward(numbers, model):
     first = (next(numbers) * ranks + rank) * micro * length % (len(tokens) - micro * length - 1)
     window = torch.from_numpy(tokens[first : first + micro * length + 1].astype(np.int64))
     inputs, labels = window[:-1].view(micro, length), window[1:].view(micro, length)
-    return model(inputs, places, None, labels=labels), lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
+    return model(inputs, places, None, labels=labels), lambda losses: (
+        losses.mean(),
+        {"loss": losses.detach().mean()},
+    )
 
 
 run = get_forward_backward_func()
@@ -64,8 +75,15 @@ for step in range(spec["steps"]):
     model.zero_grad_buffer()
     optimizer.zero_grad()
     numbers = iter(range(step * accumulation, (step + 1) * accumulation))
-    reports = run(forward_step_func=forward, data_iterator=numbers, model=model, num_microbatches=accumulation, seq_length=length,
-                  micro_batch_size=micro, forward_only=False)
+    reports = run(
+        forward_step_func=forward,
+        data_iterator=numbers,
+        model=model,
+        num_microbatches=accumulation,
+        seq_length=length,
+        micro_batch_size=micro,
+        forward_only=False,
+    )
     optimizer.step()
     reports[-1]["loss"].item()
     baton.after_step(step, time.perf_counter() - started)

@@ -35,6 +35,10 @@ class Baton:
         self._seconds.append(seconds)
         if (step + 1) % self._block == 0:
             on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-            peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            peak = (
+                torch.cuda.max_memory_allocated()
+                if on_gpu
+                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            )
             print(json.dumps({"seconds": self._seconds, "peak_bytes": peak}), file=self._done, flush=True)
             self._seconds = []

@@ -20,10 +20,14 @@ device = torch.device(spec["device"])
 torch.manual_seed(0)
 torch.set_float32_matmul_precision("high")
 with device:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec["model"]), attn_implementation="sdpa", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**spec["model"]), attn_implementation="sdpa", dtype=torch.float32
+    )
 if spec["recompute"]:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda")
+optimizer = torch.optim.AdamW(
+    model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
+)
 tokens = np.memmap(spec["tokens"], dtype=np.uint16, mode="r")
 micro, accumulation, length = spec["micro_batch"], spec["accumulation"], spec["sequence_length"]
 
@@ -41,7 +45,11 @@ for step in range(spec["steps"]):
     started = time.perf_counter()
     for index in range(accumulation):
         first = (step * accumulation + index) * micro * length % (len(tokens) - micro * (length + 1))
-        window = torch.from_numpy(tokens[first : first + micro * (length + 1)].astype(np.int64)).view(micro, length + 1).to(device)
+        window = (
+            torch.from_numpy(tokens[first : first + micro * (length + 1)].astype(np.int64))
+            .view(micro, length + 1)
+            .to(device)
+        )
         loss = loss_of(window)
         (loss / accumulation).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -63,7 +63,9 @@ def make_corpus(folder: Path, tokens: int, seed: int = 0) -> Corpus:
     if note.is_file() and json.loads(note.read_text()) == wanted:
         return open_corpus(folder)
     if folder.exists() and any(folder.iterdir()):
-        raise SystemExit(f"{folder} holds something else than the corpus of {wanted}: empty it, or name another folder")
+        raise SystemExit(
+            f"{folder} holds something else than the corpus of {wanted}: empty it, or name another folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     documents = [domain_documents(rng, domain, -(-tokens // DOMAINS)) for domain in range(DOMAINS)]
@@ -83,7 +85,9 @@ def domain_documents(rng: np.random.Generator, domain: int, tokens: int) -> list
     lengths = np.clip(rng.lognormal(6.3, 1.0, enough), 16, 65536).astype(np.int64)
     ends = np.cumsum(lengths)
     ends = ends[: int(np.searchsorted(ends, tokens)) + 1]
-    row = rng.integers(domain * DOMAIN_TOKENS + 1, (domain + 1) * DOMAIN_TOKENS, int(ends[-1]), dtype=np.uint16)
+    row = rng.integers(
+        domain * DOMAIN_TOKENS + 1, (domain + 1) * DOMAIN_TOKENS, int(ends[-1]), dtype=np.uint16
+    )
     row[ends - 1] = END_OF_TEXT
     return np.split(row, ends[:-1])
 
@@ -101,14 +105,25 @@ def _write(folder: Path, documents: list[npt.NDArray[np.uint16]], seed: int) -> 
         for document in documents:
             writer.add(document)
         split = writer.close()
-    origin = Origin(f"fabricated by benchmarks/sides/corpus.py, seed {seed}", "CC0-1.0", split.documents, split.tokens * 2, "")
+    origin = Origin(
+        f"fabricated by benchmarks/sides/corpus.py, seed {seed}",
+        "CC0-1.0",
+        split.documents,
+        split.tokens * 2,
+        "",
+    )
     info = TokenizerInfo("tokenizer", digest(tokenizer).xxh3_128, VOCABULARY, END_OF_TEXT)
-    write_manifest(DataManifest(folder=folder, dtype="uint16", origin=origin, tokenizer=info, splits={"train": split}), folder)
+    write_manifest(
+        DataManifest(folder=folder, dtype="uint16", origin=origin, tokenizer=info, splits={"train": split}),
+        folder,
+    )
     return split
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=200_000_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -54,9 +54,13 @@ class Case:
 
 
 CASES = (
-    Case("one shard", 1.6), Case("six shards", 1.6, shards=6), Case("one shard, int32", 1.6, dtype="<i4"),
-    Case("six shards, int32", 1.6, dtype="<i4", shards=6), Case("mixture of eight", 2.0, sources=8),
-    Case("mixture of eight, int32", 2.0, dtype="<i4", sources=8), Case("windows of 131,072", 1.6, length=1 << 17),
+    Case("one shard", 1.6),
+    Case("six shards", 1.6, shards=6),
+    Case("one shard, int32", 1.6, dtype="<i4"),
+    Case("six shards, int32", 1.6, dtype="<i4", shards=6),
+    Case("mixture of eight", 2.0, sources=8),
+    Case("mixture of eight, int32", 2.0, dtype="<i4", sources=8),
+    Case("windows of 131,072", 1.6, length=1 << 17),
     Case("DataLoader over positions", None, loader=True),
 )
 
@@ -73,9 +77,16 @@ def make_folder(folder: Path, tokens: int, case: Case, seed: int) -> MappedToken
             for _ in range(tokens // DOCUMENT):
                 writer.add(rng.integers(1, VOCABULARY, DOCUMENT))
             split = writer.close()
-        write_manifest(DataManifest(
-            folder=folder, dtype=dtype.name, origin=Origin("fabricated", "CC0-1.0", 1, 1, ""), splits={"train": split},
-            tokenizer=TokenizerInfo("tokenizer", digest(tokenizer).xxh3_128, VOCABULARY, 0)), folder)
+        write_manifest(
+            DataManifest(
+                folder=folder,
+                dtype=dtype.name,
+                origin=Origin("fabricated", "CC0-1.0", 1, 1, ""),
+                splits={"train": split},
+                tokenizer=TokenizerInfo("tokenizer", digest(tokenizer).xxh3_128, VOCABULARY, 0),
+            ),
+            folder,
+        )
     return MappedTokens(read_manifest(folder), "train")
 
 
@@ -86,8 +97,16 @@ def batches(case: Case, sources: list[MappedTokens]) -> Iterator[Any]:
 
     from toolkit.data.torch_dataset import SampleDataset
 
-    plan = BatchPlan(micro_batch=GLOBAL_BATCH, global_batch=GLOBAL_BATCH, data_parallel=1, stages=(RampStage(GLOBAL_BATCH, 0, 0, None),))
-    windows = {f"source-{number}": TokenWindows(source, case.length, SEED + number) for number, source in enumerate(sources)}
+    plan = BatchPlan(
+        micro_batch=GLOBAL_BATCH,
+        global_batch=GLOBAL_BATCH,
+        data_parallel=1,
+        stages=(RampStage(GLOBAL_BATCH, 0, 0, None),),
+    )
+    windows = {
+        f"source-{number}": TokenWindows(source, case.length, SEED + number)
+        for number, source in enumerate(sources)
+    }
     mixture = Mixture([Phase(0, WEIGHTS)], SEED) if len(sources) > 1 else None
     stream = Stream(windows, mixture, seed=SEED, batch=plan, data_rank=0)
     if case.loader:
@@ -112,9 +131,19 @@ def floor(case: Case, tokens: npt.NDArray[Any]) -> Iterator[Any]:
 
 
 def measure(case: Case, folder: Path, tokens: int, seconds: float) -> dict[str, Any]:
-    parts = [make_folder(folder / f"{case.dtype[1:]}-{case.shards}-{case.sources}-{number}", tokens // case.sources, case, number)
-             for number in range(case.sources)]
-    mine, theirs = batches(case, parts), floor(case, np.frombuffer(parts[0].windows(np.zeros(1, np.int64), parts[0].tokens)[0], case.dtype))
+    parts = [
+        make_folder(
+            folder / f"{case.dtype[1:]}-{case.shards}-{case.sources}-{number}",
+            tokens // case.sources,
+            case,
+            number,
+        )
+        for number in range(case.sources)
+    ]
+    mine, theirs = (
+        batches(case, parts),
+        floor(case, np.frombuffer(parts[0].windows(np.zeros(1, np.int64), parts[0].tokens)[0], case.dtype)),
+    )
     turn = max(1, TURN_TOKENS // (GLOBAL_BATCH * case.length))
 
     def take(some: Iterator[Any], clock: Callable[[], float]) -> float:
@@ -131,13 +160,22 @@ def measure(case: Case, folder: Path, tokens: int, seconds: float) -> dict[str, 
         own = take(mine, time.process_time)  # of all threads: reading ahead is part of it
         turns.append((own, take(theirs, time.thread_time)))
     ratios = [own / base for own, base in turns]
-    return {"name": case.name, "aim": case.aim, "cpu_ns": statistics.median(own for own, _ in turns),
-            "floor_cpu_ns": statistics.median(base for _, base in turns), "ratio": statistics.median(ratios),
-            "least": min(ratios), "most": max(ratios), "turns": len(turns)}
+    return {
+        "name": case.name,
+        "aim": case.aim,
+        "cpu_ns": statistics.median(own for own, _ in turns),
+        "floor_cpu_ns": statistics.median(base for _, base in turns),
+        "ratio": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "turns": len(turns),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=100_000_000)
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns, for each case")
@@ -145,7 +183,9 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    print(json.dumps([measure(case, given.folder, given.tokens, given.seconds) for case in CASES]), flush=True)
+    print(
+        json.dumps([measure(case, given.folder, given.tokens, given.seconds) for case in CASES]), flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-Marks = npt.NDArray[np.float64]  # (steps, marks a step): seconds of the monotonic clock, which all processes share
+Marks = npt.NDArray[
+    np.float64
+]  # (steps, marks a step): seconds of the monotonic clock, which all processes share
 
 
 class Marker:
@@ -52,7 +54,9 @@ class Marker:
         if self._a_step not in (0, len(self._marks)):
             raise RuntimeError(f"a step of {len(self._marks)} marks after one of {self._a_step}")
         self._a_step = len(self._marks)
-        self._file.write((b"" if self._file.tell() else array("d", [self._a_step]).tobytes()) + self._marks.tobytes())
+        self._file.write(
+            (b"" if self._file.tell() else array("d", [self._a_step]).tobytes()) + self._marks.tobytes()
+        )
         del self._marks[:]
 
 
@@ -61,4 +65,4 @@ def read_marks(file: Path) -> Marks:
     numbers = np.fromfile(file)
     a_step = int(numbers[0])
     steps = (len(numbers) - 1) // a_step
-    return numbers[1:1 + steps * a_step].reshape(steps, a_step)
+    return numbers[1 : 1 + steps * a_step].reshape(steps, a_step)

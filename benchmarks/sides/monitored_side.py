@@ -40,7 +40,10 @@ class Flood(hooks.Hook):
 
     def __init__(self, nodes: int, metrics: int) -> None:
         each = metrics // nodes  # made here: making them is other nodes' work
-        self._rows = [{f"gpu/{number}/of_node_{node}": random.random() for number in range(each)} for node in range(nodes)]
+        self._rows = [
+            {f"gpu/{number}/of_node_{node}": random.random() for number in range(each)}
+            for node in range(nodes)
+        ]
 
     def on_step(self, done: hooks.StepDone) -> None:
         for node, row in enumerate(self._rows):
@@ -50,7 +53,9 @@ class Flood(hooks.Hook):
 class Sleep(hooks.Hook):
     def __init__(self, share: float) -> None:
         self._share = share
-        self._worked = time.thread_time()  # the step's own seconds would have in them what the job was stopped for
+        self._worked = (
+            time.thread_time()
+        )  # the step's own seconds would have in them what the job was stopped for
 
     def on_step(self, done: hooks.StepDone) -> None:
         worked = time.thread_time()

@@ -1,11 +1,11 @@
 """One contender in a process of its own; benchmarks/streaming.py says what to do. Prints one line of JSON.
 
-    python benchmarks/sides/read_stream.py toolkit speed --corpus FOLDER --files FOLDER [--seconds 2]
+python benchmarks/sides/read_stream.py toolkit speed --corpus FOLDER --files FOLDER [--seconds 2]
 
-    make    its files
-    speed   seconds to the first batch; then turns of it and of slices of a memory map, CPU nanoseconds a token of each; peak memory
-    order   one epoch in order: a number for each sample and the domain it begins in, and the state in its middle -> --out
-    resume  from that state (--state) on, as rank --rank of --ranks: seconds to the first batch, and the samples of the next batches
+make    its files
+speed   seconds to the first batch; then turns of it and of slices of a memory map, CPU nanoseconds a token of each; peak memory
+order   one epoch in order: a number for each sample and the domain it begins in, and the state in its middle -> --out
+resume  from that state (--state) on, as rank --rank of --ranks: seconds to the first batch, and the samples of the next batches
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: benchmarks/streaming.py is not what a contender imports by that name
+sys.path.append(
+    str(Path(__file__).resolve().parents[1])
+)  # last: benchmarks/streaming.py is not what a contender imports by that name
 
 import numpy as np
 import psutil
@@ -39,7 +41,9 @@ AFTER = 64  # global batches looked at after a resume
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("side", choices=SIDES)
     parser.add_argument("task", choices=("make", "speed", "order", "resume"))
     parser.add_argument("--corpus", type=Path, required=True)
@@ -75,7 +79,10 @@ def settle(side: Side) -> None:
         metadata.version(package)
 
     torch.set_num_threads(1)
-    for module in ("numpy.ma", *side.modules):  # numpy imports that one when it first looks for distinct values
+    for module in (
+        "numpy.ma",
+        *side.modules,
+    ):  # numpy imports that one when it first looks for distinct values
         importlib.import_module(module)
     if side.prepare is not None:
         side.prepare()
@@ -112,11 +119,19 @@ def speed(side: Side, corpus: Corpus, files: Path, seconds: float) -> dict[str, 
         # What the contender's threads do while slices have their turn is the contender's: hence not this thread's time alone.
         batches = take_for(opened, TURN_SECONDS)
         cpu_seconds = tree_cpu_seconds() - started - others_seconds
-        turns.append({"cpu_ns": cpu_seconds / (batches * GLOBAL_BATCH * LENGTH) * 1e9,
-                      "slice_cpu_ns": slice_seconds / (SLICES * GLOBAL_BATCH * LENGTH) * 1e9})
+        turns.append(
+            {
+                "cpu_ns": cpu_seconds / (batches * GLOBAL_BATCH * LENGTH) * 1e9,
+                "slice_cpu_ns": slice_seconds / (SLICES * GLOBAL_BATCH * LENGTH) * 1e9,
+            }
+        )
         memory.append(own_bytes())
-    return {"first_seconds": first_seconds, "turns": turns, "peak_bytes": max(memory),
-            "versions": {package: metadata.version(package) for package in side.packages}}
+    return {
+        "first_seconds": first_seconds,
+        "turns": turns,
+        "peak_bytes": max(memory),
+        "versions": {package: metadata.version(package) for package in side.packages},
+    }
 
 
 def take(batches: Iterator[Any], count: int) -> None:
@@ -134,7 +149,9 @@ def take_for(opened: Opened, seconds: float) -> int:
     return batches
 
 
-def first_batch(side: Side, corpus: Corpus, files: Path, place: Place, state: bytes | None) -> tuple[float, Opened]:
+def first_batch(
+    side: Side, corpus: Corpus, files: Path, place: Place, state: bytes | None
+) -> tuple[float, Opened]:
     """Seconds from opening to the first batch in hand. The batch is not put back."""
     started = time.perf_counter()
     opened = side.open(corpus, files, place, state)
@@ -194,7 +211,11 @@ def own_bytes() -> int:
     total = 0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        sizes = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines) if key in ("RssAnon", "RssShmem")}
+        sizes = {
+            key: int(rest.split()[0])
+            for key, _, rest in (line.partition(":") for line in lines)
+            if key in ("RssAnon", "RssShmem")
+        }
         total += sum(sizes.values()) << 10
     return total
 

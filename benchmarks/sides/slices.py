@@ -15,7 +15,10 @@ from typing import Any
 from sides.marks import Marks, read_marks
 from sides.torchrun import TorchrunJob
 
-SLICE_SECONDS = (0.05, 0.11)  # drawn anew for each pair of slices: nothing that comes once in so many seconds keeps step with them
+SLICE_SECONDS = (
+    0.05,
+    0.11,
+)  # drawn anew for each pair of slices: nothing that comes once in so many seconds keeps step with them
 START_SECONDS = 120.0
 POLL_SECONDS = 0.2
 
@@ -23,9 +26,20 @@ POLL_SECONDS = 0.2
 class SlicedJob(TorchrunJob):
     """It runs when told, once it has begun. ``slices``: when, on the machine's monotonic clock in seconds."""
 
-    def __init__(self, name: str, script: str, spec: Mapping[str, Any], folder: Path, *, ranks: int, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        spec: Mapping[str, Any],
+        folder: Path,
+        *,
+        ranks: int,
+        environ: Mapping[str, str],
+    ) -> None:
         self._file = folder / name / "marks"
-        super().__init__(name, script, {**spec, "marks": str(self._file)}, folder, ranks=ranks, environ=environ)
+        super().__init__(
+            name, script, {**spec, "marks": str(self._file)}, folder, ranks=ranks, environ=environ
+        )
         self.slices: list[tuple[float, float]] = []
         self._members: list[int] = []
 

@@ -61,7 +61,9 @@ def usual_seconds(parts: Parts, places: int) -> Floats:
     """
     seen = np.bincount(parts.places, parts.weights, places)
     if not seen.all():
-        raise SystemExit(f"too few slices: {int((seen == 0).sum())} of a step's {places} parts were never seen whole")
+        raise SystemExit(
+            f"too few slices: {int((seen == 0).sum())} of a step's {places} parts were never seen whole"
+        )
     return np.bincount(parts.places, parts.weights * parts.seconds, places) / seen
 
 
@@ -70,8 +72,12 @@ def ratios(ours: Parts, theirs: Parts, usual: Floats, slices: int, slices_a_pair
     count = slices // slices_a_pair * slices_a_pair
 
     def slowness(parts: Parts) -> Floats:
-        took, usually = (np.bincount(parts.slices, parts.weights * seconds, slices)[:count].reshape(-1, slices_a_pair).sum(1)
-                         for seconds in (parts.seconds, usual[parts.places]))
+        took, usually = (
+            np.bincount(parts.slices, parts.weights * seconds, slices)[:count]
+            .reshape(-1, slices_a_pair)
+            .sum(1)
+            for seconds in (parts.seconds, usual[parts.places])
+        )
         return np.asarray(took / usually)
 
     return slowness(ours) / slowness(theirs)
@@ -84,7 +90,11 @@ def median_over_launches(launches: Sequence[Floats]) -> tuple[float, float, floa
 
     def drawn() -> float:
         chosen = draw.integers(len(launches), size=len(launches))
-        return float(np.median(np.concatenate([draw.choice(launches[launch], len(launches[launch])) for launch in chosen])))
+        return float(
+            np.median(
+                np.concatenate([draw.choice(launches[launch], len(launches[launch])) for launch in chosen])
+            )
+        )
 
     lower, upper = np.quantile([drawn() for _ in range(RESAMPLES)], [0.05, 0.95])
     return float(np.median(np.concatenate(list(launches)))), float(lower), float(upper)

@@ -1,6 +1,6 @@
 """launch/train.py as it is, with a baton around each step: hooks, sinks and all belong to the step. See engine_step.py.
 
-    torchrun --nproc_per_node 2 benchmarks/sides/toolkit_side.py spec.json
+torchrun --nproc_per_node 2 benchmarks/sides/toolkit_side.py spec.json
 """
 
 import json

@@ -25,19 +25,39 @@ class TorchrunJob:
         folder: of the benchmark; ``folder / name`` is made for the job, with its ``spec.json`` and ``log.txt``.
     """
 
-    def __init__(self, name: str, script: str, spec: Mapping[str, Any], folder: Path, *, ranks: int,
-                 environ: Mapping[str, str] = ON_CPU) -> None:
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        spec: Mapping[str, Any],
+        folder: Path,
+        *,
+        ranks: int,
+        environ: Mapping[str, str] = ON_CPU,
+    ) -> None:
         self.name = name
         self.folder = folder / name
         self.folder.mkdir(exist_ok=True)
         spec_file = self.folder / "spec.json"
         spec_file.write_text(json.dumps(spec))
-        argv = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port()),
-                str(SIDES / script), str(spec_file)]
+        argv = [
+            str(Path(sys.executable).parent / "torchrun"),
+            "--nproc_per_node",
+            str(ranks),
+            "--master_port",
+            str(free_port()),
+            str(SIDES / script),
+            str(spec_file),
+        ]
         self.started = time.perf_counter()
         self._log = (self.folder / "log.txt").open("w")
-        self.process = subprocess.Popen(argv, env={**os.environ, **environ, "PYTHONPATH": str(SIDES)}, cwd=ROOT, stdout=self._log,
-                                        stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            argv,
+            env={**os.environ, **environ, "PYTHONPATH": str(SIDES)},
+            cwd=ROOT,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
 
     def told(self) -> str:
         """The end of what it printed."""

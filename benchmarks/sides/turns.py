@@ -23,8 +23,17 @@ WARM_UP_BLOCKS = 2
 class Job(TorchrunJob):
     """One side: a command of ``ranks`` ranks that runs a block of steps when told."""
 
-    def __init__(self, name: str, script: str, spec: Mapping[str, Any], folder: Path, block: int, *, ranks: int,
-                 environ: Mapping[str, str] = ON_CPU) -> None:
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        spec: Mapping[str, Any],
+        folder: Path,
+        block: int,
+        *,
+        ranks: int,
+        environ: Mapping[str, str] = ON_CPU,
+    ) -> None:
         self._pipes = {end: folder / name / end for end in ("go", "done")}
         (folder / name).mkdir()
         for pipe in self._pipes.values():
@@ -78,7 +87,9 @@ def compare(ours: Job, theirs: Job, pairs: int) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(seconds[ours.name], seconds[theirs.name], strict=True)]
     ratio, bounds = median_with_bounds(ratios)
     return {
-        "pairs": pairs, "ratio": ratio, "ratio_95": bounds,
+        "pairs": pairs,
+        "ratio": ratio,
+        "ratio_95": bounds,
         "step_seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "peak_bytes": {job.name: job.peak_bytes for job in jobs},
     }

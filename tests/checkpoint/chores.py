@@ -1,6 +1,6 @@
 """What the tests of memory have done: on ``folder / "run"`` and ``folder / "other"``. Imports no torch, as the tool does not.
 
-    python -m tests.checkpoint.chores NAME FOLDER      prints the most memory that was resident (bytes)
+python -m tests.checkpoint.chores NAME FOLDER      prints the most memory that was resident (bytes)
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def compare(folder: Path) -> None:
     assert diff(folder / "run", folder / "other").equal
 
 
-CHORES: Mapping[str, Callable[[Path], None]] = {work.__name__: work for work in (convert, write_for_transformers, look_at, compare)}
+CHORES: Mapping[str, Callable[[Path], None]] = {
+    work.__name__: work for work in (convert, write_for_transformers, look_at, compare)
+}
 
 if __name__ == "__main__":
     CHORES[sys.argv[1]](Path(sys.argv[2]))

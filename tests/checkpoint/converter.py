@@ -47,15 +47,27 @@ def zips(source: Source) -> Target:
         name, whole = f"part-{number % 2}/of/{number}.pt", Box.whole(info.shape)
         row = Box(whole.offset, (1, *info.shape[1:]))
         first, second = Storage("0", info.dtype, whole.numel + 3), Storage("1", info.dtype, row.numel)
-        value = {"tensor": StoredTensor(first, 3, info.shape, row_major(info.shape)), "row": StoredTensor.whole(second, row.shape)}
+        value = {
+            "tensor": StoredTensor(first, 3, info.shape, row_major(info.shape)),
+            "row": StoredTensor.whole(second, row.shape),
+        }
         layout = torch_zip.lay_out(name, value, [first, second])
         files.append(layout.file)
         begin, other = layout.storages["0"] + 12, layout.storages["1"]
         pieces[key] = [Piece(key, info.dtype, info.shape, whole, name, begin, begin + 4 * whole.numel)]
         copies[key] = [Piece(key, info.dtype, info.shape, row, name, other, other + 4 * row.numel)]
     files.append(TargetFile("latest", 5, {0: b"iter\n"}))
-    return Target(format="zips", namespace=source.namespace, step=source.step or 0, tensors=source.catalog.tensors, pieces=pieces,
-                  copies=copies, files=files, identity="zips", manifest="toolkit-manifest.json")
+    return Target(
+        format="zips",
+        namespace=source.namespace,
+        step=source.step or 0,
+        tensors=source.catalog.tensors,
+        pieces=pieces,
+        copies=copies,
+        files=files,
+        identity="zips",
+        manifest="toolkit-manifest.json",
+    )
 
 
 def natives(source: Source) -> Target:
@@ -67,7 +79,9 @@ TARGETS: dict[str, Callable[[Source], Target]] = {"zips": zips, "native": native
 
 def conversion(source: Path, target: Path, kind: str, **more: Any) -> Conversion:
     found = open_source(source)
-    return Conversion(found.catalog, TARGETS[kind](found), target, origin=found.origin(), refuse=found.refuse, **more)
+    return Conversion(
+        found.catalog, TARGETS[kind](found), target, origin=found.origin(), refuse=found.refuse, **more
+    )
 
 
 def small() -> None:
@@ -75,7 +89,14 @@ def small() -> None:
     convert.SYNC_BYTES, fill.TILE_BYTES = SYNC_BYTES, TILE_BYTES
 
 
-def work(source: Path, target: Path, kind: str, kill_at: tuple[str, int] | None, wait_at: str | None, pipe: Connection) -> None:
+def work(
+    source: Path,
+    target: Path,
+    kind: str,
+    kill_at: tuple[str, int] | None,
+    wait_at: str | None,
+    pipe: Connection,
+) -> None:
     """Convert, and tell how it went.
 
     Args:

@@ -16,8 +16,30 @@ from toolkit.checkpoint import manifest
 
 PAGE = 4096
 DEEP = json.loads("[" * 200 + "]" * 200)
-VALUES = (None, True, -1, 0, 1, 2**31, 2**63, 10**30, 0.5, 1e308, float("nan"), "", "x", "../x", "/x", "x" * 300, "\0", [], {}, [0], [-1],
-          DEEP)
+VALUES = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    10**30,
+    0.5,
+    1e308,
+    float("nan"),
+    "",
+    "x",
+    "../x",
+    "/x",
+    "x" * 300,
+    "\0",
+    [],
+    {},
+    [0],
+    [-1],
+    DEEP,
+)
 
 Damage = Callable[[Path, Random], str]
 
@@ -109,12 +131,33 @@ def point(folder: Path, random: Random) -> str:
     files = [file for file in files_of(folder) if file.name.startswith("latest")]
     if not files:
         return delete_folder(folder, random)
-    names = ["", "step-00000001", "step-00000009", "global_step1", "0", "-1", "release", "..", "/", "\0", "x" * 5000, "\udcff"]
+    names = [
+        "",
+        "step-00000001",
+        "step-00000009",
+        "global_step1",
+        "0",
+        "-1",
+        "release",
+        "..",
+        "/",
+        "\0",
+        "x" * 5000,
+        "\udcff",
+    ]
     text = random.choice(names)
     file = random.choice(files)
     file.write_bytes(text.encode(errors="surrogateescape"))
     return f"{file.relative_to(folder)} names {text[:20]!r}"
 
 
-DAMAGES: Mapping[str, Damage] = {"flip": flip, "truncate": truncate, "zero": zero, "delete": delete, "delete_folder": delete_folder,
-                                 "swap": swap, "forge": forge, "point": point}
+DAMAGES: Mapping[str, Damage] = {
+    "flip": flip,
+    "truncate": truncate,
+    "zero": zero,
+    "delete": delete,
+    "delete_folder": delete_folder,
+    "swap": swap,
+    "forge": forge,
+    "point": point,
+}

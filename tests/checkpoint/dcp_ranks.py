@@ -36,7 +36,10 @@ def save(rank: int, ranks: int, plan: RunPlan, folder: Path, sharded: bool, flat
         fully_shard(model)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, **SETTINGS)
     generator = torch.Generator().manual_seed(rank if sharded else 0)
     for _ in range(STOP):
@@ -45,7 +48,9 @@ def save(rank: int, ranks: int, plan: RunPlan, folder: Path, sharded: bool, flat
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    of_model, of_optimizer = get_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat)
+    )
     checkpoint.save({under: of_model, "optim": of_optimizer, "epoch": 2}, checkpoint_id=str(folder))
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,5 +58,8 @@ def save(rank: int, ranks: int, plan: RunPlan, folder: Path, sharded: bool, flat
 
     found = {TensorKey(WEIGHT, name): whole(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        found |= {TensorKey(kind, name): whole(optimizer.state[parameter][kind]) for kind in ("exp_avg", "exp_avg_sq")}
+        found |= {
+            TensorKey(kind, name): whole(optimizer.state[parameter][kind])
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
     return found

@@ -13,13 +13,18 @@ from toolkit.checkpoint.source import Source
 
 # Nothing is a multiple of anything, and norms of heads have two elements.
 ODD: dict[str, Any] = {"model__vocab_size": 263, "model__intermediate_size": 37}
-EVEN: dict[str, Any] = {"model__vocab_size": 266, "model__intermediate_size": 38}  # as a tensor axis of two asks
+EVEN: dict[str, Any] = {
+    "model__vocab_size": 266,
+    "model__intermediate_size": 38,
+}  # as a tensor axis of two asks
 
 
 def assembled(source: Source, like: State) -> State:
     """The tensors of ``like`` as the source gives them, in their dtypes."""
     found = {key: torch.empty_like(tensor) for key, tensor in like.items()}
-    source.reader().read([Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in found.items()])
+    source.reader().read(
+        [Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in found.items()]
+    )
     return found
 
 
@@ -33,6 +38,10 @@ def compare_copies(source: Source) -> None:
     for key in source.catalog.copies:
         for piece in source.catalog.copies[key]:
             data = (source.folder / piece.file).read_bytes()[piece.begin : piece.end]
-            copy = torch.frombuffer(bytearray(data), dtype=getattr(torch, piece.dtype)).reshape(piece.box.shape)
-            place = tuple(slice(low, low + size) for low, size in zip(piece.box.offset, piece.box.shape, strict=True))
+            copy = torch.frombuffer(bytearray(data), dtype=getattr(torch, piece.dtype)).reshape(
+                piece.box.shape
+            )
+            place = tuple(
+                slice(low, low + size) for low, size in zip(piece.box.offset, piece.box.shape, strict=True)
+            )
             assert same_bits(copy, values[key][place].contiguous()), piece

@@ -28,7 +28,15 @@ from toolkit.families.base import ModelShape
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.parity import gather
 
-TENSOR_DIMS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
+TENSOR_DIMS = {
+    "q_proj": 0,
+    "k_proj": 0,
+    "v_proj": 0,
+    "gate_proj": 0,
+    "up_proj": 0,
+    "o_proj": 1,
+    "down_proj": 1,
+}
 
 
 class Block(nn.Module):
@@ -41,7 +49,9 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         places = torch.arange(hidden.shape[1])[None]
-        out = self.layer(hidden, attention_mask=None, position_ids=places, position_embeddings=self.rotary(hidden, places))
+        out = self.layer(
+            hidden, attention_mask=None, position_ids=places, position_embeddings=self.rotary(hidden, places)
+        )
         found: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
@@ -54,7 +64,9 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
 
 
-def save_layers(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any], tensor: int = 1) -> State:
+def save_layers(
+    rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any], tensor: int = 1
+) -> State:
     """Three steps of a pipeline of two stages, DeepSpeed's own checkpoint, and what it holds."""
     deepspeed = compat.load(Device.CPU, rank)
     from deepspeed.pipe import PipelineModule
@@ -65,11 +77,15 @@ def save_layers(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Ma
     torch.manual_seed(5)
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=tensor, num_dp=ranks // 2 // tensor)
     with redirect_stdout(StringIO()):
-        net = PipelineModule(layers=list(layers_of(shape)), loss_fn=loss, topology=topology, partition_method="uniform")
+        net = PipelineModule(
+            layers=list(layers_of(shape)), loss_fn=loss, topology=topology, partition_method="uniform"
+        )
     if tensor > 1:
         cut(net)
     config = {**BASE, **settings}
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=groups_of(net, shuffled=False), config=config, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=net, model_parameters=groups_of(net, shuffled=False), config=config, dist_init_required=False
+    )
     mends.keep_no_times(engine)
     generator = torch.Generator().manual_seed(rank // tensor)
     for _ in range(STOP):
@@ -77,11 +93,22 @@ def save_layers(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Ma
         engine.train_batch(iter([(ids, ids)]))
     engine.save_checkpoint(str(folder), tag=TAG)
     grid = net._grid
-    places = {parameter: place_of(name, parameter, shape, grid.get_slice_parallel_rank(), tensor)
-              for name, parameter in net.named_parameters()}
-    partitions = state.partitions(engine.optimizer, places, rank=grid.get_data_parallel_rank(), ranks=grid.get_data_parallel_world_size())
-    repeated = {places[parameter].name for parameter in places if getattr(parameter, "ds_pipe_replicated", False)}
-    shards = [shard for shard in moving.shards(engine.optimizer, partitions) if shard.key.name not in repeated]
+    places = {
+        parameter: place_of(name, parameter, shape, grid.get_slice_parallel_rank(), tensor)
+        for name, parameter in net.named_parameters()
+    }
+    partitions = state.partitions(
+        engine.optimizer,
+        places,
+        rank=grid.get_data_parallel_rank(),
+        ranks=grid.get_data_parallel_world_size(),
+    )
+    repeated = {
+        places[parameter].name for parameter in places if getattr(parameter, "ds_pipe_replicated", False)
+    }
+    shards = [
+        shard for shard in moving.shards(engine.optimizer, partitions) if shard.key.name not in repeated
+    ]
     found = gather(shards, rank, ranks)
     engine.destroy()
     mends.forget_step(engine)
@@ -118,7 +145,11 @@ def cut(net: Any) -> None:
     for owner in list(net.modules()):
         for name, child in list(owner.named_children()):
             if name in TENSOR_DIMS:
-                setattr(owner, name, (LinearAllreduce if TENSOR_DIMS[name] else LinearLayer)(child, group, name=name))
+                setattr(
+                    owner,
+                    name,
+                    (LinearAllreduce if TENSOR_DIMS[name] else LinearLayer)(child, group, name=name),
+                )
 
 
 def place_of(name: str, parameter: torch.Tensor, shape: ModelShape, rank: int, ranks: int) -> state.Place:

@@ -43,8 +43,16 @@ class Layout:
 
     def plan(self, family: str, **more: Any) -> RunPlan:
         own = {"zero_optimization": {"sub_group_size": self.sub_group}} if self.sub_group else {}
-        return tiny_plan(family, ranks=self.ranks, engine__name=EngineName.deepspeed, zero__stage=self.stage, parallel__tensor=self.tensor,
-                         parallel__pipeline=self.pipeline, engine__deepspeed=own, **more)
+        return tiny_plan(
+            family,
+            ranks=self.ranks,
+            engine__name=EngineName.deepspeed,
+            zero__stage=self.stage,
+            parallel__tensor=self.tensor,
+            parallel__pipeline=self.pipeline,
+            engine__deepspeed=own,
+            **more,
+        )
 
     def config(self, **more: Any) -> TargetConfig:
         parallel = TargetParallelConfig(data=self.data, tensor=self.tensor, pipeline=self.pipeline)
@@ -55,7 +63,11 @@ class Layout:
         return deepspeed_target.lay_out(source, self.config(**more), **given)
 
     def __str__(self) -> str:
-        parts = [f"{name}{size}" for name, size in (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline)) if size > 1]
+        parts = [
+            f"{name}{size}"
+            for name, size in (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline))
+            if size > 1
+        ]
         return "-".join([f"zero{self.stage}", *parts, *(["subgroups"] if self.sub_group else [])])
 
 
@@ -76,14 +88,23 @@ def train(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[StepResult
     engine.load(first_weights(plan))
     step_all(engine, plan, range(STOP), rank=rank)
     said = scalars(plan, TrainState(STOP), {}, {}, engine.scalars())
-    CheckpointStore(folder).save(STOP, engine.shards(), said, namespace=namespace(plan), rank=rank, ranks=ranks, attempt=1).wait()
+    CheckpointStore(folder).save(
+        STOP, engine.shards(), said, namespace=namespace(plan), rank=rank, ranks=ranks, attempt=1
+    ).wait()
     results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
     return results
 
 
-def go_on(rank: int, ranks: int, plan: RunPlan, folder: Path, again: Path | None = None, universal: bool = False,
-          own_counters: bool = True) -> Opened:
+def go_on(
+    rank: int,
+    ranks: int,
+    plan: RunPlan,
+    folder: Path,
+    again: Path | None = None,
+    universal: bool = False,
+    own_counters: bool = True,
+) -> Opened:
     """What DeepSpeed opens at ``folder``, and ``MORE`` steps from there.
 
     Args:

@@ -28,7 +28,9 @@ STOP, MORE = 3, 6
 TAG = "global_step3"
 
 
-def save(rank: int, ranks: int, cell: Cell, folder: Path, further: int = 0) -> tuple[State, dict[str, object], Trace]:
+def save(
+    rank: int, ranks: int, cell: Cell, folder: Path, further: int = 0
+) -> tuple[State, dict[str, object], Trace]:
     """DeepSpeed's own checkpoint after three steps; the state and scalars then, and how it went on."""
     engine = make(cell, rank)
     steps(engine, cell, rank, 0, STOP)
@@ -48,8 +50,15 @@ def resume(rank: int, ranks: int, cell: Cell, folder: Path, forget: bool) -> Tra
     return Trace(tuple(results))
 
 
-def save_plain(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any], frozen: Sequence[str] = (),
-               shuffled: bool = False) -> State:
+def save_plain(
+    rank: int,
+    ranks: int,
+    plan: RunPlan,
+    folder: Path,
+    settings: Mapping[str, Any],
+    frozen: Sequence[str] = (),
+    shuffled: bool = False,
+) -> State:
     """The same from DeepSpeed as a user calls it: a model of transformers, and DeepSpeed's own dictionary.
 
     Args:
@@ -64,7 +73,9 @@ def save_plain(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Map
     stage = settings.get("zero_optimization", {}).get("stage", 0)
     if stage == 3:
         compat.number_from_zero()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config={**BASE, **settings}, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, config={**BASE, **settings}, dist_init_required=False
+    )
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STOP):
         ids = torch.randint(0, plan.shape.vocab_size if plan.shape else 2, (2, 8), generator=generator)
@@ -79,7 +90,9 @@ def save_plain(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Map
         found = unfused(engine.optimizer, places)
     else:
         partitions = state.partitions(engine.optimizer, places, rank=rank, ranks=ranks)
-        shards = moving.shards(engine.optimizer, partitions) + list(state.frozen(model, places, rank=rank, ranks=ranks))
+        shards = moving.shards(engine.optimizer, partitions) + list(
+            state.frozen(model, places, rank=rank, ranks=ranks)
+        )
         found = gather(shards, rank, ranks)
     engine.destroy()
     if stage == 3:
@@ -93,8 +106,9 @@ def save_plain(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Map
 SCHEDULED_LR = 1e-3
 
 
-def scheduled(rank: int, ranks: int, plan: RunPlan, scheduler: str, folder: Path,
-              begin: Path | None = None) -> tuple[list[float], list[float]]:
+def scheduled(
+    rank: int, ranks: int, plan: RunPlan, scheduler: str, folder: Path, begin: Path | None = None
+) -> tuple[list[float], list[float]]:
     """Learning rates and losses of the ``MORE`` steps after the first ``STOP``, of a user's program with a learning-rate scheduler.
 
     Args:
@@ -106,12 +120,23 @@ def scheduled(rank: int, ranks: int, plan: RunPlan, scheduler: str, folder: Path
     model, config, made = hugging_face(plan), {**BASE, "zero_optimization": {"stage": 1}}, None
     config["optimizer"] = {"type": "AdamW", "params": {"lr": SCHEDULED_LR, "eps": 1e-4, "torch_adam": True}}
     if scheduler == "WarmupDecayLR":
-        config["scheduler"] = {"type": scheduler, "params": {"warmup_max_lr": SCHEDULED_LR, "warmup_num_steps": 2, "total_num_steps": 12}}
+        config["scheduler"] = {
+            "type": scheduler,
+            "params": {"warmup_max_lr": SCHEDULED_LR, "warmup_num_steps": 2, "total_num_steps": 12},
+        }
     else:
-        arguments = {"LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)}, "CosineAnnealingLR": {"T_max": 12}}[scheduler]
+        arguments = {
+            "LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)},
+            "CosineAnnealingLR": {"T_max": 12},
+        }[scheduler]
         made = lambda optimizer: getattr(torch.optim.lr_scheduler, scheduler)(optimizer, **arguments)  # noqa: E731
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model, shuffled=False), config=config, lr_scheduler=made,
-                                      dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=groups_of(model, shuffled=False),
+        config=config,
+        lr_scheduler=made,
+        dist_init_required=False,
+    )
     if begin is not None:
         assert engine.load_checkpoint(str(begin))[0] is not None
     rates, losses = [], []
@@ -135,8 +160,17 @@ def unfused(optimizer: Any, places: Mapping[torch.Tensor, state.Place]) -> State
     found: State = {}
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for weight, master in zip(weights, masters, strict=True):
-            tensors = {WEIGHT: weight, MASTER: master, **{name: optimizer.optimizer.state[master][name] for name in (EXP_AVG, EXP_AVG_SQ)}}
-            found.update({TensorKey(name, places[weight].name): tensor.detach().clone() for name, tensor in tensors.items()})
+            tensors = {
+                WEIGHT: weight,
+                MASTER: master,
+                **{name: optimizer.optimizer.state[master][name] for name in (EXP_AVG, EXP_AVG_SQ)},
+            }
+            found.update(
+                {
+                    TensorKey(name, places[weight].name): tensor.detach().clone()
+                    for name, tensor in tensors.items()
+                }
+            )
     return found
 
 
@@ -145,11 +179,15 @@ def fuse(path: Path) -> None:
     saved = torch.load(path, weights_only=False)
     optimizer = saved["optimizer"]
     states, groups = optimizer["optimizer_state_dict"]["state"], optimizer.pop("fp32_groups")
-    optimizer["fp32_groups_flat"] = [torch.cat([tensor.detach().flatten() for tensor in group]) for group in groups]
+    optimizer["fp32_groups_flat"] = [
+        torch.cat([tensor.detach().flatten() for tensor in group]) for group in groups
+    ]
     merged, first = {}, 0
     for number, group in enumerate(groups):
         mine = [states[place] for place in range(first, first + len(group))]
-        merged[number] = {name: torch.cat([one[name].flatten() for one in mine]) for name in (EXP_AVG, EXP_AVG_SQ)}
+        merged[number] = {
+            name: torch.cat([one[name].flatten() for one in mine]) for name in (EXP_AVG, EXP_AVG_SQ)
+        }
         merged[number]["step"] = mine[0]["step"]
         first += len(group)
     optimizer["optimizer_state_dict"]["state"] = merged
@@ -162,7 +200,10 @@ def forget_shapes(path: Path) -> None:
 
 
 BASE: Mapping[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "steps_per_print": 2**31 - 1,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 2**31 - 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
 }
 
@@ -176,7 +217,9 @@ def hugging_face(plan: RunPlan) -> nn.Module:
     assert plan.shape is not None
     sizes = families.get(plan.shape.family).hugging_face_config(plan.shape)
     torch.manual_seed(5)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(sizes.pop("model_type"), **sizes))
+    model: nn.Module = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    )
     return model
 
 
@@ -185,8 +228,10 @@ def groups_of(model: nn.Module, *, shuffled: bool) -> list[dict[str, Any]]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if shuffled:
         trained = trained[::-1]
-    return [{"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": 0.1},
-            {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0}]
+    return [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 def full_weights(rank: int, ranks: int, folder: Path) -> dict[str, torch.Tensor]:
@@ -202,8 +247,15 @@ def to_universal(rank: int, ranks: int, folder: Path, target: Path) -> None:
     """By DeepSpeed's own tool."""
     from deepspeed.checkpoint import ds_to_universal
 
-    arguments = Namespace(input_folder=str(folder / TAG), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
-                          keep_temp_folder=False, strict=True, inject_missing_state=True)
+    arguments = Namespace(
+        input_folder=str(folder / TAG),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
     with redirect_stdout(StringIO()):
         ds_to_universal.main(arguments)
 
@@ -214,7 +266,9 @@ def save_autotp(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Ma
     model = hugging_face(plan)
     config = {**BASE, **settings, "tensor_parallel": {"autotp_size": 2}}
     groups = groups_of(model, shuffled=False)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, config=config, dist_init_required=False
+    )
     generator = torch.Generator().manual_seed(rank // 2)
     for _ in range(STOP):
         ids = torch.randint(0, plan.shape.vocab_size if plan.shape else 2, (2, 8), generator=generator)

@@ -1,6 +1,6 @@
 """Checkpoints that exist as descriptions only: sizes and ranks, no files. Pieces are made when they are asked for.
 
-    python -m tests.checkpoint.described llama-3.1-405b 1024 None       plans ZeRO-3 -> TP8 x PP16 x DP8; prints figures
+python -m tests.checkpoint.described llama-3.1-405b 1024 None       plans ZeRO-3 -> TP8 x PP16 x DP8; prints figures
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
     for spec in parameters:
         starts[spec.name] = held
         held += share_numel(spec.numel, ranks)
-    tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape) for state in STATES for spec in parameters}
+    tensors = {
+        TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
+        for state in STATES
+        for spec in parameters
+    }
     base = {state: 4096 + number * held * DTYPES["float32"].itemsize for number, state in enumerate(STATES)}
     names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
 
@@ -56,27 +60,43 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
     def make(key: TensorKey) -> tuple[Piece, ...]:
         info = tensors[key]
         box = Box.whole(info.shape)
-        return pieces_of_runs(key, info.dtype, info.shape, box, runs(starts[key.name], box.numel),
-                              lambda rank: (names[rank], base[key.state], None))
+        return pieces_of_runs(
+            key,
+            info.dtype,
+            info.shape,
+            box,
+            runs(starts[key.name], box.numel),
+            lambda rank: (names[rank], base[key.state], None),
+        )
 
-    catalog = Catalog(Path("/described"), tensors, Made(tensors, make), {"step": 500, "optimizer_step": 500, "optim": OPTIM})
-    return Source(format="deepspeed", catalog=catalog, namespace=family.namespace, step=500, shape=shape, refuse=refuse)
+    catalog = Catalog(
+        Path("/described"), tensors, Made(tensors, make), {"step": 500, "optimizer_step": 500, "optim": OPTIM}
+    )
+    return Source(
+        format="deepspeed", catalog=catalog, namespace=family.namespace, step=500, shape=shape, refuse=refuse
+    )
 
 
 def main(model: str, ranks: str, missing: str) -> None:
     began = time.process_time()
     source = zero3(model, int(ranks), None if missing == "None" else int(missing))
     parallel = TargetParallelConfig(data=8, tensor=8, pipeline=16)
-    config = TargetConfig(format=Format.megatron, parallel=parallel, zero=Stage.stage1, precision=Precision.bf16)
+    config = TargetConfig(
+        format=Format.megatron, parallel=parallel, zero=Stage.stage1, precision=Precision.bf16
+    )
     try:
         plan = plan_reshard(source.catalog, lay_out(source, config))
     except CheckpointError as error:
         print(f"wrong={str(error).splitlines()[0]}")
         return
     assert source.shape is not None
-    print(f"parameters={sum(spec.numel for spec in families.get(source.shape.family).parameters(source.shape))}")
+    print(
+        f"parameters={sum(spec.numel for spec in families.get(source.shape.family).parameters(source.shape))}"
+    )
     print(f"read={plan.bytes_read}\nreads={plan.reads}\nwritten={plan.target_bytes}\nwrites={plan.writes}")
-    print(f"source_pieces={plan.source_pieces}\ntarget_pieces={plan.target_pieces}\ncpu_seconds={time.process_time() - began:.1f}")
+    print(
+        f"source_pieces={plan.source_pieces}\ntarget_pieces={plan.target_pieces}\ncpu_seconds={time.process_time() - began:.1f}"
+    )
     print(f"peak_bytes={resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}")
 
 

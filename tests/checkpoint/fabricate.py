@@ -16,20 +16,54 @@ from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source, vendors_refusal
 
 
-def of_ranks(folder: Path, named: Mapping[TensorKey, torch.Tensor], *, ranks: int = 2, replicated: Collection[str] = (),
-             turned: Collection[str] = (), scalars: Mapping[str, object] | None = None, step: int = 1, checksums: bool = False) -> Source:
+def of_ranks(
+    folder: Path,
+    named: Mapping[TensorKey, torch.Tensor],
+    *,
+    ranks: int = 2,
+    replicated: Collection[str] = (),
+    turned: Collection[str] = (),
+    scalars: Mapping[str, object] | None = None,
+    step: int = 1,
+    checksums: bool = False,
+) -> Source:
     """Tensors are cut along their first dim; those whose names are in ``replicated`` stand whole in every file, those in ``turned``
     with their dims changed over."""
     folder.mkdir(parents=True)
     for rank in range(ranks):
-        torch.save({str(key): _of_rank(tensor, rank, ranks, key.name in replicated, key.name in turned) for key, tensor in named.items()},
-                   folder / f"rank{rank}.pt")
-    return read(folder, {key: TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for key, tensor in named.items()},
-                ranks=ranks, replicated=replicated, turned=turned, scalars=scalars, step=step, checksums=checksums)
+        torch.save(
+            {
+                str(key): _of_rank(tensor, rank, ranks, key.name in replicated, key.name in turned)
+                for key, tensor in named.items()
+            },
+            folder / f"rank{rank}.pt",
+        )
+    return read(
+        folder,
+        {
+            key: TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for key, tensor in named.items()
+        },
+        ranks=ranks,
+        replicated=replicated,
+        turned=turned,
+        scalars=scalars,
+        step=step,
+        checksums=checksums,
+    )
 
 
-def read(folder: Path, tensors: Mapping[TensorKey, TensorInfo], *, ranks: int, replicated: Collection[str], turned: Collection[str],
-         scalars: Mapping[str, object] | None, step: int, checksums: bool = False) -> Source:
+def read(
+    folder: Path,
+    tensors: Mapping[TensorKey, TensorInfo],
+    *,
+    ranks: int,
+    replicated: Collection[str],
+    turned: Collection[str],
+    scalars: Mapping[str, object] | None,
+    step: int,
+    checksums: bool = False,
+) -> Source:
     """``checksums``: what the files' zip directories say of their records is known, and every changed byte is found by it."""
     pieces: dict[TensorKey, tuple[Piece, ...]] = {}
     copies: dict[TensorKey, tuple[Piece, ...]] = {}
@@ -44,9 +78,13 @@ def read(folder: Path, tensors: Mapping[TensorKey, TensorInfo], *, ranks: int, r
                 stored = StoredTensor(stored.storage, stored.offset, stored.shape[::-1], stored.strides[::-1])
             found = tuple(torch_zip.pieces_of(stored, key, info.shape, box))
             into = copies if whole and rank else pieces
-            into[key] = into.get(key, ()) + (found if checksums else tuple(replace(piece, record=None) for piece in found))
+            into[key] = into.get(key, ()) + (
+                found if checksums else tuple(replace(piece, record=None) for piece in found)
+            )
     catalog = Catalog(folder, tensors, pieces, {"step": step} if scalars is None else scalars, copies)
-    return Source(format="test", catalog=catalog, namespace=NAMESPACE, step=step, shape=None, refuse=vendors_refusal)
+    return Source(
+        format="test", catalog=catalog, namespace=NAMESPACE, step=step, shape=None, refuse=vendors_refusal
+    )
 
 
 def _of_rank(tensor: torch.Tensor, rank: int, ranks: int, whole: bool, turned: bool) -> torch.Tensor:
@@ -63,7 +101,9 @@ def write_at(source: Source, key: TensorKey, element: int, raw: bytes, *, copy: 
     """Overwrite a flat element of ``key`` in its file (of its first copy): what a disk or a bug does, unseen."""
     for piece in (source.catalog.copies if copy else source.catalog.pieces)[key]:
         values = torch.arange(torch.Size(piece.global_shape).numel()).reshape(piece.global_shape)
-        inside = values[tuple(slice(o, o + s) for o, s in zip(piece.box.offset, piece.box.shape, strict=True))]
+        inside = values[
+            tuple(slice(o, o + s) for o, s in zip(piece.box.offset, piece.box.shape, strict=True))
+        ]
         inside = (inside.T if piece.transposed else inside).reshape(-1)
         place = (inside == element).nonzero()
         if len(place):

@@ -73,7 +73,12 @@ def first_only(shape: Sequence[int], ranks: int) -> list[list[Held]]:
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "flat": flat, "rows": along(0), "columns": along(1), "replicated": replicated, "flat_in_pairs": flat_in_pairs, "first_only": first_only,
+    "flat": flat,
+    "rows": along(0),
+    "columns": along(1),
+    "replicated": replicated,
+    "flat_in_pairs": flat_in_pairs,
+    "first_only": first_only,
 }
 
 
@@ -81,27 +86,47 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))]
 
 
-def shards_of(tensors: Mapping[TensorKey, torch.Tensor], layout: Layout, ranks: int, *, empty: bool = False) -> list[list[Shard]]:
+def shards_of(
+    tensors: Mapping[TensorKey, torch.Tensor], layout: Layout, ranks: int, *, empty: bool = False
+) -> list[list[Shard]]:
     """Each rank's shards: views of the tensors (column splits are not contiguous), or room to load into."""
     held: list[list[Shard]] = [[] for _ in range(ranks)]
     for key, tensor in tensors.items():
         for rank, items in enumerate(layout(tensor.shape, ranks)):
             for item in items:
                 data = torch.full(item.box.shape, 7, dtype=tensor.dtype) if empty else cut(tensor, item.box)
-                held[rank].append(Shard(key, tuple(tensor.shape), item.box, data, item.replica, item.replicas))
+                held[rank].append(
+                    Shard(key, tuple(tensor.shape), item.box, data, item.replica, item.replicas)
+                )
     return held
 
 
-def save(directory: Path, step: int, ranks: Sequence[Sequence[Shard]], *, stores: Sequence[CheckpointStore] | None = None, attempt: int = 1,
-         scalars: Mapping[str, object] | None = None, background: bool = False) -> Path:
+def save(
+    directory: Path,
+    step: int,
+    ranks: Sequence[Sequence[Shard]],
+    *,
+    stores: Sequence[CheckpointStore] | None = None,
+    attempt: int = 1,
+    scalars: Mapping[str, object] | None = None,
+    background: bool = False,
+) -> Path:
     """All ranks save, each in a thread of its own, as its process would."""
     stores = stores or [CheckpointStore(directory, keep_last=9, timeout_seconds=20) for _ in ranks]
     errors: list[BaseException] = []
 
     def one(rank: int) -> None:
         try:
-            stores[rank].save(step, ranks[rank], scalars or {"step": step}, namespace=NAMESPACE, rank=rank, ranks=len(ranks),
-                              attempt=attempt, background=background).wait()
+            stores[rank].save(
+                step,
+                ranks[rank],
+                scalars or {"step": step},
+                namespace=NAMESPACE,
+                rank=rank,
+                ranks=len(ranks),
+                attempt=attempt,
+                background=background,
+            ).wait()
         except BaseException as error:  # noqa: BLE001  raised in the caller's thread
             errors.append(error)
 
@@ -117,8 +142,13 @@ def save(directory: Path, step: int, ranks: Sequence[Sequence[Shard]], *, stores
 
 def whole(reader: Reader, dtype: torch.dtype | None = None) -> dict[TensorKey, torch.Tensor]:
     """Everything that a reader has, assembled."""
-    tensors = {key: torch.empty(info.shape, dtype=dtype or getattr(torch, info.dtype)) for key, info in reader.tensors.items()}
-    reader.read([Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in tensors.items()])
+    tensors = {
+        key: torch.empty(info.shape, dtype=dtype or getattr(torch, info.dtype))
+        for key, info in reader.tensors.items()
+    }
+    reader.read(
+        [Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in tensors.items()]
+    )
     return tensors
 
 
@@ -126,4 +156,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in every bit: NaNs too, and 0.0 is not -0.0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return bool(torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)))
+    return bool(
+        torch.equal(
+            a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+        )
+    )

@@ -34,7 +34,9 @@ class Held:
     results: list[StepResult]
 
 
-def train(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: dict[str, Any], with_args: bool = False) -> Held:
+def train(
+    rank: int, ranks: int, plan: RunPlan, folder: Path, settings: dict[str, Any], with_args: bool = False
+) -> Held:
     """``STOP`` steps and Megatron-core's own checkpoint; then ``MORE`` steps that go on as if nothing had been."""
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
@@ -75,13 +77,36 @@ def arguments(plan: RunPlan) -> Namespace:
     assert shape is not None
     assert plan.megatron is not None
     config = plan.megatron["transformer"]
-    same = ("normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "num_layers", "hidden_size", "ffn_hidden_size",
-            "num_attention_heads", "num_query_groups", "kv_channels", "attention_dropout", "hidden_dropout")
+    same = (
+        "normalization",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "attention_dropout",
+        "hidden_dropout",
+    )
     return Namespace(
-        **{name: config[name] for name in same}, swiglu=config["gated_linear_unit"], group_query_attention=True,
-        num_experts=config.get("num_moe_experts"), moe_router_topk=config.get("moe_router_topk", 2), moe_aux_loss_coeff=0.0,
-        moe_ffn_hidden_size=config.get("moe_ffn_hidden_size"), vocab_size=shape.vocab_size,
-        padded_vocab_size=plan.megatron["model"]["vocab_size"], max_position_embeddings=shape.max_position_embeddings,
-        untie_embeddings_and_output_weights=not shape.tie_word_embeddings, norm_epsilon=shape.norm_eps,
-        position_embedding_type=plan.megatron["model"]["position_embedding_type"], rotary_base=shape.rope_theta,
-        init_method_std=shape.initializer_range, consumed_train_samples=SAMPLES, params_dtype=torch.float32)
+        **{name: config[name] for name in same},
+        swiglu=config["gated_linear_unit"],
+        group_query_attention=True,
+        num_experts=config.get("num_moe_experts"),
+        moe_router_topk=config.get("moe_router_topk", 2),
+        moe_aux_loss_coeff=0.0,
+        moe_ffn_hidden_size=config.get("moe_ffn_hidden_size"),
+        vocab_size=shape.vocab_size,
+        padded_vocab_size=plan.megatron["model"]["vocab_size"],
+        max_position_embeddings=shape.max_position_embeddings,
+        untie_embeddings_and_output_weights=not shape.tie_word_embeddings,
+        norm_epsilon=shape.norm_eps,
+        position_embedding_type=plan.megatron["model"]["position_embedding_type"],
+        rotary_base=shape.rope_theta,
+        init_method_std=shape.initializer_range,
+        consumed_train_samples=SAMPLES,
+        params_dtype=torch.float32,
+    )

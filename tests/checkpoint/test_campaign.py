@@ -75,11 +75,19 @@ def native_run(folder: Path) -> Kind:
     for step in STEPS:
         exact = torch.randn(300, 40, generator=torch.Generator().manual_seed(step))
         named = {TensorKey(state, "w"): exact + number for number, state in enumerate((WEIGHT, EXP_AVG))} | {
-            TensorKey(EXP_AVG_SQ, "w"): exact.square(), TensorKey(WEIGHT, "b"): exact[0]}
+            TensorKey(EXP_AVG_SQ, "w"): exact.square(),
+            TensorKey(WEIGHT, "b"): exact[0],
+        }
         stores = [CheckpointStore(folder / "checkpoints", keep_last=3) for _ in range(2)]
         scalars = {"step": step, "optimizer_step": step, "consumed_samples": 8 * step}
-        pending = [store.save(step, shards, scalars, namespace="test/1", rank=rank, ranks=2, attempt=1, background=True)
-                   for rank, (store, shards) in enumerate(zip(stores, shards_of(named, LAYOUTS["flat"], 2), strict=True))]
+        pending = [
+            store.save(
+                step, shards, scalars, namespace="test/1", rank=rank, ranks=2, attempt=1, background=True
+            )
+            for rank, (store, shards) in enumerate(
+                zip(stores, shards_of(named, LAYOUTS["flat"], 2), strict=True)
+            )
+        ]
         saved, _ = [one.wait() for one in pending]
         add_save(attempt, Save(step=step, seconds=1.0, bytes=1, stepping=1.0))
     write_times(attempt, Times(began=1.0, seen=2.0, first=0))
@@ -101,8 +109,11 @@ def without_manifest(folder: Path) -> Path:
 
 
 def dcp(folder: Path, held: Tensors) -> Path:
-    state = {name: {kind: held[TensorKey(kind, name)] for kind in (EXP_AVG, EXP_AVG_SQ)} | {"step": torch.tensor(3.0)}
-             for name in {key.name for key in held}}
+    state = {
+        name: {kind: held[TensorKey(kind, name)] for kind in (EXP_AVG, EXP_AVG_SQ)}
+        | {"step": torch.tensor(3.0)}
+        for name in {key.name for key in held}
+    }
     weights = {key.name: tensor for key, tensor in held.items() if key.state == WEIGHT}
     dcp_of_torch.save({"model": weights, "optim": {"state": state}}, checkpoint_id=str(folder))
     return folder
@@ -117,14 +128,28 @@ TARGETS = {
 HUGGING_FACE = TargetConfig(format=Format.huggingface, optimizer=True)
 KINDS: Mapping[str, Callable[[Path, Path, Tensors], Kind]] = {
     "native": lambda folder, source, held: native_run(folder),
-    "zero1": lambda folder, source, held: Kind(without_manifest(converted(folder, source, TARGETS["zero1"])), held, SHAPE),
-    "zero3": lambda folder, source, held: Kind(without_manifest(converted(folder, source, TARGETS["zero3"])), held, SHAPE),
+    "zero1": lambda folder, source, held: Kind(
+        without_manifest(converted(folder, source, TARGETS["zero1"])), held, SHAPE
+    ),
+    "zero3": lambda folder, source, held: Kind(
+        without_manifest(converted(folder, source, TARGETS["zero3"])), held, SHAPE
+    ),
     "universal": lambda folder, source, held: Kind(
-        without_manifest(converted(folder, source, TARGETS["universal"])), held, SHAPE, tuple(name for name in DAMAGES if name != "swap")),
-    "megatron": lambda folder, source, held: Kind(without_manifest(converted(folder, source, TARGETS["megatron"])), held, SHAPE),
+        without_manifest(converted(folder, source, TARGETS["universal"])),
+        held,
+        SHAPE,
+        tuple(name for name in DAMAGES if name != "swap"),
+    ),
+    "megatron": lambda folder, source, held: Kind(
+        without_manifest(converted(folder, source, TARGETS["megatron"])), held, SHAPE
+    ),
     "dcp": lambda folder, source, held: Kind(dcp(folder, held), held, SHAPE),
     "huggingface": lambda folder, source, held: Kind(
-        without_manifest(converted(folder, source, HUGGING_FACE)), held, None, ("truncate", "delete", "delete_folder", "forge")),
+        without_manifest(converted(folder, source, HUGGING_FACE)),
+        held,
+        None,
+        ("truncate", "delete", "delete_folder", "forge"),
+    ),
     "our huggingface": lambda folder, source, held: Kind(converted(folder, source, HUGGING_FACE), held),
     "our megatron": lambda folder, source, held: Kind(converted(folder, source, TARGETS["megatron"]), held),
     "our zero3": lambda folder, source, held: Kind(converted(folder, source, TARGETS["zero3"]), held),
@@ -149,7 +174,9 @@ def load(folder: Path, kind: Kind) -> dict[TensorKey, torch.Tensor]:
             raise disagreement(folder / "checkpoints", found)
     reader = open_source(folder, kind.model).reader()
     read = {key: torch.zeros_like(tensor) for key, tensor in kind.held.items()}
-    reader.read([Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in read.items()])
+    reader.read(
+        [Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in read.items()]
+    )
     return read
 
 
@@ -189,7 +216,9 @@ def campaign(kinds: Mapping[str, Kind], each: int, seed: int, room: Path) -> tup
 
 
 def test_a_sample_of_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
-    assert {name: outcome(kind.folder, kind) for name, kind in kinds.items()} == dict.fromkeys(kinds, HARMLESS)
+    assert {name: outcome(kind.folder, kind) for name, kind in kinds.items()} == dict.fromkeys(
+        kinds, HARMLESS
+    )
     counts, bad = campaign(kinds, QUICK, SEED, tmp_path)
     assert not bad, "\n".join(bad)
     assert counts[REFUSED] > QUICK * len(kinds) / 2

@@ -71,7 +71,12 @@ LAYOUTS = {
     "native": Layout(LOCAL, Format.native),
 }
 NAMES = tuple(LAYOUTS)
-QUICK = [("zero3", "megatron-tp2-pp2"), ("megatron-dp2-zero1", "zero2"), ("zero1-tp2", "huggingface"), ("huggingface", "zero1")]
+QUICK = [
+    ("zero3", "megatron-tp2-pp2"),
+    ("megatron-dp2-zero1", "zero2"),
+    ("zero1-tp2", "huggingface"),
+    ("huggingface", "zero1"),
+]
 # A prime number of layouts: each of these steps goes round all of them.
 FULL = [(name, NAMES[(at + step) % len(NAMES)]) for at, name in enumerate(NAMES) for step in (1, 4, 7, 11)]
 assert len(NAMES) == 13
@@ -92,8 +97,15 @@ def train(rank: int, ranks: int, layout: Layout, folder: Path) -> None:
         vendors.vendor_save_megatron(engine, folder, STOP)
     else:
         assert plan.shape is not None
-        CheckpointStore(folder).save(STOP, engine.shards(), {STEP: STOP, **engine.scalars()}, rank=rank, ranks=ranks, attempt=1,
-                                     namespace=FAMILIES[plan.shape.family].namespace).wait()
+        CheckpointStore(folder).save(
+            STOP,
+            engine.shards(),
+            {STEP: STOP, **engine.scalars()},
+            rank=rank,
+            ranks=ranks,
+            attempt=1,
+            namespace=FAMILIES[plan.shape.family].namespace,
+        ).wait()
     engine.close()
 
 
@@ -121,7 +133,9 @@ def go_on(rank: int, ranks: int, layout: Layout, folder: Path, forget: bool) -> 
 def convert(source: Source, layout: Layout, path: Path) -> Source:
     target = reshard.lay_out(source, layout.config)
     Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
-    (path / target.manifest).rename(path.with_name(f"{path.name}-manifest"))  # so that the format's own reader reads it
+    (path / target.manifest).rename(
+        path.with_name(f"{path.name}-manifest")
+    )  # so that the format's own reader reads it
     if layout.form is Format.native:
         path.with_name(f"{path.name}-manifest").rename(path / target.manifest)
     return open_source(path, source.shape)
@@ -158,7 +172,9 @@ def unbroken() -> list[StepResult]:
     return results[STOP:]
 
 
-def apart(pool: RankPool, source: Source, name: str, path: Path, unbroken: list[StepResult], forget: bool = False) -> tuple[float, float]:
+def apart(
+    pool: RankPool, source: Source, name: str, path: Path, unbroken: list[StepResult], forget: bool = False
+) -> tuple[float, float]:
     """How far losses and gradient norms are from those of the run that did not stop."""
     layout = LAYOUTS[name]
     convert(source, layout, path)
@@ -168,7 +184,9 @@ def apart(pool: RankPool, source: Source, name: str, path: Path, unbroken: list[
     return max(abs(a.loss - b.loss) for a, b in pairs), max(abs(a.grad_norm - b.grad_norm) for a, b in pairs)
 
 
-def check_pair(pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], path: Path) -> None:
+def check_pair(
+    pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], path: Path
+) -> None:
     before, after = pair
     loss, norm = apart(pool, saved.of(before), after, path / "t", unbroken)
     print(f"{before} -> {after}: {loss:.1e} {norm:.1e}")
@@ -176,19 +194,24 @@ def check_pair(pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: li
 
 
 @pytest.mark.parametrize("pair", QUICK, ids="-to-".join)
-def test_training_goes_on(pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path) -> None:
+def test_training_goes_on(
+    pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path
+) -> None:
     check_pair(pair, saved, pool, unbroken, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("pair", FULL, ids="-to-".join)
-def test_training_goes_on_between_all(pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult],
-                                      tmp_path: Path) -> None:
+def test_training_goes_on_between_all(
+    pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path
+) -> None:
     check_pair(pair, saved, pool, unbroken, tmp_path)
 
 
 @pytest.mark.parametrize("pair", QUICK[:2], ids="-to-".join)
-def test_control_zeroed_moments(pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path) -> None:
+def test_control_zeroed_moments(
+    pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path
+) -> None:
     loss, norm = apart(pool, saved.of(pair[0]), pair[1], tmp_path / "t", unbroken, forget=True)
     assert min(loss, norm) > 10 * TOLERANCE, f"loss {loss:.1e}, norm {norm:.1e}"
 
@@ -203,7 +226,9 @@ def check_round_trip(pair: tuple[str, str], saved: Saved, path: Path) -> None:
     assert found.overall == expected.overall
     assert back.step == between.step == source.step == STOP
     known = source.catalog.scalars.keys() & between.catalog.scalars.keys()
-    assert {name: back.catalog.scalars[name] for name in known} == {name: source.catalog.scalars[name] for name in known}
+    assert {name: back.catalog.scalars[name] for name in known} == {
+        name: source.catalog.scalars[name] for name in known
+    }
 
 
 @pytest.mark.parametrize("pair", QUICK, ids="-to-".join)

@@ -1,6 +1,6 @@
 """The executor of conversions: any pieces to any pieces, hashed and checksummed, in tiles.
 
-    pytest tests/checkpoint/test_convert.py
+pytest tests/checkpoint/test_convert.py
 """
 
 from __future__ import annotations
@@ -53,14 +53,23 @@ def values_of(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.floa
 
 
 def run(source: Source, target: Target, path: Path, **kwargs: Any) -> Conversion:
-    conversion = Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse, **kwargs)
+    conversion = Conversion(
+        source.catalog, target, path, origin=source.origin(), refuse=source.refuse, **kwargs
+    )
     conversion.run()
     return conversion
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(shape=st.lists(st.integers(1, 7), max_size=4).map(tuple), most=st.integers(1, 40), columns=st.booleans(), data=st.data())
-def test_tiles_fill_a_tensor_and_ranges_of_any_box_follow_each_other(shape: tuple[int, ...], most: int, columns: bool, data: Any) -> None:
+@given(
+    shape=st.lists(st.integers(1, 7), max_size=4).map(tuple),
+    most=st.integers(1, 40),
+    columns=st.booleans(),
+    data=st.data(),
+)
+def test_tiles_fill_a_tensor_and_ranges_of_any_box_follow_each_other(
+    shape: tuple[int, ...], most: int, columns: bool, data: Any
+) -> None:
     columns = columns and len(shape) > 1
     cut = list(tiles(shape, most, by_columns=columns))
     seen = np.zeros(shape, int)
@@ -69,7 +78,9 @@ def test_tiles_fill_a_tensor_and_ranges_of_any_box_follow_each_other(shape: tupl
         assert tile.numel <= most
     assert (seen == 1).all()
     low = [data.draw(st.integers(0, size - 1)) for size in shape]
-    outer = Box(tuple(low), tuple(data.draw(st.integers(1, size - a)) for a, size in zip(low, shape, strict=True)))
+    outer = Box(
+        tuple(low), tuple(data.draw(st.integers(1, size - a)) for a, size in zip(low, shape, strict=True))
+    )
     at = 0
     for tile in cut:
         common = outer.intersect(tile)
@@ -83,10 +94,17 @@ def test_tiles_fill_a_tensor_and_ranges_of_any_box_follow_each_other(shape: tupl
 def test_native_to_native(tmp_path: Path, small_blocks: None, layout: str) -> None:
     shapes = [(13, 11), (7,), (), (3, 5, 4), (1, 40)]
     named = {TensorKey(WEIGHT, f"t{n}"): values_of(shape, n) for n, shape in enumerate(shapes)}
-    named |= {TensorKey(EXP_AVG_SQ, f"t{n}"): values_of(shape, n + 9).square() for n, shape in enumerate(shapes)}
+    named |= {
+        TensorKey(EXP_AVG_SQ, f"t{n}"): values_of(shape, n + 9).square() for n, shape in enumerate(shapes)
+    }
     source = open_source(save(tmp_path / "a", 3, shards_of(named, LAYOUTS[layout], 3)))
     done: list[int] = []
-    made = run(source, native.lay_out(source, dict(source.catalog.tensors), file_bytes=300), tmp_path / "b", advance=done.append)
+    made = run(
+        source,
+        native.lay_out(source, dict(source.catalog.tensors), file_bytes=300),
+        tmp_path / "b",
+        advance=done.append,
+    )
     assert sum(done) == made.source_bytes == sum(tensor.nbytes for tensor in named.values())
     assert verify(tmp_path / "b") == []
     assert digest(open_reader(tmp_path / "b")) == digest(source.reader())
@@ -98,12 +116,19 @@ def test_native_to_native(tmp_path: Path, small_blocks: None, layout: str) -> No
 
 def test_casts_are_torchs(tmp_path: Path, small_blocks: None) -> None:
     """bfloat16 rounds to even, and fp32 is not lost where both are made of it."""
-    tensor = torch.cat([values_of((300,), 1), torch.tensor([0.0, -0.0, 1e-40, 65520.0, 3.3895e38, 1.00390625, 1.01171875])])
-    source = open_source(save(tmp_path / "a", 1, shards_of({TensorKey(MASTER, "w"): tensor}, LAYOUTS["flat"], 2)))
+    tensor = torch.cat(
+        [values_of((300,), 1), torch.tensor([0.0, -0.0, 1e-40, 65520.0, 3.3895e38, 1.00390625, 1.01171875])]
+    )
+    source = open_source(
+        save(tmp_path / "a", 1, shards_of({TensorKey(MASTER, "w"): tensor}, LAYOUTS["flat"], 2))
+    )
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         shape = tuple(tensor.shape)
-        wanted = {TensorKey(WEIGHT, "w"): TensorInfo(name, shape), TensorKey(MASTER, "w"): TensorInfo("float32", shape)}
+        wanted = {
+            TensorKey(WEIGHT, "w"): TensorInfo(name, shape),
+            TensorKey(MASTER, "w"): TensorInfo("float32", shape),
+        }
         run(source, native.lay_out(source, wanted), tmp_path / name, examine=False)
         found = whole(open_reader(tmp_path / name))
         assert same_bits(found[TensorKey(WEIGHT, "w")], tensor.to(dtype))
@@ -141,8 +166,14 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
         run(source, native.lay_out(source, {key: TensorInfo("float16", (50,))}), tmp_path / "b")
 
 
-@pytest.mark.parametrize(("key", "spoil"), [(TensorKey(WEIGHT, "w"), float("nan")), (TensorKey(WEIGHT, "w"), float("inf")),
-                                            (TensorKey(EXP_AVG_SQ, "w"), -1e-30)])
+@pytest.mark.parametrize(
+    ("key", "spoil"),
+    [
+        (TensorKey(WEIGHT, "w"), float("nan")),
+        (TensorKey(WEIGHT, "w"), float("inf")),
+        (TensorKey(EXP_AVG_SQ, "w"), -1e-30),
+    ],
+)
 def test_values_that_cannot_be_are_refused(tmp_path: Path, key: TensorKey, spoil: float) -> None:
     named = {TensorKey(state, "w"): values_of((50,), 1).square() for state in (WEIGHT, EXP_AVG_SQ)}
     named[key][17] = spoil
@@ -168,15 +199,30 @@ def a_file() -> Target:
     key, other = TensorKey(WEIGHT, "a"), TensorKey(WEIGHT, "b")
     storage = Storage("0", "float32", 13 * 11 + 7 + 6)
     empty = Storage("1", "int64", 0)
-    tensors = {"flat": StoredTensor.whole(storage, (storage.numel,)), "a": StoredTensor(storage, 0, (11, 13), (13, 1)),
-               "b": StoredTensor(storage, 143, (7,), (1,)), "none": StoredTensor.whole(empty, (0,)), "step": 3}
+    tensors = {
+        "flat": StoredTensor.whole(storage, (storage.numel,)),
+        "a": StoredTensor(storage, 0, (11, 13), (13, 1)),
+        "b": StoredTensor(storage, 143, (7,), (1,)),
+        "none": StoredTensor.whole(empty, (0,)),
+        "step": 3,
+    }
     layout = torch_zip.lay_out("x.pt", tensors, [storage, empty])
     at = layout.storages["0"]
-    pieces = {key: [Piece(key, "float32", (13, 11), Box.whole((13, 11)), "x.pt", at, at + 572, transposed=True)],
-              other: [Piece(other, "float32", (7,), Box.whole((7,)), "x.pt", at + 572, at + 600)]}
+    pieces = {
+        key: [Piece(key, "float32", (13, 11), Box.whole((13, 11)), "x.pt", at, at + 572, transposed=True)],
+        other: [Piece(other, "float32", (7,), Box.whole((7,)), "x.pt", at + 572, at + 600)],
+    }
     infos = {key: TensorInfo("float32", (13, 11)), other: TensorInfo("float32", (7,))}
-    return Target(format="test", namespace="test/1", step=1, tensors=infos, pieces=pieces, files=[layout.file], identity="x",
-                  manifest="m.json")
+    return Target(
+        format="test",
+        namespace="test/1",
+        step=1,
+        tensors=infos,
+        pieces=pieces,
+        files=[layout.file],
+        identity="x",
+        manifest="m.json",
+    )
 
 
 def test_a_file_of_torch_save(tmp_path: Path, small_blocks: None) -> None:
@@ -194,12 +240,22 @@ def test_a_file_of_torch_save(tmp_path: Path, small_blocks: None) -> None:
     assert (found["step"], found["none"].shape, found["none"].dtype) == (3, (0,), torch.int64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+)
 def test_tensors_of_torch_save_are_found_without_reading_them(tmp_path: Path, dtype: torch.dtype) -> None:
     base = (torch.arange(1000) % 7).to(dtype).reshape(10, 100)
-    saved = {"plain": base, "view": base[2:5], "columns": base[:, 10:30], "turned": base.T, "every": base[::3, 5], "scalar": base[3, 4],
-             "stacked": base.reshape(10, 10, 10).transpose(1, 2), "none": base[:0],
-             "parameter": torch.nn.Parameter(base[1].clone(), requires_grad=False)}
+    saved = {
+        "plain": base,
+        "view": base[2:5],
+        "columns": base[:, 10:30],
+        "turned": base.T,
+        "every": base[::3, 5],
+        "scalar": base[3, 4],
+        "stacked": base.reshape(10, 10, 10).transpose(1, 2),
+        "none": base[:0],
+        "parameter": torch.nn.Parameter(base[1].clone(), requires_grad=False),
+    }
     torch.save(saved, tmp_path / "x.pt")
     found = torch_zip.load(tmp_path, "x.pt")
     data = (tmp_path / "x.pt").read_bytes()
@@ -208,7 +264,9 @@ def test_tensors_of_torch_save_are_found_without_reading_them(tmp_path: Path, dt
         pieces = torch_zip.pieces_of(found[name], key, shape, Box.whole(shape))
         assert sum(piece.box.numel for piece in pieces) == tensor.numel()
         for piece in pieces:
-            values = torch.frombuffer(bytearray(data[piece.begin : piece.end]), dtype=dtype).reshape(piece.shape_in_file)
+            values = torch.frombuffer(bytearray(data[piece.begin : piece.end]), dtype=dtype).reshape(
+                piece.shape_in_file
+            )
             values = values.swapaxes(-1, -2) if piece.transposed else values
             assert torch.equal(values, blocks.part(tensor.detach(), piece.box)), name
         assert len(pieces) == {"columns": 10, "every": 4, "none": 0}.get(name, 1)
@@ -242,7 +300,9 @@ def test_checksums_of_ranges_are_those_of_the_whole() -> None:
     data = bytearray(5000)
     segments = []
     for begin, length in ((10, 90), (300, 1), (301, 2000), (4000, 700)):
-        data[begin : begin + length] = np.random.default_rng(begin).integers(0, 256, length, np.uint8).tobytes()
+        data[begin : begin + length] = (
+            np.random.default_rng(begin).integers(0, 256, length, np.uint8).tobytes()
+        )
         segments.append((begin, length, zlib.crc32(data[begin : begin + length])))
     assert checksum(0, 5000, segments) == zlib.crc32(data)
 
@@ -261,7 +321,9 @@ def test_a_copy_that_differs_is_refused(tmp_path: Path, small_blocks: None) -> N
 
 
 @pytest.mark.parametrize("layout", ["columns", "flat", "rows"])
-def test_no_byte_is_read_twice(tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+def test_no_byte_is_read_twice(
+    tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
     """Although a tile ends in the middle of a block, and each tile takes a little of every piece that is cut by columns."""
     named = {TensorKey(WEIGHT, name): values_of((37, 90), seed) for seed, name in enumerate("ab")}
     source = open_source(save(tmp_path / "a", 3, shards_of(named, LAYOUTS[layout], 4)))

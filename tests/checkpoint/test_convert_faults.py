@@ -1,7 +1,7 @@
 """Conversions that are killed, run out of room, or lose their source: they go on or refuse by name, and no target is ever wrong.
 
-    pytest tests/checkpoint/test_convert_faults.py
-    CRASH_SEED=7 pytest tests/checkpoint/test_convert_faults.py      the random moments of another seed
+pytest tests/checkpoint/test_convert_faults.py
+CRASH_SEED=7 pytest tests/checkpoint/test_convert_faults.py      the random moments of another seed
 """
 
 from __future__ import annotations
@@ -42,13 +42,18 @@ Files = dict[str, bytes]
 def written(folder: Path, seed: int = 3) -> Path:
     """A checkpoint of this toolkit, of three ranks: each tensor lies in three files."""
     generator = torch.Generator().manual_seed(seed)
-    named = {TensorKey(state, f"t{number}"): torch.randn(shape, generator=generator).square()
-             for state in (WEIGHT, EXP_AVG_SQ) for number, shape in enumerate(SHAPES)}
+    named = {
+        TensorKey(state, f"t{number}"): torch.randn(shape, generator=generator).square()
+        for state in (WEIGHT, EXP_AVG_SQ)
+        for number, shape in enumerate(SHAPES)
+    }
     return save(folder, 3, shards_of(named, LAYOUTS["flat"], 3))
 
 
 def files_of(folder: Path) -> Files:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +82,20 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 class Attempt:
     """A conversion in a process of its own."""
 
-    def __init__(self, forks: ForkServerContext, source: Path, target: Path, kind: str, *, kill_at: tuple[str, int] | None = None,
-                 wait_at: str | None = None) -> None:
+    def __init__(
+        self,
+        forks: ForkServerContext,
+        source: Path,
+        target: Path,
+        kind: str,
+        *,
+        kill_at: tuple[str, int] | None = None,
+        wait_at: str | None = None,
+    ) -> None:
         self.pipe, theirs = forks.Pipe()
-        self.process = forks.Process(target=converter.work, args=(source, target, kind, kill_at, wait_at, theirs))
+        self.process = forks.Process(
+            target=converter.work, args=(source, target, kind, kill_at, wait_at, theirs)
+        )
         self.process.start()
         theirs.close()
 
@@ -104,12 +119,23 @@ def recorded(made: Conversion) -> set[str]:
 
 # ---- kills
 
-MOMENTS = [(Phase.PREPARE, 0), *((WRITE, nth) for nth in (0, 9, 20)), *((Phase.UNITS, nth) for nth in (0, 4, 8, 11)),
-           *((Phase.SYNC, nth) for nth in (0, 1)), (Phase.SEAL, 0), (Phase.MANIFEST, 0), (REPLACE, 0), (Phase.RENAME, 0), (RENAMED, 0)]
+MOMENTS = [
+    (Phase.PREPARE, 0),
+    *((WRITE, nth) for nth in (0, 9, 20)),
+    *((Phase.UNITS, nth) for nth in (0, 4, 8, 11)),
+    *((Phase.SYNC, nth) for nth in (0, 1)),
+    (Phase.SEAL, 0),
+    (Phase.MANIFEST, 0),
+    (REPLACE, 0),
+    (Phase.RENAME, 0),
+    (RENAMED, 0),
+]
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_killed_at_each_moment(kind: str, source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path) -> None:
+def test_killed_at_each_moment(
+    kind: str, source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
+) -> None:
     """There is no target, or a whole one; the same command goes on, writes no byte again that is recorded as durable, and ends with
     the files of a conversion that nobody killed."""
     went_on = 0
@@ -127,17 +153,26 @@ def test_killed_at_each_moment(kind: str, source: Path, unbroken: dict[str, File
         assert told.resumed == (bool(done) or moment[0] == RENAMED), moment
         if moment[0] == RENAMED:
             done = set(pieces)
-        left = {(piece.file, at) for unit, of_unit in pieces.items() if unit not in done for piece in of_unit
-                for at in range(piece.begin, piece.end)}
+        left = {
+            (piece.file, at)
+            for unit, of_unit in pieces.items()
+            if unit not in done
+            for piece in of_unit
+            for at in range(piece.begin, piece.end)
+        }
         assert sum(length for _, _, length in told.writes) == len(left), moment
-        assert {(file, at) for file, begin, length in told.writes for at in range(begin, begin + length)} == left, moment
+        assert {
+            (file, at) for file, begin, length in told.writes for at in range(begin, begin + length)
+        } == left, moment
         assert files_of(target) == unbroken[kind], moment
         assert not made.temporary.exists()
         went_on += 0 < len(done) < len(pieces)
     assert went_on >= 2, "attempts go on in the middle"
 
 
-def test_killed_at_random_moments(source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path) -> None:
+def test_killed_at_random_moments(
+    source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
+) -> None:
     print(f"CRASH_SEED={SEED}")
     moments = random.Random(SEED)
     killed = 0
@@ -160,15 +195,18 @@ def test_killed_at_random_moments(source: Path, unbroken: dict[str, Files], fork
     assert killed, f"no kill fell into a conversion: CRASH_SEED={SEED} proves nothing"
 
 
-def test_a_target_that_is_done_is_not_made_again(source: Path, unbroken: dict[str, Files], forks: ForkServerContext,
-                                                 tmp_path: Path) -> None:
+def test_a_target_that_is_done_is_not_made_again(
+    source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
+) -> None:
     Attempt(forks, source, tmp_path / "t", "zips", kill_at=(Phase.DONE, 0)).die()
     assert files_of(tmp_path / "t") == unbroken["zips"]
     assert "t is there already" in Attempt(forks, source, tmp_path / "t", "zips").told().refusal
     assert files_of(tmp_path / "t") == unbroken["zips"]
 
 
-def test_one_process_writes_a_target(source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path) -> None:
+def test_one_process_writes_a_target(
+    source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
+) -> None:
     first = Attempt(forks, source, tmp_path / "t", "zips", wait_at=Phase.UNITS)
     assert first.pipe.poll(30)
     assert first.pipe.recv() == Phase.UNITS
@@ -192,13 +230,17 @@ OTHERS: dict[str, Callable[[Path, Path], Conversion]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_another_conversion_left_is_not_taken(other: str, forks: ForkServerContext, tmp_path: Path) -> None:
+def test_what_another_conversion_left_is_not_taken(
+    other: str, forks: ForkServerContext, tmp_path: Path
+) -> None:
     source = written(tmp_path / "sources" / "first")
     Attempt(forks, source, tmp_path / "t", "zips", kill_at=(Phase.SEAL, 0)).die()
     assert recorded(conversion(source, tmp_path / "t", "zips")), "there was something to take"
     made = OTHERS[other](source, tmp_path / "t")
     assert made.run() is False
-    again = Conversion(made.source, made.target, tmp_path / "again", origin="again", refuse=open_source(source).refuse)
+    again = Conversion(
+        made.source, made.target, tmp_path / "again", origin="again", refuse=open_source(source).refuse
+    )
     again.run()
     assert files_of(tmp_path / "t") == files_of(tmp_path / "again")
 
@@ -211,7 +253,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path | None]:
     """A disk of 512 KB; None where we may not mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, check=False
+    )
     if mounted.returncode:
         yield None
         return
@@ -232,8 +276,15 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> 
 
 
 @pytest.mark.parametrize("where", ["disk", "write", "sync"])
-def test_a_full_disk(where: str, source: Path, unbroken: dict[str, Files], small: None, small_disk: Path | None, tmp_path: Path,
-                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    where: str,
+    source: Path,
+    unbroken: dict[str, Files],
+    small: None,
+    small_disk: Path | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is refused by name, and goes on when there is room. A disk that is not there is played by writes that fail."""
     target = (small_disk if where == "disk" and small_disk else tmp_path) / "t"
     ballast = target.parent / "ballast"
@@ -292,7 +343,9 @@ def test_a_name_that_is_taken(what: str, source: Path, unbroken: dict[str, Files
         conversion(source, target, "zips").run()
     assert not (tmp_path / ".t.resharding").exists()
     other = tmp_path / "u"
-    made = conversion(source, other, "zips", on_phase=lambda phase: TAKEN[what](other) if phase is Phase.RENAME else None)
+    made = conversion(
+        source, other, "zips", on_phase=lambda phase: TAKEN[what](other) if phase is Phase.RENAME else None
+    )
     with pytest.raises(CheckpointError, match="u is there already"):
         made.run()
     if other.is_dir() and not other.is_symlink():
@@ -356,9 +409,18 @@ def test_a_damaged_source(damage: str, tmp_path: Path) -> None:
 def without_hashes(source: Path, target: Path, **more: Any) -> Conversion:
     """Of a checkpoint such as the vendors write: nothing tells that a byte is wrong."""
     found = open_source(source)
-    pieces = {key: tuple(replace(piece, hashes=()) for piece in of_key) for key, of_key in found.catalog.pieces.items()}
-    return Conversion(replace(found.catalog, pieces=pieces), TARGETS["zips"](found), target, origin=found.origin(), refuse=found.refuse,
-                      **more)
+    pieces = {
+        key: tuple(replace(piece, hashes=()) for piece in of_key)
+        for key, of_key in found.catalog.pieces.items()
+    }
+    return Conversion(
+        replace(found.catalog, pieces=pieces),
+        TARGETS["zips"](found),
+        target,
+        origin=found.origin(),
+        refuse=found.refuse,
+        **more,
+    )
 
 
 def rewritten(path: Path) -> None:
@@ -372,11 +434,17 @@ def replaced(path: Path) -> None:
     path.with_suffix(".new").rename(path)
 
 
-@pytest.mark.parametrize(("change", "at"), [(rewritten, Phase.UNITS), (rewritten, Phase.PREPARE), (replaced, Phase.PREPARE)])
-def test_a_source_that_changes_while_it_is_read(change: Callable[[Path], None], at: Phase, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "at"), [(rewritten, Phase.UNITS), (rewritten, Phase.PREPARE), (replaced, Phase.PREPARE)]
+)
+def test_a_source_that_changes_while_it_is_read(
+    change: Callable[[Path], None], at: Phase, tmp_path: Path
+) -> None:
     source = written(tmp_path / "source")
     part = source / "part-00001.safetensors"
-    made = without_hashes(source, tmp_path / "t", on_phase=lambda phase: change(part) if phase is at else None)
+    made = without_hashes(
+        source, tmp_path / "t", on_phase=lambda phase: change(part) if phase is at else None
+    )
     with pytest.raises(CheckpointError, match=r"part-00001\.safetensors changed while it was read"):
         made.run()
     assert not (tmp_path / "t").exists()
@@ -418,7 +486,9 @@ class Watch:
             path = Path(name(descriptor))
             if path.name != JOURNAL:
                 self._written.setdefault(str(path), []).append((0, 0))
-                self._names |= {str(folder) for folder in path.parents if folder.is_relative_to(made.temporary)}
+                self._names |= {
+                    str(folder) for folder in path.parents if folder.is_relative_to(made.temporary)
+                }
             ftruncate(descriptor, length)
 
         def watch_fsync(descriptor: int) -> None:
@@ -445,8 +515,14 @@ class Watch:
             self._names.add(str(to.parent))
             return rename(path, to)
 
-        for owner, attribute, watching in ((os, "pwrite", watch_pwrite), (os, "ftruncate", watch_ftruncate), (os, "fsync", watch_fsync),
-                                           (os, "write", watch_write), (Path, "rename", watch_rename), (Path, "replace", watch_replace)):
+        for owner, attribute, watching in (
+            (os, "pwrite", watch_pwrite),
+            (os, "ftruncate", watch_ftruncate),
+            (os, "fsync", watch_fsync),
+            (os, "write", watch_write),
+            (Path, "rename", watch_rename),
+            (Path, "replace", watch_replace),
+        ):
             monkeypatch.setattr(owner, attribute, watching)
 
     def run(self) -> set[str]:
@@ -462,16 +538,23 @@ class Watch:
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_nothing_has_a_name_before_it_is_durable(kind: str, source: Path, small: None, tmp_path: Path,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_has_a_name_before_it_is_durable(
+    kind: str, source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert Watch(monkeypatch, conversion(source, tmp_path / "t", kind)).run() == set()
 
 
-def test_control_what_is_not_synced_is_seen(source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_what_is_not_synced_is_seen(
+    source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Output, "sync", lambda output, names: None)
         wrong = Watch(patch, conversion(source, tmp_path / "t", "zips")).run()
-    assert {"weight:t0 is recorded before it is durable", "0.pt is not durable", "latest is not durable"} <= wrong
+    assert {
+        "weight:t0 is recorded before it is durable",
+        "0.pt is not durable",
+        "latest is not durable",
+    } <= wrong
     with monkeypatch.context() as patch:
         for module in ("convert", "output"):
             patch.setattr(f"toolkit.checkpoint.offline.{module}.sync_folder", lambda folder: None)

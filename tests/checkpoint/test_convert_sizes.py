@@ -1,7 +1,7 @@
 """Tensors and files of sizes at which formats change: nothing, one element, more than 4 GiB, more records than a zip can count.
 
-    pytest tests/checkpoint/test_convert_sizes.py
-    pytest tests/checkpoint/test_convert_sizes.py -m full      checksums of 4 GiB too
+pytest tests/checkpoint/test_convert_sizes.py
+pytest tests/checkpoint/test_convert_sizes.py -m full      checksums of 4 GiB too
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from toolkit.checkpoint.verify import verify
 
 GIB_4 = 2**32
 A, B = TensorKey(WEIGHT, "a"), TensorKey(WEIGHT, "b")
-VALUES = {A: torch.arange(1, 13, dtype=torch.int32).reshape(3, 4), B: torch.arange(100, 107, dtype=torch.int32)}
+VALUES = {
+    A: torch.arange(1, 13, dtype=torch.int32).reshape(3, 4),
+    B: torch.arange(100, 107, dtype=torch.int32),
+}
 RECORDS_BESIDE = 3  # data.pkl, byteorder, version
 
 
@@ -37,10 +40,22 @@ def converted(folder: Path, storages: list[Storage], tensors: dict[TensorKey, St
     pieces, infos = {}, {}
     for key, tensor in tensors.items():
         begin = layout.storages[tensor.storage.key] + 4 * tensor.offset
-        pieces[key] = [Piece(key, "int32", tensor.shape, Box.whole(tensor.shape), "x.pt", begin, begin + 4 * tensor.numel)]
+        pieces[key] = [
+            Piece(
+                key, "int32", tensor.shape, Box.whole(tensor.shape), "x.pt", begin, begin + 4 * tensor.numel
+            )
+        ]
         infos[key] = TensorInfo("int32", tensor.shape)
-    target = Target(format="test", namespace="test/1", step=1, tensors=infos, pieces=pieces, files=[layout.file], identity="x",
-                    manifest="m.json")
+    target = Target(
+        format="test",
+        namespace="test/1",
+        step=1,
+        tensors=infos,
+        pieces=pieces,
+        files=[layout.file],
+        identity="x",
+        manifest="m.json",
+    )
     Conversion(source.catalog, target, folder / "t", origin=source.origin(), refuse=source.refuse).run()
     return folder / "t" / "x.pt"
 
@@ -69,13 +84,24 @@ def test_storages_beyond_4_gib(tmp_path: Path, numbytes: int) -> None:
 @pytest.mark.full
 def test_checksums_beyond_4_gib(tmp_path: Path) -> None:
     big = Storage("0", "int32", GIB_4 // 4 + 100)
-    path = converted(tmp_path, [big], {A: StoredTensor(big, big.numel - 12, (3, 4), (4, 1)), B: StoredTensor(big, 5, (7,), (1,))})
+    path = converted(
+        tmp_path,
+        [big],
+        {A: StoredTensor(big, big.numel - 12, (3, 4), (4, 1)), B: StoredTensor(big, 5, (7,), (1,))},
+    )
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
 
 
-@pytest.mark.parametrize("records", [pytest.param(0xFFFF - 1, marks=pytest.mark.full), 0xFFFF, 0xFFFF + 1,
-                                     pytest.param(70_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "records",
+    [
+        pytest.param(0xFFFF - 1, marks=pytest.mark.full),
+        0xFFFF,
+        0xFFFF + 1,
+        pytest.param(70_000, marks=pytest.mark.full),
+    ],
+)
 def test_more_records_than_a_zip_counts_in_16_bits(tmp_path: Path, records: int) -> None:
     count = records - RECORDS_BESIDE
     storages = [Storage(str(number), "int32", 12) for number in range(count)]
@@ -97,13 +123,19 @@ SHAPES = ((0,), (0, 5), (5, 0, 3), (), (1,), (1, 1, 1), (2, 3))
 def test_tensors_of_nothing_and_of_one(tmp_path: Path, layout: str) -> None:
     named = {TensorKey(WEIGHT, f"t{number}"): torch.randn(shape) for number, shape in enumerate(SHAPES)}
     source = open_source(save(tmp_path / "s", 1, shards_of(named, LAYOUTS[layout], 3)))
-    for name, info in (("native", dict(source.catalog.tensors)),
-                       ("halves", {key: TensorInfo("bfloat16", tuple(value.shape)) for key, value in named.items()})):
+    for name, info in (
+        ("native", dict(source.catalog.tensors)),
+        ("halves", {key: TensorInfo("bfloat16", tuple(value.shape)) for key, value in named.items()}),
+    ):
         target = native.lay_out(source, info)
-        Conversion(source.catalog, target, tmp_path / name, origin=source.origin(), refuse=source.refuse).run()
+        Conversion(
+            source.catalog, target, tmp_path / name, origin=source.origin(), refuse=source.refuse
+        ).run()
         assert verify(tmp_path / name) == []
         found = whole(open_reader(tmp_path / name))
-        assert {key: tensor.shape for key, tensor in found.items()} == {key: tensor.shape for key, tensor in named.items()}
+        assert {key: tensor.shape for key, tensor in found.items()} == {
+            key: tensor.shape for key, tensor in named.items()
+        }
         assert all(torch.equal(found[key], tensor.to(found[key].dtype)) for key, tensor in named.items())
         stored = load_file(tmp_path / name / "part-00000.safetensors")
         assert sorted(tuple(tensor.shape) for tensor in stored.values()) == sorted(SHAPES)
@@ -112,15 +144,33 @@ def test_tensors_of_nothing_and_of_one(tmp_path: Path, layout: str) -> None:
 def test_tensors_of_nothing_and_of_one_in_a_file_of_torch_save(tmp_path: Path) -> None:
     named = {TensorKey(WEIGHT, f"t{number}"): torch.randn(shape) for number, shape in enumerate(SHAPES)}
     source = open_source(save(tmp_path / "s", 1, shards_of(named, LAYOUTS["replicated"], 2)))
-    stored = {key: StoredTensor.whole(Storage(str(number), "float32", tensor.numel()), tuple(tensor.shape))
-              for number, (key, tensor) in enumerate(named.items())}
-    layout = torch_zip.lay_out("x.pt", {key.name: tensor for key, tensor in stored.items()}, [tensor.storage for tensor in stored.values()])
+    stored = {
+        key: StoredTensor.whole(Storage(str(number), "float32", tensor.numel()), tuple(tensor.shape))
+        for number, (key, tensor) in enumerate(named.items())
+    }
+    layout = torch_zip.lay_out(
+        "x.pt",
+        {key.name: tensor for key, tensor in stored.items()},
+        [tensor.storage for tensor in stored.values()],
+    )
     pieces = {}
     for key, tensor in stored.items():
         begin = layout.storages[tensor.storage.key]
-        pieces[key] = [Piece(key, "float32", tensor.shape, Box.whole(tensor.shape), "x.pt", begin, begin + 4 * tensor.numel)]
-    target = Target(format="test", namespace="test/1", step=1, tensors=dict(source.catalog.tensors), pieces=pieces, files=[layout.file],
-                    identity="x", manifest="m.json")
+        pieces[key] = [
+            Piece(
+                key, "float32", tensor.shape, Box.whole(tensor.shape), "x.pt", begin, begin + 4 * tensor.numel
+            )
+        ]
+    target = Target(
+        format="test",
+        namespace="test/1",
+        step=1,
+        tensors=dict(source.catalog.tensors),
+        pieces=pieces,
+        files=[layout.file],
+        identity="x",
+        manifest="m.json",
+    )
     Conversion(source.catalog, target, tmp_path / "t", origin=source.origin(), refuse=source.refuse).run()
     with zipfile.ZipFile(tmp_path / "t" / "x.pt") as archive:
         assert archive.testzip() is None

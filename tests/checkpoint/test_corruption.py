@@ -1,6 +1,6 @@
 """Damaged and foreign checkpoints are refused by name, and the one before is offered.
 
-    pytest tests/checkpoint/test_corruption.py
+pytest tests/checkpoint/test_corruption.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ PART = "part-00001.safetensors"
 def run(tmp_path: Path) -> Path:
     """A run directory with checkpoints of steps 1, 2 and 3."""
     exact = torch.randn(40, 30)
-    named = {TensorKey(WEIGHT, "w"): exact.bfloat16(), TensorKey(MASTER, "w"): exact, TensorKey(EXP_AVG_SQ, "w"): exact**2}
+    named = {
+        TensorKey(WEIGHT, "w"): exact.bfloat16(),
+        TensorKey(MASTER, "w"): exact,
+        TensorKey(EXP_AVG_SQ, "w"): exact**2,
+    }
     for step in (1, 2, 3):
         save(tmp_path / "checkpoints", step, shards_of(named, LAYOUTS["flat"], 2), attempt=step)
     return tmp_path
@@ -55,14 +59,38 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "truncated file": (lambda folder: truncate(folder / PART), PART, "bytes"),
     "missing file": (lambda folder: (folder / PART).unlink(), PART, "is missing"),
     "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json", "is missing"),
-    "empty manifest": (lambda folder: (folder / "manifest.json").write_bytes(b""), "manifest.json", "is not JSON"),
+    "empty manifest": (
+        lambda folder: (folder / "manifest.json").write_bytes(b""),
+        "manifest.json",
+        "is not JSON",
+    ),
     "half a manifest": (lambda folder: truncate(folder / "manifest.json"), "manifest.json", "is not JSON"),
-    "binary manifest": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe\x00"), "manifest.json", "is not JSON"),
-    "foreign manifest": (lambda folder: (folder / "manifest.json").write_text('{"format": 3}'), "manifest.json", "not a manifest of this"),
-    "a list": (lambda folder: (folder / "manifest.json").write_text("[1]"), "manifest.json", "not a manifest of this"),
-    "another version": (rewrite(lambda content: content.update(format_version=2)), "manifest.json", "format_version=2"),
+    "binary manifest": (
+        lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+        "manifest.json",
+        "is not JSON",
+    ),
+    "foreign manifest": (
+        lambda folder: (folder / "manifest.json").write_text('{"format": 3}'),
+        "manifest.json",
+        "not a manifest of this",
+    ),
+    "a list": (
+        lambda folder: (folder / "manifest.json").write_text("[1]"),
+        "manifest.json",
+        "not a manifest of this",
+    ),
+    "another version": (
+        rewrite(lambda content: content.update(format_version=2)),
+        "manifest.json",
+        "format_version=2",
+    ),
     "changed manifest": (rewrite(lambda content: content.update(step=7)), "manifest.json", "content_hash"),
-    "manifest without its hash": (rewrite(lambda content: content.pop("content_hash")), "manifest.json", "content_hash"),
+    "manifest without its hash": (
+        rewrite(lambda content: content.pop("content_hash")),
+        "manifest.json",
+        "content_hash",
+    ),
 }
 
 
@@ -97,7 +125,12 @@ def test_only_whole_checkpoints_are_offered(run: Path) -> None:
 def test_an_entry_that_cannot_be_is_refused(run: Path) -> None:
     """A manifest with a right hash is still not believed: it might name files outside the folder."""
     folder = run / "checkpoints" / "step-00000003"
-    for key, value in (("file", "../step-00000002/part-00000.safetensors"), ("dtype", "complex7"), ("bytes", [0, 7]), ("xxh3_128", [])):
+    for key, value in (
+        ("file", "../step-00000002/part-00000.safetensors"),
+        ("dtype", "complex7"),
+        ("bytes", [0, 7]),
+        ("xxh3_128", []),
+    ):
         content = json.loads((folder / "manifest.json").read_text())
         content["entries"][0][key] = value
         del content["content_hash"]
@@ -138,15 +171,23 @@ def _same_json(a: bytes, b: bytes) -> bool:
 
 def test_values_that_cannot_be_are_found(tmp_path: Path) -> None:
     exact = torch.randn(40, 30)
-    sound = {TensorKey(WEIGHT, "w"): exact.bfloat16(), TensorKey(MASTER, "w"): exact, TensorKey(EXP_AVG_SQ, "w"): exact**2}
+    sound = {
+        TensorKey(WEIGHT, "w"): exact.bfloat16(),
+        TensorKey(MASTER, "w"): exact,
+        TensorKey(EXP_AVG_SQ, "w"): exact**2,
+    }
 
     def found(number: int, state: str, at: int, value: float) -> list[str]:
         named = {key: tensor.clone() for key, tensor in sound.items()}
         named[TensorKey(state, "w")].view(-1)[at] = value
-        return [str(finding) for finding in verify(save(tmp_path / str(number), 1, shards_of(named, LAYOUTS["columns"], 3)))]
+        return [
+            str(finding)
+            for finding in verify(save(tmp_path / str(number), 1, shards_of(named, LAYOUTS["columns"], 3)))
+        ]
 
     assert found(0, WEIGHT, 3, float(sound[TensorKey(WEIGHT, "w")].view(-1)[3])) == []
     assert found(1, WEIGHT, 3, 9.5) == [
-        "weight:w: 1 of 1200 values are not their master weights, cast to bfloat16; the first is in part-00001.safetensors"]
+        "weight:w: 1 of 1200 values are not their master weights, cast to bfloat16; the first is in part-00001.safetensors"
+    ]
     assert found(2, MASTER, 1199, float("nan"))[0].startswith("master:w: 1 values are not finite")
     assert found(3, EXP_AVG_SQ, 5, -1e-30)[0].startswith("exp_avg_sq:w: an average of squares is negative")

@@ -1,7 +1,7 @@
 """Writers killed with -9: the newest complete checkpoint always loads and is what was saved at its step.
 
-    pytest tests/checkpoint/test_crash.py
-    CRASH_SEED=7 pytest tests/checkpoint/test_crash.py      the random moments of another seed
+pytest tests/checkpoint/test_crash.py
+CRASH_SEED=7 pytest tests/checkpoint/test_crash.py      the random moments of another seed
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Run:
     attempt: int = 0
     steps_seen: list[int] = field(default_factory=list)
 
-    def attempt_killed(self, victim: int, kill_at: tuple[Phase, int] | None, after_seconds: float = 0) -> list[int]:
+    def attempt_killed(
+        self, victim: int, kill_at: tuple[Phase, int] | None, after_seconds: float = 0
+    ) -> list[int]:
         """Start both writers and let one be killed; the launcher then ends the other. Returns in which phase each was."""
         self.attempt += 1
         where = [self.context.Value("i", writer.OUTSIDE, lock=False) for _ in range(writer.RANKS)]
@@ -50,7 +52,9 @@ class Run:
             time.sleep(after_seconds)
             ranks[victim].kill()
         ranks[victim].join(30)
-        assert ranks[victim].exitcode == -9, f"rank {victim} ended with {ranks[victim].exitcode} instead of by our kill"
+        assert ranks[victim].exitcode == -9, (
+            f"rank {victim} ended with {ranks[victim].exitcode} instead of by our kill"
+        )
         phases = [value.value for value in where]
         for process in ranks:
             process.kill()
@@ -77,7 +81,9 @@ class Run:
         assert all((found[key] == expected[key]).all() for key in expected)
         for folder in checkpoint_folder.committed(self.folder).values():
             assert not deep or verify(folder) == [], "whatever has a checkpoint's name is one"
-        assert not self.steps_seen or reader.step >= self.steps_seen[-1], f"step {reader.step} after {self.steps_seen[-1]}"
+        assert not self.steps_seen or reader.step >= self.steps_seen[-1], (
+            f"step {reader.step} after {self.steps_seen[-1]}"
+        )
         self.steps_seen.append(reader.step)
         return reader.step
 
@@ -88,8 +94,10 @@ def run(tmp_path: Path, forks: ForkServerContext) -> Run:
 
 
 # Entered n times: in the first save, and when others are there to be lost. A save enters PIECES 1 + pieces times.
-MOMENTS = [*((0, phase, nth) for phase in Phase for nth in (0, 3)),
-           *((1, phase, nth) for phase in (Phase.PIECES, Phase.FSYNC) for nth in (0, 3))]
+MOMENTS = [
+    *((0, phase, nth) for phase in Phase for nth in (0, 3)),
+    *((1, phase, nth) for phase in (Phase.PIECES, Phase.FSYNC) for nth in (0, 3)),
+]
 
 
 def test_killed_in_each_phase(run: Run) -> None:
@@ -100,7 +108,11 @@ def test_killed_in_each_phase(run: Run) -> None:
         run.check()
     assert run.steps_seen[-1] > 10, "attempts go on from each other"
     assert run.attempt_killed(0, (Phase.PIECES, 0))  # cleans what was left before it
-    left = [entry.name for entry in run.folder.iterdir() if entry.name.startswith((checkpoint_folder.TEMPORARY, checkpoint_folder.REMOVED))]
+    left = [
+        entry.name
+        for entry in run.folder.iterdir()
+        if entry.name.startswith((checkpoint_folder.TEMPORARY, checkpoint_folder.REMOVED))
+    ]
     assert len(left) <= 2, f"more than the data and the locks of the last save stay: {left}"
 
 

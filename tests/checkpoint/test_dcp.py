@@ -1,7 +1,7 @@
 """Distributed checkpoints that PyTorch itself saved, read to the bit.
 
-    pytest tests/checkpoint/test_dcp.py
-    pytest tests/checkpoint/test_dcp.py -m full
+pytest tests/checkpoint/test_dcp.py
+pytest tests/checkpoint/test_dcp.py -m full
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ from toolkit.testing.tiny import tiny_plan
 Case = tuple[str, int, bool, bool, str]
 # (family, ranks, FSDP, flat names of the optimizer's state, the model's name in what is saved): tied and untied, odd sizes.
 QUICK: tuple[Case, ...] = (("qwen2", 2, True, True, "model"), ("gpt2", 1, False, False, "app.model"))
-FULL: tuple[Case, ...] = (("mixtral", 2, True, False, "model"), ("llama", 4, True, True, "state"), ("qwen3", 2, False, True, "model"),
-                          ("gpt2", 4, True, False, "model"))
+FULL: tuple[Case, ...] = (
+    ("mixtral", 2, True, False, "model"),
+    ("llama", 4, True, True, "state"),
+    ("qwen3", 2, False, True, "model"),
+    ("gpt2", 4, True, False, "model"),
+)
 
 
 def plan_of(family: str) -> RunPlan:
@@ -63,8 +67,10 @@ def check(case: Case, saved: Saves) -> None:
     assert source.catalog.tensors.keys() == held.keys()
     assert not differing(source, held)
     assert source.catalog.scalars == {
-        "step": STOP, "optimizer_step": STOP,
-        "optim": {"lr": SETTINGS["lr"], "betas": [0.9, 0.99], "eps": SETTINGS["eps"], "weight_decay": DECAY}}
+        "step": STOP,
+        "optimizer_step": STOP,
+        "optim": {"lr": SETTINGS["lr"], "betas": [0.9, 0.99], "eps": SETTINGS["eps"], "weight_decay": DECAY},
+    }
     assert source.left_out == ("epoch",)
 
 
@@ -101,17 +107,25 @@ def names() -> dict[str, torch.Tensor]:
 
 def test_state_by_number_is_refused(tmp_path: Path) -> None:
     weights = names()
-    checkpoint.save({"model": weights, "optim": {"state": {"0": {"exp_avg": torch.zeros(3)}}}}, checkpoint_id=str(tmp_path / "x"),
-                    no_dist=True)
+    checkpoint.save(
+        {"model": weights, "optim": {"state": {"0": {"exp_avg": torch.zeros(3)}}}},
+        checkpoint_id=str(tmp_path / "x"),
+        no_dist=True,
+    )
     with pytest.raises(CheckpointError, match="by numbers of parameters"):
         open_source(tmp_path / "x", plan_of("llama").shape)
 
 
 def test_steps_that_disagree_are_refused(tmp_path: Path) -> None:
     weights = names()
-    state = {name: {"exp_avg": torch.zeros_like(value), "step": torch.tensor(3.0)} for name, value in weights.items()}
+    state = {
+        name: {"exp_avg": torch.zeros_like(value), "step": torch.tensor(3.0)}
+        for name, value in weights.items()
+    }
     state["model.norm.weight"]["step"] = torch.tensor(4.0)
-    checkpoint.save({"model": weights, "optim": {"state": state}}, checkpoint_id=str(tmp_path / "x"), no_dist=True)
+    checkpoint.save(
+        {"model": weights, "optim": {"state": state}}, checkpoint_id=str(tmp_path / "x"), no_dist=True
+    )
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight at step 4"):
         open_source(tmp_path / "x", plan_of("llama").shape)
 
@@ -130,7 +144,11 @@ def test_a_tied_copy_is_a_copy(tmp_path: Path) -> None:
     assert shape is not None
     weights = {spec.name: torch.randn(spec.shape) for spec in families.get("qwen2").parameters(shape)}
     embedding = TensorKey(WEIGHT, "model.embed_tokens.weight")
-    checkpoint.save({**weights, "lm_head.weight": weights[embedding.name].clone()}, checkpoint_id=str(tmp_path / "both"), no_dist=True)
+    checkpoint.save(
+        {**weights, "lm_head.weight": weights[embedding.name].clone()},
+        checkpoint_id=str(tmp_path / "both"),
+        no_dist=True,
+    )
     both = open_source(tmp_path / "both", shape)
     assert list(both.catalog.copies) == [embedding]
     assert len(both.catalog.copies[embedding]) == 1
@@ -141,9 +159,17 @@ def test_a_tied_copy_is_a_copy(tmp_path: Path) -> None:
 
 def test_metadata_that_is_written_is_pytorchs(tmp_path: Path) -> None:
     """PyTorch reads what this toolkit writes, and this toolkit what either wrote."""
-    tensors = {"a": Stored("bfloat16", (4, 6), (Chunk(Box((0, 0), (3, 6)), Blob("__0_0.distcp", 64, 200)),
-                                                Chunk(Box((3, 0), (1, 6)), Blob("__1_0.distcp", 0, 100)))),
-               "b": Stored("float32", (), (Chunk(Box((), ()), Blob("__0_0.distcp", 64, 200)),))}
+    tensors = {
+        "a": Stored(
+            "bfloat16",
+            (4, 6),
+            (
+                Chunk(Box((0, 0), (3, 6)), Blob("__0_0.distcp", 64, 200)),
+                Chunk(Box((3, 0), (1, 6)), Blob("__1_0.distcp", 0, 100)),
+            ),
+        ),
+        "b": Stored("float32", (), (Chunk(Box((), ()), Blob("__0_0.distcp", 64, 200)),)),
+    }
     written = Metadata(tensors, {"c/shard_0_1": Blob("__0_0.distcp", 0, 64)})
     (tmp_path / ".metadata").write_bytes(dcp_metadata.encode(written))
     for name, size in (("__0_0.distcp", 200), ("__1_0.distcp", 100)):
@@ -174,6 +200,8 @@ def test_metadata_of_a_hole_is_refused() -> None:
 def test_training_state_needs_its_step(tmp_path: Path) -> None:
     weights = names()
     state = {name: {EXP_AVG: torch.zeros_like(value)} for name, value in weights.items()}
-    checkpoint.save({"model": weights, "optim": {"state": state}}, checkpoint_id=str(tmp_path / "x"), no_dist=True)
+    checkpoint.save(
+        {"model": weights, "optim": {"state": state}}, checkpoint_id=str(tmp_path / "x"), no_dist=True
+    )
     with pytest.raises(CheckpointError, match="no step"):
         open_source(tmp_path / "x", plan_of("llama").shape)

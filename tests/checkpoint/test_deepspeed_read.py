@@ -1,7 +1,7 @@
 """Checkpoints that DeepSpeed itself saved, read to the bit: against the engine's own memory and against DeepSpeed's own tools.
 
-    pytest tests/checkpoint/test_deepspeed_read.py
-    pytest tests/checkpoint/test_deepspeed_read.py -m full      every stage, precision, family and axis
+pytest tests/checkpoint/test_deepspeed_read.py
+pytest tests/checkpoint/test_deepspeed_read.py -m full      every stage, precision, family and axis
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from toolkit.testing.tiny import tiny_plan
 
 TOLERANCE = 1e-5
 MUON: dict[str, Any] = {"optim__name": OptimizerName.muon, "optim__clip": 0.0, "optim__momentum": 0.9}
-EXPERTS: dict[str, Any] = {"model__vocab_size": 263, "model__intermediate_size": 40}  # rows of experts are whole 16 bytes
+EXPERTS: dict[str, Any] = {
+    "model__vocab_size": 263,
+    "model__intermediate_size": 40,
+}  # rows of experts are whole 16 bytes
 SMALL: dict[str, Any] = {**ODD, "model__head_dim": 2}
 SUB_GROUPS: dict[str, Any] = {"engine__deepspeed": {"zero_optimization": {"sub_group_size": 5000}}}
 
@@ -63,7 +66,9 @@ class Saves:
 
     def _make(self, case: Cell) -> tuple[Path, State, dict[str, object], Trace]:
         folder = self._folder / f"{len(self._made)}"
-        held, scalars, went_on = self.pool.run(saves.save, case, folder, MORE if case in RESUMED else 0, ranks=case.ranks)[0]
+        held, scalars, went_on = self.pool.run(
+            saves.save, case, folder, MORE if case in RESUMED else 0, ranks=case.ranks
+        )[0]
         return folder, held, scalars, went_on
 
 
@@ -81,21 +86,44 @@ QUICK = [
     cell(1, 4, 1, "llama", **EVEN, **BF16, parallel__tensor=2),
     cell(1, 4, 1, "gpt2", **ODD, **BF16, parallel__pipeline=2),
 ]
-RESUMED = (QUICK[0], QUICK[3], cell(1, 2, 2, "llama", parallel__tensor=2), cell(1, 2, 2, "gpt2", parallel__pipeline=2))
+RESUMED = (
+    QUICK[0],
+    QUICK[3],
+    cell(1, 2, 2, "llama", parallel__tensor=2),
+    cell(1, 2, 2, "gpt2", parallel__pipeline=2),
+)
 FULL = [
-    *(cell(stage, ranks, 1, "qwen3", **SMALL, **precision) for stage in range(4) for ranks in (1, 2, 4) for precision in ({}, BF16, FP16)
-      if stage or not precision),
+    *(
+        cell(stage, ranks, 1, "qwen3", **SMALL, **precision)
+        for stage in range(4)
+        for ranks in (1, 2, 4)
+        for precision in ({}, BF16, FP16)
+        if stage or not precision
+    ),
     *(cell(stage, 3, 1, family, **ODD) for stage in range(4) for family in ("gpt2", "llama", "qwen2")),
     *(cell(stage, 3, 1, "mixtral", **EXPERTS) for stage in range(4)),
     *(cell(stage, 2, 1, "llama", **ODD, **SGD, optim__momentum=0.9) for stage in range(4)),
-    *(cell(stage, 4, 1, family, **EVEN, **precision, parallel__tensor=2) for stage in (1, 2, 3) for family in ("llama", "qwen2")
-      for precision in ({}, BF16)),
+    *(
+        cell(stage, 4, 1, family, **EVEN, **precision, parallel__tensor=2)
+        for stage in (1, 2, 3)
+        for family in ("llama", "qwen2")
+        for precision in ({}, BF16)
+    ),
     cell(0, 2, 1, "llama", parallel__tensor=2),
-    *(cell(stage, 4, 1, family, **ODD, **precision, parallel__pipeline=2) for stage in (0, 1) for family in ("llama", "gpt2")
-      for precision in ({}, BF16) if stage or not precision),
+    *(
+        cell(stage, 4, 1, family, **ODD, **precision, parallel__pipeline=2)
+        for stage in (0, 1)
+        for family in ("llama", "gpt2")
+        for precision in ({}, BF16)
+        if stage or not precision
+    ),
     cell(1, 3, 1, "llama", model__num_hidden_layers=5, parallel__pipeline=3),
     cell(1, 2, 1, "llama", parallel__context=2),
-    *(cell(stage, 3, 1, "llama", **ODD, **precision, **MUON) for stage in (1, 2, 3) for precision in ({}, BF16)),
+    *(
+        cell(stage, 3, 1, "llama", **ODD, **precision, **MUON)
+        for stage in (1, 2, 3)
+        for precision in ({}, BF16)
+    ),
     cell(2, 2, 1, "llama", **ODD, **BF16, **OFFLOAD),
     cell(3, 2, 1, "llama", **ODD, **BF16, **OFFLOAD_ALL),
 ]
@@ -106,10 +134,14 @@ def check(case: Cell, saved: Saves) -> Source:
     source = open_source(folder, case.plan().shape)
     assert (source.format, source.step) == ("deepspeed", STOP)
     assert not differing(assembled(source, held), held)
-    absent = {key for key in held if key.state == WEIGHT and case.stage == 3 and TensorKey(MASTER, key.name) in held}
+    absent = {
+        key for key in held if key.state == WEIGHT and case.stage == 3 and TensorKey(MASTER, key.name) in held
+    }
     assert source.catalog.tensors.keys() == held.keys() - absent, "in 16 bits ZeRO 3 saves masters alone"
     for key, value in scalars.items():
-        if key == LOSS_SCALER:  # DeepSpeed's own is the run's divided by the ranks whose gradients it averages
+        if (
+            key == LOSS_SCALER
+        ):  # DeepSpeed's own is the run's divided by the ranks whose gradients it averages
             value = {**value, "cur_scale": value["cur_scale"] / case.plan().axes.data}
         assert source.catalog.scalars[key] == value, key
     if "parallel__tensor" not in dict(case.more):
@@ -149,7 +181,10 @@ def changed_over(folder: Path, path: Path) -> Path:
 
 def test_ranks_changed_over_are_refused(saved: Saves, tmp_path: Path) -> None:
     folder, *_ = saved.of(QUICK[4])
-    with pytest.raises(CheckpointError, match=r"rank_0_mp_rank_00_optim_states.pt was saved as bf16_zero_pp_rank_1_mp_rank_00"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank_0_mp_rank_00_optim_states.pt was saved as bf16_zero_pp_rank_1_mp_rank_00",
+    ):
         open_source(changed_over(folder, tmp_path / "changed"), QUICK[4].plan().shape)
 
 
@@ -174,7 +209,9 @@ def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
     folder, held, *_ = saved.of(QUICK[4])
     source = open_source(folder, QUICK[4].plan().shape)
     target = native.lay_out(source, tensors_of(source, Precision.bf16, optimizer=True))
-    Conversion(source.catalog, target, tmp_path / "native", origin=source.origin(), refuse=source.refuse).run()
+    Conversion(
+        source.catalog, target, tmp_path / "native", origin=source.origin(), refuse=source.refuse
+    ).run()
     made = open_source(tmp_path / "native")
     assert made.catalog.tensors.keys() == held.keys()
     assert not differing(assembled(made, held), held)
@@ -191,8 +228,12 @@ def test_deepspeed_cannot_save_this_toolkits_experts(pool: RankPool, tmp_path: P
 # ---- DeepSpeed's own tools
 
 DIFFERENTIAL = [cell(1, 3, 1, "qwen3", **SMALL, **BF16), cell(3, 4, 1, "qwen3", **SMALL, **SUB_GROUPS)]
-DIFFERENTIAL_FULL = [cell(stage, 2, 1, family, **sizes, **precision) for stage in (1, 2, 3)
-                     for family, sizes in (("llama", ODD), ("gpt2", ODD), ("mixtral", EXPERTS)) for precision in ({}, BF16, FP16)]
+DIFFERENTIAL_FULL = [
+    cell(stage, 2, 1, family, **sizes, **precision)
+    for stage in (1, 2, 3)
+    for family, sizes in (("llama", ODD), ("gpt2", ODD), ("mixtral", EXPERTS))
+    for precision in ({}, BF16, FP16)
+]
 
 
 @pytest.mark.parametrize("case", DIFFERENTIAL, ids=str)
@@ -265,7 +306,9 @@ def test_training_goes_on_everywhere(case: Cell, saved: Saves) -> None:
 def check_resumed(case: Cell, saved: Saves) -> None:
     """Six steps as if it had never stopped; with zeroed moments not."""
     folder, _, _, went_on = saved.of(case)
-    again, forgot = (saved.pool.run(saves.resume, case, folder, forget, ranks=case.ranks)[0] for forget in (False, True))
+    again, forgot = (
+        saved.pool.run(saves.resume, case, folder, forget, ranks=case.ranks)[0] for forget in (False, True)
+    )
 
     def apart(trace: Trace) -> float:
         return max(abs(a - b) for a, b in zip(trace.losses, went_on.losses, strict=True))
@@ -290,7 +333,9 @@ def test_a_config_beside_says_the_model(saved: Saves, tmp_path: Path) -> None:
     shape = QUICK[3].plan().shape
     assert shape is not None
     shutil.copytree(folder, tmp_path / "checkpoint-3")
-    (tmp_path / "checkpoint-3" / "config.json").write_text(json.dumps(families.get(shape.family).hugging_face_config(shape)))
+    (tmp_path / "checkpoint-3" / "config.json").write_text(
+        json.dumps(families.get(shape.family).hugging_face_config(shape))
+    )
     source = open_source(tmp_path / "checkpoint-3")
     assert (source.format, source.catalog.tensors.keys()) == ("deepspeed", held.keys())
 
@@ -305,7 +350,9 @@ def test_another_model_is_refused(saved: Saves) -> None:
         open_source(folder, tiny_plan("gpt2", **ODD, model__num_hidden_layers=3).shape)
 
 
-@pytest.mark.parametrize("file", ["bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"])
+@pytest.mark.parametrize(
+    "file", ["bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
+)
 @pytest.mark.parametrize("how", ["missing", "short"])
 def test_damaged_files_are_named(file: str, how: str, saved: Saves, tmp_path: Path) -> None:
     folder, *_ = saved.of(QUICK[4])
@@ -315,7 +362,9 @@ def test_damaged_files_are_named(file: str, how: str, saved: Saves, tmp_path: Pa
     path.unlink()
     if how == "short":
         path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match=file if how == "short" or "optim" in file else "no model states"):
+    with pytest.raises(
+        CheckpointError, match=file if how == "short" or "optim" in file else "no model states"
+    ):
         open_source(tmp_path / "damaged", QUICK[4].plan().shape)
 
 
@@ -345,7 +394,10 @@ def test_a_cut_that_is_none_is_refused() -> None:
     with pytest.raises(CheckpointError, match="c_attn"):
         names.boxes(part, "transformer.h.0.attn.c_attn.weight", [(64, 96), (64, 96)], Path("x"))
     part = names.table_of(shape)["transformer.h.0.attn.c_proj.weight"]
-    assert names.boxes(part, "x", [(40, 64), (24, 64)], Path("x")) == [Box((0, 0), (40, 64)), Box((40, 0), (24, 64))]
+    assert names.boxes(part, "x", [(40, 64), (24, 64)], Path("x")) == [
+        Box((0, 0), (40, 64)),
+        Box((40, 0), (24, 64)),
+    ]
     with pytest.raises(CheckpointError, match="whole or cut"):
         names.boxes(part, "x", [(40, 64), (40, 64)], Path("x"))
 
@@ -354,8 +406,10 @@ def test_reading_needs_neither_deepspeed_nor_torch() -> None:
     import subprocess
     import sys
 
-    code = ("import sys, toolkit.checkpoint.formats.deepspeed, toolkit.checkpoint.formats.universal\n"
-            "assert not {'torch', 'deepspeed'} & sys.modules.keys()")
+    code = (
+        "import sys, toolkit.checkpoint.formats.deepspeed, toolkit.checkpoint.formats.universal\n"
+        "assert not {'torch', 'deepspeed'} & sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

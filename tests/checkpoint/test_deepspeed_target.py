@@ -1,6 +1,6 @@
 """Layouts that are written in DeepSpeed's formats: what is refused, that every element has its place, that every byte is checked.
 
-    pytest tests/checkpoint/test_deepspeed_target.py
+pytest tests/checkpoint/test_deepspeed_target.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from toolkit.errors import CheckpointError, InputError
 from toolkit.families import get
 
 
-@pytest.mark.parametrize("layout", [Layout(1, data=2), Layout(3, data=2, tensor=2), Layout(1, pipeline=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(1, data=2), Layout(3, data=2, tensor=2), Layout(1, pipeline=2)], ids=str
+)
 def test_with_its_manifest_every_byte_is_checked(layout: Layout, tmp_path: Path) -> None:
     """Every byte of tensors is hashed, those that are written twice too."""
     source = open_source(tiny_checkpoint(tmp_path / "source", mixed=True))
@@ -41,7 +43,9 @@ def test_with_its_manifest_every_byte_is_checked(layout: Layout, tmp_path: Path)
     assert (found.format, found.shape, found.step) == ("deepspeed", source.shape, source.step)
     values = whole(source.reader())
     assert all(same_bits(value, values[key]) for key, value in whole(found.reader()).items())
-    assert {key.state for key in found.catalog.tensors} == {key.state for key in values} - ({WEIGHT} if layout.stage == 3 else set())
+    assert {key.state for key in found.catalog.tensors} == {key.state for key in values} - (
+        {WEIGHT} if layout.stage == 3 else set()
+    )
     copies = [piece for of_key in found.catalog.copies.values() for piece in of_key]
     for piece in [next(iter(found.catalog.pieces.values()))[-1], *copies[:1]]:
         with (tmp_path / "t" / piece.file).open("r+b") as file:
@@ -79,15 +83,25 @@ def test_what_is_refused(rule: str, tmp_path: Path) -> None:
 def test_settings_of_the_optimizer_are_said_or_asked_for(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path))
     config = TargetConfig(optim=TargetOptimConfig(lr=1e-3))
-    with pytest.raises(CheckpointError, match=r"write target.optim.betas=... target.optim.eps=... target.optim.weight_decay=..., as"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"write target.optim.betas=... target.optim.eps=... target.optim.weight_decay=..., as",
+    ):
         deepspeed_target.lay_out(saying(source, None), config)
-    target = deepspeed_target.lay_out(saying(source, {"lr": 1.0, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}), config)
-    assert target.scalars[OPTIM] == {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}, "the user's word comes first"
+    target = deepspeed_target.lay_out(
+        saying(source, {"lr": 1.0, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}), config
+    )
+    assert target.scalars[OPTIM] == {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}, (
+        "the user's word comes first"
+    )
 
 
 def saying(source: Source, optim: Mapping[str, Any] | None) -> Source:
     scalars = {key: value for key, value in source.catalog.scalars.items() if key != OPTIM}
-    return dataclasses.replace(source, catalog=dataclasses.replace(source.catalog, scalars=scalars | ({OPTIM: optim} if optim else {})))
+    return dataclasses.replace(
+        source,
+        catalog=dataclasses.replace(source.catalog, scalars=scalars | ({OPTIM: optim} if optim else {})),
+    )
 
 
 def test_a_model_that_is_not_known(tmp_path: Path) -> None:
@@ -96,17 +110,34 @@ def test_a_model_that_is_not_known(tmp_path: Path) -> None:
         deepspeed_target.lay_out(source, TargetConfig())
 
 
-@pytest.mark.parametrize("layout", [Layout(1, data=64), Layout(3, data=150), Layout(2, data=8, tensor=8), Layout(1, data=4, pipeline=5)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(1, data=64), Layout(3, data=150), Layout(2, data=8, tensor=8), Layout(1, data=4, pipeline=5)],
+    ids=str,
+)
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 def test_every_element_has_its_place(layout: Layout, precision: Precision, tmp_path: Path) -> None:
     """Of a model and ranks that no test could run: pieces cover every tensor once, and no two lie in the same bytes."""
-    source = fabricated(tmp_path, ModelConfig(family="llama", hidden_size=1000, intermediate_size=1608, num_hidden_layers=7,
-                                              num_attention_heads=8, head_dim=120, vocab_size=1024, max_position_embeddings=128))
+    source = fabricated(
+        tmp_path,
+        ModelConfig(
+            family="llama",
+            hidden_size=1000,
+            intermediate_size=1608,
+            num_hidden_layers=7,
+            num_attention_heads=8,
+            head_dim=120,
+            vocab_size=1024,
+            max_position_embeddings=128,
+        ),
+    )
     target = deepspeed_target.lay_out(source, layout.config(precision=precision))
     pieces = {key: target.pieces[key] for key in target.tensors}
     assert uncovered(pieces) == []
-    assert all(sum(piece.box.numel for piece in of_key) == torch.Size(target.tensors[key].shape).numel() for key, of_key in pieces.items())
+    assert all(
+        sum(piece.box.numel for piece in of_key) == torch.Size(target.tensors[key].shape).numel()
+        for key, of_key in pieces.items()
+    )
     wide = precision is Precision.fp32
     weights = (WEIGHT,) if wide else (MASTER,) if layout.stage == 3 else (WEIGHT, MASTER)
     assert {key.state for key in pieces} == {EXP_AVG, EXP_AVG_SQ, *weights}
@@ -122,12 +153,17 @@ def fabricated(folder: Path, model: ModelConfig) -> Source:
     """A source of which everything is known and no byte is there."""
     family = get(str(model.family))
     shape = family.resolve_shape(model)
-    tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
-               for state in (WEIGHT, EXP_AVG, EXP_AVG_SQ) for spec in family.parameters(shape)}
+    tensors = {
+        TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
+        for state in (WEIGHT, EXP_AVG, EXP_AVG_SQ)
+        for spec in family.parameters(shape)
+    }
     optim = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
     catalog = Catalog(folder, tensors, {}, {"step": 4, OPTIMIZER_STEP: 4, OPTIM: optim})
 
     def refuse(_: Path, damage: Exception) -> CheckpointError:
         raise damage
 
-    return Source(format="native", catalog=catalog, namespace=family.namespace, step=4, shape=shape, refuse=refuse)
+    return Source(
+        format="native", catalog=catalog, namespace=family.namespace, step=4, shape=shape, refuse=refuse
+    )

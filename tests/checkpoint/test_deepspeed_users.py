@@ -1,7 +1,7 @@
 """Checkpoints of DeepSpeed as its users call it, without this toolkit's engines: their own settings, groups, pipelines, AutoTP.
 
-    pytest tests/checkpoint/test_deepspeed_users.py
-    pytest tests/checkpoint/test_deepspeed_users.py -m full
+pytest tests/checkpoint/test_deepspeed_users.py
+pytest tests/checkpoint/test_deepspeed_users.py -m full
 """
 
 from __future__ import annotations
@@ -42,18 +42,36 @@ def pool() -> Iterator[RankPool]:
 
 
 PLAIN: dict[str, dict[str, Any]] = {
-    "round-robin": {"settings": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "tools": True},
+    "round-robin": {
+        "settings": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+        "tools": True,
+    },
     "aligned": {"settings": {"zero_optimization": {"stage": 1, "parameter_alignment": True}}, "tools": False},
     "elastic": {"settings": {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, "tools": False},
-    "frozen-1": {"settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
-                 "frozen": ("model.embed_tokens.weight", "model.norm.weight"), "tools": False},
-    "frozen-2": {"settings": {"zero_optimization": {"stage": 2}}, "frozen": ("model.embed_tokens.weight", "model.norm.weight"),
-                 "tools": True},
-    "frozen-3": {"settings": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
-                 "frozen": ("model.embed_tokens.weight", "model.norm.weight"), "tools": True},
+    "frozen-1": {
+        "settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+        "frozen": ("model.embed_tokens.weight", "model.norm.weight"),
+        "tools": False,
+    },
+    "frozen-2": {
+        "settings": {"zero_optimization": {"stage": 2}},
+        "frozen": ("model.embed_tokens.weight", "model.norm.weight"),
+        "tools": True,
+    },
+    "frozen-3": {
+        "settings": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+        "frozen": ("model.embed_tokens.weight", "model.norm.weight"),
+        "tools": True,
+    },
     "bf16-stage-0": {"settings": {"bf16": {"enabled": True}}, "tools": False},
-    "bf16-optimizer": {"settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True},
-                                    "data_types": {"grad_accum_dtype": "fp32"}}, "tools": False},  # zero_to_fp32 calls it no checkpoint
+    "bf16-optimizer": {
+        "settings": {
+            "zero_optimization": {"stage": 1},
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+        "tools": False,
+    },  # zero_to_fp32 calls it no checkpoint
     "reversed": {"settings": {"zero_optimization": {"stage": 1}}, "shuffled": True, "tools": True},
 }
 
@@ -77,8 +95,11 @@ def check_plain(name: str, pool: RankPool, folder: Path) -> None:
     more = dict(PLAIN[name])
     tools = more.pop("tools")
     plan = tiny_plan("llama", **ODD)
-    held = pool.run(saves.save_plain, plan, folder, *more.values(), ranks=2)[0] if "shuffled" not in more else pool.run(
-        saves.save_plain, plan, folder, more["settings"], (), True, ranks=2)[0]
+    held = (
+        pool.run(saves.save_plain, plan, folder, *more.values(), ranks=2)[0]
+        if "shuffled" not in more
+        else pool.run(saves.save_plain, plan, folder, more["settings"], (), True, ranks=2)[0]
+    )
     source = open_source(folder, plan.shape)
     assert not differing(assembled(source, held), held)
     compare_copies(source)
@@ -89,7 +110,9 @@ def check_plain(name: str, pool: RankPool, folder: Path) -> None:
     if tools:
         weights = pool.run(saves.full_weights, folder, ranks=1)[0]
         for key, tensor in whole(source.reader()).items():
-            if key.state == MASTER or (key.state == WEIGHT and TensorKey(MASTER, key.name) not in source.catalog.tensors):
+            if key.state == MASTER or (
+                key.state == WEIGHT and TensorKey(MASTER, key.name) not in source.catalog.tensors
+            ):
                 assert same_bits(tensor.float(), weights[key.name].float()), key
 
 
@@ -118,7 +141,13 @@ def test_names_of_groups() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_universal_of_autotp(family: str, stage: int, pool: RankPool, tmp_path: Path) -> None:
     plan = tiny_plan(family, **EVEN)
-    pool.run(saves.save_autotp, plan, tmp_path / "saved", {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, ranks=4)
+    pool.run(
+        saves.save_autotp,
+        plan,
+        tmp_path / "saved",
+        {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}},
+        ranks=4,
+    )
     source = open_source(tmp_path / "saved", plan.shape)
     compare_copies(source)
     pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "universal", ranks=1)
@@ -127,7 +156,9 @@ def test_universal_of_autotp(family: str, stage: int, pool: RankPool, tmp_path: 
 
 
 @pytest.mark.full
-def test_what_the_converter_scrambles_is_refused(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_converter_scrambles_is_refused(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And it is scrambled: read in spite of that, most parameters are not those of the checkpoint that it was made from."""
     plan = tiny_plan("llama", **ODD)
     settings = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
@@ -137,26 +168,40 @@ def test_what_the_converter_scrambles_is_refused(pool: RankPool, tmp_path: Path,
     with pytest.raises(CheckpointError, match="round_robin_gradients"):
         open_source(tmp_path / "universal", plan.shape)
     monkeypatch.setattr(universal, "_refuse_scrambled", lambda saved: None)
-    assert len(differing(assembled(open_source(tmp_path / "universal", plan.shape), held), held)) > len(held) // 2
+    assert (
+        len(differing(assembled(open_source(tmp_path / "universal", plan.shape), held), held))
+        > len(held) // 2
+    )
 
 
 # ---- what a converted checkpoint is to a user's program
 
 
 @pytest.mark.parametrize("scheduler", ["WarmupDecayLR", "LambdaLR", "CosineAnnealingLR"])
-def test_a_learning_rate_scheduler_goes_on_from_a_converted_checkpoint(scheduler: str, pool: RankPool, tmp_path: Path) -> None:
+def test_a_learning_rate_scheduler_goes_on_from_a_converted_checkpoint(
+    scheduler: str, pool: RankPool, tmp_path: Path
+) -> None:
     """The learning rates are exactly those of the program that never stopped. Control: they change from step to step."""
     plan = tiny_plan("llama", **EVEN)
     rates, losses = pool.run(saves.scheduled, plan, scheduler, tmp_path / "saved", ranks=2)[0]
     converted(tmp_path / "saved", tmp_path / "native", plan, TargetConfig())
-    target = converted(tmp_path / "native", tmp_path / "again", plan,
-                       TargetConfig(format=Format.deepspeed, parallel=TargetParallelConfig(data=2)))
-    again, more = pool.run(saves.scheduled, plan, scheduler, tmp_path / "unused", tmp_path / "again", ranks=2)[0]
+    target = converted(
+        tmp_path / "native",
+        tmp_path / "again",
+        plan,
+        TargetConfig(format=Format.deepspeed, parallel=TargetParallelConfig(data=2)),
+    )
+    again, more = pool.run(
+        saves.scheduled, plan, scheduler, tmp_path / "unused", tmp_path / "again", ranks=2
+    )[0]
     assert again == pytest.approx(rates, rel=1e-12)
     assert more == pytest.approx(losses, abs=1e-5)
     assert len(set(rates)) == len(rates)
-    assert re.search(r"2 parameter groups, .*: 16 tensors of more than one dim with weight_decay=0.1, then 5 tensors of one dim with "
-                     r"weight_decay=0; lr=\S+ betas=\[0.9, 0.999\] eps=0.0001", target.notes[0])
+    assert re.search(
+        r"2 parameter groups, .*: 16 tensors of more than one dim with weight_decay=0.1, then 5 tensors of one dim with "
+        r"weight_decay=0; lr=\S+ betas=\[0.9, 0.999\] eps=0.0001",
+        target.notes[0],
+    )
 
 
 def converted(path: Path, target: Path, plan: RunPlan, config: TargetConfig) -> Target:
@@ -169,54 +214,96 @@ def converted(path: Path, target: Path, plan: RunPlan, config: TargetConfig) -> 
 @pytest.fixture(scope="module")
 def partly_frozen(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Source:
     folder, plan = tmp_path_factory.mktemp("frozen"), tiny_plan("llama", **EVEN)
-    frozen = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight")
+    frozen = (
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    )
     pool.run(saves.save_plain, plan, folder, {"zero_optimization": {"stage": 2}}, frozen, ranks=2)
     return open_source(folder, plan.shape)
 
 
 @pytest.mark.parametrize("form", [Format.deepspeed, Format.universal, Format.megatron])
-def test_frozen_parameters_are_refused_with_remedies_that_work(form: Format, partly_frozen: Source, tmp_path: Path) -> None:
+def test_frozen_parameters_are_refused_with_remedies_that_work(
+    form: Format, partly_frozen: Source, tmp_path: Path
+) -> None:
     """Some of them are parts of Megatron-core's fused tensors."""
     with pytest.raises(CheckpointError) as refused:
         lay_out(partly_frozen, TargetConfig(format=form))
     assert "no optimizer state of model.embed_tokens.weight, " in str(refused.value)
     assert "3 of 21 parameters were frozen" in str(refused.value)
-    weights = "target.format=deepspeed target.optimizer=false" if form is Format.universal else "target.optimizer=false"
+    weights = (
+        "target.format=deepspeed target.optimizer=false"
+        if form is Format.universal
+        else "target.optimizer=false"
+    )
     assert f"write {weights} for the weights alone, or target.format=native" in str(refused.value)
-    for config in (TargetConfig(format=Format.deepspeed if form is Format.universal else form, optimizer=False), TargetConfig()):
+    for config in (
+        TargetConfig(format=Format.deepspeed if form is Format.universal else form, optimizer=False),
+        TargetConfig(),
+    ):
         target = lay_out(partly_frozen, config)
         plan_reshard(partly_frozen.catalog, target)
-        Conversion(partly_frozen.catalog, target, tmp_path / config.format.name, origin=partly_frozen.origin(),
-                   refuse=partly_frozen.refuse).run()
+        Conversion(
+            partly_frozen.catalog,
+            target,
+            tmp_path / config.format.name,
+            origin=partly_frozen.origin(),
+            refuse=partly_frozen.refuse,
+        ).run()
     assert open_source(tmp_path / "native").catalog.tensors.keys() == partly_frozen.catalog.tensors.keys()
 
 
 def test_zero3_in_bf16_stays_bf16(pool: RankPool, tmp_path: Path) -> None:
     """Its files hold the fp32 masters alone, and so do universal folders made of it, DeepSpeed's and this toolkit's."""
     plan = tiny_plan("llama", **EVEN)
-    pool.run(saves.save_plain, plan, tmp_path / "saved", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, ranks=2)
+    pool.run(
+        saves.save_plain,
+        plan,
+        tmp_path / "saved",
+        {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+        ranks=2,
+    )
     pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "theirs", ranks=1)
     converted(tmp_path / "saved", tmp_path / "ours", plan, TargetConfig(format=Format.universal))
-    converted(tmp_path / "saved", tmp_path / "again", plan, TargetConfig(format=Format.deepspeed, zero=Stage.stage3))
+    converted(
+        tmp_path / "saved", tmp_path / "again", plan, TargetConfig(format=Format.deepspeed, zero=Stage.stage3)
+    )
     for name in ("saved", "theirs", "ours", "again"):
         source = open_source(tmp_path / name, plan.shape)
         assert {key.state for key in source.catalog.tensors} == {MASTER, EXP_AVG, EXP_AVG_SQ}, name
-        for config in (TargetConfig(), TargetConfig(format=Format.deepspeed), TargetConfig(format=Format.megatron),
-                       TargetConfig(format=Format.huggingface)):
-            dtypes = {info.dtype for key, info in lay_out(source, config).tensors.items() if key.state == WEIGHT}
+        for config in (
+            TargetConfig(),
+            TargetConfig(format=Format.deepspeed),
+            TargetConfig(format=Format.megatron),
+            TargetConfig(format=Format.huggingface),
+        ):
+            dtypes = {
+                info.dtype for key, info in lay_out(source, config).tensors.items() if key.state == WEIGHT
+            }
             assert dtypes == {"bfloat16"}, (name, config.format)
     wide = lay_out(source, TargetConfig(precision=Precision.fp32))
-    assert {info.dtype for key, info in wide.tensors.items() if key.state == WEIGHT} == {"float32"}, "as asked"
+    assert {info.dtype for key, info in wide.tensors.items() if key.state == WEIGHT} == {"float32"}, (
+        "as asked"
+    )
 
 
 def test_amsgrads_third_state_is_never_dropped_in_silence(pool: RankPool, tmp_path: Path) -> None:
     plan = tiny_plan("llama", **EVEN)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "amsgrad": True}}
-    pool.run(saves.save_plain, plan, tmp_path / "saved", {"zero_optimization": {"stage": 1}, "optimizer": optimizer}, ranks=2)
+    pool.run(
+        saves.save_plain,
+        plan,
+        tmp_path / "saved",
+        {"zero_optimization": {"stage": 1}, "optimizer": optimizer},
+        ranks=2,
+    )
     source = open_source(tmp_path / "saved", plan.shape)
     assert "max_exp_avg_sq" in {key.state for key in lay_out(source, TargetConfig()).tensors}
     for form in (Format.deepspeed, Format.universal, Format.megatron):
-        with pytest.raises(CheckpointError, match=r"exp_avg, exp_avg_sq, max_exp_avg_sq[\s\S]*target.format=native"):
+        with pytest.raises(
+            CheckpointError, match=r"exp_avg, exp_avg_sq, max_exp_avg_sq[\s\S]*target.format=native"
+        ):
             lay_out(source, TargetConfig(format=form))
     pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "universal", ranks=1)
     with pytest.raises(CheckpointError, match="AMSGrad and lacks its third state, max_exp_avg_sq"):
@@ -226,10 +313,20 @@ def test_amsgrads_third_state_is_never_dropped_in_silence(pool: RankPool, tmp_pa
 # ---- a user's own pipeline
 
 LAYERS: dict[str, dict[str, Any]] = {
-    "tied": {"tied": True, "settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, "ranks": 2, "tensor": 1},
+    "tied": {
+        "tied": True,
+        "settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+        "ranks": 2,
+        "tensor": 1,
+    },
     "untied": {"tied": False, "settings": {"zero_optimization": {"stage": 1}}, "ranks": 4, "tensor": 1},
     "no-zero": {"tied": False, "settings": {}, "ranks": 2, "tensor": 1},
-    "three-axes": {"tied": False, "settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, "ranks": 4, "tensor": 2},
+    "three-axes": {
+        "tied": False,
+        "settings": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+        "ranks": 4,
+        "tensor": 2,
+    },
 }
 
 
@@ -247,7 +344,9 @@ def test_all_pipelines_of_layers(name: str, pool: RankPool, tmp_path: Path) -> N
 def check_layers(name: str, pool: RankPool, folder: Path) -> None:
     case = LAYERS[name]
     plan = tiny_plan("llama", **EVEN, model__num_hidden_layers=3, model__tie_word_embeddings=case["tied"])
-    held = pool.run(layers.save_layers, plan, folder, case["settings"], case["tensor"], ranks=case["ranks"])[0]
+    held = pool.run(layers.save_layers, plan, folder, case["settings"], case["tensor"], ranks=case["ranks"])[
+        0
+    ]
     source = open_source(folder, plan.shape)
     assert not differing(assembled(source, held), held)
     assert source.catalog.tensors.keys() == held.keys()

@@ -37,8 +37,14 @@ from toolkit.testing.tiny import GLOBAL_BATCH, tiny_plan
 
 TOLERANCE = 1e-5  # of losses and gradient norms
 # Nothing is a multiple of four, and some parameters are smaller than four ranks.
-ODD: Mapping[str, Any] = {"model__hidden_size": 6, "model__num_attention_heads": 3, "model__num_key_value_heads": 3, "model__head_dim": 2,
-                          "model__intermediate_size": 7, "model__vocab_size": 263}
+ODD: Mapping[str, Any] = {
+    "model__hidden_size": 6,
+    "model__num_attention_heads": 3,
+    "model__num_key_value_heads": 3,
+    "model__head_dim": 2,
+    "model__intermediate_size": 7,
+    "model__vocab_size": 263,
+}
 BF16: Mapping[str, Any] = {"precision__name": Precision.bf16}
 
 
@@ -62,7 +68,9 @@ class Runs:
         self._pool, self._folder = pool, folder
         self.of = cache(self._make)
 
-    def _make(self, family: str, layout: Layout | None = None, more: tuple[tuple[str, Any], ...] = ()) -> Trained:
+    def _make(
+        self, family: str, layout: Layout | None = None, more: tuple[tuple[str, Any], ...] = ()
+    ) -> Trained:
         """On ``layout``; None: the local engine."""
         plan = tiny_plan(family, **dict(more)) if layout is None else layout.plan(family, **dict(more))
         folder = self._folder / f"{family}-{layout}-{len(more)}"
@@ -78,7 +86,10 @@ def runs(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def furthest(results: list[StepResult], others: list[StepResult]) -> float:
     assert len(results) == len(others) == MORE
-    return max(max(abs(a.loss - b.loss), abs(a.grad_norm - b.grad_norm)) for a, b in zip(results, others, strict=True))
+    return max(
+        max(abs(a.loss - b.loss), abs(a.grad_norm - b.grad_norm))
+        for a, b in zip(results, others, strict=True)
+    )
 
 
 def check_state(opened: Opened, trained: Trained) -> None:
@@ -99,7 +110,9 @@ def check_read(path: Path, trained: Trained, layout: Layout, *more: str) -> None
         assert TensorKey(MASTER, key.name) in found, key
     assert not [str(key) for key, value in found.items() if not same_bits(value, trained.tensors[key])]
     known = (STEP, OPTIMIZER_STEP, *(() if layout.tensor > 1 else (CONSUMED,)), *more)
-    assert {name: again.catalog.scalars.get(name) for name in known} == {name: scalars[name] for name in known}
+    assert {name: again.catalog.scalars.get(name) for name in known} == {
+        name: scalars[name] for name in known
+    }
 
 
 def check(pool: RankPool, trained: Trained, layout: Layout, family: str, folder: Path, **more: Any) -> None:
@@ -127,8 +140,9 @@ def name(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(("family", "layout", "more"), QUICK, ids=name)
-def test_deepspeed_opens_it_and_goes_on(family: str, layout: Layout, more: Mapping[str, Any], runs: Runs, pool: RankPool,
-                                        tmp_path: Path) -> None:
+def test_deepspeed_opens_it_and_goes_on(
+    family: str, layout: Layout, more: Mapping[str, Any], runs: Runs, pool: RankPool, tmp_path: Path
+) -> None:
     check(pool, runs.of(family, None, tuple(more.items())), layout, family, tmp_path, **more)
 
 
@@ -157,20 +171,28 @@ def test_control_without_moments(runs: Runs, pool: RankPool, tmp_path: Path) -> 
 
 
 # Llama and odd sizes everywhere, the other families in turns.
-STAGES = [(family, stage, data)
-          for number, family in enumerate([*FAMILIES, "odd"]) for stage in range(4) for turn, data in enumerate((1, 2, 4))
-          if family in ("llama", "odd") or (number + stage) % 3 == turn]
+STAGES = [
+    (family, stage, data)
+    for number, family in enumerate([*FAMILIES, "odd"])
+    for stage in range(4)
+    for turn, data in enumerate((1, 2, 4))
+    if family in ("llama", "odd") or (number + stage) % 3 == turn
+]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "stage", "data"), STAGES)
 def test_every_stage(family: str, stage: int, data: int, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     family, more = ("qwen3", ODD) if family == "odd" else (family, {})
-    check(pool, runs.of(family, None, tuple(more.items())), Layout(stage, data=data), family, tmp_path, **more)
+    check(
+        pool, runs.of(family, None, tuple(more.items())), Layout(stage, data=data), family, tmp_path, **more
+    )
 
 
-AXES = [*(Layout(stage, data=data, tensor=2) for stage in range(4) for data in (1, 2)),
-        *(Layout(stage, data=data, pipeline=2) for stage in (0, 1) for data in (1, 2))]
+AXES = [
+    *(Layout(stage, data=data, tensor=2) for stage in range(4) for data in (1, 2)),
+    *(Layout(stage, data=data, pipeline=2) for stage in (0, 1) for data in (1, 2)),
+]
 
 
 @pytest.mark.full
@@ -184,7 +206,10 @@ def test_every_axis(family: str, layout: Layout, runs: Runs, pool: RankPool, tmp
         check(pool, runs.of(family), layout, family, tmp_path)
 
 
-IN_BF16 = [*(Layout(stage, data=data) for stage in (1, 2, 3) for data in (1, 2, 4)), Layout(1, data=2, pipeline=2)]
+IN_BF16 = [
+    *(Layout(stage, data=data) for stage in (1, 2, 3) for data in (1, 2, 4)),
+    Layout(1, data=2, pipeline=2),
+]
 
 
 @pytest.mark.full
@@ -196,25 +221,44 @@ def test_every_stage_in_bf16(layout: Layout, runs: Runs, pool: RankPool, tmp_pat
 # ---- against what DeepSpeed writes
 
 
-OURS_TO_LEAVE_OUT = {"clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow"}  # ZeRO 1, 2: the run's own stand
+OURS_TO_LEAVE_OUT = {
+    "clip_grad",
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+}  # ZeRO 1, 2: the run's own stand
 DIFFERENT = {"ds_config", "bias_correction", "lr_scheduler"}  # these programs have no scheduler
 SAID_ONCE = "shared_params"  # DeepSpeed says it in the file of its first rank alone
 
 
 def check_files(ours: Path, theirs: Path) -> None:
     """The same files with the same content, but for what is known and harmless."""
-    names = {path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file() and not path.name.startswith("zero_to_")}
+    names = {
+        path.relative_to(theirs)
+        for path in theirs.rglob("*")
+        if path.is_file() and not path.name.startswith("zero_to_")
+    }
     assert {path.relative_to(ours) for path in ours.rglob("*") if path.is_file()} == names
     assert (ours / "latest").read_text() == (theirs / "latest").read_text()
-    found = [f"{file}: {what}" for file in sorted(names) if file.suffix == ".pt"
-             for what in differences(torch.load(ours / file, weights_only=False), torch.load(theirs / file, weights_only=False))]
+    found = [
+        f"{file}: {what}"
+        for file in sorted(names)
+        if file.suffix == ".pt"
+        for what in differences(
+            torch.load(ours / file, weights_only=False), torch.load(theirs / file, weights_only=False)
+        )
+    ]
     assert not found, "\n".join(found[:20])
 
 
 def differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
     if isinstance(theirs, Mapping):
         for key in theirs.keys() | ours.keys():
-            if key in DIFFERENT or (key in OURS_TO_LEAVE_OUT and key not in ours) or (key == SAID_ONCE and not theirs.get(key)):
+            if (
+                key in DIFFERENT
+                or (key in OURS_TO_LEAVE_OUT and key not in ours)
+                or (key == SAID_ONCE and not theirs.get(key))
+            ):
                 continue
             if key not in ours or key not in theirs:
                 yield f"{at}/{key} is only in {'theirs' if key in theirs else 'ours'}"
@@ -233,15 +277,21 @@ def differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
     elif isinstance(theirs, torch.Tensor):
         if not same_bits(ours, theirs):
             yield f"{at}: {tuple(ours.shape)} {ours.dtype} and {tuple(theirs.shape)} {theirs.dtype}"
-    elif type(ours) is not type(theirs) or (vars(ours) != vars(theirs) if at.endswith("loss_scaler") else ours != theirs):
+    elif type(ours) is not type(theirs) or (
+        vars(ours) != vars(theirs) if at.endswith("loss_scaler") else ours != theirs
+    ):
         yield f"{at}: {ours!r} and {theirs!r}"
 
 
 # ---- universal
 
 
-def check_universal(pool: RankPool, trained: Trained, layout: Layout, family: str, folder: Path, **more: Any) -> Opened:
-    path = convert(trained.source, universal_target.lay_out(trained.source, TargetConfig()), folder / "written")
+def check_universal(
+    pool: RankPool, trained: Trained, layout: Layout, family: str, folder: Path, **more: Any
+) -> Opened:
+    path = convert(
+        trained.source, universal_target.lay_out(trained.source, TargetConfig()), folder / "written"
+    )
     check_read(path, trained, layout)
     opened, *_ = pool.run(go_on, layout.plan(family, **more), path, None, True, ranks=layout.ranks)
     check_state(opened, trained)
@@ -250,13 +300,19 @@ def check_universal(pool: RankPool, trained: Trained, layout: Layout, family: st
 
 
 @pytest.mark.parametrize("layout", [Layout(2, data=2), Layout(3, data=2)], ids=str)
-def test_one_universal_folder_serves_all_stages(layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+def test_one_universal_folder_serves_all_stages(
+    layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path
+) -> None:
     """``check_state`` says that what must not decay still does not, at ZeRO 3 too."""
     check_universal(pool, runs.of("qwen2"), layout, "qwen2", tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [*(Layout(stage, data=data) for stage in (1, 2, 3) for data in (1, 2, 4)), Layout(1, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [*(Layout(stage, data=data) for stage in (1, 2, 3) for data in (1, 2, 4)), Layout(1, tensor=2)],
+    ids=str,
+)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "odd"])
 def test_every_universal(family: str, layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     if layout.tensor > 1 and family != "llama":
@@ -275,7 +331,9 @@ def test_universal_in_bf16(stage: int, runs: Runs, pool: RankPool, tmp_path: Pat
 def test_the_counter_that_universal_notes_speak_of(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     """DeepSpeed's own defect: if this fails, it is mended, and the note and this test can go."""
     trained, layout = runs.of("qwen2"), Layout(3, data=2)
-    path = convert(trained.source, universal_target.lay_out(trained.source, TargetConfig()), tmp_path / "written")
+    path = convert(
+        trained.source, universal_target.lay_out(trained.source, TargetConfig()), tmp_path / "written"
+    )
     opened, *_ = pool.run(go_on, layout.plan("qwen2"), path, None, True, False, ranks=2)
     check_state(opened, trained)
     assert furthest(opened.results, trained.went_on) > 10 * TOLERANCE

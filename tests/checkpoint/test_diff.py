@@ -1,6 +1,6 @@
 """Two checkpoints are compared by what they hold, whatever their formats and layouts.
 
-    pytest tests/checkpoint/test_diff.py
+pytest tests/checkpoint/test_diff.py
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ def test_the_same_in_another_layout_is_equal(tmp_path: Path) -> None:
         assert found.equal
         assert [one.outcome for one in found.tensors] == [Outcome.EQUAL] * 4
         assert found.lines() == [f"equal: 4 of 4 tensors are the same in {native.folder} and {other.folder}"]
-        assert {total for _, total in told} == {sum(done for done, _ in told)} == {2 * sum(t.nbytes for t in named.values())}
+        assert (
+            {total for _, total in told}
+            == {sum(done for done, _ in told)}
+            == {2 * sum(t.nbytes for t in named.values())}
+        )
 
 
 def test_a_run_and_its_folder_for_transformers(tmp_path: Path) -> None:
@@ -86,18 +90,31 @@ def test_the_weight_of_an_fp32_run_is_the_master_of_a_bf16_run(tmp_path: Path) -
     other = adam(mixed=True)
     other[TensorKey(MASTER, "w")][3, 3] += 1e-6  # the bf16 weight is the same
     assert outcomes(diff_sources(wide, made(tmp_path / "other", other))) == {
-        "weight:w master:w": Outcome.VALUES, "weight:w weight:w": Outcome.EQUAL, "exp_avg:w exp_avg:w": Outcome.EQUAL,
-        "exp_avg_sq:w exp_avg_sq:w": Outcome.EQUAL}
+        "weight:w master:w": Outcome.VALUES,
+        "weight:w weight:w": Outcome.EQUAL,
+        "exp_avg:w exp_avg:w": Outcome.EQUAL,
+        "exp_avg_sq:w exp_avg_sq:w": Outcome.EQUAL,
+    }
 
 
 def test_an_export_has_less_than_its_run(tmp_path: Path) -> None:
-    run, rounded = made(tmp_path / "run", adam(mixed=True)), made(tmp_path / "export", {KEY: values().bfloat16()})
+    run, rounded = (
+        made(tmp_path / "run", adam(mixed=True)),
+        made(tmp_path / "export", {KEY: values().bfloat16()}),
+    )
     found = diff_sources(run, rounded)
     assert not found.equal
-    assert outcomes(found) == {"weight:w weight:w": Outcome.EQUAL, "master:w weight:w": Outcome.DTYPE, "exp_avg:w -": Outcome.ABSENT,
-                               "exp_avg_sq:w -": Outcome.ABSENT}
+    assert outcomes(found) == {
+        "weight:w weight:w": Outcome.EQUAL,
+        "master:w weight:w": Outcome.DTYPE,
+        "exp_avg:w -": Outcome.ABSENT,
+        "exp_avg_sq:w -": Outcome.ABSENT,
+    }
     assert "exp_avg:w: only on the left" in found.lines()
-    assert "master:w on the left, weight:w on the right: float32 and bfloat16; equal in the narrower" in found.lines()
+    assert (
+        "master:w on the left, weight:w on the right: float32 and bfloat16; equal in the narrower"
+        in found.lines()
+    )
     only = diff_sources(rounded, made(tmp_path / "fp32", {KEY: values()}))
     assert outcomes(only) == {"weight:w weight:w": Outcome.DTYPE}
     assert "exp_avg:w: only on the right" in diff_sources(rounded, run).lines()
@@ -115,10 +132,20 @@ def test_values_that_differ_are_counted_and_measured(tmp_path: Path) -> None:
         assert str(one) == "weight:w: float32, 3 of 120 values differ, by 1 at most, relatively by 0.2"
 
 
-@pytest.mark.parametrize(("mine", "theirs", "expected"), [
-    (float("nan"), float("nan"), (0, 0.0)), (float("nan"), 1.0, (1, math.inf)), (math.inf, 1.0, (1, math.inf)),
-    (math.inf, -math.inf, (1, math.inf)), (0.0, 1e-45, (1, 1.0)), (3e38, -3e38, (1, 2.0))])
-def test_numbers_that_are_none(tmp_path: Path, mine: float, theirs: float, expected: tuple[int, float]) -> None:
+@pytest.mark.parametrize(
+    ("mine", "theirs", "expected"),
+    [
+        (float("nan"), float("nan"), (0, 0.0)),
+        (float("nan"), 1.0, (1, math.inf)),
+        (math.inf, 1.0, (1, math.inf)),
+        (math.inf, -math.inf, (1, math.inf)),
+        (0.0, 1e-45, (1, 1.0)),
+        (3e38, -3e38, (1, 2.0)),
+    ],
+)
+def test_numbers_that_are_none(
+    tmp_path: Path, mine: float, theirs: float, expected: tuple[int, float]
+) -> None:
     a, b = values(), values()
     a[4, 4], b[4, 4] = mine, theirs
     [one] = diff_sources(made(tmp_path / "a", {KEY: a}), made(tmp_path / "b", {KEY: b})).tensors
@@ -126,10 +153,24 @@ def test_numbers_that_are_none(tmp_path: Path, mine: float, theirs: float, expec
 
 
 def test_shapes_dtypes_and_integers(tmp_path: Path) -> None:
-    left = made(tmp_path / "a", {KEY: values(), TensorKey(WEIGHT, "half"): values().half(), TensorKey(WEIGHT, "n"): torch.arange(5),
-                                 TensorKey(WEIGHT, "mask"): torch.ones(4).bool()})
-    right = made(tmp_path / "b", {KEY: values(shape=(12, 11)), TensorKey(WEIGHT, "half"): values().bfloat16(),
-                                  TensorKey(WEIGHT, "n"): torch.tensor([0, 1, 2, 3, 6]), TensorKey(WEIGHT, "mask"): torch.ones(4).bool()})
+    left = made(
+        tmp_path / "a",
+        {
+            KEY: values(),
+            TensorKey(WEIGHT, "half"): values().half(),
+            TensorKey(WEIGHT, "n"): torch.arange(5),
+            TensorKey(WEIGHT, "mask"): torch.ones(4).bool(),
+        },
+    )
+    right = made(
+        tmp_path / "b",
+        {
+            KEY: values(shape=(12, 11)),
+            TensorKey(WEIGHT, "half"): values().bfloat16(),
+            TensorKey(WEIGHT, "n"): torch.tensor([0, 1, 2, 3, 6]),
+            TensorKey(WEIGHT, "mask"): torch.ones(4).bool(),
+        },
+    )
     found = {one.pair.left: one for one in diff_sources(left, right).tensors}
     assert str(found[KEY]) == "weight:w: (12, 10) on the left, (12, 11) on the right"
     assert found[TensorKey(WEIGHT, "half")].outcome is Outcome.DTYPE
@@ -139,8 +180,16 @@ def test_shapes_dtypes_and_integers(tmp_path: Path) -> None:
 
 
 def test_what_training_resumes_from_is_compared_too(tmp_path: Path) -> None:
-    sources = [made(tmp_path / f"{number}", {KEY: values()}, scalars=scalars) for number, scalars in enumerate((
-        {"step": 3, "optimizer_step": 3, "seed": 1}, {"step": 3, "optimizer_step": 3, "seed": 2}, {"step": 3}))]
+    sources = [
+        made(tmp_path / f"{number}", {KEY: values()}, scalars=scalars)
+        for number, scalars in enumerate(
+            (
+                {"step": 3, "optimizer_step": 3, "seed": 1},
+                {"step": 3, "optimizer_step": 3, "seed": 2},
+                {"step": 3},
+            )
+        )
+    ]
     assert diff_sources(sources[0], sources[1]).equal, "a seed is the run's"
     found = diff_sources(sources[0], sources[2])
     assert found.scalars == (("optimizer_step", 3, None),)
@@ -152,10 +201,15 @@ def test_what_training_resumes_from_is_compared_too(tmp_path: Path) -> None:
 
 def test_many_differences_are_summed_up(tmp_path: Path) -> None:
     left = made(tmp_path / "a", {TensorKey(WEIGHT, f"t{number}"): values(number) for number in range(30)})
-    right = made(tmp_path / "b", {TensorKey(WEIGHT, f"t{number}"): values(number + 1) for number in range(30)})
+    right = made(
+        tmp_path / "b", {TensorKey(WEIGHT, f"t{number}"): values(number + 1) for number in range(30)}
+    )
     lines = diff_sources(left, right).lines(most=5)
     assert len(lines) == 7
-    assert lines[5:] == ["and 25 more: values", f"not equal: 0 of 30 tensors are the same in {left.folder} and {right.folder}"]
+    assert lines[5:] == [
+        "and 25 more: values",
+        f"not equal: 0 of 30 tensors are the same in {left.folder} and {right.folder}",
+    ]
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:

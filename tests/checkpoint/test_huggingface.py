@@ -1,6 +1,6 @@
 """Folders that transformers opens, and that come back as a Reader.
 
-    pytest tests/checkpoint/test_huggingface.py
+pytest tests/checkpoint/test_huggingface.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ FAMILIES = tuple(families.FAMILIES)
 
 
 def tiny(name: str, **changes: Any) -> ModelShape:
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 67}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 67,
+    }
     sizes["max_position_embeddings"] = 16
     if name != "gpt2":
         sizes |= {"intermediate_size": 48, **families.get(name).tiny, "tie_word_embeddings": False}
@@ -53,7 +58,9 @@ def model_of(shape: ModelShape) -> Any:
 
 def saved(model: Any, shape: ModelShape, directory: Path, *, mixed: bool = False) -> Path:
     """A checkpoint of two ranks; ``mixed``: bf16 weights and fp32 masters."""
-    values = {spec.name: model.state_dict()[spec.name] for spec in families.get(shape.family).parameters(shape)}
+    values = {
+        spec.name: model.state_dict()[spec.name] for spec in families.get(shape.family).parameters(shape)
+    }
     named = {TensorKey(WEIGHT, name): value.bfloat16() if mixed else value for name, value in values.items()}
     named |= {TensorKey(MASTER, name): value for name, value in values.items()} if mixed else {}
     return save(directory, 1, shards_of(named, LAYOUTS["flat"], 2))
@@ -76,7 +83,9 @@ def test_transformers_opens_the_export_with_the_same_logits(tmp_path: Path, name
         folder = export(source, tmp_path / f"export{shard_bytes}", dtype="float32", shard_bytes=shard_bytes)
         assert (folder / "model.safetensors").exists() == (shard_bytes == 10**9)
         opened, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+            report
+        )
         assert same_bits(logits(opened.eval()), logits(model))
         by_manifest = digest(open_reader(folder))
         (folder / BESIDE).unlink()
@@ -97,7 +106,9 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     found = whole(reader)
     assert [key.name for key in found] == [spec.name for spec in families.get(name).parameters(shape)]
     assert all(same_bits(tensor, model.state_dict()[key.name]) for key, tensor in found.items())
-    for rank in shards_of({key: tensor.float() for key, tensor in found.items()}, LAYOUTS["columns"], 3, empty=True):
+    for rank in shards_of(
+        {key: tensor.float() for key, tensor in found.items()}, LAYOUTS["columns"], 3, empty=True
+    ):
         reader.read(rank)
     exported = export(open_source(tmp_path), tmp_path / "again")
     assert digest(open_reader(exported)) == digest(reader)
@@ -113,7 +124,11 @@ def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     folder = export(source, tmp_path / "export", shard_bytes=20_000)
     export(source, folder, tokenizer=tokenizer, dtype="bfloat16")
     assert sorted(file.name for file in folder.iterdir()) == [
-        "config.json", "model.safetensors", "tokenizer.json", "toolkit-manifest.json"]
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "toolkit-manifest.json",
+    ]
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"notes\.txt"):
         export(source, folder)
@@ -121,11 +136,15 @@ def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
         export(source, tmp_path / "new", dtype="int8")
     with pytest.raises(CheckpointError, match="no weight of"):
         export(replace(source, shape=tiny("qwen2")), tmp_path / "new")
-    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["export", "run", "tokenizer"], "nothing half-made stays"
+    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["export", "run", "tokenizer"], (
+        "nothing half-made stays"
+    )
 
 
 @pytest.mark.parametrize("moment", [Phase.PREPARE, Phase.UNITS, Phase.RENAME])
-def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: Phase) -> None:
+def test_an_export_that_fails_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: Phase
+) -> None:
     shape = tiny("llama")
     source = open_source(saved(model_of(shape), shape, tmp_path / "run"), shape)
     folder = export(source, tmp_path / "export")

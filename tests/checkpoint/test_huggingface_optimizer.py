@@ -1,6 +1,6 @@
 """Adam's state in safetensors beside the weights: transformers opens the folder, training resumes from it.
 
-    pytest tests/checkpoint/test_huggingface_optimizer.py
+pytest tests/checkpoint/test_huggingface_optimizer.py
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ from toolkit.testing.parity import step_all
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.task import text_task
 
-SCALARS = {"step": 7, "consumed_samples": 112, "optimizer_step": 6, "loss_scaler": {"cur_scale": 4.0}, "data": {"train": "abc"}}
+SCALARS = {
+    "step": 7,
+    "consumed_samples": 112,
+    "optimizer_step": 6,
+    "loss_scaler": {"cur_scale": 4.0},
+    "data": {"train": "abc"},
+}
 
 
 def with_optimizer(name: str, folder: Path, *, mixed: bool = True, momentum: bool = False) -> Source:
@@ -62,7 +68,11 @@ def write(source: Source, target: Target, folder: Path) -> Path:
 
 def converted(folder: Path, name: str, **settings: Any) -> Path:
     source = with_optimizer(name, folder / "run", **settings)
-    return write(source, lay_out(source, TargetConfig(format=Format.huggingface, optimizer=True), shard_bytes=30_000), folder / "hub")
+    return write(
+        source,
+        lay_out(source, TargetConfig(format=Format.huggingface, optimizer=True), shard_bytes=30_000),
+        folder / "hub",
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -76,14 +86,23 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     by_manifest = open_source(folder)
     (folder / manifest.BESIDE).unlink()
     found = open_source(folder)
-    assert (found.format, found.step, found.shape, found.namespace) == ("huggingface", 7, source.shape, families.get(name).namespace)
+    assert (found.format, found.step, found.shape, found.namespace) == (
+        "huggingface",
+        7,
+        source.shape,
+        families.get(name).namespace,
+    )
     assert found.catalog.scalars == SCALARS
     assert digest(found.reader()) == digest(by_manifest.reader()) == digest(source.reader())
     opened, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-    weights = model_of(tiny(name)).state_dict()  # rotations are buffers in fp32, so a model that is cast is another one
+    weights = model_of(
+        tiny(name)
+    ).state_dict()  # rotations are buffers in fp32, so a model that is cast is another one
     assert all(same_bits(tensor, weights[key].bfloat16()) for key, tensor in opened.state_dict().items())
-    back = open_source(write(found, native.lay_out(found, tensors_of(found, None, optimizer=True)), tmp_path / "back"))
+    back = open_source(
+        write(found, native.lay_out(found, tensors_of(found, None, optimizer=True)), tmp_path / "back")
+    )
     assert digest(back.reader()) == digest(source.reader())
     assert back.step == 7
     assert {name: back.catalog.scalars[name] for name in SCALARS} == SCALARS
@@ -96,19 +115,32 @@ def test_what_an_fp32_run_and_what_muon_keeps(tmp_path: Path) -> None:
         (folder / manifest.BESIDE).unlink()
         assert digest(open_reader(folder)) == digest(source.reader())
         states = json.loads((folder / "optimizer" / "state.json").read_text())["states"]
-        assert sorted(states) == [["exp_avg", "exp_avg_sq"], ["exp_avg", "exp_avg_sq", "master", "momentum_buffer"]][number]
+        assert (
+            sorted(states)
+            == [["exp_avg", "exp_avg_sq"], ["exp_avg", "exp_avg_sq", "master", "momentum_buffer"]][number]
+        )
 
 
 def test_weights_alone_are_of_no_step(tmp_path: Path) -> None:
     source = with_optimizer("llama", tmp_path / "run")
-    folder = write(source, lay_out(source, TargetConfig(format=Format.huggingface, precision=Precision.fp32)), tmp_path / "hub")
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "toolkit-manifest.json"]
+    folder = write(
+        source,
+        lay_out(source, TargetConfig(format=Format.huggingface, precision=Precision.fp32)),
+        tmp_path / "hub",
+    )
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "toolkit-manifest.json",
+    ]
     for remove in (False, True):
         if remove:
             (folder / manifest.BESIDE).unlink()
         found = open_source(folder)
         assert "step" not in found.catalog.scalars
-        assert {(key.state, info.dtype) for key, info in found.catalog.tensors.items()} == {(WEIGHT, "float32")}
+        assert {(key.state, info.dtype) for key, info in found.catalog.tensors.items()} == {
+            (WEIGHT, "float32")
+        }
         for key, tensor in whole(found.reader()).items():
             assert torch.equal(tensor, whole(source.reader())[TensorKey(MASTER, key.name)]), "of the masters"
 
@@ -143,9 +175,14 @@ def test_people_change_settings_and_tokenizers(tmp_path: Path) -> None:
 def test_norms_in_fp32_among_weights_of_16_bits_stay_what_they_are(tmp_path: Path) -> None:
     shape = tiny("llama")
     values = {spec.name: torch.randn(spec.shape) for spec in families.get("llama").parameters(shape)}
-    named = {TensorKey(WEIGHT, name): value if value.ndim == 1 else value.bfloat16() for name, value in values.items()}
+    named = {
+        TensorKey(WEIGHT, name): value if value.ndim == 1 else value.bfloat16()
+        for name, value in values.items()
+    }
     source = open_source(save(tmp_path / "run", 1, shards_of(named, LAYOUTS["flat"], 2)), shape)
-    assert digest(open_reader(write(source, lay_out(source, TargetConfig()), tmp_path / "hub"))) == digest(source.reader())
+    assert digest(open_reader(write(source, lay_out(source, TargetConfig()), tmp_path / "hub"))) == digest(
+        source.reader()
+    )
 
 
 # ---- damage
@@ -163,12 +200,20 @@ def first(folder: Path, state: str = "exp_avg") -> Path:
     return sorted((folder / "optimizer").glob(f"{state}-*"))[0]
 
 
-
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a missing file": (lambda folder: first(folder).unlink(), r"optimizer/exp_avg-00001-of-\d{5}\.safetensors is missing"),
-    "a truncated file": (lambda folder: first(folder).write_bytes(first(folder).read_bytes()[:-8]), "bytes where its header says"),
+    "a missing file": (
+        lambda folder: first(folder).unlink(),
+        r"optimizer/exp_avg-00001-of-\d{5}\.safetensors is missing",
+    ),
+    "a truncated file": (
+        lambda folder: first(folder).write_bytes(first(folder).read_bytes()[:-8]),
+        "bytes where its header says",
+    ),
     "no states": (json_of({"states": None}), "has no scalars or no states"),
-    "files elsewhere": (json_of({"states": {"exp_avg": ["../model.safetensors"]}}), "does not name the files"),
+    "files elsewhere": (
+        json_of({"states": {"exp_avg": ["../model.safetensors"]}}),
+        "does not name the files",
+    ),
     "another version": (json_of({"format_version": 2}), "format_version=2"),
     "no JSON": (lambda folder: (folder / "optimizer" / "state.json").write_text("{"), "is not JSON"),
 }
@@ -195,7 +240,10 @@ def test_half_of_a_moment_is_refused(tmp_path: Path) -> None:
     for file in sorted((folder / "optimizer").glob("exp_avg-*")):
         tensors = {name: tensor for name, tensor in load_file(file).items() if "experts.1.w2" not in name}
         save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"exp_avg:model\.layers\.0\.mlp\.experts\.down_proj: \d+ of \d+ elements are there"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"exp_avg:model\.layers\.0\.mlp\.experts\.down_proj: \d+ of \d+ elements are there",
+    ):
         open_source(folder)
 
 
@@ -213,18 +261,35 @@ def test_a_run_resumes_from_it_to_the_bit(tmp_path: Path) -> None:
 
     stayed = engine(None)
     step_all(stayed, plan, range(2))
-    saved = CheckpointStore(tmp_path / "run").save(2, stayed.shards(), {"step": 2, **stayed.scalars()}, rank=0, ranks=1, attempt=1,
-                                                   namespace=families.get("llama").namespace).wait()
+    saved = (
+        CheckpointStore(tmp_path / "run")
+        .save(
+            2,
+            stayed.shards(),
+            {"step": 2, **stayed.scalars()},
+            rank=0,
+            ranks=1,
+            attempt=1,
+            namespace=families.get("llama").namespace,
+        )
+        .wait()
+    )
     source = open_source(saved, plan.shape)
     folder = write(source, lay_out(source, TargetConfig(optimizer=True)), tmp_path / "hub")
     (folder / manifest.BESIDE).unlink()
     went_on = [result.loss for result in step_all(stayed, plan, range(2, 4))]
     assert [result.loss for result in step_all(engine(folder), plan, range(2, 4))] == went_on
     weights = write(source, lay_out(source, TargetConfig()), tmp_path / "weights")
-    assert [result.loss for result in step_all(engine(weights), plan, range(2, 4))] != went_on, "the control: without moments and masters"
+    assert [result.loss for result in step_all(engine(weights), plan, range(2, 4))] != went_on, (
+        "the control: without moments and masters"
+    )
 
-    reader = open_pretrained(tiny_plan("llama", precision__name=Precision.bf16, model__pretrained=str(folder)))
-    assert {key.state for key in reader.tensors} == {WEIGHT, MASTER}, "a new run begins with an optimizer of its own"
+    reader = open_pretrained(
+        tiny_plan("llama", precision__name=Precision.bf16, model__pretrained=str(folder))
+    )
+    assert {key.state for key in reader.tensors} == {WEIGHT, MASTER}, (
+        "a new run begins with an optimizer of its own"
+    )
     assert reader.scalars == {}
 
 

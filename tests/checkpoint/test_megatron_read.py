@@ -1,7 +1,7 @@
 """Checkpoints that Megatron-core itself saved, read to the bit: against the engine's own memory and against PyTorch's own loader.
 
-    pytest tests/checkpoint/test_megatron_read.py
-    pytest tests/checkpoint/test_megatron_read.py -m full      every family, axis, kind of optimizer and of keys
+pytest tests/checkpoint/test_megatron_read.py
+pytest tests/checkpoint/test_megatron_read.py -m full      every family, axis, kind of optimizer and of keys
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ def check(case: Cell, saved: Saves) -> Source:
     for key, value in held.scalars.items():
         assert source.catalog.scalars[key] == value, key
     optim = case.plan.config.optim
-    expected = {"lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}
+    expected = {
+        "lr": optim.lr,
+        "betas": list(optim.betas),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+    }
     assert source.catalog.scalars["optim"] == expected
     compare_copies(source)
     return source
@@ -72,7 +77,9 @@ def compare_copies(source: Source) -> None:
         ours = {(piece.box, piece.transposed): piece for piece in source.catalog.pieces[key]}
         for copy in source.catalog.copies[key]:
             own = ours[copy.box, copy.transposed]
-            first, second = ((source.folder / piece.file).read_bytes()[piece.begin : piece.end] for piece in (own, copy))
+            first, second = (
+                (source.folder / piece.file).read_bytes()[piece.begin : piece.end] for piece in (own, copy)
+            )
             assert first == second, copy
 
 
@@ -121,7 +128,9 @@ def test_pytorch_gives_the_same_numbers(megatron_saved: Saves) -> None:
 
     folder, held = megatron_saved.of(MIXTRAL_EP)
     metadata = FileSystemReader(str(folder / f"iter_{STOP:07d}")).read_metadata()
-    keys = {key for key, about in metadata.state_dict_metadata.items() if isinstance(about, TensorStorageMetadata)}
+    keys = {
+        key for key, about in metadata.state_dict_metadata.items() if isinstance(about, TensorStorageMetadata)
+    }
     ours = dcp_metadata.load(folder / f"iter_{STOP:07d}")
     assert ours.tensors.keys() == keys
     assert ours.objects.keys() == metadata.state_dict_metadata.keys() - keys
@@ -135,7 +144,10 @@ def test_pytorch_gives_the_same_numbers(megatron_saved: Saves) -> None:
         for part in tensor.parts:
             place = tuple(slice(low, low + size) for low, size in zip(part.offset, part.extent, strict=True))
             assert tensor.layer is not None
-            assert same_bits(part.view(stacked[tensor.layer, tensor.expert]), held.state[TensorKey(EXP_AVG, part.canonical)][place])
+            assert same_bits(
+                part.view(stacked[tensor.layer, tensor.expert]),
+                held.state[TensorKey(EXP_AVG, part.canonical)][place],
+            )
 
 
 def by_pytorch(folder: Path) -> dict[str, torch.Tensor]:
@@ -144,17 +156,30 @@ def by_pytorch(folder: Path) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     about = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    found = {key: torch.empty(of.size, dtype=of.properties.dtype) for key, of in about.items() if isinstance(of, TensorStorageMetadata)}
-    checkpoint.load(found, storage_reader=FileSystemReader(str(folder)), planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+    found = {
+        key: torch.empty(of.size, dtype=of.properties.dtype)
+        for key, of in about.items()
+        if isinstance(of, TensorStorageMetadata)
+    }
+    checkpoint.load(
+        found,
+        storage_reader=FileSystemReader(str(folder)),
+        planner=DefaultLoadPlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
     return found
 
 
 # ---- what is refused
 
 
-def test_other_kinds_of_the_distributed_optimizer_are_refused_by_name(megatron_saved: Saves, tmp_path: Path) -> None:
+def test_other_kinds_of_the_distributed_optimizer_are_refused_by_name(
+    megatron_saved: Saves, tmp_path: Path
+) -> None:
     case = QWEN2_BF16
-    megatron_saved.pool.run(work.train, case.plan, tmp_path / "x", {"sharding_type": "dp_reshardable"}, ranks=case.ranks)
+    megatron_saved.pool.run(
+        work.train, case.plan, tmp_path / "x", {"sharding_type": "dp_reshardable"}, ranks=case.ranks
+    )
     with pytest.raises(CheckpointError, match="sharded as dp_reshardable"):
         opened(case, tmp_path / "x")
 
@@ -171,10 +196,20 @@ def test_another_model_is_refused_by_name(megatron_saved: Saves) -> None:
         open_source(folder, replace(shape, num_hidden_layers=1))
 
 
-@pytest.mark.parametrize(("damage", "said"), [
-    ("metadata", r"\.metadata cannot be read"), ("missing", "is missing"), ("short", "of at least"), ("common", r"common\.pt"),
-    ("legacy", r"metadata\.json is missing"), ("zarr", "format zarr"), ("tracker", "is missing"),
-    ("chunk", "cannot be read as a file of torch"), ("steps", "all parameters have taken the same steps")])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("metadata", r"\.metadata cannot be read"),
+        ("missing", "is missing"),
+        ("short", "of at least"),
+        ("common", r"common\.pt"),
+        ("legacy", r"metadata\.json is missing"),
+        ("zarr", "format zarr"),
+        ("tracker", "is missing"),
+        ("chunk", "cannot be read as a file of torch"),
+        ("steps", "all parameters have taken the same steps"),
+    ],
+)
 def test_damage_is_refused_by_name(megatron_saved: Saves, tmp_path: Path, damage: str, said: str) -> None:
     folder = shutil.copytree(megatron_saved.of(GPT2_3D)[0], tmp_path / "copy")
     iteration = folder / f"iter_{STOP:07d}"
@@ -212,7 +247,9 @@ def test_damage_is_refused_by_name(megatron_saved: Saves, tmp_path: Path, damage
 OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 6000))
 
 
-@pytest.mark.parametrize("precision", [BF16, pytest.param(None, marks=pytest.mark.full)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "precision", [BF16, pytest.param(None, marks=pytest.mark.full)], ids=["bf16", "fp32"]
+)
 def test_upstreams_corrupt_state_is_refused(megatron_saved: Saves, tmp_path: Path, precision: Any) -> None:
     """Several buckets under overlap_grad_reduce: Megatron-core 0.16 writes state that is not the optimizer's, with a warning."""
     layout = megatron("llama", data=2, zero=1, label="overlap", own=OVERLAP)
@@ -230,8 +267,13 @@ def test_upstreams_corrupt_state_is_refused(megatron_saved: Saves, tmp_path: Pat
 
 
 def convert(source: Source, path: Path) -> None:
-    Conversion(source.catalog, native.lay_out(source, tensors_of(source, None, optimizer=True)), path, origin=source.origin(),
-               refuse=source.refuse).run()
+    Conversion(
+        source.catalog,
+        native.lay_out(source, tensors_of(source, None, optimizer=True)),
+        path,
+        origin=source.origin(),
+        refuse=source.refuse,
+    ).run()
 
 
 # ---- training goes on from it
@@ -260,17 +302,26 @@ def test_keys_that_are_written_are_understood(family: str) -> None:
     assert shape is not None
     for tensor in families.get(family).megatron(shape):
         for slot in slots_of(tensor, shape):
-            for prefix, state in (("", WEIGHT), ("optimizer.state.param.", MASTER), ("chained_1.optimizer.state.exp_avg.", EXP_AVG)):
+            for prefix, state in (
+                ("", WEIGHT),
+                ("optimizer.state.param.", MASTER),
+                ("chained_1.optimizer.state.exp_avg.", EXP_AVG),
+            ):
                 key = parse(prefix + slot.key)
                 assert key is not None
                 assert (key.state, key.weight, key.half) == (state, slot.key, None)
-                (member,) = key.members(Box((*slot.place, *(0 for _ in tensor.shape)), (*(1 for _ in slot.place), *tensor.shape)))
+                (member,) = key.members(
+                    Box((*slot.place, *(0 for _ in tensor.shape)), (*(1 for _ in slot.place), *tensor.shape))
+                )
                 assert member == (tensor.name, (0,) * len(slot.place), Box.whole(tensor.shape))
                 assert key.whole_shape(tensor.shape, shape) == (*slot.counts, *tensor.shape)
 
 
 def test_keys_of_halves_and_of_strangers() -> None:
-    gate, up = (parse(f"optimizer.state.exp_avg.decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_{half}") for half in "wv")
+    gate, up = (
+        parse(f"optimizer.state.exp_avg.decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_{half}")
+        for half in "wv"
+    )
     assert gate is not None
     assert up is not None
     assert (gate.half, up.half, gate.source == up.source) == (0, 1, True)
@@ -281,7 +332,12 @@ def test_keys_of_halves_and_of_strangers() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("precision", [Precision.fp32, BF16])
 def test_momentum_of_sgd(megatron_saved: Saves, precision: Precision) -> None:
-    settings = {"optim__name": OptimizerName.sgd, "optim__momentum": 0.9, "optim__lr": 0.1, "optim__clip": 0.0}
+    settings = {
+        "optim__name": OptimizerName.sgd,
+        "optim__momentum": 0.9,
+        "optim__lr": 0.1,
+        "optim__clip": 0.0,
+    }
     case = Cell(megatron("llama", tensor=2), precision, more=tuple(settings.items()))
     folder, held = megatron_saved.of(case)
     source = opened(case, folder)

@@ -1,7 +1,7 @@
 """Checkpoints that Megatron-core opens itself, of what it saved in another layout: by its own loader, to the bit, and training goes on.
 
-    pytest tests/checkpoint/test_megatron_write.py
-    pytest tests/checkpoint/test_megatron_write.py -m full      every family, axis and kind of optimizer
+pytest tests/checkpoint/test_megatron_write.py
+pytest tests/checkpoint/test_megatron_write.py -m full      every family, axis and kind of optimizer
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ import torch
 
 from tests.checkpoint import megatron_ranks as work
 from tests.checkpoint.layouts import same_bits
-from tests.checkpoint.megatron_cells import BF16, GPT2_3D, LLAMA_TP, MIXTRAL_EP, QWEN2_BF16, TOLERANCE, Cell, Saves, apart, cell
+from tests.checkpoint.megatron_cells import (
+    BF16,
+    GPT2_3D,
+    LLAMA_TP,
+    MIXTRAL_EP,
+    QWEN2_BF16,
+    TOLERANCE,
+    Cell,
+    Saves,
+    apart,
+    cell,
+)
 from tests.checkpoint.megatron_ranks import STOP
 from tests.checkpoint.test_megatron_read import by_pytorch, opened
 from tests.checkpoint.tiny_run import tiny_checkpoint, tiny_shape
@@ -33,10 +44,20 @@ from toolkit.errors import CheckpointError
 SETTINGS = TargetOptimConfig(lr=1e-3, betas=[0.9, 0.95], eps=1e-4, weight_decay=0.1)
 
 
-def asked(*, optim: TargetOptimConfig | None = None, precision: Precision | None = None, optimizer: bool | None = None,
-          **parallel: int) -> TargetConfig:
-    return TargetConfig(format=Format.megatron, parallel=TargetParallelConfig(**parallel), optim=optim or TargetOptimConfig(),
-                        precision=precision, optimizer=optimizer)
+def asked(
+    *,
+    optim: TargetOptimConfig | None = None,
+    precision: Precision | None = None,
+    optimizer: bool | None = None,
+    **parallel: int,
+) -> TargetConfig:
+    return TargetConfig(
+        format=Format.megatron,
+        parallel=TargetParallelConfig(**parallel),
+        optim=optim or TargetOptimConfig(),
+        precision=precision,
+        optimizer=optimizer,
+    )
 
 
 def write(source: Source, config: TargetConfig, path: Path) -> Path:
@@ -60,25 +81,41 @@ QUICK = [
     (QWEN2_BF16, QWEN2_BF16),
 ]
 LLAMA = [
-    cell("llama"), cell("llama", tensor=2), cell("llama", pipeline=2), cell("llama", data=2, zero=1), cell("llama", tensor=2, pipeline=2),
+    cell("llama"),
+    cell("llama", tensor=2),
+    cell("llama", pipeline=2),
+    cell("llama", data=2, zero=1),
+    cell("llama", tensor=2, pipeline=2),
     cell("llama", data=2, tensor=2, zero=1),
 ]
 VPP = cell("llama", pipeline=2, layers=4, label="vpp2", own=(("virtual_pipeline_model_parallel_size", 2),))
 FULL = [
     *((saved, opens) for saved in LLAMA for opens in LLAMA),
-    (VPP, cell("llama", tensor=2, layers=4)), (cell("llama", tensor=2, layers=4), VPP),
-    (MIXTRAL_EP, MIXTRAL_EP), (cell("mixtral", tensor=2), MIXTRAL_EP), (MIXTRAL_EP, cell("mixtral", data=2, expert=2, zero=1)),
+    (VPP, cell("llama", tensor=2, layers=4)),
+    (cell("llama", tensor=2, layers=4), VPP),
+    (MIXTRAL_EP, MIXTRAL_EP),
+    (cell("mixtral", tensor=2), MIXTRAL_EP),
+    (MIXTRAL_EP, cell("mixtral", data=2, expert=2, zero=1)),
     (cell("mixtral", data=2, expert=2, zero=1), cell("mixtral", pipeline=2)),
-    *((saved, saved) for saved in (
-        cell("llama", tensor=2, precision=BF16), cell("llama", data=2, zero=1, precision=BF16), cell("gpt2", pipeline=2, precision=BF16),
-        cell("mixtral", data=2, expert=2, precision=BF16), cell("mixtral", data=2, expert=2, zero=1, precision=BF16),
-        cell("llama", tensor=2, data=2, zero=1, precision=BF16))),
+    *(
+        (saved, saved)
+        for saved in (
+            cell("llama", tensor=2, precision=BF16),
+            cell("llama", data=2, zero=1, precision=BF16),
+            cell("gpt2", pipeline=2, precision=BF16),
+            cell("mixtral", data=2, expert=2, precision=BF16),
+            cell("mixtral", data=2, expert=2, zero=1, precision=BF16),
+            cell("llama", tensor=2, data=2, zero=1, precision=BF16),
+        )
+    ),
     *((cell(family, tensor=2, pipeline=2), cell(family, data=2, zero=1)) for family in ("qwen2", "qwen3")),
 ]
 
 
 @pytest.mark.parametrize(("case", "opens"), QUICK, ids=str)
-def test_megatron_opens_it_and_goes_on(case: Cell, opens: Cell, megatron_saved: Saves, tmp_path: Path) -> None:
+def test_megatron_opens_it_and_goes_on(
+    case: Cell, opens: Cell, megatron_saved: Saves, tmp_path: Path
+) -> None:
     check(case, opens, megatron_saved, tmp_path)
 
 
@@ -100,7 +137,8 @@ def check(case: Cell, opens: Cell, saved: Saves, path: Path) -> None:
     again = open_source(written, case.plan.shape)
     assert digest(again.reader()) == digest(opened(case, folder).reader())
     assert {key: again.catalog.scalars[key] for key in ("step", "optimizer_step", OPTIM)} == {
-        key: opened(case, folder).catalog.scalars[key] for key in ("step", "optimizer_step", OPTIM)}
+        key: opened(case, folder).catalog.scalars[key] for key in ("step", "optimizer_step", OPTIM)
+    }
 
 
 def test_control_zeroed_moments(megatron_saved: Saves, tmp_path: Path) -> None:
@@ -151,7 +189,11 @@ def test_every_key_that_megatron_writes_is_there(megatron_saved: Saves, tmp_path
     common = torch.load(written / f"iter_{STOP:07d}" / "common.pt", weights_only=True)
     saved = torch.load(folder / f"iter_{STOP:07d}" / "common.pt", weights_only=False)
     assert saved["optimizer"].keys() <= common["optimizer"].keys()
-    for group, mine in zip(saved["optimizer"]["optimizer"]["param_groups"], common["optimizer"]["optimizer"]["param_groups"], strict=True):
+    for group, mine in zip(
+        saved["optimizer"]["optimizer"]["param_groups"],
+        common["optimizer"]["optimizer"]["param_groups"],
+        strict=True,
+    ):
         differing = {name for name in group if name not in ("max_lr", "min_lr") and group[name] != mine[name]}
         assert not differing, {name: (group[name], mine[name]) for name in differing}
 
@@ -160,10 +202,16 @@ def test_chunks_are_those_of_the_asked_tensor_ranks(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     written = write(source, asked(tensor=2, pipeline=2, optim=SETTINGS), tmp_path / "written")
     found = dcp_metadata.load(written / "iter_0000003").tensors
-    names = {"decoder.layers.self_attention.linear_qkv.weight": 4, "decoder.layers.mlp.linear_fc1.weight": 8,
-             "decoder.layers.mlp.linear_fc1.layer_norm_weight": 2, "embedding.word_embeddings.weight": 2}
+    names = {
+        "decoder.layers.self_attention.linear_qkv.weight": 4,
+        "decoder.layers.mlp.linear_fc1.weight": 8,
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight": 2,
+        "embedding.word_embeddings.weight": 2,
+    }
     assert {name: len(found[name].chunks) for name in names} == names
-    assert {path.name for path in (written / "iter_0000003").glob("*.distcp")} == {f"__{rank}_0.distcp" for rank in range(4)}
+    assert {path.name for path in (written / "iter_0000003").glob("*.distcp")} == {
+        f"__{rank}_0.distcp" for rank in range(4)
+    }
     assert (written / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8") == "3"
 
 
@@ -186,7 +234,10 @@ def test_there_and_back(family: str, mixed: bool, tmp_path: Path) -> None:
     assert digest(again.reader()) == digest(source.reader())
     assert again.catalog.scalars.keys() == {"step", "consumed_samples", "optimizer_step", OPTIM}
     assert {key: again.catalog.scalars[key] for key in ("step", "consumed_samples", "optimizer_step")} == {
-        "step": 3, "consumed_samples": 24, "optimizer_step": 3}
+        "step": 3,
+        "consumed_samples": 24,
+        "optimizer_step": 3,
+    }
     assert again.catalog.scalars[OPTIM] == asdict(SETTINGS)
     assert not again.catalog.copies, "keys that name the same bytes are no copies"
 
@@ -197,7 +248,9 @@ def test_weights_alone(tmp_path: Path) -> None:
     again = open_source(written, source.shape)
     assert {key.state for key in again.catalog.tensors} == {WEIGHT}
     name = "model.norm.weight"
-    values = {key: torch.empty(again.catalog.tensors[TensorKey(WEIGHT, name)].shape) for key in (WEIGHT, MASTER)}
+    values = {
+        key: torch.empty(again.catalog.tensors[TensorKey(WEIGHT, name)].shape) for key in (WEIGHT, MASTER)
+    }
     read(again, TensorKey(WEIGHT, name), values[WEIGHT])
     read(source, TensorKey(MASTER, name), values[MASTER])
     assert same_bits(values[WEIGHT], values[MASTER]), "fp32 weights are the masters"
@@ -209,9 +262,14 @@ def read(source: Source, key: TensorKey, into: torch.Tensor) -> None:
     source.reader().read([Shard(key, tuple(into.shape), Box.whole(into.shape), into)])
 
 
-@pytest.mark.parametrize(("config", "said"), [
-    (asked(tensor=3, optim=SETTINGS), r"target\.parallel\.tensor=3"), (asked(pipeline=3, optim=SETTINGS), r"target\.parallel\.pipeline=3"),
-    (asked(expert=2, optim=SETTINGS), r"target\.parallel\.expert=2")])
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (asked(tensor=3, optim=SETTINGS), r"target\.parallel\.tensor=3"),
+        (asked(pipeline=3, optim=SETTINGS), r"target\.parallel\.pipeline=3"),
+        (asked(expert=2, optim=SETTINGS), r"target\.parallel\.expert=2"),
+    ],
+)
 def test_what_cannot_be_is_refused_by_name(config: TargetConfig, said: str, tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     with pytest.raises(CheckpointError, match=said):
@@ -228,11 +286,15 @@ def test_settings_that_nobody_says_are_asked_for(tmp_path: Path) -> None:
 def test_other_optimizers_are_refused_by_name(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     catalog = source.catalog
-    kept: dict[Any, Any] = {key: info for key, info in catalog.tensors.items() if key.state not in (EXP_AVG, EXP_AVG_SQ)}
+    kept: dict[Any, Any] = {
+        key: info for key, info in catalog.tensors.items() if key.state not in (EXP_AVG, EXP_AVG_SQ)
+    }
     kept |= {TensorKey("momentum_buffer", key.name): info for key, info in kept.items()}
 
     with pytest.raises(CheckpointError, match="momentum_buffer"):
-        megatron_target.lay_out(replace(source, catalog=replace(catalog, tensors=kept)), asked(optim=SETTINGS))
+        megatron_target.lay_out(
+            replace(source, catalog=replace(catalog, tensors=kept)), asked(optim=SETTINGS)
+        )
 
 
 def test_published_weights_are_a_release(tmp_path: Path) -> None:
@@ -248,7 +310,9 @@ def test_published_weights_are_a_release(tmp_path: Path) -> None:
 def test_the_loss_scale_of_fp16(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run", mixed=True))
     scaler = {"cur_scale": 1024.0, "cur_iter": 7, "last_overflow_iter": 3, "cur_hysteresis": 1}
-    source = replace(source, catalog=replace(source.catalog, scalars={**source.catalog.scalars, LOSS_SCALER: scaler}))
+    source = replace(
+        source, catalog=replace(source.catalog, scalars={**source.catalog.scalars, LOSS_SCALER: scaler})
+    )
     written = write(source, asked(precision=Precision.fp16), tmp_path / "written")
     common = torch.load(written / "iter_0000003" / "common.pt", weights_only=True)
     assert torch.equal(common["optimizer"]["grad_scaler"]["scale"], torch.tensor([1024.0]))

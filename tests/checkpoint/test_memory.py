@@ -1,7 +1,7 @@
 """Memory does not grow with tensors: the same for 1, 4 and 16 times the size.
 
-    pytest tests/checkpoint/test_memory.py
-    pytest tests/checkpoint/test_memory.py -m full      resident memory of processes, at real sizes
+pytest tests/checkpoint/test_memory.py
+pytest tests/checkpoint/test_memory.py -m full      resident memory of processes, at real sizes
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def test_memory_does_not_grow(tmp_path: Path, small_rooms: None, name: str) -> N
 
 def test_what_reads_a_file_whole_is_seen_to_grow(tmp_path: Path) -> None:
     """The control."""
+
     def read(folder: Path) -> None:
         np.fromfile(next((folder / "run" / "step-00000001").glob("*.safetensors")), np.uint8)
 
@@ -81,7 +82,9 @@ def test_resident_memory_does_not_grow(tmp_path: Path, name: str) -> None:
     for rows in (2**15, 2**17, 2**19):
         folder = checkpoints(tmp_path / f"{rows}", rows)
         command = [sys.executable, "-m", "tests.checkpoint.chores", name, str(folder)]
-        found.append(int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout))
+        found.append(
+            int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+        )
     print(name, [f"{numbytes / 2**20:.0f} MiB" for numbytes in found])
     assert max(found) < 1.1 * found[1] + 8 * 2**20, found
     assert max(found) < 2 * 128e6, found

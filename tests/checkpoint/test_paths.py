@@ -1,6 +1,6 @@
 """What a checkpoint's manifest, index, pickle or pointer names stays in its folder: each reader refuses every hostile name.
 
-    pytest tests/checkpoint/test_paths.py
+pytest tests/checkpoint/test_paths.py
 """
 
 from __future__ import annotations
@@ -26,9 +26,16 @@ from toolkit.config.reshard import Format, TargetConfig
 from toolkit.errors import CheckpointError, InputError
 
 VENDORS: dict[str, Callable[..., Any]] = {
-    "deepspeed": deepspeed_target.lay_out, "universal": universal_target.lay_out, "megatron": megatron_target.lay_out,
-    "huggingface": huggingface_target.lay_out}
-TRACKERS = {"deepspeed": "latest", "universal": "latest_universal", "megatron": "latest_checkpointed_iteration.txt"}
+    "deepspeed": deepspeed_target.lay_out,
+    "universal": universal_target.lay_out,
+    "megatron": megatron_target.lay_out,
+    "huggingface": huggingface_target.lay_out,
+}
+TRACKERS = {
+    "deepspeed": "latest",
+    "universal": "latest_universal",
+    "megatron": "latest_checkpointed_iteration.txt",
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,9 @@ def test_a_forged_manifest_names_nothing_outside(kind: str, where: str, native: 
         open_source(folder)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind != "absolute"])  # a whole path is what resume=PATH leaves
+@pytest.mark.parametrize(
+    "kind", [kind for kind in HOSTILE if kind != "absolute"]
+)  # a whole path is what resume=PATH leaves
 def test_a_runs_pointer_leads_to_no_other_folder(kind: str, native: Path, tmp_path: Path) -> None:
     """A relative name of a checkpoint outside is not followed, as one that is not there is not."""
     (tmp_path / "checkpoints").mkdir()
@@ -82,7 +91,9 @@ def test_a_runs_pointer_does_not_follow_a_link_to_another_folder(native: Path, t
 
 @pytest.mark.parametrize("vendor_kind", TRACKERS)
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ("half a surrogate pair", "empty")])
-def test_a_vendors_tracker_names_nothing_outside(kind: str, vendor_kind: str, native: Path, tmp_path: Path) -> None:
+def test_a_vendors_tracker_names_nothing_outside(
+    kind: str, vendor_kind: str, native: Path, tmp_path: Path
+) -> None:
     """What it names outside is a checkpoint, so only the check of its name stands in between."""
     outside = vendor(vendor_kind, native, tmp_path / "outside")
     tag = next(path for path in outside.iterdir() if path.is_dir())
@@ -90,7 +101,10 @@ def test_a_vendors_tracker_names_nothing_outside(kind: str, vendor_kind: str, na
     here.mkdir()
     name = {"absolute": str(tag), "parent": f"../outside/{tag.name}"}.get(kind, HOSTILE[kind])
     (here / TRACKERS[vendor_kind]).write_text(name)
-    if (kind, vendor_kind) != ("absolute", "deepspeed"):  # `latest` with a whole path is what resume=PATH leaves in a run's folder
+    if (kind, vendor_kind) != (
+        "absolute",
+        "deepspeed",
+    ):  # `latest` with a whole path is what resume=PATH leaves in a run's folder
         with pytest.raises(CheckpointError, match="the path"):
             open_source(here, tiny_shape())
     (here / TRACKERS[vendor_kind]).write_text(tag.name if vendor_kind != "megatron" else str(STEP))
@@ -100,7 +114,9 @@ def test_a_vendors_tracker_names_nothing_outside(kind: str, vendor_kind: str, na
 
 
 @pytest.mark.parametrize("vendor_kind", VENDORS)
-def test_a_link_out_of_a_vendors_checkpoint_is_refused(vendor_kind: str, native: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_a_vendors_checkpoint_is_refused(
+    vendor_kind: str, native: Path, tmp_path: Path
+) -> None:
     folder = vendor(vendor_kind, native, tmp_path / "saved")
     open_source(folder, tiny_shape())
     victim = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
@@ -121,21 +137,35 @@ def test_a_link_out_of_a_native_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["index", "optimizer"])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hugging_face_index_names_nothing_outside(kind: str, where: str, native: Path, tmp_path: Path) -> None:
+def test_a_hugging_face_index_names_nothing_outside(
+    kind: str, where: str, native: Path, tmp_path: Path
+) -> None:
     folder = vendor("huggingface", native, tmp_path / "saved")
     if where == "index":
         (folder / "model.safetensors").rename(folder / "other.safetensors")
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "other.safetensors", "b": HOSTILE[kind]}}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "other.safetensors", "b": HOSTILE[kind]}})
+        )
     else:
         (folder / "optimizer").mkdir(exist_ok=True)
-        (folder / "optimizer" / "state.json").write_text(json.dumps(
-            {"format": "toolkit-optimizer", "format_version": 1, "scalars": {}, "states": {"exp_avg": [HOSTILE[kind]]}}))
+        (folder / "optimizer" / "state.json").write_text(
+            json.dumps(
+                {
+                    "format": "toolkit-optimizer",
+                    "format_version": 1,
+                    "scalars": {},
+                    "states": {"exp_avg": [HOSTILE[kind]]},
+                }
+            )
+        )
     with pytest.raises(CheckpointError, match=r"names? the file"):
         open_source(folder)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind != "half a surrogate pair"])
-def test_a_distributed_checkpoints_metadata_names_nothing_outside(kind: str, native: Path, tmp_path: Path) -> None:
+def test_a_distributed_checkpoints_metadata_names_nothing_outside(
+    kind: str, native: Path, tmp_path: Path
+) -> None:
     folder = next(path for path in vendor("megatron", native, tmp_path / "saved").iterdir() if path.is_dir())
     name = HOSTILE[kind]
     metadata = pickle.loads((folder / METADATA).read_bytes())
@@ -146,9 +176,25 @@ def test_a_distributed_checkpoints_metadata_names_nothing_outside(kind: str, nat
         open_source(folder, tiny_shape())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ("half a surrogate pair", "empty", "drive letter",
-                                                                         "drive letter alone", "not normal", "current folder")])
-def test_a_universal_checkpoints_parameter_names_nothing_outside(kind: str, native: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind in HOSTILE
+        if kind
+        not in (
+            "half a surrogate pair",
+            "empty",
+            "drive letter",
+            "drive letter alone",
+            "not normal",
+            "current folder",
+        )
+    ],
+)
+def test_a_universal_checkpoints_parameter_names_nothing_outside(
+    kind: str, native: Path, tmp_path: Path
+) -> None:
     folder = next(path for path in vendor("universal", native, tmp_path / "saved").iterdir() if path.is_dir())
     for path in folder.glob("*_model_states.pt"):
         content = torch.load(path, weights_only=False)

@@ -1,6 +1,6 @@
 """Files of torch.save that somebody forged: each is refused, in little time and memory, and changes nothing.
 
-    pytest tests/checkpoint/test_pickles.py
+pytest tests/checkpoint/test_pickles.py
 """
 
 from __future__ import annotations
@@ -51,17 +51,34 @@ HOSTILE: dict[str, bytes] = {
     "doubled sixty times": DOUBLED + STOP,
     "doubled sixty times, as a key": DICT + DOUBLED + b"K\x01s" + STOP,
     "doubled sixty times, as text": called("builtins", "str", DOUBLED) + STOP,
-    "one list copied again and again": LONG + LIST + MARK + b"".join(called("builtins", "list", get(0)) for _ in range(2000)) + b"e" + STOP,
-    "a bytearray of 2^60 bytes": called("builtins", "bytearray", b"\x8a\x08" + struct.pack("<q", 2**60)) + STOP,
+    "one list copied again and again": LONG
+    + LIST
+    + MARK
+    + b"".join(called("builtins", "list", get(0)) for _ in range(2000))
+    + b"e"
+    + STOP,
+    "a bytearray of 2^60 bytes": called("builtins", "bytearray", b"\x8a\x08" + struct.pack("<q", 2**60))
+    + STOP,
     "room for 2^60 bytes": b"\x80\x05\x96" + struct.pack("<Q", 2**60) + STOP,
     "bytes of 2^60": b"\x80\x04\x8e" + struct.pack("<Q", 2**60) + STOP,
     "a frame of 2^60": b"\x80\x04\x95" + struct.pack("<Q", 2**60) + STOP,
     "a place in the memo that is far away": b"K\x01r\xff\xff\xff\xff" + get(0) + STOP,
     "attributes of a function": FUNCTION + DICT + b"X\x01\x00\x00\x00aK\x01sb" + STOP,
-    "slots of a function": FUNCTION + b"N" + DICT + b"X\x0c\x00\x00\x00__defaults__K\x01" + TUPLE1 + b"s" + TUPLE2 + b"b" + STOP,
+    "slots of a function": FUNCTION
+    + b"N"
+    + DICT
+    + b"X\x0c\x00\x00\x00__defaults__K\x01"
+    + TUPLE1
+    + b"s"
+    + TUPLE2
+    + b"b"
+    + STOP,
     "an item of a function": FUNCTION + b"K\x01K\x02s" + STOP,
     "a new object of a builtin": b"cbuiltins\ntuple\n)" + b"\x81" + STOP,
-    "a function that rebuilds": called("torch._tensor", "_rebuild_from_type_v2", b"cbuiltins\nlist\n", b"N", b")", b"N") + STOP,
+    "a function that rebuilds": called(
+        "torch._tensor", "_rebuild_from_type_v2", b"cbuiltins\nlist\n", b"N", b")", b"N"
+    )
+    + STOP,
     "an encoding": called("_codecs", "encode", b"X\x01\x00\x00\x00a", b"X\x04\x00\x00\x00idna") + STOP,
     "an extension": b"\x82\x01" + STOP,
     "an unknown operation": b"\xff" + STOP,
@@ -78,15 +95,19 @@ def no_storage(dtype: str, key: str, numel: int) -> Storage:
 @pytest.mark.timeout(60)
 def test_hostile_pickles_are_refused_in_little_memory() -> None:
     """In a process of its own: some of them ended the interpreter."""
-    code = ("import resource; resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
-            "import pickle\nfrom tests.checkpoint.test_pickles import HOSTILE, no_storage\n"
-            "from toolkit.checkpoint.formats import pickles\n"
-            "before = dict(vars(pickles._rebuild_tensor)), pickles._rebuild_tensor.__defaults__\n"
-            "for name, data in HOSTILE.items():\n"
-            "    try: pickles.loads(data, no_storage)\n"
-            "    except pickle.UnpicklingError: print(name)\n"
-            "assert before == (dict(vars(pickles._rebuild_tensor)), pickles._rebuild_tensor.__defaults__)\n")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
+        "import pickle\nfrom tests.checkpoint.test_pickles import HOSTILE, no_storage\n"
+        "from toolkit.checkpoint.formats import pickles\n"
+        "before = dict(vars(pickles._rebuild_tensor)), pickles._rebuild_tensor.__defaults__\n"
+        "for name, data in HOSTILE.items():\n"
+        "    try: pickles.loads(data, no_storage)\n"
+        "    except pickle.UnpicklingError: print(name)\n"
+        "assert before == (dict(vars(pickles._rebuild_tensor)), pickles._rebuild_tensor.__defaults__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
     assert done.stdout.splitlines() == list(HOSTILE), done.stderr[-2000:]
     assert done.returncode == 0
 
@@ -104,8 +125,19 @@ def test_what_checkpoints_hold_is_read_as_before() -> None:
     nested: Any = 0
     for _ in range(pickles.MOST_DEPTH - 1):
         nested = [nested]
-    value = {"module": module, "set": {1, 2}, "frozen": frozenset({"a"}), "default": defaultdict(list, {"x": [1]}), "key": {(0, 1): 2},
-             "bytes": b"\x00\xff", "complex": 1j, "slice": slice(1, 2), "deep": nested[0], "shared": [(1, 2)] * 1000, "big": 2**200}
+    value = {
+        "module": module,
+        "set": {1, 2},
+        "frozen": frozenset({"a"}),
+        "default": defaultdict(list, {"x": [1]}),
+        "key": {(0, 1): 2},
+        "bytes": b"\x00\xff",
+        "complex": 1j,
+        "slice": slice(1, 2),
+        "deep": nested[0],
+        "shared": [(1, 2)] * 1000,
+        "big": 2**200,
+    }
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         assert pickles.loads(pickle.dumps(value, protocol), no_storage) == value
     found = pickles.loads(pickle.dumps({"of": Anything()}), no_storage)["of"]
@@ -113,9 +145,23 @@ def test_what_checkpoints_hold_is_read_as_before() -> None:
     assert found.fields == {"size": 3}
 
 
-@pytest.mark.parametrize("view", [
-    {"offset": 1}, {"offset": -1}, {"shape": (3, 3)}, {"shape": (-1, 2)}, {"strides": (3, 1)}, {"strides": (-2, 1)}, {"strides": (2,)},
-    {"shape": (2.0, 2)}, {"shape": (True, 2)}, {"shape": (2**62, 2**62)}, {"offset": None}], ids=str)
+@pytest.mark.parametrize(
+    "view",
+    [
+        {"offset": 1},
+        {"offset": -1},
+        {"shape": (3, 3)},
+        {"shape": (-1, 2)},
+        {"strides": (3, 1)},
+        {"strides": (-2, 1)},
+        {"strides": (2,)},
+        {"shape": (2.0, 2)},
+        {"shape": (True, 2)},
+        {"shape": (2**62, 2**62)},
+        {"offset": None},
+    ],
+    ids=str,
+)
 def test_a_view_outside_its_storage_is_refused(view: dict[str, Any], tmp_path: Path) -> None:
     storage = Storage("0", "float32", 4)
     right = {"offset": 0, "shape": (2, 2), "strides": (2, 1)}
@@ -139,7 +185,10 @@ def rewritten(file: Path, *, compress: int = zipfile.ZIP_STORED, twice: bool = F
     with zipfile.ZipFile(file) as archive:
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(file, "w", compress) as archive:
-        for name, content in (*records.items(), *([("archive/data.pkl", records["archive/data.pkl"])] if twice else [])):
+        for name, content in (
+            *records.items(),
+            *([("archive/data.pkl", records["archive/data.pkl"])] if twice else []),
+        ):
             archive.writestr(name, content)
 
 
@@ -147,7 +196,10 @@ def rewritten(file: Path, *, compress: int = zipfile.ZIP_STORED, twice: bool = F
 def test_compressed_and_doubled_records_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.pt"
     bomb = {"a": "0" * 10**7}
-    for name, changes in {"compressed": {"compress": zipfile.ZIP_DEFLATED}, "two records": {"twice": True}}.items():
+    for name, changes in {
+        "compressed": {"compress": zipfile.ZIP_DEFLATED},
+        "two records": {"twice": True},
+    }.items():
         buffer = io.BytesIO()
         torch.save(bomb, buffer)
         with zipfile.ZipFile(buffer) as archive, zipfile.ZipFile(file, "w") as renamed:
@@ -161,7 +213,10 @@ def test_compressed_and_doubled_records_are_refused(tmp_path: Path) -> None:
 
 def test_a_count_in_a_tensor_is_checked(tmp_path: Path) -> None:
     """The optimizer's step may be a tensor of one element, which is read apart from the others."""
-    torch.save({"step": torch.tensor(7.0), "two": torch.ones(2), "nan": torch.tensor(float("nan"))}, tmp_path / "a.pt")
+    torch.save(
+        {"step": torch.tensor(7.0), "two": torch.ones(2), "nan": torch.tensor(float("nan"))},
+        tmp_path / "a.pt",
+    )
     found = torch_zip.load(tmp_path, "a.pt")
     assert torch_zip.number(tmp_path, found["step"]) == 7
     for wrong in (found["two"], found["nan"], "7", None, float("inf")):

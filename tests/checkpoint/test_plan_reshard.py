@@ -1,7 +1,7 @@
 """What a conversion will do is proven and counted before a byte moves.
 
-    pytest tests/checkpoint/test_plan_reshard.py
-    pytest tests/checkpoint/test_plan_reshard.py -m full        405 B parameters from 1,024 ranks
+pytest tests/checkpoint/test_plan_reshard.py
+pytest tests/checkpoint/test_plan_reshard.py -m full        405 B parameters from 1,024 ranks
 """
 
 from __future__ import annotations
@@ -60,19 +60,24 @@ class Calls:
 
 @pytest.mark.parametrize("precision", [None, Precision.fp32, Precision.bf16])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_figures_are_those_of_the_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool,
-                                                 precision: Precision | None) -> None:
+def test_the_figures_are_those_of_the_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool, precision: Precision | None
+) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "a", mixed=mixed))
     target = lay_out(source, TargetConfig(precision=precision))
     plan = plan_reshard(source.catalog, target)
     calls = Calls(monkeypatch)
-    conversion = Conversion(source.catalog, target, tmp_path / "b", origin=source.origin(), refuse=source.refuse, workers=1)
+    conversion = Conversion(
+        source.catalog, target, tmp_path / "b", origin=source.origin(), refuse=source.refuse, workers=1
+    )
     conversion.run()
     assert (plan.reads, plan.bytes_read) == (calls.reads, calls.bytes_read)
     assert plan.bytes_written + plan.fixed_bytes == calls.bytes_written
     assert plan.target_bytes == sum(path.stat().st_size for path in (tmp_path / "b").glob("*.safetensors"))
     assert plan.unused == conversion.unused
-    assert len(plan.unused) == (21 if mixed and precision is Precision.fp32 else 0), "bf16 weights that have masters"
+    assert len(plan.unused) == (21 if mixed and precision is Precision.fp32 else 0), (
+        "bf16 weights that have masters"
+    )
     assert plan.tensors == len(target.tensors)
 
 
@@ -87,8 +92,10 @@ def test_what_is_not_covered_once_is_found(tmp_path: Path) -> None:
     key = next(iter(source.catalog.tensors))
     (piece,) = source.catalog.pieces[key]
     wrong: list[tuple[tuple[Piece, ...], str]] = [
-        ((), "no piece has any of it"), ((piece, piece), "both hold"),
-        ((replace(piece, end=piece.end - 4),), "bytes of part-00000.safetensors for")]
+        ((), "no piece has any of it"),
+        ((piece, piece), "both hold"),
+        ((replace(piece, end=piece.end - 4),), "bytes of part-00000.safetensors for"),
+    ]
     for pieces, found in wrong:
         with pytest.raises(CheckpointError, match=found):
             plan_reshard(changed(source.catalog, key, pieces), target)
@@ -137,6 +144,13 @@ def test_405_b_parameters_from_1024_ranks(missing: int | None) -> None:
 def planned(model: str, ranks: int, missing: int | None) -> Mapping[str, str]:
     """What a process of its own says of the plan."""
     arguments = [model, str(ranks), str(missing)]
-    done = subprocess.run([sys.executable, "-m", "tests.checkpoint.described", *arguments], capture_output=True, text=True, timeout=500,
-                          check=True, cwd=Path(__file__).resolve().parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.described", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=True,
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     return dict(line.split("=", 1) for line in done.stdout.splitlines())

@@ -1,6 +1,6 @@
 """What one layout saves, any other loads, bit by bit.
 
-    pytest tests/checkpoint/test_reshard.py
+pytest tests/checkpoint/test_reshard.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Shard, Tensor
 from toolkit.checkpoint.verify import digest, verify
 from toolkit.errors import CheckpointError
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 
 
 @pytest.fixture
@@ -46,15 +55,39 @@ shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 tensors = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(tensors=tensors, source=st.sampled_from(sorted(LAYOUTS)), ranks=st.integers(1, 4), target=st.sampled_from(sorted(LAYOUTS)),
-       target_ranks=st.integers(1, 5), contiguous=st.booleans())
-def test_any_layout_loads_any_other(tensors: list[tuple[tuple[int, ...], torch.dtype]], source: str, ranks: int, target: str,
-                                    target_ranks: int, contiguous: bool, small_blocks: None) -> None:
-    named = {TensorKey(WEIGHT, f"t{n}.w"): random_tensor(shape, dtype, n) for n, (shape, dtype) in enumerate(tensors)}
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+@given(
+    tensors=tensors,
+    source=st.sampled_from(sorted(LAYOUTS)),
+    ranks=st.integers(1, 4),
+    target=st.sampled_from(sorted(LAYOUTS)),
+    target_ranks=st.integers(1, 5),
+    contiguous=st.booleans(),
+)
+def test_any_layout_loads_any_other(
+    tensors: list[tuple[tuple[int, ...], torch.dtype]],
+    source: str,
+    ranks: int,
+    target: str,
+    target_ranks: int,
+    contiguous: bool,
+    small_blocks: None,
+) -> None:
+    named = {
+        TensorKey(WEIGHT, f"t{n}.w"): random_tensor(shape, dtype, n)
+        for n, (shape, dtype) in enumerate(tensors)
+    }
     held = shards_of(named, LAYOUTS[source], ranks)
     if contiguous:
-        held = [[Shard(s.key, s.global_shape, s.box, s.data.contiguous(), s.replica, s.replicas) for s in rank] for rank in held]
+        held = [
+            [Shard(s.key, s.global_shape, s.box, s.data.contiguous(), s.replica, s.replicas) for s in rank]
+            for rank in held
+        ]
     with tempfile.TemporaryDirectory() as folder:
         path = save(Path(folder), 3, held)
         reader = open_reader(path)
@@ -62,14 +95,18 @@ def test_any_layout_loads_any_other(tensors: list[tuple[tuple[int, ...], torch.d
             reader.read(rank)
             for shard in rank:
                 assert same_bits(shard.data, cut(named[shard.key], shard.box)), shard
-        assert {key: info.shape for key, info in reader.tensors.items()} == {key: tuple(tensor.shape) for key, tensor in named.items()}
+        assert {key: info.shape for key, info in reader.tensors.items()} == {
+            key: tuple(tensor.shape) for key, tensor in named.items()
+        }
         assert verify(path) == []
 
 
 @pytest.mark.parametrize("target", sorted(LAYOUTS))
 def test_digest_has_no_layout(tmp_path: Path, small_blocks: None, target: str) -> None:
-    named = {TensorKey(state, name): random_tensor((13, 11), torch.float32, seed)
-             for seed, (state, name) in enumerate(itertools.product((WEIGHT, EXP_AVG), "ab"))}
+    named = {
+        TensorKey(state, name): random_tensor((13, 11), torch.float32, seed)
+        for seed, (state, name) in enumerate(itertools.product((WEIGHT, EXP_AVG), "ab"))
+    }
     first = open_reader(save(tmp_path / "first", 1, shards_of(named, LAYOUTS["flat"], 3)))
     room = {key: torch.empty_like(tensor) for key, tensor in named.items()}
     for rank in shards_of(room, LAYOUTS[target], 4):
@@ -85,7 +122,10 @@ def test_digest_has_no_layout(tmp_path: Path, small_blocks: None, target: str) -
 def test_blocks_of_full_size(tmp_path: Path) -> None:
     """Three blocks and a bit, replicated and column-split, without shrinking anything."""
     key = TensorKey(WEIGHT, "w")
-    named = {key: random_tensor((1031, 6143), torch.bfloat16, 5), TensorKey(WEIGHT, "v"): random_tensor((3001, 4099), torch.float32, 6)}
+    named = {
+        key: random_tensor((1031, 6143), torch.bfloat16, 5),
+        TensorKey(WEIGHT, "v"): random_tensor((3001, 4099), torch.float32, 6),
+    }
     for source, target in (("replicated", "columns"), ("columns", "flat")):
         reader = open_reader(save(tmp_path / source, 1, shards_of(named, LAYOUTS[source], 2)))
         for rank in shards_of(named, LAYOUTS[target], 3, empty=True):
@@ -104,7 +144,9 @@ def test_replicas_share_the_writing(tmp_path: Path, small_blocks: None) -> None:
     assert len(content["entries"]) == 8 * 4 + 32, "a holder's part of a matrix is whole rows: one piece"
 
 
-def test_a_read_touches_its_bytes_only(tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_touches_its_bytes_only(
+    tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = TensorKey(WEIGHT, "w")
     tensor = random_tensor((1000,), torch.float32, 0)
     reader = open_reader(save(tmp_path, 1, shards_of({key: tensor}, LAYOUTS["flat"], 2)))
@@ -129,14 +171,18 @@ def test_states_that_are_not_stored(tmp_path: Path) -> None:
     def read(stored: dict[TensorKey, torch.Tensor], key: TensorKey, dtype: torch.dtype) -> torch.Tensor:
         folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         room = torch.empty(5, 3, dtype=dtype)
-        open_reader(save(folder, 1, shards_of(stored, LAYOUTS["flat"], 2))).read([Shard(key, (5, 3), Box.whole((5, 3)), room)])
+        open_reader(save(folder, 1, shards_of(stored, LAYOUTS["flat"], 2))).read(
+            [Shard(key, (5, 3), Box.whole((5, 3)), room)]
+        )
         return room
 
     mixed = {weight: exact.bfloat16(), master: exact}
     assert torch.equal(read({weight: exact}, master, torch.float32), exact)
     assert torch.equal(read({weight: exact.bfloat16()}, master, torch.float32), exact.bfloat16().float())
     assert torch.equal(read({master: exact}, weight, torch.bfloat16), exact.bfloat16())
-    assert torch.equal(read(mixed, weight, torch.float32), exact)  # wider than what is stored: from the master
+    assert torch.equal(
+        read(mixed, weight, torch.float32), exact
+    )  # wider than what is stored: from the master
     assert torch.equal(read(mixed, weight, torch.bfloat16), exact.bfloat16())
     assert torch.equal(read(mixed, master, torch.float64), exact.double())
     with pytest.raises(CheckpointError, match=r"no exp_avg of w.*its states: master, weight"):
@@ -146,7 +192,11 @@ def test_states_that_are_not_stored(tmp_path: Path) -> None:
 def test_wrong_names_and_shapes_are_all_named(tmp_path: Path) -> None:
     stored = {TensorKey(WEIGHT, name): torch.zeros(4, 2) for name in ("a", "b")}
     reader = open_reader(save(tmp_path, 1, shards_of(stored, LAYOUTS["flat"], 2)))
-    asked = {TensorKey(WEIGHT, "a"): torch.zeros(4, 3), TensorKey(WEIGHT, "c"): torch.zeros(1), TensorKey(WEIGHT, "d"): torch.zeros(1)}
+    asked = {
+        TensorKey(WEIGHT, "a"): torch.zeros(4, 3),
+        TensorKey(WEIGHT, "c"): torch.zeros(1),
+        TensorKey(WEIGHT, "d"): torch.zeros(1),
+    }
     with pytest.raises(CheckpointError) as caught:
         reader.read(shards_of(asked, LAYOUTS["first_only"], 1)[0])
     text = str(caught.value)
@@ -160,10 +210,20 @@ def test_other_libraries_open_the_files(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     weight, master = TensorKey(WEIGHT, "a"), TensorKey(MASTER, "a")
-    named = {weight: random_tensor((3, 4), torch.bfloat16, 1), master: random_tensor((3, 4), torch.float32, 2)}
+    named = {
+        weight: random_tensor((3, 4), torch.bfloat16, 1),
+        master: random_tensor((3, 4), torch.float32, 2),
+    }
     path = save(tmp_path, 1, shards_of(named, LAYOUTS["rows"], 2))
-    found = {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-    assert sorted(found) == ["master:a:0,0", "weight:a:0,0"]  # the second rank's rows begin at 0: its part is unequal
+    found = {
+        name: tensor
+        for file in sorted(path.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    assert sorted(found) == [
+        "master:a:0,0",
+        "weight:a:0,0",
+    ]  # the second rank's rows begin at 0: its part is unequal
     assert same_bits(found["weight:a:0,0"], named[weight])
 
 
@@ -175,9 +235,16 @@ def test_what_does_not_add_up_is_not_committed(tmp_path: Path) -> None:
         return [Shard(key, (4, 3), Box((low, 0), (high - low, 3)), tensor[low:high])]
 
     doubles = [Shard(key, (4, 3), Box((2, 0), (2, 3)), tensor[2:].double())]
-    wrong = {"9 of 12 elements": [half(0, 2), half(3, 4)], "both hold": [half(0, 3), half(2, 4)], "float64": [half(0, 2), doubles]}
+    wrong = {
+        "9 of 12 elements": [half(0, 2), half(3, 4)],
+        "both hold": [half(0, 3), half(2, 4)],
+        "float64": [half(0, 2), doubles],
+    }
     for attempt, (reason, ranks) in enumerate(wrong.items()):
         with pytest.raises(CheckpointError, match=reason):
             save(tmp_path, 1, ranks, attempt=attempt)
         assert not (tmp_path / "step-00000001").exists()
-    assert whole(open_reader(save(tmp_path, 1, [half(0, 2), half(2, 4)], attempt=9)))[key].tolist() == tensor.tolist()
+    assert (
+        whole(open_reader(save(tmp_path, 1, [half(0, 2), half(2, 4)], attempt=9)))[key].tolist()
+        == tensor.tolist()
+    )

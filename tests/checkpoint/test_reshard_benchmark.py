@@ -1,7 +1,7 @@
 """benchmarks/reshard.py measures what it says: every contender makes what it is asked for, and the figures are theirs.
 
-    pytest tests/checkpoint/test_reshard_benchmark.py
-    pytest tests/checkpoint/test_reshard_benchmark.py -m full      with the vendors' tools
+pytest tests/checkpoint/test_reshard_benchmark.py
+pytest tests/checkpoint/test_reshard_benchmark.py -m full      with the vendors' tools
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "reshard.py"
 
 
 def measured(folder: Path, *words: str) -> Any:
-    command = [sys.executable, str(SCRIPT), "--folder", str(folder), "--out", str(folder / "x.json"), "--cold", "no", "--runs", "1"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--folder",
+        str(folder),
+        "--out",
+        str(folder / "x.json"),
+        "--cold",
+        "no",
+        "--runs",
+        "1",
+    ]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [path.name for path in folder.iterdir()] == ["x.json"], "nothing is left"
@@ -31,7 +42,10 @@ def test_the_floor_and_ours(tmp_path: Path) -> None:
     assert found["parameters"] == pytest.approx(1e6, rel=0.5)
     assert found["times_cp"]["cp"] == {"median": 1.0, "least": 1.0, "most": 1.0}
     assert found["median"]["native"]["peak_bytes"] < 1.28e8
-    assert found["times_cp"]["native"]["median"] == found["rows"]["native"][0]["seconds"] / found["rows"]["cp"][0]["seconds"]
+    assert (
+        found["times_cp"]["native"]["median"]
+        == found["rows"]["native"][0]["seconds"] / found["rows"]["cp"][0]["seconds"]
+    )
     assert len(found["peak_bytes_by_parameters"]["native"]) == 3
 
 

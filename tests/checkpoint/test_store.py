@@ -1,6 +1,6 @@
 """Commit, retention, background, and what happens when the disk is full.
 
-    pytest tests/checkpoint/test_store.py
+pytest tests/checkpoint/test_store.py
 """
 
 from __future__ import annotations
@@ -39,8 +39,19 @@ def state(value: float, size: int = 64) -> list[Shard]:
     return [Shard(KEY, (size,), Box.whole((size,)), data)]
 
 
-def save_alone(store: CheckpointStore, step: int, shards: list[Shard], *, attempt: int = 1, background: bool = False) -> Path:
-    return store.save(step, shards, {"step": step}, namespace=NAMESPACE, rank=0, ranks=1, attempt=attempt, background=background).wait()
+def save_alone(
+    store: CheckpointStore, step: int, shards: list[Shard], *, attempt: int = 1, background: bool = False
+) -> Path:
+    return store.save(
+        step,
+        shards,
+        {"step": step},
+        namespace=NAMESPACE,
+        rank=0,
+        ranks=1,
+        attempt=attempt,
+        background=background,
+    ).wait()
 
 
 def value(path: Path | None) -> float:
@@ -66,7 +77,10 @@ def test_retention_decides_by_step_and_wholeness() -> None:
 
     assert removed([1, 2, 3]) == [1, 2]
     assert removed([1, 2, 3], keep_last=5) == []
-    assert removed([1, 2, 3, 4], whole=[1, 2, 4], keep_last=2) == [1, 3]  # a damaged one does not count as one that is kept
+    assert removed([1, 2, 3, 4], whole=[1, 2, 4], keep_last=2) == [
+        1,
+        3,
+    ]  # a damaged one does not count as one that is kept
     assert removed([5, 10, 15, 20], keep_every=10) == [5, 15]
     assert removed([10, 20, 30, 40], saved=20) == [10]  # what lies ahead is left alone
 
@@ -99,13 +113,19 @@ def test_two_deaths_before_the_pointer_are_continued(tmp_path: Path) -> None:
         assert value(tmp_path) == step
 
 
-@pytest.mark.parametrize("pointer", ["step-00000009", "", "../step-00000001", "nonsense", "/no/such", "step-00000001", "\0", "x" * 5000])
+@pytest.mark.parametrize(
+    "pointer",
+    ["step-00000009", "", "../step-00000001", "nonsense", "/no/such", "step-00000001", "\0", "x" * 5000],
+)
 def test_a_pointer_that_disagrees_with_the_folders_is_refused(pointer: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     for step in (1, 2, 3):
         save_alone(store, step, state(step))
     (tmp_path / "checkpoints" / "latest").write_text(pointer)
-    with pytest.raises(CheckpointError, match=r"latest names[\s\S]*step-00000001, step-00000002, step-00000003[\s\S]*resume=never"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"latest names[\s\S]*step-00000001, step-00000002, step-00000003[\s\S]*resume=never",
+    ):
         open_reader(tmp_path)
     assert value(tmp_path / "checkpoints" / "step-00000003") == 3
 
@@ -118,7 +138,10 @@ def test_a_folder_that_lost_its_manifest_is_refused(tmp_path: Path) -> None:
     assert value(tmp_path) == 3, "what is older than the newest does not matter"
     (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").unlink()
     for _ in range(2):  # with the pointer, and without it
-        with pytest.raises(CheckpointError, match=r"step-00000003 has no manifest.json[\s\S]*resume=.*step-00000002 continues"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step-00000003 has no manifest.json[\s\S]*resume=.*step-00000002 continues",
+        ):
             open_reader(tmp_path)
         (tmp_path / "checkpoints" / "latest").unlink(missing_ok=True)
     with pytest.raises(CheckpointError, match=r"manifest.json is missing[\s\S]*resume=.*step-00000002"):
@@ -151,7 +174,10 @@ def test_going_back_lasts_and_sets_aside_what_was_after(tmp_path: Path) -> None:
 
 
 def test_going_to_a_checkpoint_that_lies_elsewhere_lasts_until_the_next_save(tmp_path: Path) -> None:
-    store, other = CheckpointStore(tmp_path / "run" / "checkpoints"), CheckpointStore(tmp_path / "other" / "checkpoints")
+    store, other = (
+        CheckpointStore(tmp_path / "run" / "checkpoints"),
+        CheckpointStore(tmp_path / "other" / "checkpoints"),
+    )
     save_alone(store, 1, state(1))
     copied = save_alone(other, 5, state(5))
     assert directory.go_back(store.directory, copied, 5, tmp_path / "aside") == []
@@ -182,7 +208,9 @@ def test_background_equals_blocking_and_does_not_see_later_changes(tmp_path: Pat
     [shards] = shards_of(named, LAYOUTS["columns"], 1)
     blocking = save(tmp_path / "blocking", 4, [shards])
     store = CheckpointStore(tmp_path / "background", on_phase=hold)
-    pending = store.save(4, shards, {"step": 4}, namespace=NAMESPACE, rank=0, ranks=1, attempt=1, background=True)
+    pending = store.save(
+        4, shards, {"step": 4}, namespace=NAMESPACE, rank=0, ranks=1, attempt=1, background=True
+    )
     assert not pending.done()
     for tensor in named.values():
         tensor.zero_()
@@ -190,7 +218,9 @@ def test_background_equals_blocking_and_does_not_see_later_changes(tmp_path: Pat
     path = pending.wait()
     assert pending.done()
     assert pending.error is None
-    assert {key: tensor.tolist() for key, tensor in whole(open_reader(path)).items()} == {key: t.tolist() for key, t in before.items()}
+    assert {key: tensor.tolist() for key, tensor in whole(open_reader(path)).items()} == {
+        key: t.tolist() for key, t in before.items()
+    }
     assert sorted(file.name for file in path.iterdir()) == sorted(file.name for file in blocking.iterdir())
     for file in path.iterdir():
         assert file.read_bytes() == (blocking / file.name).read_bytes()
@@ -273,8 +303,17 @@ def test_all_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "replace", logged_replace)
     save_alone(CheckpointStore(tmp_path / "checkpoints"), 1, state(1))
     assert events == [
-        "sync part-00000.safetensors", "name report-00000.json", "sync manifest.json", "name manifest.json",
-        "sync TEMPORARY", "name step-00000001", "sync checkpoints", "sync latest", "name latest", "sync checkpoints"]
+        "sync part-00000.safetensors",
+        "name report-00000.json",
+        "sync manifest.json",
+        "name manifest.json",
+        "sync TEMPORARY",
+        "name step-00000001",
+        "sync checkpoints",
+        "sync latest",
+        "name latest",
+        "sync checkpoints",
+    ]
 
 
 def test_a_silent_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
@@ -282,7 +321,9 @@ def test_a_silent_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="ranks 1, 2 did not write their parts within 0 s of saving step 1"):
         store.save(1, state(1), {}, namespace=NAMESPACE, rank=0, ranks=3, attempt=1)
     with pytest.raises(SaveFailed, match="rank 0 could not save step 1"):  # and the late one is told at once
-        CheckpointStore(tmp_path, timeout_seconds=20).save(1, [], {}, namespace=NAMESPACE, rank=1, ranks=3, attempt=1)
+        CheckpointStore(tmp_path, timeout_seconds=20).save(
+            1, [], {}, namespace=NAMESPACE, rank=1, ranks=3, attempt=1
+        )
 
 
 RANK_THAT_DIES = """
@@ -305,7 +346,9 @@ CheckpointStore(sys.argv[1], on_phase=die).save(1, [shard], {}, namespace="test/
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_rank_that_is_killed_in_a_save_fails_the_save_on_the_others_at_once(dies: int, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_a_save_fails_the_save_on_the_others_at_once(
+    dies: int, tmp_path: Path
+) -> None:
     """Without a time-out of the save (30 minutes), and without a launcher that sends signals."""
     other = subprocess.Popen([sys.executable, "-c", RANK_THAT_DIES, str(tmp_path), str(dies)])
     shard = Shard(KEY, (128,), Box((64 * (1 - dies),), (64,)), torch.zeros(64))
@@ -325,10 +368,14 @@ def test_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
     assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["latest", "step-00000003"]
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, CheckpointError), (errno.EACCES, CheckpointError), (errno.EIO, SaveFailed)],
-                         ids=["full", "forbidden", "broken"])
-def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(number: int, kind: type[Exception], tmp_path: Path,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.ENOSPC, CheckpointError), (errno.EACCES, CheckpointError), (errno.EIO, SaveFailed)],
+    ids=["full", "forbidden", "broken"],
+)
+def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(
+    number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a person has to mend is a mistake, on all ranks; whatever else a file system says may pass, and is a failure on all."""
     named = {KEY: torch.arange(4096.0)}
     stores = [CheckpointStore(tmp_path, timeout_seconds=20) for _ in range(2)]
@@ -337,7 +384,10 @@ def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(number: int, kin
     write = writing._write_all
 
     def full(descriptor: int, data: memoryview) -> None:
-        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "part-00001.safetensors" and len(data) > 1000:
+        if (
+            Path(f"/proc/self/fd/{descriptor}").readlink().name == "part-00001.safetensors"
+            and len(data) > 1000
+        ):
             raise OSError(number, os.strerror(number))
         write(descriptor, data)
 
@@ -359,7 +409,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = shutil.which("mount")
-    if mount is None or subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "none", folder], capture_output=True, timeout=10).returncode:
+    if (
+        mount is None
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "-o", "size=1m", "none", folder], capture_output=True, timeout=10
+        ).returncode
+    ):
         pytest.skip("mounting a tmpfs is not permitted here")
     yield folder
     subprocess.run(["umount", folder], check=True, timeout=10)

@@ -1,6 +1,6 @@
 """Every kind of silent corruption, planted, is found and named; what cannot be seen is known, too.
 
-    pytest tests/checkpoint/test_verify.py
+pytest tests/checkpoint/test_verify.py
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def sound(names: tuple[str, ...] = ("w", "norm")) -> dict[TensorKey, torch.Tenso
     named: dict[TensorKey, torch.Tensor] = {}
     for number, name in enumerate(names):
         generator = torch.Generator().manual_seed(number)
-        master, average = (torch.randn((12,) if name == "norm" else (12, 10), generator=generator) for _ in range(2))
+        master, average = (
+            torch.randn((12,) if name == "norm" else (12, 10), generator=generator) for _ in range(2)
+        )
         of_name = {WEIGHT: master.bfloat16(), MASTER: master, EXP_AVG: average, EXP_AVG_SQ: average**2}
         named |= {TensorKey(state, name): tensor for state, tensor in of_name.items()}
     return named
@@ -53,12 +55,19 @@ def said(source: Source, workers: int = 2) -> list[str]:
 
 def test_a_sound_checkpoint_has_no_findings_and_every_byte_is_told_of(tmp_path: Path) -> None:
     named = sound()
-    for source in (of_vendor(tmp_path / "vendor"), of_ranks(tmp_path / "turned", named, replicated=("norm",), turned=("w",)),
-                   open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["columns"], 3)))):
+    for source in (
+        of_vendor(tmp_path / "vendor"),
+        of_ranks(tmp_path / "turned", named, replicated=("norm",), turned=("w",)),
+        open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["columns"], 3))),
+    ):
         told: list[tuple[int, int]] = []
         assert verify_source(source, advance=lambda done, total, told=told: told.append((done, total))) == []
         copies = sum(piece.end - piece.begin for of_key in source.catalog.copies.values() for piece in of_key)
-        assert {total for _, total in told} == {sum(done for done, _ in told)} == {sum(t.nbytes for t in named.values()) + copies}
+        assert (
+            {total for _, total in told}
+            == {sum(done for done, _ in told)}
+            == {sum(t.nbytes for t in named.values()) + copies}
+        )
 
 
 # ---- values
@@ -70,22 +79,31 @@ def test_a_weight_that_is_not_its_master_is_found(tmp_path: Path, turned: tuple[
     source = of_ranks(tmp_path / "a", sound(), replicated=("norm",), turned=turned)
     write_at(source, TensorKey(MASTER, "w"), 77, struct.pack("<f", 3.0))
     write_at(source, TensorKey(WEIGHT, "w"), 119, b"\x00\x3f")
-    assert said(source) == ["weight:w: 2 of 120 values are not their master weights, cast to bfloat16; the first is in rank1.pt"]
+    assert said(source) == [
+        "weight:w: 2 of 120 values are not their master weights, cast to bfloat16; the first is in rank1.pt"
+    ]
 
 
 def test_another_parameters_optimizer_state_is_found(tmp_path: Path) -> None:
     named = sound(("a", "b", "c"))
     for state in (MASTER, EXP_AVG, EXP_AVG_SQ):
-        named[TensorKey(state, "a")], named[TensorKey(state, "b")] = named[TensorKey(state, "b")], named[TensorKey(state, "a")]
+        named[TensorKey(state, "a")], named[TensorKey(state, "b")] = (
+            named[TensorKey(state, "b")],
+            named[TensorKey(state, "a")],
+        )
     found = verify_source(of_ranks(tmp_path / "a", named))
     assert [finding.where for finding in found] == ["weight:a", "weight:b"]
 
 
-@pytest.mark.parametrize(("state", "raw", "seen"), [
-    (EXP_AVG_SQ, struct.pack("<f", -1e-30), "an average of squares is negative, in rank1.pt"),
-    (EXP_AVG_SQ, struct.pack("<f", float("nan")), "1 values are not finite, in rank1.pt"),
-    (EXP_AVG, struct.pack("<f", float("inf")), "1 values are not finite, in rank1.pt"),
-    (WEIGHT, b"\x80\x7f", "1 values are not finite, in rank1.pt")])
+@pytest.mark.parametrize(
+    ("state", "raw", "seen"),
+    [
+        (EXP_AVG_SQ, struct.pack("<f", -1e-30), "an average of squares is negative, in rank1.pt"),
+        (EXP_AVG_SQ, struct.pack("<f", float("nan")), "1 values are not finite, in rank1.pt"),
+        (EXP_AVG, struct.pack("<f", float("inf")), "1 values are not finite, in rank1.pt"),
+        (WEIGHT, b"\x80\x7f", "1 values are not finite, in rank1.pt"),
+    ],
+)
 def test_values_that_no_sound_run_has_are_found(tmp_path: Path, state: str, raw: bytes, seen: str) -> None:
     source = of_vendor(tmp_path / "a")
     write_at(source, TensorKey(state, "w"), 100, raw)
@@ -94,11 +112,15 @@ def test_values_that_no_sound_run_has_are_found(tmp_path: Path, state: str, raw:
 
 def test_a_replicated_copy_that_differs_is_found(tmp_path: Path) -> None:
     for turned in ((), ("w",)):
-        source = of_ranks(tmp_path / f"{len(turned)}", sound(), ranks=3, replicated=("w", "norm"), turned=turned)
+        source = of_ranks(
+            tmp_path / f"{len(turned)}", sound(), ranks=3, replicated=("w", "norm"), turned=turned
+        )
         write_at(source, TensorKey(EXP_AVG, "norm"), 5, struct.pack("<f", 1.25), copy=True)
         write_at(source, TensorKey(WEIGHT, "w"), 11, b"\x00\x3e", copy=True)
-        assert said(source) == ["weight:w: 1 of 120 values differ between rank0.pt and rank1.pt",
-                                "exp_avg:norm: 1 of 12 values differ between rank0.pt and rank1.pt"]
+        assert said(source) == [
+            "weight:w: 1 of 120 values differ between rank0.pt and rank1.pt",
+            "exp_avg:norm: 1 of 12 values differ between rank0.pt and rank1.pt",
+        ]
 
 
 def test_a_copy_that_cannot_be_is_found_in_its_own_file(tmp_path: Path) -> None:
@@ -118,27 +140,37 @@ def test_tied_tensors_that_were_saved_twice_and_differ_are_found(tmp_path: Path)
     tensors["lm_head.weight"][3, 4] += 1
     save_file(tensors, file, {"format": "pt"})
     assert [str(finding) for finding in verify(tmp_path)] == [
-        "weight:model.embed_tokens.weight: 1 of 2144 values differ between model.safetensors and model.safetensors"]
+        "weight:model.embed_tokens.weight: 1 of 2144 values differ between model.safetensors and model.safetensors"
+    ]
 
 
 # ---- steps
 
 
-@pytest.mark.parametrize(("scalars", "seen"), [
-    ({"step": 1, "optimizer_step": 1}, []),
-    ({"step": 2}, ["steps disagree: the checkpoint is of step 1, its scalars are of step 2"]),
-    ({"step": 1, "optimizer_step": 2}, ["steps disagree: the optimizer counts 2 of 1"])])
+@pytest.mark.parametrize(
+    ("scalars", "seen"),
+    [
+        ({"step": 1, "optimizer_step": 1}, []),
+        ({"step": 2}, ["steps disagree: the checkpoint is of step 1, its scalars are of step 2"]),
+        ({"step": 1, "optimizer_step": 2}, ["steps disagree: the optimizer counts 2 of 1"]),
+    ],
+)
 def test_steps_that_disagree_are_found(tmp_path: Path, scalars: dict[str, object], seen: list[str]) -> None:
-    assert [finding.what for finding in verify_source(of_ranks(tmp_path / "a", sound(), scalars=scalars))] == seen
+    assert [
+        finding.what for finding in verify_source(of_ranks(tmp_path / "a", sound(), scalars=scalars))
+    ] == seen
     folder = save(tmp_path / "native", 1, shards_of(sound(), LAYOUTS["flat"], 2), scalars=scalars)
-    assert [finding.what.split(",")[0] for finding in verify(folder)] == [sentence.split(",")[0] for sentence in seen]
+    assert [finding.what.split(",")[0] for finding in verify(folder)] == [
+        sentence.split(",")[0] for sentence in seen
+    ]
 
 
 def test_a_checkpoint_under_another_steps_name_is_found(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, shards_of(sound(), LAYOUTS["flat"], 2))
     folder.rename(tmp_path / "step-00000005")
     assert [finding.what for finding in verify(tmp_path / "step-00000005")] == [
-        "steps disagree: the checkpoint is of step 1, its scalars are of step 1, its folder's name is of step 5"]
+        "steps disagree: the checkpoint is of step 1, its scalars are of step 1, its folder's name is of step 5"
+    ]
 
 
 # ---- places
@@ -154,12 +186,15 @@ def test_elements_that_no_file_has_or_two_have_are_found(tmp_path: Path) -> None
     assert said(replace(source, catalog=replace(source.catalog, pieces=pieces))) == [
         "weight:w: 60 of 120 elements are there",
         "master:w: no file has any of it",
-        "exp_avg:w: rank0.pt and rank0.pt both hold Box(offset=(0, 0), shape=(6, 10))"]
+        "exp_avg:w: rank0.pt and rank0.pt both hold Box(offset=(0, 0), shape=(6, 10))",
+    ]
 
 
 def test_states_of_different_shapes_are_found(tmp_path: Path) -> None:
     named = {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(MASTER, "w"): torch.ones(4, 6)}
-    assert said(of_ranks(tmp_path / "a", named)) == ["weight:w: its states differ in shape: weight (4, 5), master (4, 6)"]
+    assert said(of_ranks(tmp_path / "a", named)) == [
+        "weight:w: its states differ in shape: weight (4, 5), master (4, 6)"
+    ]
 
 
 def test_files_that_are_cut_short_or_missing_are_found(tmp_path: Path) -> None:
@@ -212,7 +247,11 @@ def test_flipped_bits(tmp_path: Path) -> None:
     native = open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["flat"], 2)))
     bits = {WEIGHT: 16, MASTER: 32, EXP_AVG: 32, EXP_AVG_SQ: 32}
     assert {state: flipped(of_vendor, TensorKey(state, "w"), 7) for state in STATES} == {
-        WEIGHT: 16, MASTER: 16, EXP_AVG: 1, EXP_AVG_SQ: 2}
+        WEIGHT: 16,
+        MASTER: 16,
+        EXP_AVG: 1,
+        EXP_AVG_SQ: 2,
+    }
     archives = of_ranks(tmp_path / "archives", named, checksums=True)
     assert {state: flipped(archives, TensorKey(state, "w"), 7) for state in STATES} == bits
     for state, count in bits.items():
@@ -252,6 +291,9 @@ def test_a_target_of_another_format_is_verified_by_its_manifest(tmp_path: Path) 
 
 
 def test_tensors_without_elements_are_sound(tmp_path: Path) -> None:
-    source = of_ranks(tmp_path / "a", {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(WEIGHT, "none"): torch.ones(0, 5)})
+    source = of_ranks(
+        tmp_path / "a",
+        {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(WEIGHT, "none"): torch.ones(0, 5)},
+    )
     assert source.catalog.tensors[TensorKey(WEIGHT, "none")] == TensorInfo("float32", (0, 5))
     assert said(source) == []

@@ -37,12 +37,22 @@ def tensors_of(shape: ModelShape, *, mixed: bool = False) -> dict[TensorKey, tor
     return found
 
 
-def tiny_checkpoint(directory: Path, family: str = "llama", *, mixed: bool = False, says_model: bool = True) -> Path:
+def tiny_checkpoint(
+    directory: Path, family: str = "llama", *, mixed: bool = False, says_model: bool = True
+) -> Path:
     """``step-00000003`` in ``directory``."""
     shape = tiny_shape(family)
     (shards,) = shards_of(tensors_of(shape, mixed=mixed), LAYOUTS["replicated"], 1)
     optim = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-4, "weight_decay": 0.1}
-    scalars = {"step": STEP, "consumed_samples": 24, "optimizer_step": STEP, "optim": optim,
-               **({MODEL: asdict(shape)} if says_model else {})}
-    return CheckpointStore(directory).save(STEP, shards, scalars, namespace=families.get(family).namespace, rank=0, ranks=1,
-                                           attempt=1).wait()
+    scalars = {
+        "step": STEP,
+        "consumed_samples": 24,
+        "optimizer_step": STEP,
+        "optim": optim,
+        **({MODEL: asdict(shape)} if says_model else {}),
+    }
+    return (
+        CheckpointStore(directory)
+        .save(STEP, shards, scalars, namespace=families.get(family).namespace, rank=0, ranks=1, attempt=1)
+        .wait()
+    )

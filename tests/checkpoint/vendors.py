@@ -35,8 +35,15 @@ ITERATION = "iter_{:07d}"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def vendor_save_megatron(engine: Any, folder: Path, step: int, *, sharding_type: str = "fully_reshardable", singleton: bool = False,
-                         **more: Any) -> None:
+def vendor_save_megatron(
+    engine: Any,
+    folder: Path,
+    step: int,
+    *,
+    sharding_type: str = "fully_reshardable",
+    singleton: bool = False,
+    **more: Any,
+) -> None:
     """``megatron.core.dist_checkpointing.save`` of the ``sharded_state_dict`` of model and optimizer, as Megatron-LM's training loop
     calls it: ``folder/latest_checkpointed_iteration.txt`` and ``folder/iter_N``.
 
@@ -54,7 +61,11 @@ def vendor_save_megatron(engine: Any, folder: Path, step: int, *, sharding_type:
     if dist.get_rank() == 0:
         iteration.mkdir(parents=True)
     dist.barrier()
-    content = {"distrib_optim_sharding_type": sharding_type, "singleton_local_shards": singleton, "chained_optim_avoid_prefix": True}
+    content = {
+        "distrib_optim_sharding_type": sharding_type,
+        "singleton_local_shards": singleton,
+        "chained_optim_avoid_prefix": True,
+    }
     engine._built.settle_weights()
     state = _sharded(engine, content, loading=False) | {"iteration": step, "checkpoint_version": 3.0, **more}
     dist_checkpointing.save(state, str(iteration), content_metadata=content)

@@ -21,7 +21,11 @@ OUTSIDE = 0  # of any save; phases count from 1
 
 def state(step: int) -> dict[TensorKey, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return {TensorKey(state, name): torch.randn(211, 97, generator=generator) for state in (WEIGHT, EXP_AVG) for name in "ab"}
+    return {
+        TensorKey(state, name): torch.randn(211, 97, generator=generator)
+        for state in (WEIGHT, EXP_AVG)
+        for name in "ab"
+    }
 
 
 def write(directory: Path, rank: int, attempt: int, where: Any, kill_at: tuple[Phase, int] | None) -> None:
@@ -45,7 +49,15 @@ def write(directory: Path, rank: int, attempt: int, where: Any, kill_at: tuple[P
     step = int(newest.name.removeprefix("step-")) if newest else 0
     for number in itertools.count(step + 1):
         shards = shards_of(state(number), LAYOUTS["flat"], RANKS)[rank]
-        pending = store.save(number, shards, {"step": number}, namespace=NAMESPACE, rank=rank, ranks=RANKS, attempt=attempt,
-                             background=number % 2 == 0)
+        pending = store.save(
+            number,
+            shards,
+            {"step": number},
+            namespace=NAMESPACE,
+            rank=rank,
+            ranks=RANKS,
+            attempt=attempt,
+            background=number % 2 == 0,
+        )
         pending.wait()
         where.value = OUTSIDE

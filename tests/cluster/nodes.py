@@ -55,10 +55,32 @@ class Node:
     def __init__(self, number: int, here: Path, shared: Path) -> None:
         self.number, self.here, self.address = number, here, ADDRESSES[number]
         self._first = subprocess.Popen(
-            ["setpriv", "--pdeathsig=KILL",
-             "unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc",
-             "sh", "-c", _FIRST, "sh", f"node{number}", str(here), str(shared)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+            [
+                "setpriv",
+                "--pdeathsig=KILL",
+                "unshare",
+                "--net",
+                "--mount",
+                "--uts",
+                "--ipc",
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "--mount-proc",
+                "sh",
+                "-c",
+                _FIRST,
+                "sh",
+                f"node{number}",
+                str(here),
+                str(shared),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self._first.stdout is not None
         assert self._first.stderr is not None
         if self._first.stdout.readline().strip() != READY:
@@ -68,14 +90,37 @@ class Node:
 
     def argv(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
         """``command`` in this node, in its own folder."""
-        given = {"HOME": str(self.here), "TMPDIR": str(self.here), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environ or {})}
-        return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", "--ipc", "--pid", "--",
-                "env", "-C", str(self.here), *(f"{name}={value}" for name, value in given.items()), *command]
+        given = {
+            "HOME": str(self.here),
+            "TMPDIR": str(self.here),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **(environ or {}),
+        }
+        return [
+            "nsenter",
+            f"--target={self.pid}",
+            "--net",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--",
+            "env",
+            "-C",
+            str(self.here),
+            *(f"{name}={value}" for name, value in given.items()),
+            *command,
+        ]
 
     def run(self, *command: str, seconds: float = SET_UP_SECONDS) -> str:
-        done = subprocess.run(self.argv(command), capture_output=True, text=True, timeout=seconds, check=False, env=_bare())
+        done = subprocess.run(
+            self.argv(command), capture_output=True, text=True, timeout=seconds, check=False, env=_bare()
+        )
         if done.returncode:
-            raise OSError(f"{' '.join(command)} on node {self.number}: {done.stderr.strip() or done.stdout.strip()}")
+            raise OSError(
+                f"{' '.join(command)} on node {self.number}: {done.stderr.strip() or done.stdout.strip()}"
+            )
         return done.stdout
 
     def start(self, command: Sequence[str], output: Path, environ: Mapping[str, str] | None = None) -> OnNode:
@@ -117,11 +162,19 @@ class Node:
 class OnNode:
     """A command under way on a node, for ``with``: at the end of the block it and its children are gone."""
 
-    def __init__(self, node: Node, command: Sequence[str], output: Path, environ: Mapping[str, str] | None) -> None:
+    def __init__(
+        self, node: Node, command: Sequence[str], output: Path, environ: Mapping[str, str] | None
+    ) -> None:
         self.node, self._output = node, output
         with output.open("wb") as file:
-            self.process = subprocess.Popen(node.argv(command, environ), env=_bare(), stdin=subprocess.DEVNULL, stdout=file,
-                                            stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                node.argv(command, environ),
+                env=_bare(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def __enter__(self) -> OnNode:
         return self
@@ -160,7 +213,10 @@ def until(holds: Callable[[], bool], seconds: float, what: str, *commands: OnNod
     while not holds():
         over = bool(commands) and all(command.code() is not None for command in commands) and not holds()
         if over or time.monotonic() - began > seconds:
-            said = "\n".join(f"---- node {command.node.number}, code {command.code()}\n{command.output}" for command in commands)
+            said = "\n".join(
+                f"---- node {command.node.number}, code {command.code()}\n{command.output}"
+                for command in commands
+            )
             raise AssertionError(f"not {what} after {time.monotonic() - began:.1f} s\n{said}")
         time.sleep(0.05)
     return time.monotonic() - began
@@ -171,12 +227,36 @@ def missing() -> str | None:
     """Why there can be no nodes here; None: there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "namespaces of one's own need Linux and root"
-    absent = [name for name in ("ip", "setpriv", "unshare", "nsenter", "mountpoint") if shutil.which(name) is None]
+    absent = [
+        name for name in ("ip", "setpriv", "unshare", "nsenter", "mountpoint") if shutil.which(name) is None
+    ]
     if absent:
         return f"{', '.join(absent)} not installed (apt-get install iproute2 util-linux)"
-    done = subprocess.run(["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc",
-                           "ip", "link", "add", "one", "type", "veth", "peer", "name", "other"],
-                          capture_output=True, text=True, timeout=SET_UP_SECONDS, check=False)
+    done = subprocess.run(
+        [
+            "unshare",
+            "--net",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "ip",
+            "link",
+            "add",
+            "one",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "other",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=SET_UP_SECONDS,
+        check=False,
+    )
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else None
 
 
@@ -192,33 +272,73 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
     try:
         for number in range(2):
             made.append(Node(number, here, shared))
-        subprocess.run(["ip", "link", "add", "wire", "netns", str(made[0].pid), "type", "veth", "peer", "name", "wire", "netns",
-                        str(made[1].pid)], check=True, timeout=SET_UP_SECONDS, capture_output=True)
+        subprocess.run(
+            [
+                "ip",
+                "link",
+                "add",
+                "wire",
+                "netns",
+                str(made[0].pid),
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "wire",
+                "netns",
+                str(made[1].pid),
+            ],
+            check=True,
+            timeout=SET_UP_SECONDS,
+            capture_output=True,
+        )
         for node in made:
             node.run("ip", "address", "add", f"{node.address}/24", "dev", "wire")
             node.run("ip", "link", "set", "wire", "up")
         nodes = TwoNodes((made[0], made[1]))
         nodes.here, nodes.shared = here, shared
-        until(lambda: all("state UP" in node.run("ip", "link", "show", "wire") for node in nodes), SET_UP_SECONDS, "joined")
+        until(
+            lambda: all("state UP" in node.run("ip", "link", "show", "wire") for node in nodes),
+            SET_UP_SECONDS,
+            "joined",
+        )
         yield nodes
     finally:
         for node in made:
             node.end()
 
 
-def torchrun(nodes: TwoNodes, number: int, port: int, *words: str, restarts: int = 0, ranks: int = 1) -> list[str]:
+def torchrun(
+    nodes: TwoNodes, number: int, port: int, *words: str, restarts: int = 0, ranks: int = 1
+) -> list[str]:
     """As docs/clusters.md says it: the first node serves, and each says its own address, since names need not resolve."""
     conf = f"is_host={int(number == 0)},join_timeout=120"
-    return [str(BIN / "torchrun"), "--nnodes=2", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-id=one",
-            f"--rdzv-endpoint={nodes[0].address}:{port}", f"--rdzv-conf={conf}", f"--local-addr={nodes[number].address}",
-            f"--max-restarts={restarts}", *words]
+    return [
+        str(BIN / "torchrun"),
+        "--nnodes=2",
+        f"--nproc-per-node={ranks}",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=one",
+        f"--rdzv-endpoint={nodes[0].address}:{port}",
+        f"--rdzv-conf={conf}",
+        f"--local-addr={nodes[number].address}",
+        f"--max-restarts={restarts}",
+        *words,
+    ]
 
 
 def deepspeed(nodes: TwoNodes, number: int, port: int, *words: str, ranks: int = 1) -> list[str]:
     hosts = nodes.shared / "hostfile"
     hosts.write_text("".join(f"node{node.number} slots={ranks}\n" for node in nodes))
-    return [str(BIN / "deepspeed"), "--no_ssh", f"--node_rank={number}", f"--master_addr={nodes[0].address}", f"--master_port={port}",
-            f"--hostfile={hosts}", *words]
+    return [
+        str(BIN / "deepspeed"),
+        "--no_ssh",
+        f"--node_rank={number}",
+        f"--master_addr={nodes[0].address}",
+        f"--master_port={port}",
+        f"--hostfile={hosts}",
+        *words,
+    ]
 
 
 def _bare() -> dict[str, str]:

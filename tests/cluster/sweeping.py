@@ -20,7 +20,11 @@ EIGHT = Machine(cores=64, gpus=H100S, host_memory_bytes=2**40)
 def batches(*typed: str, folder: Path = Path("sweeps/x")) -> list[list[tuple[str, ...]]]:
     """What Hydra's sweeper makes of the words."""
     made: list[list[tuple[str, ...]]] = []
-    run_sweeper(read_sweep(["-m", *typed]), folder, CarryOut(lambda batch: made.append(list(batch)) or [0.0] * len(batch)))  # type: ignore[func-returns-value]
+    run_sweeper(
+        read_sweep(["-m", *typed]),
+        folder,
+        CarryOut(lambda batch: made.append(list(batch)) or [0.0] * len(batch)),
+    )  # type: ignore[func-returns-value]
     return made
 
 
@@ -28,5 +32,7 @@ def points(*typed: str, machine: Machine = LAPTOP, folder: Path) -> list[Any]:
     """Made once for the same words and machine: composing takes a tenth of a second a point."""
     if (typed, machine) not in MADE:
         words = read_sweep(["-m", *typed])
-        MADE[typed, machine] = make_points(batches(*typed, folder=folder)[0], words, Path("/sweeps/here"), machine, TRAIN)
+        MADE[typed, machine] = make_points(
+            batches(*typed, folder=folder)[0], words, Path("/sweeps/here"), machine, TRAIN
+        )
     return MADE[typed, machine]

@@ -1,6 +1,6 @@
 """Who carries points out: what they take of a machine, and jobs in a queue.
 
-    pytest tests/cluster/test_carriers.py
+pytest tests/cluster/test_carriers.py
 """
 
 from __future__ import annotations
@@ -29,15 +29,24 @@ from toolkit.rundir.status import RunState, Status
 
 
 def test_points_share_gpus_and_never_the_same_one(tmp_path: Path) -> None:
-    [point] = points("+exp=quickstart", "cluster.gpus_per_node=3", "train.global_batch=24", machine=EIGHT, folder=tmp_path)
+    [point] = points(
+        "+exp=quickstart", "cluster.gpus_per_node=3", "train.global_batch=24", machine=EIGHT, folder=tmp_path
+    )
     need = need_of(point.plan, EIGHT, points=5)
     assert (point.plan.world.ranks, need.gpus, need.threads) == (3, 3, 8)
     slots, other = Slots(EIGHT, tmp_path / "slots"), Slots(EIGHT, tmp_path / "slots")
     first, second = slots.take(need), other.take(need)
     assert first is not None
     assert second is not None
-    assert first.environ(need, {"A": "b"}) == {"A": "b", "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1,GPU-2", "OMP_NUM_THREADS": "8"}
-    assert second.environ(need, {"OMP_NUM_THREADS": "2"}) == {"CUDA_VISIBLE_DEVICES": "GPU-3,GPU-4,GPU-5", "OMP_NUM_THREADS": "2"}
+    assert first.environ(need, {"A": "b"}) == {
+        "A": "b",
+        "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1,GPU-2",
+        "OMP_NUM_THREADS": "8",
+    }
+    assert second.environ(need, {"OMP_NUM_THREADS": "2"}) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-3,GPU-4,GPU-5",
+        "OMP_NUM_THREADS": "2",
+    }
     assert slots.take(need) is None, "two are left"
     assert slots.take(replace(need, gpus=2)) is not None, "and were not kept by the attempt"
     other.release(second)
@@ -46,7 +55,9 @@ def test_points_share_gpus_and_never_the_same_one(tmp_path: Path) -> None:
 
 def test_what_an_orphan_uses_stays_taken(tmp_path: Path) -> None:
     slots = Slots(EIGHT, tmp_path)
-    need = replace(need_of(points("+exp=quickstart", machine=EIGHT, folder=tmp_path)[0].plan, EIGHT, 1), host_bytes=0)
+    need = replace(
+        need_of(points("+exp=quickstart", machine=EIGHT, folder=tmp_path)[0].plan, EIGHT, 1), host_bytes=0
+    )
     place = slots.take(need)
     assert place is not None
     assert len(place.gpus) == 8
@@ -69,7 +80,9 @@ def test_a_point_that_cannot_be_started_gives_its_place_back(tmp_path: Path) -> 
     assert slots.take(need_of(point.plan, EIGHT, 1)) is not None, "all eight are free"
 
 
-def test_the_locks_of_another_user_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_locks_of_another_user_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Slots(EIGHT, tmp_path)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(InputError, match="belongs to user"):
@@ -119,7 +132,9 @@ class Queue:
         self.cancelled.append(id)
 
 
-def test_a_job_of_a_queue_is_handed_over_once_and_is_over_by_its_own_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_a_queue_is_handed_over_once_and_is_over_by_its_own_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = Queue()
     monkeypatch.setattr(backends, "of", lambda where: queue)
     monkeypatch.setattr(carriers, "FILE_SECONDS", 0.0)

@@ -1,6 +1,6 @@
 """The doctor's doing: questions in bounded time, what one machine says, clocks through a store.
 
-    pytest tests/cluster/test_doctor_looks.py
+pytest tests/cluster/test_doctor_looks.py
 """
 
 from __future__ import annotations
@@ -30,8 +30,19 @@ from toolkit.cluster.rendezvous import Meeting
 from toolkit.config.schema import EngineName
 from toolkit.plan.types import Device
 
-NEED = Need(device=Device.CPU, engine=EngineName.local, ranks=1, ranks_per_node=1, nodes=1, run_dir=Path("runs/x"), checkpoint_bytes=1,
-            keep_checkpoints=2, grace_seconds=60, host_bytes=1, device_bytes=None)
+NEED = Need(
+    device=Device.CPU,
+    engine=EngineName.local,
+    ranks=1,
+    ranks_per_node=1,
+    nodes=1,
+    run_dir=Path("runs/x"),
+    checkpoint_bytes=1,
+    keep_checkpoints=2,
+    grace_seconds=60,
+    host_bytes=1,
+    device_bytes=None,
+)
 
 
 def broken() -> NoReturn:
@@ -41,8 +52,13 @@ def broken() -> NoReturn:
 def test_an_answer() -> None:
     assert call_with_timeout(lambda: {"a": [1, None]}, 5) == TimedResult({"a": [1, None]})
     assert call_with_timeout(broken, 5) == TimedResult(problem="OSError: Stale file handle")
-    assert call_with_timeout(lambda: os._exit(3), 5) == TimedResult(problem="the process that asked ended with 3")
-    assert call_with_timeout(lambda: os.kill(os.getpid(), signal.SIGKILL), 5).problem == "the process that asked ended with -9"
+    assert call_with_timeout(lambda: os._exit(3), 5) == TimedResult(
+        problem="the process that asked ended with 3"
+    )
+    assert (
+        call_with_timeout(lambda: os.kill(os.getpid(), signal.SIGKILL), 5).problem
+        == "the process that asked ended with -9"
+    )
     assert len(call_with_timeout(lambda: "x" * 300_000, 5).value) == 300_000  # more than a pipe holds
 
 
@@ -73,7 +89,9 @@ print(call_with_timeout(lambda: time.sleep(20), 0.3).hangs)
 
 
 def test_a_process_that_is_left_behind_does_not_hold_up_who_reads_the_output() -> None:
-    done = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=15, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=15, check=True
+    )
     assert done.stdout.strip() == "True"
 
 
@@ -94,10 +112,14 @@ def test_a_secret_is_found_once_and_in_the_commands_above_too() -> None:
     inner = [sys.executable, "-c", ABOVE, "HF_TOKEN=hf_" + "a" * 34]
     outer = ["sh", "-c", '"$@"; true', "sh", *inner, "data.path=https://user:word@host/x"]
     done = subprocess.run(outer, capture_output=True, text=True, timeout=60, check=True)
-    found = sorted(line.rpartition(" of ")[0] + (" of this command" if line.endswith("this command") else "")
-                   for line in done.stdout.splitlines())
+    found = sorted(
+        line.rpartition(" of ")[0] + (" of this command" if line.endswith("this command") else "")
+        for line in done.stdout.splitlines()
+    )
     kinds = ("a Hugging Face token", "a password in a URL")
-    assert found == sorted(f"{kind} in the command line{whose}" for kind in kinds for whose in ("", " of this command"))
+    assert found == sorted(
+        f"{kind} in the command line{whose}" for kind in kinds for whose in ("", " of this command")
+    )
     assert "word" not in done.stdout.replace("password", "")
 
 
@@ -105,19 +127,41 @@ def judge(facts: str, need: Need) -> Iterator[Finding]:
     yield ok(facts) if facts == "well" else fail(facts, "mend it")
 
 
-CHECK = Check(name="one", how="by asking", measure=lambda need: "well", judge=judge, seconds=5, stuck="restart the server",
-              traits=lambda facts: {"one": facts})
+CHECK = Check(
+    name="one",
+    how="by asking",
+    measure=lambda need: "well",
+    judge=judge,
+    seconds=5,
+    stuck="restart the server",
+    traits=lambda facts: {"one": facts},
+)
 
 
 def test_checks_run_side_by_side_and_one_that_hangs_holds_up_no_other() -> None:
     slow = replace(CHECK, measure=lambda need: time.sleep(0.5) or "well")
     hanging = replace(CHECK, name="nfs", measure=lambda need: time.sleep(60), seconds=0.7)
     began = time.monotonic()
-    report = look(NEED, 3, [hanging, *[slow] * 4, replace(CHECK, measure=lambda need: broken()),
-                            replace(CHECK, measure=lambda need: "ill")])
+    report = look(
+        NEED,
+        3,
+        [
+            hanging,
+            *[slow] * 4,
+            replace(CHECK, measure=lambda need: broken()),
+            replace(CHECK, measure=lambda need: "ill"),
+        ],
+    )
     assert time.monotonic() - began < 5  # one after the other it would not be four seconds alone
-    assert [finding.verdict for finding in report.findings] == [Verdict.FAIL, *[Verdict.OK] * 4, Verdict.WARN, Verdict.FAIL]
-    assert report.findings[0] == Finding(Verdict.FAIL, "no answer within 0.7 s", "restart the server", "nfs", "by asking")
+    assert [finding.verdict for finding in report.findings] == [
+        Verdict.FAIL,
+        *[Verdict.OK] * 4,
+        Verdict.WARN,
+        Verdict.FAIL,
+    ]
+    assert report.findings[0] == Finding(
+        Verdict.FAIL, "no answer within 0.7 s", "restart the server", "nfs", "by asking"
+    )
     assert "Stale file handle" in report.findings[5].evidence
     assert report.findings[6].remedy == "mend it"
     assert (report.node, report.traits) == (3, {"one": "ill"})
@@ -151,7 +195,9 @@ class Messages:
 
 
 def test_a_machine_that_is_silent_is_named_and_the_others_are_heard() -> None:
-    own, other = (MachineReport(node=node, host=f"node{node}", findings=(ok("fine"),), traits={}) for node in (0, 2))
+    own, other = (
+        MachineReport(node=node, host=f"node{node}", findings=(ok("fine"),), traits={}) for node in (0, 2)
+    )
     meeting = cast(Meeting, Messages(**{"doctor/machine/2": other.to_json()}))
     launch = Launch(ranks=6, ranks_per_node=2)
     with pytest.raises(Silent, match=r"machine 1 of 3 \(from 0\) has said nothing within 9 s") as caught:

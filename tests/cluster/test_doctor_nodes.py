@@ -29,16 +29,27 @@ def test_two_machines(launcher: str, fit: bool, tmp_path: Path) -> None:
         words = ("--json", "+exp=quickstart", f"run.dir={nodes.shared / 'run'}")
         commands = []
         for node in nodes:
-            argv = (torchrun if launcher == "torchrun" else deepspeed)(nodes, node.number, PORT, str(DOCTOR), *words)
+            argv = (torchrun if launcher == "torchrun" else deepspeed)(
+                nodes, node.number, PORT, str(DOCTOR), *words
+            )
             around = FEW_FILES if node.number == 1 and not fit else []
-            commands.append(stack.enter_context(node.start([*around, *argv], tmp_path / f"output-{node.number}.txt", ENVIRON)))
+            commands.append(
+                stack.enter_context(
+                    node.start([*around, *argv], tmp_path / f"output-{node.number}.txt", ENVIRON)
+                )
+            )
         codes = ended(commands, 200)
         output = commands[0].output
     assert (codes == [0, 0]) is fit, output
     assert '"format_version"' not in commands[1].output, "the first machine tells of both"
-    report, _ = json.JSONDecoder().raw_decode(output[output.index('{\n "format_version"'):])
+    report, _ = json.JSONDecoder().raw_decode(output[output.index('{\n "format_version"') :])
     assert [(one["node"], one["host"]) for one in report["machines"]] == [(0, "node0"), (1, "node1")]
-    failing = [(machine["host"], one["check"]) for machine in report["machines"] for one in machine["findings"] if one["verdict"] == "fail"]
+    failing = [
+        (machine["host"], one["check"])
+        for machine in report["machines"]
+        for one in machine["findings"]
+        if one["verdict"] == "fail"
+    ]
     assert failing == ([] if fit else [("node1", "limits")])
     together = {one["check"]: one for one in report["together"]}
     assert together["clocks"]["verdict"] == "ok", "it is one clock"
@@ -47,4 +58,6 @@ def test_two_machines(launcher: str, fit: bool, tmp_path: Path) -> None:
     assert together["ranks meet"]["evidence"].startswith("data (2 ranks): ")
     seen = [one for machine in report["machines"] for one in machine["findings"]]
     assert not [one for one in seen if "could not be looked at" in one["evidence"]]
-    assert [one["evidence"] for one in seen if one["check"] == "interfaces"] == ["lo, wire; none is chosen by name"] * 2
+    assert [one["evidence"] for one in seen if one["check"] == "interfaces"] == [
+        "lo, wire; none is chosen by name"
+    ] * 2

@@ -1,6 +1,6 @@
 """How a process leaves: with its code and all its words, whatever its threads still do.
 
-    pytest tests/cluster/test_exit_handling.py
+pytest tests/cluster/test_exit_handling.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ exit_now(75)
 
 
 def test_leaving_runs_hooks_says_everything_and_waits_for_no_thread() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=50, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (75, "said hook\n", "")
 
 
@@ -47,8 +49,12 @@ def test_what_was_found_out_about_a_failure_is_in_the_status(tmp_path: Path) -> 
     assert end.reason == "RuntimeError: Connection reset by peer\nthe ranks make calls with different shapes"
 
 
-@pytest.mark.parametrize(("step", "state"), [(None, RunState.REFUSED), (0, RunState.FAILED), (7, RunState.FAILED)])
-def test_a_mistake_that_is_met_while_training_is_a_failure(step: int | None, state: RunState, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "state"), [(None, RunState.REFUSED), (0, RunState.FAILED), (7, RunState.FAILED)]
+)
+def test_a_mistake_that_is_met_while_training_is_a_failure(
+    step: int | None, state: RunState, tmp_path: Path
+) -> None:
     """As of a full disk: steps are done. Before training began, the start is refused."""
     exit_handler = ExitHandler(lambda: None)
     exit_handler.directory, exit_handler.attempt = RunDirectory(tmp_path), 1
@@ -60,15 +66,24 @@ def test_a_mistake_that_is_met_while_training_is_a_failure(step: int | None, sta
     assert (end.state, end.exit_code, end.step, exit_handler.code) == (state, 2, step, ExitCode.USER)
 
 
-GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:52149"
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:52149"
+)
 
 
-@pytest.mark.parametrize(("error", "lost"), [
-    (RuntimeError(GLOO), True), (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
-    (dist.DistNetworkError("failed to recv, got 0 bytes: Connection reset by peer"), True),
-    (ConnectionResetError("Connection reset by peer"), False),
-    (RuntimeError("[/pytorch/third_party/gloo/x.cc:1] op.preamble.length"), False)])
-def test_a_lost_connection_is_told_as_that_and_one_to_a_bucket_is_not(error: Exception, lost: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError(GLOO), True),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (dist.DistNetworkError("failed to recv, got 0 bytes: Connection reset by peer"), True),
+        (ConnectionResetError("Connection reset by peer"), False),
+        (RuntimeError("[/pytorch/third_party/gloo/x.cc:1] op.preamble.length"), False),
+    ],
+)
+def test_a_lost_connection_is_told_as_that_and_one_to_a_bucket_is_not(
+    error: Exception, lost: bool, tmp_path: Path
+) -> None:
     exit_handler = ExitHandler(lambda: None)
     exit_handler.directory, exit_handler.attempt = RunDirectory(tmp_path), 1
     with exit_handler:
@@ -83,12 +98,21 @@ def test_a_lost_connection_is_told_as_that_and_one_to_a_bucket_is_not(error: Exc
 # ---- whether torchrun's agent ends with its ranks
 
 
-@pytest.mark.parametrize(("code", "elastic", "restarts", "signalled"), [
-    (ExitCode.STOPPED, False, 3, True), (ExitCode.USER, False, 3, True), (ExitCode.USER, True, 3, True),
-    (ExitCode.STOPPED, True, 3, False),  # the agent restarts its ranks because a node has joined
-    (ExitCode.STOPPED, False, 0, False), (ExitCode.DONE, False, 3, False), (ExitCode.FAILURE, False, 3, False)])
+@pytest.mark.parametrize(
+    ("code", "elastic", "restarts", "signalled"),
+    [
+        (ExitCode.STOPPED, False, 3, True),
+        (ExitCode.USER, False, 3, True),
+        (ExitCode.USER, True, 3, True),
+        (ExitCode.STOPPED, True, 3, False),  # the agent restarts its ranks because a node has joined
+        (ExitCode.STOPPED, False, 0, False),
+        (ExitCode.DONE, False, 3, False),
+        (ExitCode.FAILURE, False, 3, False),
+    ],
+)
 def test_torchrun_is_ended_only_where_it_would_restart_what_must_not_be(
-        code: ExitCode, elastic: bool, restarts: int, signalled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    code: ExitCode, elastic: bool, restarts: int, signalled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     exit_handler = ExitHandler(lambda: None)
@@ -124,7 +148,10 @@ def test_another_rank_records_the_end_if_rank_0_is_gone(tmp_path: Path) -> None:
     end = directory.status()
     assert end is not None
     assert (end.state, end.exit_code, end.step) == (RunState.FAILED, 1, 7)
-    assert end.reason == "RuntimeError: the other side is gone\nrecorded by rank 2, because rank 0 ended without recording why"
+    assert (
+        end.reason
+        == "RuntimeError: the other side is gone\nrecorded by rank 2, because rank 0 ended without recording why"
+    )
 
 
 def test_another_rank_records_nothing_while_rank_0_lives(tmp_path: Path) -> None:

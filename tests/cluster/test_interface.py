@@ -1,6 +1,6 @@
 """Which interface gloo is told to use on several machines.
 
-    pytest tests/cluster/test_interface.py
+pytest tests/cluster/test_interface.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ LOOPBACK, LINK = ["127.0.0.1", "::1"], ["10.0.0.5", "fe80::1"]
 
 def machine(monkeypatch: pytest.MonkeyPatch, way: str | None, **interfaces: list[str]) -> None:
     """A machine with these interfaces, whose way to where ranks meet begins at the address ``way``."""
-    monkeypatch.setattr(interface, "_source", lambda address: ipaddress.ip_address(way) if way is not None else None)
+    monkeypatch.setattr(
+        interface, "_source", lambda address: ipaddress.ip_address(way) if way is not None else None
+    )
     found = {name: [ipaddress.ip_address(one) for one in addresses] for name, addresses in interfaces.items()}
     monkeypatch.setattr(interface, "_interfaces", lambda running=False: found)
 
@@ -35,7 +37,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, way: str | None, **interfaces: list
     [
         ("10.0.0.5", {"lo": LOOPBACK, "eth0": LINK, "eth1": ["192.168.0.5"]}, "eth0"),
         ("fd00::5", {"lo": LOOPBACK, "eth0": LINK, "ib0": ["fd00::5"]}, "ib0"),
-        ("127.0.1.1", {"lo": LOOPBACK, "eth0": LINK}, "eth0"),  # the first node's own name, as Debian's /etc/hosts has it
+        (
+            "127.0.1.1",
+            {"lo": LOOPBACK, "eth0": LINK},
+            "eth0",
+        ),  # the first node's own name, as Debian's /etc/hosts has it
         ("127.0.1.1", {"lo": LOOPBACK, "eth0": LINK, "eth1": ["192.168.0.5"]}, None),  # either may be meant
         ("127.0.1.1", {"lo": LOOPBACK, "eth0": ["fe80::1"]}, None),  # that one has no address of its own
         (None, {"lo": LOOPBACK, "eth0": LINK}, None),  # the name does not resolve
@@ -43,21 +49,27 @@ def machine(monkeypatch: pytest.MonkeyPatch, way: str | None, **interfaces: list
     ],
 )
 def test_it_is_the_way_to_where_the_ranks_meet(
-        monkeypatch: pytest.MonkeyPatch, way: str | None, interfaces: dict[str, list[str]], expected: str | None) -> None:
+    monkeypatch: pytest.MonkeyPatch, way: str | None, interfaces: dict[str, list[str]], expected: str | None
+) -> None:
     machine(monkeypatch, way, **interfaces)
     assert interface_to("first") == expected
 
 
 @pytest.mark.parametrize(("address", "way"), [("127.0.0.1", "127.0.0.1"), ("localhost", "::1")])
-def test_nodes_of_one_machine_meet_at_its_loopback(monkeypatch: pytest.MonkeyPatch, address: str, way: str) -> None:
+def test_nodes_of_one_machine_meet_at_its_loopback(
+    monkeypatch: pytest.MonkeyPatch, address: str, way: str
+) -> None:
     machine(monkeypatch, way, eth0=LINK, lo=LOOPBACK)
     assert interface_to(address) == "lo"
 
 
 def test_what_the_user_wrote_stays_and_one_machine_needs_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "10.0.0.5", lo=LOOPBACK, eth0=LINK)
-    for environ, world, expected in (({}, TWO, "eth0"), ({"GLOO_SOCKET_IFNAME": "ib0"}, TWO, "ib0"),
-                                     ({}, World(ranks=2, ranks_per_node=2, device=Device.CPU), "lo")):
+    for environ, world, expected in (
+        ({}, TWO, "eth0"),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, TWO, "ib0"),
+        ({}, World(ranks=2, ranks_per_node=2, device=Device.CPU), "lo"),
+    ):
         set_defaults(environ, Launch(), world, Machine(cores=1), None)
         assert environ["GLOO_SOCKET_IFNAME"] == expected
 

@@ -1,6 +1,6 @@
 """A job is its frozen configuration and the machines it is planned for, the same on every backend.
 
-    pytest tests/cluster/test_job.py
+pytest tests/cluster/test_job.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ EXPERIMENT = "+exp=quickstart"
 ELSEWHERE = {
     "local": (),
     "slurm": ("cluster=slurm", "cluster.gpus_per_node=0"),
-    "kubernetes": ("cluster=kubernetes", "cluster.gpus_per_node=0", "cluster.kubernetes.image=registry.example/toolkit:1"),
+    "kubernetes": (
+        "cluster=kubernetes",
+        "cluster.gpus_per_node=0",
+        "cluster.kubernetes.image=registry.example/toolkit:1",
+    ),
 }
 
 
@@ -44,17 +48,31 @@ def test_the_configuration_is_the_same_but_for_cluster_and_run_dir(where: str) -
     base = flatten(compose([EXPERIMENT, *words]))
     job = job_of(*words, *ELSEWHERE[where])
     frozen = flatten(from_yaml(job.yaml))
-    assert {name for name in base if base[name] != frozen.get(name)} <= {"run.dir", *(key for key in base if key.startswith("cluster."))}
+    assert {name for name in base if base[name] != frozen.get(name)} <= {
+        "run.dir",
+        *(key for key in base if key.startswith("cluster.")),
+    }
     assert frozen["cluster.where"] is Where[where]
 
 
 def test_every_backend_is_one() -> None:
-    assert all(callable(getattr(backends.of(Where.slurm), name)) for name in ("render", "argv", "submit", "state", "cancel"))
+    assert all(
+        callable(getattr(backends.of(Where.slurm), name))
+        for name in ("render", "argv", "submit", "state", "cancel")
+    )
 
 
 def test_the_world_is_what_is_written_and_not_what_is_here() -> None:
-    world = job_of("cluster=slurm", "cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.gpu=h100", "parallel.tensor=2").world
-    assert (world.ranks, world.ranks_per_node, world.nodes, world.device, world.gpu) == (32, 8, 4, Device.CUDA, "h100")
+    world = job_of(
+        "cluster=slurm", "cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.gpu=h100", "parallel.tensor=2"
+    ).world
+    assert (world.ranks, world.ranks_per_node, world.nodes, world.device, world.gpu) == (
+        32,
+        8,
+        4,
+        Device.CUDA,
+        "h100",
+    )
     assert world.host_memory_bytes is None
 
 
@@ -65,11 +83,19 @@ def test_a_job_elsewhere_says_its_gpus() -> None:
 
 def test_a_plan_that_is_refused_is_no_job() -> None:
     with pytest.raises(UserError, match=r"parallel\.tensor"):
-        job_of("cluster=slurm", "cluster.nodes=2", "cluster.gpus_per_node=8", "engine=megatron", "parallel.tensor=3")
+        job_of(
+            "cluster=slurm",
+            "cluster.nodes=2",
+            "cluster.gpus_per_node=8",
+            "engine=megatron",
+            "parallel.tensor=3",
+        )
 
 
 def test_a_relative_directory_is_written_out_unless_containers_have_their_own() -> None:
-    assert job_of("cluster=slurm", "cluster.gpus_per_node=0", "run.dir=out/a").config.run.dir == "/home/u/out/a"
+    assert (
+        job_of("cluster=slurm", "cluster.gpus_per_node=0", "run.dir=out/a").config.run.dir == "/home/u/out/a"
+    )
     assert job_of(*ELSEWHERE["kubernetes"], "run.dir=out/a").config.run.dir == "out/a"
     assert job_of(*ELSEWHERE["slurm"], "run.dir=/scratch/a").folder == Path("/scratch/a/jobs/001")
 
@@ -104,7 +130,9 @@ class Stand:
         return {"config.yaml": job.yaml, "words.txt": " ".join(job.command())}
 
     def submit(self, job: Job) -> JobId:
-        assert json.dumps(sorted(path.name for path in job.folder.iterdir())) == '["config.yaml", "words.txt"]'
+        assert (
+            json.dumps(sorted(path.name for path in job.folder.iterdir())) == '["config.yaml", "words.txt"]'
+        )
         self.submitted.append(job)
         return JobId(Where.slurm, str(len(self.submitted)))
 
@@ -133,7 +161,9 @@ def test_a_run_has_one_job_at_a_time(stand: Stand, tmp_path: Path) -> None:
     assert submission.last_job(Path(job.run_dir)) == (2, submission.read_record(second.folder))
 
 
-def test_of_two_who_submit_a_run_at_once_one_is_refused(stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_who_submit_a_run_at_once_one_is_refused(
+    stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = job_of(*ELSEWHERE["slurm"], here=tmp_path)
     inner = stand.submit
 
@@ -207,7 +237,11 @@ def test_plain_python_does_not_train_here_what_is_for_elsewhere(frozen: Job) -> 
     words = [EXPERIMENT, *ELSEWHERE["slurm"]]
     with pytest.raises(ConfigError, match=r"launch/submit\.py"):
         configuration(words, Launch())
-    assert configuration(words, Launch(launcher=Launcher.TORCHELASTIC)).cluster.where is Where.slurm  # in a script of the user's own
+    assert (
+        configuration(words, Launch(launcher=Launcher.TORCHELASTIC)).cluster.where is Where.slurm
+    )  # in a script of the user's own
     job = replace(frozen, config=compose(words))
     write_files(job, {"config.yaml": job.yaml})
-    assert configuration([f"{FROZEN}{frozen.config_file}"], Launch()).cluster.where is Where.slurm  # it has been handed over
+    assert (
+        configuration([f"{FROZEN}{frozen.config_file}"], Launch()).cluster.where is Where.slurm
+    )  # it has been handed over

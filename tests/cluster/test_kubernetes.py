@@ -34,26 +34,71 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "kubernetes"
 SCHEMAS = Path(__file__).with_name("schemas")
 
 
-def job(nodes: int = 1, gpus: int = 8, *, run_dir: str = "runs/gpt-0123abcd", number: int = 1, name: str | None = None,
-        grace: int = 60, **keys: Any) -> Job:
-    own = KubernetesConfig(**{"image": "registry.example/toolkit:1.0", "volumes": {"/workspace": "training"}, **keys})
-    cluster = ClusterConfig(where=Where.kubernetes, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, kubernetes=own)
+def job(
+    nodes: int = 1,
+    gpus: int = 8,
+    *,
+    run_dir: str = "runs/gpt-0123abcd",
+    number: int = 1,
+    name: str | None = None,
+    grace: int = 60,
+    **keys: Any,
+) -> Job:
+    own = KubernetesConfig(
+        **{"image": "registry.example/toolkit:1.0", "volumes": {"/workspace": "training"}, **keys}
+    )
+    cluster = ClusterConfig(
+        where=Where.kubernetes, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, kubernetes=own
+    )
     config = RunConfig(run=RunSection(name="gpt", dir=run_dir), cluster=cluster)
-    world = World(ranks=nodes * (gpus or 1), ranks_per_node=gpus or 1, device=Device.CUDA if gpus else Device.CPU)
-    return Job(name=name or Path(run_dir).name, run_dir=run_dir, number=number, config=config, world=world, script="/laptop/train.py")
+    world = World(
+        ranks=nodes * (gpus or 1), ranks_per_node=gpus or 1, device=Device.CUDA if gpus else Device.CPU
+    )
+    return Job(
+        name=name or Path(run_dir).name,
+        run_dir=run_dir,
+        number=number,
+        config=config,
+        world=world,
+        script="/laptop/train.py",
+    )
 
 
-ALL = job(4, run_dir="/data/runs/Große Läufe, 2", namespace="research", queue="gpus", priority_class="urgent", shared_memory_gib=64,
-          rdma={"rdma/hca_shared_devices": 8}, secrets={"WANDB_API_KEY": "wandb/api-key", "AWS_SECRET_ACCESS_KEY": "store/secret"},
-          volumes={"/workspace": "scratch", "/data": "training", "/archive": "training"}, service_account="trainer",
-          node_selector={"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "pool": "train"}, cpus=96, memory_gib=1024, grace=300,
-          environment={"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "=mlx5_0,mlx5_1", "PROMPT": "$(HOME)"}, image_pull_secrets=["registry"],
-          ttl_seconds=86_400, annotations={"prometheus.io/scrape": "false"}, topology="cloud.example.com/rack",
-          affinity={"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
-              {"matchExpressions": [{"key": "pool", "operator": "NotIn", "values": ["old"]}]}]}}},
-          tolerations=[{"key": "dedicated", "operator": "Equal", "value": "train", "effect": "NoSchedule"}],
-          extra_volumes={"/scratch": {"hostPath": {"path": "/mnt/nvme", "type": "Directory"}},
-                         "/home": {"nfs": {"server": "10.0.0.2", "path": "/home"}}})
+ALL = job(
+    4,
+    run_dir="/data/runs/Große Läufe, 2",
+    namespace="research",
+    queue="gpus",
+    priority_class="urgent",
+    shared_memory_gib=64,
+    rdma={"rdma/hca_shared_devices": 8},
+    secrets={"WANDB_API_KEY": "wandb/api-key", "AWS_SECRET_ACCESS_KEY": "store/secret"},
+    volumes={"/workspace": "scratch", "/data": "training", "/archive": "training"},
+    service_account="trainer",
+    node_selector={"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "pool": "train"},
+    cpus=96,
+    memory_gib=1024,
+    grace=300,
+    environment={"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "=mlx5_0,mlx5_1", "PROMPT": "$(HOME)"},
+    image_pull_secrets=["registry"],
+    ttl_seconds=86_400,
+    annotations={"prometheus.io/scrape": "false"},
+    topology="cloud.example.com/rack",
+    affinity={
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [
+                    {"matchExpressions": [{"key": "pool", "operator": "NotIn", "values": ["old"]}]}
+                ]
+            }
+        }
+    },
+    tolerations=[{"key": "dedicated", "operator": "Equal", "value": "train", "effect": "NoSchedule"}],
+    extra_volumes={
+        "/scratch": {"hostPath": {"path": "/mnt/nvme", "type": "Directory"}},
+        "/home": {"nfs": {"server": "10.0.0.2", "path": "/home"}},
+    },
+)
 CASES = {
     "one_node.yaml": job(),
     "four_nodes.yaml": ALL,
@@ -85,11 +130,14 @@ def test_the_manifest_is_the_golden_one(name: str) -> None:
 
 # ---- schemas
 
+
 def strict(schema: Any) -> Any:
     """``schema`` which refuses unknown fields, as the API server does for kubectl (fieldValidation=Strict)."""
     if isinstance(schema, dict):
         found = {key: strict(value) for key, value in schema.items()}
-        if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        if isinstance(schema.get("properties"), dict) and not schema.get(
+            "x-kubernetes-preserve-unknown-fields"
+        ):
             found.setdefault("additionalProperties", False)
         return found
     return [strict(value) for value in schema] if isinstance(schema, list) else schema
@@ -97,14 +145,18 @@ def strict(schema: Any) -> Any:
 
 def validators() -> tuple[Callable[[Any], list[str]], Callable[[str], Callable[[Any], list[str]]]]:
     """One for JobSets, and one for each kind of Kubernetes: the errors of a document."""
-    jsonschema = pytest.importorskip("jsonschema", reason="no manifest was held against the schemas: pip install jsonschema")
+    jsonschema = pytest.importorskip(
+        "jsonschema", reason="no manifest was held against the schemas: pip install jsonschema"
+    )
     crd = strict(json.loads((SCHEMAS / "jobset-v1alpha2.json").read_text()))
     crd["properties"]["metadata"] = {"type": "object"}  # ObjectMeta is in the schema of Kubernetes
     core = json.loads((SCHEMAS / "kubernetes-1.37.json").read_text())
 
     def errors(schema: Any) -> Callable[[Any], list[str]]:
         validator = jsonschema.Draft202012Validator(schema)
-        return lambda document: [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
+        return lambda document: [
+            f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)
+        ]
 
     return errors(crd), lambda kind: errors({"$ref": f"#/definitions/{kind}", **core})
 
@@ -117,7 +169,12 @@ def test_the_manifests_are_valid(name: str) -> None:
     assert kind("io.k8s.api.core.v1.ConfigMap")(config_map) == []
     assert kind("io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta")(job_set["metadata"]) == []
     (replicated,) = job_set["spec"]["replicatedJobs"]
-    as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": replicated["template"]["spec"]}
+    as_job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "x"},
+        "spec": replicated["template"]["spec"],
+    }
     assert kind("io.k8s.api.batch.v1.Job")(as_job) == []
 
 
@@ -140,6 +197,7 @@ def test_control_a_wrong_manifest_is_not_valid(wrong: str) -> None:
 
 # ---- what it says
 
+
 def test_pods_have_no_rights_and_no_secret_is_written() -> None:
     config_map, job_set = documents(ALL)
     pod = pod_of(job_set)
@@ -148,7 +206,10 @@ def test_pods_have_no_rights_and_no_secret_is_written() -> None:
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == 1000
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
     referenced = {entry["name"] for entry in container["env"] if set(entry) == {"name", "valueFrom"}}
     assert referenced == {"JOBSET_RESTART", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"}
     for privileged in ("hostNetwork", "hostPID", "hostIPC", "privileged"):
@@ -162,7 +223,12 @@ def test_a_job_of_several_nodes_meets_at_the_first_pod() -> None:
     name = job_set["metadata"]["name"]
     (replicated,) = job_set["spec"]["replicatedJobs"]
     spec = replicated["template"]["spec"]
-    assert (spec["completions"], spec["parallelism"], spec["completionMode"], spec["backoffLimit"]) == (4, 4, "Indexed", 0)
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"], spec["backoffLimit"]) == (
+        4,
+        4,
+        "Indexed",
+        0,
+    )
     assert f"--meet={name}-node-0-0.{name}:29400" in pod_of(job_set)["containers"][0]["command"]
     assert job_set["spec"]["network"]["subdomain"] == name
     assert not any(word.startswith("--meet") for word in kubernetes.command(job()))
@@ -175,7 +241,12 @@ def test_exit_codes_are_carried_out() -> None:
     assert job_set["spec"]["failurePolicy"]["maxRestarts"] == ALL.config.cluster.restarts == 3
 
     def action(message: str) -> str | None:
-        found = (rule["action"] for rule in rules for pattern in rule["onJobFailureMessagePatterns"] if re.search(pattern, message))
+        found = (
+            rule["action"]
+            for rule in rules
+            for pattern in rule["onJobFailureMessagePatterns"]
+            if re.search(pattern, message)
+        )
         return next(found, None)
 
     failed = "Container trainer for pod research/gpt-node-0-2-x7k2p failed with exit code {} matching FailJob rule at index 0"
@@ -183,7 +254,9 @@ def test_exit_codes_are_carried_out() -> None:
     assert action(failed.format(75)) == "RestartJobSetAndIgnoreMaxRestarts"
     assert action(failed.format(127)) is None  # so it is started again, and counted
     assert action(failed.format(25)) is None
-    disrupted = "Pod research/gpt-node-0-2-x7k2p has condition DisruptionTarget matching FailJob rule at index 2"
+    disrupted = (
+        "Pod research/gpt-node-0-2-x7k2p has condition DisruptionTarget matching FailJob rule at index 2"
+    )
     assert action(disrupted) == "RestartJobSetAndIgnoreMaxRestarts"
 
 
@@ -210,13 +283,23 @@ def test_names_are_dns_labels_that_leave_room_for_pods(name: str) -> None:
 
 
 def test_each_job_of_each_run_has_a_name_of_its_own() -> None:
-    jobs = [job(), job(number=2), job(run_dir="runs/Gpt-0123abcd"), job(run_dir="runs/gpt-0123abcd/x", name="gpt-0123abcd")]
+    jobs = [
+        job(),
+        job(number=2),
+        job(run_dir="runs/Gpt-0123abcd"),
+        job(run_dir="runs/gpt-0123abcd/x", name="gpt-0123abcd"),
+    ]
     assert len({kubernetes.object_name(each) for each in jobs}) == 4
 
 
 def test_the_configuration_arrives_whole() -> None:
     """Composed words with what YAML and Kubernetes treat in their own way; equal to a local run's but for cluster and run.dir."""
-    words = ["+exp=quickstart", "monitor.prompt='a: \"b\" $(HOSTNAME) # c\n- d'", "cluster=kubernetes", "cluster.gpus_per_node=0"]
+    words = [
+        "+exp=quickstart",
+        "monitor.prompt='a: \"b\" $(HOSTNAME) # c\n- d'",
+        "cluster=kubernetes",
+        "cluster.gpus_per_node=0",
+    ]
     config = compose(words)
     own = replace(config.cluster, kubernetes=job().config.cluster.kubernetes)
     frozen = replace(config, cluster=own, run=replace(config.run, dir="runs/a"))
@@ -234,14 +317,20 @@ def test_the_configuration_is_the_same_on_every_backend(tmp_path: Path) -> None:
     own = {
         Where.local: [],
         Where.slurm: ["cluster=slurm", "cluster.slurm.partition=cpu"],
-        Where.kubernetes: ["cluster=kubernetes", "cluster.kubernetes.image=toolkit", "cluster.kubernetes.volumes={/workspace: training}"],
+        Where.kubernetes: [
+            "cluster=kubernetes",
+            "cluster.kubernetes.image=toolkit",
+            "cluster.kubernetes.volumes={/workspace: training}",
+        ],
     }
 
     def frozen(words: list[str]) -> RunConfig:
         of = make_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path)
         config = from_yaml(backends.of(of.config.cluster.where).render(of)[CONFIG_FILE])
         assert config.run.dir is not None
-        return replace(config, cluster=ClusterConfig(), run=replace(config.run, dir=Path(config.run.dir).name))
+        return replace(
+            config, cluster=ClusterConfig(), run=replace(config.run, dir=Path(config.run.dir).name)
+        )
 
     here, slurm, kubernetes = (frozen([*words, *more]) for more in own.values())
     assert here == slurm == kubernetes
@@ -256,9 +345,18 @@ REFUSED: dict[str, tuple[Job, str]] = {
     "no volume": (job(volumes={}), "cluster.kubernetes.volumes"),
     "another volume": (job(volumes={"/data": "training"}), "cluster.kubernetes.volumes"),
     "out of the volume": (job(run_dir="../runs/x"), "cluster.kubernetes.volumes"),
-    "a relative place": (job(volumes={"/workspace": "training", "data": "training"}), "cluster.kubernetes.volumes"),
-    "over the configuration": (job(volumes={"/workspace": "training", "/etc": "training"}), "cluster.kubernetes.volumes"),
-    "over the toolkit": (job(volumes={"/workspace": "training", "/opt": "training"}), "cluster.kubernetes.volumes"),
+    "a relative place": (
+        job(volumes={"/workspace": "training", "data": "training"}),
+        "cluster.kubernetes.volumes",
+    ),
+    "over the configuration": (
+        job(volumes={"/workspace": "training", "/etc": "training"}),
+        "cluster.kubernetes.volumes",
+    ),
+    "over the toolkit": (
+        job(volumes={"/workspace": "training", "/opt": "training"}),
+        "cluster.kubernetes.volumes",
+    ),
     "claim": (job(volumes={"/workspace": "Training"}), "cluster.kubernetes.volumes"),
     "queue": (job(queue="my queue"), "cluster.kubernetes.queue"),
     "namespace": (job(namespace="a.b"), "cluster.kubernetes.namespace"),
@@ -269,24 +367,46 @@ REFUSED: dict[str, tuple[Job, str]] = {
     "variable": (job(secrets={"A-B": "wandb/key"}), "cluster.kubernetes.secrets"),
     "name of an environment variable": (job(environment={"A-B": "1"}), "cluster.kubernetes.environment"),
     "variable of the launcher": (job(environment={"WORLD_SIZE": "8"}), "cluster.kubernetes.environment"),
-    "secret in the environment": (job(environment={"WANDB_API_KEY": "0123"}), "cluster.kubernetes.environment"),
-    "variable set twice": (job(environment={"A": "1"}, secrets={"A": "store/a"}), "cluster.kubernetes.environment"),
+    "secret in the environment": (
+        job(environment={"WANDB_API_KEY": "0123"}),
+        "cluster.kubernetes.environment",
+    ),
+    "variable set twice": (
+        job(environment={"A": "1"}, secrets={"A": "store/a"}),
+        "cluster.kubernetes.environment",
+    ),
     "time to live": (job(ttl_seconds=-1), "cluster.kubernetes.ttl_seconds"),
     "pull secret": (job(image_pull_secrets=["My Registry"]), "cluster.kubernetes.image_pull_secrets"),
     "annotation": (job(annotations={"a b": "1"}), "cluster.kubernetes.annotations"),
     "annotation of the toolkit": (job(annotations={"toolkit/run": "x"}), "cluster.kubernetes.annotations"),
     "topology": (job(topology="a b"), "cluster.kubernetes.topology"),
-    "topology and pod affinity": (job(topology="zone", affinity={"podAffinity": {}}), "cluster.kubernetes.topology"),
+    "topology and pod affinity": (
+        job(topology="zone", affinity={"podAffinity": {}}),
+        "cluster.kubernetes.topology",
+    ),
     "affinity": (job(affinity={"nodeAffinty": {}}), "cluster.kubernetes.affinity"),
     "toleration": (job(tolerations=[{"taint": "gpu"}]), "cluster.kubernetes.tolerations"),
     "toleration that is a word": (job(tolerations=["gpu"]), "cluster.kubernetes.tolerations"),
-    "two sources of a volume": (job(extra_volumes={"/a": {"hostPath": {}, "nfs": {}}}), "cluster.kubernetes.extra_volumes"),
+    "two sources of a volume": (
+        job(extra_volumes={"/a": {"hostPath": {}, "nfs": {}}}),
+        "cluster.kubernetes.extra_volumes",
+    ),
     "claim as an extra volume": (
-        job(extra_volumes={"/a": {"persistentVolumeClaim": {"claimName": "a"}}}), "cluster.kubernetes.extra_volumes"),
-    "extra volume over the configuration": (job(extra_volumes={"/etc": {"emptyDir": {}}}), "cluster.kubernetes.extra_volumes"),
-    "two volumes at one place": (job(extra_volumes={"/workspace": {"emptyDir": {}}}), "cluster.kubernetes.extra_volumes"),
+        job(extra_volumes={"/a": {"persistentVolumeClaim": {"claimName": "a"}}}),
+        "cluster.kubernetes.extra_volumes",
+    ),
+    "extra volume over the configuration": (
+        job(extra_volumes={"/etc": {"emptyDir": {}}}),
+        "cluster.kubernetes.extra_volumes",
+    ),
+    "two volumes at one place": (
+        job(extra_volumes={"/workspace": {"emptyDir": {}}}),
+        "cluster.kubernetes.extra_volumes",
+    ),
     "run directory on a volume that ends with its pod": (
-        job(volumes={}, extra_volumes={"/workspace": {"emptyDir": {}}}), "cluster.kubernetes.volumes"),
+        job(volumes={}, extra_volumes={"/workspace": {"emptyDir": {}}}),
+        "cluster.kubernetes.volumes",
+    ),
 }
 
 
@@ -306,12 +426,18 @@ def test_a_run_directory_may_lie_on_a_network_volume() -> None:
 
 def test_typed_keys_reach_the_manifest(tmp_path: Path) -> None:
     """As a person types them: maps and lists of maps in Hydra's notation."""
-    words = ["+exp=quickstart", "cluster=kubernetes", "cluster.kubernetes.image=toolkit", "cluster.gpus_per_node=1", "cluster.gpu=h100",
-             "cluster.kubernetes.volumes={/workspace: training}",
-             "cluster.kubernetes.environment={NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: eth0}",
-             "cluster.kubernetes.tolerations=[{key: dedicated, operator: Exists}]",
-             "cluster.kubernetes.affinity={podAntiAffinity: {preferredDuringSchedulingIgnoredDuringExecution: []}}",
-             "cluster.kubernetes.extra_volumes={/scratch: {hostPath: {path: /mnt/nvme}}}"]
+    words = [
+        "+exp=quickstart",
+        "cluster=kubernetes",
+        "cluster.kubernetes.image=toolkit",
+        "cluster.gpus_per_node=1",
+        "cluster.gpu=h100",
+        "cluster.kubernetes.volumes={/workspace: training}",
+        "cluster.kubernetes.environment={NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: eth0}",
+        "cluster.kubernetes.tolerations=[{key: dedicated, operator: Exists}]",
+        "cluster.kubernetes.affinity={podAntiAffinity: {preferredDuringSchedulingIgnoredDuringExecution: []}}",
+        "cluster.kubernetes.extra_volumes={/scratch: {hostPath: {path: /mnt/nvme}}}",
+    ]
     _, job_set = documents(make_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path))
     pod = pod_of(job_set)
     assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in pod["containers"][0]["env"]
@@ -335,14 +461,17 @@ def test_every_problem_is_told_at_once() -> None:
 
 # ---- kubectl
 
+
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stand-in, which writes its words into ``asked`` and answers with ``answer`` and ``code``."""
     folder = tmp_path / "bin"
     folder.mkdir()
     script = folder / "kubectl"
-    script.write_text('#!/bin/bash\ncd "$(dirname "$0")"\nprintf "%s\\n" "$@" > asked\ncat answer 2>/dev/null\n'
-                      'cat error >&2 2>/dev/null\nexit "$(cat code 2>/dev/null || echo 0)"\n')
+    script.write_text(
+        '#!/bin/bash\ncd "$(dirname "$0")"\nprintf "%s\\n" "$@" > asked\ncat answer 2>/dev/null\n'
+        'cat error >&2 2>/dev/null\nexit "$(cat code 2>/dev/null || echo 0)"\n'
+    )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     return folder
@@ -361,12 +490,28 @@ def test_a_real_kubectl_reads_the_same(name: str, tmp_path: Path) -> None:
     """Its parser of YAML is another one. "odd": texts that it would take for numbers and truth values, were they not quoted."""
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl read the manifests: there is none here")
-    odd = job(node_selector={"a": "y", "b": "1e3", "c": "0o17", "d": "on", "e": "1_000", "n": "null", "f": "0x1F", "g": "2026-11-22"})
+    odd = job(
+        node_selector={
+            "a": "y",
+            "b": "1e3",
+            "c": "0o17",
+            "d": "on",
+            "e": "1_000",
+            "n": "null",
+            "f": "0x1F",
+            "g": "2026-11-22",
+        }
+    )
     of = CASES.get(name, odd)
     text = kubernetes.render(of)[kubernetes.MANIFEST_FILE]
     (tmp_path / "job.yaml").write_text(text)
-    done = subprocess.run(["kubectl", "label", "--local", "--output=json", f"--filename={tmp_path / 'job.yaml'}", "read=yes"],
-                          capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["kubectl", "label", "--local", "--output=json", f"--filename={tmp_path / 'job.yaml'}", "read=yes"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     decoder, rest, found = json.JSONDecoder(), done.stdout.strip(), []
     while rest:
@@ -390,28 +535,60 @@ def test_without_kubectl_the_job_is_not_handed_over(tmp_path: Path, monkeypatch:
         kubernetes.submit(ALL)
 
 
-@pytest.mark.parametrize(("found", "state"), [
-    (None, JobState.ENDED),
-    ({"spec": {}}, JobState.QUEUED),
-    ({"spec": {"suspend": True}, "status": {"replicatedJobsStatus": [{"name": "node", "ready": 0}]}}, JobState.QUEUED),
-    ({"spec": {}, "status": {"replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 0}]}}, JobState.QUEUED),
-    ({"spec": {}, "status": {"replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 1}]}}, JobState.RUNNING),
-    ({"spec": {}, "status": {"conditions": [{"type": "Suspended", "status": "False"}],
-                             "replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 1}]}}, JobState.RUNNING),
-    ({"spec": {}, "status": {"conditions": [{"type": "Completed", "status": "True"}]}}, JobState.ENDED),
-    ({"spec": {}, "status": {"conditions": [{"type": "Failed", "status": "True"}]}}, JobState.ENDED),
-])
+@pytest.mark.parametrize(
+    ("found", "state"),
+    [
+        (None, JobState.ENDED),
+        ({"spec": {}}, JobState.QUEUED),
+        (
+            {"spec": {"suspend": True}, "status": {"replicatedJobsStatus": [{"name": "node", "ready": 0}]}},
+            JobState.QUEUED,
+        ),
+        (
+            {"spec": {}, "status": {"replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 0}]}},
+            JobState.QUEUED,
+        ),
+        (
+            {"spec": {}, "status": {"replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 1}]}},
+            JobState.RUNNING,
+        ),
+        (
+            {
+                "spec": {},
+                "status": {
+                    "conditions": [{"type": "Suspended", "status": "False"}],
+                    "replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 1}],
+                },
+            },
+            JobState.RUNNING,
+        ),
+        ({"spec": {}, "status": {"conditions": [{"type": "Completed", "status": "True"}]}}, JobState.ENDED),
+        ({"spec": {}, "status": {"conditions": [{"type": "Failed", "status": "True"}]}}, JobState.ENDED),
+    ],
+)
 def test_states(found: Mapping[str, Any] | None, state: JobState, kubectl: Path) -> None:
     (kubectl / "answer").write_text(json.dumps(found) if found is not None else "")
     assert kubernetes.state(JobId(Where.kubernetes, "research/gpt-1")) is state
     assert (kubectl / "asked").read_text().split() == [
-        "--namespace=research", "get", "jobset", "gpt-1", "--ignore-not-found", "--output=json"]
+        "--namespace=research",
+        "get",
+        "jobset",
+        "gpt-1",
+        "--ignore-not-found",
+        "--output=json",
+    ]
 
 
 def test_a_cancelled_job_takes_its_configuration_with_it(kubectl: Path) -> None:
     kubernetes.cancel(JobId(Where.kubernetes, "research/gpt-1"))
     assert (kubectl / "asked").read_text().split() == [
-        "--namespace=research", "delete", "jobset/gpt-1", "configmap/gpt-1", "--ignore-not-found", "--wait=false"]
+        "--namespace=research",
+        "delete",
+        "jobset/gpt-1",
+        "configmap/gpt-1",
+        "--ignore-not-found",
+        "--wait=false",
+    ]
 
 
 if __name__ == "__main__":

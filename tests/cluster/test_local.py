@@ -1,6 +1,6 @@
 """A job on this machine is a process in the background, known by its number and its start.
 
-    pytest tests/cluster/test_local.py
+pytest tests/cluster/test_local.py
 """
 
 from __future__ import annotations

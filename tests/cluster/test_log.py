@@ -1,6 +1,6 @@
 """What is printed is logged, without what a terminal overwrites.
 
-    pytest tests/cluster/test_log.py
+pytest tests/cluster/test_log.py
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Screen(io.StringIO):
         return True
 
 
-def test_lines_above_a_live_display_are_in_the_log_and_the_display_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_above_a_live_display_are_in_the_log_and_the_display_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import sys
 
     screen, log = Screen(), io.StringIO()
@@ -75,7 +77,9 @@ def test_lines_above_a_live_display_are_in_the_log_and_the_display_is_not(monkey
     assert "━" in shown.splitlines()[-2], "the last state of the bar stays"
 
 
-def test_both_streams_are_added_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_streams_are_added_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import sys
 
     monkeypatch.setattr(sys, "stdout", sys.stdout)

@@ -26,7 +26,9 @@ from toolkit.rundir.status import RunState
 
 __all__ = ["data"]  # the fixture
 
-DRIVER = Path(__file__).resolve().parents[1] / "launch" / "hung_training.py"  # launch/train.py, where nothing else is asked for
+DRIVER = (
+    Path(__file__).resolve().parents[1] / "launch" / "hung_training.py"
+)  # launch/train.py, where nothing else is asked for
 PORT = 29400  # of networks that nobody else has
 HANG_SECONDS = 8
 # After the limit of a hang: a look at it, the other ranks' words, and the sinks: 30 s at most (LAST_SECONDS of train/watchdog.py).
@@ -36,7 +38,13 @@ TELLING_SECONDS = 35
 TRIES, STORE_SECONDS = 5, 15 + 60
 ENVIRON = {"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
 SLOW = {"FAULT": "slow:ALL:1"}  # a step takes so long that the test can act between two
-RUN = (*KEYS, "zero=stage2", "monitor.probe=false", f"monitor.hang_seconds={HANG_SECONDS}", "cluster.grace_seconds=5")
+RUN = (
+    *KEYS,
+    "zero=stage2",
+    "monitor.probe=false",
+    f"monitor.hang_seconds={HANG_SECONDS}",
+    "cluster.grace_seconds=5",
+)
 LISTEN = "import socket; s = socket.create_server(('10.213.0.1', 7)); s.settimeout(20); [s.accept()[0].close() for _ in range(2)]"
 CALL = "import socket; socket.create_connection(('10.213.0.1', 7), timeout=1).close()"
 SUM = """
@@ -54,14 +62,23 @@ dist.destroy_process_group()
 
 
 @contextmanager
-def both(nodes: TwoNodes, launcher: str, script: Path, *words: str, environ: Mapping[str, str] | None = None,
-         restarts: int = 0) -> Iterator[list[OnNode]]:
+def both(
+    nodes: TwoNodes,
+    launcher: str,
+    script: Path,
+    *words: str,
+    environ: Mapping[str, str] | None = None,
+    restarts: int = 0,
+) -> Iterator[list[OnNode]]:
     """The same command on both nodes, as a person types it there."""
     with ExitStack() as stack:
         found = []
         for node in nodes:
-            argv = torchrun(nodes, node.number, PORT, str(script), *words, restarts=restarts) if launcher == "torchrun" else \
-                deepspeed(nodes, node.number, PORT, str(script), *words)
+            argv = (
+                torchrun(nodes, node.number, PORT, str(script), *words, restarts=restarts)
+                if launcher == "torchrun"
+                else deepspeed(nodes, node.number, PORT, str(script), *words)
+            )
             output = nodes.shared.parent / f"output-{node.number}.txt"
             found.append(stack.enter_context(node.start(argv, output, {**ENVIRON, **(environ or {})})))
         yield found
@@ -146,7 +163,9 @@ def reached(nodes: TwoNodes) -> bool:
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_two_nodes_train_what_one_node_trains(launcher: str, data: Path, one_node: list[float], tmp_path: Path) -> None:
+def test_two_nodes_train_what_one_node_trains(
+    launcher: str, data: Path, one_node: list[float], tmp_path: Path
+) -> None:
     """Names do not resolve and no file was handed over: the first node composes, the other one is told; gloo takes the cable."""
     with two_nodes(tmp_path) as nodes:
         give(nodes, data)
@@ -165,7 +184,8 @@ def test_two_nodes_train_what_one_node_trains(launcher: str, data: Path, one_nod
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("launcher", "restarts"), [("deepspeed", 0), ("torchrun", 0), ("torchrun", 2)])
 def test_cut_apart_both_sides_end_in_bounded_time_and_the_job_goes_on(
-        launcher: str, restarts: int, data: Path, one_node: list[float], tmp_path: Path) -> None:
+    launcher: str, restarts: int, data: Path, one_node: list[float], tmp_path: Path
+) -> None:
     """Nobody is told that a cable was pulled: each side finds out that nothing goes on. torchrun starts the ranks again by itself where it
     may; else the same command does."""
     with two_nodes(tmp_path) as nodes:
@@ -191,9 +211,14 @@ def test_cut_apart_both_sides_end_in_bounded_time_and_the_job_goes_on(
             assert status.reason.startswith("hang: ")
             assert run.hang_file(1).exists()
             if restarts == 0:
-                codes = ended(commands, HANG_SECONDS + TELLING_SECONDS + (STORE_SECONDS if launcher == "torchrun" else 5))
+                codes = ended(
+                    commands,
+                    HANG_SECONDS + TELLING_SECONDS + (STORE_SECONDS if launcher == "torchrun" else 5),
+                )
                 assert 0 not in codes
-            print(f"{launcher}: cut apart, ranks and commands were gone after {time.monotonic() - began:.1f} s")
+            print(
+                f"{launcher}: cut apart, ranks and commands were gone after {time.monotonic() - began:.1f} s"
+            )
             nodes.cable(up=True)
             if restarts:
                 assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
@@ -206,7 +231,9 @@ def test_cut_apart_both_sides_end_in_bounded_time_and_the_job_goes_on(
 
 @pytest.mark.full
 @pytest.mark.timeout(500)
-def test_after_ranks_were_killed_torchrun_starts_those_of_both_nodes_again(data: Path, one_node: list[float], tmp_path: Path) -> None:
+def test_after_ranks_were_killed_torchrun_starts_those_of_both_nodes_again(
+    data: Path, one_node: list[float], tmp_path: Path
+) -> None:
     """One of each node, one after the other. The agents count differently in between, and their store is the one of before: neither keeps
     the ranks from meeting."""
     with two_nodes(tmp_path) as nodes:
@@ -218,7 +245,11 @@ def test_after_ranks_were_killed_torchrun_starts_those_of_both_nodes_again(data:
 
             def on() -> bool:
                 status = run.status()
-                return status is not None and (status.state, status.attempt) == (RunState.RUNNING, 2) and (status.step or 0) >= 3
+                return (
+                    status is not None
+                    and (status.state, status.attempt) == (RunState.RUNNING, 2)
+                    and (status.step or 0) >= 3
+                )
 
             until(on, 120, "training again", *commands)
             nodes[0].ranks()[0].send_signal(signal.SIGKILL)
@@ -234,10 +265,22 @@ def test_each_node_makes_its_own_data(tmp_path: Path) -> None:
     with two_nodes(tmp_path) as nodes:
         keys = [key for key in RUN if not key.startswith(("data=", "train.steps"))]
         run = RunDirectory(nodes.shared / "run")
-        with both(nodes, "torchrun", TRAIN, *keys, "train.steps=2", "data=stdlib",
-                  "data.vocab_size=264", "data.path=made", f"run.dir={run.path}") as commands:
+        with both(
+            nodes,
+            "torchrun",
+            TRAIN,
+            *keys,
+            "train.steps=2",
+            "data=stdlib",
+            "data.vocab_size=264",
+            "data.path=made",
+            f"run.dir={run.path}",
+        ) as commands:
             assert ended(commands, 300) == [0, 0], commands[0].output + commands[1].output
-            made = [node.run("find", "made", "-name", "manifest.json", "-exec", "cat", "{}", "+") for node in nodes]
+            made = [
+                node.run("find", "made", "-name", "manifest.json", "-exec", "cat", "{}", "+")
+                for node in nodes
+            ]
         assert made[0] == made[1] != ""
         assert sorted(entry.name for entry in nodes.shared.iterdir()) == ["run"]
 
@@ -262,9 +305,19 @@ def test_data_that_one_node_lacks_are_a_mistake_that_is_told_once(data: Path, tm
 def test_control_gloo_needs_the_right_interface(interface: str, sums: bool, tmp_path: Path) -> None:
     """What it is chosen for: where gloo listens at the loopback, the other node waits for nobody."""
     with two_nodes(tmp_path) as nodes, ExitStack() as stack:
-        commands = [stack.enter_context(node.start([sys.executable, "-c", SUM, str(node.number)], tmp_path / f"output-{node.number}.txt",
-                                                   {"GLOO_SOCKET_IFNAME": interface})) for node in nodes]
-        until(lambda: (all if sums else any)(one.code() is not None for one in commands), 60, "ended", *commands)
+        commands = [
+            stack.enter_context(
+                node.start(
+                    [sys.executable, "-c", SUM, str(node.number)],
+                    tmp_path / f"output-{node.number}.txt",
+                    {"GLOO_SOCKET_IFNAME": interface},
+                )
+            )
+            for node in nodes
+        ]
+        until(
+            lambda: (all if sums else any)(one.code() is not None for one in commands), 60, "ended", *commands
+        )
         codes = [one.code() for one in commands]
         assert codes == [0, 0] if sums else 1 in codes, commands[0].output + commands[1].output
         assert all(("the sum is 3" in one.output) is sums for one in commands)

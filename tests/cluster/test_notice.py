@@ -1,6 +1,6 @@
 """What clouds say before they take a machine away, by servers on loopback that answer as theirs do.
 
-    pytest tests/cluster/test_notice.py
+pytest tests/cluster/test_notice.py
 """
 
 from __future__ import annotations
@@ -72,17 +72,30 @@ def test_aws_says_when_and_wants_a_token(metadata: Metadata) -> None:
     path = "/latest/meta-data/spot/instance-action"
     metadata.answers["/latest/api/token"] = ("secret", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
     assert notice.aws(server(metadata.url), NOW) is None
-    metadata.answers[path] = (json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"}), {"X-aws-ec2-metadata-token": "secret"})
-    assert notice.aws(server(metadata.url), NOW) == Taken("AWS will terminate this machine at 2017-09-18T08:22:00Z", 120)
+    metadata.answers[path] = (
+        json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"}),
+        {"X-aws-ec2-metadata-token": "secret"},
+    )
+    assert notice.aws(server(metadata.url), NOW) == Taken(
+        "AWS will terminate this machine at 2017-09-18T08:22:00Z", 120
+    )
     assert metadata.asked[:2] == ["PUT /latest/api/token", f"GET {path}"]
 
 
 def test_azure_says_it_of_all_machines_and_one_is_this(metadata: Metadata) -> None:
     events = "/metadata/scheduledevents?api-version=2020-07-01"
-    event = {"EventType": "Preempt", "Resources": ["other"], "NotBefore": "Mon, 18 Sep 2017 08:20:45 GMT", "EventStatus": "Scheduled"}
+    event = {
+        "EventType": "Preempt",
+        "Resources": ["other"],
+        "NotBefore": "Mon, 18 Sep 2017 08:20:45 GMT",
+        "EventStatus": "Scheduled",
+    }
     own = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
     metadata.answers[own] = ("mine", {"Metadata": "true"})
-    metadata.answers[events] = (json.dumps({"DocumentIncarnation": 1, "Events": [event]}), {"Metadata": "true"})
+    metadata.answers[events] = (
+        json.dumps({"DocumentIncarnation": 1, "Events": [event]}),
+        {"Metadata": "true"},
+    )
     assert notice.azure(server(metadata.url), NOW) is None
     event["Resources"] = ["other", "mine"]
     metadata.answers[events] = (json.dumps({"Events": [event]}), {"Metadata": "true"})
@@ -92,8 +105,9 @@ def test_azure_says_it_of_all_machines_and_one_is_this(metadata: Metadata) -> No
     assert notice.azure(server(metadata.url), NOW) is None
 
 
-def test_a_notice_is_a_request_to_stop_with_its_own_time(metadata: Metadata, monkeypatch: pytest.MonkeyPatch,
-                                                         capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_is_a_request_to_stop_with_its_own_time(
+    metadata: Metadata, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", metadata.url)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there: metadata go past proxies
     stop = StopRequest()
@@ -114,7 +128,9 @@ def test_a_notice_is_a_request_to_stop_with_its_own_time(metadata: Metadata, mon
     assert capfd.readouterr().err == "Google Cloud preempts this machine: 30 s are left, and the run stops\n"
 
 
-def test_a_cloud_that_does_not_answer_is_told_once_and_asked_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_cloud_that_does_not_answer_is_told_once_and_asked_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", "http://127.0.0.1:9")
     requests: list[str] = []
     ended = watch(Notice.aws, lambda words, seconds: requests.append(words), poll_seconds=0.01)

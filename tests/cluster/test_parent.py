@@ -1,6 +1,6 @@
 """Who is the parent of ranks.
 
-    pytest tests/cluster/test_parent.py
+pytest tests/cluster/test_parent.py
 """
 
 from __future__ import annotations
@@ -15,9 +15,19 @@ from toolkit.plan.types import Device, World
 
 @pytest.mark.parametrize(
     ("launcher", "ranks", "restarts", "answer"),
-    [(Launcher.NONE, 2, 3, True), (Launcher.NONE, 2, 0, True), (Launcher.NONE, 1, 3, True), (Launcher.NONE, 1, 0, False),
-     (Launcher.PARENT, 2, 3, False), (Launcher.PARENT, 1, 3, False), (Launcher.TORCHELASTIC, 2, 3, False),
-     (Launcher.DEEPSPEED, 1, 3, False)])
-def test_plain_python_is_a_parent_and_nobody_else(launcher: Launcher, ranks: int, restarts: int, answer: bool) -> None:
+    [
+        (Launcher.NONE, 2, 3, True),
+        (Launcher.NONE, 2, 0, True),
+        (Launcher.NONE, 1, 3, True),
+        (Launcher.NONE, 1, 0, False),
+        (Launcher.PARENT, 2, 3, False),
+        (Launcher.PARENT, 1, 3, False),
+        (Launcher.TORCHELASTIC, 2, 3, False),
+        (Launcher.DEEPSPEED, 1, 3, False),
+    ],
+)
+def test_plain_python_is_a_parent_and_nobody_else(
+    launcher: Launcher, ranks: int, restarts: int, answer: bool
+) -> None:
     world = World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU)
     assert watches(Launch(launcher=launcher), world, ClusterConfig(restarts=restarts)) is answer

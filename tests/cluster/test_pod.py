@@ -1,6 +1,6 @@
 """The word that a pod gives Kubernetes about the run: by status.json, and not by its launcher's exit code.
 
-    pytest tests/cluster/test_pod.py
+pytest tests/cluster/test_pod.py
 """
 
 from __future__ import annotations
@@ -49,10 +49,28 @@ sys.exit(int(code))
 """
 
 
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, *, reason: str = "", step: str = "-", code: int = 1) -> int:
+def run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    *,
+    reason: str = "",
+    step: str = "-",
+    code: int = 1,
+) -> int:
     config = tmp_path / "config.yaml"
-    config.write_text(to_yaml(RunConfig(run=RunSection(dir=str(tmp_path)), cluster=ClusterConfig(where=Where.kubernetes, nodes=2))))
-    monkeypatch.setattr(pod, "command", lambda *_, **__: [sys.executable, "-c", FAKE, str(tmp_path), state, reason, step, str(code)])
+    config.write_text(
+        to_yaml(
+            RunConfig(
+                run=RunSection(dir=str(tmp_path)), cluster=ClusterConfig(where=Where.kubernetes, nodes=2)
+            )
+        )
+    )
+    monkeypatch.setattr(
+        pod,
+        "command",
+        lambda *_, **__: [sys.executable, "-c", FAKE, str(tmp_path), state, reason, step, str(code)],
+    )
     monkeypatch.setattr(pod, "SETTLE_SECONDS", 0.0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -62,30 +80,50 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, *, reason: 
             signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(("state", "reason", "step", "launcher", "code"), [
-    ("done", "", "0001", 1, ExitCode.DONE),  # torchrun failed while it went
-    ("refused", "a mistake", "-", 1, ExitCode.USER),  # torchrun turns each code into 1
-    ("stopped", "SIGTERM", "0001", 1, ExitCode.STOPPED),
-    ("stopped", "SIGINT", "0001", 1, ExitCode.USER),  # a person's word: it is not started again
-    ("failed", "out of memory", "0001", 1, ExitCode.STOPPED),  # with a newer checkpoint: not counted
-    ("failed", "out of memory", "-", 1, ExitCode.USER),  # its launcher has started it as often as it may
-    ("running", "", "-", 0, ExitCode.FAILURE),  # the first rank died without a word, whatever the launcher says: counted
-    ("none", "", "-", 2, ExitCode.USER),  # refused before an attempt began, by our parent
-    ("none", "", "-", 1, ExitCode.FAILURE),  # the pods did not meet: counted
-])
-def test_the_code_is_the_runs(state: str, reason: str, step: str, launcher: int, code: ExitCode, tmp_path: Path,
-                              monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("state", "reason", "step", "launcher", "code"),
+    [
+        ("done", "", "0001", 1, ExitCode.DONE),  # torchrun failed while it went
+        ("refused", "a mistake", "-", 1, ExitCode.USER),  # torchrun turns each code into 1
+        ("stopped", "SIGTERM", "0001", 1, ExitCode.STOPPED),
+        ("stopped", "SIGINT", "0001", 1, ExitCode.USER),  # a person's word: it is not started again
+        ("failed", "out of memory", "0001", 1, ExitCode.STOPPED),  # with a newer checkpoint: not counted
+        ("failed", "out of memory", "-", 1, ExitCode.USER),  # its launcher has started it as often as it may
+        (
+            "running",
+            "",
+            "-",
+            0,
+            ExitCode.FAILURE,
+        ),  # the first rank died without a word, whatever the launcher says: counted
+        ("none", "", "-", 2, ExitCode.USER),  # refused before an attempt began, by our parent
+        ("none", "", "-", 1, ExitCode.FAILURE),  # the pods did not meet: counted
+    ],
+)
+def test_the_code_is_the_runs(
+    state: str,
+    reason: str,
+    step: str,
+    launcher: int,
+    code: ExitCode,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert run(tmp_path, monkeypatch, state, reason=reason, step=step, code=launcher) == code
 
 
-def test_a_checkpoint_of_an_earlier_start_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_an_earlier_start_is_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(tmp_path, monkeypatch, "failed", step="0001") == ExitCode.STOPPED
     assert run(tmp_path, monkeypatch, "failed") == ExitCode.USER
 
 
 def test_an_older_end_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(tmp_path, monkeypatch, "refused") == ExitCode.USER
-    assert run(tmp_path, monkeypatch, "none") == ExitCode.FAILURE  # control: it would be 2 if the old status were believed
+    assert (
+        run(tmp_path, monkeypatch, "none") == ExitCode.FAILURE
+    )  # control: it would be 2 if the old status were believed
 
 
 def test_the_last_word_is_waited_for(tmp_path: Path) -> None:
@@ -105,10 +143,14 @@ def test_the_last_word_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_signal_reaches_the_launcher_once(tmp_path: Path) -> None:
     """Also where the whole group gets it, as from ``tini -g``: torchrun would give up its ranks at a second one."""
-    program = (f"import sys, pathlib\nfrom toolkit.cluster import pod\nlauncher = pod.Launcher()\n"
-               f"code = launcher.run([sys.executable, '-c', {FAKE!r}, {str(tmp_path)!r}, 'wait', '', '-', '75'], {{}})\n"
-               "print(launcher.asked, code)")
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    program = (
+        f"import sys, pathlib\nfrom toolkit.cluster import pod\nlauncher = pod.Launcher()\n"
+        f"code = launcher.run([sys.executable, '-c', {FAKE!r}, {str(tmp_path)!r}, 'wait', '', '-', '75'], {{}})\n"
+        "print(launcher.asked, code)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         while not (tmp_path / "ready").exists():
             assert process.poll() is None
@@ -152,8 +194,16 @@ def test_one_node_is_launched_by_our_parent_and_several_by_torchrun() -> None:
     alone = pod.command(config, "/c.yaml", meet=None, ranks=0, index=0, id="1")
     assert alone == [sys.executable, "-u", str(pod.TRAIN), "--frozen=/c.yaml"]
     assert pod.TRAIN.is_file()
-    first, last = (pod.command(config, "/c.yaml", meet="h:29400", ranks=8, index=index, id="start-1") for index in (0, 3))
+    first, last = (
+        pod.command(config, "/c.yaml", meet="h:29400", ranks=8, index=index, id="start-1") for index in (0, 3)
+    )
     assert first[-2:] == last[-2:] == [str(pod.TRAIN), "--frozen=/c.yaml"]
-    assert {"--nnodes=4", "--nproc-per-node=8", "--rdzv-endpoint=h:29400", "--rdzv-id=start-1", "--max-restarts=5"} < set(first)
+    assert {
+        "--nnodes=4",
+        "--nproc-per-node=8",
+        "--rdzv-endpoint=h:29400",
+        "--rdzv-id=start-1",
+        "--max-restarts=5",
+    } < set(first)
     assert set(first) - set(last) == {"--node-rank=0", "--rdzv-conf=is_host=1,join_timeout=1800"}
     assert set(last) - set(first) == {"--node-rank=3", "--rdzv-conf=is_host=0,join_timeout=1800"}

@@ -1,6 +1,6 @@
 """Words of a sweep become points: their names, which are left out and why, and Hydra's seams.
 
-    pytest tests/cluster/test_points.py
+pytest tests/cluster/test_points.py
 """
 
 from __future__ import annotations
@@ -36,13 +36,27 @@ from toolkit.rundir.directory import RunDirectory
 
 def test_a_grid_is_every_combination_and_text_stays_text(tmp_path: Path) -> None:
     text = 'monitor.prompt="a, b = {1}"'
-    [made] = batches("+exp=quickstart", "zero=stage1,stage2", "parallel.tensor=1,2", text, "data.path='007'", folder=tmp_path)
+    [made] = batches(
+        "+exp=quickstart",
+        "zero=stage1,stage2",
+        "parallel.tensor=1,2",
+        text,
+        "data.path='007'",
+        folder=tmp_path,
+    )
     assert [(point[1], point[2]) for point in made] == [
-        ("zero=stage1", "parallel.tensor=1"), ("zero=stage1", "parallel.tensor=2"),
-        ("zero=stage2", "parallel.tensor=1"), ("zero=stage2", "parallel.tensor=2")]
+        ("zero=stage1", "parallel.tensor=1"),
+        ("zero=stage1", "parallel.tensor=2"),
+        ("zero=stage2", "parallel.tensor=1"),
+        ("zero=stage2", "parallel.tensor=2"),
+    ]
     config = compose(made[3])
     assert (config.monitor.prompt, config.data.path, config.zero.stage) == ("a, b = {1}", "007", 2)
-    assert read_sweep(["-m", "+exp=quickstart", "zero=stage1,stage2"]).swept(made[0]) == ("zero=stage1", "parallel.tensor=1", *made[0][3:])
+    assert read_sweep(["-m", "+exp=quickstart", "zero=stage1,stage2"]).swept(made[0]) == (
+        "zero=stage1",
+        "parallel.tensor=1",
+        *made[0][3:],
+    )
 
 
 def test_the_last_word_of_a_key_counts(tmp_path: Path) -> None:
@@ -52,7 +66,9 @@ def test_the_last_word_of_a_key_counts(tmp_path: Path) -> None:
 
 
 def test_batches_of_hydras_sweeper(tmp_path: Path) -> None:
-    made = batches("+exp=quickstart", "zero=stage0,stage1,stage2", "hydra.sweeper.max_batch_size=2", folder=tmp_path)
+    made = batches(
+        "+exp=quickstart", "zero=stage0,stage1,stage2", "hydra.sweeper.max_batch_size=2", folder=tmp_path
+    )
     assert [len(batch) for batch in made] == [2, 1]
 
 
@@ -61,23 +77,28 @@ def test_the_words_decide_the_sweep_and_its_own_keys_do_not() -> None:
         read = read_sweep(["-m", "+exp=quickstart", *words])
         return read.name, read.id
 
-    assert of("zero=stage1,stage2") == of("zero=stage1,stage2", "sweep.at_once=1", "sweep.metric=tokens_per_second")
+    assert of("zero=stage1,stage2") == of(
+        "zero=stage1,stage2", "sweep.at_once=1", "sweep.metric=tokens_per_second"
+    )
     assert of("zero=stage1,stage2") != of("zero=stage1,stage3")
     assert of("zero=stage1,stage2") != of("zero=stage1,stage2", "hydra.sweeper.max_batch_size=2")
     assert of("run.name=mine")[0] == "mine"
     assert read_sweep(["-m", "zero=stage1,stage2"]).name == "sweep"
 
 
-@pytest.mark.parametrize(("word", "rule", "remedy"), [
-    ("hydra/launcher=joblib", "chosen by cluster= alone", "cluster=slurm"),
-    ("run.dir=/tmp/x", "run directory of its own", "sweep.dir=FOLDER"),
-    ("sweep.at_onse=2", "sweep has no key at_onse", "sweep.at_once"),
-    ("sweep.at_once=0", "at least 1", "sweep.at_once"),
-    ("sweep.at_once=many", "a whole number", "sweep.at_once"),
-    ("train.steps", "every word is KEY=VALUE", "train.steps=VALUE"),
-    ("quickstart", "+exp=", "+exp=quickstart"),
-    ("--frozen=x.yaml", "an option is", "leave it out"),
-])
+@pytest.mark.parametrize(
+    ("word", "rule", "remedy"),
+    [
+        ("hydra/launcher=joblib", "chosen by cluster= alone", "cluster=slurm"),
+        ("run.dir=/tmp/x", "run directory of its own", "sweep.dir=FOLDER"),
+        ("sweep.at_onse=2", "sweep has no key at_onse", "sweep.at_once"),
+        ("sweep.at_once=0", "at least 1", "sweep.at_once"),
+        ("sweep.at_once=many", "a whole number", "sweep.at_once"),
+        ("train.steps", "every word is KEY=VALUE", "train.steps=VALUE"),
+        ("quickstart", "+exp=", "+exp=quickstart"),
+        ("--frozen=x.yaml", "an option is", "leave it out"),
+    ],
+)
 def test_mistakes_before_anything_is_made(word: str, rule: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_sweep(["-m", word, "zero=stage1,stage2"])
@@ -87,8 +108,15 @@ def test_mistakes_before_anything_is_made(word: str, rule: str, remedy: str) -> 
     assert remedy in problem.remedy
 
 
-@pytest.mark.parametrize("words", [
-    ("hydra/sweeper=nosuch",), ("hydra.sweeper.nosuch=1",), ("optim.lr=interval(1e-4,1e-2)",), ("hydra.sweep.dir=/tmp/x",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("hydra/sweeper=nosuch",),
+        ("hydra.sweeper.nosuch=1",),
+        ("optim.lr=interval(1e-4,1e-2)",),
+        ("hydra.sweep.dir=/tmp/x",),
+    ],
+)
 def test_what_no_sweeper_takes_is_a_mistake_too(words: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words[0].split("=")[0].split("(")[0]):
         points("+exp=quickstart", *words, folder=tmp_path)
@@ -102,14 +130,28 @@ def test_a_slip_in_one_value_refuses_the_whole_sweep(tmp_path: Path) -> None:
 
 def test_a_point_has_one_name_whoever_makes_it() -> None:
     assert name_of(("zero=stage1", "parallel.tensor=2")).startswith("zero-stage1-tensor-2-")
-    assert name_of(("zero=stage1", "parallel.tensor=2"))[-8:] == name_of(("parallel.tensor=2", "zero=stage1"))[-8:]
-    awkward = [("data.path='a/b'",), ("data.path='a b'",), ("data.path='a/../b'",), ("monitor.prompt=" + "x" * 300,), ()]
+    assert (
+        name_of(("zero=stage1", "parallel.tensor=2"))[-8:]
+        == name_of(("parallel.tensor=2", "zero=stage1"))[-8:]
+    )
+    awkward = [
+        ("data.path='a/b'",),
+        ("data.path='a b'",),
+        ("data.path='a/../b'",),
+        ("monitor.prompt=" + "x" * 300,),
+        (),
+    ]
     names = {name_of(swept) for swept in awkward}
     assert len(names) == len(awkward)
-    assert all(name == Path(name).name and name.isascii() and len(name) < 80 and not name.startswith((".", "-")) for name in names)
+    assert all(
+        name == Path(name).name and name.isascii() and len(name) < 80 and not name.startswith((".", "-"))
+        for name in names
+    )
 
 
-@pytest.mark.parametrize("text", ["/a/b", "/a b/c", "/it's", "/back\\slash", "/ends\\", "/x\\'y", "/a=b,c", '/"', "/$HOME"])
+@pytest.mark.parametrize(
+    "text", ["/a/b", "/a b/c", "/it's", "/back\\slash", "/ends\\", "/x\\'y", "/a=b,c", '/"', "/$HOME"]
+)
 def test_a_quoted_path_arrives_as_it_is(text: str) -> None:
     assert compose(["+exp=quickstart", f"run.dir={quoted(text)}"]).run.dir == text
 
@@ -118,7 +160,9 @@ def test_a_quoted_path_arrives_as_it_is(text: str) -> None:
 
 
 def test_points_are_planned_and_refused_ones_have_their_reason(tmp_path: Path) -> None:
-    found = points("+exp=quickstart", "zero=stage1", "parallel.tensor=1,3", "cluster.cpu_ranks=2", folder=tmp_path)
+    found = points(
+        "+exp=quickstart", "zero=stage1", "parallel.tensor=1,3", "cluster.cpu_ranks=2", folder=tmp_path
+    )
     assert [point.plan is not None for point in found] == [True, False]
     good, bad = found
     assert "parallel.tensor=3" in bad.reason
@@ -132,7 +176,13 @@ def test_points_are_planned_and_refused_ones_have_their_reason(tmp_path: Path) -
 
 def test_what_the_plan_says_does_not_fit_is_left_out(tmp_path: Path) -> None:
     """By the same rule as everywhere."""
-    words = ("+exp=llama_8b_zero3_offload", "offload=none", "train.global_batch=64", "train.micro_batch=1,8", "cluster.gpus_per_node=8")
+    words = (
+        "+exp=llama_8b_zero3_offload",
+        "offload=none",
+        "train.global_batch=64",
+        "train.micro_batch=1,8",
+        "cluster.gpus_per_node=8",
+    )
     small, large = points(*words, machine=EIGHT, folder=tmp_path)
     assert small.plan is not None
     assert small.plan.memory.device_total < 80 * GIB
@@ -146,7 +196,12 @@ def test_what_the_plan_says_does_not_fit_is_left_out(tmp_path: Path) -> None:
 
 
 def test_what_the_cluster_would_refuse_is_left_out_too(tmp_path: Path) -> None:
-    words = ("+exp=quickstart", "cluster=kubernetes", "cluster.gpus_per_node=0", "cluster.kubernetes.volumes={/sweeps: claim}")
+    words = (
+        "+exp=quickstart",
+        "cluster=kubernetes",
+        "cluster.gpus_per_node=0",
+        "cluster.kubernetes.volumes={/sweeps: claim}",
+    )
     with_image, without = points(*words, "cluster.kubernetes.image=registry/image:1,null", folder=tmp_path)
     assert with_image.plan is not None
     assert without.plan is None
@@ -161,7 +216,13 @@ def test_words_that_mean_something_else_by_now_do_not_go_on_with_the_sweep(tmp_p
     words = read_sweep(["-m", f"--config-dir={tmp_path}", "+exp=mine", "zero=stage1,stage2"])
 
     def made() -> list[Any]:
-        return make_points([("+exp=mine", "zero=stage1"), ("+exp=mine", "zero=stage2")], words, tmp_path / "sweep", LAPTOP, TRAIN)
+        return make_points(
+            [("+exp=mine", "zero=stage1"), ("+exp=mine", "zero=stage2")],
+            words,
+            tmp_path / "sweep",
+            LAPTOP,
+            TRAIN,
+        )
 
     first, second = made()
     assert first.plan.config.train.seed == 1
@@ -180,7 +241,9 @@ def test_words_that_mean_something_else_by_now_do_not_go_on_with_the_sweep(tmp_p
 def test_the_memory_of_the_host_counts_on_the_cpu(tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.cpu_ranks=2")
     needed = points(*words, folder=tmp_path)[0].plan.memory.device_total * 2
-    assert points(*words, machine=replace(LAPTOP, host_memory_bytes=needed), folder=tmp_path)[0].plan is not None
+    assert (
+        points(*words, machine=replace(LAPTOP, host_memory_bytes=needed), folder=tmp_path)[0].plan is not None
+    )
     [crowded] = points(*words, machine=replace(LAPTOP, host_memory_bytes=needed - 1), folder=tmp_path)
     assert "keep in host memory fits there" in crowded.reason
 
@@ -196,7 +259,9 @@ class HalvingSweeper(Sweeper):
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         self.hydra_context, self.config = hydra_context, config
-        self.launcher = Plugins.instance().instantiate_launcher(hydra_context=hydra_context, task_function=task_function, config=config)
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
 
     def sweep(self, arguments: list[str]) -> None:
         rate, best, index = self.start, float("inf"), 0
@@ -211,7 +276,9 @@ class HalvingSweeper(Sweeper):
             rate, best, index = rate / 2, returned.return_value, index + 1
 
 
-def test_another_sweeper_gets_the_numbers_of_its_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_sweeper_gets_the_numbers_of_its_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     HalvingSweeper.__module__ = "hydra_plugins.halving"  # as an installed one
     monkeypatch.setitem(sys.modules, "hydra_plugins.halving", sys.modules[__name__])
     Plugins.instance().register(HalvingSweeper)

@@ -1,6 +1,6 @@
 """The ranks of one machine: what they are given, told, waited for and killed. Here they are small scripts.
 
-    pytest tests/cluster/test_ranks.py
+pytest tests/cluster/test_ranks.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,17 @@ TWO = World(ranks=2, ranks_per_node=2, device=Device.CPU)
 
 @pytest.mark.parametrize(
     ("codes", "answer"),
-    [([0, 0], 0), ([75, 75], 75), ([0, 75], 75), ([2, 2], 2), ([2, -15], 1), ([0, 1], 1), ([75, -9], 1), ([75, 2], 2), ([0, 247], 1)],
+    [
+        ([0, 0], 0),
+        ([75, 75], 75),
+        ([0, 75], 75),
+        ([2, 2], 2),
+        ([2, -15], 1),
+        ([0, 1], 1),
+        ([75, -9], 1),
+        ([75, 2], 2),
+        ([0, 247], 1),
+    ],
 )
 def test_one_answer_for_all_ranks(codes: list[int], answer: int) -> None:
     assert combined(codes) == answer
@@ -62,12 +72,17 @@ def test_each_rank_has_its_place(tmp_path: Path) -> None:
     assert ranks.wait(StopRequest(), 5) == ExitCode.DONE
     seen = ranks_there(tmp_path)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    assert [[one[name] for name in names] for one in seen] == [["0", "0", "2", "2", "127.0.0.1"], ["1", "1", "2", "2", "127.0.0.1"]]
+    assert [[one[name] for name in names] for one in seen] == [
+        ["0", "0", "2", "2", "127.0.0.1"],
+        ["1", "1", "2", "2", "127.0.0.1"],
+    ]
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
     assert ranks.first_failure() is None
 
 
-def test_when_a_rank_dies_the_others_are_told_then_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_a_rank_dies_the_others_are_told_then_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.3)
     monkeypatch.setattr(ranks_of_machine, "KILL_SECONDS", 0.3)
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
@@ -79,7 +94,9 @@ def test_when_a_rank_dies_the_others_are_told_then_killed(tmp_path: Path, monkey
     assert all(Process.of(one["pid"]) is None for one in ranks_there(tmp_path))
 
 
-def test_ranks_that_diverge_are_no_failure_of_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_diverge_are_no_failure_of_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They end alike, the first rank a little later: it is not asked to stop meanwhile."""
     monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.1)
     ranks = Ranks(script(tmp_path, "if rank == '0': time.sleep(1)\nsys.exit(65)"), TWO)
@@ -94,10 +111,19 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ranks.first_failure() == "rank 1 failed first (code 3): see the attempt's log"
 
 
-@pytest.mark.parametrize(("first", "then", "code"), [
-    ("sys.exit(2)", 1, 2), ("sys.exit(1)", 2, 2), ("os.abort()", 2, 2), ("os.kill(os.getpid(), signal.SIGKILL)", 2, 1),
-    ("sys.exit(1)", 1, 1)])
-def test_a_mistake_of_one_rank_is_a_mistake_unless_another_was_killed_before(first: str, then: int, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "then", "code"),
+    [
+        ("sys.exit(2)", 1, 2),
+        ("sys.exit(1)", 2, 2),
+        ("os.abort()", 2, 2),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 2, 1),
+        ("sys.exit(1)", 1, 1),
+    ],
+)
+def test_a_mistake_of_one_rank_is_a_mistake_unless_another_was_killed_before(
+    first: str, then: int, code: int, tmp_path: Path
+) -> None:
     """It leaves the others alone in a collective, where they fail, and may well be seen to end before the rank that tells of it."""
     ranks = Ranks(script(tmp_path, f"if rank == '0': {first}\ntime.sleep(0.5); sys.exit({then})"), TWO)
     assert ranks.wait(StopRequest(), 60) == code
@@ -123,7 +149,9 @@ from toolkit.plan.types import Device, World
 stop = StopRequest(); stop.install(); stop.arm(None)
 sys.exit(Ranks(sys.argv[1:], World(ranks=2, ranks_per_node=2, device=Device.CPU)).wait(stop, 5))
 """
-    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", code, *script(tmp_path, saving)], os.environ, setpgroup=0)
+    pid = os.posix_spawn(
+        sys.executable, [sys.executable, "-c", code, *script(tmp_path, saving)], os.environ, setpgroup=0
+    )
     watchdog = threading.Timer(30, os.killpg, (pid, signal.SIGKILL))
     watchdog.start()
     while len(list(tmp_path.glob("*.listens"))) < 2:
@@ -140,9 +168,14 @@ def test_a_stop_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.FAILURE
 
 
-@pytest.mark.parametrize(("other", "begun", "code"), [("time.sleep(60)", False, 75), ("sys.exit(1)", False, 75), ("sys.exit(1)", True, 1)],
-                         ids=["waits", "fails", "control"])
-def test_a_stop_before_training_keeps_nobody_waiting(other: str, begun: bool, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "begun", "code"),
+    [("time.sleep(60)", False, 75), ("sys.exit(1)", False, 75), ("sys.exit(1)", True, 1)],
+    ids=["waits", "fails", "control"],
+)
+def test_a_stop_before_training_keeps_nobody_waiting(
+    other: str, begun: bool, code: int, tmp_path: Path
+) -> None:
     """One rank had nothing to save yet, and left at once; the other was about to meet it."""
     text = f"""
 stopped = []
@@ -180,4 +213,6 @@ sys.exit(75 if stop() == "SIGINT" else 1)
     ranks = Ranks([str(file)], TWO)
     ranks.send(signal.SIGINT)
     assert ranks.wait(StopRequest(), 20) == ExitCode.STOPPED
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}, "this process listens"
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}, (
+        "this process listens"
+    )

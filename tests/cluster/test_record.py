@@ -1,6 +1,6 @@
 """What is kept of a sweep: who has a point, how it is, what points are compared by, and how that is shown.
 
-    pytest tests/cluster/test_record.py
+pytest tests/cluster/test_record.py
 """
 
 from __future__ import annotations
@@ -60,10 +60,17 @@ def test_two_records_keep_each_others_points(tmp_path: Path) -> None:
     assert len(second.rows()) == 2, "a later start keeps what is known"
     refused = replace(row, state=PointState.REFUSED, reason="why")
     second.expect([row, replace(refused, name="b"), replace(row, name="c"), replace(refused, name="d")])
-    assert [(row.name, row.state) for row in first.rows()] == [("a", "done"), ("b", "refused"), ("c", "waiting"), ("d", "refused")]
+    assert [(row.name, row.state) for row in first.rows()] == [
+        ("a", "done"),
+        ("b", "refused"),
+        ("c", "waiting"),
+        ("d", "refused"),
+    ]
     first.expect([replace(refused, name="a"), replace(row, name="d")])
     states = {row.name: row.state for row in first.rows()}
-    assert (states["a"], states["d"]) == ("done", "waiting"), "done by another machine stays done; what can run by now waits"
+    assert (states["a"], states["d"]) == ("done", "waiting"), (
+        "done by another machine stays done; what can run by now waits"
+    )
     with pytest.raises(ConfigError, match="a folder belongs to one sweep"):
         first.check("another", ["zero=stage2"])
     first.check("id", ["zero=stage1"])
@@ -91,10 +98,14 @@ def test_a_diverged_point_is_told_apart_from_a_failed_one(tmp_path: Path) -> Non
     [point] = points("+exp=quickstart", folder=tmp_path)
     directory = RunDirectory(tmp_path / point.name)
     directory.path.mkdir()
-    directory.write_status(Status(state=RunState.FAILED, attempt=1, step=7, exit_code=ExitCode.DIVERGED, reason="step 7: NaN"))
+    directory.write_status(
+        Status(state=RunState.FAILED, attempt=1, step=7, exit_code=ExitCode.DIVERGED, reason="step 7: NaN")
+    )
     row = result(point, tmp_path, None, silent="exit code 65")
     assert (row.state, row.reason, row.step, row.number) == (PointState.DIVERGED, "step 7: NaN", 7, None)
-    directory.write_status(Status(state=RunState.FAILED, attempt=1, step=7, exit_code=ExitCode.FAILURE, reason="why"))
+    directory.write_status(
+        Status(state=RunState.FAILED, attempt=1, step=7, exit_code=ExitCode.FAILURE, reason="why")
+    )
     assert result(point, tmp_path, None, silent="exit code 1").state is PointState.FAILED
 
 
@@ -102,12 +113,17 @@ def test_the_number_that_points_are_compared_by(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     config = compose(["+exp=quickstart", "eval.sets=[validation,other]", "eval.every=2"])
     assert number_of(directory, config, None) is None
-    metrics = [{"step": step, "loss": 5.0 - step, "tokens_per_second": speed} for step, speed in enumerate((1.0, 10.0, 30.0, 20.0), 1)]
+    metrics = [
+        {"step": step, "loss": 5.0 - step, "tokens_per_second": speed}
+        for step, speed in enumerate((1.0, 10.0, 30.0, 20.0), 1)
+    ]
     directory.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in metrics) + '{"step": 5, "lo')
     assert number_of(directory, config, None) is None, "the evaluation is what counts"
     assert number_of(directory, compose(["+exp=quickstart", "eval.every=0"]), None) == 1.0
     evaluated = [("validation", 3.0), ("other", 9.0), ("validation", 2.5), ("other", 8.0)]
-    directory.eval_file.write_text("".join(json.dumps({"step": 1, "set": name, "loss": loss}) + "\n" for name, loss in evaluated))
+    directory.eval_file.write_text(
+        "".join(json.dumps({"step": 1, "set": name, "loss": loss}) + "\n" for name, loss in evaluated)
+    )
     assert number_of(directory, config, None) == 2.5
     assert number_of(directory, config, "other") == 8.0
     assert number_of(directory, config, "tokens_per_second") == 20.0, "the median, without the first step"
@@ -118,8 +134,13 @@ def test_the_number_that_points_are_compared_by(tmp_path: Path) -> None:
 
 def test_best_first() -> None:
     row = Row(name="", swept=[], words=[], run_dir="", state=PointState.DONE)
-    rows = [replace(row, name="refused", state=PointState.REFUSED), replace(row, name="2", number=2.0), replace(row, name="none"),
-            replace(row, name="1", number=1.0), replace(row, name="failed", state=PointState.FAILED)]
+    rows = [
+        replace(row, name="refused", state=PointState.REFUSED),
+        replace(row, name="2", number=2.0),
+        replace(row, name="none"),
+        replace(row, name="1", number=1.0),
+        replace(row, name="failed", state=PointState.FAILED),
+    ]
     assert [row.name for row in ranked(rows, maximize=False)] == ["1", "2", "none", "failed", "refused"]
     assert [row.name for row in ranked(rows, maximize=True)] == ["2", "1", "none", "failed", "refused"]
 
@@ -129,18 +150,39 @@ def test_best_first() -> None:
 
 def test_reasons_are_told_once_each() -> None:
     row = Row(name="", swept=[], words=[], run_dir="", state=PointState.REFUSED)
-    rows = [replace(row, swept=[f"a={number}"], reason="odd" if number % 2 else "even\neven so") for number in range(9)]
+    rows = [
+        replace(row, swept=[f"a={number}"], reason="odd" if number % 2 else "even\neven so")
+        for number in range(9)
+    ]
     assert grouped(rows) == [
-        "5 points refused: a=0, a=2, a=4, a=6 and 1 more\n    even\n    even so", "4 points refused: a=1, a=3, a=5, a=7\n    odd"]
-    both = [*rows, replace(row, swept=["a=9"], reason="odd\nlarge"), replace(row, swept=["a=1"], state=PointState.FAILED, reason="x" * 999)]
+        "5 points refused: a=0, a=2, a=4, a=6 and 1 more\n    even\n    even so",
+        "4 points refused: a=1, a=3, a=5, a=7\n    odd",
+    ]
+    both = [
+        *rows,
+        replace(row, swept=["a=9"], reason="odd\nlarge"),
+        replace(row, swept=["a=1"], state=PointState.FAILED, reason="x" * 999),
+    ]
     assert grouped(both)[1:] == [
-        "5 points refused: a=1, a=3, a=5, a=7 and 1 more\n    odd", "1 point refused: a=9\n    large",
-        f"1 point failed: a=1\n    {'x' * 300} ..."]
+        "5 points refused: a=1, a=3, a=5, a=7 and 1 more\n    odd",
+        "1 point refused: a=9\n    large",
+        f"1 point failed: a=1\n    {'x' * 300} ...",
+    ]
 
 
 def test_the_table_can_be_read_in_a_narrow_terminal() -> None:
-    row = Row(name="", swept=["zero=stage1", "optim.lr=0.001"], words=[], run_dir="", state=PointState.REFUSED, reason="long " * 99)
-    rows = [row, replace(row, swept=["zero=stage1", "optim.lr=0.002"], state=PointState.DONE, number=2.5, step=300)]
+    row = Row(
+        name="",
+        swept=["zero=stage1", "optim.lr=0.001"],
+        words=[],
+        run_dir="",
+        state=PointState.REFUSED,
+        reason="long " * 99,
+    )
+    rows = [
+        row,
+        replace(row, swept=["zero=stage1", "optim.lr=0.002"], state=PointState.DONE, number=2.5, step=300),
+    ]
     console = Console(width=80, file=io.StringIO())
     console.print(table(rows, "loss", maximize=False))
     lines = [line.split() for line in console.file.getvalue().splitlines()]

@@ -1,6 +1,6 @@
 """Ranks that meet: fabricated launches as threads of one process, over a real store.
 
-    pytest tests/cluster/test_rendezvous.py
+pytest tests/cluster/test_rendezvous.py
 """
 
 from __future__ import annotations
@@ -29,11 +29,22 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 class Ranks:
     """Meetings of ``count`` ranks at one port."""
 
-    def __init__(self, count: int, port: int | None = None, overrides: tuple[str, ...] = ("a=1",), **keys: object) -> None:
+    def __init__(
+        self, count: int, port: int | None = None, overrides: tuple[str, ...] = ("a=1",), **keys: object
+    ) -> None:
         self.port = port or free_port()
         launches = [
-            Launch(**{"launcher": Launcher.DEEPSPEED, "rank": rank, "local_rank": rank, "ranks": count, "ranks_per_node": count,
-                      "port": self.port, **keys})  # type: ignore[arg-type]
+            Launch(
+                **{
+                    "launcher": Launcher.DEEPSPEED,
+                    "rank": rank,
+                    "local_rank": rank,
+                    "ranks": count,
+                    "ranks_per_node": count,
+                    "port": self.port,
+                    **keys,
+                }
+            )  # type: ignore[arg-type]
             for rank in range(count)
         ]
         self.meetings = [Meeting(launch, overrides, seconds=10) for launch in launches]
@@ -52,12 +63,18 @@ def test_what_rank_0_says_reaches_all(threads: ThreadPoolExecutor) -> None:
 
 def listening(port: int) -> set[str]:
     """Addresses, as /proc/net has them, at which this machine listens at ``port``."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
     return {row[1].partition(":")[0] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "a-name-that-resolves-nowhere.invalid"])
-def test_ranks_of_one_node_meet_on_the_loopback_interface_only(threads: ThreadPoolExecutor, address: str) -> None:
+def test_ranks_of_one_node_meet_on_the_loopback_interface_only(
+    threads: ThreadPoolExecutor, address: str
+) -> None:
     ranks = Ranks(2, address=address)
     heard = ranks.others(threads, lambda meeting: meeting.receive("start"))
     ranks.meetings[0].publish("start", {"n": 1})
@@ -149,9 +166,17 @@ def test_ranks_meet_whatever_their_agents_have_counted(threads: ThreadPoolExecut
     """torchrun's agents count the failures of their own node's ranks: after a rank was killed, two nodes say 1 and 0."""
     agent = Ranks(2)
     agent.meetings[0].publish("start", {"attempt": 0})
-    three = {"launcher": Launcher.TORCHELASTIC, "ranks": 3, "ranks_per_node": 1, "port": agent.port, "agent_store": True}
-    launches = [Launch(**three, rank=rank, restart=restart)  # type: ignore[arg-type]
-                for rank, restart in enumerate((0, 2, 1))]
+    three = {
+        "launcher": Launcher.TORCHELASTIC,
+        "ranks": 3,
+        "ranks_per_node": 1,
+        "port": agent.port,
+        "agent_store": True,
+    }
+    launches = [
+        Launch(**three, rank=rank, restart=restart)  # type: ignore[arg-type]
+        for rank, restart in enumerate((0, 2, 1))
+    ]
     meetings = [Meeting(launch, ("a=1",), seconds=10) for launch in launches]
     heard = [threads.submit(meeting.receive, "start") for meeting in meetings[1:]]
     meetings[0].publish("start", {"attempt": 1})
@@ -185,7 +210,15 @@ def test_a_name_that_does_not_resolve_is_said(monkeypatch: pytest.MonkeyPatch) -
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "create_connection", unknown)
-    launch = Launch(launcher=Launcher.TORCHELASTIC, rank=1, ranks=2, ranks_per_node=1, address="node0", port=1, agent_store=True)
+    launch = Launch(
+        launcher=Launcher.TORCHELASTIC,
+        rank=1,
+        ranks=2,
+        ranks_per_node=1,
+        address="node0",
+        port=1,
+        agent_store=True,
+    )
     with pytest.raises(TimeoutError, match=r"the store at node0:1, .* --local-addr=ADDRESS"):
         Meeting(launch, (), seconds=0.3).receive("start")
 

@@ -1,6 +1,6 @@
 """What becomes of a Slurm job: decided by status.json and the checkpoints, not by exit codes.
 
-    pytest tests/cluster/test_requeue.py
+pytest tests/cluster/test_requeue.py
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
 
-def ended(state: RunState | None, *, asked: Asked = Asked.NONE, code: int = 1, attempt: int = 2, checkpoint: str | None = "step-1",
-          reason: str | None = "SIGTERM") -> Ended:
+def ended(
+    state: RunState | None,
+    *,
+    asked: Asked = Asked.NONE,
+    code: int = 1,
+    attempt: int = 2,
+    checkpoint: str | None = "step-1",
+    reason: str | None = "SIGTERM",
+) -> Ended:
     return Ended(asked=asked, code=code, attempt=attempt, state=state, reason=reason, checkpoint=checkpoint)
 
 
@@ -29,36 +36,49 @@ BEFORE = Before(attempt=1, checkpoint="step-1")
 NEWER = "step-2"
 
 
-@pytest.mark.parametrize(("end", "next", "code"), [
-    # srun's code is torchrun's, and says nothing of what the ranks said
-    (ended(RunState.DONE, code=1), Next.END, ExitCode.DONE),
-    (ended(RunState.REFUSED, code=1), Next.END, ExitCode.USER),
-    (ended(RunState.STOPPED, code=1, asked=Asked.TERM), Next.AGAIN, None),
-    (ended(RunState.STOPPED, code=1), Next.AGAIN, None),  # preempted: Slurm told the tasks itself
-    (ended(RunState.STOPPED, asked=Asked.INT), Next.END, ExitCode.STOPPED),
-    (ended(RunState.STOPPED, reason="SIGINT"), Next.END, ExitCode.STOPPED),  # from W&B's page, or by hand
-    (ended(RunState.FAILED, checkpoint=NEWER), Next.AGAIN, None),
-    (ended(RunState.FAILED), Next.END, ExitCode.FAILURE),  # its launcher has had cluster.restarts already
-    (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=65), Next.END, ExitCode.DIVERGED),
-    (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=2), Next.END, ExitCode.USER),  # a full disk, say
-    (ended(RunState.RUNNING, code=137), Next.AGAIN, None),
-    (ended(RunState.RUNNING, checkpoint=NEWER, code=137), Next.AGAIN, None),  # killed without a word
-    (ended(RunState.FAILED, asked=Asked.INT), Next.END, ExitCode.FAILURE),
-    # no attempt was begun
-    (ended(None, attempt=1, code=2), Next.END, ExitCode.USER),
-    (ended(RunState.STOPPED, attempt=1, code=1), Next.END, ExitCode.FAILURE),
-    (ended(RunState.STOPPED, attempt=1, code=75, asked=Asked.TERM), Next.AGAIN, None),
-    (ended(RunState.STOPPED, attempt=1, code=75, asked=Asked.INT), Next.END, ExitCode.STOPPED),
-    (ended(RunState.DONE, attempt=1, code=0), Next.END, ExitCode.DONE),
-])
+@pytest.mark.parametrize(
+    ("end", "next", "code"),
+    [
+        # srun's code is torchrun's, and says nothing of what the ranks said
+        (ended(RunState.DONE, code=1), Next.END, ExitCode.DONE),
+        (ended(RunState.REFUSED, code=1), Next.END, ExitCode.USER),
+        (ended(RunState.STOPPED, code=1, asked=Asked.TERM), Next.AGAIN, None),
+        (ended(RunState.STOPPED, code=1), Next.AGAIN, None),  # preempted: Slurm told the tasks itself
+        (ended(RunState.STOPPED, asked=Asked.INT), Next.END, ExitCode.STOPPED),
+        (ended(RunState.STOPPED, reason="SIGINT"), Next.END, ExitCode.STOPPED),  # from W&B's page, or by hand
+        (ended(RunState.FAILED, checkpoint=NEWER), Next.AGAIN, None),
+        (ended(RunState.FAILED), Next.END, ExitCode.FAILURE),  # its launcher has had cluster.restarts already
+        (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=65), Next.END, ExitCode.DIVERGED),
+        (
+            replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=2),
+            Next.END,
+            ExitCode.USER,
+        ),  # a full disk, say
+        (ended(RunState.RUNNING, code=137), Next.AGAIN, None),
+        (ended(RunState.RUNNING, checkpoint=NEWER, code=137), Next.AGAIN, None),  # killed without a word
+        (ended(RunState.FAILED, asked=Asked.INT), Next.END, ExitCode.FAILURE),
+        # no attempt was begun
+        (ended(None, attempt=1, code=2), Next.END, ExitCode.USER),
+        (ended(RunState.STOPPED, attempt=1, code=1), Next.END, ExitCode.FAILURE),
+        (ended(RunState.STOPPED, attempt=1, code=75, asked=Asked.TERM), Next.AGAIN, None),
+        (ended(RunState.STOPPED, attempt=1, code=75, asked=Asked.INT), Next.END, ExitCode.STOPPED),
+        (ended(RunState.DONE, attempt=1, code=0), Next.END, ExitCode.DONE),
+    ],
+)
 def test_the_next_thing(end: Ended, next: Next, code: ExitCode | None) -> None:
     decision = decide(BEFORE, end, restarts=3, requeue=True)
     assert decision.next is next
     assert code is None or decision.code is code
 
 
-@pytest.mark.parametrize("end", [
-    ended(RunState.STOPPED, asked=Asked.TERM), ended(RunState.FAILED, checkpoint=NEWER), ended(None, attempt=1, asked=Asked.TERM)])
+@pytest.mark.parametrize(
+    "end",
+    [
+        ended(RunState.STOPPED, asked=Asked.TERM),
+        ended(RunState.FAILED, checkpoint=NEWER),
+        ended(None, attempt=1, asked=Asked.TERM),
+    ],
+)
 def test_without_requeue_every_end_is_one(end: Ended) -> None:
     assert decide(BEFORE, end, restarts=3, requeue=False).next is Next.END
 
@@ -87,9 +107,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run_dir = tmp_path / "run"
     own = run_dir / "jobs" / "001"
     own.mkdir(parents=True)
-    (own / "config.yaml").write_text(to_yaml(compose(["+exp=quickstart", f"run.dir={run_dir}", "cluster.restarts=1"])))
+    (own / "config.yaml").write_text(
+        to_yaml(compose(["+exp=quickstart", f"run.dir={run_dir}", "cluster.restarts=1"]))
+    )
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\necho "JobId=7 JobState=${{JOB_STATE-RUNNING}} Reason=None"\n')
+    scontrol.write_text(
+        f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\necho "JobId=7 JobState=${{JOB_STATE-RUNNING}} Reason=None"\n'
+    )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -132,26 +156,38 @@ def test_a_done_job_ends(folder: Path) -> None:
 
 
 def test_what_was_decided_before_is_remembered(folder: Path) -> None:
-    (folder / "job.json").write_text(json.dumps({"before": {"attempt": 0, "checkpoint": None, "fruitless": 0}}))
+    (folder / "job.json").write_text(
+        json.dumps({"before": {"attempt": 0, "checkpoint": None, "fruitless": 0}})
+    )
     attempt(folder, 1, RunState.FAILED, checkpoint="step-1")
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 75
     attempt(folder, 2, RunState.RUNNING)
-    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 75  # the one start of cluster.restarts=1
+    assert (
+        requeue.main([str(folder), "--asked=none", "--code=1"]) == 75
+    )  # the one start of cluster.restarts=1
     attempt(folder, 3, RunState.RUNNING)
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1
     lines = [json.loads(line) for line in (folder / "ends.jsonl").read_text().splitlines()]
-    assert [(line["attempt"], line["next"], line["fruitless"]) for line in lines] == [(1, "again", 0), (2, "again", 1), (3, "end", 0)]
+    assert [(line["attempt"], line["next"], line["fruitless"]) for line in lines] == [
+        (1, "again", 0),
+        (2, "again", 1),
+        (3, "end", 0),
+    ]
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1  # no newer attempt: it was not begun
 
 
 def test_a_last_word_that_comes_late_is_waited_for(folder: Path) -> None:
     attempt(folder, 1, RunState.RUNNING)
     run_dir = folder.parent.parent
-    late = threading.Timer(0.5, lambda: RunDirectory(run_dir).write_status(Status(state=RunState.DONE, attempt=1)))
+    late = threading.Timer(
+        0.5, lambda: RunDirectory(run_dir).write_status(Status(state=RunState.DONE, attempt=1))
+    )
     late.start()
     assert requeue.settled(run_dir, Before(), Asked.NONE, 1, seconds=20).state is RunState.DONE
     late.join()
-    assert requeue.settled(run_dir, Before(attempt=1), Asked.NONE, 2, seconds=20).attempt == 1  # a mistake before it began: at once
+    assert (
+        requeue.settled(run_dir, Before(attempt=1), Asked.NONE, 2, seconds=20).attempt == 1
+    )  # a mistake before it began: at once
 
 
 def test_an_incomplete_checkpoint_is_no_progress(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Who is started again after a failure, when, and what the kernel's counters say of a killed rank. Pure.
 
-    pytest tests/cluster/test_restarts.py
+pytest tests/cluster/test_restarts.py
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def test_failures_without_progress_are_bounded_and_their_pauses_grow() -> None:
     assert found == NoRestart("it failed 4 times in a row without a newer checkpoint, and cluster.restarts=3")
 
 
-@pytest.mark.parametrize(("before", "saved"), [(None, 2), (4, 6), (400, 40)], ids=["first", "newer", "went back and saved"])
+@pytest.mark.parametrize(
+    ("before", "saved"), [(None, 2), (4, 6), (400, 40)], ids=["first", "newer", "went back and saved"]
+)
 def test_a_newer_checkpoint_counts_as_a_new_beginning(before: int | None, saved: int) -> None:
     found = after(ExitCode.FAILURE, **{**FAILED, "before": before, "saved": saved, "fruitless": 3})  # type: ignore[arg-type]
     assert found == Restart(0, 2)
@@ -35,9 +37,15 @@ def test_a_newer_checkpoint_counts_as_a_new_beginning(before: int | None, saved:
 
 @pytest.mark.parametrize(
     ("code", "changes"),
-    [(ExitCode.DONE, {}), (ExitCode.USER, {}), (ExitCode.STOPPED, {}), (ExitCode.FAILURE, {"asked": True}),
-     (ExitCode.FAILURE, {"limit": 0})],
-    ids=["done", "a mistake", "stopped", "failed while stopping", "not wanted"])
+    [
+        (ExitCode.DONE, {}),
+        (ExitCode.USER, {}),
+        (ExitCode.STOPPED, {}),
+        (ExitCode.FAILURE, {"asked": True}),
+        (ExitCode.FAILURE, {"limit": 0}),
+    ],
+    ids=["done", "a mistake", "stopped", "failed while stopping", "not wanted"],
+)
 def test_these_are_never_started_again(code: ExitCode, changes: dict[str, object]) -> None:
     assert after(code, **{**FAILED, "saved": 6, **changes}) == NoRestart()  # type: ignore[arg-type]
 
@@ -61,15 +69,25 @@ def test_the_pause_has_a_bound() -> None:
 
 def test_people_are_told_from_where_and_how_often() -> None:
     told = words(Restart(2, 4), failed=3, why="rank 1 was ended by signal 9 (SIGKILL)", saved=4, limit=3)
-    assert told == ("attempt 3 failed: rank 1 was ended by signal 9 (SIGKILL)\n"
-                    "attempt 4 begins in 4 s, from the checkpoint of step 4 (start 2 of 3 without a newer checkpoint)")
-    assert words(Restart(0, 2), failed=1, why="x", saved=None, limit=3).endswith("begins in 2 s, from the beginning")
+    assert told == (
+        "attempt 3 failed: rank 1 was ended by signal 9 (SIGKILL)\n"
+        "attempt 4 begins in 4 s, from the checkpoint of step 4 (start 2 of 3 without a newer checkpoint)"
+    )
+    assert words(Restart(0, 2), failed=1, why="x", saved=None, limit=3).endswith(
+        "begins in 2 s, from the beginning"
+    )
 
 
 # ---- out of memory
 
 
-def machine(root: Path, group: int | None, vmstat: int, cgroup: str = "0::/job\n", file: str = "sys/fs/cgroup/job/memory.events") -> Path:
+def machine(
+    root: Path,
+    group: int | None,
+    vmstat: int,
+    cgroup: str = "0::/job\n",
+    file: str = "sys/fs/cgroup/job/memory.events",
+) -> Path:
     for path, text in (("proc/self/cgroup", cgroup), ("proc/vmstat", f"pgfault 7\noom_kill {vmstat}\n")):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
@@ -83,7 +101,9 @@ def test_a_kill_for_want_of_memory_is_said_with_its_evidence(tmp_path: Path) -> 
     before = oom_kills(machine(tmp_path, 1, 5))
     assert oom_words(before, oom_kills(tmp_path)) == "", "the control"
     told = oom_words(before, oom_kills(machine(tmp_path, 2, 6)))
-    assert told.startswith("out of host memory: the kernel killed 1 process in its container or job meanwhile (oom_kill of ")
+    assert told.startswith(
+        "out of host memory: the kernel killed 1 process in its container or job meanwhile (oom_kill of "
+    )
     assert told.endswith("job/memory.events)")
     elsewhere = oom_words(oom_kills(tmp_path), oom_kills(machine(tmp_path, 2, 8)))
     assert "2 processes on this machine" in elsewhere

@@ -28,20 +28,33 @@ from toolkit.plan.types import Device, World
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "slurm"
 PYTHON = "/opt/venv/bin/python"
-HOSTILE = "/data/it's \"a\" $(touch pwned) `touch pwned`; touch pwned & 50%"
+HOSTILE = '/data/it\'s "a" $(touch pwned) `touch pwned`; touch pwned & 50%'
 
 
-def job(nodes: int = 1, gpus: int = 8, run_dir: str = "/data/runs/gpt-0123abcd", slurm: SlurmConfig | None = None, grace: int = 60,
-        script: str = "/repo/launch/train.py") -> Job:
-    cluster = ClusterConfig(where=Where.slurm, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, slurm=slurm or SlurmConfig())
+def job(
+    nodes: int = 1,
+    gpus: int = 8,
+    run_dir: str = "/data/runs/gpt-0123abcd",
+    slurm: SlurmConfig | None = None,
+    grace: int = 60,
+    script: str = "/repo/launch/train.py",
+) -> Job:
+    cluster = ClusterConfig(
+        where=Where.slurm, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, slurm=slurm or SlurmConfig()
+    )
     config = RunConfig(run=RunSection(name="gpt", dir=run_dir), cluster=cluster)
-    world = World(ranks=nodes * (gpus or 1), ranks_per_node=gpus or 1, device=Device.CUDA if gpus else Device.CPU)
+    world = World(
+        ranks=nodes * (gpus or 1), ranks_per_node=gpus or 1, device=Device.CUDA if gpus else Device.CPU
+    )
     return Job(name=Path(run_dir).name, run_dir=run_dir, number=1, config=config, world=world, script=script)
 
 
 CASES = {
     "one_node.sh": job(),
-    "four_nodes.sh": job(nodes=4, slurm=SlurmConfig(cpus_per_task=64, setup=["module load cuda/12.8", 'export NCCL_DEBUG="WARN"'])),
+    "four_nodes.sh": job(
+        nodes=4,
+        slurm=SlurmConfig(cpus_per_task=64, setup=["module load cuda/12.8", 'export NCCL_DEBUG="WARN"']),
+    ),
 }
 
 
@@ -56,29 +69,76 @@ def test_shellcheck_has_nothing_to_say(name: str) -> None:
     if shellcheck is None:
         pytest.skip("shellcheck did not look at the script: apt-get install shellcheck")
     text = slurm.script(CASES[name], PYTHON)
-    done = subprocess.run([shellcheck, "-"], input=text, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [shellcheck, "-"], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout
-    wrong = text.replace('--signal=TERM "$SLURM_JOB_ID"', "--signal=TERM $SLURM_JOB_ID")  # a control: an unquoted variable is told
-    assert subprocess.run([shellcheck, "-"], input=wrong, capture_output=True, text=True, timeout=60, check=False).returncode != 0
+    wrong = text.replace(
+        '--signal=TERM "$SLURM_JOB_ID"', "--signal=TERM $SLURM_JOB_ID"
+    )  # a control: an unquoted variable is told
+    assert (
+        subprocess.run(
+            [shellcheck, "-"], input=wrong, capture_output=True, text=True, timeout=60, check=False
+        ).returncode
+        != 0
+    )
 
 
 def test_what_sbatch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     asked = SlurmConfig(
-        account="lab", partition="h100", qos="long", time="1-12:00:00", priority=7, constraint="ib&nvme", exclude="node[3,7-9]",
-        reservation="course", cpus_per_task=64, memory="0", options={"mail-type": "END", "exclusive": ""})
+        account="lab",
+        partition="h100",
+        qos="long",
+        time="1-12:00:00",
+        priority=7,
+        constraint="ib&nvme",
+        exclude="node[3,7-9]",
+        reservation="course",
+        cpus_per_task=64,
+        memory="0",
+        options={"mail-type": "END", "exclusive": ""},
+    )
     assert slurm.argv(job(nodes=4, slurm=asked)) == [
-        "sbatch", "--parsable", "--job-name=gpt-0123abcd", "--nodes=4", "--ntasks-per-node=1", "--gres=gpu:8", "--cpus-per-task=64",
-        "--mem=0", "--time=1-12:00:00", "--account=lab", "--partition=h100", "--qos=long", "--priority=7", "--constraint=ib&nvme",
-        "--exclude=node[3,7-9]", "--reservation=course", "--signal=B:TERM@90", "--requeue", "--open-mode=append",
-        "--output=/data/runs/gpt-0123abcd/jobs/001/output.txt", "--chdir=/", "--mail-type=END", "--exclusive",
-        "/data/runs/gpt-0123abcd/jobs/001/job.sh"]
+        "sbatch",
+        "--parsable",
+        "--job-name=gpt-0123abcd",
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        "--gres=gpu:8",
+        "--cpus-per-task=64",
+        "--mem=0",
+        "--time=1-12:00:00",
+        "--account=lab",
+        "--partition=h100",
+        "--qos=long",
+        "--priority=7",
+        "--constraint=ib&nvme",
+        "--exclude=node[3,7-9]",
+        "--reservation=course",
+        "--signal=B:TERM@90",
+        "--requeue",
+        "--open-mode=append",
+        "--output=/data/runs/gpt-0123abcd/jobs/001/output.txt",
+        "--chdir=/",
+        "--mail-type=END",
+        "--exclusive",
+        "/data/runs/gpt-0123abcd/jobs/001/job.sh",
+    ]
 
 
 def test_what_is_left_out_is_the_sites_to_decide() -> None:
     words = slurm.options(job(gpus=0, slurm=SlurmConfig(requeue=False)))
     assert [word.partition("=")[0] for word in words] == [
-        "--job-name", "--nodes", "--ntasks-per-node", "--signal", "--no-requeue", "--open-mode", "--output", "--chdir"]
+        "--job-name",
+        "--nodes",
+        "--ntasks-per-node",
+        "--signal",
+        "--no-requeue",
+        "--open-mode",
+        "--output",
+        "--chdir",
+    ]
 
 
 def test_a_users_own_form_of_asking_for_gpus_stands_for_ours() -> None:
@@ -91,22 +151,37 @@ def test_a_percent_sign_of_a_folder_is_not_a_pattern_of_slurms() -> None:
     assert "--output=/data/50%%/jobs/001/output.txt" in slurm.options(job(run_dir="/data/50%"))
 
 
-@pytest.mark.parametrize(("time", "seconds"), [
-    ("90", 5400), ("10:30", 630), ("1:00:00", 3600), ("2-1", 176400), ("2-1:30", 178200), ("2-01:30:05", 178205),
-    ("soon", None), ("1:2:3:4", None), ("-5", None), ("", None)])
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("10:30", 630),
+        ("1:00:00", 3600),
+        ("2-1", 176400),
+        ("2-1:30", 178200),
+        ("2-01:30:05", 178205),
+        ("soon", None),
+        ("1:2:3:4", None),
+        ("-5", None),
+        ("", None),
+    ],
+)
 def test_forms_of_a_time_limit(time: str, seconds: int | None) -> None:
     assert slurm.limit_seconds(time) == seconds
 
 
-@pytest.mark.parametrize(("asked", "grace", "key"), [
-    (SlurmConfig(time="soon"), 60, "cluster.slurm.time"),
-    (SlurmConfig(time="1"), 60, "cluster.slurm.time"),
-    (SlurmConfig(), 65536, "cluster.grace_seconds"),
-    (SlurmConfig(account="a\n#SBATCH --uid=0"), 60, "cluster.slurm.account"),
-    (SlurmConfig(options={"comment": "a\nb"}), 60, "cluster.slurm.options.comment"),
-    (SlurmConfig(options={"--wrap": "id"}), 60, "cluster.slurm.options"),
-    (SlurmConfig(options={"nodes": "3"}), 60, "cluster.slurm.options"),
-])
+@pytest.mark.parametrize(
+    ("asked", "grace", "key"),
+    [
+        (SlurmConfig(time="soon"), 60, "cluster.slurm.time"),
+        (SlurmConfig(time="1"), 60, "cluster.slurm.time"),
+        (SlurmConfig(), 65536, "cluster.grace_seconds"),
+        (SlurmConfig(account="a\n#SBATCH --uid=0"), 60, "cluster.slurm.account"),
+        (SlurmConfig(options={"comment": "a\nb"}), 60, "cluster.slurm.options.comment"),
+        (SlurmConfig(options={"--wrap": "id"}), 60, "cluster.slurm.options"),
+        (SlurmConfig(options={"nodes": "3"}), 60, "cluster.slurm.options"),
+    ],
+)
 def test_mistakes_are_told_before_anything_is_written(asked: SlurmConfig, grace: int, key: str) -> None:
     with pytest.raises(ConfigError) as raised:
         slurm.render(job(slurm=asked, grace=grace))
@@ -118,9 +193,25 @@ def test_a_limit_that_is_long_enough_is_taken() -> None:
 
 
 def test_the_job_begins_without_the_marks_of_what_is_around_it() -> None:
-    around = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "x", "RANK": "0", "WORLD_SIZE": "2",
-              "MASTER_PORT": "1", "PET_NNODES": "2", "TORCHELASTIC_RUN_ID": "x", "SBATCH_PARTITION": "mine", "WANDB_MODE": "offline"}
-    assert slurm.clean(around) == {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": "mine", "WANDB_MODE": "offline"}
+    around = {
+        "PATH": "/bin",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPU_BIND": "x",
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": "1",
+        "PET_NNODES": "2",
+        "TORCHELASTIC_RUN_ID": "x",
+        "SBATCH_PARTITION": "mine",
+        "WANDB_MODE": "offline",
+    }
+    assert slurm.clean(around) == {
+        "PATH": "/bin",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SBATCH_PARTITION": "mine",
+        "WANDB_MODE": "offline",
+    }
 
 
 # ---- the script, carried out
@@ -135,17 +226,22 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
         "srun": 'note srun "$@"; while [[ "$1" == --* ]]; do shift; done; SLURM_NODEID=$NODE SLURMD_NODENAME=n$((NODE + 1)) "$@"',
         "scancel": 'note scancel "$@"; [ -e "$NOTES/step" ] && kill -TERM "$(cat "$NOTES/step")"',
         "scontrol": 'case "$*" in *hostnames*) printf "n1\\nn2\\n";;\n'
-                    '*) printf "NodeName=n%s Arch=x86_64 NodeAddr=10.0.0.%s Version=22\\n" 1 1 2 2;; esac',
+        '*) printf "NodeName=n%s Arch=x86_64 NodeAddr=10.0.0.%s Version=22\\n" 1 1 2 2;; esac',
         "python": 'case "$*" in *requeue*) note requeue "$@"; exit 75;; esac\n'
-                  'note task "$@" "${PET_RDZV_CONF:-}" "${PET_LOCAL_ADDR:-}"; echo $$ > "$NOTES/step"\n'
-                  'trap "exit 75" TERM; for _ in $(seq "${STEPS:-0}"); do sleep 0.1; done; exit 3',
+        'note task "$@" "${PET_RDZV_CONF:-}" "${PET_LOCAL_ADDR:-}"; echo $$ > "$NOTES/step"\n'
+        'trap "exit 75" TERM; for _ in $(seq "${STEPS:-0}"); do sleep 0.1; done; exit 3',
     }
     note = 'note() { printf "%s\\0" "$@" >> "$NOTES/calls"; printf "\\n" >> "$NOTES/calls"; }\n'
     for name, body in own.items():
         (folder / name).write_text(f"#!/bin/bash\n{note}{body}\n")
         (folder / name).chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(tmp_path), "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "n[1-2]",
-            "NODE": "0"}
+    return {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "NOTES": str(tmp_path),
+        "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "NODE": "0",
+    }
 
 
 def calls(environ: dict[str, str]) -> list[list[str]]:
@@ -158,8 +254,15 @@ def started(job: Job, environ: dict[str, str], cwd: Path) -> subprocess.Popen[st
     path = cwd / "job.sh"
     path.write_text(slurm.script(job, python))
     # A shell cannot trap what it was begun to ignore, as the tests may be when they run in the background of another shell.
-    return subprocess.Popen(["bash", str(path)], env=environ, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    return subprocess.Popen(
+        ["bash", str(path)],
+        env=environ,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def test_texts_of_the_user_stay_words(stand_ins: dict[str, str], tmp_path: Path) -> None:
@@ -168,26 +271,55 @@ def test_texts_of_the_user_stay_words(stand_ins: dict[str, str], tmp_path: Path)
     output = process.communicate(timeout=20)[0]
     assert process.returncode == 75, output
     by_name = {call[0]: call[1:] for call in calls(stand_ins)}
-    assert by_name["task"] == ["-u", "/my repo's/train.py", f"--frozen={HOSTILE}/jobs/001/config.yaml", "", ""]
-    assert by_name["requeue"] == ["-m", "toolkit.cluster.requeue", f"{HOSTILE}/jobs/001", "--asked=none", "--code=3"]
+    assert by_name["task"] == [
+        "-u",
+        "/my repo's/train.py",
+        f"--frozen={HOSTILE}/jobs/001/config.yaml",
+        "",
+        "",
+    ]
+    assert by_name["requeue"] == [
+        "-m",
+        "toolkit.cluster.requeue",
+        f"{HOSTILE}/jobs/001",
+        "--asked=none",
+        "--code=3",
+    ]
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize(("node", "own"), [("0", ["is_host=1", "10.0.0.1"]), ("1", ["is_host=0", "10.0.0.2"])])
+@pytest.mark.parametrize(
+    ("node", "own"), [("0", ["is_host=1", "10.0.0.1"]), ("1", ["is_host=0", "10.0.0.2"])]
+)
 def test_on_several_nodes_the_first_serves_the_rendezvous_and_each_says_its_address(
-        node: str, own: list[str], stand_ins: dict[str, str], tmp_path: Path) -> None:
+    node: str, own: list[str], stand_ins: dict[str, str], tmp_path: Path
+) -> None:
     process = started(job(nodes=2, run_dir=HOSTILE), {**stand_ins, "NODE": node}, tmp_path)
     output = process.communicate(timeout=20)[0]
     assert process.returncode == 75, output
     task = next(call for call in calls(stand_ins) if call[0] == "task")
     assert task[1:] == [
-        "-u", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=c10d", "--rdzv-id=12345",
-        "--rdzv-endpoint=10.0.0.1:22345", "--max-restarts=3", "/repo/launch/train.py", f"--frozen={HOSTILE}/jobs/001/config.yaml",
-        *own]
+        "-u",
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=8",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=12345",
+        "--rdzv-endpoint=10.0.0.1:22345",
+        "--max-restarts=3",
+        "/repo/launch/train.py",
+        f"--frozen={HOSTILE}/jobs/001/config.yaml",
+        *own,
+    ]
 
 
-def test_where_slurm_does_not_say_addresses_names_are_taken(stand_ins: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "bin" / "scontrol").write_text('#!/bin/bash\ncase "$*" in *hostnames*) echo n1;; *) exit 1;; esac\n')
+def test_where_slurm_does_not_say_addresses_names_are_taken(
+    stand_ins: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "bin" / "scontrol").write_text(
+        '#!/bin/bash\ncase "$*" in *hostnames*) echo n1;; *) exit 1;; esac\n'
+    )
     started(job(nodes=2), stand_ins, tmp_path).communicate(timeout=20)
     task = next(call for call in calls(stand_ins) if call[0] == "task")
     assert "--rdzv-endpoint=n1:22345" in task
@@ -196,7 +328,8 @@ def test_where_slurm_does_not_say_addresses_names_are_taken(stand_ins: dict[str,
 
 @pytest.mark.parametrize(("number", "asked"), [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])
 def test_a_signal_reaches_the_tasks_and_is_waited_for(
-        number: signal.Signals, asked: str, stand_ins: dict[str, str], tmp_path: Path) -> None:
+    number: signal.Signals, asked: str, stand_ins: dict[str, str], tmp_path: Path
+) -> None:
     process = started(job(), {**stand_ins, "STEPS": "200"}, tmp_path)
     deadline = time.monotonic() + 15
     while not (tmp_path / "step").exists():
@@ -220,11 +353,20 @@ def test_a_signal_during_the_setup_starts_no_task(stand_ins: dict[str, str], tmp
 # ---- Slurm's answers
 
 
-@pytest.mark.parametrize(("answer", "state"), [
-    ("echo PENDING", JobState.QUEUED), ("echo RUNNING", JobState.RUNNING), ("echo COMPLETING", JobState.RUNNING),
-    ("echo FAILED", JobState.ENDED), ("true", JobState.ENDED),
-    ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", JobState.ENDED)])
-def test_where_a_job_stands(answer: str, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [
+        ("echo PENDING", JobState.QUEUED),
+        ("echo RUNNING", JobState.RUNNING),
+        ("echo COMPLETING", JobState.RUNNING),
+        ("echo FAILED", JobState.ENDED),
+        ("true", JobState.ENDED),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", JobState.ENDED),
+    ],
+)
+def test_where_a_job_stands(
+    answer: str, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _command(tmp_path, "squeue", answer, monkeypatch)
     assert slurm.state(JobId(Where.slurm, "7")) is state
 

@@ -1,6 +1,6 @@
 """The frozen start survives both of its carriers whole.
 
-    pytest tests/cluster/test_start.py
+pytest tests/cluster/test_start.py
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from toolkit.cluster.start import Start
 from toolkit.plan.types import Device, World
 
 START = Start(
-    yaml="run:\n  name: 'ü: \"quoted\"'\n", attempt=7, data="data/stdlib/0123456789ab",
-    world=World(ranks=16, ranks_per_node=8, device=Device.CUDA, gpu="h100", device_memory_bytes=1, has_libaio=True))
+    yaml="run:\n  name: 'ü: \"quoted\"'\n",
+    attempt=7,
+    data="data/stdlib/0123456789ab",
+    world=World(
+        ranks=16, ranks_per_node=8, device=Device.CUDA, gpu="h100", device_memory_bytes=1, has_libaio=True
+    ),
+)
 
 
 def test_through_the_store() -> None:

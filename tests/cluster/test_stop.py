@@ -1,6 +1,6 @@
 """Requests to stop, in real processes: signals while the main thread is blocked, launchers that die, users who insist.
 
-    pytest tests/cluster/test_stop.py
+pytest tests/cluster/test_stop.py
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ sys.exit(75)
 
 def waiter(arm: bool = True, *, grace: float = 0, save: float = 0, watched: int = 0) -> subprocess.Popen[str]:
     argv = [sys.executable, "-c", WAITER, "arm" if arm else "unarmed", str(grace), str(save), str(watched)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # the tests may run under nohup
+    process = subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )  # the tests may run under nohup
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -50,7 +55,9 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out.strip()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+)
 def test_a_signal_is_a_reason(number: signal.Signals) -> None:
     process = waiter()
     process.send_signal(number)
@@ -136,14 +143,22 @@ worker.start(); time.sleep(0.2); worker.terminate(); worker.join(10)
 time.sleep(0.7)
 print(worker.exitcode, stop())
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == ["-15", "None"]
 
 
 def test_a_process_knows_when_it_was_started() -> None:
-    code = "import time; time.sleep(1.5); from toolkit.cluster.stop import own_beginning; print(own_beginning())"
+    code = (
+        "import time; time.sleep(1.5); from toolkit.cluster.stop import own_beginning; print(own_beginning())"
+    )
     before = time.time()
-    told = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout)
+    told = float(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+    )
     assert before - 0.1 < told < before + 1.0
     assert own_beginning() < time.time()
 
@@ -162,7 +177,9 @@ def chain(outer: str, inner: str) -> list[int]:
         "from toolkit.cluster.stop import *; import os; "
         "print(os.getppid(), *[p.pid for p in launchers(Launch(launcher=Launcher.DEEPSPEED, ranks=2))])"
     )
-    start = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', *sys.argv[2:]]).returncode)"
+    start = (
+        "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', *sys.argv[2:]]).returncode)"
+    )
     argv = [sys.executable, "-c", start, outer, start, inner, rank]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     return [int(word) for word in done.stdout.split()]

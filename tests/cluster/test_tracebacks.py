@@ -1,6 +1,6 @@
 """Of an exception the user sees the lines of their own code.
 
-    pytest tests/cluster/test_tracebacks.py
+pytest tests/cluster/test_tracebacks.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ def test_own_files_are_told_from_those_of_the_toolkit_and_of_packages() -> None:
     import numpy as np
 
     assert is_theirs(__file__)
-    assert not any(map(is_theirs, (schedule.__file__, json.__file__, np.__file__, "<frozen importlib._bootstrap>")))
+    assert not any(
+        map(is_theirs, (schedule.__file__, json.__file__, np.__file__, "<frozen importlib._bootstrap>"))
+    )
 
 
 def test_the_line_that_called_a_library_is_shown_without_the_library() -> None:

@@ -1,6 +1,6 @@
 """Groups, experiments and overrides compose to one typed configuration, and it survives as text.
 
-    pytest tests/config/test_compose.py
+pytest tests/config/test_compose.py
 """
 
 from __future__ import annotations
@@ -41,12 +41,21 @@ FOLDERS = search.folders(None)
 EXPERIMENTS = search.options(FOLDERS, "exp")
 GROUPS = [group for group in search.groups(FOLDERS) if group != "exp"]
 # Options of different groups do not meet, so one composition tries one of each.
-ROUNDS = [[word for word in words if word] for words in zip_longest(
-    *([f"{group}={option}" for option in search.options(FOLDERS, group)] for group in GROUPS))]
+ROUNDS = [
+    [word for word in words if word]
+    for words in zip_longest(
+        *([f"{group}={option}" for option in search.options(FOLDERS, group)] for group in GROUPS)
+    )
+]
 # What some options leave to the user.
-GIVEN = {"model=custom": "model.target=my.Model", "model=pretrained": "model.pretrained=folder", "data=prepared": "data.path=folder",
-         "data=arrays": "data.path=folder", "data=dataset": "data.dataset.path=corpus.jsonl data.dataset.tokenizer=folder",
-         "offload=nvme": "offload.nvme_path=/disk"}
+GIVEN = {
+    "model=custom": "model.target=my.Model",
+    "model=pretrained": "model.pretrained=folder",
+    "data=prepared": "data.path=folder",
+    "data=arrays": "data.path=folder",
+    "data=dataset": "data.dataset.path=corpus.jsonl data.dataset.tokenizer=folder",
+    "offload=nvme": "offload.nvme_path=/disk",
+}
 
 
 def plain(value: Any) -> bool:
@@ -62,7 +71,9 @@ def plain(value: Any) -> bool:
 
 @pytest.mark.parametrize("options", ROUNDS, ids=lambda options: " ".join(options))
 def test_every_option_composes(options: list[str]) -> None:
-    config = compose([*options, *(word for option, given in GIVEN.items() if option in options for word in given.split())])
+    config = compose(
+        [*options, *(word for option, given in GIVEN.items() if option in options for word in given.split())]
+    )
     assert plain(config)
     assert from_yaml(to_yaml(config)) == config
     assert not vendor.problems(config)
@@ -101,9 +112,15 @@ def test_every_experiment_composes_as_its_second_line_says(name: str) -> None:
 def test_experiments_choose_the_layout_by_groups_which_a_command_can_change() -> None:
     for name in EXPERIMENTS:
         written = yaml.safe_load((FOLDERS[0] / "exp" / f"{name}.yaml").read_text())
-        assert not written.keys() & {"zero", "offload", "parallel", "engine", "precision", "cluster"}, "choices, which words can change"
-        chosen = {key.removeprefix("override /"): value for entry in written["defaults"] if isinstance(entry, dict)
-                  for key, value in entry.items()}
+        assert not written.keys() & {"zero", "offload", "parallel", "engine", "precision", "cluster"}, (
+            "choices, which words can change"
+        )
+        chosen = {
+            key.removeprefix("override /"): value
+            for entry in written["defaults"]
+            if isinstance(entry, dict)
+            for key, value in entry.items()
+        }
         assert chosen.get("zero") == "stage3" or "zero3" not in name
         assert chosen.get("offload") == ("cpu" if "offload" in name else None)
         assert "parallel" not in chosen
@@ -111,14 +128,25 @@ def test_experiments_choose_the_layout_by_groups_which_a_command_can_change() ->
 
 def test_defaults() -> None:
     config = compose([])
-    assert (config.engine.name, config.zero.stage, config.precision.name) == (EngineName.deepspeed, 0, Precision.fp32)
+    assert (config.engine.name, config.zero.stage, config.precision.name) == (
+        EngineName.deepspeed,
+        0,
+        Precision.fp32,
+    )
     assert config.model.family == "llama"
     assert config.optim == OptimConfig(), "conf/optim/adamw.yaml and the schema say the same"
     assert config.checkpoint == CheckpointConfig()
 
 
 def test_words_win_over_an_experiment_and_an_experiment_over_defaults() -> None:
-    words = ["+exp=quickstart", "zero=stage3", "optim=muon", "train.steps=7", "model.hidden_size=128", "+engine.deepspeed.dump_state=true"]
+    words = [
+        "+exp=quickstart",
+        "zero=stage3",
+        "optim=muon",
+        "train.steps=7",
+        "model.hidden_size=128",
+        "+engine.deepspeed.dump_state=true",
+    ]
     config = compose(words)
     assert (config.zero.stage, config.train.steps, config.model.hidden_size) == (3, 7, 128)
     assert config.model.num_hidden_layers == 4
@@ -128,9 +156,20 @@ def test_words_win_over_an_experiment_and_an_experiment_over_defaults() -> None:
 
 
 def test_values_are_what_was_typed() -> None:
-    config = compose(["run.name=007", "optim.lr=1e-3", "checkpoint.every=500", "train.micro_batch=null", "optim.betas=[0,0.5]",
-                      "monitor.prompt='def f(x, y):  # ${a}'".replace("${", "\\${"), "model=custom", "model.target=a.B",
-                      "+model.arguments.sizes=[1,2]", "+model.arguments.inner.name=x"])
+    config = compose(
+        [
+            "run.name=007",
+            "optim.lr=1e-3",
+            "checkpoint.every=500",
+            "train.micro_batch=null",
+            "optim.betas=[0,0.5]",
+            "monitor.prompt='def f(x, y):  # ${a}'".replace("${", "\\${"),
+            "model=custom",
+            "model.target=a.B",
+            "+model.arguments.sizes=[1,2]",
+            "+model.arguments.inner.name=x",
+        ]
+    )
     assert config.run.name == "007"
     assert config.optim.lr == 1e-3
     assert config.checkpoint.every == "500"
@@ -150,7 +189,8 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "model" / "wide.yaml").write_text("# Wide.\nfamily: gpt2\nhidden_size: 512\n")
     (tmp_path / "exp" / "mine.yaml").write_text(
         "# @package _global_\n# mine\ndefaults:\n  - override /model: wide\n  - _self_\ntrain:\n  steps: 3\n"
-        "engine:\n  deepspeed:\n    dump_state: true\n")
+        "engine:\n  deepspeed:\n    dump_state: true\n"
+    )
     for option in ([f"--config-dir={tmp_path}"], ["--config-dir", str(tmp_path)], ["-cd", str(tmp_path)]):
         config = compose(["+exp=mine", *option])
         assert (config.model.hidden_size, config.train.steps) == (512, 3)
@@ -167,7 +207,11 @@ FILE_MISTAKES = {
     "no package": ("train:\n  steps: 3\n", "exp", "@package _global_"),
     "no package, with defaults": ("defaults:\n  - override /zero: stage1\n", "exp", "@package _global_"),
     "no YAML": ("# @package _global_\ntrain: [\n", "mine.yaml", "YAML"),
-    "an unknown option": ("# @package _global_\ndefaults:\n  - override /zero: stage7\n", "zero: stage7", "stage3"),
+    "an unknown option": (
+        "# @package _global_\ndefaults:\n  - override /zero: stage7\n",
+        "zero: stage7",
+        "stage3",
+    ),
     "an unknown group": ("# @package _global_\ndefaults:\n  - override /zeros: stage1\n", "zeros", "zero"),
 }
 
@@ -200,13 +244,22 @@ def test_composing_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_composing_is_fast_and_light() -> None:
     """Measured 0.25 s with the imports on two quiet cores. Processor time is judged: it waits for nobody."""
-    code = ("import time; began = time.process_time()\n"
-            "from toolkit.config.compose import compose\n"
-            "compose(['+exp=quickstart', 'zero=stage3'])\n"
-            "import sys; print(time.process_time() - began, 'torch' in sys.modules, 'deepspeed' in sys.modules)")
+    code = (
+        "import time; began = time.process_time()\n"
+        "from toolkit.config.compose import compose\n"
+        "compose(['+exp=quickstart', 'zero=stage3'])\n"
+        "import sys; print(time.process_time() - began, 'torch' in sys.modules, 'deepspeed' in sys.modules)"
+    )
     best = 9.0
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=os.environ)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env=os.environ,
+        )
         seconds, *heavy = done.stdout.split()
         assert heavy == ["False", "False"]
         best = min(best, float(seconds))
@@ -218,20 +271,60 @@ def test_composing_is_fast_and_light() -> None:
 # -- text
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=20) | st.sampled_from(
-    ["${a}", "\\${a}", "\\\\${", "a\\", "$", "1e3", "007", "null", "true", "on", "1_000", "a: b", "# c", "'", '"', " x ", "\u2028", "\x85"])
+    [
+        "${a}",
+        "\\${a}",
+        "\\\\${",
+        "a\\",
+        "$",
+        "1e3",
+        "007",
+        "null",
+        "true",
+        "on",
+        "1_000",
+        "a: b",
+        "# c",
+        "'",
+        '"',
+        " x ",
+        "\u2028",
+        "\x85",
+    ]
+)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats(allow_nan=False) | TEXT.filter(lambda text: text != "???"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc_", min_size=1, max_size=6), inner, max_size=3), max_leaves=6)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | TEXT.filter(lambda text: text != "???"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("abc_", min_size=1, max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
 NUMBERS = st.floats(min_value=0, allow_nan=False)
 
 
 @settings(max_examples=25, deadline=None)
-@given(prompt=TEXT.filter(lambda text: text != "???"), lr=NUMBERS, eps=NUMBERS, seed=st.integers(0, 2**63),
-       given_keys=st.dictionaries(st.text("abc_", min_size=1, max_size=6), VALUES, max_size=3))
-def test_text_and_back_is_exact(prompt: str, lr: float, eps: float, seed: int, given_keys: dict[str, Any]) -> None:
+@given(
+    prompt=TEXT.filter(lambda text: text != "???"),
+    lr=NUMBERS,
+    eps=NUMBERS,
+    seed=st.integers(0, 2**63),
+    given_keys=st.dictionaries(st.text("abc_", min_size=1, max_size=6), VALUES, max_size=3),
+)
+def test_text_and_back_is_exact(
+    prompt: str, lr: float, eps: float, seed: int, given_keys: dict[str, Any]
+) -> None:
     config = RunConfig(
-        monitor=MonitorConfig(prompt=prompt), optim=OptimConfig(lr=lr, eps=eps, betas=[0.1, 0.2]), train=TrainConfig(seed=seed),
-        engine=EngineConfig(deepspeed=given_keys), model=ModelConfig(family="llama", arguments=given_keys))
+        monitor=MonitorConfig(prompt=prompt),
+        optim=OptimConfig(lr=lr, eps=eps, betas=[0.1, 0.2]),
+        train=TrainConfig(seed=seed),
+        engine=EngineConfig(deepspeed=given_keys),
+        model=ModelConfig(family="llama", arguments=given_keys),
+    )
     again = from_yaml(to_yaml(config))
     assert again == config
     assert to_yaml(again) == to_yaml(config)
@@ -258,7 +351,9 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("kind", EVALUATED)
-def test_a_configuration_that_is_read_back_is_never_evaluated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_that_is_read_back_is_never_evaluated(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOOLKIT_SECRET", "key-of-mine")
     with pytest.raises(ConfigError, match="is not evaluated") as caught:
         from_yaml(EVALUATED[kind])

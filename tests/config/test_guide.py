@@ -1,6 +1,6 @@
 """What docs/configuration.md tells to type composes.
 
-    pytest tests/config/test_guide.py
+pytest tests/config/test_guide.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from toolkit.config.compose import compose
 from toolkit.errors import ConfigError
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines() if "--help" not in line]
+COMMANDS = [
+    line
+    for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
+    for line in block.splitlines()
+    if "--help" not in line
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

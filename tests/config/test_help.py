@@ -1,6 +1,6 @@
 """``--help`` teaches: every key, group and experiment is in it, quickly.
 
-    pytest tests/config/test_help.py
+pytest tests/config/test_help.py
 """
 
 from __future__ import annotations
@@ -42,10 +42,22 @@ def test_every_group_option_and_experiment_is_listed(text: str) -> None:
 
 
 def test_the_words_that_it_teaches_are_true(text: str) -> None:
-    compose(["zero=stage3", "train.steps=20", "optim.betas=[0.9,0.99]", 'monitor.prompt="def main():"',
-             "+engine.deepspeed.zero_optimization.overlap_comm=false"])
-    for words in ("zero=stage3", "train.steps=20", "optim.betas=[0.9,0.99]", "'monitor.prompt=\"def main():\"'",
-                  "+engine.deepspeed.zero_optimization.overlap_comm=false"):
+    compose(
+        [
+            "zero=stage3",
+            "train.steps=20",
+            "optim.betas=[0.9,0.99]",
+            'monitor.prompt="def main():"',
+            "+engine.deepspeed.zero_optimization.overlap_comm=false",
+        ]
+    )
+    for words in (
+        "zero=stage3",
+        "train.steps=20",
+        "optim.betas=[0.9,0.99]",
+        "'monitor.prompt=\"def main():\"'",
+        "+engine.deepspeed.zero_optimization.overlap_comm=false",
+    ):
         assert words in text
 
 
@@ -70,8 +82,16 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_it_is_fast() -> None:
     """Measured 0.3 s on two quiet cores. Processor time is judged: it waits for nobody."""
-    code = ("import time; began = time.process_time()\nfrom toolkit.config.help import help_text\nhelp_text()\n"
-            "print(time.process_time() - began)")
-    runs = (float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout)
-            for _ in range(3))
+    code = (
+        "import time; began = time.process_time()\nfrom toolkit.config.help import help_text\nhelp_text()\n"
+        "print(time.process_time() - began)"
+    )
+    runs = (
+        float(
+            subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+            ).stdout
+        )
+        for _ in range(3)
+    )
     assert any(seconds < 1 for seconds in runs)

@@ -1,6 +1,6 @@
 """Run identity: the same for every layout and every process, another for another model.
 
-    pytest tests/config/test_identity.py
+pytest tests/config/test_identity.py
 """
 
 from __future__ import annotations
@@ -20,13 +20,35 @@ from toolkit.config.schema import ModelConfig, OptimConfig, RunConfig
 BASE = compose(["+exp=quickstart"])
 
 CARRIED = (
-    "zero=stage3", "engine=local", "precision=bf16", "parallel.tensor=2", "offload=cpu", "cluster.nodes=4", "monitor=online",
-    "resume=never", "checkpoint=minutes", "run.name=other", "run.dir=/tmp/x", "eval.every=7", "debug=deterministic", "train.steps=9999",
-    "train.micro_batch=1", "train.activation_checkpointing=true", "train.on_nonfinite=continue",
-    "optim.kernel=torch", "data.path=/elsewhere",
+    "zero=stage3",
+    "engine=local",
+    "precision=bf16",
+    "parallel.tensor=2",
+    "offload=cpu",
+    "cluster.nodes=4",
+    "monitor=online",
+    "resume=never",
+    "checkpoint=minutes",
+    "run.name=other",
+    "run.dir=/tmp/x",
+    "eval.every=7",
+    "debug=deterministic",
+    "train.steps=9999",
+    "train.micro_batch=1",
+    "train.activation_checkpointing=true",
+    "train.on_nonfinite=continue",
+    "optim.kernel=torch",
+    "data.path=/elsewhere",
     "+engine.deepspeed.dump_state=true",
 )
-DECISIVE = ("model.hidden_size=128", "model=gpt2", "optim=sgd", "schedule=wsd", "train.batch_ramp.start=4", "+model.arguments.width=3")
+DECISIVE = (
+    "model.hidden_size=128",
+    "model=gpt2",
+    "optim=sgd",
+    "schedule=wsd",
+    "train.batch_ramp.start=4",
+    "+model.arguments.width=3",
+)
 
 
 def test_how_a_run_is_carried_out_is_not_in_it() -> None:
@@ -52,7 +74,12 @@ def test_every_decisive_key_changes_it() -> None:
         if section not in SECTIONS or "." in rest:
             continue
         text = {int: "977", float: "0.5", bool: "true", str: "other"}.get(key.kinds[0])
-        value: object = {int: 977, float: 0.5, bool: True, str: "prepared" if name == "data.name" else text}.get(key.kinds[0], ["x"])
+        value: object = {
+            int: 977,
+            float: 0.5,
+            bool: True,
+            str: "prepared" if name == "data.name" else text,
+        }.get(key.kinds[0], ["x"])
         if key.choices:
             value = next(choice for choice in key.kinds[0] if choice is not key.default)
         if name == "optim.betas":
@@ -67,12 +94,20 @@ def test_every_decisive_key_changes_it() -> None:
 def test_it_is_the_same_in_every_process_and_order() -> None:
     words = ["+exp=quickstart", "+model.arguments.b=2", "+model.arguments.a=1"]
     config = compose(words)
-    turned = replace(config, model=replace(config.model, arguments=dict(reversed(config.model.arguments.items()))))
+    turned = replace(
+        config, model=replace(config.model, arguments=dict(reversed(config.model.arguments.items())))
+    )
     assert list(turned.model.arguments) != list(config.model.arguments)
     assert identity(turned) == identity(config) == identity(from_yaml(to_yaml(config)))
     code = f"from toolkit.config.compose import compose; from toolkit.config.identity import identity; print(identity(compose({words})))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
-                          env={**os.environ, "PYTHONHASHSEED": "1234"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "1234"},
+    )
     assert done.stdout.strip() == identity(config)
     assert len(identity(config)) == 8
     assert set(identity(config)) <= set("0123456789abcdef")
@@ -81,7 +116,10 @@ def test_it_is_the_same_in_every_process_and_order() -> None:
 def test_it_stays_what_it_was() -> None:
     """Run directories bear it: a change here orphans every run that users have."""
     assert identity(RunConfig()) == "44136fa3"
-    assert identity(RunConfig(model=ModelConfig(family="llama", hidden_size=64), optim=OptimConfig(lr=1e-3))) == "a29caf6b"
+    assert (
+        identity(RunConfig(model=ModelConfig(family="llama", hidden_size=64), optim=OptimConfig(lr=1e-3)))
+        == "a29caf6b"
+    )
 
 
 def test_a_whole_number_is_the_same_number() -> None:
@@ -89,16 +127,25 @@ def test_a_whole_number_is_the_same_number() -> None:
 
 
 def test_a_mixture_is_its_names_weights_and_phases_and_not_their_places() -> None:
-    words = ["data=mixture", "+data.sources.web={path: a, weight: 0.7}", "+data.sources.code={path: b, weight: 0.3}"]
+    words = [
+        "data=mixture",
+        "+data.sources.web={path: a, weight: 0.7}",
+        "+data.sources.code={path: b, weight: 0.3}",
+    ]
     mixed = identity(compose(words))
     assert mixed == identity(compose([words[0], words[2].replace("path: b", "path: c"), words[1]]))
-    for other in ([*words[:2], words[2].replace("0.3", "0.4")], [*words[:2], words[2].replace("code", "maths")],
-                  [*words, "data.phases=[{from_step: 9, weights: {web: 0, code: 1}}]"]):
+    for other in (
+        [*words[:2], words[2].replace("0.3", "0.4")],
+        [*words[:2], words[2].replace("code", "maths")],
+        [*words, "data.phases=[{from_step: 9, weights: {web: 0, code: 1}}]"],
+    ):
         assert identity(compose(other)) != mixed
 
 
 def test_differences_are_named() -> None:
-    other = compose(["+exp=quickstart", "model.hidden_size=128", "optim=sgd", "+model.arguments.width=3", "zero=stage0"])
+    other = compose(
+        ["+exp=quickstart", "model.hidden_size=128", "optim=sgd", "+model.arguments.width=3", "zero=stage0"]
+    )
     differences = identity_differences(BASE, other)
     assert "model.hidden_size: 192 -> 128" in differences
     assert "optim.name: adamw -> sgd" in differences

@@ -1,6 +1,6 @@
 """What somebody may type wrongly: each is answered with the key, the value seen, the rule and the remedy.
 
-    pytest tests/config/test_mistakes.py
+pytest tests/config/test_mistakes.py
 """
 
 from __future__ import annotations
@@ -72,58 +72,206 @@ MISTAKES: tuple[tuple[str, str, str, str], ...] = (
     ("checkpoint.every=5parsecs", "checkpoint.every", "a number of steps or a time", "30min"),
     ("run.name=a/b", "run.name", "letters, digits", "run.name=my-run"),
     # DeepSpeed's own keys
-    ("engine.deepspeed.dump_state=true", "engine.deepspeed.dump_state", "added with a plus", "write +engine.deepspeed.dump_state=true"),
+    (
+        "engine.deepspeed.dump_state=true",
+        "engine.deepspeed.dump_state",
+        "added with a plus",
+        "write +engine.deepspeed.dump_state=true",
+    ),
     ("+engine.deepspeed=3", "engine.deepspeed", "a dictionary", "engine.deepspeed={}"),
     ("~engine.deepspeed.dump_state", "engine.deepspeed.dump_state", "can be deleted", "leave it out"),
     (DEEP + "dump_stat=true", "engine.deepspeed.dump_stat", "no key dump_stat", DEEP + "dump_state"),
-    (DEEP + "train_bach_size=8", "engine.deepspeed.train_bach_size", "no key train_bach_size", "train.global_batch=8"),
-    (DEEP + "zero_optimization.reduce_scater=false", "engine.deepspeed.zero_optimization.reduce_scater", "no key reduce_scater",
-     DEEP + "zero_optimization.reduce_scatter"),
-    (DEEP + "zero_optimization.reduce_bucket_size=big", "engine.deepspeed.zero_optimization.reduce_bucket_size", "a whole number", "=1"),
-    (DEEP + "zero_optimization.reduce_bucket_size=-1", "engine.deepspeed.zero_optimization.reduce_bucket_size", "more than 0", "=1"),
-    (DEEP + "zero_optimization=3", "engine.deepspeed.zero_optimization", "a section with keys", "zero_optimization.stage"),
-    (DEEP + "zero_optimization.offload_optimizer.ratio=1.5", f"{ZERO}.offload_optimizer.ratio", "at most 1", "=0.5"),
+    (
+        DEEP + "train_bach_size=8",
+        "engine.deepspeed.train_bach_size",
+        "no key train_bach_size",
+        "train.global_batch=8",
+    ),
+    (
+        DEEP + "zero_optimization.reduce_scater=false",
+        "engine.deepspeed.zero_optimization.reduce_scater",
+        "no key reduce_scater",
+        DEEP + "zero_optimization.reduce_scatter",
+    ),
+    (
+        DEEP + "zero_optimization.reduce_bucket_size=big",
+        "engine.deepspeed.zero_optimization.reduce_bucket_size",
+        "a whole number",
+        "=1",
+    ),
+    (
+        DEEP + "zero_optimization.reduce_bucket_size=-1",
+        "engine.deepspeed.zero_optimization.reduce_bucket_size",
+        "more than 0",
+        "=1",
+    ),
+    (
+        DEEP + "zero_optimization=3",
+        "engine.deepspeed.zero_optimization",
+        "a section with keys",
+        "zero_optimization.stage",
+    ),
+    (
+        DEEP + "zero_optimization.offload_optimizer.ratio=1.5",
+        f"{ZERO}.offload_optimizer.ratio",
+        "at most 1",
+        "=0.5",
+    ),
     (DEEP + "flops_profiler.enabled=3", "engine.deepspeed.flops_profiler.enabled", "true or false", "=true"),
     (DEEP + "comms_logger.prof_ops=all", "engine.deepspeed.comms_logger.prof_ops", "a list", "[a,b]"),
-    (DEEP + "communication_data_type=fp8", "engine.deepspeed.communication_data_type", "fp32, fp16, bf16", "fp32"),
+    (
+        DEEP + "communication_data_type=fp8",
+        "engine.deepspeed.communication_data_type",
+        "fp32, fp16, bf16",
+        "fp32",
+    ),
     (DEEP + "elasticity.enabled=true", "engine.deepspeed.elasticity", "removed", "any number of ranks"),
     (DEEP + "nebula.enabled=true", "engine.deepspeed.nebula", "removed", "checkpoint.background=true"),
     (DEEP + "compression_training.x=1", "engine.deepspeed.compression_training", "removed", "leave it out"),
     (DEEP + "amp.enabled=true", "engine.deepspeed.amp", "removed", "precision=bf16"),
-    (DEEP + "curriculum_learning.enabled=true", "engine.deepspeed.curriculum_learning", "removed", "leave it out"),
-    (DEEP + "progressive_layer_drop.enabled=true", "engine.deepspeed.progressive_layer_drop", "removed", "leave it out"),
-    (DEEP + "zero_optimization.mics_shard_size=2", f"{ZERO}.mics_shard_size", "removed", "zero_hpz_partition_size"),
-    (DEEP + "zero_optimization.cpu_offload=true", "engine.deepspeed.zero_optimization.cpu_offload", "the group offload", "offload=cpu"),
+    (
+        DEEP + "curriculum_learning.enabled=true",
+        "engine.deepspeed.curriculum_learning",
+        "removed",
+        "leave it out",
+    ),
+    (
+        DEEP + "progressive_layer_drop.enabled=true",
+        "engine.deepspeed.progressive_layer_drop",
+        "removed",
+        "leave it out",
+    ),
+    (
+        DEEP + "zero_optimization.mics_shard_size=2",
+        f"{ZERO}.mics_shard_size",
+        "removed",
+        "zero_hpz_partition_size",
+    ),
+    (
+        DEEP + "zero_optimization.cpu_offload=true",
+        "engine.deepspeed.zero_optimization.cpu_offload",
+        "the group offload",
+        "offload=cpu",
+    ),
     (DEEP + "train_batch_size=8", "engine.deepspeed.train_batch_size", "derives", "train.global_batch=8"),
-    (DEEP + "train_micro_batch_size_per_gpu=2", "engine.deepspeed.train_micro_batch_size_per_gpu", "derives", "train.micro_batch=2"),
-    (DEEP + "gradient_accumulation_steps=2", "engine.deepspeed.gradient_accumulation_steps", "derives", "train.micro_batch"),
+    (
+        DEEP + "train_micro_batch_size_per_gpu=2",
+        "engine.deepspeed.train_micro_batch_size_per_gpu",
+        "derives",
+        "train.micro_batch=2",
+    ),
+    (
+        DEEP + "gradient_accumulation_steps=2",
+        "engine.deepspeed.gradient_accumulation_steps",
+        "derives",
+        "train.micro_batch",
+    ),
     (DEEP + "gradient_clipping=0.5", "engine.deepspeed.gradient_clipping", "derives", "optim.clip=0.5"),
-    (DEEP + "zero_optimization.stage=3", "engine.deepspeed.zero_optimization.stage", "derives", "zero=stage3"),
-    (DEEP + "zero_optimization.offload_param.device=cpu", "engine.deepspeed.zero_optimization.offload_param.device", "derives",
-     "offload.parameters=cpu"),
+    (
+        DEEP + "zero_optimization.stage=3",
+        "engine.deepspeed.zero_optimization.stage",
+        "derives",
+        "zero=stage3",
+    ),
+    (
+        DEEP + "zero_optimization.offload_param.device=cpu",
+        "engine.deepspeed.zero_optimization.offload_param.device",
+        "derives",
+        "offload.parameters=cpu",
+    ),
     (DEEP + "bf16.enabled=true", "engine.deepspeed.bf16.enabled", "derives", "precision=bf16"),
     (DEEP + "optimizer.type=Adam", "engine.deepspeed.optimizer.type", "derives", "optim=adamw"),
     (DEEP + "scheduler.type=WarmupLR", "engine.deepspeed.scheduler.type", "the loop sets", "schedule.name"),
-    (DEEP + "tensor_parallel.autotp_size=2", "engine.deepspeed.tensor_parallel.autotp_size", "derives", "parallel.tensor=2"),
-    (DEEP + "wandb.enabled=true", "engine.deepspeed.wandb.enabled", "never log the training loss", "monitor.wandb"),
+    (
+        DEEP + "tensor_parallel.autotp_size=2",
+        "engine.deepspeed.tensor_parallel.autotp_size",
+        "derives",
+        "parallel.tensor=2",
+    ),
+    (
+        DEEP + "wandb.enabled=true",
+        "engine.deepspeed.wandb.enabled",
+        "never log the training loss",
+        "monitor.wandb",
+    ),
     # Megatron-core's own keys
-    (MEGA + "sequence_paralel=true", "engine.megatron.sequence_paralel", "no key sequence_paralel", MEGA + "sequence_parallel"),
+    (
+        MEGA + "sequence_paralel=true",
+        "engine.megatron.sequence_paralel",
+        "no key sequence_paralel",
+        MEGA + "sequence_parallel",
+    ),
     (MEGA + "no_such=1", "engine.megatron.no_such", "no key no_such", "leave it out"),
-    (MEGA + "tensor_model_paralel_size=2", "engine.megatron.tensor_model_paralel_size", "no key", "parallel.tensor=2"),
-    (MEGA + "sequence_parallel=3", "engine.megatron.sequence_parallel", "true or false", MEGA + "sequence_parallel=true"),
-    (MEGA + "recompute_granularity=some", "engine.megatron.recompute_granularity", "full, selective", "=full"),
-    (MEGA + "virtual_pipeline_model_parallel_size=two", "engine.megatron.virtual_pipeline_model_parallel_size", "a whole number", "=1"),
-    (MEGA + "tensor_model_parallel_size=2", "engine.megatron.tensor_model_parallel_size", "derives", "parallel.tensor=2"),
-    (MEGA + "num_query_groups=2", "engine.megatron.num_query_groups", "derives", "model.num_key_value_heads=2"),
+    (
+        MEGA + "tensor_model_paralel_size=2",
+        "engine.megatron.tensor_model_paralel_size",
+        "no key",
+        "parallel.tensor=2",
+    ),
+    (
+        MEGA + "sequence_parallel=3",
+        "engine.megatron.sequence_parallel",
+        "true or false",
+        MEGA + "sequence_parallel=true",
+    ),
+    (
+        MEGA + "recompute_granularity=some",
+        "engine.megatron.recompute_granularity",
+        "full, selective",
+        "=full",
+    ),
+    (
+        MEGA + "virtual_pipeline_model_parallel_size=two",
+        "engine.megatron.virtual_pipeline_model_parallel_size",
+        "a whole number",
+        "=1",
+    ),
+    (
+        MEGA + "tensor_model_parallel_size=2",
+        "engine.megatron.tensor_model_parallel_size",
+        "derives",
+        "parallel.tensor=2",
+    ),
+    (
+        MEGA + "num_query_groups=2",
+        "engine.megatron.num_query_groups",
+        "derives",
+        "model.num_key_value_heads=2",
+    ),
     (MEGA + "clip_grad=1.0", "engine.megatron.clip_grad", "derives", "optim.clip=1.0"),
     (MEGA + "bf16=true", "engine.megatron.bf16", "derives", "precision=bf16"),
-    (MEGA + "use_distributed_optimizer=true", "engine.megatron.use_distributed_optimizer", "derives", "zero=stage1"),
+    (
+        MEGA + "use_distributed_optimizer=true",
+        "engine.megatron.use_distributed_optimizer",
+        "derives",
+        "zero=stage1",
+    ),
     (MEGA + "normalization=RMSNorm", "engine.megatron.normalization", "the family decides", "model.family"),
-    (MEGA + "optimizer_cpu_offload=true", "engine.megatron.optimizer_cpu_offload", "on a GPU only", "engine=deepspeed"),
-    (MEGA + "use_megatron_fsdp=true", "engine.megatron.use_megatron_fsdp", "shards parameters", "zero=stage3"),
-    (MEGA + "cross_entropy_loss_fusion=true", "engine.megatron.cross_entropy_loss_fusion", "bf16", "leave it out"),
+    (
+        MEGA + "optimizer_cpu_offload=true",
+        "engine.megatron.optimizer_cpu_offload",
+        "on a GPU only",
+        "engine=deepspeed",
+    ),
+    (
+        MEGA + "use_megatron_fsdp=true",
+        "engine.megatron.use_megatron_fsdp",
+        "shards parameters",
+        "zero=stage3",
+    ),
+    (
+        MEGA + "cross_entropy_loss_fusion=true",
+        "engine.megatron.cross_entropy_loss_fusion",
+        "bf16",
+        "leave it out",
+    ),
     (MEGA + "overlap_p2p_comm=false", "engine.megatron.overlap_p2p_comm", "silently", "leave it out"),
-    (MEGA + "use_precision_aware_optimizer=true", "engine.megatron.use_precision_aware_optimizer", "fp32 always", "leave it out"),
+    (
+        MEGA + "use_precision_aware_optimizer=true",
+        "engine.megatron.use_precision_aware_optimizer",
+        "fp32 always",
+        "leave it out",
+    ),
 )
 
 
@@ -132,9 +280,15 @@ BASE = compose([])
 
 def problems_of(*words: str) -> list[Problem]:
     for engine, prefix in (("deepspeed", DEEP), ("megatron", MEGA)):
-        if all(word.startswith(prefix) for word in words):  # always composes, which test_all_are_told_at_once does
-            given = OmegaConf.to_container(OmegaConf.from_dotlist([word.removeprefix(prefix) for word in words]))
-            return vendor.problems(replace(BASE, engine=EngineConfig(name=EngineName(engine), **{engine: given})))
+        if all(
+            word.startswith(prefix) for word in words
+        ):  # always composes, which test_all_are_told_at_once does
+            given = OmegaConf.to_container(
+                OmegaConf.from_dotlist([word.removeprefix(prefix) for word in words])
+            )
+            return vendor.problems(
+                replace(BASE, engine=EngineConfig(name=EngineName(engine), **{engine: given}))
+            )
     try:
         return vendor.problems(compose(words))
     except ConfigError as error:
@@ -148,7 +302,9 @@ def test_mistake(typed: str, key: str, rule: str, remedy: str) -> None:
     assert typed.lstrip("+~").partition("=")[2] in problem.seen
     assert rule in problem.rule
     assert remedy in problem.remedy
-    assert not any("Error" in text or "\n" in text for text in (problem.seen, problem.rule, problem.remedy)), "no traceback, no class names"
+    assert not any(
+        "Error" in text or "\n" in text for text in (problem.seen, problem.rule, problem.remedy)
+    ), "no traceback, no class names"
 
 
 def test_all_are_told_at_once() -> None:
@@ -156,12 +312,17 @@ def test_all_are_told_at_once() -> None:
     assert [problem.key for problem in found] == ["--multirun", "trian.steps", "optim.lr", "zero", "exp"]
     found = problems_of("train.steps=0", "optim.lr=-1", "model.dropout=2")
     assert {problem.key for problem in found} == {"train.steps", "optim.lr", "model.dropout"}
-    found = problems_of("+engine.deepspeed.train_batch_size=1", "+engine.deepspeed.amp.enabled=true", "+engine.megatron.x=1")
+    found = problems_of(
+        "+engine.deepspeed.train_batch_size=1", "+engine.deepspeed.amp.enabled=true", "+engine.megatron.x=1"
+    )
     assert len(found) == 3
 
 
 def test_keys_of_an_engine_that_is_not_selected() -> None:
     (other,) = problems_of("train.steps=3", "+engine.megatron.sequence_parallel=true")
-    assert (other.key, other.remedy) == ("engine.megatron.sequence_parallel", "leave it out, or write engine=megatron")
+    assert (other.key, other.remedy) == (
+        "engine.megatron.sequence_parallel",
+        "leave it out, or write engine=megatron",
+    )
     (problem,) = problems_of("engine=local", "+engine.deepspeed.dump_state=true")
     assert problem.seen == "engine.deepspeed.dump_state=true, engine.name=local"

@@ -1,6 +1,6 @@
 """The configuration of launch/prepare.py: typed, explained, and without what belongs to a run.
 
-    pytest tests/config/test_prepare.py
+pytest tests/config/test_prepare.py
 """
 
 from __future__ import annotations
@@ -29,9 +29,19 @@ MISTAKES = (
     ("zero=stage3", "zero", "there is no key", "--help"),
     ("+exp=quickstart", "exp", "there is no key", "--help"),
     ("data=stdlib", "data", "there is no key", "--help"),
-    ("engine.deepspeed.dump_state=true", "engine.deepspeed.dump_state", "no section or group engine", "--help"),
+    (
+        "engine.deepspeed.dump_state=true",
+        "engine.deepspeed.dump_state",
+        "no section or group engine",
+        "--help",
+    ),
     ("+seed=3", "seed", "changed without a plus", "write seed=3"),
-    ("format=xml", "format", "one of auto, text, lines, jsonl, json, csv, tsv, parquet, dataset", "format=auto"),
+    (
+        "format=xml",
+        "format",
+        "one of auto, text, lines, jsonl, json, csv, tsv, parquet, dataset",
+        "format=auto",
+    ),
     ("workers=two", "workers", "a whole number, or null", "workers="),
     ("workers=0", "workers", "at least 1", "workers=1"),
     ("validation=1.0", "validation", "from 0 to below 1", "validation=0.005"),
@@ -57,7 +67,9 @@ def test_every_mistake_is_told_at_once() -> None:
 
 
 def test_words_become_types() -> None:
-    config = compose_prepare(["input='corpus/*.jsonl.zst'", "format=jsonl", "text=007", "validation=0", "tokenizer.path=gpt2"])
+    config = compose_prepare(
+        ["input='corpus/*.jsonl.zst'", "format=jsonl", "text=007", "validation=0", "tokenizer.path=gpt2"]
+    )
     assert (config.input, config.format, config.text) == ("corpus/*.jsonl.zst", InputFormat.jsonl, "007")
     assert (config.validation, config.tokenizer.path, config.workers) == (0.0, "gpt2", None)
 
@@ -77,7 +89,10 @@ def test_the_command_answers_within_two_seconds() -> None:
     before, seconds = _of_ended_commands(), []
     for _ in range(2):
         command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "--help"]
-        assert "input=stdlib" in subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert (
+            "input=stdlib"
+            in subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        )
         now = _of_ended_commands()
         seconds.append(now - before)
         before = now

@@ -1,6 +1,6 @@
 """The configuration of launch/reshard.py: typed, explained, and no key where nothing uses it.
 
-    pytest tests/config/test_reshard.py
+pytest tests/config/test_reshard.py
 """
 
 from __future__ import annotations
@@ -22,9 +22,19 @@ MISTAKES = (
     ("sorce=x", "sorce", "there is no key", "did you mean source?"),
     ("target.fromat=native", "target.fromat", "target has no key fromat", "target.format"),
     ("zero=stage3", "zero", "there is no key", "did you mean target.zero?"),
-    ("parallel.tensor=4", "parallel.tensor", "there is no section or group parallel", "did you mean target.parallel.tensor?"),
+    (
+        "parallel.tensor=4",
+        "parallel.tensor",
+        "there is no section or group parallel",
+        "did you mean target.parallel.tensor?",
+    ),
     ("+exp=quickstart", "exp", "there is no key", "--help"),
-    ("target.format=safetensors", "target.format", "one of native, deepspeed, universal, megatron, huggingface", "target.format=native"),
+    (
+        "target.format=safetensors",
+        "target.format",
+        "one of native, deepspeed, universal, megatron, huggingface",
+        "target.format=native",
+    ),
     ("action=copy", "action", "one of convert, plan, inspect, verify, diff", "action=convert"),
     ("model=lama", "model", "the options of model are", "write model=llama"),
     ("+workers=3", "workers", "changed without a plus", "write workers=3"),
@@ -32,7 +42,12 @@ MISTAKES = (
     ("target.parallel.tensor=0", "target.parallel.tensor", "at least 1", "write target.parallel.tensor=1"),
     ("model.target=my.Model", "model.target", "no names but those of the checkpoint", "leave it out"),
     # keys that nothing uses
-    ("target.zero=stage3", "target.zero", "native takes target.precision, target.optimizer", "leave it out: it decides nothing"),
+    (
+        "target.zero=stage3",
+        "target.zero",
+        "native takes target.precision, target.optimizer",
+        "leave it out: it decides nothing",
+    ),
     ("target.zero=stage1", "target.zero", "native takes", "leave it out"),  # though it is the default
     ("target.parallel={tensor: 2}", "target.parallel", "native takes", "leave it out"),
     ("rate=1.5", "rate", "action=convert uses source, target, workers, examine, model", "another action"),
@@ -62,15 +77,38 @@ def test_what_an_action_needs_is_asked_for_and_what_it_does_not_use_is_refused()
 def test_every_mistake_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         compose_reshard(["target.zero=stage3", "rate=1", "target.parallel.data=2"])
-    assert [problem.key for problem in caught.value.problems] == ["target.zero", "rate", "target.parallel.data", "source", "target"]
+    assert [problem.key for problem in caught.value.problems] == [
+        "target.zero",
+        "rate",
+        "target.parallel.data",
+        "source",
+        "target",
+    ]
 
 
 def test_words_become_types() -> None:
-    config = compose_reshard(["source=runs/a", "target=out/b", "target.format=deepspeed", "target.zero=stage3", "target.parallel.data=8",
-                              "target.precision=bf16", "target.optimizer=false"])
+    config = compose_reshard(
+        [
+            "source=runs/a",
+            "target=out/b",
+            "target.format=deepspeed",
+            "target.zero=stage3",
+            "target.parallel.data=8",
+            "target.precision=bf16",
+            "target.optimizer=false",
+        ]
+    )
     assert (config.action, config.source, config.target.path) == (Action.convert, "runs/a", "out/b")
-    assert (config.target.format, config.target.zero, config.target.parallel.data) == (Format.deepspeed, Stage.stage3, 8)
-    assert (config.target.precision, config.target.optimizer, config.model) == (Precision.bf16, False, ModelConfig())
+    assert (config.target.format, config.target.zero, config.target.parallel.data) == (
+        Format.deepspeed,
+        Stage.stage3,
+        8,
+    )
+    assert (config.target.precision, config.target.optimizer, config.model) == (
+        Precision.bf16,
+        False,
+        ModelConfig(),
+    )
     assert compose_reshard(["source=a", "target.path=b"]) == compose_reshard(["source=a", "target=b"])
 
 
@@ -93,6 +131,8 @@ def test_help_has_every_key_and_what_it_means() -> None:
         found = re.search(rf"^    {re.escape(name)}=(.*?)(?:\n)?\s\s+(\S.*)$", text, re.MULTILINE)
         assert found, name
         assert len(found[2]) > 5, name
-    assert re.search(r"^    llama +A tiny Llama", text, re.MULTILINE), "options of the group model, none of which is the default"
+    assert re.search(r"^    llama +A tiny Llama", text, re.MULTILINE), (
+        "options of the group model, none of which is the default"
+    )
     assert "offload" not in text
     assert help_text(["target"], RESHARD).count("target.parallel.") == 4

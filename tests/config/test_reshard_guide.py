@@ -1,6 +1,6 @@
 """What docs/resharding.md tells to type composes, and its table of formats is that of the code.
 
-    pytest tests/config/test_reshard_guide.py
+pytest tests/config/test_reshard_guide.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from toolkit.config.reshard import OF_FORMAT, Action, Format
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs/resharding.md").read_text(encoding="utf-8")
 TEXTS = (GUIDE, (ROOT / "README.md").read_text(encoding="utf-8"), command.__doc__ or "")
-LINES = [line.strip() for text in TEXTS for line in text.splitlines() if re.match(r"\s*python launch/reshard.py .*=", line)]
+LINES = [
+    line.strip()
+    for text in TEXTS
+    for line in text.splitlines()
+    if re.match(r"\s*python launch/reshard.py .*=", line)
+]
 
 
 def test_there_are_examples_of_every_action() -> None:

@@ -1,6 +1,6 @@
 """The engines' keys as read from their source against the engines themselves, which only this file imports.
 
-    pytest tests/config/test_vendor.py
+pytest tests/config/test_vendor.py
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def test_models_are_read_as_they_are(path: str) -> None:
                 try:
                     adapter.validate_python(sample)
                 except ValidationError as error:
-                    raise AssertionError(f"{path}.{field} takes {sample!r} for us, not for DeepSpeed") from error
+                    raise AssertionError(
+                        f"{path}.{field} takes {sample!r} for us, not for DeepSpeed"
+                    ) from error
 
 
 def _with_bounds(info: Any) -> Any:
@@ -106,8 +108,12 @@ class Watched(dict[str, Any]):
     """A configuration that notes every key that is looked for in it."""
 
     def __init__(self, values: Mapping[str, Any], seen: set[str], prefix: str = "") -> None:
-        super().__init__({
-            key: Watched(value, seen, f"{prefix}{key}.") if isinstance(value, Mapping) else value for key, value in values.items()})
+        super().__init__(
+            {
+                key: Watched(value, seen, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+                for key, value in values.items()
+            }
+        )
         self.seen, self.prefix = seen, prefix
 
     def note(self, key: object) -> None:
@@ -141,8 +147,23 @@ def test_functions_look_for_the_keys_that_were_read_in_the_source() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     seen: set[str] = set()
-    sections = {name: {} for name in ("activation_checkpointing", "flops_profiler", "aio", "data_types", "torch_autocast", "checkpoint",
-                                      "timers", "data_efficiency", "autotuning", "expert_parallel", "hybrid_engine", "compile")}
+    sections = {
+        name: {}
+        for name in (
+            "activation_checkpointing",
+            "flops_profiler",
+            "aio",
+            "data_types",
+            "torch_autocast",
+            "checkpoint",
+            "timers",
+            "data_efficiency",
+            "autotuning",
+            "expert_parallel",
+            "hybrid_engine",
+            "compile",
+        )
+    }
     sections["checkpoint"] = {"writer": {}, "parallel_write": {}}
     DeepSpeedConfig(Watched({"train_batch_size": 1, **sections}, seen))
     assert len(seen) > 120, "the watch works"
@@ -167,19 +188,44 @@ def assert_known(path: str) -> None:
 
 def test_what_is_in_none_of_deepspeeds_keys_is_refused() -> None:
     assert vendor.problems(compose(["+engine.deepspeed.no_such_key=1"]))
-    assert not vendor.problems(compose([
-        "+engine.deepspeed.zero_optimization.overlap_comm=null", "+engine.deepspeed.zero_optimization.stage3_max_live_parameters=1e9",
-        "+engine.deepspeed.zero_optimization.leaf_module.classes=[a.B]", "+engine.deepspeed.flops_profiler.enabled=true",
-        "+engine.deepspeed.activation_checkpointing.cpu_checkpointing=true", "+engine.deepspeed.wall_clock_breakdown=true",
-        "+engine.deepspeed.data_types.grad_accum_dtype=bf16", "+engine.deepspeed.compile.passes=[z3]",
-        "+engine.deepspeed.aio.queue_depth=32", "+engine.deepspeed.zero_optimization.offload_optimizer.buffer_count=5"]))
+    assert not vendor.problems(
+        compose(
+            [
+                "+engine.deepspeed.zero_optimization.overlap_comm=null",
+                "+engine.deepspeed.zero_optimization.stage3_max_live_parameters=1e9",
+                "+engine.deepspeed.zero_optimization.leaf_module.classes=[a.B]",
+                "+engine.deepspeed.flops_profiler.enabled=true",
+                "+engine.deepspeed.activation_checkpointing.cpu_checkpointing=true",
+                "+engine.deepspeed.wall_clock_breakdown=true",
+                "+engine.deepspeed.data_types.grad_accum_dtype=bf16",
+                "+engine.deepspeed.compile.passes=[z3]",
+                "+engine.deepspeed.aio.queue_depth=32",
+                "+engine.deepspeed.zero_optimization.offload_optimizer.buffer_count=5",
+            ]
+        )
+    )
 
 
-WORLDS = (World(ranks=2, ranks_per_node=2, device=Device.CPU),
-          World(ranks=2, ranks_per_node=2, device=Device.CUDA, gpu="h100", device_memory_bytes=80 * 2**30, has_compiler=True))
-RUNS = (["zero=stage0"], ["zero=stage2", "precision=fp16", "optim=sgd"], ["zero=stage3", "precision=bf16", "offload=cpu"],
-        ["zero=stage3", "optim=muon", "model.family=llama"], ["zero=stage3", "offload=nvme", "offload.nvme_path=/disk"],
-        ["zero=stage1", "parallel.tensor=2"], ["zero=stage1", "parallel.context=2"])
+WORLDS = (
+    World(ranks=2, ranks_per_node=2, device=Device.CPU),
+    World(
+        ranks=2,
+        ranks_per_node=2,
+        device=Device.CUDA,
+        gpu="h100",
+        device_memory_bytes=80 * 2**30,
+        has_compiler=True,
+    ),
+)
+RUNS = (
+    ["zero=stage0"],
+    ["zero=stage2", "precision=fp16", "optim=sgd"],
+    ["zero=stage3", "precision=bf16", "offload=cpu"],
+    ["zero=stage3", "optim=muon", "model.family=llama"],
+    ["zero=stage3", "offload=nvme", "offload.nvme_path=/disk"],
+    ["zero=stage1", "parallel.tensor=2"],
+    ["zero=stage1", "parallel.context=2"],
+)
 
 
 @pytest.mark.parametrize("words", RUNS, ids=" ".join)
@@ -193,13 +239,20 @@ def test_a_key_that_the_plan_derives_is_refused(words: list[str]) -> None:
             for part in reversed(name.split(".")):
                 written = {part: written}
             config.engine.deepspeed = written
-            kept = flatten(plan_deepspeed.settings(config, world, plan_batch(config, 2), [64])).get(name) == "mine"
+            kept = (
+                flatten(plan_deepspeed.settings(config, world, plan_batch(config, 2), [64])).get(name)
+                == "mine"
+            )
             keys = {problem.key for problem in vendor.problems(config)}
-            assert kept or any(f"engine.deepspeed.{name}".startswith(key) for key in keys), f"{name}={value} is written over"
+            assert kept or any(f"engine.deepspeed.{name}".startswith(key) for key in keys), (
+                f"{name}={value} is written over"
+            )
 
 
 def test_a_wrong_key_is_left_out_of_what_is_planned() -> None:
-    config = compose(["+engine.deepspeed.zero_optimization.reduce_bucket_size=big", "+engine.deepspeed.dump_state=true"])
+    config = compose(
+        ["+engine.deepspeed.zero_optimization.reduce_bucket_size=big", "+engine.deepspeed.dump_state=true"]
+    )
     assert vendor.usable(config).engine.deepspeed == {"dump_state": True}
     assert config.engine.deepspeed["zero_optimization"] == {"reduce_bucket_size": "big"}
 
@@ -215,34 +268,58 @@ def test_megatrons_fields_are_read_as_they_are() -> None:
 
     sections = vendor_megatron.sections()
     assert sections is not None
-    classes = {"transformer": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
+    classes = {
+        "transformer": TransformerConfig,
+        "ddp": DistributedDataParallelConfig,
+        "optimizer": OptimizerConfig,
+    }
     assert list(sections) == list(classes)
     for name, kind in classes.items():
         assert set(sections[name]) == {field.name for field in fields(kind)}
         for field in fields(kind):
             untold = {"suggested_communication_unit_size"}  # an int whose default is None
-            if isinstance(field.default, bool | int | float | str) or (field.default is None and field.name not in untold):
-                assert sections[name][field.name].wrong(field.default) is None, f"{field.name}: its own default {field.default!r}"
+            if isinstance(field.default, bool | int | float | str) or (
+                field.default is None and field.name not in untold
+            ):
+                assert sections[name][field.name].wrong(field.default) is None, (
+                    f"{field.name}: its own default {field.default!r}"
+                )
 
 
 def test_every_field_has_its_answer_and_only_one() -> None:
     schema = vendor_megatron.flat_schema()
     assert schema is not None
-    tables = (vendor_megatron.TUNABLE, vendor_megatron.GPU_ONLY, vendor_megatron.TRANSFORMER_ENGINE, vendor_megatron.OWN,
-              vendor_megatron.DERIVED)
+    tables = (
+        vendor_megatron.TUNABLE,
+        vendor_megatron.GPU_ONLY,
+        vendor_megatron.TRANSFORMER_ENGINE,
+        vendor_megatron.OWN,
+        vendor_megatron.DERIVED,
+    )
     listed = Counter(name for table in tables for name in table)
-    assert set(schema.fields or {}) == set(listed), "a field of Megatron-core that nobody has decided about, or one that is gone"
+    assert set(schema.fields or {}) == set(listed), (
+        "a field of Megatron-core that nobody has decided about, or one that is gone"
+    )
     assert max(listed.values()) == 1
     known = set(keys.table())
     assert set(vendor_megatron.OWN.values()) <= known
 
 
 def test_settings_go_to_the_dataclasses_that_have_them() -> None:
-    config = compose(["engine=megatron", "+engine.megatron.sequence_parallel=true", "+engine.megatron.bucket_size=1000",
-                      "+engine.megatron.overlap_param_gather=true"])
+    config = compose(
+        [
+            "engine=megatron",
+            "+engine.megatron.sequence_parallel=true",
+            "+engine.megatron.bucket_size=1000",
+            "+engine.megatron.overlap_param_gather=true",
+        ]
+    )
     assert not vendor.problems(config)
     assert vendor_megatron.megatron_keys(config) == (
-        {"sequence_parallel": True}, {"bucket_size": 1000, "overlap_param_gather": True}, {"overlap_param_gather": True})
+        {"sequence_parallel": True},
+        {"bucket_size": 1000, "overlap_param_gather": True},
+        {"overlap_param_gather": True},
+    )
     assert vendor_megatron.megatron_keys(compose([])) == ({}, {}, {})
 
 
@@ -257,8 +334,14 @@ print(len(json.dumps(deepspeed_schema().to_json())), "deepspeed" in sys.modules)
 
 
 def read_with(folder: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=True,
-                          env={**os.environ, "XDG_CACHE_HOME": str(folder)})
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder)},
+    )
     return done.stdout
 
 

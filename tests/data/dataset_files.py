@@ -39,7 +39,11 @@ def make_corpus(folder: Path, patch: pytest.MonkeyPatch) -> Corpus:
 
     patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))
     rows = make_rows()
-    columns = {"title": [title for title, _ in rows], "text": [text for _, text in rows], "number": list(range(len(rows)))}
+    columns = {
+        "title": [title for title, _ in rows],
+        "text": [text for _, text in rows],
+        "number": list(range(len(rows))),
+    }
     write_jsonl(folder / "corpus.jsonl", rows)
     whole = datasets.Dataset.from_dict(columns)
     (folder / "parquet").mkdir()
@@ -52,7 +56,9 @@ def make_corpus(folder: Path, patch: pytest.MonkeyPatch) -> Corpus:
     made = []
     for name, size in (("first", 300), ("second", 290)):
         (folder / name).mkdir()
-        made.append((folder / name / bpe.FOLDER, bpe.save(bpe.train_bpe(columns["text"], size), folder / name)))
+        made.append(
+            (folder / name / bpe.FOLDER, bpe.save(bpe.train_bpe(columns["text"], size), folder / name))
+        )
     return Corpus(folder, rows, made[0][0], made[1][0], made[0][1].end_of_text)
 
 
@@ -61,12 +67,20 @@ def make_rows() -> list[tuple[str | None, str]]:
     rows: list[tuple[str | None, str]] = []
     for number in range(DOCUMENTS):
         words = " ".join(f"word{draw.randrange(20)}" for _ in range(draw.choice([0, 1, 3, 10, 40])))
-        rows.append((None if number % 3 == 0 else f"title {number}", f"{number}: {words} ü" + " <|endoftext|>" * (number % 50 == 0)))
+        rows.append(
+            (
+                None if number % 3 == 0 else f"title {number}",
+                f"{number}: {words} ü" + " <|endoftext|>" * (number % 50 == 0),
+            )
+        )
     return rows
 
 
 def write_jsonl(file: Path, rows: list[tuple[str | None, str]]) -> None:
-    lines = [json.dumps({"title": title, "text": text, "number": number}) for number, (title, text) in enumerate(rows)]
+    lines = [
+        json.dumps({"title": title, "text": text, "number": number})
+        for number, (title, text) in enumerate(rows)
+    ]
     file.write_text("\n".join(lines) + "\n")
 
 
@@ -74,6 +88,12 @@ def config_of(corpus: Corpus, **dataset: Any) -> RunConfig:
     """Windows of 16 tokens, four in a batch."""
     settings = {"path": str(corpus.folder / "corpus.jsonl"), "tokenizer": str(corpus.tokenizer), **dataset}
     return RunConfig(
-        data=DataConfig(name="dataset", path=str(corpus.folder / "data"), dataset=DatasetConfig(**settings),
-                        special_tokens=SpecialTokens.text),
-        train=TrainConfig(global_batch=4, sequence_length=16), eval=EvalConfig(batches=3))
+        data=DataConfig(
+            name="dataset",
+            path=str(corpus.folder / "data"),
+            dataset=DatasetConfig(**settings),
+            special_tokens=SpecialTokens.text,
+        ),
+        train=TrainConfig(global_batch=4, sequence_length=16),
+        eval=EvalConfig(batches=3),
+    )

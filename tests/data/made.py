@@ -42,7 +42,9 @@ class Counting:
 
 def batch_plan(micro_batch: int, global_batch: int, data_parallel: int) -> BatchPlan:
     stages = (RampStage(global_batch, 0, 0, None),)
-    return BatchPlan(micro_batch=micro_batch, global_batch=global_batch, data_parallel=data_parallel, stages=stages)
+    return BatchPlan(
+        micro_batch=micro_batch, global_batch=global_batch, data_parallel=data_parallel, stages=stages
+    )
 
 
 def documents(count: int, vocab_size: int, seed: int = 0, longest: int = 50) -> list[Ints]:
@@ -50,8 +52,13 @@ def documents(count: int, vocab_size: int, seed: int = 0, longest: int = 50) -> 
     return [random.integers(0, vocab_size, random.integers(1, longest + 1)) for _ in range(count)]
 
 
-def make_folder(folder: Path, splits: dict[str, Sequence[Ints]], vocab_size: int = 300, shard_bytes: int = SHARD_BYTES,
-                tokenizer: str = "{}") -> DataManifest:
+def make_folder(
+    folder: Path,
+    splits: dict[str, Sequence[Ints]],
+    vocab_size: int = 300,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: str = "{}",
+) -> DataManifest:
     """A data folder of these documents, with a stand-in for a tokenizer."""
     (folder / "tokenizer").mkdir(parents=True)
     file = folder / "tokenizer" / "tokenizer.json"
@@ -64,7 +71,13 @@ def make_folder(folder: Path, splits: dict[str, Sequence[Ints]], vocab_size: int
                 writer.add(text)
             made[name] = writer.close()
     tokenizer = TokenizerInfo("tokenizer", digest(file).xxh3_128, vocab_size, 0)
-    manifest = DataManifest(folder=folder, dtype=dtype.name, origin=Origin("made", "none", 1, 1, "0"), tokenizer=tokenizer, splits=made)
+    manifest = DataManifest(
+        folder=folder,
+        dtype=dtype.name,
+        origin=Origin("made", "none", 1, 1, "0"),
+        tokenizer=tokenizer,
+        splits=made,
+    )
     write_manifest(manifest, folder)
     return manifest
 

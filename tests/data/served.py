@@ -136,7 +136,11 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 with store.lock:
                     store.faulty[("500", "503", "reset", "cut")[kind]] += 1
                 if kind < 2:
-                    return self._refuse((HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)[kind], "SlowDown", body)
+                    return self._refuse(
+                        (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)[kind],
+                        "SlowDown",
+                        body,
+                    )
                 if kind == 2:
                     self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     self.connection.close()
@@ -177,8 +181,14 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content[start:end])
 
         def _list(self, asked: dict[str, str]) -> None:
-            names = sorted(file.relative_to(store.root).as_posix() for file in store.root.rglob("*") if file.is_file())
-            names = [name for name in names if name.startswith(asked.get("prefix", "")) and name > asked.get("continuation-token", "")]
+            names = sorted(
+                file.relative_to(store.root).as_posix() for file in store.root.rglob("*") if file.is_file()
+            )
+            names = [
+                name
+                for name in names
+                if name.startswith(asked.get("prefix", "")) and name > asked.get("continuation-token", "")
+            ]
             shown, more = names[: store.page], len(names) > store.page
             entries = []
             for name in shown:
@@ -246,7 +256,12 @@ def served(root: Path, *, address: str = "127.0.0.1", port: int = 0, **faults: A
 
 def environment(store: Store) -> dict[str, str]:
     """For a process that reads ``store.s3``."""
-    return {**SECRETS, "AWS_ENDPOINT_URL": f"http://{store.address}:{store.port}", "AWS_REGION": "us-east-1", "NO_PROXY": store.address}
+    return {
+        **SECRETS,
+        "AWS_ENDPOINT_URL": f"http://{store.address}:{store.port}",
+        "AWS_REGION": "us-east-1",
+        "NO_PROXY": store.address,
+    }
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, store: Store, cache_home: Path) -> None:
@@ -256,7 +271,9 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, store: Store, cache_home: P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=f"Serve a folder as the bucket {BUCKET} of an S3, for reading.")
+    parser = argparse.ArgumentParser(
+        description=f"Serve a folder as the bucket {BUCKET} of an S3, for reading."
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--address", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)

@@ -1,6 +1,6 @@
 """A cache of blocks: bounded, oldest first, shared by processes, and never wrong bytes, whatever a kill or a broken disk left.
 
-    pytest tests/data/test_cache.py
+pytest tests/data/test_cache.py
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def test_what_was_put_is_there_for_others(tmp_path: Path) -> None:
     for number in range(100):
         mine.put("a", number, block(number))
     mine.put("a", 100, block(100, 77))  # a file's last block
-    assert [theirs.get("a", number) for number in range(101)] == [*(block(number) for number in range(100)), block(100, 77)]
+    assert [theirs.get("a", number) for number in range(101)] == [
+        *(block(number) for number in range(100)),
+        block(100, 77),
+    ]
     assert theirs.get("b", 3) is None
     assert theirs.get("a", 101) is None
 
@@ -75,7 +78,9 @@ def test_another_size_begins_anew(tmp_path: Path) -> None:
     assert BlockCache(tmp_path, MIB).get("a", 1) == block(1)
     larger = BlockCache(tmp_path, 2 * MIB)
     assert larger.get("a", 1) is None
-    assert {file.name for file in tmp_path.iterdir()} == {f"32KiB-{larger.slots}.{ending}" for ending in ("blocks", "index", "claims")}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        f"32KiB-{larger.slots}.{ending}" for ending in ("blocks", "index", "claims")
+    }
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "other"])
@@ -115,7 +120,10 @@ def test_a_killed_writer_leaves_no_wrong_block(tmp_path: Path) -> None:
     """64 blocks compete for 32 slots; two writers and a reader, and the writers are killed at some instant."""
     seen, cache = Counter[bool](), BlockCache(tmp_path, MIB)
     for turn in range(2):
-        writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
+        writers = [
+            subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+            for _ in range(2)
+        ]
         try:
             for writer in writers:
                 assert writer.stdout is not None
@@ -142,11 +150,18 @@ def test_ranges_come_from_blocks_that_are_fetched_once(tmp_path: Path) -> None:
     content = block(0, 10 * BLOCK_BYTES + 123)
     files = {"a.bin": CachedFile("a.bin", "hash", len(content))}
     folder, cache = Counted({"a.bin": content}), BlockCache(tmp_path, MIB)
-    ranges = [Range("a.bin", 5, 900), Range("a.bin", 40_000, 140_000), Range("a.bin", 10 * BLOCK_BYTES - 3, len(content))]
+    ranges = [
+        Range("a.bin", 5, 900),
+        Range("a.bin", 40_000, 140_000),
+        Range("a.bin", 10 * BLOCK_BYTES - 3, len(content)),
+    ]
     expected = [content[one.start : one.end] for one in ranges]
     assert [bytes(got) for got in read_cached(cache, folder, files, ranges)] == expected
     # Neighbours are one request; whole blocks, and the last one as long as the file.
-    assert [(one.start, one.end) for one in folder.asked] == [(0, 5 * BLOCK_BYTES), (9 * BLOCK_BYTES, len(content))]
+    assert [(one.start, one.end) for one in folder.asked] == [
+        (0, 5 * BLOCK_BYTES),
+        (9 * BLOCK_BYTES, len(content)),
+    ]
     folder.asked.clear()
     assert [bytes(got) for got in read_cached(cache, folder, files, ranges)] == expected
     assert folder.asked == []
@@ -172,8 +187,16 @@ print(sum(one.end - one.start for one in folder.asked) // BLOCK_BYTES)
 
 def test_ranks_of_a_node_fetch_a_block_once(tmp_path: Path) -> None:
     """At the same instant two processes want blocks 0..40 and 24..64: they fetch 64 between them, and not 80."""
-    peers = [subprocess.Popen([sys.executable, "-c", PEER, str(tmp_path), first], cwd=ROOT, text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE) for first in ("0", "24")]
+    peers = [
+        subprocess.Popen(
+            [sys.executable, "-c", PEER, str(tmp_path), first],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for first in ("0", "24")
+    ]
     for peer in peers:
         assert peer.stdout is not None
         assert peer.stdout.readline() == "ready\n"
@@ -188,7 +211,12 @@ def test_a_dead_claimant_is_not_waited_for(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, timeout=60).returncode == 9
     content, begin = block(0), time.monotonic()
     folder = Counted({"a.bin": content})
-    got = read_cached(BlockCache(tmp_path, MIB), folder, {"a.bin": CachedFile("a.bin", "hash", len(content))}, [Range("a.bin", 1, 2)])
+    got = read_cached(
+        BlockCache(tmp_path, MIB),
+        folder,
+        {"a.bin": CachedFile("a.bin", "hash", len(content))},
+        [Range("a.bin", 1, 2)],
+    )
     assert bytes(got[0]) == content[1:2]
     assert time.monotonic() - begin < 2
 
@@ -200,7 +228,12 @@ def test_threads_share_a_cache(tmp_path: Path) -> None:
     def read(seed: int) -> None:
         random = np.random.default_rng(seed)
         for start in random.integers(0, len(content) - 9000, 50).tolist():
-            got = read_cached(cache, folder, {"a.bin": CachedFile("a.bin", "h", len(content))}, [Range("a.bin", start, start + 9000)])
+            got = read_cached(
+                cache,
+                folder,
+                {"a.bin": CachedFile("a.bin", "h", len(content))},
+                [Range("a.bin", start, start + 9000)],
+            )
             wrong.extend([start] * (bytes(got[0]) != content[start : start + 9000]))
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
@@ -212,7 +245,9 @@ def test_threads_share_a_cache(tmp_path: Path) -> None:
 
 
 def test_a_cache_without_room_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"data\.cache\.folder=.* has room for .* GiB.*\n.*\n.*write data\.cache\.gib="):
+    with pytest.raises(
+        InputError, match=r"data\.cache\.folder=.* has room for .* GiB.*\n.*\n.*write data\.cache\.gib="
+    ):
         BlockCache(tmp_path, 1 << 30)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"data\.cache\.folder=.*file/cache: Not a directory"):

@@ -59,7 +59,15 @@ def ready(config: RunConfig) -> str:
 class Ranks:
     """All data ranks of a layout in this process."""
 
-    def __init__(self, config: RunConfig, folder: str, ranks: int = 1, micro: int = 1, step: int = 0, state: State | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: str,
+        ranks: int = 1,
+        micro: int = 1,
+        step: int = 0,
+        state: State | None = None,
+    ) -> None:
         self.step = step
         self.streams: list[DatasetStream] = []
         for rank in range(ranks):
@@ -115,13 +123,17 @@ def test_an_epoch_is_every_text_of_the_files_once(corpus: Corpus) -> None:
     numbers = [lane + BATCH * place for lane in range(BATCH) for place in range(len(lanes[lane]))]
     found = [text for lane in lanes for text in lane]
     first_epoch = sorted(text for number, text in zip(numbers, found, strict=True) if number < corpus.count)
-    expected = sorted("\n\n".join(part for part in (title, text) if part is not None) for title, text in corpus.rows)
+    expected = sorted(
+        "\n\n".join(part for part in (title, text) if part is not None) for title, text in corpus.rows
+    )
     assert first_epoch == expected
     assert any("<|endoftext|>" in text for text in expected)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_ranks_workers_and_stops_change_nothing(corpus: Corpus, streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_workers_and_stops_change_nothing(
+    corpus: Corpus, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream is also read over its end, from a state in its middle."""
     monkeypatch.setattr(documents_module, "STREAM_ROWS", 50)
     config = config_of(corpus, streaming=streaming)
@@ -262,8 +274,11 @@ def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus)
         f"file = Path({str(corpus.tokenizer / 'tokenizer.json')!r})\n"
         "encoders = Encoders(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0, special_tokens=SpecialTokens.refuse, count=2)\n"
         "ask = lambda: encoders.submit(lambda: (b'ab', np.array([1, 2]))).result()\n"
-        "ask(), ask(); print(*encoders.pids, flush=True); sys.stdin.readline(); print(len(ask()), flush=True); time.sleep(600)\n")
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        "ask(), ask(); print(*encoders.pids, flush=True); sys.stdin.readline(); print(len(ask()), flush=True); time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         assert parent.stdin is not None
         workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
@@ -281,8 +296,14 @@ def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus)
 
 
 def test_what_goes_wrong_in_a_worker_or_while_reading_is_told(corpus: Corpus) -> None:
-    encoders = Encoders(corpus.tokenizer / "tokenizer.json", end_of_text=0, dtype=np.dtype(np.uint16), held_out=0.0,
-                        special_tokens=SpecialTokens.refuse, count=1)
+    encoders = Encoders(
+        corpus.tokenizer / "tokenizer.json",
+        end_of_text=0,
+        dtype=np.dtype(np.uint16),
+        held_out=0.0,
+        special_tokens=SpecialTokens.refuse,
+        count=1,
+    )
     with pytest.raises(RuntimeError, match=r"(?s)a tokenizer process failed:.*TypeError"):
         encoders.submit(lambda: (b"ab", np.array([1.5]))).result(timeout=60)
 

@@ -1,6 +1,6 @@
 """What a run on a dataset is refused for, before it starts, and in bounded time where the hub does not answer.
 
-    pytest tests/data/test_dataset_mistakes.py
+pytest tests/data/test_dataset_mistakes.py
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def test_mistakes(corpus: Corpus, name: str) -> None:
     if name == "no rows":
         datasets.Dataset.from_dict({"text": []}).save_to_disk(str(corpus.folder / "none"))
     changes, words = MISTAKES[name]
-    there = {key: value.replace("FOLDER", str(corpus.folder)) if isinstance(value, str) else value for key, value in changes.items()}
+    there = {
+        key: value.replace("FOLDER", str(corpus.folder)) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
     told = refusal(config_of(corpus, **there))
     for word in words:
         assert word in told
@@ -97,7 +100,9 @@ def test_an_end_of_text_may_be_named(corpus: Corpus) -> None:
     from transformers import AutoTokenizer
 
     file = str(corpus.tokenizer / "tokenizer.json")
-    folder = ready_for(config_of(corpus, tokenizer=file, end_of_text="<|endoftext|>"), None, Progress.silent())
+    folder = ready_for(
+        config_of(corpus, tokenizer=file, end_of_text="<|endoftext|>"), None, Progress.silent()
+    )
     assert AutoTokenizer.from_pretrained(f"{folder}/tokenizer").eos_token == "<|endoftext|>"
 
 
@@ -176,7 +181,9 @@ def free_port() -> Iterator[Callable[[], socket.socket]]:
         one.close()
 
 
-def test_a_dataset_of_the_hub_that_was_fetched_before(corpus: Corpus, offline: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_dataset_of_the_hub_that_was_fetched_before(
+    corpus: Corpus, offline: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The cache is as `datasets` leaves it; no network."""
     import datasets
 

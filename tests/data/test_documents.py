@@ -1,6 +1,6 @@
 """Where documents begin in windows, and what windows cost them, against the same written out.
 
-    pytest tests/data/test_documents.py
+pytest tests/data/test_documents.py
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ def written_out(row: list[int]) -> list[int]:
 
 
 def rows_of(width: int) -> st.SearchStrategy[list[list[int]]]:
-    return st.lists(st.lists(st.sampled_from([END, 1, 2, -100]), min_size=width + 1, max_size=width + 1), min_size=1, max_size=5)
+    return st.lists(
+        st.lists(st.sampled_from([END, 1, 2, -100]), min_size=width + 1, max_size=width + 1),
+        min_size=1,
+        max_size=5,
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -94,7 +98,10 @@ LENGTHS = np.random.default_rng(3).integers(1, 40, 60)
 @pytest.fixture
 def manifest(tmp_path: Path) -> DataManifest:
     """Documents of LENGTHS tokens, each closed by END."""
-    return make_folder(tmp_path / "data", {"train": [np.append(np.ones(length - 1, dtype=np.int64), END) for length in LENGTHS]})
+    return make_folder(
+        tmp_path / "data",
+        {"train": [np.append(np.ones(length - 1, dtype=np.int64), END) for length in LENGTHS]},
+    )
 
 
 def test_waste_of_a_source_is_that_of_its_documents(manifest: DataManifest) -> None:
@@ -104,13 +111,17 @@ def test_waste_of_a_source_is_that_of_its_documents(manifest: DataManifest) -> N
 
 
 def separate(data: Mapping[str, Any]) -> RunConfig:
-    return RunConfig(data=DataConfig(documents=Documents.separate, **data), train=TrainConfig(sequence_length=16))
+    return RunConfig(
+        data=DataConfig(documents=Documents.separate, **data), train=TrainConfig(sequence_length=16)
+    )
 
 
 def test_what_is_read_says_how_documents_end(manifest: DataManifest) -> None:
     path = str(manifest.folder)
-    for sources, data in ((["train"], {"name": "prepared", "path": path}),
-                          (["a", "b"], {"name": "mixture", "sources": {name: {"path": path} for name in "ab"}})):
+    for sources, data in (
+        (["train"], {"name": "prepared", "path": path}),
+        (["a", "b"], {"name": "mixture", "sources": {name: {"path": path} for name in "ab"}}),
+    ):
         config = separate(data)
         reads = open_data(config, batch_plan(1, 1, 1), 0, ready_for(config, None, Progress.silent()))
         reads.stream.close()

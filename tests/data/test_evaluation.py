@@ -1,6 +1,6 @@
 """Evaluation: always the same windows, shared by the ranks, short splits filled up; the unigram model on exactly their tokens.
 
-    pytest tests/data/test_evaluation.py
+pytest tests/data/test_evaluation.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan, make_folder
 from toolkit.data import evaluation
-from toolkit.data.evaluation import IGNORED, eval_batches, evaluation_targets, inputs_and_labels, token_counts, unigram_loss
+from toolkit.data.evaluation import (
+    IGNORED,
+    eval_batches,
+    evaluation_targets,
+    inputs_and_labels,
+    token_counts,
+    unigram_loss,
+)
 from toolkit.data.tokens import open_split
 
 LAYOUTS = st.sampled_from([(1, 1), (2, 2), (1, 4), (4, 1)])  # micro-batch, ranks
@@ -23,7 +30,9 @@ LAYOUTS = st.sampled_from([(1, 1), (2, 2), (1, 4), (4, 1)])  # micro-batch, rank
 
 @given(tokens=st.integers(0, 400), length=st.integers(1, 9), batches=st.integers(1, 5), layout=LAYOUTS)
 @settings(max_examples=100, deadline=None)
-def test_ranks_share_the_first_windows(tokens: int, length: int, batches: int, layout: tuple[int, int]) -> None:
+def test_ranks_share_the_first_windows(
+    tokens: int, length: int, batches: int, layout: tuple[int, int]
+) -> None:
     """Whatever the split's length: equally many micro-batches on each rank, every label once, none invented."""
     micro, ranks = layout
     source, plan = Counting(tokens), batch_plan(micro, 8, ranks)
@@ -46,13 +55,20 @@ def test_ranks_share_the_first_windows(tokens: int, length: int, batches: int, l
 
 
 def test_evaluation_repeats_itself() -> None:
-    first, second = (np.stack([np.stack(batch) for batch in eval_batches(Counting(500), 7, 4, batch_plan(2, 8, 2), 1)]) for _ in range(2))
+    first, second = (
+        np.stack([np.stack(batch) for batch in eval_batches(Counting(500), 7, 4, batch_plan(2, 8, 2), 1)])
+        for _ in range(2)
+    )
     assert np.array_equal(first, second)
     assert first.shape == (4, 2, 2, 8)
 
 
 def test_unigram_loss_by_hand(tmp_path: Path) -> None:
-    make_folder(tmp_path / "data", {"train": [np.array([5, 5, 5, 6])], "validation": [np.array([9, 5, 6, 7])]}, vocab_size=10)
+    make_folder(
+        tmp_path / "data",
+        {"train": [np.array([5, 5, 5, 6])], "validation": [np.array([9, 5, 6, 7])]},
+        vocab_size=10,
+    )
     train, validation = (open_split(tmp_path / "data", name) for name in ("train", "validation"))
     targets = evaluation_targets(validation, 3, 1, 1)
     assert targets.tolist() == [5, 6, 7]  # what the windows predict: all but the first token
@@ -60,7 +76,9 @@ def test_unigram_loss_by_hand(tmp_path: Path) -> None:
     assert unigram_loss(train, targets) == pytest.approx(by_hand)
 
 
-def test_unigram_loss_of_random_tokens_is_their_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unigram_loss_of_random_tokens_is_their_entropy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = np.random.default_rng(0)
     make_folder(tmp_path / "data", {"train": [random.integers(0, 64, 200_000)]}, vocab_size=64)
     train = open_split(tmp_path / "data", "train")

@@ -1,6 +1,6 @@
 """Requests are carried through failures and silence, in bounded time and number. No network: attempts are functions.
 
-    pytest tests/data/test_fetch.py
+pytest tests/data/test_fetch.py
 """
 
 from __future__ import annotations
@@ -67,7 +67,13 @@ def test_a_definite_answer_ends_the_rest() -> None:
         raise KeyError("forbidden")
 
     started: list[int] = []
-    calls = [refused, *(lambda number=number: started.append(number) or time.sleep(0.05) or number for number in range(500))]
+    calls = [
+        refused,
+        *(
+            lambda number=number: started.append(number) or time.sleep(0.05) or number
+            for number in range(500)
+        ),
+    ]
     with pytest.raises(KeyError):
         fetch_all(calls, Pace(QUICK), QUICK, seconds=30)
     time.sleep(0.2)
@@ -96,7 +102,9 @@ def test_silence_is_passed_by_another_attempt() -> None:
     released, pace = threading.Event(), Pace(QUICK)
     begin = time.monotonic()
     try:
-        assert fetch_all([silent_once(released, 1), *(failing(0, n) for n in range(2, 20))], pace, QUICK, seconds=30) == list(range(1, 20))
+        assert fetch_all(
+            [silent_once(released, 1), *(failing(0, n) for n in range(2, 20))], pace, QUICK, seconds=30
+        ) == list(range(1, 20))
         assert time.monotonic() - begin < 2
         assert pace.others == 1
         alone = Limits(another_share=0)

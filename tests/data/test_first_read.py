@@ -1,6 +1,6 @@
 """The first read: what a machine says of a run's data before the run is started.
 
-    pytest tests/data/test_first_read.py
+pytest tests/data/test_first_read.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_what_can_be_read_is_read(folder: Path, stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_be_read_is_read(
+    folder: Path, stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path / "home")
         found = read(store.s3 if stored else str(folder))
@@ -41,9 +43,13 @@ def test_what_can_be_read_is_read(folder: Path, stored: bool, tmp_path: Path, mo
     assert (asked > 0) is stored
 
 
-@pytest.mark.parametrize(("forbidden", "bucket", "said"), [(True, BUCKET, "refused with status 403"), (False, "corpse", "no such bucket")])
+@pytest.mark.parametrize(
+    ("forbidden", "bucket", "said"),
+    [(True, BUCKET, "refused with status 403"), (False, "corpse", "no such bucket")],
+)
 def test_a_store_that_refuses_is_told_in_its_own_words(
-        folder: Path, forbidden: bool, bucket: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder: Path, forbidden: bool, bucket: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One problem, with the store's remedy: that its answer is no manifest is no news."""
     with served(folder, forbidden=forbidden) as store:
         set_environment(monkeypatch, store, tmp_path / "home")
@@ -67,4 +73,8 @@ def test_a_folder_that_is_absent_or_not_made_yet(tmp_path: Path) -> None:
 def test_without_a_plan_no_samples_are_read(folder: Path) -> None:
     config = compose(["data=prepared", f"data.path={folder}", f"model.vocab_size={VOCABULARY}"])
     found = first_read(config, VOCABULARY, None)
-    assert (found.problems, found.read_seconds, found.note) == ((), None, "without a plan no samples are read")
+    assert (found.problems, found.read_seconds, found.note) == (
+        (),
+        None,
+        "without a plan no samples are read",
+    )

@@ -1,7 +1,7 @@
 """Megatron's files and the manifest: written whole, read back, and every damage refused by name.
 
-    pytest tests/data/test_index.py
-    pytest -m full tests/data/test_index.py      # also against megatron-core itself
+pytest tests/data/test_index.py
+pytest -m full tests/data/test_index.py      # also against megatron-core itself
 """
 
 from __future__ import annotations
@@ -27,18 +27,29 @@ from toolkit.errors import InputError
 from toolkit.progress import Progress
 
 
-@pytest.mark.parametrize(("vocab_size", "name"), [(4096, "uint16"), (65499, "uint16"), (65500, "int32"), (128_256, "int32")])
+@pytest.mark.parametrize(
+    ("vocab_size", "name"), [(4096, "uint16"), (65499, "uint16"), (65500, "int32"), (128_256, "int32")]
+)
 def test_dtype_is_megatrons(vocab_size: int, name: str) -> None:
     assert token_dtype(vocab_size).name == name
 
 
 def test_index_layout_byte_by_byte(tmp_path: Path) -> None:
     content = index_bytes(np.dtype("<u2"), np.array([3, 1, 2], dtype=np.int32))
-    expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4) + struct.pack("<3i", 3, 1, 2) + struct.pack("<3q", 0, 6, 8)
+    expected = (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, 8, 3, 4)
+        + struct.pack("<3i", 3, 1, 2)
+        + struct.pack("<3q", 0, 6, 8)
+    )
     assert content == expected + struct.pack("<4q", 0, 1, 2, 3)
     (tmp_path / "a.idx").write_bytes(content)
     index = IndexFile(tmp_path / "a.idx")
-    assert (index.lengths.tolist(), index.pointers.tolist(), index.documents.tolist()) == ([3, 1, 2], [0, 6, 8], [0, 1, 2, 3])
+    assert (index.lengths.tolist(), index.pointers.tolist(), index.documents.tolist()) == (
+        [3, 1, 2],
+        [0, 6, 8],
+        [0, 1, 2, 3],
+    )
     assert index.bin_bytes == 12
     index.check_contiguous()
 
@@ -49,7 +60,11 @@ def test_tokens_come_back(tmp_path: Path, vocab_size: int) -> None:
     manifest = make_folder(tmp_path / "data", {"train": texts}, vocab_size)
     row = np.concatenate(texts)
     source = open_split(tmp_path / "data", "train")
-    assert (source.tokens, source.vocab_size, source.token_bytes) == (len(row), vocab_size, 2 if vocab_size == 300 else 4)
+    assert (source.tokens, source.vocab_size, source.token_bytes) == (
+        len(row),
+        vocab_size,
+        2 if vocab_size == 300 else 4,
+    )
     out = np.empty((3, 20), dtype=np.int64)
     starts = np.array([0, 7, len(row) - 20])
     source.read(starts, out)
@@ -62,7 +77,9 @@ def test_tokens_come_back(tmp_path: Path, vocab_size: int) -> None:
 
 @given(seed=st.integers(0, 10**6), shard_bytes=st.integers(1, 400), length=st.integers(1, 60))
 @settings(max_examples=25, deadline=None)
-def test_windows_over_shards(tmp_path_factory: pytest.TempPathFactory, seed: int, shard_bytes: int, length: int) -> None:
+def test_windows_over_shards(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, shard_bytes: int, length: int
+) -> None:
     """However the tokens are cut into files (a document is not cut), every window is that of the one long row."""
     texts = documents(12, 300, seed)
     row = np.concatenate(texts)
@@ -105,7 +122,9 @@ def test_data_hash_is_of_the_tokens(tmp_path: Path) -> None:
 
 
 def test_manifest_round_trip_above_its_files(tmp_path: Path) -> None:
-    manifest = make_folder(tmp_path / "data" / "inner", {"train": documents(5, 300), "validation": documents(2, 300)})
+    manifest = make_folder(
+        tmp_path / "data" / "inner", {"train": documents(5, 300), "validation": documents(2, 300)}
+    )
     write_manifest(manifest, tmp_path / "data")
     assert read_manifest(tmp_path / "data") == manifest
     assert open_split(tmp_path / "data", "validation").tokens == manifest.split("validation").tokens
@@ -168,7 +187,9 @@ DAMAGE = {
 
 @pytest.mark.parametrize("hashed", [True, False])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, hashed: bool) -> None:
+def test_damage_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, hashed: bool
+) -> None:
     """Also where a split is too large to hash at opening: then flipped bytes are left to ``verify``, the rest is not."""
     folder = tmp_path / "data"
     make_folder(folder, {"train": documents(50, 300)})
@@ -176,8 +197,15 @@ def test_damage_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     do(folder)
     if not hashed:
         monkeypatch.setattr("toolkit.data.tokens.HASHED_AT_OPENING_BYTES", 0)
-    checks = [lambda: open_split(folder, "train")] if hashed or damage not in ("flipped token", "flipped index") else []
-    for check in [*checks, *([lambda: verify(folder, Progress.silent())] if damage != "missing split" else [])]:
+    checks = (
+        [lambda: open_split(folder, "train")]
+        if hashed or damage not in ("flipped token", "flipped index")
+        else []
+    )
+    for check in [
+        *checks,
+        *([lambda: verify(folder, Progress.silent())] if damage != "missing split" else []),
+    ]:
         with pytest.raises(InputError) as caught:
             check()
         assert named in str(caught.value)
@@ -231,7 +259,10 @@ def test_megatron_opens_ours_and_writes_the_same(tmp_path: Path, vocab_size: int
     expected = f"{manifest.dtype} {list(range(len(texts) + 1))} {[text.tolist() for text in texts]}"
     assert done.stdout.splitlines()[-1] == expected
     for ending in ("bin", "idx"):
-        assert Path(f"{theirs}-{manifest.dtype}.{ending}").read_bytes() == ours.with_name(f"train-00000.{ending}").read_bytes()
+        assert (
+            Path(f"{theirs}-{manifest.dtype}.{ending}").read_bytes()
+            == ours.with_name(f"train-00000.{ending}").read_bytes()
+        )
     for dtype in ("uint16", "int32") if vocab_size == 300 else ("int32",):
         index = IndexFile(Path(f"{theirs}-{dtype}.idx"))
         index.check_contiguous()

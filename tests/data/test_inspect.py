@@ -1,6 +1,6 @@
 """``inspect=PATH`` tells what a data folder is, wherever it lies, and names the file that is not what it was.
 
-    pytest tests/data/test_inspect.py
+pytest tests/data/test_inspect.py
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def made(tmp_path_factory: pytest.TempPathFactory) -> DataManifest:
     folder = tmp_path_factory.mktemp("made")
     source = write_jsonl(folder / "in" / "books.jsonl", made_texts(400))
-    return prepared(source, folder / "data", small_tokenizer(folder / "tokenizer"), licence="CC0-1.0", deduplicate=True)
+    return prepared(
+        source, folder / "data", small_tokenizer(folder / "tokenizer"), licence="CC0-1.0", deduplicate=True
+    )
 
 
 def shown(path: object, **options: int) -> str:
@@ -106,7 +108,9 @@ def test_every_other_file_is_verified(name: str, made: DataManifest, tmp_path: P
         shown(folder)
 
 
-def test_a_folder_in_a_store_is_the_same(made: DataManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_a_store_is_the_same(
+    made: DataManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copied(made, tmp_path / "data")
     here = shown(tmp_path / "data").replace(str(tmp_path / "data"), "PLACE")
     with served(tmp_path) as store:
@@ -130,8 +134,12 @@ def test_documents_of_several_sequences(made: DataManifest, tmp_path: Path) -> N
     """As Megatron's own tools may write them."""
     lengths = np.array([3, 1, 2, 5], dtype=np.int32)
     content = bytearray(index_bytes(np.dtype("<u2"), lengths))
-    kept = content[: -5 * 8] + np.array([0, 2, 2, 4], dtype="<i8").tobytes()  # three documents, the second empty
-    kept[26:34] = np.array([4], dtype="<u8").tobytes()  # length of the document index, after magic, version, dtype, sequences
+    kept = (
+        content[: -5 * 8] + np.array([0, 2, 2, 4], dtype="<i8").tobytes()
+    )  # three documents, the second empty
+    kept[26:34] = np.array(
+        [4], dtype="<u8"
+    ).tobytes()  # length of the document index, after magic, version, dtype, sequences
     (tmp_path / "a-00000.idx").write_bytes(kept)
     shard = made.split("train").shards[0]
     split = Split((type(shard)("a-00000", 3, 11, shard.bin, shard.idx),))

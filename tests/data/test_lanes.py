@@ -89,7 +89,9 @@ class Counting:
 
 
 def plan_of(micro_batch: int, ranks: int, stages: tuple[RampStage, ...]) -> BatchPlan:
-    return BatchPlan(micro_batch=micro_batch, global_batch=stages[-1].size, data_parallel=ranks, stages=stages)
+    return BatchPlan(
+        micro_batch=micro_batch, global_batch=stages[-1].size, data_parallel=ranks, stages=stages
+    )
 
 
 def flat(size: int) -> tuple[RampStage, ...]:
@@ -99,14 +101,35 @@ def flat(size: int) -> tuple[RampStage, ...]:
 class Run:
     """All ranks of a layout in this process, from ``state`` on."""
 
-    def __init__(self, batch: BatchPlan, *, documents: int = 40, longest: int = 9, length: int = 5, seed: int = 0, workers: int = 2,
-                 step: int = 0, state: State | None = None, parent: State | None = None, data: str = "made") -> None:
+    def __init__(
+        self,
+        batch: BatchPlan,
+        *,
+        documents: int = 40,
+        longest: int = 9,
+        length: int = 5,
+        seed: int = 0,
+        workers: int = 2,
+        step: int = 0,
+        state: State | None = None,
+        parent: State | None = None,
+        data: str = "made",
+    ) -> None:
         """``parent``: the fingerprint and state of the run that this one forks."""
         self.step, self._lanes = step, batch.global_batch
         self._streams = [
-            DatasetStream(Numbered(documents, seed), lambda: Counting(longest, workers), fingerprint={"data": data},  # type: ignore[arg-type, return-value]
-                          sequence_length=length, seed=seed, batch=batch, data_rank=rank, gather=lambda part: [part])
-            for rank in range(batch.data_parallel)]
+            DatasetStream(
+                Numbered(documents, seed),
+                lambda: Counting(longest, workers),
+                fingerprint={"data": data},  # type: ignore[arg-type, return-value]
+                sequence_length=length,
+                seed=seed,
+                batch=batch,
+                data_rank=rank,
+                gather=lambda part: [part],
+            )
+            for rank in range(batch.data_parallel)
+        ]
         for stream in self._streams:
             if state is not None:
                 stream.restore(json.loads(json.dumps(state)))
@@ -161,11 +184,15 @@ def rows_of(lanes: int, documents: int, longest: int, seed: int, tokens: int) ->
     seed=st.integers(0, 2**40),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_a_lane_is_its_documents_one_after_another(lanes: int, documents: int, longest: int, length: int, seed: int) -> None:
+def test_a_lane_is_its_documents_one_after_another(
+    lanes: int, documents: int, longest: int, length: int, seed: int
+) -> None:
     """Window ``n`` of a lane begins at its token ``n * length``; nothing is left out, repeated or moved."""
     if not any(length_of(document, longest) for document in range(documents)):
         documents += 10  # some have text
-    with Run(plan_of(lanes, 1, flat(lanes)), documents=documents, longest=longest, length=length, seed=seed) as run:
+    with Run(
+        plan_of(lanes, 1, flat(lanes)), documents=documents, longest=longest, length=length, seed=seed
+    ) as run:
         taken = run.take(6)
         places = run.state()
     rows = rows_of(lanes, documents, longest, seed, 6 * length + 1)
@@ -182,12 +209,16 @@ def test_a_lane_is_its_documents_one_after_another(lanes: int, documents: int, l
     longest=st.integers(1, 40),
 )  # fmt: skip
 @settings(max_examples=20, deadline=None)
-def test_ranks_and_stops_change_nothing(data: st.DataObject, size: int, seed: int, length: int, longest: int) -> None:
+def test_ranks_and_stops_change_nothing(
+    data: st.DataObject, size: int, seed: int, length: int, longest: int
+) -> None:
     """Any ranks and micro-batch that divide the batch, changed at each of three stops."""
 
     def layout() -> BatchPlan:
         ranks = data.draw(st.sampled_from([ranks for ranks in range(1, size + 1) if size % ranks == 0]))
-        micro = data.draw(st.sampled_from([micro for micro in range(1, size + 1) if size % (micro * ranks) == 0]))
+        micro = data.draw(
+            st.sampled_from([micro for micro in range(1, size + 1) if size % (micro * ranks) == 0])
+        )
         return plan_of(micro, ranks, flat(size))
 
     settings_of: dict[str, Any] = {"seed": seed, "length": length, "longest": longest, "documents": 50}
@@ -196,7 +227,9 @@ def test_ranks_and_stops_change_nothing(data: st.DataObject, size: int, seed: in
     parts: list[Ints] = []
     state: State | None = None
     for _ in range(3):
-        with Run(layout(), step=len(parts), state=state, workers=data.draw(st.integers(1, 4)), **settings_of) as run:
+        with Run(
+            layout(), step=len(parts), state=state, workers=data.draw(st.integers(1, 4)), **settings_of
+        ) as run:
             parts += run.take(data.draw(st.integers(1, 4)))
             state = run.state()
     assert same(parts, whole[: len(parts)])
@@ -236,7 +269,9 @@ def test_every_document_once_an_epoch(lanes: int) -> None:
         row = np.concatenate([taken[:, lane, :-1].ravel(), taken[-1, lane, -1:]])
         documents = row[np.flatnonzero(row % 100_000 == 0)] // 100_000  # each shows its first token
         expected = [lane + number * lanes for number in range(state["documents"][lane] + 1)]
-        there = [document for document in order(np.array(expected))[1].tolist() if length_of(document, longest)]
+        there = [
+            document for document in order(np.array(expected))[1].tolist() if length_of(document, longest)
+        ]
         assert documents.tolist() == there
         seen += expected
     epochs = [set(range(epoch * count, (epoch + 1) * count)) for epoch in range(3)]
@@ -270,7 +305,10 @@ def test_what_is_asked_for() -> None:
 
 
 def test_documents_without_any_text_end_the_run() -> None:
-    with Run(plan_of(2, 1, flat(2)), documents=1, longest=0) as run, pytest.raises(InputError, match="without a document"):
+    with (
+        Run(plan_of(2, 1, flat(2)), documents=1, longest=0) as run,
+        pytest.raises(InputError, match="without a document"),
+    ):
         run.next()
 
 
@@ -296,7 +334,9 @@ def test_a_fork_with_other_lanes_leaves_no_document_out(read: list[int], lanes: 
         assert offset in (0, begun.get(document * lanes + lane, 0))
     if lanes % former == 0:
         assert taken == unread, "and reads none twice"
-        assert sorted(places[:, 1].tolist()) == [0] * (lanes - former) + [7] * former, "documents go on where they were left"
+        assert sorted(places[:, 1].tolist()) == [0] * (lanes - former) + [7] * former, (
+            "documents go on where they were left"
+        )
 
 
 def test_a_fork_reads_on_where_its_parent_stopped() -> None:
@@ -312,4 +352,6 @@ def test_a_fork_reads_on_where_its_parent_stopped() -> None:
         assert same(fork.take(2), begun[:2])
     with Run(plan_of(8, 1, flat(8)), step=3, parent=left) as doubled:
         first = doubled.next()
-    assert all(any(np.array_equal(row[:1], next_row[:1]) for row in first) for next_row in following[0]), "each former lane goes on"
+    assert all(any(np.array_equal(row[:1], next_row[:1]) for row in first) for next_row in following[0]), (
+        "each former lane goes on"
+    )

@@ -1,6 +1,6 @@
 """Several sources as one: exact shares, every sample once an epoch, the same for any layout, resumable anywhere.
 
-    pytest tests/data/test_mixture.py
+pytest tests/data/test_mixture.py
 """
 
 from __future__ import annotations
@@ -49,12 +49,21 @@ class Named(Counting):
         out += self._first
 
 
-def mixed(sizes: Sequence[int] = (200, 90, 50), table: Sequence[Phase] = HALF_AND_MORE, seed: int = 3, batch: BatchPlan | None = None,
-          rank: int = 0) -> Stream:
+def mixed(
+    sizes: Sequence[int] = (200, 90, 50),
+    table: Sequence[Phase] = HALF_AND_MORE,
+    seed: int = 3,
+    batch: BatchPlan | None = None,
+    rank: int = 0,
+) -> Stream:
     names = ["code", "maths", "web", "x", "y"][: len(sizes)]
-    sources = {name: TokenWindows(Named(size, number), LENGTH, source_seed(seed, name))
-               for number, (name, size) in enumerate(zip(names, sizes, strict=True))}
-    return Stream(sources, Mixture(table, seed), seed=seed, batch=batch or batch_plan(1, 1, 1), data_rank=rank)
+    sources = {
+        name: TokenWindows(Named(size, number), LENGTH, source_seed(seed, name))
+        for number, (name, size) in enumerate(zip(names, sizes, strict=True))
+    }
+    return Stream(
+        sources, Mixture(table, seed), seed=seed, batch=batch or batch_plan(1, 1, 1), data_rank=rank
+    )
 
 
 @st.composite
@@ -83,7 +92,9 @@ def test_worked_example() -> None:
 
 @given(table=tables(), seed=SEEDS, more=st.integers(1, 2 * BLOCK), data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_each_phase_goes_on_where_the_last_one_left_every_source(table: list[Phase], seed: int, more: int, data: st.DataObject) -> None:
+def test_each_phase_goes_on_where_the_last_one_left_every_source(
+    table: list[Phase], seed: int, more: int, data: st.DataObject
+) -> None:
     mixture = Mixture(table, seed)
     end = table[-1].first_sample + more
     sources, places = mixture(np.arange(end))
@@ -97,7 +108,9 @@ def test_each_phase_goes_on_where_the_last_one_left_every_source(table: list[Pha
             assert len(np.unique(mine)) == len(mine)
             assert not len(mine) or mine.min() >= before[source]
             assert weight > 0 or not len(mine)
-            if number < len(table) - 1:  # a phase ends with whole prefixes, and its shares are exact but for less than a sample
+            if (
+                number < len(table) - 1
+            ):  # a phase ends with whole prefixes, and its shares are exact but for less than a sample
                 assert np.array_equal(np.sort(mine), np.arange(before[source], after[source]))
                 assert abs(len(mine) - weight / sum(weights) * (last - first)) < 1
     stop = data.draw(st.integers(0, end))
@@ -108,8 +121,13 @@ def test_each_phase_goes_on_where_the_last_one_left_every_source(table: list[Pha
     assert np.array_equal(again[1], places[picked])
 
 
-@given(weights=st.lists(st.sampled_from([1, 0.1, 0.37, 1 / 3, 5e-5, 0]), min_size=2, max_size=6).filter(lambda some: sum(some) > 0),
-       seed=SEEDS, position=st.integers(0, 10**15))
+@given(
+    weights=st.lists(st.sampled_from([1, 0.1, 0.37, 1 / 3, 5e-5, 0]), min_size=2, max_size=6).filter(
+        lambda some: sum(some) > 0
+    ),
+    seed=SEEDS,
+    position=st.integers(0, 10**15),
+)
 @settings(max_examples=30, deadline=None)
 def test_anywhere_places_follow_the_shares(weights: list[float], seed: int, position: int) -> None:
     """At a position no run reaches step by step: counts are the exact shares but for one block, and places are near them."""
@@ -121,7 +139,10 @@ def test_anywhere_places_follow_the_shares(weights: list[float], seed: int, posi
         assert abs(count - share * position) <= block * share + 1
     sources, places = mixture(position + np.arange(100))
     for source in np.unique(sources).tolist():
-        assert (np.abs(places[sources == source] - float(shares[source]) * position) <= float(block * shares[source]) + 101).all()
+        assert (
+            np.abs(places[sources == source] - float(shares[source]) * position)
+            <= float(block * shares[source]) + 101
+        ).all()
 
 
 def test_batches_have_nearly_their_shares() -> None:
@@ -147,7 +168,12 @@ def test_sorted_corpora_come_out_mixed() -> None:
     for source in range(2):
         at = sources == source
         windows[at] = Order(samples, block_samples=64, seed=source)(places[at])[1]
-    counts = np.stack([np.bincount(batch, minlength=128) for batch in (windows * 64 // samples + 64 * sources).reshape(-1, 1024)])
+    counts = np.stack(
+        [
+            np.bincount(batch, minlength=128)
+            for batch in (windows * 64 // samples + 64 * sources).reshape(-1, 1024)
+        ]
+    )
     expected = 1024 * np.repeat([0.7, 0.3], 64) / 64
     assert ((counts - expected) ** 2 / expected).sum(axis=1).mean() / 127 < 1.3
 
@@ -174,20 +200,36 @@ def global_batches(streams: Sequence[Stream], first_step: int, steps: int) -> li
     ranks = [list(islice(stream.steps(first_step), steps)) for stream in streams]
     for stream in streams:
         stream.close()
-    return [np.concatenate([micro_batch for of_all_ranks in zip(*step, strict=True) for micro_batch in of_all_ranks])
-            for step in zip(*ranks, strict=True)]
+    return [
+        np.concatenate(
+            [micro_batch for of_all_ranks in zip(*step, strict=True) for micro_batch in of_all_ranks]
+        )
+        for step in zip(*ranks, strict=True)
+    ]
 
 
-@given(sizes=st.lists(st.integers(LENGTH + 1, 2000), min_size=3, max_size=3), seed=SEEDS,
-       stops=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 4)), min_size=1, max_size=4))
+@given(
+    sizes=st.lists(st.integers(LENGTH + 1, 2000), min_size=3, max_size=3),
+    seed=SEEDS,
+    stops=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 4)), min_size=1, max_size=4),
+)
 @settings(max_examples=15, deadline=None)
-def test_stopped_anywhere_and_gone_on_with_other_ranks(sizes: list[int], seed: int, stops: list[tuple[tuple[int, int], int]]) -> None:
+def test_stopped_anywhere_and_gone_on_with_other_ranks(
+    sizes: list[int], seed: int, stops: list[tuple[tuple[int, int], int]]
+) -> None:
     """The samples of a run that changes its ranks at every stop are those of one rank that never stopped."""
-    with patch.object(stream_module, "ORDERED_AT_ONCE", 40):  # borders of chunks come in, and little is read ahead
-        whole = global_batches([mixed(sizes, seed=seed, batch=batch_plan(12, 12, 1))], 0, sum(steps for _, steps in stops))
+    with patch.object(
+        stream_module, "ORDERED_AT_ONCE", 40
+    ):  # borders of chunks come in, and little is read ahead
+        whole = global_batches(
+            [mixed(sizes, seed=seed, batch=batch_plan(12, 12, 1))], 0, sum(steps for _, steps in stops)
+        )
         found: list[Ints] = []
         for (micro, ranks), steps in stops:
-            streams = [mixed(sizes, seed=seed, batch=batch_plan(micro, 12, ranks), rank=rank) for rank in range(ranks)]
+            streams = [
+                mixed(sizes, seed=seed, batch=batch_plan(micro, 12, ranks), rank=rank)
+                for rank in range(ranks)
+            ]
             found += global_batches(streams, len(found), steps)
     assert np.array_equal(np.stack(found), np.stack(whole))
 
@@ -203,14 +245,17 @@ def histories(draw: st.DrawFn) -> tuple[int, list[tuple[BatchPlan, int]]]:
     starts = []
     for _ in range(draw(st.integers(1, 4))):
         ranks = draw(st.sampled_from(divisors(size)))
-        starts.append((batch_plan(draw(st.sampled_from(divisors(size // ranks))), size, ranks), draw(st.integers(1, 3))))
+        starts.append(
+            (batch_plan(draw(st.sampled_from(divisors(size // ranks))), size, ranks), draw(st.integers(1, 3)))
+        )
     return size, starts
 
 
 @given(history=histories(), first_step=st.integers(0, 10**6), table=tables(), seed=SEEDS)
 @settings(max_examples=40, deadline=None)
-def test_up_to_1024_ranks_that_change_at_every_stop(history: tuple[int, list[tuple[BatchPlan, int]]], first_step: int, table: list[Phase],
-                                                    seed: int) -> None:
+def test_up_to_1024_ranks_that_change_at_every_stop(
+    history: tuple[int, list[tuple[BatchPlan, int]]], first_step: int, table: list[Phase], seed: int
+) -> None:
     """Sources, epochs and numbers of each step on all ranks are those on one that never stopped. The control, a counter and a draw of
     each rank's own as loaders with per-rank mixing have them, gives other samples as soon as there are several ranks."""
     size, starts = history
@@ -219,12 +264,18 @@ def test_up_to_1024_ranks_that_change_at_every_stop(history: tuple[int, list[tup
     step = first_step
     for plan, steps in starts:
         for _ in range(steps):
-            split = np.stack([rank_positions(plan, step, rank) for rank in range(plan.data_parallel)])  # [rank, micro-batch, sample]
-            by_rank = [part.reshape(split.shape).transpose(1, 0, 2).ravel() for part in stream.places(split.ravel())]
+            split = np.stack(
+                [rank_positions(plan, step, rank) for rank in range(plan.data_parallel)]
+            )  # [rank, micro-batch, sample]
+            by_rank = [
+                part.reshape(split.shape).transpose(1, 0, 2).ravel() for part in stream.places(split.ravel())
+            ]
             alone = stream.places(step * size + np.arange(size))
             assert all(np.array_equal(a, b) for a, b in zip(by_rank, alone, strict=True))
             step += 1
-        drawn = [np.sort(drawn_by_rank(seed, 64 * size, ranks)) for ranks in (1, plan.data_parallel)]  # few could be equal by chance
+        drawn = [
+            np.sort(drawn_by_rank(seed, 64 * size, ranks)) for ranks in (1, plan.data_parallel)
+        ]  # few could be equal by chance
         assert np.array_equal(*drawn) == (plan.data_parallel == 1)
 
 
@@ -238,13 +289,20 @@ def drawn_by_rank(seed: int, size: int, ranks: int) -> Ints:
     return np.concatenate(parts)
 
 
-@given(sizes=st.lists(st.integers(LENGTH + 1, 300), min_size=2, max_size=4), seed=SEEDS,
-       weights=st.lists(st.sampled_from([1, 2, 0.3]), min_size=4, max_size=4))
+@given(
+    sizes=st.lists(st.integers(LENGTH + 1, 300), min_size=2, max_size=4),
+    seed=SEEDS,
+    weights=st.lists(st.sampled_from([1, 2, 0.3]), min_size=4, max_size=4),
+)
 @settings(max_examples=20, deadline=None)
-def test_every_sample_stands_once_in_each_epoch_of_its_source(sizes: list[int], seed: int, weights: list[float]) -> None:
-    stream = mixed(sizes, phases((0, weights[: len(sizes)]), (1000, weights[-len(sizes):])), seed)
+def test_every_sample_stands_once_in_each_epoch_of_its_source(
+    sizes: list[int], seed: int, weights: list[float]
+) -> None:
+    stream = mixed(sizes, phases((0, weights[: len(sizes)]), (1000, weights[-len(sizes) :])), seed)
     sources, epochs, numbers = stream.places(np.arange(1000 + 2 * BLOCK))
-    for number, (samples, (count, taken)) in enumerate(zip(sizes, stream.consumed(1000 + 2 * BLOCK).values(), strict=True)):
+    for number, (samples, (count, taken)) in enumerate(
+        zip(sizes, stream.consumed(1000 + 2 * BLOCK).values(), strict=True)
+    ):
         mine = sources == number
         a_epoch = samples // LENGTH
         assert count == mine.sum()
@@ -260,7 +318,11 @@ def test_a_batch_ramp_and_a_phase_in_it() -> None:
     streams = [mixed(table=table, batch=plan, rank=rank) for rank in range(2)]
     seen = np.concatenate(global_batches(streams, 0, 6))
     assert (seen[:, 0] >> 32).tolist() == [0] * 20 + [2] * 16
-    assert {name: count for name, (count, _) in streams[0].consumed(5).items()} == {"code": 20, "maths": 0, "web": 8}
+    assert {name: count for name, (count, _) in streams[0].consumed(5).items()} == {
+        "code": 20,
+        "maths": 0,
+        "web": 8,
+    }
 
 
 def test_one_source_is_a_mixture_of_one_at_no_cost() -> None:
@@ -282,22 +344,31 @@ def test_the_seed_of_a_source_is_its_own() -> None:
 def test_the_fingerprint_says_what_differs() -> None:
     mine = mixed()
     assert len(str(mine.fingerprint())) < 500
-    changes = {"data of maths": (mixed((200, 91, 50)), "data.path"), "mixture": (mixed(table=phases((0, (5, 3, 1)))), "data.sources"),
-               "seed": (mixed(seed=4), "data.shuffle_seed")}
+    changes = {
+        "data of maths": (mixed((200, 91, 50)), "data.path"),
+        "mixture": (mixed(table=phases((0, (5, 3, 1)))), "data.sources"),
+        "seed": (mixed(seed=4), "data.shuffle_seed"),
+    }
     for name, (other, key) in changes.items():
         with pytest.raises(CheckpointError) as caught:
             mine.check_fingerprint(other.fingerprint())
         (problem,) = caught.value.problems
         assert (problem.key, problem.seen.partition("=")[0]) == (key, name)
     mine.check_fingerprint(mixed().fingerprint())
-    assert digest(Mixture(phases((0, (1, 2))), 0)) == digest(Mixture(phases((0, (2, 4))), 1)), "ratios matter, the seed stands beside"
+    assert digest(Mixture(phases((0, (1, 2))), 0)) == digest(Mixture(phases((0, (2, 4))), 1)), (
+        "ratios matter, the seed stands beside"
+    )
 
 
-@pytest.mark.parametrize(("version", "expected"), [
-    ("blocks-1", [2, 2, 3, 1, 248, 811, 499999999597]), ("blocks-2", [0, 0, 1, 6, 3, 4, 499999999998])])
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("blocks-1", [2, 2, 3, 1, 248, 811, 499999999597]), ("blocks-2", [0, 0, 1, 6, 3, 4, 499999999998])],
+)
 def test_each_version_keeps_its_mapping(version: str, expected: list[int]) -> None:
     """A change that moves samples needs a new name, and the mapping of an old name stays: runs go on under the one they began with."""
-    sources, places = Mixture(phases((0, (3, 1)), (10, (1, 1))), 0, version)(np.array([0, 1, 2, 9, 10, 11, 10**12]))
+    sources, places = Mixture(phases((0, (3, 1)), (10, (1, 1))), 0, version)(
+        np.array([0, 1, 2, 9, 10, 11, 10**12])
+    )
     assert sources.tolist() == [0, 1, 0, 0, 1, 1, 1]
     assert places.tolist() == expected
     assert VERSION == "blocks-2"
@@ -305,9 +376,15 @@ def test_each_version_keeps_its_mapping(version: str, expected: list[int]) -> No
 
 def test_passes_of_a_small_source_follow_one_another() -> None:
     """Each sample of a source of 10 is taken once before any is taken again; under blocks-1, the control, they are not."""
+
     def epochs(version: str) -> list[int]:
         stream = mixed(sizes=(10 * LENGTH + 1, 2001), table=phases((0, (1, 3))))
-        stream.check_fingerprint({**stream.fingerprint(), "mixture": str(stream.fingerprint()["mixture"]).replace(VERSION, version)})
+        stream.check_fingerprint(
+            {
+                **stream.fingerprint(),
+                "mixture": str(stream.fingerprint()["mixture"]).replace(VERSION, version),
+            }
+        )
         which, passes, numbers = stream.places(np.arange(1000))
         small, taken = passes[which == 0], numbers[which == 0]
         for number in np.unique(small).tolist()[:-1]:
@@ -324,13 +401,18 @@ def test_passes_of_a_small_source_follow_one_another() -> None:
 
 def test_a_run_begun_under_an_older_version_goes_on_under_it() -> None:
     began = mixed()
-    saved = {**began.fingerprint(), "mixture": str(began.fingerprint()["mixture"]).replace(VERSION, "blocks-1")}
+    saved = {
+        **began.fingerprint(),
+        "mixture": str(began.fingerprint()["mixture"]).replace(VERSION, "blocks-1"),
+    }
     resumed = mixed()
     resumed.check_fingerprint(saved)
     assert resumed.fingerprint() == saved
     old = Mixture(HALF_AND_MORE, 3, "blocks-1")
     positions = np.arange(200)
     assert np.array_equal(resumed.places(positions)[0], old(positions)[0])
-    assert not np.array_equal(old(positions)[1], Mixture(HALF_AND_MORE, 3)(positions)[1]), "the versions differ"
+    assert not np.array_equal(old(positions)[1], Mixture(HALF_AND_MORE, 3)(positions)[1]), (
+        "the versions differ"
+    )
     with pytest.raises(CheckpointError, match="mixture"):
         mixed().check_fingerprint({**saved, "mixture": "blocks-9 0"})

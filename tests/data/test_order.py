@@ -1,6 +1,6 @@
 """The order of samples: bijective, without a remainder, seekable, mixed; with controls that the checks can fail.
 
-    pytest tests/data/test_order.py
+pytest tests/data/test_order.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.order import GROUP_BLOCKS, LANES, VERSION, Order, block_samples, epoch_shifts, keyed, permute, root_key
+from toolkit.data.order import (
+    GROUP_BLOCKS,
+    LANES,
+    VERSION,
+    Order,
+    block_samples,
+    epoch_shifts,
+    keyed,
+    permute,
+    root_key,
+)
 
 Ints = npt.NDArray[np.int64]
 IN_FLIGHT = LANES * GROUP_BLOCKS  # blocks
@@ -67,7 +77,11 @@ def corpora(draw: st.DrawFn) -> tuple[int, int]:
     """Samples, samples in a block. Up to IN_FLIGHT blocks an epoch is one permutation; beyond, lanes and groups come in."""
     block = draw(st.integers(1, 5))
     border = IN_FLIGHT * block
-    few, about, many = st.integers(1, 300), st.integers(border - 3, border + 3), st.integers(border + 1, 3 * border)
+    few, about, many = (
+        st.integers(1, 300),
+        st.integers(border - 3, border + 3),
+        st.integers(border + 1, 3 * border),
+    )
     return draw(st.one_of(few, about, many, many)), block
 
 
@@ -89,7 +103,13 @@ def test_a_dropped_remainder_would_be_seen() -> None:
     assert not np.array_equal(np.sort(order(np.arange(kept))[1]), np.arange(samples))
 
 
-@given(samples=st.integers(1, 10**15), block=st.integers(1, 300), seed=SEEDS, position=st.integers(0, 10**17), data=st.data())
+@given(
+    samples=st.integers(1, 10**15),
+    block=st.integers(1, 300),
+    seed=SEEDS,
+    position=st.integers(0, 10**17),
+    data=st.data(),
+)
 @settings(max_examples=60, deadline=None)
 def test_seek_anywhere(samples: int, block: int, seed: int, position: int, data: st.DataObject) -> None:
     """A sample does not depend on how one came to it: alone, in a run of positions, or in any order."""
@@ -179,6 +199,9 @@ def test_the_version_names_this_mapping() -> None:
     assert shifts == [307, 504]
 
 
-@pytest.mark.parametrize(("sequence_length", "token_bytes", "samples"), [(2048, 2, 8), (8192, 4, 1), (100_000, 4, 1), (128, 2, 128)])
+@pytest.mark.parametrize(
+    ("sequence_length", "token_bytes", "samples"),
+    [(2048, 2, 8), (8192, 4, 1), (100_000, 4, 1), (128, 2, 128)],
+)
 def test_blocks_have_about_32_kib(sequence_length: int, token_bytes: int, samples: int) -> None:
     assert block_samples(sequence_length, token_bytes) == samples

@@ -1,6 +1,6 @@
 """What a data folder, its manifest or a store's listing names stays in the folder: each reader refuses every hostile name.
 
-    pytest tests/data/test_paths.py
+pytest tests/data/test_paths.py
 """
 
 from __future__ import annotations
@@ -64,7 +64,13 @@ def _root(content: dict[str, Any], name: Any) -> None:
     content["root"] = name
 
 
-FIELDS: dict[str, Change] = {"shard": _shard, "tokenizer folder": _tokenizer, "tokenizer hash": _hash, "file": _file, "root": _root}
+FIELDS: dict[str, Change] = {
+    "shard": _shard,
+    "tokenizer folder": _tokenizer,
+    "tokenizer hash": _hash,
+    "file": _file,
+    "root": _root,
+}
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -77,7 +83,9 @@ def test_a_manifest_that_names_something_outside_is_refused(kind: str, field: st
 
 
 @pytest.mark.parametrize("field", ["tokenizer folder", "tokenizer hash"])
-def test_a_remote_manifest_writes_nothing_outside_the_cache(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_manifest_writes_nothing_outside_the_cache(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file that the manifest points to is served with the right hash: only the check of its name stands in between."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_folder(tmp_path / "served" / "data", {"train": [np.arange(100)]})
@@ -89,7 +97,12 @@ def test_a_remote_manifest_writes_nothing_outside_the_cache(field: str, tmp_path
 
     def attack(content: dict[str, Any]) -> None:
         FIELDS[field](content, str(victim))
-        content["files"] = {f"{content['tokenizer']['folder']}/tokenizer.json": {"bytes": found.bytes, "xxh3_128": found.xxh3_128}}
+        content["files"] = {
+            f"{content['tokenizer']['folder']}/tokenizer.json": {
+                "bytes": found.bytes,
+                "xxh3_128": found.xxh3_128,
+            }
+        }
 
     rewrite(tmp_path / "served" / "data", attack)
     # As an HTTP server of the attacker's answers: whatever is asked for is the payload.
@@ -103,12 +116,17 @@ def test_a_remote_manifest_writes_nothing_outside_the_cache(field: str, tmp_path
     assert files_below(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx", "tokenizer/tokenizer.json", "tokenizer"])
+@pytest.mark.parametrize(
+    "name", ["train-00000.bin", "train-00000.idx", "tokenizer/tokenizer.json", "tokenizer"]
+)
 def test_a_link_out_of_a_data_folder_is_refused(name: str, tmp_path: Path) -> None:
     make_folder(tmp_path / "data", {"train": [np.arange(100)]})
     (tmp_path / "data" / name).rename(tmp_path / "elsewhere")
     (tmp_path / "data" / name).symlink_to(tmp_path / "elsewhere")
-    for read in (lambda: open_split(tmp_path / "data", "train"), lambda: verify(tmp_path / "data", Progress.silent())):
+    for read in (
+        lambda: open_split(tmp_path / "data", "train"),
+        lambda: verify(tmp_path / "data", Progress.silent()),
+    ):
         with pytest.raises(InputError, match="is a link to"):
             read()
 
@@ -133,7 +151,9 @@ def test_records_stay_in_their_folder(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind != "half a surrogate pair"])
-def test_a_listing_of_a_store_stays_in_its_folder(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_of_a_store_stays_in_its_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Folder:
         def listing(self) -> list[Listed]:
             return [Listed(HOSTILE[kind], 3, 0)]
@@ -151,7 +171,9 @@ def test_a_saved_dataset_stays_in_its_folder(kind: str, where: str, tmp_path: Pa
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(str(folder))
     state = folder / "train" / "state.json"
     if where == "data file":
-        state.write_text(json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": HOSTILE[kind]}]}))
+        state.write_text(
+            json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": HOSTILE[kind]}]})
+        )
     elif where == "split":
         (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", HOSTILE[kind]]}))
     else:
@@ -171,5 +193,7 @@ def test_a_tokenizer_is_not_copied_through_a_link(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="is a link to"):
-        tokenizer_copy.place(str(folder), None, tmp_path / "out", key="tokenizer.path", end_key="tokenizer.end_of_text")
+        tokenizer_copy.place(
+            str(folder), None, tmp_path / "out", key="tokenizer.path", end_key="tokenizer.end_of_text"
+        )
     assert "key" not in {path.read_text() for path in files_below(tmp_path / "out")}

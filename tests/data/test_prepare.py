@@ -1,7 +1,7 @@
 """From text to shards: the same documents from every form, and the same bytes however the work is cut.
 
-    pytest tests/data/test_prepare.py
-    pytest -m full tests/data/test_prepare.py     # memory, megatron-core's reader, the commands of the docs
+pytest tests/data/test_prepare.py
+pytest -m full tests/data/test_prepare.py     # memory, megatron-core's reader, the commands of the docs
 """
 
 from __future__ import annotations
@@ -64,10 +64,19 @@ def test_the_same_bytes_however_the_work_is_cut(
     prepared(corpus, tmp_path / "cut", tokenizer, deduplicate=deduplicate, memory_mib=1)
     whole, cut = files_of(tmp_path / "whole"), files_of(tmp_path / "cut")
     assert whole == cut
-    assert {"train-00000.bin", "train-00000.idx", "validation-00000.bin", "lengths.png", "report.json", "sources.json"} < whole.keys()
+    assert {
+        "train-00000.bin",
+        "train-00000.idx",
+        "validation-00000.bin",
+        "lengths.png",
+        "report.json",
+        "sources.json",
+    } < whole.keys()
     assert not any(name.startswith(".") for name in whole)
     assert verify(tmp_path / "cut", Progress.silent()).tokenizer.ends_documents
-    prepared(corpus, tmp_path / "seed", tokenizer, deduplicate=deduplicate, seed=1)  # the control: what must differ does
+    prepared(
+        corpus, tmp_path / "seed", tokenizer, deduplicate=deduplicate, seed=1
+    )  # the control: what must differ does
     other = files_of(tmp_path / "seed")
     assert other["train-00000.bin"] != whole["train-00000.bin"]
     assert sorted(texts_of(tmp_path / "seed", "train")) == sorted(texts_of(tmp_path / "whole", "train"))
@@ -83,7 +92,9 @@ def test_the_same_bytes_for_any_number_of_processes(
     assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
 
 
-def test_shards_are_ranges_of_one_order(corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_ranges_of_one_order(
+    corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With one shard or many, merged in slices or whole: the same documents follow one another."""
     prepared(corpus, tmp_path / "one", tokenizer)
     whole = merge.pieces
@@ -111,47 +122,73 @@ def test_every_document_once_and_on_its_side(corpus: Path, tokenizer: Path, tmp_
     wanted = Counter([*TEXTS, *TEXTS[:3]])
     found = {split: texts_of(tmp_path / "all", split) for split in ("train", "validation")}
     assert Counter([*found["train"], *found["validation"]]) == wanted
-    assert all(goes_to_validation(text) == (split == "validation") for split, texts in found.items() for text in texts)
+    assert all(
+        goes_to_validation(text) == (split == "validation")
+        for split, texts in found.items()
+        for text in texts
+    )
     found = json.loads((tmp_path / "all" / "report.json").read_text())
     assert (found["read"], found["documents"], found["empty"], found["equal"]) == (304, 303, 1, 0)
     assert found["text_bytes"] == sum(len(text.encode()) for text in wanted.elements())
     assert found["tokens"] == sum(split.tokens for split in read_manifest(tmp_path / "all").splits.values())
     assert sum(count for _, count in found["histogram"]) == 303
     sources = json.loads((tmp_path / "all" / "sources.json").read_text())
-    assert [(source["name"], source["documents"]) for source in sources] == [("a.jsonl", 103), ("b/c.jsonl", 200)]
+    assert [(source["name"], source["documents"]) for source in sources] == [
+        ("a.jsonl", 103),
+        ("b/c.jsonl", 200),
+    ]
 
 
 def test_documents_are_shuffled_over_files(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     prepared(corpus, tmp_path / "data", tokenizer, validation=0.0)
     assert "validation" not in read_manifest(tmp_path / "data").splits
     numbers = [int(text.split()[0]) for text in texts_of(tmp_path / "data", "train")]
-    assert 0.4 < np.mean([before < after for before, after in pairwise(numbers)]) < 0.6  # 1 where they stand as they were read
+    assert (
+        0.4 < np.mean([before < after for before, after in pairwise(numbers)]) < 0.6
+    )  # 1 where they stand as they were read
 
 
-def test_equal_documents_are_kept_once_if_asked(corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_documents_are_kept_once_if_asked(
+    corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within a part and over parts; and a test of text bytes, not of tokens or names."""
     small_units(monkeypatch)
     prepared(corpus, tmp_path / "once", tokenizer, deduplicate=True)
-    assert sorted([*texts_of(tmp_path / "once", "train"), *texts_of(tmp_path / "once", "validation")]) == sorted(TEXTS)
+    assert sorted(
+        [*texts_of(tmp_path / "once", "train"), *texts_of(tmp_path / "once", "validation")]
+    ) == sorted(TEXTS)
     assert json.loads((tmp_path / "once" / "report.json").read_text())["equal"] == 3
 
 
 @given(st.data())
 @examples(max_examples=8, deadline=None)
-def test_dedup_and_split_do_not_depend_on_the_rest(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, data: st.DataObject) -> None:
+def test_dedup_and_split_do_not_depend_on_the_rest(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, data: st.DataObject
+) -> None:
     """Whatever stands before, after or beside it, however often and in however large parts: one of each, on the side of its content."""
     texts = data.draw(st.lists(st.text("ab \n\0é", min_size=1, max_size=6), min_size=4, max_size=30))
     seed, share = data.draw(st.integers(0, 2**32)), data.draw(st.sampled_from([0.2, 0.6]))
     folder = tmp_path_factory.mktemp("property")
     write_jsonl(folder / "in.jsonl", texts)
     with pytest.MonkeyPatch.context() as patch:
-        small_units(patch, *data.draw(st.tuples(st.integers(20, 400), st.integers(1, 60), st.integers(1, 40))))
+        small_units(
+            patch, *data.draw(st.tuples(st.integers(20, 400), st.integers(1, 60), st.integers(1, 40)))
+        )
         side = sides(texts, share)
         if all(side.values()):
             with pytest.raises(InputError, match="the split train gets a document"):
-                prepared(folder / "in.jsonl", folder / "out", tokenizer, deduplicate=True, seed=seed, validation=share)
+                prepared(
+                    folder / "in.jsonl",
+                    folder / "out",
+                    tokenizer,
+                    deduplicate=True,
+                    seed=seed,
+                    validation=share,
+                )
             return
-        prepared(folder / "in.jsonl", folder / "out", tokenizer, deduplicate=True, seed=seed, validation=share)
+        prepared(
+            folder / "in.jsonl", folder / "out", tokenizer, deduplicate=True, seed=seed, validation=share
+        )
     train, validation = (texts_of(folder / "out", split) for split in ("train", "validation"))
     assert sorted(train) == sorted({text for text in texts if not side[text]})
     assert sorted(validation) == sorted({text for text in texts if side[text]})
@@ -177,8 +214,17 @@ def test_two_documents_are_enough_for_a_validation_split(
     prepared(source, tmp_path / "data", tokenizer, validation=0.005, workers=workers)
     assert texts_of(tmp_path / "data", "validation") == [chosen]
     assert sorted(texts_of(tmp_path / "data", "train")) == sorted(set(texts) - {chosen})
-    enough = [*texts, *(text for text in made_texts(4000) if goes_to_validation(text, 0.005))]  # the control: the share gives some
-    prepared(write_jsonl(tmp_path / "enough.jsonl", enough), tmp_path / "enough", tokenizer, validation=0.005, workers=workers)
+    enough = [
+        *texts,
+        *(text for text in made_texts(4000) if goes_to_validation(text, 0.005)),
+    ]  # the control: the share gives some
+    prepared(
+        write_jsonl(tmp_path / "enough.jsonl", enough),
+        tmp_path / "enough",
+        tokenizer,
+        validation=0.005,
+        workers=workers,
+    )
     assert chosen not in texts_of(tmp_path / "enough", "validation")
 
 
@@ -195,16 +241,25 @@ def test_without_a_validation_split_the_command_says_what_to_write(tokenizer: Pa
 
 
 @given(st.binary(), st.integers(0, 2**32), st.floats(0, 0.9), st.floats(0, 0.09))
-def test_a_larger_validation_split_holds_the_smaller_one(content: bytes, seed: int, share: float, more: float) -> None:
-    smaller, larger = (Keys(seed=seed, validation_below=below(size), by_content=True) for size in (share, share + more))
+def test_a_larger_validation_split_holds_the_smaller_one(
+    content: bytes, seed: int, share: float, more: float
+) -> None:
+    smaller, larger = (
+        Keys(seed=seed, validation_below=below(size), by_content=True) for size in (share, share + more)
+    )
     assert not smaller.is_validation(content) or larger.is_validation(content)
-    assert smaller(content, "a", 1)[1] == Keys(seed=seed + 1, validation_below=below(share), by_content=False)(content, "b", 2)[1]
+    assert (
+        smaller(content, "a", 1)[1]
+        == Keys(seed=seed + 1, validation_below=below(share), by_content=False)(content, "b", 2)[1]
+    )
 
 
 # -- every form of input
 
 
-def test_every_form_gives_the_same_documents(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_form_gives_the_same_documents(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pyarrow
     import pyarrow.parquet
     from datasets import Dataset, DatasetDict
@@ -224,21 +279,27 @@ def test_every_form_gives_the_same_documents(tokenizer: Path, tmp_path: Path, mo
     for number, text in enumerate(texts):
         (folder / f"{number:02}.txt").write_text(text)
     (folder / ".hidden").write_text("not read")
-    (form("lines", format=InputFormat.lines) / "a.txt").write_bytes(lines.replace(b"\n", b"\r\n").removesuffix(b"\r\n"))
+    (form("lines", format=InputFormat.lines) / "a.txt").write_bytes(
+        lines.replace(b"\n", b"\r\n").removesuffix(b"\r\n")
+    )
     write_gz(form("lines.gz", format=InputFormat.lines) / "a.txt.gz", lines)
     write_gz(form("gz") / "a.jsonl.gz", jsonl)
     write_zst(form("zst") / "a.jsonl.zst", jsonl)
     table = pyarrow.table({"body": texts, "other": range(60)})
     pyarrow.parquet.write_table(table, form("parquet", text="body") / "a.parquet", row_group_size=7)
     Dataset.from_dict({"text": texts}).save_to_disk(form("saved", format=InputFormat.dataset), num_shards=3)
-    mixed = DatasetDict({"train": Dataset.from_dict({"text": ["no"]}), "test": Dataset.from_dict({"text": texts})})
+    mixed = DatasetDict(
+        {"train": Dataset.from_dict({"text": ["no"]}), "test": Dataset.from_dict({"text": texts})}
+    )
     mixed.save_to_disk(form("saved splits", format=InputFormat.dataset, dataset=DatasetConfig(split="test")))
     folder = form("streamed", format=InputFormat.dataset)
     for number in range(3):
         write_jsonl(folder / f"{number}.jsonl", texts[number * 20 : number * 20 + 20])
     folder = form("together")
     write_jsonl(folder / "a.jsonl", texts[:20])
-    write_zst(folder / "b.jsonl.zst", write_jsonl(tmp_path / "scratch" / "b.jsonl", texts[20:59]).read_bytes())
+    write_zst(
+        folder / "b.jsonl.zst", write_jsonl(tmp_path / "scratch" / "b.jsonl", texts[20:59]).read_bytes()
+    )
     (folder / "c").mkdir()
     (folder / "c" / "d.txt").write_text(texts[59])
 
@@ -246,7 +307,9 @@ def test_every_form_gives_the_same_documents(tokenizer: Path, tmp_path: Path, mo
     for name, (source, options) in forms.items():
         manifest = prepared(source, tmp_path / "out" / name, tokenizer, deduplicate=True, **options)
         made[name] = [documents_of(manifest.folder, split) for split in ("train", "validation")]
-    assert sorted([*texts_of(tmp_path / "out" / "jsonl", "train"), *texts_of(tmp_path / "out" / "jsonl", "validation")]) == sorted(texts)
+    assert sorted(
+        [*texts_of(tmp_path / "out" / "jsonl", "train"), *texts_of(tmp_path / "out" / "jsonl", "validation")]
+    ) == sorted(texts)
     for name, found in made.items():  # by content, so in the same order too
         assert found == made["jsonl"], name
 
@@ -260,10 +323,16 @@ def test_a_pattern_chooses_files(corpus: Path, tokenizer: Path, tmp_path: Path) 
 def test_what_is_not_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "in" / "half.jsonl").write_text('{"text": "half \\ud800 pair"}\n{"text": "whole \\ud83d\\ude42 pair"}\n{"text": null}\n')
+    (tmp_path / "in" / "half.jsonl").write_text(
+        '{"text": "half \\ud800 pair"}\n{"text": "whole \\ud83d\\ude42 pair"}\n{"text": null}\n'
+    )
     prepared(tmp_path / "in", tmp_path / "data", tokenizer, validation=0.0)
-    assert sorted(texts_of(tmp_path / "data", "train")) == ["caf\N{REPLACEMENT CHARACTER}", "half \N{REPLACEMENT CHARACTER}\
-\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} pair", "whole 🙂 pair"]
+    assert sorted(texts_of(tmp_path / "data", "train")) == [
+        "caf\N{REPLACEMENT CHARACTER}",
+        "half \N{REPLACEMENT CHARACTER}\
+\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} pair",
+        "whole 🙂 pair",
+    ]
     found = json.loads((tmp_path / "data" / "report.json").read_text())
     assert (found["replaced"], found["empty"], found["read"]) == (2, 1, 4)
 
@@ -271,15 +340,21 @@ def test_what_is_not_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Pat
 # -- tokenizers
 
 
-def test_a_tokenizer_is_trained_here_on_what_trains(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_trained_here_on_what_trains(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = PrepareConfig(input=str(corpus), output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300), workers=1,
                            validation=0.3, special_tokens=SpecialTokens.text)  # fmt: skip
     seen: list[str] = []
     train = bpe.train_bpe
-    monkeypatch.setattr(bpe, "train_bpe", lambda texts, size: train((seen.append(text) or text for text in texts), size))
+    monkeypatch.setattr(
+        bpe, "train_bpe", lambda texts, size: train((seen.append(text) or text for text in texts), size)
+    )
     manifest = prepare(config, Progress.silent())
     assert manifest.tokenizer.size == 300
-    assert Counter(seen) == Counter(text for text in [*TEXTS, *TEXTS[:3]] if not goes_to_validation(text, 0.3))
+    assert Counter(seen) == Counter(
+        text for text in [*TEXTS, *TEXTS[:3]] if not goes_to_validation(text, 0.3)
+    )
 
 
 def test_any_tokenizer_of_transformers(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
@@ -289,11 +364,15 @@ def test_any_tokenizer_of_transformers(corpus: Path, tokenizer: Path, tmp_path: 
 
     backend = Tokenizer.from_file(str(tokenizer))
     backend.add_special_tokens(["<s>", "</s>"])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
     backend.enable_truncation(5)
     backend.enable_padding(length=50)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path / "theirs")
-    manifest = prepared(corpus, tmp_path / "data", TokenizerConfig(path=str(tmp_path / "theirs")), validation=0.0)
+    manifest = prepared(
+        corpus, tmp_path / "data", TokenizerConfig(path=str(tmp_path / "theirs")), validation=0.0
+    )
     assert manifest.tokenizer.end_of_text == backend.token_to_id("</s>") == 401
     assert sorted(texts_of(tmp_path / "data", "train")) == sorted([*TEXTS, *TEXTS[:3]])
     opened = AutoTokenizer.from_pretrained(manifest.tokenizer_folder)
@@ -310,7 +389,12 @@ def test_a_document_that_makes_the_ending_token_is_told(tmp_path: Path) -> None:
     for text, ends in (("go go", True), ("go stop go", False)):
         write_jsonl(tmp_path / f"{ends}.jsonl", [text])
         given = TokenizerConfig(path=str(tmp_path / "tokenizer.json"), end_of_text="stop")
-        assert prepared(tmp_path / f"{ends}.jsonl", tmp_path / f"out-{ends}", given, validation=0.0).tokenizer.ends_documents is ends
+        assert (
+            prepared(
+                tmp_path / f"{ends}.jsonl", tmp_path / f"out-{ends}", given, validation=0.0
+            ).tokenizer.ends_documents
+            is ends
+        )
 
 
 # -- large, or with others
@@ -373,13 +457,20 @@ def test_megatron_reads_it(corpus: Path, tokenizer: Path, tmp_path: Path) -> Non
 @pytest.mark.full
 def test_the_commands_of_the_docs(tmp_path: Path) -> None:
     """docs/data.md, section Preparing: its commands as written, where the text they name is."""
-    write_jsonl(tmp_path / "books" / "one.jsonl", [text.replace(bpe.END_OF_TEXT, "") for text in TEXTS])  # as the default wants it
+    write_jsonl(
+        tmp_path / "books" / "one.jsonl", [text.replace(bpe.END_OF_TEXT, "") for text in TEXTS]
+    )  # as the default wants it
     section = (ROOT / "docs" / "data.md").read_text().partition("## Preparing")[2].partition("\n## ")[0]
-    commands = [line.partition("#")[0].strip() for line in re.findall(r"^    (python launch/prepare\.py .*)$", section, re.MULTILINE)]
+    commands = [
+        line.partition("#")[0].strip()
+        for line in re.findall(r"^    (python launch/prepare\.py .*)$", section, re.MULTILINE)
+    ]
     assert len(commands) >= 4
     for command in commands:
         began = time.monotonic()
         words = command.replace("python launch/", f"{sys.executable} {ROOT}/launch/")
-        done = subprocess.run(words, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+        done = subprocess.run(
+            words, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         print(f"{time.monotonic() - began:.1f} s: {command}")

@@ -1,6 +1,6 @@
 """An input that is corrected or changes while it is prepared, rows that are broken, and the check of the first rows.
 
-    pytest tests/data/test_prepare_changes.py
+pytest tests/data/test_prepare_changes.py
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def make_input(folder: Path) -> Path:
 
 
 def corrected(folder: Path) -> None:
-    (folder / "b.jsonl").write_bytes((folder / "b.jsonl").read_bytes().replace(BROKEN, b'{"id": 1, "text": "a whole line"}\n'))
+    (folder / "b.jsonl").write_bytes(
+        (folder / "b.jsonl").read_bytes().replace(BROKEN, b'{"id": 1, "text": "a whole line"}\n')
+    )
 
 
 def removed(folder: Path) -> None:
@@ -49,7 +51,9 @@ def file_removed(folder: Path) -> None:
 def file_added_between(folder: Path) -> None:
     removed(folder)
     write_jsonl(folder / "aa.jsonl", TEXTS[220:240])
-    write_gz(folder / "cc.jsonl.gz", write_jsonl(folder.parent / "scratch.jsonl", TEXTS[240:260]).read_bytes())
+    write_gz(
+        folder / "cc.jsonl.gz", write_jsonl(folder.parent / "scratch.jsonl", TEXTS[240:260]).read_bytes()
+    )
 
 
 def one_of_two_read_together(folder: Path) -> None:
@@ -60,9 +64,15 @@ def one_of_two_read_together(folder: Path) -> None:
 CHANGES = (corrected, removed, file_removed, file_added_between, one_of_two_read_together)
 
 
-@pytest.mark.parametrize(("change", "workers"), [*((change, 1) for change in CHANGES), (file_added_between, 2)])
+@pytest.mark.parametrize(
+    ("change", "workers"), [*((change, 1) for change in CHANGES), (file_added_between, 2)]
+)
 def test_after_a_correction_only_the_changed_files_are_read_again(
-    change: Callable[[Path], None], workers: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Path], None],
+    workers: int,
+    tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small_units(monkeypatch, unit=5000)
     source = make_input(tmp_path / "in")
@@ -74,7 +84,9 @@ def test_after_a_correction_only_the_changed_files_are_read_again(
     change(source)
     read: list[str] = []
     whole = tokenise.documents
-    monkeypatch.setattr(tokenise, "documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit))
+    monkeypatch.setattr(
+        tokenise, "documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
+    )
     monkeypatch.setattr(run.shutil, "rmtree", lambda *_, **__: None)  # the parts stay, to be looked at
     prepared(source, tmp_path / "data", tokenizer, workers=workers)
     monkeypatch.undo()
@@ -87,7 +99,11 @@ def test_after_a_correction_only_the_changed_files_are_read_again(
     assert of_a
     assert all(kept[name] == done[name] for name in of_a)
     prepared(source, tmp_path / "fresh", tokenizer)
-    made = {name: content for name, content in files_of(tmp_path / "data").items() if not name.startswith(".work/")}
+    made = {
+        name: content
+        for name, content in files_of(tmp_path / "data").items()
+        if not name.startswith(".work/")
+    }
     assert made == files_of(tmp_path / "fresh")
 
 
@@ -95,7 +111,9 @@ def name_of(plan: object, unit: object) -> list[str]:
     return [plan.sources[number].name for number in range(unit.first, unit.last)]  # type: ignore[attr-defined]
 
 
-def test_a_change_after_the_first_pass_is_taken_in(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_after_the_first_pass_is_taken_in(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shards were written already, one more than there will be."""
     small_units(monkeypatch)
     source = make_input(tmp_path / "in")
@@ -115,7 +133,9 @@ def interrupted(*arguments: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_documents_change_sides_when_a_change_moves_the_border(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_change_sides_when_a_change_moves_the_border(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of few documents one is chosen for validation: another one, when that one is gone."""
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:6]).parent
     write_jsonl(source / "b.jsonl", TEXTS[6:12])
@@ -152,14 +172,17 @@ def make_bad(folder: Path, rows: int = 40) -> Path:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_bad_rows_are_left_out_and_counted(workers: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_rows_are_left_out_and_counted(
+    workers: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make_bad(tmp_path / "in")
     prepared(source, tmp_path / "whole", tokenizer, on_bad_row=OnBadRow.skip)
     small_units(monkeypatch, unit=1500, part=700, batch=300)
     manifest = prepared(source, tmp_path / "data", tokenizer, on_bad_row=OnBadRow.skip, workers=workers)
     assert files_of(tmp_path / "data") == files_of(tmp_path / "whole")
-    assert sorted([*texts_of(manifest.folder, "train"), *texts_of(manifest.folder, "validation")]) == \
-        sorted([*TEXTS[:40], *(f"b {text}" for text in TEXTS[:40])])
+    assert sorted([*texts_of(manifest.folder, "train"), *texts_of(manifest.folder, "validation")]) == sorted(
+        [*TEXTS[:40], *(f"b {text}" for text in TEXTS[:40])]
+    )
     assert read_manifest(manifest.folder).bad_rows["count"] == 32
     first = manifest.bad_rows["first"]
     assert len(first) == 10
@@ -171,7 +194,9 @@ def test_bad_rows_are_left_out_and_counted(workers: int, tokenizer: Path, tmp_pa
     assert first[9] in lines
 
 
-def test_a_refused_preparation_continues_with_skip(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_preparation_continues_with_skip(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was tokenised before is the same either way."""
     small_units(monkeypatch, unit=5000)
     source = make_input(tmp_path / "in")
@@ -179,12 +204,16 @@ def test_a_refused_preparation_continues_with_skip(tokenizer: Path, tmp_path: Pa
         prepared(source, tmp_path / "data", tokenizer)
     read: list[str] = []
     whole = tokenise.documents
-    monkeypatch.setattr(tokenise, "documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit))
+    monkeypatch.setattr(
+        tokenise, "documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
+    )
     assert prepared(source, tmp_path / "data", tokenizer, on_bad_row=OnBadRow.skip).bad_rows["count"] == 1
     assert "a.jsonl" not in read
     prepared(source, tmp_path / "fresh", tokenizer, on_bad_row=OnBadRow.skip)
     assert files_of(tmp_path / "data") == files_of(tmp_path / "fresh")
-    with pytest.raises(InputError, match="made with on_bad_row=skip"):  # the control: a finished folder is of one recipe
+    with pytest.raises(
+        InputError, match="made with on_bad_row=skip"
+    ):  # the control: a finished folder is of one recipe
         prepared(source, tmp_path / "data", tokenizer)
 
 
@@ -204,7 +233,9 @@ def test_a_preparation_that_refused_special_tokens_continues_with_them_as_text(
     assert files_of(tmp_path / "data") == files_of(tmp_path / "fresh")
 
 
-def test_the_first_rows_of_every_file_are_checked_before_any_work(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rows_of_every_file_are_checked_before_any_work(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:50]).parent
     write_jsonl(source / "b.jsonl", TEXTS[:50], "body")
     (source / "c.jsonl").write_bytes(BROKEN)
@@ -213,14 +244,19 @@ def test_the_first_rows_of_every_file_are_checked_before_any_work(tokenizer: Pat
     with pytest.raises(InputError) as caught:
         prepared(source, tmp_path / "data", tokenizer)
     assert [problem.key for problem in caught.value.problems] == ["text", "input", "input"]
-    assert all(name in problem.seen for name, problem in zip(("b.jsonl", "c.jsonl", "d.txt"), caught.value.problems, strict=True))
+    assert all(
+        name in problem.seen
+        for name, problem in zip(("b.jsonl", "c.jsonl", "d.txt"), caught.value.problems, strict=True)
+    )
     for name in ("b.jsonl", "c.jsonl", "d.txt"):
         (source / name).unlink()
     with pytest.raises(KeyboardInterrupt):  # the control
         prepared(source, tmp_path / "data", tokenizer)
 
 
-def test_a_changed_file_is_checked_too(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_file_is_checked_too(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_units(monkeypatch, unit=5000)
     source = make_input(tmp_path / "in")
     with pytest.raises(InputError, match=r"b\.jsonl"):

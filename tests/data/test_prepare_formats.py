@@ -1,6 +1,6 @@
 """Every form of file that is read gives the same documents; every other one is refused by name.
 
-    pytest tests/data/test_prepare_formats.py
+pytest tests/data/test_prepare_formats.py
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ from toolkit.errors import InputError
 
 DOCUMENTS = [*TEXTS[:40], 'quotes "of" all, kinds\nand lines', "[brackets], {braces}"]
 LINES = [text.replace("\n", " ") for text in DOCUMENTS]
-JSONL = b"".join(json.dumps({"id": number, "text": text}).encode() + b"\n" for number, text in enumerate(DOCUMENTS))
+JSONL = b"".join(
+    json.dumps({"id": number, "text": text}).encode() + b"\n" for number, text in enumerate(DOCUMENTS)
+)
 BOM = b"\xef\xbb\xbf"
 
 
 def array(indent: int | None = None, ascii_: bool = True) -> bytes:
-    return json.dumps([{"id": number, "text": text} for number, text in enumerate(DOCUMENTS)], indent=indent, ensure_ascii=ascii_).encode()
+    return json.dumps(
+        [{"id": number, "text": text} for number, text in enumerate(DOCUMENTS)],
+        indent=indent,
+        ensure_ascii=ascii_,
+    ).encode()
 
 
 def separated(delimiter: str, ends: str = "\r\n") -> bytes:
@@ -66,7 +72,11 @@ def zst(content: bytes, folder: Path) -> bytes:
 
 
 HALF = JSONL.index(b"\n", len(JSONL) // 2) + 1
-PARTS = {"folder/a.jsonl": JSONL[:HALF], "b.jsonl.gz": gzip.compress(JSONL[HALF:]), "__MACOSX/._a.jsonl": b"\0" * 9}
+PARTS = {
+    "folder/a.jsonl": JSONL[:HALF],
+    "b.jsonl.gz": gzip.compress(JSONL[HALF:]),
+    "__MACOSX/._a.jsonl": b"\0" * 9,
+}
 FORMS: dict[str, Callable[[Path], bytes]] = {
     "bz2.jsonl.bz2": lambda _: bz2.compress(JSONL[:HALF]) + bz2.compress(JSONL[HALF:]),
     "xz.jsonl.xz": lambda _: lzma.compress(JSONL[:HALF]) + lzma.compress(JSONL[HALF:]),
@@ -92,18 +102,24 @@ FORMS: dict[str, Callable[[Path], bytes]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_gives_the_same_documents(name: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_form_gives_the_same_documents(
+    name: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_units(monkeypatch, unit=1000, part=2000, batch=500)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(FORMS[name](tmp_path))
     manifest = prepared(tmp_path / "in", tmp_path / "data", tokenizer)
-    assert sorted([*texts_of(manifest.folder, "train"), *texts_of(manifest.folder, "validation")]) == sorted(DOCUMENTS)
+    assert sorted([*texts_of(manifest.folder, "train"), *texts_of(manifest.folder, "validation")]) == sorted(
+        DOCUMENTS
+    )
 
 
 def test_a_byte_order_mark_is_no_part_of_a_document(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(BOM + b"one")
-    (tmp_path / "in" / "b.txt").write_bytes("two\N{ZERO WIDTH NO-BREAK SPACE}".encode())  # the control: inside, it is a character
+    (tmp_path / "in" / "b.txt").write_bytes(
+        "two\N{ZERO WIDTH NO-BREAK SPACE}".encode()
+    )  # the control: inside, it is a character
     prepared(tmp_path / "in", tmp_path / "data", tokenizer, validation=0.0)
     assert sorted(texts_of(tmp_path / "data", "train")) == ["one", "two\N{ZERO WIDTH NO-BREAK SPACE}"]
     (tmp_path / "lines.txt").write_bytes(BOM + b"one\ntwo\n")
@@ -132,7 +148,9 @@ def test_a_nested_field_is_a_document(form: str, tokenizer: Path, tmp_path: Path
         Dataset.from_list(rows).save_to_disk(tmp_path / "in")
         options["format"] = InputFormat.dataset
     manifest = prepared(tmp_path / "in", tmp_path / "data", tokenizer, text="meta.body", **options)
-    assert sorted([*texts_of(manifest.folder, "train"), *texts_of(manifest.folder, "validation")]) == sorted(LINES)
+    assert sorted([*texts_of(manifest.folder, "train"), *texts_of(manifest.folder, "validation")]) == sorted(
+        LINES
+    )
     with pytest.raises(InputError, match=r"meta\.nothing"):
         prepared(tmp_path / "in", tmp_path / "other", tokenizer, text="meta.nothing", **options)
 
@@ -187,11 +205,17 @@ def test_bad_rows_of_csv_and_json_arrays_are_skipped_if_asked(tokenizer: Path, t
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.csv").write_bytes(b'id,text\n1,one\n2\n3,"two"x\n4,three\n')
     (tmp_path / "in" / "b.json").write_text('[{"text": "four"}, {"body": "x"}, 7, {"text": "five"}]')
-    manifest = prepared(tmp_path / "in", tmp_path / "data", tokenizer, validation=0.0, on_bad_row=OnBadRow.skip)
+    manifest = prepared(
+        tmp_path / "in", tmp_path / "data", tokenizer, validation=0.0, on_bad_row=OnBadRow.skip
+    )
     assert sorted(texts_of(tmp_path / "data", "train")) == ["five", "four", "one", "three"]
     assert manifest.bad_rows["count"] == 4
-    assert [line.partition(":")[0] for line in manifest.bad_rows["first"]] == ["a.csv, row 2", "a.csv, row 3", "b.json, row 2",
-                                                                               "b.json, row 3"]
+    assert [line.partition(":")[0] for line in manifest.bad_rows["first"]] == [
+        "a.csv, row 2",
+        "a.csv, row 3",
+        "b.json, row 2",
+        "b.json, row 3",
+    ]
 
 
 def test_a_document_that_memory_cannot_hold_is_named_with_its_size(
@@ -201,11 +225,22 @@ def test_a_document_that_memory_cannot_hold_is_named_with_its_size(
     import psutil
 
     small = 3 << 20
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["one", "two " * (small // 4), "three"]))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ["one", "two " * (small // 4), "three"])
+    )
     free = psutil.virtual_memory()
     monkeypatch.setattr(limits, "LARGE_BYTES", 1 << 20)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: free._replace(available=limits.TOKENISER_MEMORY * small - 1))
-    with pytest.raises(InputError, match=r"a\.jsonl, the line at byte 16: a document of 3 MiB(?s:.*)0\.4 GiB are available"):
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: free._replace(available=limits.TOKENISER_MEMORY * small - 1)
+    )
+    with pytest.raises(
+        InputError, match=r"a\.jsonl, the line at byte 16: a document of 3 MiB(?s:.*)0\.4 GiB are available"
+    ):
         prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, validation=0.0)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: free._replace(available=limits.TOKENISER_MEMORY * small))
-    assert prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, validation=0.0).splits["train"].documents == 3
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: free._replace(available=limits.TOKENISER_MEMORY * small)
+    )
+    assert (
+        prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, validation=0.0).splits["train"].documents
+        == 3
+    )

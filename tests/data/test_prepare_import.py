@@ -1,6 +1,6 @@
 """Megatron's files that others made get a manifest, and are trained on where they lie.
 
-    pytest tests/data/test_prepare_import.py
+pytest tests/data/test_prepare_import.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from toolkit.errors import InputError
 from toolkit.progress import Progress
 
 
-def write_megatron(folder: Path, name: str, documents: list[list[list[int]]], dtype: str = "<u2") -> list[int]:
+def write_megatron(
+    folder: Path, name: str, documents: list[list[list[int]]], dtype: str = "<u2"
+) -> list[int]:
     """As Megatron's preprocess_data.py writes documents of several sentences: a sequence each. Returns all tokens."""
     folder.mkdir(exist_ok=True, parents=True)
     sequences = [sequence for document in documents for sequence in document]
@@ -32,8 +34,12 @@ def write_megatron(folder: Path, name: str, documents: list[list[list[int]]], dt
     pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
     ends = np.cumsum([0, *map(len, documents)], dtype="<i8")
     code = next(code for code, known in CODES.items() if known == np.dtype(dtype))
-    (folder / f"{name}.idx").write_bytes(HEADER.pack(MAGIC, 1, code, len(lengths), len(ends)) + lengths.tobytes()
-                                         + pointers.astype("<i8").tobytes() + ends.tobytes())
+    (folder / f"{name}.idx").write_bytes(
+        HEADER.pack(MAGIC, 1, code, len(lengths), len(ends))
+        + lengths.tobytes()
+        + pointers.astype("<i8").tobytes()
+        + ends.tobytes()
+    )
     return tokens
 
 
@@ -46,12 +52,17 @@ def encoded(tokenizer: Path, texts: list[str], *, ends: bool = True) -> list[lis
 
 
 def config(path: object, tokenizer: Path, **changes: object) -> PrepareConfig:
-    options: dict[str, object] = {"tokenizer": TokenizerConfig(path=str(tokenizer), end_of_text=bpe.END_OF_TEXT), **changes}
+    options: dict[str, object] = {
+        "tokenizer": TokenizerConfig(path=str(tokenizer), end_of_text=bpe.END_OF_TEXT),
+        **changes,
+    }
     return PrepareConfig(import_path=str(path), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
-@pytest.mark.parametrize("named", ["", "train_text_document", "train_text_document.bin", "train_text_document.idx", "train*"])
+@pytest.mark.parametrize(
+    "named", ["", "train_text_document", "train_text_document.bin", "train_text_document.idx", "train*"]
+)
 def test_imported_files_are_trained_on(named: str, dtype: str, tokenizer: Path, tmp_path: Path) -> None:
     tokens = write_megatron(tmp_path, "train_text_document", encoded(tokenizer, TEXTS[:30]), dtype)
     before = (tmp_path / "train_text_document.bin").stat().st_mtime_ns
@@ -65,13 +76,19 @@ def test_imported_files_are_trained_on(named: str, dtype: str, tokenizer: Path, 
     assert read[0].tolist() == tokens
 
 
-def test_several_files_and_a_validation_split(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_files_and_a_validation_split(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By the command, as its help shows it."""
     tokens = write_megatron(tmp_path, "train-0", encoded(tokenizer, TEXTS[:9]))
     tokens += write_megatron(tmp_path, "train-1", encoded(tokenizer, TEXTS[9:30]))
     write_megatron(tmp_path, "held-out", encoded(tokenizer, TEXTS[30:35]))
-    words = [f"import='{tmp_path}/train-*'", f"import_validation={tmp_path}/held-out", f"tokenizer.path={tokenizer}",
-             "tokenizer.end_of_text='<|endoftext|>'"]
+    words = [
+        f"import='{tmp_path}/train-*'",
+        f"import_validation={tmp_path}/held-out",
+        f"tokenizer.path={tokenizer}",
+        "tokenizer.end_of_text='<|endoftext|>'",
+    ]
     assert main(words) == 0, capsys.readouterr().err
     manifest = read_manifest(tmp_path)
     assert [shard.name for shard in manifest.splits["train"].shards] == ["train-0", "train-1"]
@@ -101,9 +118,16 @@ def test_an_import_that_cannot_be_is_refused_and_leaves_nothing(tokenizer: Path,
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.idx").write_text("no index")
     (tmp_path / "text" / "a.bin").write_text("no tokens")
-    for name, seen in (("large", "token 400, a tokenizer of 400 tokens"), ("wide", "tokens of int64"), ("two", "b.idx: tokens of int32"),
-                       ("cut", "by its index it has"), ("alone", "a.bin: absent"), ("absent", "no .idx file"), ("none", "no tokens"),
-                       ("text", "starting with b'no index'")):
+    for name, seen in (
+        ("large", "token 400, a tokenizer of 400 tokens"),
+        ("wide", "tokens of int64"),
+        ("two", "b.idx: tokens of int32"),
+        ("cut", "by its index it has"),
+        ("alone", "a.bin: absent"),
+        ("absent", "no .idx file"),
+        ("none", "no tokens"),
+        ("text", "starting with b'no index'"),
+    ):
         before = sorted((tmp_path / name).rglob("*"))
         with pytest.raises(InputError) as caught:
             import_shards(config(tmp_path / name, tokenizer), Progress.silent())

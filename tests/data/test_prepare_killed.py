@@ -1,7 +1,7 @@
 """Killed with ``kill -9`` in the middle of the work and started again: the same bytes, and nothing is done twice.
 
-    pytest tests/data/test_prepare_killed.py
-    pytest -m full tests/data/test_prepare_killed.py      # many kills, at any time; another number of processes each time
+pytest tests/data/test_prepare_killed.py
+pytest -m full tests/data/test_prepare_killed.py      # many kills, at any time; another number of processes each time
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.data.texts import documents_of, files_of, made_texts, prepared, small_tokenizer, write_gz, write_jsonl
+from tests.data.texts import (
+    documents_of,
+    files_of,
+    made_texts,
+    prepared,
+    small_tokenizer,
+    write_gz,
+    write_jsonl,
+)
 from toolkit.config.compose import compose_prepare
 from toolkit.data.prepare import merge, tokenise
 from toolkit.data.prepare.parts import Receipt, read_receipts
@@ -107,14 +115,20 @@ def in_this_process(case: Case) -> list[int]:
     batches: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         add = tokenise._Part.add
-        patch.setattr(tokenise._Part, "add", lambda part, batch, words: (batches.append(len(batch)), add(part, batch, words))[1])
+        patch.setattr(
+            tokenise._Part,
+            "add",
+            lambda part, batch, words: (batches.append(len(batch)), add(part, batch, words))[1],
+        )
         prepare(compose_prepare([*case.words, "workers=1"]), Progress.silent())
     return batches
 
 
 def test_killed_while_it_writes_shards(tmp_path: Path) -> None:
     case = Case(tmp_path, workers=1)
-    with pytest.MonkeyPatch.context() as patch:  # killed between two slices of the second shard: as exactly as only a fault can be
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # killed between two slices of the second shard: as exactly as only a fault can be
         patch.setattr(merge, "pieces", lambda *args, pieces=merge.pieces: pieces(*args[:2], 9000))
         slices = merge._slice
 
@@ -149,7 +163,10 @@ def test_killed_at_any_time_many_times(tmp_path: Path) -> None:
         # The first one is in the work for certain: on a quick machine all random times may come too late for it.
         began, wait = time.monotonic(), random_.uniform(0.2, 2.5) if attempt else float("inf")
         killed = case.killed_when(
-            lambda began=began, wait=wait, first=not attempt: time.monotonic() - began > wait or (first and case.receipts > 0))
+            lambda began=began, wait=wait, first=not attempt: (
+                time.monotonic() - began > wait or (first and case.receipts > 0)
+            )
+        )
         inside += killed and case.receipts > before
         if not killed:
             break

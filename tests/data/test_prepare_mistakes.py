@@ -1,6 +1,6 @@
 """Prepared before, in part or otherwise: found, or refused by name; and every other mistake.
 
-    pytest tests/data/test_prepare_mistakes.py
+pytest tests/data/test_prepare_mistakes.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def test_prepared_again_it_is_found_and_nothing_is_written(
     first = prepared(corpus, tmp_path / "data", tokenizer)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
     monkeypatch.setattr(tokenise, "tokenising", None)
-    assert prepared(corpus, tmp_path / "data", tokenizer, workers=3, memory_mib=9) == first  # carriage may differ
+    assert (
+        prepared(corpus, tmp_path / "data", tokenizer, workers=3, memory_mib=9) == first
+    )  # carriage may differ
     for file in corpus.rglob("*.jsonl"):
         file.touch()  # read and compared, not believed
     assert prepared(corpus, tmp_path / "data", tokenizer) == first
@@ -48,10 +50,19 @@ def test_another_recipe_or_input_is_refused_by_name(tokenizer: Path, tmp_path: P
     assert "seed=0" in caught.value.problems[1].remedy + caught.value.problems[0].remedy
     content = (source / "a.jsonl").read_bytes()
     changes: dict[str, Callable[[], object]] = {
-        "a.jsonl has another content": lambda: (source / "a.jsonl").write_bytes(content.replace(b"data", b"DATA")),
+        "a.jsonl has another content": lambda: (source / "a.jsonl").write_bytes(
+            content.replace(b"data", b"DATA")
+        ),
         "a.jsonl has": lambda: (source / "a.jsonl").write_bytes(content[:-1]),
-        "b.jsonl is new": lambda: ((source / "a.jsonl").write_bytes(content), write_jsonl(source / "b.jsonl", ["x"])),
-        "a.jsonl is gone": lambda: ((source / "a.jsonl").unlink(), (source / "b.jsonl").unlink(), write_jsonl(source / "z.jsonl", ["x"])),
+        "b.jsonl is new": lambda: (
+            (source / "a.jsonl").write_bytes(content),
+            write_jsonl(source / "b.jsonl", ["x"]),
+        ),
+        "a.jsonl is gone": lambda: (
+            (source / "a.jsonl").unlink(),
+            (source / "b.jsonl").unlink(),
+            write_jsonl(source / "z.jsonl", ["x"]),
+        ),
     }
     for seen, change in changes.items():
         change()
@@ -69,7 +80,9 @@ def test_an_input_that_changes_while_it_is_read_is_refused_and_read_again(
 ) -> None:
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20])
     units = tokenise.units_left
-    monkeypatch.setattr(tokenise, "units_left", lambda *args: (write_jsonl(source, TEXTS[:21]), units(*args))[1])
+    monkeypatch.setattr(
+        tokenise, "units_left", lambda *args: (write_jsonl(source, TEXTS[:21]), units(*args))[1]
+    )
     with pytest.raises(InputError, match=r"a\.jsonl changed since the preparation began"):
         prepared(source, tmp_path / "data", tokenizer)
     monkeypatch.undo()
@@ -121,7 +134,9 @@ def test_mistakes_are_named(mistake: str, tokenizer: Path, tmp_path: Path) -> No
     assert not (tmp_path / "data" / "manifest.json").exists()
 
 
-def test_a_mistake_in_a_worker_is_told_by_the_command(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_a_worker_is_told_by_the_command(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_units(monkeypatch, unit=100)
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:5])
     (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() + b"{\n")
@@ -163,7 +178,10 @@ def ends_itself() -> Callable[[int, Callable[[int], None]], None]:
 
 
 def test_a_killed_worker_is_told() -> None:
-    with Progress.silent().task("working") as task, pytest.raises(InputError, match=r"code -9 \(SIGKILL\)") as caught:
+    with (
+        Progress.silent().task("working") as task,
+        pytest.raises(InputError, match=r"code -9 \(SIGKILL\)") as caught,
+    ):
         each(ends_itself, [0, 1, 2, 3], 2, task)
     assert caught.value.problems[0].key == "workers"
 
@@ -182,13 +200,17 @@ def test_the_embedded_text_is_an_input(tmp_path: Path, monkeypatch: pytest.Monke
     for number, text in enumerate(TEXTS[:40]):
         (tmp_path / "library" / f"{number}.py").write_text(text)
     monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda _: str(tmp_path / "library"))
-    config = PrepareConfig(input="stdlib", output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300))
+    config = PrepareConfig(
+        input="stdlib", output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300)
+    )
     manifest = prepare(config, Progress.silent())
     assert manifest == stdlib.ensure(tmp_path / "data", 300)
     assert manifest.tokenizer.ends_documents
 
 
-def test_a_folder_of_another_recipe_version_is_refused_with_a_remedy_that_works(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_recipe_version_is_refused_with_a_remedy_that_works(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
     prepared(source, tmp_path / "data", tokenizer)
     manifest = tmp_path / "data" / "manifest.json"

@@ -1,6 +1,6 @@
 """An input in a store is brought here, once, and prepared as the folder that it is a copy of.
 
-    pytest tests/data/test_prepare_store.py
+pytest tests/data/test_prepare_store.py
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def of_store(output: Path, tokenizer: Path, url: str = URL) -> None:
     prepared(url, output, tokenizer)
 
 
-def test_it_is_the_folder(bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_folder(
+    bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepared(bucket.root / "texts", tmp_path / "here", tokenizer)
     monkeypatch.setattr(inputs, "AT_ONCE_BYTES", 5000)  # several ranges a file
     of_store(tmp_path / "there", tokenizer)
@@ -57,7 +59,9 @@ def test_it_is_the_folder(bucket: Store, tokenizer: Path, tmp_path: Path, monkey
     assert bucket.signed == sum(bucket.requests.values())
 
 
-def test_what_is_here_is_not_fetched_again(bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_here_is_not_fetched_again(
+    bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed while it tokenises: the copies stay, and one that was under way is fetched again."""
     output = tmp_path / "data"
     with monkeypatch.context() as patch:
@@ -65,7 +69,9 @@ def test_what_is_here_is_not_fetched_again(bucket: Store, tokenizer: Path, tmp_p
         with pytest.raises(KeyboardInterrupt):
             of_store(output, tokenizer)
     copies = output / ".work" / "input"
-    assert sorted(path.relative_to(copies).as_posix() for path in copies.rglob("*") if path.is_file()) == NAMES
+    assert (
+        sorted(path.relative_to(copies).as_posix() for path in copies.rglob("*") if path.is_file()) == NAMES
+    )
     (copies / "a.jsonl").rename(copies / ".a.jsonl.fetching")
     bucket.forget()
     of_store(output, tokenizer)
@@ -119,13 +125,16 @@ def test_a_file_that_changes_while_it_is_prepared_is_fetched_and_read_again(
     assert files_of(tmp_path / "data") == files_of(tmp_path / "fresh")
 
 
-@pytest.mark.parametrize(("url", "seen"), [
-    ("s3://corpus/absent", "input=s3://corpus/absent: no file below it"),
-    ("s3://other/texts", "no such bucket"),
-    ("https://127.0.0.1/texts", "cannot be listed"),
-    ("s3://name:secret@corpus/texts", "a URL has no user"),
-    ("ftp://corpus/texts", "a folder is a path, or a URL of a known store"),
-])
+@pytest.mark.parametrize(
+    ("url", "seen"),
+    [
+        ("s3://corpus/absent", "input=s3://corpus/absent: no file below it"),
+        ("s3://other/texts", "no such bucket"),
+        ("https://127.0.0.1/texts", "cannot be listed"),
+        ("s3://name:secret@corpus/texts", "a URL has no user"),
+        ("ftp://corpus/texts", "a folder is a path, or a URL of a known store"),
+    ],
+)
 def test_mistakes_name_the_input(bucket: Store, tokenizer: Path, tmp_path: Path, url: str, seen: str) -> None:
     with pytest.raises(InputError) as caught:
         of_store(tmp_path / "data", tokenizer, url)

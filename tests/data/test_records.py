@@ -1,6 +1,6 @@
 """Records: written whole or not at all, read by number, refused by name when damaged, and in the order of every stream.
 
-    pytest tests/data/test_records.py
+pytest tests/data/test_records.py
 """
 
 from __future__ import annotations
@@ -33,11 +33,17 @@ from toolkit.errors import CheckpointError, InputError
 from toolkit.progress import Progress
 
 Ints = npt.NDArray[np.int64]
-FIELDS: dict[str, tuple[str, tuple[int, ...]]] = {"image": ("uint16", (3, 4, 5)), "weight": ("float64", ()), "label": ("uint8", ())}
+FIELDS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "image": ("uint16", (3, 4, 5)),
+    "weight": ("float64", ()),
+    "label": ("uint8", ()),
+}
 PAGE = Path(__file__).resolve().parents[2] / "docs/data.md"
 
 
-def make(folder: Path, records: int = 40, *, shard_bytes: int = 1 << 20, seed: int = 0, **splits: int) -> dict[str, npt.NDArray[Any]]:
+def make(
+    folder: Path, records: int = 40, *, shard_bytes: int = 1 << 20, seed: int = 0, **splits: int
+) -> dict[str, npt.NDArray[Any]]:
     """Records whose ``weight`` is their number; what was written, by field, of the training split."""
     random = np.random.default_rng(seed)
     images = random.integers(0, 60_000, (records, 3, 4, 5), dtype=np.uint16)
@@ -61,12 +67,16 @@ def test_what_is_written_is_read(data: st.DataObject, shard_records: int, buffer
     kinds = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=3).map(tuple))
     fields = data.draw(st.dictionaries(st.sampled_from("abcdef"), kinds, min_size=1))
     random = np.random.default_rng(count)
-    values = {name: random.integers(0, 2, (count, *shape)).astype(kind) for name, (kind, shape) in fields.items()}
+    values = {
+        name: random.integers(0, 2, (count, *shape)).astype(kind) for name, (kind, shape) in fields.items()
+    }
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as context:
         size = np.dtype([(name, kind, shape) for name, (kind, shape) in fields.items()], align=True).itemsize
         context.setattr(write_records, "BUFFER_BYTES", buffered * size)
         place = Path(folder) / "records"
-        with RecordWriter(place, fields, description="", licence="", shard_bytes=shard_records * size) as writer:
+        with RecordWriter(
+            place, fields, description="", licence="", shard_bytes=shard_records * size
+        ) as writer:
             for number in range(count):
                 writer.add("train", **{name: value[number] for name, value in values.items()})
         records = open_records(place, "train")
@@ -88,7 +98,11 @@ def test_a_record_is_one_range_of_one_file(tmp_path: Path) -> None:
     manifest = read_records(tmp_path / "records")
     content = json.loads((tmp_path / "records/manifest.json").read_text())
     assert content["record_bytes"] == manifest.record_bytes == 136
-    assert [(field["name"], field["offset"]) for field in content["fields"]] == [("image", 0), ("weight", 120), ("label", 128)]
+    assert [(field["name"], field["offset"]) for field in content["fields"]] == [
+        ("image", 0),
+        ("weight", 120),
+        ("label", 128),
+    ]
     whole = (tmp_path / "records/train-00000.records").read_bytes()
     assert len(whole) == 40 * 136
     record = whole[17 * 136 : 18 * 136]
@@ -100,12 +114,16 @@ def test_a_record_is_one_range_of_one_file(tmp_path: Path) -> None:
 def test_statistics_are_exact_enough_for_large_offsets(tmp_path: Path) -> None:
     """Control: the textbook difference of sums of squares has no digit left."""
     values = 1e8 + np.random.default_rng(0).normal(0, 0.01, (5000, 2))
-    with RecordWriter(tmp_path / "records", {"value": ("float64", (2,))}, description="", licence="") as writer:
+    with RecordWriter(
+        tmp_path / "records", {"value": ("float64", (2,))}, description="", licence=""
+    ) as writer:
         for value in values:
             writer.add("train", value=value)
     found = read_records(tmp_path / "records").split("train").statistics["value"]
     assert np.allclose(found.std, values.std(axis=0), rtol=1e-5)
-    assert not np.allclose(np.sqrt(np.abs((values**2).mean(axis=0) - values.mean(axis=0) ** 2)), values.std(axis=0), rtol=0.5)
+    assert not np.allclose(
+        np.sqrt(np.abs((values**2).mean(axis=0) - values.mean(axis=0) ** 2)), values.std(axis=0), rtol=0.5
+    )
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +149,10 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    with pytest.raises(InputError, match="no record"), RecordWriter(tmp_path / "a", FIELDS, description="", licence=""):
+    with (
+        pytest.raises(InputError, match="no record"),
+        RecordWriter(tmp_path / "a", FIELDS, description="", licence=""),
+    ):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -151,7 +172,10 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("values", "shows"), UNFIT.values(), ids=list(UNFIT))
 def test_what_does_not_fit_is_refused(values: dict[str, Any], shows: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=shows), RecordWriter(tmp_path / "a", FIELDS, description="", licence="") as writer:
+    with (
+        pytest.raises(InputError, match=shows),
+        RecordWriter(tmp_path / "a", FIELDS, description="", licence="") as writer,
+    ):
         writer.add("train", **values)
 
 
@@ -183,7 +207,10 @@ def change_manifest(old: str, new: str) -> Callable[[Path], object]:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (flip, r"train-00001\.records: xxh3 [0-9a-f]{32}"),
-    "truncated": (lambda folder: (folder / "train-00002.records").write_bytes(b"abc"), r"train-00002\.records: 3 bytes"),
+    "truncated": (
+        lambda folder: (folder / "train-00002.records").write_bytes(b"abc"),
+        r"train-00002\.records: 3 bytes",
+    ),
     "missing": (lambda folder: (folder / "train-00000.records").unlink(), r"train-00000\.records: absent"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json"),
     "newer": (change_manifest('"format_version": 2', '"format_version": 7'), "format_version=7"),
@@ -235,9 +262,16 @@ def numbers(samples: npt.NDArray[np.void]) -> list[int]:
     return [int(weight) for weight in samples["weight"]]
 
 
-@given(power=st.integers(0, 3), micro_power=st.integers(0, 3), step=st.integers(0, 10**6), seed=st.integers(0, 2**40))
+@given(
+    power=st.integers(0, 3),
+    micro_power=st.integers(0, 3),
+    step=st.integers(0, 10**6),
+    seed=st.integers(0, 2**40),
+)
 @settings(max_examples=12, deadline=None)
-def test_any_layout_sees_the_same_global_batch(records: Records, power: int, micro_power: int, step: int, seed: int) -> None:
+def test_any_layout_sees_the_same_global_batch(
+    records: Records, power: int, micro_power: int, step: int, seed: int
+) -> None:
     """Also after a stop, since a stream begins at any step; a rank that only counted its own records would not."""
     ranks, micro = 2**power, min(2**micro_power, 8 // 2**power)
     alone = global_batch([stream_of(records, seed, 1, 0, micro=8)], step)
@@ -270,15 +304,30 @@ def test_a_changed_record_or_normalisation_is_another_fingerprint(tmp_path: Path
         stream_of(open_records(tmp_path / "a", "train"), 0, 1, 0).check_fingerprint(first.fingerprint())
 
 
-@pytest.mark.parametrize(("count", "batches", "seen", "global_batches"), [(101, 2, 16, 2), (13, 4, 13, 2), (3, 1, 3, 1), (8, 5, 8, 1)])
-def test_an_evaluation_takes_the_first_records_once(count: int, batches: int, seen: int, global_batches: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "batches", "seen", "global_batches"),
+    [(101, 2, 16, 2), (13, 4, 13, 2), (3, 1, 3, 1), (8, 5, 8, 1)],
+)
+def test_an_evaluation_takes_the_first_records_once(
+    count: int, batches: int, seen: int, global_batches: int, tmp_path: Path
+) -> None:
     make(tmp_path / "records", count)
     records = open_records(tmp_path / "records", "train")
     for ranks, micro in ((1, 8), (2, 2), (4, 1), (8, 1)):
-        found = [list(sample_batches(records, batches, batch_plan(micro, 8, ranks), rank)) for rank in range(ranks)]
+        found = [
+            list(sample_batches(records, batches, batch_plan(micro, 8, ranks), rank)) for rank in range(ranks)
+        ]
         assert {len(of_rank) for of_rank in found} == {global_batches}
-        assert {len(batch) for of_rank in found for batch in of_rank} == {8 // micro // ranks}, "as many micro-batches on each rank"
-        everything = [number for of_rank in found for batch in of_rank for samples in batch for number in numbers(samples)]
+        assert {len(batch) for of_rank in found for batch in of_rank} == {8 // micro // ranks}, (
+            "as many micro-batches on each rank"
+        )
+        everything = [
+            number
+            for of_rank in found
+            for batch in of_rank
+            for samples in batch
+            for number in numbers(samples)
+        ]
         assert sorted(everything) == list(range(seen))
 
 
@@ -296,7 +345,10 @@ def test_a_store_gives_the_same_records(tmp_path: Path) -> None:
         assert there.fingerprint() == here.fingerprint()
         store.forget()
         assert there.read(epochs, numbers).tobytes() == here.read(epochs, numbers).tobytes()
-        assert (sum(store.requests.values()), store.served_bytes) == (3 + 3, 60 * 136 + 3 * 8)  # a block and its sum of each shard
+        assert (sum(store.requests.values()), store.served_bytes) == (
+            3 + 3,
+            60 * 136 + 3 * 8,
+        )  # a block and its sum of each shard
         kept = open_records(f"{store.http}/records", "train", cache=BlockCache(tmp_path / "cache", 1.0))
         kept.read(epochs, numbers)
         store.forget()

@@ -1,6 +1,6 @@
 """Training from a store reads the samples that it reads from this machine, soon, and little else; damage is told before it begins.
 
-    pytest tests/data/test_remote.py
+pytest tests/data/test_remote.py
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("remote") / "data"
     random = np.random.default_rng(0)
     texts = [random.integers(0, 60_000, random.integers(1, 100_000)) for _ in range(40)]
-    make_folder(folder, {"train": texts, "validation": documents(40, 300)}, vocab_size=60_000, shard_bytes=1_000_000)
+    make_folder(
+        folder, {"train": texts, "validation": documents(40, 300)}, vocab_size=60_000, shard_bytes=1_000_000
+    )
     assert len(read_manifest(folder).split("train").shards) == 4
     return folder
 
@@ -87,17 +89,25 @@ def test_the_stream_is_that_of_the_local_folder(
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path)
         source = remote(store, scheme, cache=BlockCache(tmp_path / "cache", 8 / 1024) if cached else None)
-        assert (source.tokens, source.data_hash, source.tokenizer_hash) == (local.tokens, local.data_hash, local.tokenizer_hash)
+        assert (source.tokens, source.data_hash, source.tokenizer_hash) == (
+            local.tokens,
+            local.data_hash,
+            local.tokenizer_hash,
+        )
         assert stream_of(source).fingerprint() == stream_of(local).fingerprint()
         assert np.array_equal(taken(source, steps), taken(local, steps))
         for rank in range(2):
-            assert np.array_equal(taken(source, 3, 70, data_rank=rank, ranks=2), taken(local, 3, 70, data_rank=rank, ranks=2))
+            assert np.array_equal(
+                taken(source, 3, 70, data_rank=rank, ranks=2), taken(local, 3, 70, data_rank=rank, ranks=2)
+            )
         # The control: another order would differ.
         assert not np.array_equal(taken(source, 3, 70), taken(local, 3, 71))
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_trouble_loses_and_repeats_no_sample(folder: Path, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trouble_loses_and_repeats_no_sample(
+    folder: Path, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of all requests 5% fail and 5% stall, from the first look at the folder on."""
     expected = taken(open_split(folder, "train"), 60)
     with served(folder, failing=0.05, stalled=0.05, seed=7) as store:
@@ -114,7 +124,12 @@ def test_trouble_loses_and_repeats_no_sample(folder: Path, tmp_path: Path, cache
             taken(RemoteTokens(read_manifest(store.s3), "train", limits=once), 60)
 
 
-@given(seed=st.integers(0, 10**6), length=st.integers(1, 300), longest=st.integers(1, 2000), token_bytes=st.sampled_from([2, 4]))
+@given(
+    seed=st.integers(0, 10**6),
+    length=st.integers(1, 300),
+    longest=st.integers(1, 2000),
+    token_bytes=st.sampled_from([2, 4]),
+)
 @settings(max_examples=100, deadline=None)
 def test_spans_hold_every_piece(seed: int, length: int, longest: int, token_bytes: int) -> None:
     random = np.random.default_rng(seed)
@@ -134,7 +149,11 @@ def test_spans_hold_every_piece(seed: int, length: int, longest: int, token_byte
         rows[piece.row, piece.column : piece.column + piece.count] = tokens
     assert np.array_equal(rows, starts[:, None] + np.arange(length))
     # Spans have no byte that no piece wants, and only a piece itself makes one longer than it may be.
-    wanted = {(piece.shard, byte) for piece in pieces for byte in range(piece.start, piece.start + piece.count * token_bytes)}
+    wanted = {
+        (piece.shard, byte)
+        for piece in pieces
+        for byte in range(piece.start, piece.start + piece.count * token_bytes)
+    }
     assert {(shard, byte) for shard, first, end in spans for byte in range(first, end)} == wanted
     sizes = [piece.count * token_bytes for piece in pieces]
     assert all(end - first <= max(longest, *sizes) for _, first, end in spans)
@@ -191,7 +210,9 @@ def test_little_else_is_fetched(folder: Path, tmp_path: Path, monkeypatch: pytes
     assert len(np.unique(tokens * 2 // (512 << 10))) * (512 << 10) / sum(asked) > 1.1
 
 
-def test_blocks_are_little_more_than_long_windows(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_little_more_than_long_windows(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Windows of 32 KiB, widened to blocks of 4 KiB, with their sums. Short windows, which cost more, are the control."""
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -218,7 +239,9 @@ def counted(source: RemoteTokens) -> list[int]:
     return asked
 
 
-def test_windows_that_touch_are_one_request(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_that_touch_are_one_request(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path)
         source = remote(store)
@@ -226,7 +249,9 @@ def test_windows_that_touch_are_one_request(folder: Path, tmp_path: Path, monkey
         out = np.empty((40, LENGTH + 1), dtype=np.int64)
         source.read(np.random.default_rng(0).permutation(40) * LENGTH, out)
         assert store.requests == {"train-00000.bin": 1, "train-00000.sums": 1}
-        assert store.served_bytes == 21 * BLOCK + 8 * -(-read_manifest(folder).split("train").shards[0].bin.bytes // BLOCK)
+        assert store.served_bytes == 21 * BLOCK + 8 * -(
+            -read_manifest(folder).split("train").shards[0].bin.bytes // BLOCK
+        )
 
 
 def test_an_evaluation_is_fetched_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +269,9 @@ def test_an_evaluation_is_fetched_once(folder: Path, tmp_path: Path, monkeypatch
             assert (sum(store.requests.values()) == asked) == repeated  # the control asks again
 
 
-def test_a_cache_fetches_each_block_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_fetches_each_block_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two epochs and a second run: the corpus comes over the network once. A cache that is too small is the control."""
     local = open_split(folder, "train")
     steps, corpus = 2 * (local.tokens // LENGTH // 8), local.tokens * 2
@@ -254,7 +281,9 @@ def test_a_cache_fetches_each_block_once(folder: Path, tmp_path: Path, monkeypat
         for gib, most in ((8 / 1024, 1.01), (1 / 1024, 4.0)):
             store.forget()
             for _ in range(2):
-                assert np.array_equal(taken(remote(store, cache=BlockCache(tmp_path / "cache", gib)), steps), expected)
+                assert np.array_equal(
+                    taken(remote(store, cache=BlockCache(tmp_path / "cache", gib)), steps), expected
+                )
             fetched = store.served_bytes / corpus
             assert (fetched <= 1.01) == (most == 1.01), f"{fetched} with {gib} GiB"
             blocks = next((tmp_path / "cache").glob("*.blocks")).stat().st_size
@@ -266,14 +295,18 @@ def test_a_torn_cache_is_fetched_again(folder: Path, tmp_path: Path, monkeypatch
     expected = taken(open_split(folder, "train"), 40)
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path)
-        assert np.array_equal(taken(remote(store, cache=BlockCache(tmp_path / "cache", 8 / 1024)), 40), expected)
+        assert np.array_equal(
+            taken(remote(store, cache=BlockCache(tmp_path / "cache", 8 / 1024)), 40), expected
+        )
         file = next((tmp_path / "cache").glob("*.blocks"))
         content = bytearray(file.read_bytes())
         for start in range(100, len(content), BLOCK_BYTES):
             content[start] ^= 1
         file.write_bytes(content)
         store.forget()
-        assert np.array_equal(taken(remote(store, cache=BlockCache(tmp_path / "cache", 8 / 1024)), 40), expected)
+        assert np.array_equal(
+            taken(remote(store, cache=BlockCache(tmp_path / "cache", 8 / 1024)), 40), expected
+        )
         assert store.served_bytes > BLOCK_BYTES
 
 
@@ -290,8 +323,15 @@ def test_a_process_may_end_while_it_reads(folder: Path, tmp_path: Path) -> None:
     """With requests under way, some of them stalled, Python ends as always and soon: the threads of a library that came back into it
     would abort it."""
     with served(folder, stalled=0.05, latency_seconds=0.01, silence_seconds=1.0) as store:
-        leaving = [subprocess.Popen([sys.executable, "-c", LEAVE, store.s3], cwd=ROOT, stderr=subprocess.PIPE,
-                                    env={**os.environ, **environment(store), "XDG_CACHE_HOME": str(tmp_path)}) for _ in range(3)]
+        leaving = [
+            subprocess.Popen(
+                [sys.executable, "-c", LEAVE, store.s3],
+                cwd=ROOT,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **environment(store), "XDG_CACHE_HOME": str(tmp_path)},
+            )
+            for _ in range(3)
+        ]
         for process in leaving:
             _, said = process.communicate(timeout=60)
             assert (process.returncode, said) == (0, b"")
@@ -330,15 +370,27 @@ def other_split(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json: absent"),
-    "no tokenizer": (lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), r"tokenizer/tokenizer\.json: absent"),
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(),
+        r"tokenizer/tokenizer\.json: absent",
+    ),
     "other tokenizer": (other_tokenizer, r"tokenizer\.json: xxh3 .*\n.*made them"),
     "no shard": (lambda folder: shard(folder, ".bin").unlink(), r"train-00001\.bin: absent"),
     "no index": (lambda folder: shard(folder, ".idx").unlink(), r"train-00001\.idx: absent"),
-    "cut shard": (lambda folder: cut(shard(folder, ".bin")), r"train-00001\.bin: \d+ bytes\n.*the manifest says \d+ bytes"),
-    "cut index": (lambda folder: cut(shard(folder, ".idx")), r"train-00001\.idx: \d+ bytes\n.*the manifest says \d+ bytes"),
+    "cut shard": (
+        lambda folder: cut(shard(folder, ".bin")),
+        r"train-00001\.bin: \d+ bytes\n.*the manifest says \d+ bytes",
+    ),
+    "cut index": (
+        lambda folder: cut(shard(folder, ".idx")),
+        r"train-00001\.idx: \d+ bytes\n.*the manifest says \d+ bytes",
+    ),
     "empty shard": (nothing, r"train-00001\.bin: ends before the bytes"),
     "other index": (header, r"train-00001\.idx: dtype int32, .*\n.*the manifest says dtype uint16"),
-    "no JSON": (lambda folder: (folder / "manifest.json").write_text("{"), r"manifest\.json: .*\n.*the manifest is JSON"),
+    "no JSON": (
+        lambda folder: (folder / "manifest.json").write_text("{"),
+        r"manifest\.json: .*\n.*the manifest is JSON",
+    ),
     "other split": (other_split, r"split train of s3://corpus"),
 }
 
@@ -354,8 +406,13 @@ def test_damage_is_told_before_training(tmp_path: Path, damage: str, monkeypatch
             open_split(store.s3, "train")
 
 
-@pytest.mark.parametrize(("url", "said"), [("s3://corpus", "manifest.json: refused with status 403"), ("s3://corpse", "no such bucket")])
-def test_a_store_that_refuses_is_told_before_training(tmp_path: Path, url: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("s3://corpus", "manifest.json: refused with status 403"), ("s3://corpse", "no such bucket")],
+)
+def test_a_store_that_refuses_is_told_before_training(
+    tmp_path: Path, url: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_folder(tmp_path / "data", {"train": documents(60, 300)})
     with served(tmp_path / "data", forbidden="403" in said) as store:
         set_environment(monkeypatch, store, tmp_path / "home")
@@ -380,7 +437,9 @@ def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert store.requests["inner/tokenizer/tokenizer.json"] == asked  # it is here now
 
 
-def test_a_server_that_misreads_a_range_of_one_byte_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_misreads_a_range_of_one_byte_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_folder(tmp_path / "data", {"train": documents(60, 300)})
     with served(tmp_path / "data", no_first_byte=True) as store:
         set_environment(monkeypatch, store, tmp_path / "home")
@@ -389,7 +448,9 @@ def test_a_server_that_misreads_a_range_of_one_byte_will_do(tmp_path: Path, monk
             open_folder(store.s3).read_range("train-00000.bin", 0, 1)
 
 
-def test_a_shard_that_changes_under_way_ends_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_changes_under_way_ends_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_folder(tmp_path / "data", {"train": documents(400, 300)})
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
@@ -410,25 +471,47 @@ def test_a_shard_that_changes_under_way_ends_the_stream(tmp_path: Path, monkeypa
 
 
 TRAIN = (
-    "engine=local", "train.steps=4", "train.global_batch=4", "train.sequence_length=16", "data=prepared", "eval.every=2", "eval.batches=1",
-    "monitor.wandb=disabled", "model.vocab_size=320", "model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2",
-    "model.num_key_value_heads=2", "model.intermediate_size=32",
+    "engine=local",
+    "train.steps=4",
+    "train.global_batch=4",
+    "train.sequence_length=16",
+    "data=prepared",
+    "eval.every=2",
+    "eval.batches=1",
+    "monitor.wandb=disabled",
+    "model.vocab_size=320",
+    "model.hidden_size=16",
+    "model.num_hidden_layers=1",
+    "model.num_attention_heads=2",
+    "model.num_key_value_heads=2",
+    "model.intermediate_size=32",
 )
 
 
 def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
     """And nothing that it printed or wrote has a secret in it."""
-    make_folder(tmp_path / "data", {"train": documents(400, 300), "validation": documents(60, 300)}, shard_bytes=3000)
+    make_folder(
+        tmp_path / "data", {"train": documents(400, 300), "validation": documents(60, 300)}, shard_bytes=3000
+    )
     losses = {}
     with served(tmp_path / "data", failing=0.05) as store:
         there = {**os.environ, **environment(store), "XDG_CACHE_HOME": str(tmp_path / "home")}
         for name, path in {"local": str(tmp_path / "data"), "store": store.s3}.items():
             run = tmp_path / name
-            command = [sys.executable, "launch/train.py", *TRAIN, f"data.path={path}", f"run.dir={run}",
-                       f"data.cache.folder={tmp_path / 'cache'}", "data.cache.gib=0.01"]
+            command = [
+                sys.executable,
+                "launch/train.py",
+                *TRAIN,
+                f"data.path={path}",
+                f"run.dir={run}",
+                f"data.cache.folder={tmp_path / 'cache'}",
+                "data.cache.gib=0.01",
+            ]
             ended = subprocess.run(command, cwd=ROOT, env=there, capture_output=True, text=True, timeout=240)
             assert ended.returncode == 0, ended.stdout + ended.stderr
-            losses[name] = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+            losses[name] = [
+                json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()
+            ]
             said = ended.stdout + ended.stderr
             written = [file.read_bytes() for file in run.rglob("*") if file.is_file()]
             for secret in SECRETS.values():
@@ -441,7 +524,13 @@ def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_secret_in_the_command_goes_nowhere(tmp_path: Path) -> None:
-    command = [sys.executable, "launch/train.py", *TRAIN, "data.path=s3://user:hunter2@bucket/folder", f"run.dir={tmp_path / 'run'}"]
+    command = [
+        sys.executable,
+        "launch/train.py",
+        *TRAIN,
+        "data.path=s3://user:hunter2@bucket/folder",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert "a URL has no user and no password" in ended.stderr

@@ -1,6 +1,6 @@
 """Code that comes with a tokenizer runs only where a key allows it.
 
-    pytest tests/data/test_remote_code.py
+pytest tests/data/test_remote_code.py
 """
 
 from __future__ import annotations
@@ -41,27 +41,44 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "published"
     folder.mkdir()
     (folder / "code.py").write_text(CODE.format(mark=str(tmp_path / "mark")))
-    (folder / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]}}))
-    (folder / "config.json").write_text(json.dumps({"model_type": "unknown", "auto_map": {"AutoConfig": "code.Config"}}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "Tokenizer",
+                "auto_map": {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]},
+            }
+        )
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "unknown", "auto_map": {"AutoConfig": "code.Config"}})
+    )
     (tmp_path / "out").mkdir()
     return folder
 
 
 @pytest.mark.parametrize("answer", ["y\n", "n\n", ""])
-def test_code_of_a_tokenizer_does_not_run_and_nobody_is_asked(published: Path, tmp_path: Path, answer: str,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_tokenizer_does_not_run_and_nobody_is_asked(
+    published: Path, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
     monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or answer.strip())
     with pytest.raises(InputError, match="needs Python code") as caught:
-        tokenizer_copy.place(str(published), None, tmp_path / "out", key="tokenizer.path", end_key="tokenizer.end_of_text")
+        tokenizer_copy.place(
+            str(published), None, tmp_path / "out", key="tokenizer.path", end_key="tokenizer.end_of_text"
+        )
     assert "tokenizer.trust_remote_code=true" in caught.value.problems[0].remedy
     assert not asked
     assert not (tmp_path / "mark").exists()
 
 
 def test_a_key_allows_it(published: Path, tmp_path: Path) -> None:
-    made = tokenizer_copy.place(str(published), None, tmp_path / "out", key="tokenizer.path", end_key="tokenizer.end_of_text",
-                                trust_remote_code=True)
+    made = tokenizer_copy.place(
+        str(published),
+        None,
+        tmp_path / "out",
+        key="tokenizer.path",
+        end_key="tokenizer.end_of_text",
+        trust_remote_code=True,
+    )
     assert (tmp_path / "mark").exists()
     assert (made.size, made.end_of_text) == (2, 1)

@@ -1,6 +1,6 @@
 """What a run asks of its data and does not find.
 
-    pytest tests/data/test_sources.py
+pytest tests/data/test_sources.py
 """
 
 from __future__ import annotations
@@ -23,11 +23,20 @@ from toolkit.progress import Progress
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> DataManifest:
-    return make_folder(tmp_path / "data", {"train": [np.arange(100)], "validation": [np.arange(3)], "tiny": [np.arange(1)]}, vocab_size=300)
+    return make_folder(
+        tmp_path / "data",
+        {"train": [np.arange(100)], "validation": [np.arange(3)], "tiny": [np.arange(1)]},
+        vocab_size=300,
+    )
 
 
 def run_config(
-    manifest: DataManifest, *, vocab_size: int | None = 300, length: int = 99, every: int = 1, sets: list[str] | None = None,
+    manifest: DataManifest,
+    *,
+    vocab_size: int | None = 300,
+    length: int = 99,
+    every: int = 1,
+    sets: list[str] | None = None,
     name: str = "prepared",
 ) -> RunConfig:
     return RunConfig(
@@ -47,7 +56,10 @@ def test_nothing_wrong(manifest: DataManifest) -> None:
 def test_each_problem_has_value_rule_remedy(manifest: DataManifest) -> None:
     cases = {
         "model.vocab_size=299": (run_config(manifest, vocab_size=299), "model.vocab_size=300"),
-        "train.sequence_length=100, split train has 100 tokens": (run_config(manifest, length=100), "train.sequence_length=99"),
+        "train.sequence_length=100, split train has 100 tokens": (
+            run_config(manifest, length=100),
+            "train.sequence_length=99",
+        ),
         "eval.sets=['test'], no split test": (run_config(manifest, sets=["test"]), "tiny, train, validation"),
         "split tiny of": (run_config(manifest, sets=["tiny"]), "leave it out"),
     }

@@ -1,6 +1,6 @@
 """What becomes of a special token's string in text: refused by name, kept as text, or made into the token.
 
-    pytest tests/data/test_special_tokens.py
+pytest tests/data/test_special_tokens.py
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
 def ids_of(folder: Path) -> Counter[str]:
     """How often each of the two tokens occurs in all splits."""
     tokenizer = bpe.load(read_manifest(folder).tokenizer_folder)
-    found = Counter(token for split in ("train", "validation") for document in documents_of(folder, split) for token in document)
+    found = Counter(
+        token
+        for split in ("train", "validation")
+        for document in documents_of(folder, split)
+        for token in document
+    )
     return Counter({content: found[tokenizer.token_to_id(content)] for content in COUNTS})
 
 
@@ -56,38 +61,64 @@ def test_parse_makes_special_tokens_and_text_makes_none(
     source = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     small_units(monkeypatch, unit=700, part=300, batch=200)
     for mode, expected in ((SpecialTokens.parse, COUNTS), (SpecialTokens.text, dict.fromkeys(COUNTS, 0))):
-        manifest = prepared(source, tmp_path / mode.name, chat_tokenizer, special_tokens=mode, workers=workers)
+        manifest = prepared(
+            source, tmp_path / mode.name, chat_tokenizer, special_tokens=mode, workers=workers
+        )
         assert ids_of(manifest.folder) == Counter(expected)
-        assert sorted([*texts_of(manifest.folder, "train"), *texts_of(manifest.folder, "validation")]) == sorted(CHATS)
+        assert sorted(
+            [*texts_of(manifest.folder, "train"), *texts_of(manifest.folder, "validation")]
+        ) == sorted(CHATS)
         assert read_manifest(manifest.folder).special_tokens == COUNTS
         assert manifest.recipe["special_tokens"] == mode.name
         lines = "\n".join(inspect(PrepareConfig(inspect=str(manifest.folder)), Progress.silent()))
         assert f"<|user|> {COUNTS['<|user|>']} times (special_tokens={mode.name})" in lines
 
 
-def test_special_tokens_are_refused_by_default_naming_the_document(chat_tokenizer: TokenizerConfig, tmp_path: Path) -> None:
+def test_special_tokens_are_refused_by_default_naming_the_document(
+    chat_tokenizer: TokenizerConfig, tmp_path: Path
+) -> None:
     texts = ["plain", "more <|assistant|> text"]
     plain = write_jsonl(tmp_path / "a" / "a.jsonl", texts)
     for folder in ("b", "c"):
         (tmp_path / folder).mkdir()
     write_gz(tmp_path / "b" / "b.jsonl.gz", plain.read_bytes())
     (tmp_path / "c" / "c.txt").write_text(texts[1])
-    for folder, place in (("a", f"a.jsonl, the line at byte {len(json.dumps({'id': 0, 'text': 'plain'})) + 1}"),
-                          ("b", "b.jsonl.gz, line 2"), ("c", "c.txt")):
+    for folder, place in (
+        ("a", f"a.jsonl, the line at byte {len(json.dumps({'id': 0, 'text': 'plain'})) + 1}"),
+        ("b", "b.jsonl.gz, line 2"),
+        ("c", "c.txt"),
+    ):
         with pytest.raises(InputError) as caught:
-            prepared(tmp_path / folder, tmp_path / f"out-{folder}", chat_tokenizer, validation=0.0,
-                     special_tokens=PrepareConfig(input="x").special_tokens)
+            prepared(
+                tmp_path / folder,
+                tmp_path / f"out-{folder}",
+                chat_tokenizer,
+                validation=0.0,
+                special_tokens=PrepareConfig(input="x").special_tokens,
+            )
         (problem,) = caught.value.problems
         assert place in problem.seen
         assert "more <|assistant|> text" in problem.seen
         assert "special_tokens=parse" in problem.remedy
         assert "special_tokens=text" in problem.remedy
-        made = prepared(tmp_path / folder, tmp_path / f"made-{folder}", chat_tokenizer, validation=0.0, special_tokens=SpecialTokens.parse)
+        made = prepared(
+            tmp_path / folder,
+            tmp_path / f"made-{folder}",
+            chat_tokenizer,
+            validation=0.0,
+            special_tokens=SpecialTokens.parse,
+        )
         assert made.special_tokens == {"<|assistant|>": 1}
     lines = tmp_path / "lines.txt"
     lines.write_text("plain\nbytes\n")  # the control: without such a string it is prepared by default
-    assert not prepared(lines, tmp_path / "plain", chat_tokenizer, format=InputFormat.lines, special_tokens=SpecialTokens.refuse,
-                        validation=0.0).special_tokens
+    assert not prepared(
+        lines,
+        tmp_path / "plain",
+        chat_tokenizer,
+        format=InputFormat.lines,
+        special_tokens=SpecialTokens.refuse,
+        validation=0.0,
+    ).special_tokens
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +133,26 @@ def test_tokenizer_processes_refuse_parse_or_keep_special_tokens(corpus: Corpus)
     text, ends = b"".join(texts), np.cumsum([len(part) for part in texts])
     found = {}
     for mode in SpecialTokens:
-        encoders = Encoders(corpus.tokenizer / bpe.FILE, end_of_text=corpus.end_of_text, dtype=np.dtype(np.uint16), held_out=0.0,
-                            special_tokens=mode, count=1)
+        encoders = Encoders(
+            corpus.tokenizer / bpe.FILE,
+            end_of_text=corpus.end_of_text,
+            dtype=np.dtype(np.uint16),
+            held_out=0.0,
+            special_tokens=mode,
+            count=1,
+        )
         try:
             if mode is SpecialTokens.refuse:
                 with pytest.raises(InputError, match=r"(?s)begins 'before.*data\.special_tokens=parse"):
                     encoders.submit(lambda: (text, ends)).result()
-                assert len(encoders.submit(lambda: (texts[0], ends[:1])).result()) == 1  # the control: it still serves
+                assert (
+                    len(encoders.submit(lambda: (texts[0], ends[:1])).result()) == 1
+                )  # the control: it still serves
             else:
-                found[mode] = [int((part == corpus.end_of_text).sum()) for part in encoders.submit(lambda: (text, ends)).result()]
+                found[mode] = [
+                    int((part == corpus.end_of_text).sum())
+                    for part in encoders.submit(lambda: (text, ends)).result()
+                ]
         finally:
             encoders.close()
     assert found == {SpecialTokens.text: [1, 1], SpecialTokens.parse: [1, 2]}
@@ -125,12 +167,18 @@ def test_a_dataset_run_refuses_special_tokens_in_its_evaluation_set(corpus: Corp
         ready_for(config, None, Progress.silent())
 
 
-def test_a_run_cannot_ask_of_prepared_data_what_it_was_not_prepared_with(chat_tokenizer: TokenizerConfig, tmp_path: Path) -> None:
+def test_a_run_cannot_ask_of_prepared_data_what_it_was_not_prepared_with(
+    chat_tokenizer: TokenizerConfig, tmp_path: Path
+) -> None:
     source = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     manifest = prepared(source, tmp_path / "data", chat_tokenizer, special_tokens=SpecialTokens.parse)
     data = DataConfig(name="prepared", path=str(manifest.folder))
     assert special_tokens_of(data, manifest.folder) is SpecialTokens.parse  # how generate.py treats a prompt
-    for asked, refused in ((SpecialTokens.refuse, False), (SpecialTokens.parse, False), (SpecialTokens.text, True)):
+    for asked, refused in (
+        (SpecialTokens.refuse, False),
+        (SpecialTokens.parse, False),
+        (SpecialTokens.text, True),
+    ):
         data.special_tokens = asked
         problem = special_tokens_problem(RunConfig(data=data), manifest, data.path)
         assert (problem is not None) is refused
@@ -138,5 +186,8 @@ def test_a_run_cannot_ask_of_prepared_data_what_it_was_not_prepared_with(chat_to
 
 def test_encoding_keeps_no_setting_of_the_call_before(chat_tokenizer: TokenizerConfig) -> None:
     tokenizer = Tokenizer.from_file(str(chat_tokenizer.path))
-    lengths = [len(next(bpe.encode(tokenizer, ["<|user|>"], 0, mode))) for mode in (SpecialTokens.text, SpecialTokens.parse)]
+    lengths = [
+        len(next(bpe.encode(tokenizer, ["<|user|>"], 0, mode)))
+        for mode in (SpecialTokens.text, SpecialTokens.parse)
+    ]
     assert lengths[1] == 2 < lengths[0]

@@ -1,7 +1,7 @@
 """The embedded text: made once, the same everywhere, whatever happens meanwhile; and the tokenizer that goes with it.
 
-    pytest tests/data/test_stdlib.py
-    pytest -m full tests/data/test_stdlib.py     # the whole standard library, about 15 s
+pytest tests/data/test_stdlib.py
+pytest -m full tests/data/test_stdlib.py     # the whole standard library, about 15 s
 """
 
 from __future__ import annotations
@@ -36,11 +36,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(60):
         file = root / f"package{number % 3}" / f"module{number}.py"
         file.parent.mkdir(exist_ok=True)
-        body = "".join(f"def function_{number}_{line}(value):\n    return value + {line}\n\n" for line in range(number))
+        body = "".join(
+            f"def function_{number}_{line}(value):\n    return value + {line}\n\n" for line in range(number)
+        )
         file.write_text(f'"""Module {number}: naïve 数 <|endoftext|>."""\n\n{body}', encoding="utf-8")
     (root / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nname = '\xe9'\n")
     (root / "empty.py").write_bytes(b"")
-    for skipped in ("test", "package0/tests", "idlelib/idle_test", "site-packages/other", "package1/__pycache__"):
+    for skipped in (
+        "test",
+        "package0/tests",
+        "idlelib/idle_test",
+        "site-packages/other",
+        "package1/__pycache__",
+    ):
         (root / skipped).mkdir(parents=True)
         (root / skipped / "no.py").write_text("no = 1")
     (root / "package0" / "data.txt").write_text("no")
@@ -53,7 +61,11 @@ def made(root: Path, tmp_path_factory: pytest.TempPathFactory) -> DataManifest:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_only_the_library_counts(root: Path) -> None:
@@ -65,7 +77,9 @@ def test_only_the_library_counts(root: Path) -> None:
 
 def test_every_document_once_and_on_its_side(root: Path, made: DataManifest) -> None:
     texts = dict(source_texts(root))
-    expected = {side: sorted(text for text in texts.values() if is_validation(text) == side) for side in (False, True)}
+    expected = {
+        side: sorted(text for text in texts.values() if is_validation(text) == side) for side in (False, True)
+    }
     tokenizer = bpe.load(made.tokenizer_folder)
     for name, side in (("train", False), ("validation", True)):
         split = made.split(name)
@@ -176,7 +190,10 @@ def test_a_killed_one_leaves_nothing_half(root: Path, made: DataManifest, tmp_pa
 
 def test_a_maker_that_hangs_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stdlib, "WAIT_SECONDS", 0.2)
-    with stdlib._locked(tmp_path / ".lock"), pytest.raises(InputError, match=r"\.lock is held by another process"):
+    with (
+        stdlib._locked(tmp_path / ".lock"),
+        pytest.raises(InputError, match=r"\.lock is held by another process"),
+    ):
         ensure(tmp_path, VOCAB_SIZE, root=root)
 
 
@@ -199,7 +216,11 @@ def test_transformers_opens_the_tokenizer(made: DataManifest) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(made.tokenizer_folder)
-    assert (len(theirs), theirs.eos_token_id, theirs.eos_token) == (VOCAB_SIZE, made.tokenizer.end_of_text, bpe.END_OF_TEXT)
+    assert (len(theirs), theirs.eos_token_id, theirs.eos_token) == (
+        VOCAB_SIZE,
+        made.tokenizer.end_of_text,
+        bpe.END_OF_TEXT,
+    )
     text = "def function_1(value):\n    return naïve + 数\n"
     ours = bpe.load(made.tokenizer_folder)
     assert theirs(text)["input_ids"] == ours.encode(text).ids
@@ -207,7 +228,9 @@ def test_transformers_opens_the_tokenizer(made: DataManifest) -> None:
 
 
 def test_text_cannot_end_a_document(made: DataManifest) -> None:
-    (tokens,) = bpe.encode(bpe.load(made.tokenizer_folder), [f"a {bpe.END_OF_TEXT} b"], made.tokenizer.end_of_text)
+    (tokens,) = bpe.encode(
+        bpe.load(made.tokenizer_folder), [f"a {bpe.END_OF_TEXT} b"], made.tokenizer.end_of_text
+    )
     assert (tokens == made.tokenizer.end_of_text).sum() == 1
 
 

@@ -1,6 +1,6 @@
 """Folders on this machine and in stores give the same bytes; every refusal is told in words of ours; no secret is shown.
 
-    pytest tests/data/test_storage.py
+pytest tests/data/test_storage.py
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ def files(tmp_path: Path) -> Path:
 
 
 def opened(place: str, store: Store, limits: Limits | None = None) -> Folder:
-    return open_folder({"local": str(store.root), "file": f"file://{store.root}", "s3": store.s3, "http": store.http}[place], limits)
+    return open_folder(
+        {"local": str(store.root), "file": f"file://{store.root}", "s3": store.s3, "http": store.http}[place],
+        limits,
+    )
 
 
 @pytest.mark.parametrize("place", ["local", "file", "s3", "http"])
-def test_the_same_bytes_from_everywhere(files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bytes_from_everywhere(
+    files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     large = (files / "large.bin").read_bytes()
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -53,7 +58,9 @@ def test_the_same_bytes_from_everywhere(files: Path, tmp_path: Path, place: str,
         assert folder.sizes(["deep/er/small", "large.bin"]) == [12, 3_000_001]
         starts = np.random.default_rng(1).integers(0, 2_900_000, 100).tolist()
         ranges = [Range("large.bin", start, start + 1 + start % 70_000) for start in starts]
-        assert [bytes(one) for one in folder.read_ranges(ranges)] == [large[one.start : one.end] for one in ranges]
+        assert [bytes(one) for one in folder.read_ranges(ranges)] == [
+            large[one.start : one.end] for one in ranges
+        ]
         assert bytes(folder.read_range("large.bin", 0, 3_000_001)) == large  # more than one request
         with pytest.raises(InputError, match=r"large\.bin"):
             folder.read_range("large.bin", 3_000_000, 3_000_002)
@@ -104,7 +111,9 @@ def test_a_wrong_region_is_refused_at_once_and_the_right_one_named(
     with served(files, region="eu-central-1", region_status=status) as store:
         set_environment(monkeypatch, store, tmp_path)
         begin = time.monotonic()
-        with pytest.raises(InputError, match=r"the bucket is in the region eu-central-1, AWS_REGION=us-east-1") as caught:
+        with pytest.raises(
+            InputError, match=r"the bucket is in the region eu-central-1, AWS_REGION=us-east-1"
+        ) as caught:
             open_folder(store.s3).read_bytes("large.bin")
         assert time.monotonic() - begin < 5
         remedy = caught.value.problems[0].remedy
@@ -117,7 +126,9 @@ def test_nobody_answers(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
     for place in ("s3", "http"):
-        with pytest.raises(InputError, match=r"\d+ attempts in 0 s; the last: the connection failed or broke off"):
+        with pytest.raises(
+            InputError, match=r"\d+ attempts in 0 s; the last: the connection failed or broke off"
+        ):
             opened(place, store, QUICK).read_bytes("large.bin")
     reading = opened("http", store, QUICK)
     assert isinstance(reading, StoreFolder)
@@ -153,7 +164,9 @@ def test_a_file_that_changes_is_refused(files: Path, tmp_path: Path, monkeypatch
             folder.for_reading({"large.bin": 3_000_000}).read_range("large.bin", 0, 10)
 
 
-def test_a_forked_process_is_told_and_does_not_hang(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_is_told_and_does_not_hang(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a fork only the thread that asked for it is there: what waits for the others waits for ever."""
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -178,7 +191,9 @@ def _read_in_a_fork(url: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["s3", "http"])
-def test_failing_and_stalled_requests_are_passed(files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_and_stalled_requests_are_passed(
+    files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     large = (files / "large.bin").read_bytes()
     ranges = [Range("large.bin", start, start + 4096) for start in range(0, 2_400_000, 8_000)]
     expected = [large[one.start : one.end] for one in ranges]
@@ -199,17 +214,28 @@ def test_failing_and_stalled_requests_are_passed(files: Path, tmp_path: Path, pl
 # -- secrets
 
 
-@pytest.mark.parametrize("url", [
-    "s3://user:hunter2@bucket/folder", "https://user:hunter2@host/folder", "s3://user:hun/hunter2@bucket", "https://hunter2@host/folder",
-    "https://host/folder?X-Amz-Signature=hunter2", "https://host/folder#hunter2", "az://container/folder?sig=hunter2",
-])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://user:hunter2@bucket/folder",
+        "https://user:hunter2@host/folder",
+        "s3://user:hun/hunter2@bucket",
+        "https://hunter2@host/folder",
+        "https://host/folder?X-Amz-Signature=hunter2",
+        "https://host/folder#hunter2",
+        "az://container/folder?sig=hunter2",
+    ],
+)
 def test_secrets_in_a_url_are_refused_and_not_shown(url: str) -> None:
     assert "hunter2" not in shown(url)
     problem = url_problem("data.path", url)
     assert problem is not None
     assert "hunter2" not in str(problem)
     sources = {"web": {"path": url, "weight": "wrong", "more": 1}}
-    for make in (lambda: DataConfig(name="prepared", path=url), lambda: DataConfig(name="mixture", sources=sources)):
+    for make in (
+        lambda: DataConfig(name="prepared", path=url),
+        lambda: DataConfig(name="mixture", sources=sources),
+    ):
         with pytest.raises(ConfigError) as caught:
             make()
         assert "hunter2" not in str(caught.value)
@@ -218,10 +244,16 @@ def test_secrets_in_a_url_are_refused_and_not_shown(url: str) -> None:
     assert "hunter2" not in str(refused.value)
 
 
-@pytest.mark.parametrize("word", [
-    "data.path=https://host/folder?sig=hunter2", "data.pth=s3://user:hunter2@bucket", "'s3://u:hunter2@b/x',", "s3://u:hunter2@b/x",
-    "+data.sources.a={path: 's3://u:hunter2@b/x', weight: 1}",
-])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.path=https://host/folder?sig=hunter2",
+        "data.pth=s3://user:hunter2@bucket",
+        "'s3://u:hunter2@b/x',",
+        "s3://u:hunter2@b/x",
+        "+data.sources.a={path: 's3://u:hunter2@b/x', weight: 1}",
+    ],
+)
 def test_words_that_cannot_be_read_are_shown_without_secrets(word: str) -> None:
     """Before a URL is known to be one: mistakes of grammar, unknown keys."""
     with pytest.raises(ConfigError) as caught:
@@ -230,7 +262,9 @@ def test_words_that_cannot_be_read_are_shown_without_secrets(word: str) -> None:
     assert "***" in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["ftp://host/folder", "s3:///folder", "file://", "file://host/folder", "https:///folder"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host/folder", "s3:///folder", "file://", "file://host/folder", "https:///folder"]
+)
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(InputError, match=r"data\.path="):
         place_of(url)
@@ -264,19 +298,31 @@ folder.read_files(["large.bin"])
 """
 
 
-@pytest.mark.parametrize("faults", [{}, {"forbidden": True}, {"failing": 1.0}, {"stalled": 1.0}], ids=lambda one: next(iter(one), "well"))
+@pytest.mark.parametrize(
+    "faults",
+    [{}, {"forbidden": True}, {"failing": 1.0}, {"stalled": 1.0}],
+    ids=lambda one: next(iter(one), "well"),
+)
 def test_nothing_secret_is_printed(files: Path, tmp_path: Path, faults: dict[str, float]) -> None:
     """Everything that a process says, its traceback too, in the worst cases: refusals whose body names the key."""
     with served(files, silence_seconds=2, **faults) as store:
-        ended = subprocess.run([sys.executable, "-c", READ, store.s3], cwd=ROOT, capture_output=True, text=True, timeout=120,
-                               env={**os.environ, **environment(store), "RUST_LOG": "trace"})
+        ended = subprocess.run(
+            [sys.executable, "-c", READ, store.s3],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **environment(store), "RUST_LOG": "trace"},
+        )
     said = ended.stdout + ended.stderr
     assert ended.returncode == (1 if faults else 0), said
     assert "Traceback" in said or not faults
     assert not [name for name, secret in SECRETS.items() if secret in said]
 
 
-def test_the_librarys_own_words_would_show_a_key(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_librarys_own_words_would_show_a_key(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control of the test above: what is not passed on has the key in it."""
     import obstore
     from obstore.store import from_url

@@ -1,6 +1,6 @@
 """The stream: the same samples in the same order for any layout, resumable anywhere, read ahead by a thread that ends.
 
-    pytest tests/data/test_stream.py
+pytest tests/data/test_stream.py
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ from toolkit.testing.flat import flat_cost
 Ints = npt.NDArray[np.int64]
 
 
-def open_stream(tokens: int = 1000, length: int = 7, seed: int = 0, batch: BatchPlan | None = None, rank: int = 0) -> Stream:
+def open_stream(
+    tokens: int = 1000, length: int = 7, seed: int = 0, batch: BatchPlan | None = None, rank: int = 0
+) -> Stream:
     return stream_of(Counting(tokens), length, seed, batch, rank)
 
 
-def stream_of(source: TokenSource, length: int, seed: int = 0, batch: BatchPlan | None = None, rank: int = 0) -> Stream:
+def stream_of(
+    source: TokenSource, length: int, seed: int = 0, batch: BatchPlan | None = None, rank: int = 0
+) -> Stream:
     windows = TokenWindows(source, length, seed)
     return Stream({"train": windows}, None, seed=seed, batch=batch or batch_plan(1, 1, 1), data_rank=rank)
 
@@ -54,7 +58,9 @@ def global_batch(streams: list[Stream], step: int) -> Ints:
     ranks = [next(stream.steps(step)) for stream in streams]
     for stream in streams:
         stream.close()
-    return np.concatenate([micro_batch for of_all_ranks in zip(*ranks, strict=True) for micro_batch in of_all_ranks])
+    return np.concatenate(
+        [micro_batch for of_all_ranks in zip(*ranks, strict=True) for micro_batch in of_all_ranks]
+    )
 
 
 def test_worked_example() -> None:
@@ -77,12 +83,16 @@ def test_the_global_batch_does_not_know_its_layout(
     ranks, micro = 2**power, min(2**micro_power, size // 2**power // odd * odd)
     plan = batch_plan(micro, size, ranks) if size % (micro * ranks) == 0 else batch_plan(1, size, ranks)
     alone = rank_positions(batch_plan(size, size, 1), step, 0).ravel()
-    split = np.stack([rank_positions(plan, step, rank) for rank in range(ranks)])  # [rank, micro-batch, sample]
+    split = np.stack(
+        [rank_positions(plan, step, rank) for rank in range(ranks)]
+    )  # [rank, micro-batch, sample]
     assert np.array_equal(split.transpose(1, 0, 2).ravel(), alone)
     stream = open_stream(tokens, length, seed, plan)
     read_by_rank = starts(stream, split.ravel()).reshape(split.shape)
     assert np.array_equal(read_by_rank.transpose(1, 0, 2).ravel(), starts(stream, alone))
-    counters = np.concatenate([rank * 10**6 + step * size // ranks + np.arange(size // ranks) for rank in range(ranks)])
+    counters = np.concatenate(
+        [rank * 10**6 + step * size // ranks + np.arange(size // ranks) for rank in range(ranks)]
+    )
     assert ranks == 1 or not np.array_equal(np.sort(counters), alone)
 
 
@@ -91,7 +101,9 @@ def test_the_global_batch_does_not_know_its_layout(
 def test_every_layout_reads_the_same_windows(micro: int, ranks: int, step: int) -> None:
     whole = next(open_stream(batch=batch_plan(12, 12, 1)).steps(step))[0]
     plan = batch_plan(micro, 12, ranks)
-    assert np.array_equal(global_batch([open_stream(batch=plan, rank=rank) for rank in range(ranks)], step), whole)
+    assert np.array_equal(
+        global_batch([open_stream(batch=plan, rank=rank) for rank in range(ranks)], step), whole
+    )
 
 
 def test_an_old_checkpoint_goes_on_with_its_samples() -> None:
@@ -105,7 +117,13 @@ def test_an_old_checkpoint_goes_on_with_its_samples() -> None:
         stream = open_stream(tokens, length, seed, plan, rank=1)
         assert [micro_batch[:, [0, -1]].tolist() for micro_batch in next(stream.steps(0))] == expected
         stream.close()
-        assert stream.fingerprint() == {"order": VERSION, "data": "data", "tokenizer": "tokenizer", "seed": seed, "sequence_length": length}
+        assert stream.fingerprint() == {
+            "order": VERSION,
+            "data": "data",
+            "tokenizer": "tokenizer",
+            "seed": seed,
+            "sequence_length": length,
+        }
 
 
 def test_a_ramp_consumes_every_sample_once() -> None:
@@ -117,7 +135,12 @@ def test_a_ramp_consumes_every_sample_once() -> None:
     assert [len(next(streams[0].steps(step))) for step in (0, 2, 3)] == [1, 1, 2]
 
 
-@given(tokens=st.integers(8, 3000), length=st.integers(1, 7), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
+@given(
+    tokens=st.integers(8, 3000),
+    length=st.integers(1, 7),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 1000),
+)
 @settings(max_examples=100, deadline=None)
 def test_an_epoch_predicts_its_tokens_once(tokens: int, length: int, seed: int, epoch: int) -> None:
     """Windows are consecutive tokens around the end; no token is predicted twice, fewer than a window's are left out."""
@@ -165,7 +188,9 @@ def test_cost_is_flat(mixed: bool) -> None:
         assert cost.peak_bytes < 8 << 20
         assert cost.state_bytes < 512
     for seconds in ([cost.first_batch_seconds for cost in costs], [cost.resume_seconds for cost in costs]):
-        assert max(seconds) - min(seconds) < 0.01  # anything that grew with the data would be a million times longer for the last
+        assert (
+            max(seconds) - min(seconds) < 0.01
+        )  # anything that grew with the data would be a million times longer for the last
 
 
 def test_tokens_of_files(tmp_path: Path) -> None:
@@ -293,9 +318,13 @@ def test_closing_and_dropping_end_the_thread() -> None:
 
 def test_a_script_may_end_while_samples_are_read_ahead() -> None:
     """Seen before threads were ended at the exit: the process died of a signal, in about every second run."""
-    code = ("from toolkit.testing.flat import invented_stream\n"
-            "left = [invented_stream(10**6, mixed=True).steps(0) for _ in range(8)]\n"
-            "next(left[0]); next(invented_stream(10**6, mixed=False).steps(0))\n")
+    code = (
+        "from toolkit.testing.flat import invented_stream\n"
+        "left = [invented_stream(10**6, mixed=True).steps(0) for _ in range(8)]\n"
+        "next(left[0]); next(invented_stream(10**6, mixed=False).steps(0))\n"
+    )
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")

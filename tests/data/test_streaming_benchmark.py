@@ -1,6 +1,6 @@
 """benchmarks/streaming.py measures what it says: its own contenders deliver the corpus, and its verdicts tell right from wrong.
 
-    python -m pytest tests/data/test_streaming_benchmark.py
+python -m pytest tests/data/test_streaming_benchmark.py
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def epoch(corpus: Any, name: str) -> np.ndarray:
 
 def test_floor_and_toolkit_deliver_the_same_tokens(corpus: Any) -> None:
     """The toolkit's windows are shifted, so tokens are compared by how often each stands there; the rest fills no global batch."""
-    slices, floor, scattered, ours = (epoch(corpus, name) for name in ("slice", "floor", "floor-random", "toolkit"))
+    slices, floor, scattered, ours = (
+        epoch(corpus, name) for name in ("slice", "floor", "floor-random", "toolkit")
+    )
     assert floor.shape == scattered.shape == ours.shape
     assert all(part.dtype == np.int64 for part in (slices, floor, scattered, ours))
     np.testing.assert_array_equal(slices, floor)
@@ -63,7 +65,10 @@ def test_floor_and_toolkit_deliver_the_same_tokens(corpus: Any) -> None:
     assert (whole - np.bincount(twice.ravel(), minlength=64_000)).min() < 0
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("floor", 1), ("toolkit", 1), ("toolkit", 4), ("toolkit-mixture", 1), ("toolkit-mixture", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("floor", 1), ("toolkit", 1), ("toolkit", 4), ("toolkit-mixture", 1), ("toolkit-mixture", 2)],
+)
 def test_a_state_continues_on_any_ranks(corpus: Any, name: str, ranks: int) -> None:
     from sides.streams import SIDES
     from sides.streams.common import Place
@@ -73,7 +78,9 @@ def test_a_state_continues_on_any_ranks(corpus: Any, name: str, ranks: int) -> N
         next(whole.batches)
     state = whole.state()
     following = [next(whole.batches).numpy() for _ in range(3)]
-    parts = [SIDES[name].open(corpus, corpus.folder, Place(rank, ranks), state).batches for rank in range(ranks)]
+    parts = [
+        SIDES[name].open(corpus, corpus.folder, Place(rank, ranks), state).batches for rank in range(ranks)
+    ]
     for expected in following:
         np.testing.assert_array_equal(np.concatenate([next(part).numpy() for part in parts]), expected)
 
@@ -108,7 +115,10 @@ class StandInForLitdata(ModuleType):
         self.cleared: list[Path] = []
 
     def optimize(self, *arguments: object, **settings: object) -> None:
-        for variable, name in (("DATA_OPTIMIZER_CACHE_FOLDER", "chunks"), ("DATA_OPTIMIZER_DATA_CACHE_FOLDER", "data")):
+        for variable, name in (
+            ("DATA_OPTIMIZER_CACHE_FOLDER", "chunks"),
+            ("DATA_OPTIMIZER_DATA_CACHE_FOLDER", "data"),
+        ):
             folder = Path(os.getenv(variable, f"{tempfile.gettempdir()}/{name}"))
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -144,8 +154,18 @@ def test_making_litdata_files_deletes_nothing_in_the_temporary_directory(
 
 def test_the_ratio_is_of_turns_in_one_process(corpus: Any) -> None:
     """As the benchmark runs it; how large the ratio is, a quick test cannot say."""
-    argv = [sys.executable, str(BENCHMARKS / "sides" / "read_stream.py"), "toolkit", "speed", "--corpus", str(corpus.folder), "--files",
-            str(corpus.folder / "none"), "--seconds", "0.2"]
+    argv = [
+        sys.executable,
+        str(BENCHMARKS / "sides" / "read_stream.py"),
+        "toolkit",
+        "speed",
+        "--corpus",
+        str(corpus.folder),
+        "--files",
+        str(corpus.folder / "none"),
+        "--seconds",
+        "0.2",
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -156,27 +176,44 @@ def test_the_ratio_is_of_turns_in_one_process(corpus: Any) -> None:
 
     from streaming import medians
 
-    turns = [{"cpu_ns": 3.0, "slice_cpu_ns": 2.0}, {"cpu_ns": 8.0, "slice_cpu_ns": 4.0}, {"cpu_ns": 4.0, "slice_cpu_ns": 1.0}]
+    turns = [
+        {"cpu_ns": 3.0, "slice_cpu_ns": 2.0},
+        {"cpu_ns": 8.0, "slice_cpu_ns": 4.0},
+        {"cpu_ns": 4.0, "slice_cpu_ns": 1.0},
+    ]
     assert medians(turns) == {"turns": 3, "cpu_ns": 4.0, "slice_cpu_ns": 2.0, "ratio": 2.0}
 
 
-def test_measuring_layouts_replaces_only_them(benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_layouts_replaces_only_them(
+    benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import streaming
     import streaming_report
 
     out = tmp_path / "streaming.json"
     before = json.loads((BENCHMARKS / "results" / "streaming.json").read_text())
     out.write_text(json.dumps({**before, "layouts": "of another day"}))
-    monkeypatch.setattr(sys, "argv", ["streaming.py", "--layouts", "--layout-tokens", "2500000", "--seconds", "0", "--out", str(out)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["streaming.py", "--layouts", "--layout-tokens", "2500000", "--seconds", "0", "--out", str(out)],
+    )
     monkeypatch.setattr(streaming_report, "show", lambda found: None)
     streaming.main()
     found = json.loads(out.read_text())
-    assert {name: part for name, part in found.items() if name != "layouts"} == {name: before[name] for name in found if name != "layouts"}
+    assert {name: part for name, part in found.items() if name != "layouts"} == {
+        name: before[name] for name in found if name != "layouts"
+    }
     cases = found["layouts"]["cases"]
-    assert {"one shard", "six shards", "mixture of eight", "six shards, int32"} <= {case["name"] for case in cases}
+    assert {"one shard", "six shards", "mixture of eight", "six shards, int32"} <= {
+        case["name"] for case in cases
+    }
     page = streaming_report.page(found)
     for case in cases:
         assert f"| {case['name']} | {case['cpu_ns']:.2f} |" in page
     slow = {**cases[0], "ratio": 9.0}
-    assert any("9.00" in line and "missed" in line for line in streaming_report.layout_lines({**found["layouts"], "cases": [slow]}))
+    assert any(
+        "9.00" in line and "missed" in line
+        for line in streaming_report.layout_lines({**found["layouts"], "cases": [slow]})
+    )
     assert streaming_report.layout_lines(None) == []

@@ -1,6 +1,6 @@
 """Damage inside a split that is too large to hash at opening ends the run before a damaged sample is handed over, here and in a store.
 
-    pytest tests/data/test_sums.py
+pytest tests/data/test_sums.py
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ LENGTH = 512
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three shards of 200 KB of uint16, each with a part of a block at its end, as a split above 256 MiB: not hashed at opening."""
     random = np.random.default_rng(0)
-    make_folder(tmp_path / "data", {"train": [random.integers(0, 60_000, 999) for _ in range(300)]}, vocab_size=60_000, shard_bytes=200_000)
+    make_folder(
+        tmp_path / "data",
+        {"train": [random.integers(0, 60_000, 999) for _ in range(300)]},
+        vocab_size=60_000,
+        shard_bytes=200_000,
+    )
     monkeypatch.setattr(tokens, "HASHED_AT_OPENING_BYTES", 0)
     monkeypatch.setattr(records, "HASHED_AT_OPENING_BYTES", 0)
     return tmp_path / "data"
@@ -90,9 +95,13 @@ def test_random_damage_is_found_when_it_is_first_read(folder: Path) -> None:
     assert not np.array_equal(epoch(open_split(folder, "train")), whole)
 
 
-def test_only_blocks_that_are_read_are_checked_and_each_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_blocks_that_are_read_are_checked_and_each_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hashed: list[int] = []
-    monkeypatch.setattr(sums, "block_sums", lambda content: hashed.append(len(content)) or block_sums(content))
+    monkeypatch.setattr(
+        sums, "block_sums", lambda content: hashed.append(len(content)) or block_sums(content)
+    )
     source = open_split(folder, "train")
     assert isinstance(source, MappedTokens)
     source.windows(np.array([0, 10, 500]), 100)
@@ -145,7 +154,9 @@ def test_a_manifest_with_another_number_is_refused(folder: Path) -> None:
 
 def test_damaged_records_are_found_when_they_are_read(folder: Path, tmp_path: Path) -> None:
     fields = {"board": ("uint8", (1000,))}
-    with RecordWriter(tmp_path / "records", fields, description="boards", licence="none", shard_bytes=100_000) as made:
+    with RecordWriter(
+        tmp_path / "records", fields, description="boards", licence="none", shard_bytes=100_000
+    ) as made:
         for number in range(250):
             made.add("train", board=np.full(1000, number % 251))
     change(tmp_path / "records" / "train-00001.records", 70_500)  # record 170
@@ -159,24 +170,34 @@ def test_damaged_records_are_found_when_they_are_read(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_flipped_bit_in_a_store_is_found(folder: Path, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_in_a_store_is_found(
+    folder: Path, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = epoch(open_split(folder, "train"))
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path)
 
         def opened(name: str) -> Any:
-            return open_split(store.s3, "train", cache=BlockCache(tmp_path / name, 8 / 1024) if cached else None)
+            return open_split(
+                store.s3, "train", cache=BlockCache(tmp_path / name, 8 / 1024) if cached else None
+            )
 
         np.testing.assert_array_equal(epoch(opened("first")), whole)
         change(folder / "train-00001.bin", 123_456)
-        with pytest.raises(InputError, match=r"train-00001\.bin: bytes 122880 to 126976 came twice with another hash"):
+        with pytest.raises(
+            InputError, match=r"train-00001\.bin: bytes 122880 to 126976 came twice with another hash"
+        ):
             epoch(opened("second"))
         without_sums(folder)  # the control
         assert not np.array_equal(epoch(opened("third")), whole)
 
 
-def test_damaged_records_in_a_store_are_found(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with RecordWriter(tmp_path / "records", {"board": ("uint8", (1000,))}, description="boards", licence="none") as made:
+def test_damaged_records_in_a_store_are_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RecordWriter(
+        tmp_path / "records", {"board": ("uint8", (1000,))}, description="boards", licence="none"
+    ) as made:
         for number in range(250):
             made.add("train", board=np.full(1000, number % 251))
     change(tmp_path / "records" / "train-00000.records", 70_500)
@@ -218,9 +239,13 @@ def test_a_block_damaged_on_the_way_is_fetched_once_more(tmp_path: Path, damaged
         with pytest.raises(InputError, match="came twice with another hash"):
             reader.read_ranges(ranges)
         return
-    assert [bytes(one) for one in reader.read_ranges(ranges)] == [content[one.start : one.end] for one in ranges]
+    assert [bytes(one) for one in reader.read_ranges(ranges)] == [
+        content[one.start : one.end] for one in ranges
+    ]
     pages = len([one for one in wire.asked if one.name == "a.sums"])
-    assert [bytes(one) for one in reader.read_ranges(ranges)] == [content[one.start : one.end] for one in ranges]
+    assert [bytes(one) for one in reader.read_ranges(ranges)] == [
+        content[one.start : one.end] for one in ranges
+    ]
     assert len([one for one in wire.asked if one.name == "a.sums"]) == pages  # they are kept
 
 
@@ -241,7 +266,9 @@ def test_kept_sums_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     content = np.random.default_rng(0).bytes(5_000_001)
     made = SumsOfStream()
     made.update(content)
-    reader = CheckedReader(Wire({"a.bin": content, "a.sums": made.content()}, 0), tmp_path, {"a.bin": len(content)})
+    reader = CheckedReader(
+        Wire({"a.bin": content, "a.sums": made.content()}, 0), tmp_path, {"a.bin": len(content)}
+    )
     for _ in range(2):
         (found,) = reader.read_ranges([Range("a.bin", 0, 5_000_001)])
         assert bytes(found) == content

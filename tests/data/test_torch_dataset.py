@@ -1,6 +1,6 @@
 """The stream as PyTorch's data sets: the same samples with any number of workers, and a state that fits another.
 
-    pytest tests/data/test_torch_dataset.py
+pytest tests/data/test_torch_dataset.py
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def test_positions() -> None:
     assert np.array_equal(np.stack([data[i] for i in range(40)]), whole)
     assert np.array_equal(data[-1], whole[39])
     for workers in (0, 2):
-        assert np.array_equal(torch.cat(list(DataLoader(data, batch_size=16, num_workers=workers))).numpy(), whole)
+        assert np.array_equal(
+            torch.cat(list(DataLoader(data, batch_size=16, num_workers=workers))).numpy(), whole
+        )
     for beyond in (40, -41):
         with pytest.raises(IndexError):
             data[beyond]
@@ -117,12 +119,18 @@ def test_positions_asked_for_in_order_are_ordered_together() -> None:
             calls.append(len(positions))
             return super().places(positions)
 
-    stream = Counted({"train": TokenWindows(Counting(70_000), 7, 0)}, None, seed=0, batch=batch_plan(1, 1, 1), data_rank=0)
+    stream = Counted(
+        {"train": TokenWindows(Counting(70_000), 7, 0)}, None, seed=0, batch=batch_plan(1, 1, 1), data_rank=0
+    )
     positions = SampleDataset(stream, 10_000)
-    in_order = np.concatenate([positions.__getitems__(list(range(first, first + 8))) for first in range(0, 9_000, 8)])
+    in_order = np.concatenate(
+        [positions.__getitems__(list(range(first, first + 8))) for first in range(0, 9_000, 8)]
+    )
     assert len(calls) == 6, "two a run of 4,096: the first one it cannot know"
     order = np.random.default_rng(0).permutation(9_000)
-    shuffled = np.concatenate([positions.__getitems__(order[first : first + 9].tolist()) for first in range(0, 9_000, 9)])
+    shuffled = np.concatenate(
+        [positions.__getitems__(order[first : first + 9].tolist()) for first in range(0, 9_000, 9)]
+    )
     assert np.array_equal(shuffled, in_order[order])
 
 

@@ -20,13 +20,31 @@ from toolkit.data.prepare import plan, tokenise
 from toolkit.data.prepare.run import prepare
 from toolkit.progress import Progress
 
-WORDS = ["the", "of", "data", "token", "naïve", "数", "ship", "river", "", "stone\tfor\nevery", "🙂", "<|endoftext|>", "def", "garden"]
+WORDS = [
+    "the",
+    "of",
+    "data",
+    "token",
+    "naïve",
+    "数",
+    "ship",
+    "river",
+    "",
+    "stone\tfor\nevery",
+    "🙂",
+    "<|endoftext|>",
+    "def",
+    "garden",
+]
 
 
 def made_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
     """No two are equal and none is empty."""
     random_ = random.Random(seed)
-    return [f"{number} " + " ".join(random_.choices(WORDS, k=random_.randint(1, longest))) for number in range(count)]
+    return [
+        f"{number} " + " ".join(random_.choices(WORDS, k=random_.randint(1, longest)))
+        for number in range(count)
+    ]
 
 
 def small_tokenizer(folder: Path) -> Path:
@@ -41,7 +59,9 @@ TEXTS = made_texts(300)
 
 def write_jsonl(path: Path, texts: list[str], name: str = "text") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(json.dumps({"id": number, name: text}).encode() + b"\n" for number, text in enumerate(texts)))
+    path.write_bytes(
+        b"".join(json.dumps({"id": number, name: text}).encode() + b"\n" for number, text in enumerate(texts))
+    )
     return path
 
 
@@ -55,22 +75,39 @@ def write_zst(path: Path, content: bytes) -> None:
     import pyarrow
 
     codec, middle = pyarrow.Codec("zstd"), len(content) // 3
-    path.write_bytes(codec.compress(content[:middle], asbytes=True) + codec.compress(content[middle:], asbytes=True))
+    path.write_bytes(
+        codec.compress(content[:middle], asbytes=True) + codec.compress(content[middle:], asbytes=True)
+    )
 
 
-def settings(source: object, output: Path, tokenizer: Path | TokenizerConfig, **changes: object) -> PrepareConfig:
+def settings(
+    source: object, output: Path, tokenizer: Path | TokenizerConfig, **changes: object
+) -> PrepareConfig:
     """With half of the documents for validation and special tokens as text, unless ``changes`` say otherwise: both splits are filled."""
-    given = TokenizerConfig(path=str(tokenizer), end_of_text=bpe.END_OF_TEXT) if isinstance(tokenizer, Path) else tokenizer
-    options: dict[str, object] = {"tokenizer": given, "workers": 1, "validation": 0.5,
-                                  "special_tokens": SpecialTokens.text, **changes}
+    given = (
+        TokenizerConfig(path=str(tokenizer), end_of_text=bpe.END_OF_TEXT)
+        if isinstance(tokenizer, Path)
+        else tokenizer
+    )
+    options: dict[str, object] = {
+        "tokenizer": given,
+        "workers": 1,
+        "validation": 0.5,
+        "special_tokens": SpecialTokens.text,
+        **changes,
+    }
     return PrepareConfig(input=str(source), output=str(output), **options)  # type: ignore[arg-type]
 
 
-def prepared(source: object, output: Path, tokenizer: Path | TokenizerConfig, **changes: object) -> DataManifest:
+def prepared(
+    source: object, output: Path, tokenizer: Path | TokenizerConfig, **changes: object
+) -> DataManifest:
     return prepare(settings(source, output, tokenizer, **changes), Progress.silent())
 
 
-def small_units(monkeypatch: pytest.MonkeyPatch, unit: int = 9000, part: int = 4000, batch: int = 500) -> None:
+def small_units(
+    monkeypatch: pytest.MonkeyPatch, unit: int = 9000, part: int = 4000, batch: int = 500
+) -> None:
     """Bytes at which work is cut in this process; units in the others too, since the plan has them."""
     monkeypatch.setattr(plan, "LEAST_UNIT_BYTES", unit)
     monkeypatch.setattr(plan, "MOST_UNIT_BYTES", unit)
@@ -79,7 +116,11 @@ def small_units(monkeypatch: pytest.MonkeyPatch, unit: int = 9000, part: int = 4
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def documents_of(folder: Path, split: str) -> list[list[int]]:

@@ -34,13 +34,19 @@ class Cell:
     def __str__(self) -> str:
         engine = "local" if self.stage is None else f"zero{self.stage}"
         shown = [f"{key.split('__')[1]}={getattr(value, 'name', value)}" for key, value in self.more]
-        return "-".join([engine, f"{self.ranks}ranks", f"{self.accumulation}accumulated", self.family or "target", *shown])
+        return "-".join(
+            [engine, f"{self.ranks}ranks", f"{self.accumulation}accumulated", self.family or "target", *shown]
+        )
 
     @property
     def data(self) -> int:
         """Ranks that have samples of their own."""
         more = dict(self.more)
-        return self.ranks // (more.get("parallel__tensor", 1) * more.get("parallel__context", 1) * more.get("parallel__pipeline", 1))
+        return self.ranks // (
+            more.get("parallel__tensor", 1)
+            * more.get("parallel__context", 1)
+            * more.get("parallel__pipeline", 1)
+        )
 
     def plan(self) -> RunPlan:
         settings = {
@@ -53,7 +59,13 @@ class Cell:
 
     def world(self) -> World:
         here = this_machine()
-        return World(ranks=self.ranks, ranks_per_node=self.ranks, device=Device.CPU, has_compiler=True, has_libaio=here.has_libaio)
+        return World(
+            ranks=self.ranks,
+            ranks_per_node=self.ranks,
+            device=Device.CPU,
+            has_compiler=True,
+            has_libaio=here.has_libaio,
+        )
 
     def oracle(self) -> Cell:
         """The same samples, first weights and optimizer on the local engine."""
@@ -62,7 +74,9 @@ class Cell:
         return replace(self, stage=None, ranks=1, accumulation=self.data * self.accumulation, more=more)
 
 
-def cell(stage: int | None = 2, ranks: int = 2, accumulation: int = 2, family: str | None = "llama", **more: Any) -> Cell:
+def cell(
+    stage: int | None = 2, ranks: int = 2, accumulation: int = 2, family: str | None = "llama", **more: Any
+) -> Cell:
     return Cell(stage, ranks, accumulation, family, tuple(more.items()))
 
 

@@ -48,4 +48,6 @@ def far(wrong: Trace, case: Cell) -> None:
     """In the loss itself: weights alone would be the weaker evidence."""
     distance = wrong.distance(oracle(case.oracle()))
     print(distance)
-    assert distance.loss > 10 * TOLERANCE.loss, f"a wrong run passes for right: {distance} against {TOLERANCE}"
+    assert distance.loss > 10 * TOLERANCE.loss, (
+        f"a wrong run passes for right: {distance} against {TOLERANCE}"
+    )

@@ -71,14 +71,18 @@ class Measured:
 
     def unexplained(self) -> float:
         """Share of a step, the median of those without delays."""
-        clean = [found for found, name in zip(self.times, self.delayed, strict=True) if name is None][WARM_UP:]
+        clean = [found for found, name in zip(self.times, self.delayed, strict=True) if name is None][
+            WARM_UP:
+        ]
         return statistics.median(found.parts.get(UNEXPLAINED, 0.0) / found.wall for found in clean)
 
 
 class Delays:
     """``seconds`` is a share of the slowest rank's step, the same on all ranks; where they are counted only, it is one."""
 
-    def __init__(self, script: Sequence[str | None], counted: Counted | None = None, asleep: float = 0.0) -> None:
+    def __init__(
+        self, script: Sequence[str | None], counted: Counted | None = None, asleep: float = 0.0
+    ) -> None:
         self.script, self._counted, self._asleep = tuple(script), counted, asleep
         self.now: str | None = None
         self.seconds = 0.0
@@ -171,7 +175,10 @@ class _Store:
 def micro_batch(plan: RunPlan, number: int) -> np.ndarray:
     """int64 [micro-batch, sequence + 1], counting in steps of 1 to 3."""
     random, length = np.random.default_rng(number), plan.config.train.sequence_length + 1
-    first, stride = random.integers(0, 256, (plan.batch.micro_batch, 1)), random.integers(1, 4, (plan.batch.micro_batch, 1))
+    first, stride = (
+        random.integers(0, 256, (plan.batch.micro_batch, 1)),
+        random.integers(1, 4, (plan.batch.micro_batch, 1)),
+    )
     return (first + stride * np.arange(length)) % 256
 
 
@@ -180,11 +187,24 @@ def stream(plan: RunPlan, data_rank: int, delays: Delays) -> Iterator[list[np.nd
         delays.begin(step)
         delays.strike(DATA)
         count = plan.batch.at(step).accumulation
-        yield [micro_batch(plan, (step * count + number) * plan.axes.data + data_rank) for number in range(count)]
+        yield [
+            micro_batch(plan, (step * count + number) * plan.axes.data + data_rank) for number in range(count)
+        ]
 
 
-def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), repeats: int = 0, *, recorded: bool = True,
-            replaced: bool = True, around: bool = False, counted: bool = False, asleep: float = 0.0) -> Measured:
+def measure(
+    rank: int,
+    ranks: int,
+    plan: RunPlan,
+    delayed: Sequence[str] = (),
+    repeats: int = 0,
+    *,
+    recorded: bool = True,
+    replaced: bool = True,
+    around: bool = False,
+    counted: bool = False,
+    asleep: float = 0.0,
+) -> Measured:
     """A run of ``CLEAN`` steps without delays, then ``repeats`` times one without and one of each of ``delayed``.
 
     Args:
@@ -199,7 +219,10 @@ def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), r
     plan.config.train.steps = len(delays.script)
     recorder = StepRecorder(clock or HostClock(), pipelined=plan.axes.pipeline > 1)
     telling = {"recorder": recorder} if recorded else {}
-    with slow_calls(delays, plan.axes), collectives.watched(plan.axes, recorder) if recorded else nullcontext():
+    with (
+        slow_calls(delays, plan.axes),
+        collectives.watched(plan.axes, recorder) if recorded else nullcontext(),
+    ):
         if not replaced:
             collectives.uninstall()
         task: Any = _Task(text_task(plan), delays)
@@ -208,8 +231,16 @@ def measure(rank: int, ranks: int, plan: RunPlan, delayed: Sequence[str] = (), r
         slow_engine(engine, plan, rank, delays)
         logging = _Logging(delays)
         hooks = Hooks(logging, *(hooks_around(plan, engine, task, delays) if around else ()), **telling)
-        train(plan, engine, task, stream(plan, plan.axes.coordinates(rank).data, delays), TrainState(), hooks,
-              agreeing(ranks, delays), **telling)
+        train(
+            plan,
+            engine,
+            task,
+            stream(plan, plan.axes.coordinates(rank).data, delays),
+            TrainState(),
+            hooks,
+            agreeing(ranks, delays),
+            **telling,
+        )
         engine.close()
     return Measured(tuple(recorder.taken()), delays.script, delays.seconds, tuple(logging.losses))
 
@@ -237,11 +268,28 @@ def hooks_around(plan: RunPlan, engine: Engine, task: Task, delays: Delays) -> l
     plan.config.checkpoint.every = "1"
     nowhere: Any = SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
     store: Any = _Store(delays)
-    saving = Checkpoints(plan, engine, store, nowhere, Timer(None), rank=0, attempt=1, all_reduce_flags=single_rank_reduce,
-                         flush=lambda: None,
-                         announce=lambda path: None, tell=print)
-    evaluating = Evaluation(engine, task, {"validation": samples}, every=1, steps=plan.config.train.steps, missing=lambda step: False,
-                            announce=lambda row: None)
+    saving = Checkpoints(
+        plan,
+        engine,
+        store,
+        nowhere,
+        Timer(None),
+        rank=0,
+        attempt=1,
+        all_reduce_flags=single_rank_reduce,
+        flush=lambda: None,
+        announce=lambda path: None,
+        tell=print,
+    )
+    evaluating = Evaluation(
+        engine,
+        task,
+        {"validation": samples},
+        every=1,
+        steps=plan.config.train.steps,
+        missing=lambda step: False,
+        announce=lambda row: None,
+    )
     return [evaluating, saving]
 
 
@@ -262,8 +310,13 @@ def slow_engine(engine: Any, plan: RunPlan, rank: int, delays: Delays) -> None:
         delays.strike(BACKWARD)
 
     first_norm(engine).register_forward_hook(after)
-    optimizer = engine._built.optimizer if hasattr(engine, "_built") else engine._ds.optimizer if hasattr(engine, "_ds") \
+    optimizer = (
+        engine._built.optimizer
+        if hasattr(engine, "_built")
+        else engine._ds.optimizer
+        if hasattr(engine, "_ds")
         else engine._optimizers[0]
+    )
     step = optimizer.step
 
     def slow_step(*arguments: Any, **named: Any) -> Any:
@@ -275,7 +328,13 @@ def slow_engine(engine: Any, plan: RunPlan, rank: int, delays: Delays) -> None:
 
 def first_norm(engine: Any) -> nn.Module:
     """Of the rank's model: a module that gives a tensor, in every family and on every stage."""
-    model = engine._built.chunks[0] if hasattr(engine, "_built") else engine._ds.module if hasattr(engine, "_ds") else engine._module
+    model = (
+        engine._built.chunks[0]
+        if hasattr(engine, "_built")
+        else engine._ds.module
+        if hasattr(engine, "_ds")
+        else engine._module
+    )
     return next(module for module in model.modules() if "Norm" in type(module).__name__)
 
 
@@ -283,10 +342,15 @@ def first_norm(engine: Any) -> nn.Module:
 def slow_calls(delays: Delays, axes: Axes) -> Iterator[None]:
     """Delays in collectives, below what times them."""
     collectives.uninstall()
-    kept = {name: vars(ProcessGroup)[name] for name, operation in collectives.OPERATIONS.items()
-            if name in vars(ProcessGroup) and operation not in (collectives.START, collectives.END)}
+    kept = {
+        name: vars(ProcessGroup)[name]
+        for name, operation in collectives.OPERATIONS.items()
+        if name in vars(ProcessGroup) and operation not in (collectives.START, collectives.END)
+    }
     for name in kept:
-        setattr(ProcessGroup, name, _slow(getattr(ProcessGroup, name), collectives.OPERATIONS[name], delays, axes))
+        setattr(
+            ProcessGroup, name, _slow(getattr(ProcessGroup, name), collectives.OPERATIONS[name], delays, axes)
+        )
     try:
         yield
     finally:
@@ -298,7 +362,9 @@ def slow_calls(delays: Delays, axes: Axes) -> Iterator[None]:
 def _slow(original: Callable[..., Any], operation: str, delays: Delays, axes: Axes) -> Callable[..., Any]:
     def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
         if delays.now is not None and delays.now.startswith("communication"):
-            name = axis_name(dist.get_process_group_ranks(group), axes, exchange=operation in collectives.EXCHANGING)
+            name = axis_name(
+                dist.get_process_group_ranks(group), axes, exchange=operation in collectives.EXCHANGING
+            )
             delays.strike(communication(name))
         return original(group, *arguments, **named)
 
@@ -319,9 +385,20 @@ def bubble(rank: int, ranks: int, plan: RunPlan, seconds: float, steps: int) -> 
             norm.register_forward_hook(_sleeping(seconds))
         delays = Delays([None] * steps)
         samples = stream(plan, plan.axes.coordinates(rank).data, delays)
-        train(plan, engine, task, samples, TrainState(), Hooks(recorder=recorder), agreeing(ranks, delays), recorder=recorder)
+        train(
+            plan,
+            engine,
+            task,
+            samples,
+            TrainState(),
+            Hooks(recorder=recorder),
+            agreeing(ranks, delays),
+            recorder=recorder,
+        )
         engine.close()
-    return [found.parts[BUBBLE] / (found.parts[FORWARD] + found.parts[BACKWARD]) for found in recorder.taken()[2:]]
+    return [
+        found.parts[BUBBLE] / (found.parts[FORWARD] + found.parts[BACKWARD]) for found in recorder.taken()[2:]
+    ]
 
 
 def _sleeping(seconds: float) -> Callable[..., None]:
@@ -340,10 +417,19 @@ def calls_of(rank: int, ranks: int, plan: RunPlan) -> list[tuple[str, str, int, 
         engine = build_engine(plan, task, rank=rank, local_rank=rank)
         engine.load(first_weights(plan))
         plan.config.train.steps = 1
-        train(plan, engine, task, stream(plan, plan.axes.coordinates(rank).data, Delays([None])), TrainState(), Hooks(),
-              lambda waited, result: StepConsensus())
+        train(
+            plan,
+            engine,
+            task,
+            stream(plan, plan.axes.coordinates(rank).data, Delays([None])),
+            TrainState(),
+            Hooks(),
+            lambda waited, result: StepConsensus(),
+        )
         work = dist.all_reduce(torch.ones(3, 5), async_op=True)
         found = collectives.last_calls()
         work.wait()
         engine.close()
-        return [(call.axis, call.what, call.number, call.finished) for call in (*found, *collectives.last_calls())]
+        return [
+            (call.axis, call.what, call.number, call.finished) for call in (*found, *collectives.last_calls())
+        ]

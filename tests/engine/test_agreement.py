@@ -1,6 +1,6 @@
 """The oracle's own arithmetic against the parts of DeepSpeed that it restates.
 
-    pytest tests/engine/test_agreement.py
+pytest tests/engine/test_agreement.py
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
     for gradient, momentum in matrices():
         updates.append((muon_update(gradient, momentum, 0.95), momentum))
     scales = []
-    scaler = DynamicLossScaler(init_scale=2.0**20, scale_window=3, min_scale=1, delayed_shift=1, consecutive_hysteresis=False)
+    scaler = DynamicLossScaler(
+        init_scale=2.0**20, scale_window=3, min_scale=1, delayed_shift=1, consecutive_hysteresis=False
+    )
     for overflow in overflows():
         scaler.update_scale(overflow)
         scales.append({name: getattr(scaler, name) for name in SCALER_STATE})
@@ -48,7 +50,10 @@ def on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
 
 def matrices() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(shape, generator=generator), 0.3 * torch.randn(shape, generator=generator)) for shape in SHAPES]
+    return [
+        (torch.randn(shape, generator=generator), 0.3 * torch.randn(shape, generator=generator))
+        for shape in SHAPES
+    ]
 
 
 def overflows() -> list[bool]:
@@ -85,13 +90,19 @@ def test_loss_scale(deepspeed: dict[str, Any]) -> None:
 
 def test_which_parameters_go_to_muon(deepspeed: dict[str, Any]) -> None:
     module = build_model(tiny_plan("mixtral"), "cpu", meta=True)
-    assert {name: uses_muon(name, parameter) for name, parameter in module.named_parameters()} == deepspeed["flags"]
+    assert {name: uses_muon(name, parameter) for name, parameter in module.named_parameters()} == deepspeed[
+        "flags"
+    ]
     assert set(deepspeed["flags"].values()) == {True, False}
 
 
 RUNS: dict[str, dict[str, Any]] = {
     "dropout": {"model__dropout": 0.2},
-    "fp16": {"precision__name": Precision.fp16, "precision__initial_scale_power": 24, "precision__scale_window": 3},
+    "fp16": {
+        "precision__name": Precision.fp16,
+        "precision__initial_scale_power": 24,
+        "precision__scale_window": 3,
+    },
     "muon": {"optim__name": OptimizerName.muon, "optim__momentum": 0.95, "optim__clip": 0.0},
 }
 # fp16: rounding of single gradients. Muon: Newton-Schulz enlarges rounding differences, and the norm is that of its updates.
@@ -108,7 +119,10 @@ def test_a_run_on_one_rank(name: str) -> None:
     assert [result.loss_scale for result in found.results] == [result.loss_scale for result in oracle.results]
     assert any(result.skipped for result in oracle.results) is (name == "fp16")
     taken = [(a, b) for a, b in zip(found.results, oracle.results, strict=True) if not b.skipped]
-    ours, theirs = (parity.Trace(tuple(pair[side] for pair in taken), trace.weights) for side, trace in ((0, found), (1, oracle)))
+    ours, theirs = (
+        parity.Trace(tuple(pair[side] for pair in taken), trace.weights)
+        for side, trace in ((0, found), (1, oracle))
+    )
     assert ours.distance(theirs).times(TOLERANCES.get(name, parity.TOLERANCE)) <= 1, ours.distance(theirs)
 
 

@@ -11,8 +11,17 @@ from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import Case, Cell, choose
 from toolkit.testing.parity import trace_on_rank
 
-CELLS = choose(("deepspeed/llama/dp2-zero2", "deepspeed/llama/dp2-zero3", "deepspeed/llama/tp2-zero3", "deepspeed/llama/pp2-zero1",
-                "megatron/llama/tp2-sp", "megatron/llama/pp2-vpp2", "megatron/mixtral/ep2-dp2-zero1"))
+CELLS = choose(
+    (
+        "deepspeed/llama/dp2-zero2",
+        "deepspeed/llama/dp2-zero3",
+        "deepspeed/llama/tp2-zero3",
+        "deepspeed/llama/pp2-zero1",
+        "megatron/llama/tp2-sp",
+        "megatron/llama/pp2-vpp2",
+        "megatron/mixtral/ep2-dp2-zero1",
+    )
+)
 
 
 def threads(rank: int, ranks: int) -> int:

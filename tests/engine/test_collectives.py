@@ -1,6 +1,6 @@
 """Which calls of torch.distributed are seen, and what they are called.
 
-    pytest tests/engine/test_collectives.py
+pytest tests/engine/test_collectives.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ AXES = Axes(tensor=2, data=2)
 
 def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[str, float]]:
     """What was called of each kind, and the parts of the calls and of the same ones on another thread."""
-    tensor = next(groups for groups in map(dist.new_group, AXES.groups(Axis.TENSOR)) if dist.get_rank(groups) >= 0)
+    tensor = next(
+        groups for groups in map(dist.new_group, AXES.groups(Axis.TENSOR)) if dist.get_rank(groups) >= 0
+    )
     mine, both, other = torch.ones(4), torch.ones(8), rank ^ 2
 
     def talk() -> None:
@@ -45,7 +47,9 @@ def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[s
             dist.send(mine, other)
         else:
             dist.recv(mine, other)
-        for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, both[:4], other)]):
+        for request in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, both[:4], other)]
+        ):
             request.wait()
 
     recorder = StepRecorder(HostClock())
@@ -67,12 +71,22 @@ def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[s
 def test_calls_are_named_and_timed(pool: RankPool) -> None:
     """The last eight of each group, sends and receives apart."""
     for rank, (calls, parts, threads) in enumerate(pool.run(call_all, ranks=4)):
-        there, back = (f"data: send to rank {rank ^ 2} [4] float32", f"data: recv from rank {rank ^ 2} [4] float32")
+        there, back = (
+            f"data: send to rank {rank ^ 2} [4] float32",
+            f"data: recv from rank {rank ^ 2} [4] float32",
+        )
         assert calls[:8] == [
-            "tensor: broadcast [4] float32", "tensor: all_gather 2 x [4] float32, [4] float32",
-            "tensor: all_gather_into_tensor [8] float32, [4] float32", "tensor: reduce_scatter_tensor [4] float32, [8] float32",
-            "tensor: all_to_all_single [8] float32, [8] float32", *calls[5:7], "tensor: barrier"]
-        assert all(call.startswith("tensor: all_gather") for call in calls[5:7])  # of an object: its size, and then itself
+            "tensor: broadcast [4] float32",
+            "tensor: all_gather 2 x [4] float32, [4] float32",
+            "tensor: all_gather_into_tensor [8] float32, [4] float32",
+            "tensor: reduce_scatter_tensor [4] float32, [8] float32",
+            "tensor: all_to_all_single [8] float32, [8] float32",
+            *calls[5:7],
+            "tensor: barrier",
+        ]
+        assert all(
+            call.startswith("tensor: all_gather") for call in calls[5:7]
+        )  # of an object: its size, and then itself
         assert calls[8] == "all: all_reduce [4] float32"
         assert sorted(calls[9:]) == sorted([there, back, there if rank < rank ^ 2 else back])
         assert set(parts) == {UNEXPLAINED, *map(communication, ("tensor", "data", "all"))}

@@ -1,7 +1,7 @@
 """What the DeepSpeed engine adds to DeepSpeed, and the defects of DeepSpeed 0.19 that it mends: each with the case that shows it.
 
-    pytest tests/engine/test_deepspeed.py
-    pytest tests/engine/test_deepspeed.py -m full     with what must be compiled first: CPU Adam, NVMe
+pytest tests/engine/test_deepspeed.py
+pytest tests/engine/test_deepspeed.py -m full     with what must be compiled first: CPU Adam, NVMe
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell, make, steps, trace
+from tests.engine.cases import (
+    BF16,
+    CHECKPOINTING,
+    DROPOUT,
+    FP16,
+    OFFLOAD,
+    OFFLOAD_ALL,
+    SGD,
+    Cell,
+    cell,
+    make,
+    steps,
+    trace,
+)
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.cluster.machine import this_machine
 from toolkit.config.schema import BatchRampConfig, EngineName, OptimizerKernel, OptimizerName, Place
@@ -120,8 +133,16 @@ def read_back(rank: int, ranks: int, case: Cell) -> list[bool]:
         parameters = dict(engine._ds.module.named_parameters())
         with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=case.stage == 3):
             if rank == 0:
-                masters = {name: state.get(TensorKey("master", name), state[TensorKey(WEIGHT, name)]) for name in parameters}
-                agree.append(all(torch.equal(weight.cpu(), masters[name].to(weight.dtype)) for name, weight in parameters.items()))
+                masters = {
+                    name: state.get(TensorKey("master", name), state[TensorKey(WEIGHT, name)])
+                    for name in parameters
+                }
+                agree.append(
+                    all(
+                        torch.equal(weight.cpu(), masters[name].to(weight.dtype))
+                        for name, weight in parameters.items()
+                    )
+                )
     engine.close()
     return agree
 
@@ -173,7 +194,9 @@ def ramped(rank: int, ranks: int, stage: int | None, more: dict[str, Any]) -> li
     return results
 
 
-@pytest.mark.parametrize(("stage", "more"), [*((stage, {}) for stage in range(4)), *((stage, OFFLOAD) for stage in (1, 2, 3))])
+@pytest.mark.parametrize(
+    ("stage", "more"), [*((stage, {}) for stage in range(4)), *((stage, OFFLOAD) for stage in (1, 2, 3))]
+)
 def test_batch_ramp(stage: int, more: dict[str, Any], pool: RankPool) -> None:
     """Accumulation 1, 2, 3. By its own count of micro-steps DeepSpeed would step in the middle of the first larger batch."""
     expected = ramped(0, 1, None, {})
@@ -184,7 +207,9 @@ def test_batch_ramp(stage: int, more: dict[str, Any], pool: RankPool) -> None:
     assert max(abs(a.grad_norm - b.grad_norm) for a, b in zip(found, expected, strict=True)) <= 1e-4
 
 
-def evaluating(rank: int, ranks: int, case: Cell, every: int) -> tuple[list[StepResult], list[tuple[float, int]]]:
+def evaluating(
+    rank: int, ranks: int, case: Cell, every: int
+) -> tuple[list[StepResult], list[tuple[float, int]]]:
     engine, plan = make(case, rank), case.plan()
     results, evaluations = [], []
     for step in range(4):
@@ -215,14 +240,20 @@ def test_bf16_follows_the_local_engine_in_bf16(stage: int, pool: RankPool) -> No
     """Not to the bit: DeepSpeed reduces gradients in bf16 where ``local`` sums them in fp32. Measured over 20 steps: loss
     2.7e-4, gradient norm 2.4e-3, weights 2.6e-4."""
     case = cell(stage, **BF16)
-    check(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle()), Distance(loss=1e-3, norm=1e-2, weight=1e-3))
+    check(
+        pool.run(trace, case, ranks=2)[0],
+        trace(0, 1, case.oracle()),
+        Distance(loss=1e-3, norm=1e-2, weight=1e-3),
+    )
 
 
 def scaling(power: int, window: int) -> dict[str, Any]:
     return {**FP16, "precision__initial_scale_power": power, "precision__scale_window": window}
 
 
-def skipping(rank: int, ranks: int, case: Cell, count: int) -> tuple[list[StepResult], list[bool], dict[str, object]]:
+def skipping(
+    rank: int, ranks: int, case: Cell, count: int
+) -> tuple[list[StepResult], list[bool], dict[str, object]]:
     """Each step's result, and whether it left weights and moments as they were."""
     engine = make(case, rank)
     results, unchanged = [], []
@@ -235,7 +266,10 @@ def skipping(rank: int, ranks: int, case: Cell, count: int) -> tuple[list[StepRe
     return results, unchanged, scalars
 
 
-OVERFLOWING = [*(cell(stage, **scaling(24, 1000)) for stage in (1, 2, 3)), cell(2, **scaling(24, 1000), **OFFLOAD)]
+OVERFLOWING = [
+    *(cell(stage, **scaling(24, 1000)) for stage in (1, 2, 3)),
+    cell(2, **scaling(24, 1000), **OFFLOAD),
+]
 
 
 @pytest.mark.parametrize("case", OVERFLOWING, ids=str)
@@ -267,7 +301,12 @@ def test_fp16_growth_of_the_scale_halves_no_step(stage: int, pool: RankPool) -> 
 
 # -- Optimizers
 
-MUON: dict[str, Any] = {"optim__name": OptimizerName.muon, "optim__momentum": 0.95, "optim__lr": 1e-3, "optim__clip": 0.0}
+MUON: dict[str, Any] = {
+    "optim__name": OptimizerName.muon,
+    "optim__momentum": 0.95,
+    "optim__lr": 1e-3,
+    "optim__clip": 0.0,
+}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -299,16 +338,27 @@ def test_nvme(pool: RankPool, tmp_path: Path) -> None:
     """Where libaio is, states live on disk between steps and a resume is the same to the bit; where it is not, the plan says so."""
     from tests.engine.test_resume import resume, save_and_go_on
 
-    large = {"model__hidden_size": 512, "model__intermediate_size": 1024}  # partitions under 1 MiB stay in memory
-    case = cell(3, 2, 2, "gpt2", **large, offload__optimizer=Place.nvme, offload__nvme_path=str(tmp_path / "nvme"),
-                optim__kernel=OptimizerKernel.torch)
+    large = {
+        "model__hidden_size": 512,
+        "model__intermediate_size": 1024,
+    }  # partitions under 1 MiB stay in memory
+    case = cell(
+        3,
+        2,
+        2,
+        "gpt2",
+        **large,
+        offload__optimizer=Place.nvme,
+        offload__nvme_path=str(tmp_path / "nvme"),
+        optim__kernel=OptimizerKernel.torch,
+    )
     if not this_machine().has_libaio:
         with pytest.raises(PlanError, match="libaio"):
             case.plan()
         return
     went_on, state = pool.run(save_and_go_on, case, tmp_path / "saved", ranks=2, timeout=800)[0]
     assert any((tmp_path / "nvme").rglob("exp_avg*.swp")), "nothing was swapped: the case shows nothing"
-    (again, found), = pool.run(resume, case, [tmp_path / "saved"], ranks=2, timeout=200)[0]
+    ((again, found),) = pool.run(resume, case, [tmp_path / "saved"], ranks=2, timeout=200)[0]
     assert again.losses == went_on.losses
     assert all(torch.equal(found[key], state[key]) for key in state)
 
@@ -331,7 +381,9 @@ def test_any_module_with_frozen_parameters(stage: int, pool: RankPool) -> None:
 SOMETIMES = [
     *(own("Sometimes", stage) for stage in (0, 1, 2)),
     *(own("Sometimes", stage, **OFFLOAD) for stage in (1, 2)),
-    *(own("Sometimes", 3, 1, **more) for more in ({}, OFFLOAD)),  # ZeRO 3 cannot train it where ranks take different branches
+    *(
+        own("Sometimes", 3, 1, **more) for more in ({}, OFFLOAD)
+    ),  # ZeRO 3 cannot train it where ranks take different branches
 ]
 
 

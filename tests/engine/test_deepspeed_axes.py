@@ -70,8 +70,13 @@ def everything() -> Iterator[Cell]:
         now, other = turns[stage % 2], turns[1 - stage % 2]
         for axis, families in ((TENSOR, ("qwen2", "qwen3")), (CONTEXT, ("gpt2", "qwen2", "mixtral"))):
             yield cell(stage, 4, 2, **axis, **now)
-            yield cell(stage, 4, 1, **axis, **other)  # one micro-batch; with fewer samples a step other families' oracles learn too little
-            yield from (cell(stage, 2, 2, family, **axis, **turns[(stage + number) % 2]) for number, family in enumerate(families))
+            yield cell(
+                stage, 4, 1, **axis, **other
+            )  # one micro-batch; with fewer samples a step other families' oracles learn too little
+            yield from (
+                cell(stage, 2, 2, family, **axis, **turns[(stage + number) % 2])
+                for number, family in enumerate(families)
+            )
         yield cell(stage, 4, 2, **FOUR_TENSOR, **other)
         yield cell(stage, 4, 2, **FOUR_CONTEXT, **now)
     for stage in (1, 2):
@@ -80,7 +85,11 @@ def everything() -> Iterator[Cell]:
         yield cell(stage, 4, 2, "mixtral", **EXPERT, **now)
         yield cell(stage, 4, 1, "mixtral", **EXPERT, **other)
         yield cell(stage, 4, 2, "mixtral", **FOUR_EXPERT, **now)
-    for family, axis, stages in (("llama", TENSOR, (1, 2, 3)), ("llama", CONTEXT, (1, 2, 3)), ("mixtral", EXPERT, (1, 2))):
+    for family, axis, stages in (
+        ("llama", TENSOR, (1, 2, 3)),
+        ("llama", CONTEXT, (1, 2, 3)),
+        ("mixtral", EXPERT, (1, 2)),
+    ):
         for stage in stages:
             yield cell(stage, 4, 2, family, **axis, **OFFLOAD, **turns[stage % 2])
         yield cell(stages[-1], 2, 2, family, **axis, **CHECKPOINTING)
@@ -99,7 +108,11 @@ def test_every_cell(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
-AXES = [cell(1, 2, 2, "llama", **TENSOR), cell(2, 2, 2, "llama", **CONTEXT), cell(1, 2, 2, "mixtral", **EXPERT)]
+AXES = [
+    cell(1, 2, 2, "llama", **TENSOR),
+    cell(2, 2, 2, "llama", **CONTEXT),
+    cell(1, 2, 2, "mixtral", **EXPERT),
+]
 
 
 def quickly(first: Any, *rest: Any) -> list[Any]:
@@ -112,7 +125,11 @@ def test_bf16_follows_the_local_engine_in_bf16(case: Cell, pool: RankPool) -> No
     """Not to the bit: parts of activations and gradients are rounded to bf16 before they are added up. Measured over 20 steps: loss
     5.2e-4, gradient norm 7.9e-3, weights 4.8e-3 (of a router, whose choices are not smooth)."""
     case = replace(case, more=(*case.more, *BF16.items()))
-    check(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle()), Distance(loss=2e-3, norm=3e-2, weight=1e-2))
+    check(
+        pool.run(trace, case, ranks=2)[0],
+        trace(0, 1, case.oracle()),
+        Distance(loss=2e-3, norm=3e-2, weight=1e-2),
+    )
 
 
 # -- Controls
@@ -180,7 +197,10 @@ def test_control_unreduced_norms_of_heads(pool: RankPool) -> None:
 # -- State
 
 
-SHAPES: dict[str, Any] = {"model__hidden_size": 40, "model__intermediate_size": 52}  # heads of 10: partitions end inside rows
+SHAPES: dict[str, Any] = {
+    "model__hidden_size": 40,
+    "model__intermediate_size": 52,
+}  # heads of 10: partitions end inside rows
 COVERED = [
     *(cell(stage, 4, 1, "llama", **TENSOR, **SHAPES) for stage in range(4)),
     cell(2, 4, 1, "llama", **CONTEXT, **SHAPES),
@@ -204,7 +224,9 @@ def copies(rank: int, ranks: int, case: Cell) -> dict[str, torch.Tensor]:
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
     steps(engine, case, rank, 0, 4)
-    found = {place.name: weight.detach().clone() for weight, place in engine._places.items() if place.replicas > 1}
+    found = {
+        place.name: weight.detach().clone() for weight, place in engine._places.items() if place.replicas > 1
+    }
     engine.close()
     return found
 
@@ -261,10 +283,28 @@ def layout(stage: int | None, ranks: int, axis: dict[str, Any], family: str = "l
     return cell(stage, ranks, GLOBAL // data, family, **axis, **more)
 
 
-LLAMAS = [layout(None, 1, {}), layout(1, 2, {}), layout(3, 4, {}), *(layout(stage, 2, TENSOR) for stage in range(4)),
-          *(layout(stage, 4, TENSOR) for stage in (1, 3)), layout(2, 4, FOUR_CONTEXT), layout(1, 2, CONTEXT), layout(3, 4, CONTEXT)]
-MIXTRALS = [layout(stage, ranks, axis, "mixtral") for stage, ranks, axis in (
-    (None, 1, {}), (1, 2, {}), (3, 2, {}), (1, 2, EXPERT), (2, 4, EXPERT), (1, 4, FOUR_EXPERT), (2, 2, CONTEXT))]
+LLAMAS = [
+    layout(None, 1, {}),
+    layout(1, 2, {}),
+    layout(3, 4, {}),
+    *(layout(stage, 2, TENSOR) for stage in range(4)),
+    *(layout(stage, 4, TENSOR) for stage in (1, 3)),
+    layout(2, 4, FOUR_CONTEXT),
+    layout(1, 2, CONTEXT),
+    layout(3, 4, CONTEXT),
+]
+MIXTRALS = [
+    layout(stage, ranks, axis, "mixtral")
+    for stage, ranks, axis in (
+        (None, 1, {}),
+        (1, 2, {}),
+        (3, 2, {}),
+        (1, 2, EXPERT),
+        (2, 4, EXPERT),
+        (1, 4, FOUR_EXPERT),
+        (2, 2, CONTEXT),
+    )
+]
 
 
 @pytest.fixture(scope="module")
@@ -280,8 +320,11 @@ def neighbours(layouts: list[Cell]) -> Iterator[tuple[Cell, list[Cell]]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("target", "sources"), [*neighbours(LLAMAS), *neighbours(MIXTRALS)],
-                         ids=lambda part: str(part) if isinstance(part, Cell) else "")
+@pytest.mark.parametrize(
+    ("target", "sources"),
+    [*neighbours(LLAMAS), *neighbours(MIXTRALS)],
+    ids=lambda part: str(part) if isinstance(part, Cell) else "",
+)
 def test_another_layout_goes_on(target: Cell, sources: list[Cell], saved: Saved, pool: RankPool) -> None:
     check_pairs(target, sources, saved, pool)
 
@@ -314,8 +357,9 @@ def leg(rank: int, ranks: int, case: Cell, number: int, folder: Path, forget: bo
     reader = open_reader(folder / str(number - 1)) if number else None
     engine = make(case, rank, WithoutMoments(reader) if forget and reader is not None else reader)
     results = steps(engine, case, rank, number * MORE, (number + 1) * MORE)
-    CheckpointStore(folder / str(number)).save(number, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks,
-                                               attempt=1).wait()
+    CheckpointStore(folder / str(number)).save(
+        number, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1
+    ).wait()
     engine.close()
     return results
 
@@ -323,7 +367,10 @@ def leg(rank: int, ranks: int, case: Cell, number: int, folder: Path, forget: bo
 def travel(legs: list[Cell], folder: Path, pool: RankPool, forget_at: int | None = None) -> list[float]:
     losses: list[float] = []
     for number, case in enumerate(legs):
-        losses += [result.loss for result in pool.run(leg, case, number, folder, number == forget_at, ranks=case.ranks)[0]]
+        losses += [
+            result.loss
+            for result in pool.run(leg, case, number, folder, number == forget_at, ranks=case.ranks)[0]
+        ]
     return losses
 
 
@@ -335,9 +382,13 @@ def stayed(legs: list[Cell]) -> list[float]:
     return [result.loss for result in results]
 
 
-HOPS = [[layout(None, 1, {}), layout(1, 2, TENSOR), layout(3, 2, {}), layout(2, 2, CONTEXT), layout(None, 1, {})],
-        [layout(stage, ranks, axis, "mixtral") for stage, ranks, axis in (
-            (None, 1, {}), (1, 2, EXPERT), (3, 2, {}), (2, 4, EXPERT), (None, 1, {}))]]
+HOPS = [
+    [layout(None, 1, {}), layout(1, 2, TENSOR), layout(3, 2, {}), layout(2, 2, CONTEXT), layout(None, 1, {})],
+    [
+        layout(stage, ranks, axis, "mixtral")
+        for stage, ranks, axis in ((None, 1, {}), (1, 2, EXPERT), (3, 2, {}), (2, 4, EXPERT), (None, 1, {}))
+    ],
+]
 
 
 @pytest.mark.parametrize("legs", quickly(*HOPS), ids=["llama", "mixtral"])
@@ -351,7 +402,9 @@ def test_a_run_hops_between_layouts(legs: list[Cell], pool: RankPool, tmp_path: 
 
 # -- What DeepSpeed keeps
 
-GATHERED: dict[str, Any] = {"engine__deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+GATHERED: dict[str, Any] = {
+    "engine__deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+}
 
 
 def kept_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
@@ -364,7 +417,11 @@ def kept_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
     def look(saved: torch.Tensor) -> torch.Tensor:
         if not isinstance(saved, nn.Parameter):
             memory = saved.untyped_storage().data_ptr()
-            found.update(place.name for weight, place in places.items() if weight.numel() and weight.untyped_storage().data_ptr() == memory)
+            found.update(
+                place.name
+                for weight, place in places.items()
+                if weight.numel() and weight.untyped_storage().data_ptr() == memory
+            )
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(look, lambda saved: saved):

@@ -18,7 +18,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, FP16, SGD, Cell, WithoutMoments, cell, make, steps, trace
+from tests.engine.cases import (
+    BF16,
+    CHECKPOINTING,
+    DROPOUT,
+    FP16,
+    SGD,
+    Cell,
+    WithoutMoments,
+    cell,
+    make,
+    steps,
+    trace,
+)
 from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, far, oracle
 from tests.engine.test_memory import Bytes, gradients, states, weights
 from tests.engine.test_resume import assert_same, resume, save_and_go_on
@@ -36,7 +48,15 @@ from toolkit.testing.parity import Distance, Trace, check
 from toolkit.testing.tiny import FAMILIES, micro_batches
 
 
-def pipe(stage: int, stages: int = 2, data: int = 1, accumulation: int = 4, family: str = "llama", layers: int = 2, **more: Any) -> Cell:
+def pipe(
+    stage: int,
+    stages: int = 2,
+    data: int = 1,
+    accumulation: int = 4,
+    family: str = "llama",
+    layers: int = 2,
+    **more: Any,
+) -> Cell:
     """With Adam at 2e-3, at which four blocks learn enough in twenty steps."""
     settings = {"parallel__pipeline": stages, "model__num_hidden_layers": layers, "optim__lr": 2e-3, **more}
     return cell(stage, stages * data, accumulation, family, **settings)
@@ -148,7 +168,11 @@ def traced(rank: int, ranks: int, case: Cell, steps: int) -> Trace:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("more", [{}, {"engine__deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}}], ids=["bf16", "fp32-sums"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"engine__deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}}],
+    ids=["bf16", "fp32-sums"],
+)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_bf16_follows_the_local_engine_in_bf16(family: str, more: dict[str, Any], pool: RankPool) -> None:
     case = pipe(1, family=family, layers=3, optim__lr=1e-3, **BF16, **more)
@@ -164,7 +188,9 @@ def test_fp16_skips_the_same_steps(pool: RankPool) -> None:
     case = pipe(1, family="qwen2", **FP16, **scaling)
     found = pool.run(traced, case, 12, ranks=2)[0]
     right = pool.run(traced, cell(1, 1, 4, "qwen2", optim__lr=2e-3, **FP16, **scaling), 12, ranks=1)[0]
-    assert [(result.skipped, result.loss_scale) for result in found.results] == [(r.skipped, r.loss_scale) for r in right.results]
+    assert [(result.skipped, result.loss_scale) for result in found.results] == [
+        (r.skipped, r.loss_scale) for r in right.results
+    ]
     assert {result.skipped for result in found.results} == {True, False}
     assert max(abs(a - b) for a, b in zip(found.losses, right.losses, strict=True)) <= 2e-4
 
@@ -200,7 +226,9 @@ def evaluated(rank: int, ranks: int, case: Cell) -> tuple[list[StepResult], Eval
     found = steps(engine, case, rank, 0, 2)
     batches = micro_batches(case.plan(), 7, case.plan().axes.coordinates(rank).data)
     whole = engine.eval_step(batches)
-    short = engine.eval_step([{name: tensor[:1, :9] for name, tensor in batch.items()} for batch in batches[:1]])
+    short = engine.eval_step(
+        [{name: tensor[:1, :9] for name, tensor in batch.items()} for batch in batches[:1]]
+    )
     found += steps(engine, case, rank, 2, 4)
     if isinstance(engine, DeepSpeedPipelineEngine):
         assert engine._ds.timers.get_timers() == {}, "DeepSpeed keeps a time a step"
@@ -208,8 +236,14 @@ def evaluated(rank: int, ranks: int, case: Cell) -> tuple[list[StepResult], Eval
     return found, whole, short
 
 
-@pytest.mark.parametrize("case", [pipe(1, family="qwen2"), pytest.param(pipe(0, data=2, layers=3, accumulation=2), marks=pytest.mark.full)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pipe(1, family="qwen2"),
+        pytest.param(pipe(0, data=2, layers=3, accumulation=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_evaluation(case: Cell, pool: RankPool) -> None:
     every = pool.run(evaluated, case, ranks=case.ranks)
     assert all(other == every[0] for other in every)
@@ -235,10 +269,17 @@ def test_same_layout_to_the_bit(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [
-    pipe(0, family="gpt2", **DROPOUT), pipe(1, family="qwen2", layers=3, **BF16), pipe(1, family="gpt2", **FP16),
-    pipe(0, stages=4, layers=4), pipe(1, **SGD, optim__momentum=0.9),
-], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pipe(0, family="gpt2", **DROPOUT),
+        pipe(1, family="qwen2", layers=3, **BF16),
+        pipe(1, family="gpt2", **FP16),
+        pipe(0, stages=4, layers=4),
+        pipe(1, **SGD, optim__momentum=0.9),
+    ],
+    ids=str,
+)
 def test_more_same_layouts_to_the_bit(case: Cell, pool: RankPool, tmp_path: Path) -> None:
     check_to_the_bit(case, pool, tmp_path)
 
@@ -248,20 +289,30 @@ def check_to_the_bit(case: Cell, pool: RankPool, folder: Path) -> None:
     assert_same(pool.run(resume, case, [folder], ranks=case.ranks)[0][0], unbroken)
 
 
-def stretch(rank: int, ranks: int, case: Cell, first: int, source: Path | None, target: Path, forget: bool = False) -> list[StepResult]:
+def stretch(
+    rank: int, ranks: int, case: Cell, first: int, source: Path | None, target: Path, forget: bool = False
+) -> list[StepResult]:
     reader: Reader | None = None if source is None else open_reader(source)
     engine = make(case, rank, WithoutMoments(reader) if forget and reader is not None else reader)
     found = steps(engine, case, rank, first, first + EACH)
     store = CheckpointStore(target)
-    store.save(first + EACH, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1).wait()
+    store.save(
+        first + EACH, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1
+    ).wait()
     engine.close()
     return found
 
 
 def hops(family: str) -> list[Cell]:
     local = cell(None, 1, GLOBAL, family, model__num_hidden_layers=3, optim__lr=2e-3)
-    return [local, pipe(1, family=family, layers=3), replace(local, stage=3, ranks=2, accumulation=2),
-            pipe(0, data=2, accumulation=2, family=family, layers=3), pipe(1, data=2, accumulation=2, family=family, layers=3), local]
+    return [
+        local,
+        pipe(1, family=family, layers=3),
+        replace(local, stage=3, ranks=2, accumulation=2),
+        pipe(0, data=2, accumulation=2, family=family, layers=3),
+        pipe(1, data=2, accumulation=2, family=family, layers=3),
+        local,
+    ]
 
 
 @pytest.mark.full
@@ -279,7 +330,9 @@ def test_hops(family: str, pool: RankPool, tmp_path: Path) -> None:
     assert worst <= 1e-5
     last = len(layouts) - 1
     for case in (layouts[-1], layouts[1]):  # into the pipeline too
-        wrong = pool.run(stretch, case, last * EACH, before, tmp_path / f"wrong-{case.ranks}", True, ranks=case.ranks)[0]
+        wrong = pool.run(
+            stretch, case, last * EACH, before, tmp_path / f"wrong-{case.ranks}", True, ranks=case.ranks
+        )[0]
         assert max(abs(a.loss - b) for a, b in zip(wrong, stayed[last * EACH :], strict=True)) > 1e-4
 
 
@@ -297,7 +350,12 @@ def test_the_next_engine_of_a_process_has_its_own_groups(pool: RankPool) -> None
 # -- Memory
 
 
-SIZES: dict[str, Any] = {"layers": 6, "model__hidden_size": 128, "model__intermediate_size": 352, "model__vocab_size": 1501}
+SIZES: dict[str, Any] = {
+    "layers": 6,
+    "model__hidden_size": 128,
+    "model__intermediate_size": 352,
+    "model__vocab_size": 1501,
+}
 
 
 def held(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
@@ -314,23 +372,40 @@ def held(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
     engine._ds.allreduce_gradients = look
     steps(engine, case, rank, 0, 2)
     kept = weights(engine)
-    found = Bytes(sum(kept.values()), most, sum(size for address, size in states(engine).items() if address not in kept))
+    found = Bytes(
+        sum(kept.values()), most, sum(size for address, size in states(engine).items() if address not in kept)
+    )
     engine.close()
     plan = case.plan()
     assert plan.shape is not None
-    planned = stage_memory(plan.config, plan.shape, plan.parameters, plan.axes, plan.batch, plan.world.device, plan.deepspeed)
+    planned = stage_memory(
+        plan.config, plan.shape, plan.parameters, plan.axes, plan.batch, plan.world.device, plan.deepspeed
+    )
     return found, planned[plan.axes.coordinates(rank).pipeline]
 
 
-@pytest.mark.parametrize("case", [
-    pipe(1, family="qwen2", **SIZES),
-    *(pytest.param(case, marks=pytest.mark.full) for case in (
-        pipe(0, family="qwen2", **SIZES), pipe(1, stages=4, **SIZES), pipe(1, data=2, **SIZES), pipe(1, data=2, **SIZES, **BF16))),
-], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pipe(1, family="qwen2", **SIZES),
+        *(
+            pytest.param(case, marks=pytest.mark.full)
+            for case in (
+                pipe(0, family="qwen2", **SIZES),
+                pipe(1, stages=4, **SIZES),
+                pipe(1, data=2, **SIZES),
+                pipe(1, data=2, **SIZES, **BF16),
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_each_stage_holds_what_the_plan_says(case: Cell, pool: RankPool) -> None:
     """Within 1%. The stages differ, so a plan of one would not do for another."""
     every = pool.run(held, case, ranks=case.ranks)
     for found, plan in every:
         for name in ("parameters", "gradients", "optimizer"):
-            assert getattr(found, name) == pytest.approx(getattr(plan, name), rel=0.01), f"{name}: {found}, {plan}"
+            assert getattr(found, name) == pytest.approx(getattr(plan, name), rel=0.01), (
+                f"{name}: {found}, {plan}"
+            )
     assert len({found.parameters for found, _ in every}) > 1

@@ -21,8 +21,15 @@ from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import Case
 from toolkit.testing.tiny import micro_batches
 
-QUICK = ("deepspeed/llama/dp2-zero2", "deepspeed/llama/pp2-zero1", "deepspeed/llama/cp2-zero1",
-         "megatron/gpt2/one", "megatron/llama/tp2-sp", "megatron/llama/pp2", "megatron/llama/cp2")
+QUICK = (
+    "deepspeed/llama/dp2-zero2",
+    "deepspeed/llama/pp2-zero1",
+    "deepspeed/llama/cp2-zero1",
+    "megatron/gpt2/one",
+    "megatron/llama/tp2-sp",
+    "megatron/llama/pp2",
+    "megatron/llama/cp2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +44,10 @@ def test_documents_are_apart_alike(name: str, pool: RankPool, oracles: Oracles) 
 
 def joined(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
     """The same samples, without a word of where documents begin."""
-    return [{name: tensor for name, tensor in batch.items() if name != "position_ids"} for batch in micro_batches(plan, step, data_rank)]
+    return [
+        {name: tensor for name, tensor in batch.items() if name != "position_ids"}
+        for batch in micro_batches(plan, step, data_rank)
+    ]
 
 
 def right(plan: RunPlan) -> Any:
@@ -54,7 +64,9 @@ def forgotten_by_megatrons_last_stage(plan: RunPlan) -> Iterator[None]:
 
     def without(self: Built, batch: MicroBatch) -> dict[str, Any]:
         last = parallel_state.get_pipeline_model_parallel_rank() > 0
-        return {name: tensor for name, tensor in cut(self, batch).items() if name != "attention_mask" or not last}
+        return {
+            name: tensor for name, tensor in cut(self, batch).items() if name != "attention_mask" or not last
+        }
 
     with changed(Built, "cut", without):
         yield
@@ -65,14 +77,22 @@ def forgotten_by_deepspeeds_last_stage(plan: RunPlan) -> Iterator[None]:
     from toolkit.models.stage import StageModel
 
     forward = StageModel.forward
-    with changed(StageModel, "forward", lambda self, given, places: forward(self, given, places if self._input == "input_ids" else None)):
+    with changed(
+        StageModel,
+        "forward",
+        lambda self, given, places: forward(self, given, places if self._input == "input_ids" else None),
+    ):
         yield
 
 
 CONTROLS: dict[str, tuple[str, Callable[[RunPlan], Any], dict[str, Any]]] = {
     "joined, DeepSpeed": ("deepspeed/llama/dp2-zero2", right, {"batches": joined}),
     "joined, Megatron-core": ("megatron/gpt2/one", right, {"batches": joined}),
-    "no mask on the last stage, DeepSpeed": ("deepspeed/llama/pp2-zero1", forgotten_by_deepspeeds_last_stage, {}),
+    "no mask on the last stage, DeepSpeed": (
+        "deepspeed/llama/pp2-zero1",
+        forgotten_by_deepspeeds_last_stage,
+        {},
+    ),
     "no mask on the last stage, Megatron-core": ("megatron/llama/pp2", forgotten_by_megatrons_last_stage, {}),
 }
 
@@ -81,4 +101,9 @@ CONTROLS: dict[str, tuple[str, Callable[[RunPlan], Any], dict[str, Any]]] = {
 def test_controls(name: str, pool: RankPool, oracles: Oracles) -> None:
     cell_name, wrong, settings = CONTROLS[name]
     cell = named(f"{cell_name}-documents")
-    far(cell, Case.ADAM, pool.run(wrong_on_rank, cell.plan(Case.ADAM), wrong, settings, ranks=cell.ranks)[0], oracles)
+    far(
+        cell,
+        Case.ADAM,
+        pool.run(wrong_on_rank, cell.plan(Case.ADAM), wrong, settings, ranks=cell.ranks)[0],
+        oracles,
+    )

@@ -47,7 +47,9 @@ def counted(rank: int, ranks: int, plan: RunPlan) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CELLS])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CELLS]
+)
 def test_ranks_compute_what_the_plan_says(name: str, pool: RankPool) -> None:
     cell: Cell = CELLS[name]
     plan = cell.plan(Case.ADAM)

@@ -1,6 +1,6 @@
 """fp16: the loss scale means the same in every layout, so steps overflow where they overflow in the local engine.
 
-    pytest tests/engine/test_fp16.py
+pytest tests/engine/test_fp16.py
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ from toolkit.train.task import text_task
 
 STEPS = 10
 # Layouts whose sums over micro-batches and ranks overflow no earlier than the fp32 sums of the local engine.
-CELLS = [deepspeed("llama", 2, data=2), deepspeed("llama", 3, data=2), deepspeed("llama", 1, data=4), megatron("llama", data=2, zero=1),
-         megatron("llama", tensor=2)]
+CELLS = [
+    deepspeed("llama", 2, data=2),
+    deepspeed("llama", 3, data=2),
+    deepspeed("llama", 1, data=4),
+    megatron("llama", data=2, zero=1),
+    megatron("llama", tensor=2),
+]
 
 
-def overflowing(rank: int, ranks: int, plan: RunPlan, undivided: bool = False) -> tuple[list[StepResult], Any]:
+def overflowing(
+    rank: int, ranks: int, plan: RunPlan, undivided: bool = False
+) -> tuple[list[StepResult], Any]:
     """Steps from a scale of 2^24, of which the first overflow, and the scale that a checkpoint would have then."""
     from toolkit.engine import deepspeed_compat
 
@@ -57,7 +64,9 @@ def right() -> tuple[list[StepResult], Any]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_steps_overflow_as_in_the_local_engine(cell: Cell, pool: RankPool, right: tuple[list[StepResult], Any]) -> None:
+def test_steps_overflow_as_in_the_local_engine(
+    cell: Cell, pool: RankPool, right: tuple[list[StepResult], Any]
+) -> None:
     found, saved = pool.run(overflowing, plan_of(cell), ranks=cell.ranks)[0]
     assert [result.skipped for result in found] == [result.skipped for result in right[0]]
     assert [result.loss_scale for result in found] == [result.loss_scale for result in right[0]]
@@ -65,7 +74,9 @@ def test_steps_overflow_as_in_the_local_engine(cell: Cell, pool: RankPool, right
     assert [result.loss for result in found] == pytest.approx([result.loss for result in right[0]], abs=1e-3)
 
 
-def test_control_a_scale_that_is_not_divided_by_the_ranks(pool: RankPool, right: tuple[list[StepResult], Any]) -> None:
+def test_control_a_scale_that_is_not_divided_by_the_ranks(
+    pool: RankPool, right: tuple[list[StepResult], Any]
+) -> None:
     """Only what divides it is left out: gradients are twice as large and overflow where the local engine's do not."""
     found, _ = pool.run(overflowing, plan_of(deepspeed("llama", 2, data=2)), True, ranks=2)[0]
     assert [result.skipped for result in found] != [result.skipped for result in right[0]]

@@ -1,6 +1,6 @@
 """A hash changes with every bit of a tensor's memory, wherever it lies, and with the order of its words.
 
-    pytest tests/engine/test_hashing.py
+pytest tests/engine/test_hashing.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ import torch
 from toolkit.engine.hashing import COLUMNS, hashes
 
 CPU = torch.device("cpu")
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
+BITS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float64: torch.int64,
+}
 
 
 def hash_of(tensor: torch.Tensor) -> int:
@@ -47,7 +52,9 @@ def test_every_column_of_many_rows_counts() -> None:
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_memory_that_does_not_begin_at_a_word_has_the_same_hash(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_does_not_begin_at_a_word_has_the_same_hash(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("toolkit.engine.hashing.AT_ONCE", COLUMNS)  # several pieces
     tensor = numbers(10_001, dtype)
     for start in (1, 2, 3):

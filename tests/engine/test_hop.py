@@ -49,18 +49,23 @@ HOPS = (
 
 # Most experts get no token; three ranks divide neither four experts nor a batch of eight.
 IDLE_STAYS = Cell(engine=EngineName.local, family="mixtral", idle=True, experts=12, batch=24)
-IDLE_HOPS = tuple(replace(cell, idle=True, experts=12, batch=24) for cell in (
-    deepspeed("mixtral", 1, data=2, expert=2),
-    deepspeed("mixtral", 2, data=3, expert=3),
-    megatron("mixtral", data=4, expert=4),
-    deepspeed("mixtral", 0, data=2),
-    deepspeed("mixtral", 2, data=4, expert=4),
-    megatron("mixtral", data=2, expert=2, zero=1),
-    IDLE_STAYS,
-))
+IDLE_HOPS = tuple(
+    replace(cell, idle=True, experts=12, batch=24)
+    for cell in (
+        deepspeed("mixtral", 1, data=2, expert=2),
+        deepspeed("mixtral", 2, data=3, expert=3),
+        megatron("mixtral", data=4, expert=4),
+        deepspeed("mixtral", 0, data=2),
+        deepspeed("mixtral", 2, data=4, expert=4),
+        megatron("mixtral", data=2, expert=2, zero=1),
+        IDLE_STAYS,
+    )
+)
 
 
-def stretch(rank: int, ranks: int, cell: Cell, first: int, source: Path | None, target: Path, forget: bool) -> list[StepResult]:
+def stretch(
+    rank: int, ranks: int, cell: Cell, first: int, source: Path | None, target: Path, forget: bool
+) -> list[StepResult]:
     """Six steps from ``first`` on, of the state at ``source`` (None: the first weights), saved to ``target``."""
     plan = cell.plan(Case.ADAM)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
@@ -74,8 +79,15 @@ def stretch(rank: int, ranks: int, cell: Cell, first: int, source: Path | None, 
 
 def save(engine: Engine, plan: RunPlan, step: int, folder: Path, rank: int, ranks: int) -> None:
     assert plan.shape is not None
-    CheckpointStore(folder).save(step, engine.shards(), engine.scalars(), namespace=FAMILIES[plan.shape.family].namespace, rank=rank,
-                                 ranks=ranks, attempt=1).wait()
+    CheckpointStore(folder).save(
+        step,
+        engine.shards(),
+        engine.scalars(),
+        namespace=FAMILIES[plan.shape.family].namespace,
+        rank=rank,
+        ranks=ranks,
+        attempt=1,
+    ).wait()
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +96,16 @@ def stayed(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[flo
     return travel((STAYS,) * len(HOPS), pool, tmp_path_factory.mktemp("stayed"))
 
 
-def travel(cells: tuple[Cell, ...], pool: RankPool, folder: Path, forget_before: int | None = None) -> list[float]:
+def travel(
+    cells: tuple[Cell, ...], pool: RankPool, folder: Path, forget_before: int | None = None
+) -> list[float]:
     losses: list[float] = []
     source = None
     for number, cell in enumerate(cells):
         target = folder / f"{number}"
-        results = pool.run(stretch, cell, number * EACH, source, target, number == forget_before, ranks=cell.ranks)
+        results = pool.run(
+            stretch, cell, number * EACH, source, target, number == forget_before, ranks=cell.ranks
+        )
         assert all(found == results[0] for found in results), f"ranks of {cell.name} differ"
         losses += [result.loss for result in results[0]]
         source = target
@@ -109,19 +125,25 @@ def test_hopping_is_staying(pool: RankPool, stayed: list[float], tmp_path: Path)
     losses = travel(HOPS, pool, tmp_path)
     apart = [abs(a - b) for a, b in zip(losses, stayed, strict=True)]
     print(f"{max(apart):.1e}")
-    assert max(apart) <= TOLERANCE, [f"{HOPS[step // EACH].name} step {step}: {by:.1e}" for step, by in enumerate(apart) if by > TOLERANCE]
+    assert max(apart) <= TOLERANCE, [
+        f"{HOPS[step // EACH].name} step {step}: {by:.1e}" for step, by in enumerate(apart) if by > TOLERANCE
+    ]
     assert stayed[0] - stayed[-1] > 0.3
 
 
 @pytest.mark.parametrize("hops", [IDLE_HOPS[:3], pytest.param(IDLE_HOPS, marks=pytest.mark.full)], ids=len)
-def test_hops_of_a_model_whose_ranks_have_no_tokens(hops: tuple[Cell, ...], pool: RankPool, tmp_path: Path) -> None:
+def test_hops_of_a_model_whose_ranks_have_no_tokens(
+    hops: tuple[Cell, ...], pool: RankPool, tmp_path: Path
+) -> None:
     right = travel((IDLE_STAYS,) * len(hops), pool, tmp_path / "stayed")
     apart = [abs(a - b) for a, b in zip(travel(hops, pool, tmp_path / "hopped"), right, strict=True)]
     print(f"{max(apart):.1e}")
     assert max(apart) <= TOLERANCE, apart
     assert right[0] - right[-1] > 0.3
     forgetful = travel(hops[:2], pool, tmp_path / "forgetful", forget_before=1)
-    assert max(abs(a - b) for a, b in zip(forgetful, right, strict=False)) > 10 * TOLERANCE, "the control: zeroed moments"
+    assert max(abs(a - b) for a, b in zip(forgetful, right, strict=False)) > 10 * TOLERANCE, (
+        "the control: zeroed moments"
+    )
 
 
 def test_control_zeroed_moments(pool: RankPool, stayed: list[float], tmp_path: Path) -> None:
@@ -140,10 +162,22 @@ EXPORTERS = {
     "megatron-pp2": lambda family: megatron(family, pipeline=2),
 }
 WITHOUT = {("deepspeed-tp2", "gpt2"), ("deepspeed-tp2", "mixtral")}
-ALL = [(exporter, family) for exporter in EXPORTERS for family in FAMILIES if (exporter, family) not in WITHOUT]
-QUICK = [("deepspeed-zero3", "qwen3"), ("deepspeed-tp2", "llama"), ("deepspeed-pp2", "gpt2"), ("megatron-tp2", "mixtral"),
-         ("megatron-pp2", "qwen2")]
-PROBES = ((5, 17), (11, 200), (20, 3), (30, 120))  # a place in the sequence, and a token whose probability is asked
+ALL = [
+    (exporter, family) for exporter in EXPORTERS for family in FAMILIES if (exporter, family) not in WITHOUT
+]
+QUICK = [
+    ("deepspeed-zero3", "qwen3"),
+    ("deepspeed-tp2", "llama"),
+    ("deepspeed-pp2", "gpt2"),
+    ("megatron-tp2", "mixtral"),
+    ("megatron-pp2", "qwen2"),
+]
+PROBES = (
+    (5, 17),
+    (11, 200),
+    (20, 3),
+    (30, 120),
+)  # a place in the sequence, and a token whose probability is asked
 
 
 def export(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[float]:
@@ -172,7 +206,9 @@ def probe(batches: list[Any], place: int, token: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("exporter", "family"), QUICK)
-def test_transformers_says_what_the_engine_says(exporter: str, family: str, pool: RankPool, tmp_path: Path) -> None:
+def test_transformers_says_what_the_engine_says(
+    exporter: str, family: str, pool: RankPool, tmp_path: Path
+) -> None:
     check_export(exporter, family, pool, tmp_path)
 
 
@@ -196,7 +232,9 @@ def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> No
     plan = cell.plan(Case.ADAM)
     said = pool.run(export, plan, folder / "run", ranks=cell.ranks)[0]
     exported = huggingface_target.export(open_source(folder / "run", plan.shape), folder / "export")
-    model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True, dtype=torch.float32)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        exported, output_loading_info=True, dtype=torch.float32
+    )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     tokens, labels = held_out(plan)
     with torch.no_grad():
@@ -209,5 +247,11 @@ def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> No
 
 def held_out(plan: RunPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole global batch, [GLOBAL_BATCH, LENGTH] each."""
-    batches = [batch for data_rank in range(plan.batch.data_parallel) for batch in micro_batches(plan, EVALUATION_STEP, data_rank)]
-    return torch.cat([batch["input_ids"] for batch in batches]), torch.cat([batch["labels"] for batch in batches])
+    batches = [
+        batch
+        for data_rank in range(plan.batch.data_parallel)
+        for batch in micro_batches(plan, EVALUATION_STEP, data_rank)
+    ]
+    return torch.cat([batch["input_ids"] for batch in batches]), torch.cat(
+        [batch["labels"] for batch in batches]
+    )

@@ -1,6 +1,6 @@
 """ZeRO++'s hpZ: the second copy of the weights that each group of ranks keeps is that of the loaded weights.
 
-    pytest tests/engine/test_hpz.py
+pytest tests/engine/test_hpz.py
 """
 
 from __future__ import annotations
@@ -86,4 +86,6 @@ def test_evaluations_and_a_second_load_leave_no_stale_copy(threshold: int, pool:
     assert plain is not None
     planned = case.plan().memory
     assert planned is not None
-    assert planned.parameters - plain.parameters == 4 * copies, "the plan counts what the copies take, in fp32"
+    assert planned.parameters - plain.parameters == 4 * copies, (
+        "the plan counts what the copies take, in fp32"
+    )

@@ -1,7 +1,7 @@
 """A vision transformer on records under ZeRO, against ``local``: the same images in the same order, the same losses.
 
-    pytest tests/engine/test_images.py
-    pytest tests/engine/test_images.py -m full     the other stages, more ranks, bf16
+pytest tests/engine/test_images.py
+pytest tests/engine/test_images.py -m full     the other stages, more ranks, bf16
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def test_an_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "ranks", "micro"), [(0, 2, 8), (1, 2, 2), (2, 4, 1), (3, 2, 4), (3, 4, 2)])
-def test_every_stage_is_local(stage: int, ranks: int, micro: int, tiles: Path, oracle: Trace, pool: RankPool) -> None:
+def test_every_stage_is_local(
+    stage: int, ranks: int, micro: int, tiles: Path, oracle: Trace, pool: RankPool
+) -> None:
     plan = image_plan(tiles, ranks=ranks, zero__stage=stage, **{**BATCH, "train__micro_batch": micro})
     check(pool.run(trace_images, plan, ranks=ranks)[0], oracle, TOLERANCE)
 

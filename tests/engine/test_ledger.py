@@ -1,7 +1,7 @@
 """Where a step's time goes, on both engines in every layout: through the real loop, with delays put where they can be found again.
 
-    pytest tests/engine/test_ledger.py
-    pytest tests/engine/test_ledger.py -m full
+pytest tests/engine/test_ledger.py
+pytest tests/engine/test_ledger.py -m full
 """
 
 from __future__ import annotations
@@ -64,8 +64,15 @@ def small(cell: Cell, accumulation: int = 1, **more: Any) -> RunPlan:
 
 def large(cell: Cell) -> RunPlan:
     """Steps of more than 100 ms."""
-    return small(cell, 4, model__hidden_size=128, model__intermediate_size=256, model__num_hidden_layers=4,
-                 model__max_position_embeddings=128, train__sequence_length=128)
+    return small(
+        cell,
+        4,
+        model__hidden_size=128,
+        model__intermediate_size=256,
+        model__num_hidden_layers=4,
+        model__max_position_embeddings=128,
+        train__sequence_length=128,
+    )
 
 
 def within(measured: list[Measured], parts: tuple[str, ...]) -> dict[tuple[int, str], float]:
@@ -93,7 +100,11 @@ def check_sums(measured: list[Measured]) -> None:
         for found in one.times:
             assert sum(found.parts.values()) == pytest.approx(found.wall)
             assert min(found.parts.values()) >= -1e-9
-            waited = sum(seconds for part, seconds in found.parts.items() if part in (BUBBLE, DATA) or part.startswith("communication/"))
+            waited = sum(
+                seconds
+                for part, seconds in found.parts.items()
+                if part in (BUBBLE, DATA) or part.startswith("communication/")
+            )
             assert found.busy == pytest.approx(found.wall - waited)
 
 
@@ -101,13 +112,17 @@ def check_counted(measured: list[Measured], parts: tuple[str, ...]) -> None:
     """Each delay is in its part, and nothing anywhere else."""
     for one in measured:
         for found, delayed in zip(one.times, one.delayed, strict=True):
-            assert {part: seconds for part, seconds in found.parts.items() if seconds} == ({delayed: 1.0} if delayed else {})
+            assert {part: seconds for part, seconds in found.parts.items() if seconds} == (
+                {delayed: 1.0} if delayed else {}
+            )
         assert set(one.delayed) == {None, *parts}
 
 
 def test_every_part_of_one_rank(pool: RankPool) -> None:
     parts = (*COMPUTED, *LOOP)
-    check_counted(pool.run(partial(measure, around=True, counted=True), small(LOCAL), parts, 1, ranks=1), parts)
+    check_counted(
+        pool.run(partial(measure, around=True, counted=True), small(LOCAL), parts, 1, ranks=1), parts
+    )
 
 
 @pytest.mark.parametrize("name", ["deepspeed-dp2-zero3", "megatron-tp2"])
@@ -118,13 +133,17 @@ def test_communication_and_its_control(name: str, pool: RankPool) -> None:
     check_counted(pool.run(partial(measure, counted=True), small(cell), parts, 1, ranks=2), parts)
     for one in pool.run(partial(measure, counted=True, replaced=False), small(cell), parts, 1, ranks=2):
         assert not any(part.startswith("communication") for found in one.times for part in found.parts)
-        assert all(found.wall == (delayed is not None) for found, delayed in zip(one.times, one.delayed, strict=True))
+        assert all(
+            found.wall == (delayed is not None) for found, delayed in zip(one.times, one.delayed, strict=True)
+        )
 
 
 def test_a_slow_stage_is_the_others_bubble(pool: RankPool) -> None:
     """The last stage's forward is delayed; to the first one the whole delay is waiting for it."""
     cell, _ = LAYOUTS["megatron-pp2"]
-    check_slow_stage(lambda asleep: pool.run(partial(measure, asleep=asleep), small(cell), (BUBBLE,), 2, ranks=2))
+    check_slow_stage(
+        lambda asleep: pool.run(partial(measure, asleep=asleep), small(cell), (BUBBLE,), 2, ranks=2)
+    )
 
 
 def check_slow_stage(run: Callable[[float], list[Measured]]) -> None:
@@ -156,9 +175,18 @@ def test_every_layout(name: str, pool: RankPool) -> None:
     cell, axes = LAYOUTS[name]
     piped, around = cell.pipeline > 1, name.endswith("dp2-zero1")
     own = (*COMPUTED, *(communication(axis) for axis in axes if not piped), *(LOOP if around else ()))
-    check_delays(lambda asleep: pool.run(partial(measure, around=around, asleep=asleep), small(cell), own, 3, ranks=cell.ranks), own)
+    check_delays(
+        lambda asleep: pool.run(
+            partial(measure, around=around, asleep=asleep), small(cell), own, 3, ranks=cell.ranks
+        ),
+        own,
+    )
     if piped:
-        check_slow_stage(lambda asleep: pool.run(partial(measure, asleep=asleep), small(cell), (BUBBLE,), 3, ranks=cell.ranks))
+        check_slow_stage(
+            lambda asleep: pool.run(
+                partial(measure, asleep=asleep), small(cell), (BUBBLE,), 3, ranks=cell.ranks
+            )
+        )
 
 
 @pytest.mark.full
@@ -180,7 +208,11 @@ PIPELINES: dict[str, tuple[Cell, int, int]] = {  # stages, chunks of a stage
     "megatron-pp2": (megatron("llama", pipeline=2), 2, 1),
     "megatron-pp4": (megatron("llama", pipeline=4, layers=4), 4, 1),
     "megatron-pp2-vpp2": (megatron("llama", pipeline=2, layers=4, own=VPP), 2, 2),
-    "deepspeed-gpt2-pp2": (deepspeed("gpt2", 1, pipeline=2), 2, 1),  # tied embeddings: the last stage waits for the first one's gradients
+    "deepspeed-gpt2-pp2": (
+        deepspeed("gpt2", 1, pipeline=2),
+        2,
+        1,
+    ),  # tied embeddings: the last stage waits for the first one's gradients
     "megatron-pp2-dp2": (megatron("llama", pipeline=2, data=2, zero=1), 2, 1),
 }
 

@@ -1,6 +1,6 @@
 """The oracle against a plain loop that knows nothing of it, and against itself: saved, resumed, in other precisions.
 
-    pytest tests/engine/test_local.py
+pytest tests/engine/test_local.py
 """
 
 from __future__ import annotations
@@ -58,17 +58,25 @@ def plain_loop(plan: RunPlan, count: int) -> tuple[list[float], list[float], nn.
     model = AutoModelForCausalLM.from_config(config).train()
     weights = {spec.name: torch.empty(spec.shape) for spec in plan.parameters}
     first_weights(plan).read(
-        [Shard(TensorKey(WEIGHT, name), tuple(value.shape), Box.whole(value.shape), value) for name, value in weights.items()]
+        [
+            Shard(TensorKey(WEIGHT, name), tuple(value.shape), Box.whole(value.shape), value)
+            for name, value in weights.items()
+        ]
     )
     model.load_state_dict(weights, strict=False)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer: torch.optim.Optimizer
     if optim.name is OptimizerName.sgd:
         optimizer = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps)
+        optimizer = torch.optim.AdamW(
+            groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps
+        )
     losses, norms = [], []
     for step in range(count):
         batches = micro_batches(plan, step)
@@ -85,12 +93,17 @@ def plain_loop(plan: RunPlan, count: int) -> tuple[list[float], list[float], nn.
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("optimizer", [{}, SGD, SGD | {"optim__momentum": 0.9}], ids=["adamw", "sgd", "momentum"])
+@pytest.mark.parametrize(
+    "optimizer", [{}, SGD, SGD | {"optim__momentum": 0.9}], ids=["adamw", "sgd", "momentum"]
+)
 def test_equals_a_plain_loop(family: str, optimizer: dict[str, Any]) -> None:
     plan = tiny_plan(family, **optimizer)
     losses, norms, model = plain_loop(plan, 12)
     engine = started(plan)
-    results = [engine.train_step(micro_batches(plan, step), StepSettings(step, rate(plan, step))) for step in range(12)]
+    results = [
+        engine.train_step(micro_batches(plan, step), StepSettings(step, rate(plan, step)))
+        for step in range(12)
+    ]
     assert [result.loss for result in results] == pytest.approx(losses, abs=2e-6)
     assert [result.grad_norm for result in results] == pytest.approx(norms, abs=2e-5)
     theirs, moved = dict(model.named_parameters()), 0.0
@@ -108,7 +121,13 @@ def test_clipping_is_by_the_global_norm() -> None:
     before = MemoryReader.of(engine).state
     result = steps(engine, plan, 0, 1)[0]
     assert result.grad_norm > 0.1, "reported before clipping"
-    moved = sum(float((value - before[key]).square().sum()) for key, value in MemoryReader.of(engine).state.items()) ** 0.5
+    moved = (
+        sum(
+            float((value - before[key]).square().sum())
+            for key, value in MemoryReader.of(engine).state.items()
+        )
+        ** 0.5
+    )
     assert moved == pytest.approx(0.05 * 0.01, rel=1e-3)
 
 
@@ -163,13 +182,21 @@ def test_bf16_keeps_masters() -> None:
     for name, master in masters.items():
         assert (master.dtype, state[TensorKey(WEIGHT, name)].dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(master.bfloat16(), state[TensorKey(WEIGHT, name)])
-    assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values()), "masters have more digits"
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values()), (
+        "masters have more digits"
+    )
     # lr 1e-3 is below half a unit in the last place of a bf16 weight near 1: without masters norms would never move.
-    assert any(not torch.equal(masters[name], torch.ones_like(masters[name])) for name in masters if name.endswith("layernorm.weight"))
+    assert any(
+        not torch.equal(masters[name], torch.ones_like(masters[name]))
+        for name in masters
+        if name.endswith("layernorm.weight")
+    )
 
 
 def test_fp16_skips_overflowing_steps() -> None:
-    plan = tiny_plan(precision__name=Precision.fp16, precision__initial_scale_power=24, precision__scale_window=3)
+    plan = tiny_plan(
+        precision__name=Precision.fp16, precision__initial_scale_power=24, precision__scale_window=3
+    )
     engine = started(plan)
     before = MemoryReader.of(engine).state
     first = steps(engine, plan, 0, 1)[0]
@@ -202,7 +229,9 @@ def test_fp16_that_overflows_at_the_smallest_scale_is_no_affair_of_the_scale() -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activation_checkpointing_changes_nothing(family: str) -> None:
     """With dropout: what is recomputed draws the same masks."""
-    plain, saving = (tiny_plan(family, model__dropout=0.1, train__activation_checkpointing=on) for on in (False, True))
+    plain, saving = (
+        tiny_plan(family, model__dropout=0.1, train__activation_checkpointing=on) for on in (False, True)
+    )
     assert parity.run(saving, steps=3).distance(parity.run(plain, steps=3)) == parity.Distance(0, 0, 0)
 
 
@@ -211,7 +240,11 @@ RESUMES: dict[str, dict[str, Any]] = {
     "sgd": SGD | {"optim__momentum": 0.9},
     "muon": {"optim__name": OptimizerName.muon, "optim__momentum": 0.95, "optim__clip": 0.0},
     "bf16": {"precision__name": Precision.bf16},
-    "fp16": {"precision__name": Precision.fp16, "precision__initial_scale_power": 24, "precision__scale_window": 2},
+    "fp16": {
+        "precision__name": Precision.fp16,
+        "precision__initial_scale_power": 24,
+        "precision__scale_window": 2,
+    },
 }
 
 
@@ -242,7 +275,12 @@ def test_zeroed_moments_are_noticed() -> None:
     expected = [result.loss for result in steps(engine, plan, 6, 12)]
     moments = {key: torch.zeros_like(value) for key, value in saved.state.items() if key.state == EXP_AVG}
     engine.load(MemoryReader({**saved.state, **moments}, saved.scalars))
-    assert max(abs(result.loss - loss) for result, loss in zip(steps(engine, plan, 6, 12), expected, strict=True)) > 1e-4
+    assert (
+        max(
+            abs(result.loss - loss) for result, loss in zip(steps(engine, plan, 6, 12), expected, strict=True)
+        )
+        > 1e-4
+    )
 
 
 def test_weights_alone_begin_anew() -> None:
@@ -264,7 +302,11 @@ def test_bf16_weights_come_from_masters() -> None:
     engine = started(full)
     engine.load(saved)
     back = MemoryReader.of(engine).state
-    assert all(torch.equal(back[TensorKey(WEIGHT, key.name)], value) for key, value in saved.state.items() if key.state == MASTER)
+    assert all(
+        torch.equal(back[TensorKey(WEIGHT, key.name)], value)
+        for key, value in saved.state.items()
+        if key.state == MASTER
+    )
     assert engine.scalars() == saved.scalars
     source.load(MemoryReader.of(engine))
     assert all(torch.equal(value, saved.state[key]) for key, value in MemoryReader.of(source).state.items())
@@ -324,7 +366,11 @@ def test_dropout_depends_on_seed_step_and_micro_batch() -> None:
         engine = started(plan)
         plan.config.train.seed = seed
         batch = micro_batches(plan, 0)[0]
-        losses |= {engine.train_step(batches, StepSettings(step, 0.0)).loss for step in (0, 1) for batches in ([batch], [batch, batch])}
+        losses |= {
+            engine.train_step(batches, StepSettings(step, 0.0)).loss
+            for step in (0, 1)
+            for batches in ([batch], [batch, batch])
+        }
     assert len(losses) == 8
 
 

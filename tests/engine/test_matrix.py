@@ -25,12 +25,22 @@ from toolkit.testing.verify import Verdict, judge, measured
 from toolkit.testing.wrong_maps import gate_and_up_swapped, rotated_groups, wrong_map
 
 # DeepSpeed's other axes have quick cells of their own: test_deepspeed_axes.py, test_deepspeed_pipe.py.
-QUICK = choose((
-    "megatron/llama/tp2-sp", "megatron/llama/pp2-vpp2", "megatron/llama/cp2", "megatron/qwen2/dp2-zero1", "megatron/mixtral/ep2-dp2",
-    "megatron/qwen3/pp2", "megatron/gpt2/tp2-pp2-sp", "megatron/llama/tp2-sp-eps1e-08", "deepspeed/llama/dp2-zero3-eps1e-08",
-    *(f"deepspeed/llama/dp2-zero{stage}" for stage in range(4)),
-    "deepspeed/mixtral/ep2-dp2-zero1-idle", "deepspeed/mixtral/ep4-dp4-zero2-idle",
-))
+QUICK = choose(
+    (
+        "megatron/llama/tp2-sp",
+        "megatron/llama/pp2-vpp2",
+        "megatron/llama/cp2",
+        "megatron/qwen2/dp2-zero1",
+        "megatron/mixtral/ep2-dp2",
+        "megatron/qwen3/pp2",
+        "megatron/gpt2/tp2-pp2-sp",
+        "megatron/llama/tp2-sp-eps1e-08",
+        "deepspeed/llama/dp2-zero3-eps1e-08",
+        *(f"deepspeed/llama/dp2-zero{stage}" for stage in range(4)),
+        "deepspeed/mixtral/ep2-dp2-zero1-idle",
+        "deepspeed/mixtral/ep4-dp4-zero2-idle",
+    )
+)
 
 
 def named(name: str) -> Cell:
@@ -71,12 +81,16 @@ def test_idle_experts_get_no_token(oracles: Oracles) -> None:
     right = oracles.of(cell, Case.SGD)
     for layer, visited in ((0, slice(0, 2)), (1, slice(2, 4))):
         gradient = right.gradients[f"model.layers.{layer}.mlp.experts.down_proj"]
-        assert [bool(expert.any()) for expert in gradient] == [number in range(4)[visited] for number in range(4)]
+        assert [bool(expert.any()) for expert in gradient] == [
+            number in range(4)[visited] for number in range(4)
+        ]
     assert min(right.gaps) > 1.0, "and so it stays: chosen and idle experts are far apart in every step"
 
 
 def check(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:
-    verdict, cause, differences = judge(cell, measured(cell, case, pool, Device.CPU), oracles.of(cell.oracle(), case))
+    verdict, cause, differences = judge(
+        cell, measured(cell, case, pool, Device.CPU), oracles.of(cell.oracle(), case)
+    )
     assert verdict.good, f"{verdict}: {cause}; {differences}"
     if verdict is Verdict.FLIP:
         print(cause)
@@ -94,7 +108,11 @@ def doubled(plan: RunPlan) -> Any:
     from toolkit.engine.megatron.step import MegatronEngine
 
     run = MegatronEngine._run
-    return changed(MegatronEngine, "_run", lambda self, batches, weight, step: run(self, batches, weight and 2 * weight, step))
+    return changed(
+        MegatronEngine,
+        "_run",
+        lambda self, batches, weight, step: run(self, batches, weight and 2 * weight, step),
+    )
 
 
 def everything_decays(plan: RunPlan) -> Any:
@@ -127,7 +145,10 @@ def crossed(plan: RunPlan) -> Iterator[None]:
     from megatron.core.pipeline_parallel import schedules
 
     forward_step, backward_step, forward_backward = (
-        schedules.forward_step, schedules.backward_step, schedules.forward_backward_pipelining_without_interleaving)
+        schedules.forward_step,
+        schedules.backward_step,
+        schedules.forward_backward_pipelining_without_interleaving,
+    )
     outputs: list[Any] = []
     backwards = 0
 
@@ -149,8 +170,11 @@ def crossed(plan: RunPlan) -> Iterator[None]:
         outputs.clear()
         return forward_backward(**settings)
 
-    with changed(schedules, "forward_step", forward), changed(schedules, "backward_step", backward), \
-            changed(schedules, "forward_backward_pipelining_without_interleaving", fresh):
+    with (
+        changed(schedules, "forward_step", forward),
+        changed(schedules, "backward_step", backward),
+        changed(schedules, "forward_backward_pipelining_without_interleaving", fresh),
+    ):
         yield
 
 
@@ -164,14 +188,21 @@ def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def wrong_on_rank(rank: int, ranks: int, plan: RunPlan, wrong: Callable[[RunPlan], Any], settings: dict[str, Any]) -> Measured:
+def wrong_on_rank(
+    rank: int, ranks: int, plan: RunPlan, wrong: Callable[[RunPlan], Any], settings: dict[str, Any]
+) -> Measured:
     with wrong(plan):
         return measure(rank, ranks, plan, **settings)
 
 
 CONTROLS: dict[str, tuple[str, Case, Callable[[RunPlan], Any], dict[str, Any]]] = {
     "doubled gradients": ("megatron/llama/tp2-sp", Case.SGD, doubled, {}),
-    "doubled gradients, DeepSpeed": ("deepspeed/llama/dp2-zero2", Case.SGD, right, {"task": DoubledGradients()}),
+    "doubled gradients, DeepSpeed": (
+        "deepspeed/llama/dp2-zero2",
+        Case.SGD,
+        right,
+        {"task": DoubledGradients()},
+    ),
     "duplicated micro-batch": ("megatron/llama/dp2-zero1", Case.ADAM, right, {"batches": first_rank_twice}),
     "decay of norms": ("megatron/llama/tp2-sp", Case.ADAM, everything_decays, {}),
     "rotated query groups": ("megatron/llama/tp2-sp", Case.ADAM, rotated, {}),
@@ -197,8 +228,10 @@ def test_control_no_clipping(pool: RankPool, oracles: Oracles) -> None:
 def test_sgd_adds_weight_decay_to_the_gradient_on_every_engine(name: str, pool: RankPool) -> None:
     """So it enters the momentum, as in torch's SGD, which ``local`` is. Control: without decay the weights are others."""
     cell, settings = named(name), {"optim__momentum": 0.9, "optim__lr": 0.02}
-    found, oracle, control = (pool.run(measure_steps, one.plan(Case.SGD, **settings, optim__weight_decay=decay), ranks=one.ranks)[0]
-                              for one, decay in ((cell, 0.3), (cell.oracle(), 0.3), (cell.oracle(), 0.0)))
+    found, oracle, control = (
+        pool.run(measure_steps, one.plan(Case.SGD, **settings, optim__weight_decay=decay), ranks=one.ranks)[0]
+        for one, decay in ((cell, 0.3), (cell.oracle(), 0.3), (cell.oracle(), 0.0))
+    )
     differences = found.differences(oracle)
     assert not differences.over(TOLERANCE), differences
     assert control.differences(oracle).weight > 100 * TOLERANCE.weight
@@ -212,7 +245,9 @@ def far(cell: Cell, case: Case, found: Measured, oracles: Oracles) -> None:
     """In the loss itself: weights alone would be the weaker evidence."""
     loss = found.trace.distance(oracles.of(cell.oracle(), case).trace).loss
     print(loss)
-    assert loss > 10 * TOLERANCE.loss, f"a wrong run passes for right: {loss:.1e} against {TOLERANCE.loss:.0e}"
+    assert loss > 10 * TOLERANCE.loss, (
+        f"a wrong run passes for right: {loss:.1e} against {TOLERANCE.loss:.0e}"
+    )
 
 
 def test_names_are_unique_and_enough() -> None:

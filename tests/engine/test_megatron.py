@@ -36,7 +36,12 @@ class Layout:
     more: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return "-".join([self.cell.name.replace("/", "-"), *(f"{key}={getattr(value, 'name', value)}" for key, value in self.more)])
+        return "-".join(
+            [
+                self.cell.name.replace("/", "-"),
+                *(f"{key}={getattr(value, 'name', value)}" for key, value in self.more),
+            ]
+        )
 
     @property
     def ranks(self) -> int:
@@ -57,8 +62,20 @@ SAME = [
     layout(megatron("gpt2", data=2, zero=1), **DROPOUT),
     layout(megatron("mixtral", data=2, expert=2, zero=1)),
     pytest.param(layout(megatron("gpt2", context=2), **DROPOUT), marks=pytest.mark.full),
-    pytest.param(layout(megatron("gpt2", tensor=2, pipeline=2, layers=4, own=(("virtual_pipeline_model_parallel_size", 2),), label="vpp2"),
-                        **DROPOUT), marks=pytest.mark.full),
+    pytest.param(
+        layout(
+            megatron(
+                "gpt2",
+                tensor=2,
+                pipeline=2,
+                layers=4,
+                own=(("virtual_pipeline_model_parallel_size", 2),),
+                label="vpp2",
+            ),
+            **DROPOUT,
+        ),
+        marks=pytest.mark.full,
+    ),
     pytest.param(layout(megatron("gpt2", pipeline=2, data=2, zero=1), **DROPOUT), marks=pytest.mark.full),
     pytest.param(layout(megatron("llama", data=2, zero=1), **BF16), marks=pytest.mark.full),
     pytest.param(layout(megatron("llama", tensor=2), **BF16), marks=pytest.mark.full),
@@ -97,7 +114,9 @@ def test_every_pair(target: Layout, saved: Saved, pool: RankPool) -> None:
 
 def test_dropout_is_on(saved: Saved) -> None:
     """Else the cells with dropout prove nothing."""
-    with_dropout, without = (saved.of(layout(megatron("gpt2", tensor=2), **more))[1] for more in (DROPOUT, {}))
+    with_dropout, without = (
+        saved.of(layout(megatron("gpt2", tensor=2), **more))[1] for more in (DROPOUT, {})
+    )
     assert abs(with_dropout.losses[0] - without.losses[0]) > 1e-3
 
 
@@ -105,17 +124,21 @@ def evaluate(rank: int, ranks: int, plan: RunPlan, batches: int) -> list[tuple[f
     """Twice, with a training step between that must not see the first."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    found = [engine.eval_step(micro_batches(plan, 0, plan.axes.coordinates(rank).data)[:batches]) for _ in range(2)]
+    found = [
+        engine.eval_step(micro_batches(plan, 0, plan.axes.coordinates(rank).data)[:batches]) for _ in range(2)
+    ]
     engine.close()
     return [(result.loss_sum, result.tokens) for result in found]
 
 
 def test_evaluation_takes_any_number_of_micro_batches(pool: RankPool) -> None:
     """Virtual stages take as many at a time as there are pipeline ranks; three are not a multiple of two."""
-    virtual = megatron("llama", pipeline=2, layers=4, own=(("virtual_pipeline_model_parallel_size", 2),), label="vpp2")
+    virtual = megatron(
+        "llama", pipeline=2, layers=4, own=(("virtual_pipeline_model_parallel_size", 2),), label="vpp2"
+    )
     local = matrix.Cell(engine=EngineName.local, family="llama", layers=4)
     (ours, again), *_ = pool.run(evaluate, virtual.plan(Case.ADAM), 3, ranks=2)
-    (theirs, _), = pool.run(evaluate, local.plan(Case.ADAM), 3, ranks=1)
+    ((theirs, _),) = pool.run(evaluate, local.plan(Case.ADAM), 3, ranks=1)
     assert ours == again
     assert ours[1] == theirs[1]
     assert ours[0] == pytest.approx(theirs[0], abs=1e-3 * 1e-5 * ours[1] + 1e-4)
@@ -148,8 +171,14 @@ def one_step(rank: int, ranks: int, plan: RunPlan, without: str | None) -> float
 MENDED: dict[str, tuple[matrix.Cell, Case, str]] = {
     "bind_general_gemm": (megatron("mixtral"), Case.ADAM, "te_general_gemm"),
     "default_fp8_to_none": (
-        megatron("llama", own=(("recompute_granularity", "selective"), ("recompute_modules", ["layernorm"])), label="norms"),
-        Case.ADAM, "FP8GlobalStateManager"),
+        megatron(
+            "llama",
+            own=(("recompute_granularity", "selective"), ("recompute_modules", ["layernorm"])),
+            label="norms",
+        ),
+        Case.ADAM,
+        "FP8GlobalStateManager",
+    ),
     "shard_any_optimizer": (megatron("llama", zero=1), Case.SGD, "Only Adam"),
 }
 
@@ -200,6 +229,9 @@ def refusal(rank: int, ranks: int, plan: RunPlan) -> str | None:
 
 def test_what_only_transformer_engine_does_is_refused_without_it(pool: RankPool) -> None:
     """Here it is not installed; the plan, of a GPU machine, cannot know."""
-    fp8, plain = (megatron("llama", own=own, label="own").plan(Case.ADAM, Device.CUDA) for own in ((("fp8", "hybrid"),), ()))
+    fp8, plain = (
+        megatron("llama", own=own, label="own").plan(Case.ADAM, Device.CUDA)
+        for own in ((("fp8", "hybrid"),), ())
+    )
     assert "engine.megatron.fp8=hybrid" in (pool.run(refusal, fp8, ranks=1)[0] or "")
     assert pool.run(refusal, plain, ranks=1)[0] is None

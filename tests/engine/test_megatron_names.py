@@ -1,6 +1,6 @@
 """The tables of families/ against the parameters of real Megatron-core models.
 
-    pytest tests/engine/test_megatron_names.py
+pytest tests/engine/test_megatron_names.py
 """
 
 from __future__ import annotations

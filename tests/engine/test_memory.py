@@ -22,7 +22,12 @@ from toolkit.engine.deepspeed_load import base
 from toolkit.testing.dist import RankPool
 
 # 1.6 M parameters: with fewer, padding and what is kept whole would be the most of it.
-SIZES = {"model__hidden_size": 128, "model__intermediate_size": 352, "model__num_hidden_layers": 6, "model__vocab_size": 1501}
+SIZES = {
+    "model__hidden_size": 128,
+    "model__intermediate_size": 352,
+    "model__num_hidden_layers": 6,
+    "model__vocab_size": 1501,
+}
 
 
 @dataclass
@@ -53,11 +58,19 @@ def gradients(engine: DeepSpeedEngine) -> dict[int, int]:
     for parameter in engine._ds.module.parameters():
         held += [parameter.grad, getattr(parameter, "grad_accum", None)]
     for lists in ("averaged_gradients", "all_grad_tensors"):
-        held += [gradient for some in (getattr(optimizer, lists, None) or {}).values() for gradient in some or ()]
-    held += [getattr(optimizer, "grad_partitions_flat_buffer", None), *getattr(optimizer, "fp32_groups_gradients_flat", ())]
+        held += [
+            gradient for some in (getattr(optimizer, lists, None) or {}).values() for gradient in some or ()
+        ]
+    held += [
+        getattr(optimizer, "grad_partitions_flat_buffer", None),
+        *getattr(optimizer, "fp32_groups_gradients_flat", ()),
+    ]
     # A gradient on its way lies in a bucket, which is a buffer.
-    buckets = storages(buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()
-                       for buffer in (bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]))
+    buckets = storages(
+        buffer
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values()
+        for buffer in (bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer])
+    )
     return {address: size for address, size in storages(held).items() if address not in buckets}
 
 
@@ -84,7 +97,9 @@ def measure(rank: int, ranks: int, case: Cell) -> tuple[Bytes, Any]:
     engine._ds._backward_epilogue = look
     steps(engine, case, rank, 0, 2)
     held = weights(engine)
-    found = Bytes(sum(held.values()), most, sum(size for address, size in states(engine).items() if address not in held))
+    found = Bytes(
+        sum(held.values()), most, sum(size for address, size in states(engine).items() if address not in held)
+    )
     engine.close()
     return found, case.plan().memory
 
@@ -98,7 +113,12 @@ CORE = [case for case in FULL if case.ranks == 2 and case.accumulation == 2]
 
 
 # One axis beside data: what it leaves on a rank, and the ranks that ZeRO then shares it over. A vocabulary that the tensor axis divides.
-EXPERTS = {"model__hidden_size": 64, "model__intermediate_size": 96, "model__num_hidden_layers": 4, "model__vocab_size": 1501}
+EXPERTS = {
+    "model__hidden_size": 64,
+    "model__intermediate_size": 96,
+    "model__num_hidden_layers": 4,
+    "model__vocab_size": 1501,
+}
 AXES = {
     "tensor": cell(1, 2, 2, **TENSOR, **{**SIZES, "model__vocab_size": 1502}),
     "context": cell(2, 2, 2, **CONTEXT, **SIZES),
@@ -116,7 +136,10 @@ def test_two_ranks(case: Cell, pool: RankPool) -> None:
     check(case, pool)
 
 
-@pytest.mark.parametrize("axis", [pytest.param(axis, marks=pytest.mark.full if case.ranks > 2 else ()) for axis, case in AXES.items()])
+@pytest.mark.parametrize(
+    "axis",
+    [pytest.param(axis, marks=pytest.mark.full if case.ranks > 2 else ()) for axis, case in AXES.items()],
+)
 def test_an_axis_beside_data(axis: str, pool: RankPool) -> None:
     check(AXES[axis], pool)
 
@@ -133,4 +156,6 @@ def check(case: Cell, pool: RankPool) -> None:
     plan = measured[0][1]
     for name in ("parameters", "gradients", "optimizer"):
         most = max(getattr(found, name) for found, _ in measured)
-        assert most == pytest.approx(getattr(plan, name), rel=0.01), f"{name}: measured {most}, planned {getattr(plan, name)}"
+        assert most == pytest.approx(getattr(plan, name), rel=0.01), (
+            f"{name}: measured {most}, planned {getattr(plan, name)}"
+        )

@@ -29,10 +29,17 @@ from toolkit.train.task import text_task
 BF16 = {"precision__name": Precision.bf16}
 APART = {"data__documents": Documents.separate}
 LAYERS = {"num_layers_in_first_pipeline_stage": 2}
-EXPERTS = {"model__hidden_size": 64, "model__intermediate_size": 96, "model__num_hidden_layers": 4, "model__vocab_size": 1501}
+EXPERTS = {
+    "model__hidden_size": 64,
+    "model__intermediate_size": 96,
+    "model__num_hidden_layers": 4,
+    "model__vocab_size": 1501,
+}
 
 
-def megatron(family: str = "llama", ranks: int = 2, own: dict[str, Any] | None = None, **changes: Any) -> RunPlan:
+def megatron(
+    family: str = "llama", ranks: int = 2, own: dict[str, Any] | None = None, **changes: Any
+) -> RunPlan:
     sizes = EXPERTS if family == "mixtral" else SIZES
     changes = {**sizes, "train__global_batch": 8, "engine__name": EngineName.megatron, **changes}
     return tiny_plan(family, ranks=ranks, engine__megatron=own or {}, **changes)
@@ -57,14 +64,18 @@ FULL: dict[str, RunPlan] = {
     "tp4-two-kv-heads": megatron(ranks=4, parallel__tensor=4),
     "cp2-distopt": megatron(ranks=4, parallel__context=2, zero__stage=1),
     "ep2-distopt": megatron("mixtral", ranks=4, parallel__expert=2, zero__stage=1),
-    "ep2-tp2-bf16": megatron("mixtral", ranks=4, parallel__expert=2, parallel__tensor=2, zero__stage=1, **BF16),
+    "ep2-tp2-bf16": megatron(
+        "mixtral", ranks=4, parallel__expert=2, parallel__tensor=2, zero__stage=1, **BF16
+    ),
 }
 
 
 def planned(plan: RunPlan) -> list[MemoryPlan]:
     shape = plan.shape
     assert isinstance(shape, ModelShape)
-    return stage_memory(plan.config, shape, plan.parameters, plan.axes, plan.batch, plan.world.device, plan.deepspeed)
+    return stage_memory(
+        plan.config, shape, plan.parameters, plan.axes, plan.batch, plan.world.device, plan.deepspeed
+    )
 
 
 def measure(rank: int, ranks: int, plan: RunPlan) -> Bytes:
@@ -73,11 +84,19 @@ def measure(rank: int, ranks: int, plan: RunPlan) -> Bytes:
     step_all(engine, plan, range(2), rank=rank)
     built = engine._built
     parameters = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
-    buffers = [buffer for chunk in built.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [
+        buffer for chunk in built.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     weights = storages(parameters)
-    gradients = storages([*(buffer.grad_data for buffer in buffers), *(parameter.grad for parameter in parameters)])
-    kept = [tensor for master in built.state.masters for tensor in (master.tensor, *master.inner.state[master.tensor].values())
-            if torch.is_tensor(tensor) and tensor.dim()]  # not the step count
+    gradients = storages(
+        [*(buffer.grad_data for buffer in buffers), *(parameter.grad for parameter in parameters)]
+    )
+    kept = [
+        tensor
+        for master in built.state.masters
+        for tensor in (master.tensor, *master.inner.state[master.tensor].values())
+        if torch.is_tensor(tensor) and tensor.dim()
+    ]  # not the step count
     states = {address: size for address, size in storages(kept).items() if address not in weights}
     engine.close()
     return Bytes(sum(weights.values()), sum(gradients.values()), sum(states.values()))
@@ -104,7 +123,9 @@ def check(plan: RunPlan, pool: RankPool) -> None:
         here = [held for rank, held in enumerate(found) if plan.axes.coordinates(rank).pipeline == stage]
         for name in ("parameters", "gradients", "optimizer"):
             most = max(getattr(held, name) for held in here)
-            assert most == pytest.approx(getattr(memory, name), rel=0.01), f"stage {stage}, {name}: {most}, planned {getattr(memory, name)}"
+            assert most == pytest.approx(getattr(memory, name), rel=0.01), (
+                f"stage {stage}, {name}: {most}, planned {getattr(memory, name)}"
+            )
 
 
 # -- activations
@@ -129,40 +150,72 @@ def _kept_bytes(engine: Any, plan: RunPlan) -> int:
     kept: dict[int, Any] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())  # held, so that no address comes again
+        kept.setdefault(
+            tensor.untyped_storage().data_ptr(), tensor.untyped_storage()
+        )  # held, so that no address comes again
         return tensor.detach()  # the tensor itself would keep the graph, which keeps it
 
     batch = engine._built.cut(micro_batches(plan, 0)[0])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses = chunk(batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+        losses = chunk(
+            batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"]
+        )
     assert losses.requires_grad
     return sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
 
 
 BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}), "llama-bf16": ("llama", BF16), "gpt2": ("gpt2", {}), "qwen3-bf16": ("qwen3", BF16),
-    "mixtral": ("mixtral", {}), "tp2-sp": ("llama", {"parallel__tensor": 2}), "mixtral-tp2": ("mixtral", {"parallel__tensor": 2}),
-    "tp2": ("llama", {"parallel__tensor": 2, "engine__megatron": {"sequence_parallel": False}}), "cp2": ("llama", {"parallel__context": 2}),
-    "documents": ("llama", APART), "documents-bf16": ("llama", BF16 | APART), "documents-gpt2": ("gpt2", APART),
-    "documents-qwen3": ("qwen3", APART), "documents-qwen3-bf16": ("qwen3", BF16 | APART),
-    "documents-tp2-sp": ("llama", {"parallel__tensor": 2, **APART}), "documents-cp2": ("llama", {"parallel__context": 2, **APART}),
+    "llama": ("llama", {}),
+    "llama-bf16": ("llama", BF16),
+    "gpt2": ("gpt2", {}),
+    "qwen3-bf16": ("qwen3", BF16),
+    "mixtral": ("mixtral", {}),
+    "tp2-sp": ("llama", {"parallel__tensor": 2}),
+    "mixtral-tp2": ("mixtral", {"parallel__tensor": 2}),
+    "tp2": ("llama", {"parallel__tensor": 2, "engine__megatron": {"sequence_parallel": False}}),
+    "cp2": ("llama", {"parallel__context": 2}),
+    "documents": ("llama", APART),
+    "documents-bf16": ("llama", BF16 | APART),
+    "documents-gpt2": ("gpt2", APART),
+    "documents-qwen3": ("qwen3", APART),
+    "documents-qwen3-bf16": ("qwen3", BF16 | APART),
+    "documents-tp2-sp": ("llama", {"parallel__tensor": 2, **APART}),
+    "documents-cp2": ("llama", {"parallel__context": 2, **APART}),
 }
 
 
 QUICK = ("llama-bf16", "mixtral", "tp2-sp", "documents-bf16")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in BLOCKS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in BLOCKS]
+)
 def test_a_block_keeps_what_the_formula_says(name: str, pool: RankPool) -> None:
     """The difference of two depths is one block, whatever the ends of the model keep."""
     family, changes = BLOCKS[name]
     ranks = 2 if any(key.startswith("parallel") for key in changes) else 1
-    plans = tuple(tiny_plan(family, ranks=ranks, engine__name=EngineName.megatron, model__num_hidden_layers=layers, train__global_batch=2,
-                            **changes) for layers in (1, 3))
+    plans = tuple(
+        tiny_plan(
+            family,
+            ranks=ranks,
+            engine__name=EngineName.megatron,
+            model__num_hidden_layers=layers,
+            train__global_batch=2,
+            **changes,
+        )
+        for layers in (1, 3)
+    )
     shallow, deep = pool.run(saved_bytes, plans, ranks=ranks)[0]
     axes, shape = plans[0].axes, plans[0].shape
     assert shape is not None
-    layout = Layout(tokens=MICRO_BATCH * LENGTH // axes.context, sequences=MICRO_BATCH, context=axes.context, tensor=axes.tensor,
-                    spread=axes.tensor if name != "tp2" else 1, element=2 if "bf16" in name else 4, fused_norms=False,
-                    documents="documents" in name)
+    layout = Layout(
+        tokens=MICRO_BATCH * LENGTH // axes.context,
+        sequences=MICRO_BATCH,
+        context=axes.context,
+        tensor=axes.tensor,
+        spread=axes.tensor if name != "tp2" else 1,
+        element=2 if "bf16" in name else 4,
+        fused_norms=False,
+        documents="documents" in name,
+    )
     assert block_bytes(shape, layout) == pytest.approx((deep - shallow) / 2, rel=0.01)

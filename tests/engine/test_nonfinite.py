@@ -28,7 +28,10 @@ from toolkit.train.task import text_task
 
 STEPS, POISONED = 4, 2
 # One sum of gradients in bf16 or two. Newton-Schulz enlarges rounding differences, and under ZeRO 0 Muon's norm is of gradients.
-TOLERANCES = {"precision__name": Distance(loss=2e-3, norm=5e-2, weight=1e-3), "optim__momentum": Distance(2e-3, math.inf, 1e-3)}
+TOLERANCES = {
+    "precision__name": Distance(loss=2e-3, norm=5e-2, weight=1e-3),
+    "optim__momentum": Distance(2e-3, math.inf, 1e-3),
+}
 MEGATRON: dict[str, Any] = {"engine__name": EngineName.megatron}
 PIPELINE: dict[str, Any] = {"parallel__pipeline": 2}
 MUON: dict[str, Any] = {"optim__name": OptimizerName.muon, "optim__momentum": 0.95, "optim__clip": 0.0}
@@ -45,7 +48,9 @@ class Skipped:
     scalars: dict[str, object]
 
 
-def poisoned_run(rank: int, ranks: int, case: Cell, poisoned: int | None = POISONED, gradient: float = math.nan) -> Skipped:
+def poisoned_run(
+    rank: int, ranks: int, case: Cell, poisoned: int | None = POISONED, gradient: float = math.nan
+) -> Skipped:
     """Poison the gradient of one matrix on the last rank, in step ``poisoned``."""
     plan = case.plan()
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
@@ -63,16 +68,27 @@ def poisoned_run(rank: int, ranks: int, case: Cell, poisoned: int | None = POISO
         weights.append(whole_weights(engine, plan, rank))
         results += step_all(engine, plan, range(step, step + 1), rank=rank)
     weights.append(whole_weights(engine, plan, rank))
-    found = Skipped(Trace(tuple(results), weights[-1]), weights[POISONED], weights[POISONED + 1], engine.scalars())
+    found = Skipped(
+        Trace(tuple(results), weights[-1]), weights[POISONED], weights[POISONED + 1], engine.scalars()
+    )
     engine.close()
     return found
 
 
 def matrix_of(engine: Any) -> nn.Parameter:
     """A matrix that each layout holds once: the tensor axis cuts it, and every stage has one."""
-    modules = engine._built.chunks if hasattr(engine, "_built") else [engine._module if hasattr(engine, "_module") else engine._ds.module]
+    modules = (
+        engine._built.chunks
+        if hasattr(engine, "_built")
+        else [engine._module if hasattr(engine, "_module") else engine._ds.module]
+    )
     names = ("down_proj", "linear_fc2", "experts")
-    return next(parameter for module in modules for name, parameter in module.named_parameters() if any(part in name for part in names))
+    return next(
+        parameter
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if any(part in name for part in names)
+    )
 
 
 @cache
@@ -96,30 +112,58 @@ LAYOUTS = [
     cell(0, **TENSOR, **MEGATRON),
     cell(0, **PIPELINE, **MEGATRON),
     cell(0, **BF16, **MEGATRON),
-    *(pytest.param(case, marks=pytest.mark.full) for case in (
-        cell(0, **TENSOR), cell(2, **TENSOR), cell(1, **CONTEXT), cell(1, family="mixtral", **EXPERT),
-        cell(2, **OFFLOAD), cell(3, **OFFLOAD_ALL), cell(1, **MUON), cell(0, **MUON), cell(3, **MUON),
-        cell(2, **BF16), cell(3, **BF16), cell(1, **PIPELINE, **BF16), cell(0, 4, **PIPELINE), cell(1, 4, **PIPELINE),
-        cell(1, **BF16, **MEGATRON), cell(0, **CONTEXT, **MEGATRON), cell(1, 4, **TENSOR, **MEGATRON), cell(1, 4, **PIPELINE, **MEGATRON),
-        cell(0, family="mixtral", **EXPERT, **MEGATRON), cell(0, optim__clip=0.0), cell(0, optim__clip=0.0, **MEGATRON),
-        cell(0, optim__clip=0.0, **PIPELINE),
-    )),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            cell(0, **TENSOR),
+            cell(2, **TENSOR),
+            cell(1, **CONTEXT),
+            cell(1, family="mixtral", **EXPERT),
+            cell(2, **OFFLOAD),
+            cell(3, **OFFLOAD_ALL),
+            cell(1, **MUON),
+            cell(0, **MUON),
+            cell(3, **MUON),
+            cell(2, **BF16),
+            cell(3, **BF16),
+            cell(1, **PIPELINE, **BF16),
+            cell(0, 4, **PIPELINE),
+            cell(1, 4, **PIPELINE),
+            cell(1, **BF16, **MEGATRON),
+            cell(0, **CONTEXT, **MEGATRON),
+            cell(1, 4, **TENSOR, **MEGATRON),
+            cell(1, 4, **PIPELINE, **MEGATRON),
+            cell(0, family="mixtral", **EXPERT, **MEGATRON),
+            cell(0, optim__clip=0.0),
+            cell(0, optim__clip=0.0, **MEGATRON),
+            cell(0, optim__clip=0.0, **PIPELINE),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: f"{dict(case.more).get('engine__name', EngineName.deepspeed).name}-{case}")
+@pytest.mark.parametrize(
+    "case",
+    LAYOUTS,
+    ids=lambda case: f"{dict(case.more).get('engine__name', EngineName.deepspeed).name}-{case}",
+)
 def test_every_layout_skips_the_step_whose_gradient_is_not_finite(case: Cell, pool: RankPool) -> None:
     answers = pool.run(poisoned_run, case, ranks=case.ranks)
     found = answers[0]
     results = found.trace.results
-    assert [[result.skipped for result in answer.trace.results] for answer in answers] == [[False, False, True, False]] * case.ranks
+    assert [[result.skipped for result in answer.trace.results] for answer in answers] == [
+        [False, False, True, False]
+    ] * case.ranks
     assert math.isinf(results[POISONED].grad_norm)
     assert math.isfinite(results[POISONED].loss), "forward was sound"
     assert names(found.before, found.after) == []
     assert found.scalars[OPTIMIZER_STEP] == STEPS - 1, "Adam's count of steps is part of the state"
     local = oracle(case.oracle())
     tolerance = next((TOLERANCES[key] for key, _ in case.more if key in TOLERANCES), TOLERANCE)
-    finite = [Trace(tuple(result for result in run.results if not result.skipped), run.weights) for run in (found.trace, local.trace)]
+    finite = [
+        Trace(tuple(result for result in run.results if not result.skipped), run.weights)
+        for run in (found.trace, local.trace)
+    ]
     distance = finite[0].distance(finite[1])
     assert distance.times(tolerance) <= 1, distance
 
@@ -128,8 +172,13 @@ def test_controls_are_far_from_a_skipped_step() -> None:
     """A run that applies the step, and one that skips another step."""
     case = cell().oracle()
     for other in (oracle(case, None), oracle(case, POISONED - 1)):
-        assert max(float((other.trace.weights[name] - value).abs().max()) for name, value in oracle(case).trace.weights.items()) \
+        assert (
+            max(
+                float((other.trace.weights[name] - value).abs().max())
+                for name, value in oracle(case).trace.weights.items()
+            )
             > 5 * TOLERANCE.weight
+        )
 
 
 @pytest.mark.parametrize("more", [{}, BF16, MUON], ids=["fp32", "bf16", "muon"])
@@ -140,7 +189,9 @@ def test_the_local_engine_keeps_weights_moments_and_counts(more: dict[str, Any],
     assert names(found.before, found.after) == []
     assert names(found.after, found.trace.weights) != [], "the next step is taken"
     assert found.scalars[OPTIMIZER_STEP] == STEPS - 1
-    assert all(bool(value.isfinite().all()) for value in found.trace.weights.values()), "no moment was poisoned"
+    assert all(bool(value.isfinite().all()) for value in found.trace.weights.values()), (
+        "no moment was poisoned"
+    )
 
 
 FP16 = [cell(None, 1, **FP16_UNSCALED), cell(1, **FP16_UNSCALED), cell(0, **FP16_UNSCALED, **MEGATRON)]

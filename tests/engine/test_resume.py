@@ -17,7 +17,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import BF16, CHECKPOINTING, DROPOUT, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, WithoutMoments, cell, make, steps
+from tests.engine.cases import (
+    BF16,
+    CHECKPOINTING,
+    DROPOUT,
+    FP16,
+    OFFLOAD,
+    OFFLOAD_ALL,
+    SGD,
+    Cell,
+    WithoutMoments,
+    cell,
+    make,
+    steps,
+)
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import WEIGHT, Reader, TensorKey
@@ -48,7 +61,9 @@ def save_and_go_on(rank: int, ranks: int, case: Cell, folder: Path) -> tuple[Tra
     engine = make(case, rank)
     steps(engine, case, rank, 0, STOP)
     store = CheckpointStore(folder)
-    store.save(STOP, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1).wait()
+    store.save(
+        STOP, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1
+    ).wait()
     went_on, state = go_on(engine, case, rank)
     engine.close()
     return went_on, state
@@ -62,7 +77,9 @@ def go_on(engine: Engine, case: Cell, rank: int) -> tuple[Trace, State]:
     return Trace(tuple(results), weights), state
 
 
-def resume(rank: int, ranks: int, case: Cell, folders: Sequence[Path], forget: bool = False) -> list[tuple[Trace, Any]]:
+def resume(
+    rank: int, ranks: int, case: Cell, folders: Sequence[Path], forget: bool = False
+) -> list[tuple[Trace, Any]]:
     """From each of ``folders`` in turn, in one engine: loading must leave nothing of what was there."""
     engine = make(case, rank)
     found = []
@@ -152,7 +169,7 @@ def test_dropout_is_on(saved: Saved) -> None:
 def test_control_zeroed_moments(saved: Saved, pool: RankPool) -> None:
     for case in (layout(2, 2), layout(3, 2)):
         folder, went_on, _ = saved.of(case)
-        (again, _), = pool.run(resume, case, [folder], True, ranks=case.ranks)[0]
+        ((again, _),) = pool.run(resume, case, [folder], True, ranks=case.ranks)[0]
         loss = again.distance(went_on).loss
         assert loss > 10 * TOLERANCE.loss, f"without moments the loss differs by {loss:.1e} only"
 
@@ -162,11 +179,11 @@ def test_between_precisions(saved: Saved, pool: RankPool) -> None:
     arithmetic, 1e-3 of the loss here, not the state. Back in its own precision the state is the same to the bit."""
     full, half = layout(2, 2), layout(3, 2, **BF16)
     folder, went_on, _ = saved.of(full)
-    (again, _), = pool.run(resume, half, [folder], ranks=2)[0]
+    ((again, _),) = pool.run(resume, half, [folder], ranks=2)[0]
     loss = again.distance(went_on).loss
     assert 0 < loss < 5e-3, f"bf16 from fp32: {loss:.1e}"
     folder, went_on, _ = saved.of(half)
-    (again, _), = pool.run(resume, full, [folder], ranks=2)[0]
+    ((again, _),) = pool.run(resume, full, [folder], ranks=2)[0]
     loss = again.distance(went_on).loss
     assert 0 < loss < 5e-3, f"fp32 from bf16: {loss:.1e}"
 
@@ -184,7 +201,9 @@ def test_masters_cross_precisions_unchanged(saved: Saved, pool: RankPool) -> Non
 
 def copy(rank: int, ranks: int, case: Cell, source: Path, target: Path) -> None:
     engine = make(case, rank, open_reader(source))
-    CheckpointStore(target).save(STOP, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1).wait()
+    CheckpointStore(target).save(
+        STOP, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1
+    ).wait()
     engine.close()
 
 
@@ -213,5 +232,3 @@ def refusal(rank: int, ranks: int, case: Cell, folder: Path) -> str:
     finally:
         engine.close()
     return "accepted"
-
-

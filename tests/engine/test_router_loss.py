@@ -25,20 +25,33 @@ STEPS = 4
 LAYERS = 4
 
 # Cells that train on one micro-batch of two samples, and cells that train on four.
-SINGLE = [deepspeed("mixtral", 1, layers=LAYERS), megatron("mixtral", layers=LAYERS), megatron("mixtral", pipeline=2, layers=LAYERS),
-          megatron("mixtral", tensor=2, label="sp", layers=LAYERS), megatron("mixtral", context=2, layers=LAYERS)]
-SEVERAL = [deepspeed("mixtral", 1, data=2, expert=2, layers=LAYERS), megatron("mixtral", data=2, expert=2, layers=LAYERS),
-           megatron("mixtral", pipeline=2, layers=LAYERS), megatron("mixtral", layers=LAYERS, recompute=True, label="full")]
+SINGLE = [
+    deepspeed("mixtral", 1, layers=LAYERS),
+    megatron("mixtral", layers=LAYERS),
+    megatron("mixtral", pipeline=2, layers=LAYERS),
+    megatron("mixtral", tensor=2, label="sp", layers=LAYERS),
+    megatron("mixtral", context=2, layers=LAYERS),
+]
+SEVERAL = [
+    deepspeed("mixtral", 1, data=2, expert=2, layers=LAYERS),
+    megatron("mixtral", data=2, expert=2, layers=LAYERS),
+    megatron("mixtral", pipeline=2, layers=LAYERS),
+    megatron("mixtral", layers=LAYERS, recompute=True, label="full"),
+]
 
 
 def unmasked(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
     """Equal numbers of tokens in all micro-batches."""
     found = micro_batches(plan, step, data_rank)
-    return [{**batch, "labels": torch.where(batch["labels"] == IGNORED, 0, batch["labels"])} for batch in found]
+    return [
+        {**batch, "labels": torch.where(batch["labels"] == IGNORED, 0, batch["labels"])} for batch in found
+    ]
 
 
 def measured(pool: RankPool, cell: Cell, samples: int, coefficient: float) -> Measured:
-    plan = cell.plan(Case.SGD, train__global_batch=samples, model__router_aux_loss_coef=coefficient, optim__lr=0.02)
+    plan = cell.plan(
+        Case.SGD, train__global_batch=samples, model__router_aux_loss_coef=coefficient, optim__lr=0.02
+    )
     found: Measured = pool.run(on_rank, plan, ranks=cell.ranks)[0]
     return found
 
@@ -50,18 +63,23 @@ def on_rank(rank: int, ranks: int, plan: RunPlan) -> Measured:
 @pytest.fixture(scope="module")
 def oracles(pool: RankPool) -> dict[Any, Measured]:
     cell = SINGLE[0].oracle()
-    return {(samples, coefficient): measured(pool, cell, samples, coefficient)
-            for samples, coefficient in ((2, COEFFICIENT), (8, COEFFICIENT), (2, 0.0))}
+    return {
+        (samples, coefficient): measured(pool, cell, samples, coefficient)
+        for samples, coefficient in ((2, COEFFICIENT), (8, COEFFICIENT), (2, 0.0))
+    }
 
 
 @pytest.mark.parametrize("cell", SINGLE, ids=lambda cell: cell.name)
 def test_a_single_micro_batch_has_the_same_losses_and_gradients_on_every_engine(
-        cell: Cell, pool: RankPool, oracles: dict[Any, Measured]) -> None:
+    cell: Cell, pool: RankPool, oracles: dict[Any, Measured]
+) -> None:
     agree(measured(pool, cell, 2, COEFFICIENT), oracles[2, COEFFICIENT])
 
 
 @pytest.mark.parametrize("cell", SEVERAL, ids=lambda cell: cell.name)
-def test_several_micro_batches_of_equal_size_too(cell: Cell, pool: RankPool, oracles: dict[Any, Measured]) -> None:
+def test_several_micro_batches_of_equal_size_too(
+    cell: Cell, pool: RankPool, oracles: dict[Any, Measured]
+) -> None:
     agree(measured(pool, cell, 8, COEFFICIENT), oracles[8, COEFFICIENT])
 
 

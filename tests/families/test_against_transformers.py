@@ -1,6 +1,6 @@
 """Canonical names and shapes are the ``state_dict`` of the pinned transformers, and ``config.json`` makes the round trip.
 
-    pytest tests/families/test_against_transformers.py
+pytest tests/families/test_against_transformers.py
 """
 
 from __future__ import annotations
@@ -17,8 +17,18 @@ from toolkit.families.base import ModelShape
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40, "max_position_embeddings": 24,
-         "head_dim": None, "rope_theta": 1234.0, "norm_eps": 3e-5, "initializer_range": 0.03, "dropout": 0.25}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 24,
+    "head_dim": None,
+    "rope_theta": 1234.0,
+    "norm_eps": 3e-5,
+    "initializer_range": 0.03,
+    "dropout": 0.25,
+}
 
 
 def small(family: str, tie: bool) -> ModelShape:
@@ -26,7 +36,9 @@ def small(family: str, tie: bool) -> ModelShape:
     if family == "gpt2":
         model = replace(model, rope_theta=None)
     else:
-        model = replace(model, intermediate_size=24, num_key_value_heads=2, head_dim=get(family).tiny.get("head_dim"))
+        model = replace(
+            model, intermediate_size=24, num_key_value_heads=2, head_dim=get(family).tiny.get("head_dim")
+        )
     if family == "mixtral":
         model = replace(model, num_local_experts=3, router_aux_loss_coef=0.02)
     return get(family).resolve_shape(model)
@@ -64,23 +76,36 @@ def test_config_json_makes_the_round_trip(family: str, tie: bool) -> None:
     written = json.loads(json.dumps(ours))
     theirs = transformers.AutoConfig.for_model(**ours).to_dict()
     for config in (written, theirs):  # what we write, and what transformers writes of it
-        assert asdict(get(family).resolve_shape(get(family).from_hugging_face_config(config))) == asdict(shape)
+        assert asdict(get(family).resolve_shape(get(family).from_hugging_face_config(config))) == asdict(
+            shape
+        )
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3"])
 def test_a_head_dim_frees_hidden_size_from_the_number_of_heads(family: str) -> None:
     """Control: transformers' Llama is not free of it, and so refused."""
     sizes = {"hidden_size": 18, "num_attention_heads": 4, "head_dim": 6}
-    shape = get(family).resolve_shape(replace(next(iter(get(family).published.values())), **{**SMALL, **sizes}, num_key_value_heads=2))
+    shape = get(family).resolve_shape(
+        replace(next(iter(get(family).published.values())), **{**SMALL, **sizes}, num_key_value_heads=2)
+    )
     assert {spec.name: spec.shape for spec in get(family).parameters(shape)} == {
-        name: tuple(parameter.shape) for name, parameter in built(shape).named_parameters()}
+        name: tuple(parameter.shape) for name, parameter in built(shape).named_parameters()
+    }
     with pytest.raises(Exception, match="not a multiple of the number of attention heads"):
         transformers.AutoConfig.for_model("llama", **sizes)
 
 
 def test_gpt2_reads_what_old_releases_wrote() -> None:
     """They give ``n_inner`` as null and neither tie nor initializer keys."""
-    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 10, "n_inner": None}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 8,
+        "vocab_size": 10,
+        "n_inner": None,
+    }
     shape = get("gpt2").resolve_shape(get("gpt2").from_hugging_face_config(config))
     assert (shape.intermediate_size, shape.tie_word_embeddings, shape.dropout) == (64, True, 0.1)
 
@@ -98,8 +123,15 @@ def test_mixtral_is_stored_as_transformers_converts_it() -> None:
 
     shape = small("mixtral", False)
     expected = {"w1.weight": "gate_up_proj", "w3.weight": "gate_up_proj", "w2.weight": "down_proj"}
-    converters = [entry for entry in get_checkpoint_conversion_mapping("mixtral") if hasattr(entry, "operations")]
-    patterns = [(pattern, target) for entry in converters for pattern in entry.source_patterns for target in entry.target_patterns]
+    converters = [
+        entry for entry in get_checkpoint_conversion_mapping("mixtral") if hasattr(entry, "operations")
+    ]
+    patterns = [
+        (pattern, target)
+        for entry in converters
+        for pattern in entry.source_patterns
+        for target in entry.target_patterns
+    ]
     for tensor in get("mixtral").hub(shape):
         if ".experts." not in tensor.name:
             continue
@@ -125,5 +157,7 @@ def test_mixtral_folder_written_by_transformers_holds_our_hub_names(tmp_path: ob
     assert {tensor.name for tensor in hub} == set(saved)
     state = model.state_dict()
     for tensor in hub:
-        box = state[tensor.canonical][tuple(slice(o, o + e) for o, e in zip(tensor.offset, tensor.extent, strict=True))]
+        box = state[tensor.canonical][
+            tuple(slice(o, o + e) for o, e in zip(tensor.offset, tensor.extent, strict=True))
+        ]
         assert torch.equal(box.reshape(tensor.shape), saved[tensor.name])

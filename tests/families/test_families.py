@@ -1,6 +1,6 @@
 """Families by themselves: sizes, counts, FLOPs, mistakes. No torch.
 
-    pytest tests/families/test_families.py
+pytest tests/families/test_families.py
 """
 
 from __future__ import annotations
@@ -29,9 +29,19 @@ def count(shape: ModelShape) -> int:
     return sum(spec.numel for spec in get(shape.family).parameters(shape))
 
 
-@pytest.mark.parametrize(("name", "billions", "digits"), [
-    ("gpt2", 0.1244, 4), ("llama-2-7b", 6.74, 2), ("llama-3-8b", 8.03, 2), ("llama-3.1-405b", 405.85, 2), ("qwen2-7b", 7.62, 2),
-    ("mixtral-8x7b", 46.7, 1), ("qwen3-0.6b", 0.596, 3), ("qwen3-8b", 8.19, 2)])
+@pytest.mark.parametrize(
+    ("name", "billions", "digits"),
+    [
+        ("gpt2", 0.1244, 4),
+        ("llama-2-7b", 6.74, 2),
+        ("llama-3-8b", 8.03, 2),
+        ("llama-3.1-405b", 405.85, 2),
+        ("qwen2-7b", 7.62, 2),
+        ("mixtral-8x7b", 46.7, 1),
+        ("qwen3-0.6b", 0.596, 3),
+        ("qwen3-8b", 8.19, 2),
+    ],
+)
 def test_published_models_have_their_published_sizes(name: str, billions: float, digits: int) -> None:
     assert round(count(shape_of(name)) / 1e9, digits) == billions
 
@@ -53,7 +63,9 @@ def test_gpt2_flops_are_the_formula_of_megatron_lm() -> None:
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b", "qwen3-8b"])
 def test_flops_of_a_dense_decoder_are_two_a_weight_and_the_attention_matrix(name: str) -> None:
     shape = shape_of(name)
-    matrices = sum(spec.numel for spec in get(shape.family).parameters(shape) if spec.decays and "embed" not in spec.name)
+    matrices = sum(
+        spec.numel for spec in get(shape.family).parameters(shape) if spec.decays and "embed" not in spec.name
+    )
     attention = 4 * 2048 * shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
     assert get(shape.family).forward_flops(shape, 2048).total == 2 * matrices + attention
 
@@ -61,7 +73,9 @@ def test_flops_of_a_dense_decoder_are_two_a_weight_and_the_attention_matrix(name
 def test_a_token_pays_for_the_experts_that_it_visits() -> None:
     shape = shape_of("mixtral-8x7b")
     active = get("mixtral").forward_flops(shape, 1).total / 2
-    assert active / 1e9 == pytest.approx(12.9 - 32000 * 4096 / 1e9, rel=0.01)  # 12.9 B active, of which the embedding is a look-up
+    assert active / 1e9 == pytest.approx(
+        12.9 - 32000 * 4096 / 1e9, rel=0.01
+    )  # 12.9 B active, of which the embedding is a look-up
     more = get("mixtral").forward_flops(replace(shape, num_experts_per_tok=4), 1).total / 2
     assert more - active == 2 * 3 * shape.hidden_size * shape.intermediate_size * shape.num_hidden_layers
 
@@ -76,7 +90,9 @@ def test_hub_tensors_cover_each_parameter_exactly_once(name: str) -> None:
         spec = specs[tensor.canonical]
         inside = all(o + e <= s for o, e, s in zip(tensor.offset, tensor.extent, spec.shape, strict=True))
         assert inside, tensor
-        assert [e for e in tensor.extent if e != 1 or len(tensor.extent) == len(tensor.shape)] == list(tensor.shape), tensor
+        assert [e for e in tensor.extent if e != 1 or len(tensor.extent) == len(tensor.shape)] == list(
+            tensor.shape
+        ), tensor
         boxes[tensor.canonical].append((tensor.offset, tensor.extent))
     for spec in specs.values():
         assert len(set(boxes[spec.name])) == len(boxes[spec.name])
@@ -100,20 +116,36 @@ def test_no_decay_is_for_one_dimensional_tensors() -> None:
     assert specs["model.layers.27.mlp.up_proj.weight"].layer == 27
 
 
-SMALL = ModelConfig(family="llama", hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=32,
-                    max_position_embeddings=8)
+SMALL = ModelConfig(
+    family="llama",
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    vocab_size=32,
+    max_position_embeddings=8,
+)
 
 
-@pytest.mark.parametrize(("change", "key"), [
-    ({"num_attention_heads": 3}, "model.num_attention_heads"),
-    ({"num_key_value_heads": 3}, "model.num_key_value_heads"),
-    ({"num_attention_heads": 16}, "model.head_dim"),
-    ({"num_attention_heads": 3, "head_dim": 8}, "model.num_attention_heads"),  # of llama, because of transformers
-    ({"family": "qwen2", "num_attention_heads": 3, "head_dim": 7}, "model.head_dim"),
-    ({"family": "gpt2", "num_key_value_heads": 2}, "model.num_key_value_heads"),
-    ({"family": "gpt2", "head_dim": 8}, "model.head_dim"),
-    ({"family": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4}, "model.num_experts_per_tok"),
-])
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"num_attention_heads": 3}, "model.num_attention_heads"),
+        ({"num_key_value_heads": 3}, "model.num_key_value_heads"),
+        ({"num_attention_heads": 16}, "model.head_dim"),
+        (
+            {"num_attention_heads": 3, "head_dim": 8},
+            "model.num_attention_heads",
+        ),  # of llama, because of transformers
+        ({"family": "qwen2", "num_attention_heads": 3, "head_dim": 7}, "model.head_dim"),
+        ({"family": "gpt2", "num_key_value_heads": 2}, "model.num_key_value_heads"),
+        ({"family": "gpt2", "head_dim": 8}, "model.head_dim"),
+        (
+            {"family": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4},
+            "model.num_experts_per_tok",
+        ),
+    ],
+)
 def test_impossible_sizes_name_their_key_and_a_remedy(change: dict[str, object], key: str) -> None:
     model = replace(SMALL, **change)
     with pytest.raises(PlanError) as caught:
@@ -126,8 +158,14 @@ def test_every_missing_size_is_named_at_once() -> None:
     with pytest.raises(PlanError) as caught:
         get("mixtral").resolve_shape(ModelConfig(family="mixtral", hidden_size=16))
     assert {problem.key.removeprefix("model.") for problem in caught.value.problems} == {
-        "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings", "intermediate_size", "num_local_experts",
-        "num_experts_per_tok"}
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "max_position_embeddings",
+        "intermediate_size",
+        "num_local_experts",
+        "num_experts_per_tok",
+    }
 
 
 def test_an_unknown_family_lists_the_known_ones() -> None:
@@ -135,12 +173,20 @@ def test_an_unknown_family_lists_the_known_ones() -> None:
         get("bert")
 
 
-@pytest.mark.parametrize(("family", "change"), [
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}), ("llama", {"attention_bias": True}),
-    ("llama", {"hidden_act": "gelu"}), ("qwen2", {"use_sliding_window": True}), ("mixtral", {"sliding_window": 4096}),
-    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}), ("qwen3", {"attention_bias": True}),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True})])
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("qwen2", {"use_sliding_window": True}),
+        ("mixtral", {"sliding_window": 4096}),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ],
+)
 def test_a_variant_that_is_not_covered_is_refused_by_name(family: str, change: dict[str, object]) -> None:
     shape = shape_of(next(iter(FAMILIES[family].published)))
     config = FAMILIES[family].hugging_face_config(shape)
@@ -155,8 +201,15 @@ def test_a_family_is_one_file_and_its_registration() -> None:
     toolkit = Path(__file__).resolve().parents[2] / "toolkit"
     knowing = {path.relative_to(toolkit).as_posix() for path in toolkit.rglob("*.py") if knows_qwen3(path)}
     assert knowing - {"testing/matrix.py"} == {"families/qwen3.py", "families/__init__.py"}
-    registration = [line for line in (toolkit / "families/__init__.py").read_text(encoding="utf-8").splitlines() if "QWEN3" in line]
-    assert len((toolkit / "families/qwen3.py").read_text(encoding="utf-8").splitlines()) + len(registration) <= 150
+    registration = [
+        line
+        for line in (toolkit / "families/__init__.py").read_text(encoding="utf-8").splitlines()
+        if "QWEN3" in line
+    ]
+    assert (
+        len((toolkit / "families/qwen3.py").read_text(encoding="utf-8").splitlines()) + len(registration)
+        <= 150
+    )
 
 
 def knows_qwen3(path: Path) -> bool:

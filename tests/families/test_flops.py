@@ -42,8 +42,13 @@ def counted(plan: RunPlan, backward: bool) -> float:
     """FLOPs per token of a forward pass and, if asked, the backward pass of the loss."""
     model: Any = filled(build_model(plan, "cpu"))
     if get(plan.config.model.family or "").traits.experts:
-        model.set_experts_implementation("eager")  # a matrix product an expert; the counter does not know grouped ones
-    batch = {name: torch.arange(SEQUENCES * LENGTH).reshape(SEQUENCES, LENGTH) % VOCABULARY for name in ("input_ids", "labels")}
+        model.set_experts_implementation(
+            "eager"
+        )  # a matrix product an expert; the counter does not know grouped ones
+    batch = {
+        name: torch.arange(SEQUENCES * LENGTH).reshape(SEQUENCES, LENGTH) % VOCABULARY
+        for name in ("input_ids", "labels")
+    }
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss = NextToken().loss_sum(model, batch)
         if backward:
@@ -85,9 +90,11 @@ def test_forward_and_backward_are_three_times_as_much(family: str) -> None:
     assert hardware_flops(plan) == model_flops(plan)
 
 
-@pytest.mark.parametrize(("family", "changes"), [
-    *((family, {}) for family in FAMILIES), ("gpt2", {"model__dropout": 0.1})],
-    ids=[*FAMILIES, "gpt2-dropout"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {}) for family in FAMILIES), ("gpt2", {"model__dropout": 0.1})],
+    ids=[*FAMILIES, "gpt2-dropout"],
+)
 def test_what_is_recomputed_is_in_the_hardware_flops(family: str, changes: Mapping[str, Any]) -> None:
     """Control: without the rule of when torch stops to recompute they would be too many, and model FLOPs are too few."""
     plan = tiny_plan(family, train__activation_checkpointing=True, **changes)

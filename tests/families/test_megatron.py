@@ -1,6 +1,6 @@
 """Where canonical tensors lie in Megatron-core's: every element once, on every rank, and where an independent formula puts it.
 
-    pytest tests/families/test_megatron.py
+pytest tests/families/test_megatron.py
 """
 
 from __future__ import annotations
@@ -30,11 +30,23 @@ NOTHING = -1
 def shapes(draw: st.DrawFn, family: str) -> ModelShape:
     """Small, with every size another number where it can be; what Megatron-core cuts is divisible by 4."""
     groups = draw(st.sampled_from([1, 2, 4]))
-    heads, width = groups * draw(st.sampled_from([1, 3] if groups == 4 else [4])), draw(st.sampled_from([2, 4]))
-    model = ModelConfig(family=family, hidden_size=heads * width, num_hidden_layers=draw(st.integers(1, 2)), num_attention_heads=heads,
-                        vocab_size=draw(st.integers(5, 9)), max_position_embeddings=7, tie_word_embeddings=draw(st.booleans()))
+    heads, width = (
+        groups * draw(st.sampled_from([1, 3] if groups == 4 else [4])),
+        draw(st.sampled_from([2, 4])),
+    )
+    model = ModelConfig(
+        family=family,
+        hidden_size=heads * width,
+        num_hidden_layers=draw(st.integers(1, 2)),
+        num_attention_heads=heads,
+        vocab_size=draw(st.integers(5, 9)),
+        max_position_embeddings=7,
+        tie_word_embeddings=draw(st.booleans()),
+    )
     if FAMILIES[family].traits.rotary:
-        model = replace(model, num_key_value_heads=groups, head_dim=draw(st.sampled_from([2, 4])), intermediate_size=12)
+        model = replace(
+            model, num_key_value_heads=groups, head_dim=draw(st.sampled_from([2, 4])), intermediate_size=12
+        )
     if FAMILIES[family].traits.experts:
         model = replace(model, num_local_experts=3, num_experts_per_tok=2)
     return get(family).resolve_shape(model)
@@ -50,7 +62,9 @@ def numbered(shape: ModelShape) -> Arrays:
 
 
 def box(canonical: Mapping[str, np.ndarray], part: Part) -> np.ndarray:
-    return canonical[part.canonical][tuple(slice(o, o + e) for o, e in zip(part.offset, part.extent, strict=True))]
+    return canonical[part.canonical][
+        tuple(slice(o, o + e) for o, e in zip(part.offset, part.extent, strict=True))
+    ]
 
 
 def filled(canonical: Mapping[str, np.ndarray], held: MegatronTensor | LocalTensor) -> np.ndarray:
@@ -86,7 +100,9 @@ each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 @each_family
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_every_element_lies_in_one_part_and_every_place_is_filled_once(family: str, data: st.DataObject) -> None:
+def test_every_element_lies_in_one_part_and_every_place_is_filled_once(
+    family: str, data: st.DataObject
+) -> None:
     shape = data.draw(shapes(family))
     canonical, tensors = numbered(shape), get(family).megatron(shape)
     memory = [(tensor.parts, filled(canonical, tensor)) for tensor in tensors]
@@ -110,7 +126,10 @@ def test_ranks_hold_what_an_independent_formula_says(family: str, data: st.DataO
         for rank in range(size):
             held = local(tensor, rank, size, rows if tensor.cut is Cut.vocabulary else None)
             values = filled(canonical, held)
-            assert np.array_equal(values, cut_by_formula(whole, tensor.cut, rank, size, rows)), (tensor.name, rank)
+            assert np.array_equal(values, cut_by_formula(whole, tensor.cut, rank, size, rows)), (
+                tensor.name,
+                rank,
+            )
             memory.append((tensor.cut, held.parts, values))
     back, _ = returned(shape, [(parts, values) for _, parts, values in memory])
     assert equal(back, canonical)
@@ -139,44 +158,71 @@ def by_formula(shape: ModelShape, canonical: Arrays, tensor: MegatronTensor) -> 
     block, rest = f"model.layers.{tensor.layer}.", tensor.name.partition(f"layers.{tensor.layer}.")[2]
     kind = tensor.name.rpartition(".")[2]
     if "linear_qkv" in rest:
-        return packed(*(ours(f"{block}self_attn.{letter}_proj.{kind}") for letter in "qkv"), groups=shape.num_key_value_heads)
+        return packed(
+            *(ours(f"{block}self_attn.{letter}_proj.{kind}") for letter in "qkv"),
+            groups=shape.num_key_value_heads,
+        )
     if tensor.expert is not None:
         return ours(f"{block}mlp.experts.{'gate_up' if 'fc1' in rest else 'down'}_proj")[tensor.expert]
     if "linear_fc1" in rest:
         return np.concatenate([ours(f"{block}mlp.gate_proj.weight"), ours(f"{block}mlp.up_proj.weight")])
-    return ours({
-        "embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight",
-        "decoder.final_layernorm.weight": "model.norm.weight"}.get(tensor.name) or block + {
-        "input_layernorm.weight": "input_layernorm.weight", "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-        "self_attention.linear_proj.weight": "self_attn.o_proj.weight", "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-        "mlp.router.weight": "mlp.gate.weight", "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight"}[rest])
+    return ours(
+        {
+            "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+            "output_layer.weight": "lm_head.weight",
+            "decoder.final_layernorm.weight": "model.norm.weight",
+        }.get(tensor.name)
+        or block
+        + {
+            "input_layernorm.weight": "input_layernorm.weight",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+            "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+            "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+            "mlp.router.weight": "mlp.gate.weight",
+            "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+            "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        }[rest]
+    )
 
 
-def gpt2_by_formula(shape: ModelShape, ours: Callable[[str], np.ndarray], tensor: MegatronTensor) -> np.ndarray:
+def gpt2_by_formula(
+    shape: ModelShape, ours: Callable[[str], np.ndarray], tensor: MegatronTensor
+) -> np.ndarray:
     block, rest = f"transformer.h.{tensor.layer}.", tensor.name.partition(f"layers.{tensor.layer}.")[2]
     kind = tensor.name.rpartition(".")[2]
-    outside = {"embedding.word_embeddings.weight": "transformer.wte.weight", "output_layer.weight": "lm_head.weight",
-               "embedding.position_embeddings.weight": "transformer.wpe.weight",
-               f"decoder.final_layernorm.{kind}": f"transformer.ln_f.{kind}"}
+    outside = {
+        "embedding.word_embeddings.weight": "transformer.wte.weight",
+        "output_layer.weight": "lm_head.weight",
+        "embedding.position_embeddings.weight": "transformer.wpe.weight",
+        f"decoder.final_layernorm.{kind}": f"transformer.ln_f.{kind}",
+    }
     if tensor.layer is None:
         return ours(outside[tensor.name])
     if "linear_qkv" in rest:
         return packed(*np.split(ours(f"{block}attn.c_attn.{kind}").T, 3), groups=shape.num_attention_heads)
-    within = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2", "self_attention.linear_proj": "attn.c_proj",
-              "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
+    within = {
+        "input_layernorm": "ln_1",
+        "pre_mlp_layernorm": "ln_2",
+        "self_attention.linear_proj": "attn.c_proj",
+        "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+    }
     return ours(f"{block}{within[rest.rpartition('.')[0]]}.{kind}").T
 
 
 def packed(query: np.ndarray, key: np.ndarray, value: np.ndarray, *, groups: int) -> np.ndarray:
     """Rows of the three projections, group after group."""
-    return np.concatenate([one.reshape(groups, -1, *query.shape[1:]) for one in (query, key, value)], axis=1).reshape(-1, *query.shape[1:])
+    return np.concatenate(
+        [one.reshape(groups, -1, *query.shape[1:]) for one in (query, key, value)], axis=1
+    ).reshape(-1, *query.shape[1:])
 
 
 @each_family
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_any_range_of_a_ranks_flat_memory_is_boxes_of_canonical_tensors(family: str, data: st.DataObject) -> None:
+def test_any_range_of_a_ranks_flat_memory_is_boxes_of_canonical_tensors(
+    family: str, data: st.DataObject
+) -> None:
     """What an optimizer that is sharded over data ranks holds: ranges of the flattened tensor, wherever they begin."""
     shape = data.draw(shapes(family))
     canonical = numbered(shape)
@@ -196,7 +242,14 @@ def test_any_range_of_a_ranks_flat_memory_is_boxes_of_canonical_tensors(family: 
 
 
 def small(family: str, **changes: object) -> ModelShape:
-    model = ModelConfig(family=family, hidden_size=8, num_hidden_layers=1, num_attention_heads=4, vocab_size=6, max_position_embeddings=4)
+    model = ModelConfig(
+        family=family,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=6,
+        max_position_embeddings=4,
+    )
     if family != "gpt2":
         model = replace(model, **{"intermediate_size": 12, **FAMILIES[family].tiny})
     return get(family).resolve_shape(replace(model, **changes))
@@ -205,7 +258,9 @@ def small(family: str, **changes: object) -> ModelShape:
 def test_a_tied_output_layer_leads_to_the_embedding() -> None:
     """A last pipeline stage of its own has a copy: it is saved and filled as the embedding."""
     for family in FAMILIES:
-        tied, own = (by_name(get(family).megatron(small(family, tie_word_embeddings=tie))) for tie in (True, False))
+        tied, own = (
+            by_name(get(family).megatron(small(family, tie_word_embeddings=tie))) for tie in (True, False)
+        )
         assert tied["output_layer.weight"] is tied["embedding.word_embeddings.weight"]
         assert own["output_layer.weight"].parts[0].canonical == "lm_head.weight"
 

@@ -1,6 +1,6 @@
 """Sizes of a model in a file that somebody else wrote.
 
-    pytest tests/families/test_recorded.py
+pytest tests/families/test_recorded.py
 """
 
 from __future__ import annotations
@@ -23,11 +23,20 @@ from toolkit.errors import ConfigError, ExitCode, InputError
 from toolkit.families.recorded import model_of_config, shape_of
 
 WRONG: dict[str, Any] = {
-    "a billion layers": {"num_hidden_layers": 10**9}, "a float": {"num_hidden_layers": 1e9}, "a small float": {"num_hidden_layers": 2.5},
-    "negative": {"num_hidden_layers": -1}, "text": {"hidden_size": "64"}, "a list": {"vocab_size": [1]},
-    "true": {"num_attention_heads": True}, "no heads": {"num_attention_heads": 0}, "many heads": {"num_attention_heads": 2**40},
-    "a wide model": {"hidden_size": 10**12}, "a large vocabulary": {"vocab_size": 10**15}, "infinity": {"num_hidden_layers": float("inf")},
-    "not a number": {"num_hidden_layers": float("nan")}, "many positions": {"max_position_embeddings": 10**18},
+    "a billion layers": {"num_hidden_layers": 10**9},
+    "a float": {"num_hidden_layers": 1e9},
+    "a small float": {"num_hidden_layers": 2.5},
+    "negative": {"num_hidden_layers": -1},
+    "text": {"hidden_size": "64"},
+    "a list": {"vocab_size": [1]},
+    "true": {"num_attention_heads": True},
+    "no heads": {"num_attention_heads": 0},
+    "many heads": {"num_attention_heads": 2**40},
+    "a wide model": {"hidden_size": 10**12},
+    "a large vocabulary": {"vocab_size": 10**15},
+    "infinity": {"num_hidden_layers": float("inf")},
+    "not a number": {"num_hidden_layers": float("nan")},
+    "many positions": {"max_position_embeddings": 10**18},
 }
 
 
@@ -73,8 +82,9 @@ def test_many_experts_in_many_layers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["a billion layers", "a float", "text", "nested"])
-def test_planning_with_a_hostile_pretrained_folder_is_refused_at_once(kind: str, tmp_path: Path,
-                                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_planning_with_a_hostile_pretrained_folder_is_refused_at_once(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = "[" * 200_000 if kind == "nested" else json.dumps({**config_of("llama"), **WRONG[kind]})
     (tmp_path / "config.json").write_text(config)
     began = time.monotonic()

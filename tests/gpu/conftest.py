@@ -16,7 +16,9 @@ def a_gpu() -> None:
     machine = this_machine()
     if not machine.gpus:
         pytest.exit("no GPU here: nothing was run", returncode=0)
-    assert machine.torch_has_cuda, f"here is a {machine.gpus[0].product}, and torch is built without CUDA: install a build with it"
+    assert machine.torch_has_cuda, (
+        f"here is a {machine.gpus[0].product}, and torch is built without CUDA: install a build with it"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Both engines on one GPU: fp32 equal to CPU, bf16, flash attention, a hop, and the plan's peak memory.
 
-    make test-gpu
-    pytest tests/gpu -m gpu
+make test-gpu
+pytest tests/gpu -m gpu
 """
 
 from __future__ import annotations
@@ -43,23 +43,35 @@ ENGINES = {
 }
 # bf16 rounds to 8 bits: over 20 steps layouts of CPU ranks differ by 3e-4 of the loss.
 BF16_LOSS = 5e-3
-FLASH = ("flash", "fmha", "cudnn_generated_fort_native_sdpa")  # torch's, Transformer Engine's and cuDNN's kernels
+FLASH = (
+    "flash",
+    "fmha",
+    "cudnn_generated_fort_native_sdpa",
+)  # torch's, Transformer Engine's and cuDNN's kernels
 
 
 @pytest.mark.parametrize("case", Case)
 @pytest.mark.parametrize("name", ENGINES)
 def test_fp32_is_that_of_the_cpu(name: str, case: Case, gpu: RankPool, cpu: RankPool) -> None:
     cell = ENGINES[name]
-    verdict, cause, differences = judge(cell, measured(cell, case, gpu, Device.CUDA), measured(cell.oracle(), case, cpu, Device.CPU))
+    verdict, cause, differences = judge(
+        cell, measured(cell, case, gpu, Device.CUDA), measured(cell.oracle(), case, cpu, Device.CPU)
+    )
     assert verdict.good, f"{verdict}: {cause}; {differences}"
 
 
 BF16 = {"precision__name": Precision.bf16}
 
 
-@pytest.mark.parametrize("name", ["deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", "megatron", "megatron-distributed-optimizer"])
+@pytest.mark.parametrize(
+    "name",
+    ["deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", "megatron", "megatron-distributed-optimizer"],
+)
 def test_bf16_follows_local(name: str, gpu: RankPool) -> None:
-    found, right = (gpu.run(trace_on_rank, cell.plan(Case.ADAM, Device.CUDA, **BF16), timeout=300)[0] for cell in (ENGINES[name], LOCAL))
+    found, right = (
+        gpu.run(trace_on_rank, cell.plan(Case.ADAM, Device.CUDA, **BF16), timeout=300)[0]
+        for cell in (ENGINES[name], LOCAL)
+    )
     assert right.losses[0] - right.losses[-1] > 0.3
     assert found.distance(right).loss < BF16_LOSS
 
@@ -67,9 +79,21 @@ def test_bf16_follows_local(name: str, gpu: RankPool) -> None:
 def sized(engine: EngineName, stage: int) -> RunPlan:
     """100 M parameters in bf16, sequences of 1024: large enough that what is not planned (workspaces) is little of the whole."""
     config = tiny_config(
-        "llama", engine__name=engine, zero__stage=stage, **BF16, model__hidden_size=768, model__intermediate_size=2048,
-        model__num_attention_heads=12, model__num_key_value_heads=4, model__num_hidden_layers=12, model__vocab_size=16384,
-        model__max_position_embeddings=1024, train__sequence_length=1024, train__micro_batch=4, train__global_batch=8)
+        "llama",
+        engine__name=engine,
+        zero__stage=stage,
+        **BF16,
+        model__hidden_size=768,
+        model__intermediate_size=2048,
+        model__num_attention_heads=12,
+        model__num_key_value_heads=4,
+        model__num_hidden_layers=12,
+        model__vocab_size=16384,
+        model__max_position_embeddings=1024,
+        train__sequence_length=1024,
+        train__micro_batch=4,
+        train__global_batch=8,
+    )
     return make_plan(config, World(ranks=1, ranks_per_node=1, device=Device.CUDA, has_compiler=True))
 
 
@@ -77,7 +101,10 @@ def text(plan: RunPlan, step: int, data_rank: int) -> list[dict[str, torch.Tenso
     """Micro-batches of random tokens of the plan's length."""
     generator = torch.Generator().manual_seed(step)
     size, length = plan.batch.micro_batch, plan.config.train.sequence_length
-    rows = [torch.randint(0, 16384, (size, length + 1), generator=generator) for _ in range(plan.batch.at(step).accumulation)]
+    rows = [
+        torch.randint(0, 16384, (size, length + 1), generator=generator)
+        for _ in range(plan.batch.at(step).accumulation)
+    ]
     return [{"input_ids": row[:, :-1].contiguous(), "labels": row[:, 1:].contiguous()} for row in rows]
 
 
@@ -98,26 +125,44 @@ def kernels_and_peak(rank: int, ranks: int, plan: RunPlan) -> tuple[list[str], i
     return sorted({event.key for event in profile.key_averages()}), peak
 
 
-@pytest.mark.parametrize(("engine", "stage"), [(EngineName.local, 0), (EngineName.deepspeed, 2), (EngineName.deepspeed, 3),
-                                               (EngineName.megatron, 0), (EngineName.megatron, 1)])
-def test_flash_attention_is_taken_and_memory_is_as_planned(engine: EngineName, stage: int, gpu: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("engine", "stage"),
+    [
+        (EngineName.local, 0),
+        (EngineName.deepspeed, 2),
+        (EngineName.deepspeed, 3),
+        (EngineName.megatron, 0),
+        (EngineName.megatron, 1),
+    ],
+)
+def test_flash_attention_is_taken_and_memory_is_as_planned(
+    engine: EngineName, stage: int, gpu: RankPool
+) -> None:
     plan = sized(engine, stage)
     kernels, peak = gpu.run(kernels_and_peak, plan, timeout=300)[0]
     assert any(word in kernel.lower() for kernel in kernels for word in FLASH), kernels
     assert plan.memory is not None
     planned: Any = plan.memory.device_total
-    assert abs(peak - planned) <= 0.1 * planned, f"planned {planned / 1e9:.2f} GB, allocated {peak / 1e9:.2f} GB: {plan.memory}"
+    assert abs(peak - planned) <= 0.1 * planned, (
+        f"planned {planned / 1e9:.2f} GB, allocated {peak / 1e9:.2f} GB: {plan.memory}"
+    )
 
 
 def test_a_hop_between_engines(gpu: RankPool, tmp_path: Path) -> None:
-    cells = {"hops": (ENGINES["deepspeed-zero2"], ENGINES["megatron-distributed-optimizer"], LOCAL), "stays": (LOCAL,) * 3}
+    cells = {
+        "hops": (ENGINES["deepspeed-zero2"], ENGINES["megatron-distributed-optimizer"], LOCAL),
+        "stays": (LOCAL,) * 3,
+    }
     losses: dict[str, list[float]] = {}
     for name, way in cells.items():
         source, losses[name] = None, []
         for number, cell in enumerate(way):
             target = tmp_path / name / str(number)
             plan = cell.plan(Case.ADAM, Device.CUDA)
-            losses[name] += [result.loss for result in gpu.run(stretch, plan, number * EACH, source, target, False, timeout=300)[0]]
+            losses[name] += [
+                result.loss
+                for result in gpu.run(stretch, plan, number * EACH, source, target, False, timeout=300)[0]
+            ]
             source = target
     apart = max(abs(a - b) for a, b in zip(losses["hops"], losses["stays"], strict=True))
     assert apart <= TOLERANCE, f"{apart:.1e}"

@@ -1,7 +1,7 @@
 """What NCCL's flight recorder says of a rank's calls.
 
-    make test-gpu
-    pytest tests/gpu/test_hangs.py -m gpu
+make test-gpu
+pytest tests/gpu/test_hangs.py -m gpu
 """
 
 from __future__ import annotations

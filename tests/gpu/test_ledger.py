@@ -1,7 +1,7 @@
 """The ledger by the GPU's own clock: events on the stream that computes, read when they have passed.
 
-    make test-gpu
-    pytest tests/gpu/test_ledger.py -m gpu
+make test-gpu
+pytest tests/gpu/test_ledger.py -m gpu
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from toolkit.config.schema import EngineName
 from toolkit.engine import collectives
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.clock import CudaClock
-from toolkit.monitor.parts import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER, UNEXPLAINED, communication
+from toolkit.monitor.parts import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    UNEXPLAINED,
+    communication,
+)
 from toolkit.monitor.recorder import StepRecorder, StepTime
 from toolkit.plan.types import Device
 from toolkit.testing.dist import RankPool
@@ -38,7 +46,9 @@ CELLS = {
 }
 
 
-def timed(rank: int, ranks: int, cell: Cell, recorded: bool) -> tuple[list[StepTime], list[float], list[float]]:
+def timed(
+    rank: int, ranks: int, cell: Cell, recorded: bool
+) -> tuple[list[StepTime], list[float], list[float]]:
     """Steps by the GPU's clock, by the host's, and losses."""
     plan = cell.plan(Case.ADAM, Device.CUDA, train__global_batch=16)
     plan.config.train.steps = STEPS
@@ -62,7 +72,16 @@ def timed(rank: int, ranks: int, cell: Cell, recorded: bool) -> tuple[list[StepT
             return result
 
         engine.train_step = train_step  # type: ignore[method-assign]
-        train(plan, engine, task, stream(plan, 0, delays), TrainState(), Hooks(**telling), agreeing(ranks, delays), **telling)
+        train(
+            plan,
+            engine,
+            task,
+            stream(plan, 0, delays),
+            TrainState(),
+            Hooks(**telling),
+            agreeing(ranks, delays),
+            **telling,
+        )
         engine.close()
     torch.cuda.synchronize()
     return recorder.taken(), walls, losses

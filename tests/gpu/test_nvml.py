@@ -1,7 +1,7 @@
 """NVML's figures against nvidia-smi's, on a GPU that computes.
 
-    make test-gpu
-    pytest tests/gpu/test_nvml.py -m gpu
+make test-gpu
+pytest tests/gpu/test_nvml.py -m gpu
 """
 
 from __future__ import annotations
@@ -25,15 +25,21 @@ pytestmark = pytest.mark.gpu
 
 # nvidia-smi's names (nvidia-smi --help-query-gpu), ours, what makes ours of theirs, how far they may be apart: a GPU at work changes.
 STEADY = {
-    "uuid": ("uuid", str), "name": ("name", str), "memory.total": ("memory_total_bytes", lambda text: int(text) * 2**20),
-    "power.limit": ("power_limit_watts", float), "clocks.max.sm": ("sm_clock_max_mhz", int),
+    "uuid": ("uuid", str),
+    "name": ("name", str),
+    "memory.total": ("memory_total_bytes", lambda text: int(text) * 2**20),
+    "power.limit": ("power_limit_watts", float),
+    "clocks.max.sm": ("sm_clock_max_mhz", int),
     "clocks.max.memory": ("memory_clock_max_mhz", int),
     "ecc.errors.corrected.volatile.total": ("ecc_corrected_errors", int),
     "ecc.errors.uncorrected.volatile.total": ("ecc_uncorrected_errors", int),
 }
 MOVING = {
-    "utilization.gpu": ("utilization_percent", 1, 5), "memory.used": ("memory_used_bytes", 2**20, 64 * 2**20),
-    "power.draw": ("power_watts", 1, 60), "temperature.gpu": ("temperature_celsius", 1, 4), "clocks.sm": ("sm_clock_mhz", 1, 150),
+    "utilization.gpu": ("utilization_percent", 1, 5),
+    "memory.used": ("memory_used_bytes", 2**20, 64 * 2**20),
+    "power.draw": ("power_watts", 1, 60),
+    "temperature.gpu": ("temperature_celsius", 1, 4),
+    "clocks.sm": ("sm_clock_mhz", 1, 150),
     "clocks.mem": ("memory_clock_mhz", 1, 0),
 }
 ABSENT = ("[N/A]", "[Not Supported]", "N/A")
@@ -68,7 +74,12 @@ def at_work() -> Iterator[None]:
 
 
 def nvidia_smi(names: list[str], uuid: str) -> dict[str, str]:
-    command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        f"--id={uuid}",
+        f"--query-gpu={','.join(names)}",
+        "--format=csv,noheader,nounits",
+    ]
     line = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
     return dict(zip(names, line.split(", "), strict=True))
 
@@ -121,13 +132,24 @@ def test_events_can_be_waited_for(gpus: Gpus) -> None:
 
 def test_a_sample_is_cheap(gpus: Gpus, tmp_path: Path) -> None:
     rows: list[Any] = []
-    source = GpuSource(lambda: gpus, lambda opened: XidEvents(nvml_gpus.load(), opened.cards), xid=lambda *_: None, say=print)
-    sampler = Sampler(node=0, seconds=0.5, sources=[Source("gpu", source.read, print)], log=rows.append, detect=lambda row: [],
-                      alert=print, tell=print)
+    source = GpuSource(
+        lambda: gpus, lambda opened: XidEvents(nvml_gpus.load(), opened.cards), xid=lambda *_: None, say=print
+    )
+    sampler = Sampler(
+        node=0,
+        seconds=0.5,
+        sources=[Source("gpu", source.read, print)],
+        log=rows.append,
+        detect=lambda row: [],
+        alert=print,
+        tell=print,
+    )
     sampler.start()
     time.sleep(5)
     source.stop()
     sampler.close()
     taken = sorted(row["sample_seconds"] for row in rows[1:])
-    print(f"a sample of one GPU takes {taken[len(taken) // 2] * 1e3:.1f} ms (median of {len(taken)}), {taken[-1] * 1e3:.1f} ms at most")
+    print(
+        f"a sample of one GPU takes {taken[len(taken) // 2] * 1e3:.1f} ms (median of {len(taken)}), {taken[-1] * 1e3:.1f} ms at most"
+    )
     assert taken[len(taken) // 2] < 0.25

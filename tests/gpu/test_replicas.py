@@ -1,6 +1,6 @@
 """Hashes on a GPU: equal to those of a CPU, at the speed of reading, and nobody waits for them.
 
-    pytest tests/gpu/test_replicas.py -m gpu
+pytest tests/gpu/test_replicas.py -m gpu
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ GIB = 2**30
 
 def both(rank: int, ranks: int) -> tuple[list[int], list[int]]:
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in ((3,), (1000, 7), (4096, 513))
-               for dtype in (torch.float32, torch.bfloat16)]
+    tensors = [
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((3,), (1000, 7), (4096, 513))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
     gpu = torch.device("cuda", 0)
-    return hashes(tensors, torch.device("cpu")).tolist(), hashes([tensor.to(gpu) for tensor in tensors], gpu).tolist()
+    return hashes(tensors, torch.device("cpu")).tolist(), hashes(
+        [tensor.to(gpu) for tensor in tensors], gpu
+    ).tolist()
 
 
 def timed(rank: int, ranks: int) -> tuple[float, float, float]:
@@ -55,7 +60,9 @@ def test_a_gpu_has_the_same_hashes(gpu: RankPool) -> None:
 def test_hashing_is_reading(gpu: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     ((device, asked, answered),) = gpu.run(timed)
     with capsys.disabled():
-        print(f"hashing takes {device / 4 * 1e3:.2f} ms a GiB, of the host {asked * 1e3:.1f} ms to ask for 64 tensors")
+        print(
+            f"hashing takes {device / 4 * 1e3:.2f} ms a GiB, of the host {asked * 1e3:.1f} ms to ask for 64 tensors"
+        )
     assert answered >= asked
     known = find(this_machine().gpus[0].product)
     if known is not None:

@@ -1,6 +1,6 @@
 """MFU of a bf16 run on one GPU of a kind that the table knows.
 
-    pytest tests/gpu/test_throughput.py -m gpu
+pytest tests/gpu/test_throughput.py -m gpu
 """
 
 from __future__ import annotations
@@ -41,8 +41,12 @@ def step_seconds(rank: int, ranks: int, plan: RunPlan) -> float:
     return seconds
 
 
-@pytest.mark.parametrize(("engine", "stage"), [(EngineName.local, 0), (EngineName.deepspeed, 2), (EngineName.megatron, 1)])
-def test_a_run_in_bf16_uses_a_plausible_part_of_the_gpu(engine: EngineName, stage: int, gpu: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("engine", "stage"), [(EngineName.local, 0), (EngineName.deepspeed, 2), (EngineName.megatron, 1)]
+)
+def test_a_run_in_bf16_uses_a_plausible_part_of_the_gpu(
+    engine: EngineName, stage: int, gpu: RankPool
+) -> None:
     """Small as the model is, more than a fiftieth of it, and less than nine tenths, which nothing reaches."""
     kind = normalise(this_machine().gpus[0].product)
     assert kind is not None, f"toolkit/plan/devices.py does not know {this_machine().gpus[0].product}"
@@ -50,5 +54,7 @@ def test_a_run_in_bf16_uses_a_plausible_part_of_the_gpu(engine: EngineName, stag
     plan = replace(plan, world=replace(plan.world, gpu=kind))
     seconds = gpu.run(step_seconds, plan, timeout=300)[0]
     samples = plan.batch.global_batch
-    row = Throughput.of(plan).row(samples=samples, units=plan.units_per_step, computed=plan.units_per_step, seconds=seconds)
+    row = Throughput.of(plan).row(
+        samples=samples, units=plan.units_per_step, computed=plan.units_per_step, seconds=seconds
+    )
     assert 0.02 < row["mfu"] < 0.9, row

@@ -25,8 +25,17 @@ from toolkit.rundir.status import RunState, Status
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(plan: RunPlan, *, rank: int, local_rank: int, stop: Callable[[], str | None], attempt: int, data: str,
-        launcher: str, **others: object) -> ExitCode:
+def run(
+    plan: RunPlan,
+    *,
+    rank: int,
+    local_rank: int,
+    stop: Callable[[], str | None],
+    attempt: int,
+    data: str,
+    launcher: str,
+    **others: object,
+) -> ExitCode:
     import torch
     import torch.distributed as dist
 

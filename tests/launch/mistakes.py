@@ -87,7 +87,18 @@ MISTAKES = (
     wrong(f"run.name={'a' * 300}", shows="has at most 255 bytes", starting_only=True),
     wrong("run.fork=/no/such/run", starting_only=True),
     wrong("model=custom", "model.target=no_such_package.Model", shows="no module no_such_package"),
-    wrong("model=custom", "model.target=toolkit.no_such_module.Model", shows="no module toolkit.no_such_module"),
-    wrong("model=custom", "model.target=toolkit.testing.tiny.sampel", shows="model.target=toolkit.testing.tiny.sample\n"),
-    wrong("model=custom", "model.target=subprocess.getoutput", "+model.arguments.cmd=true", shows="Python's own library"),
+    wrong(
+        "model=custom", "model.target=toolkit.no_such_module.Model", shows="no module toolkit.no_such_module"
+    ),
+    wrong(
+        "model=custom",
+        "model.target=toolkit.testing.tiny.sampel",
+        shows="model.target=toolkit.testing.tiny.sample\n",
+    ),
+    wrong(
+        "model=custom",
+        "model.target=subprocess.getoutput",
+        "+model.arguments.cmd=true",
+        shows="Python's own library",
+    ),
 )

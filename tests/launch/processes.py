@@ -27,32 +27,62 @@ def command(launcher: str, script: Path, *overrides: str, ranks: int | None = 2)
     port = ["--master_port", str(free_port())]
     match launcher:
         case "deepspeed":
-            return [str(BIN / "deepspeed"), *port, *(["--num_gpus", str(ranks)] if ranks else []), str(script), *overrides]
+            return [
+                str(BIN / "deepspeed"),
+                *port,
+                *(["--num_gpus", str(ranks)] if ranks else []),
+                str(script),
+                *overrides,
+            ]
         case "torchrun":
-            return [str(BIN / "torchrun"), *port, *(["--nproc_per_node", str(ranks)] if ranks else []), str(script), *overrides]
+            return [
+                str(BIN / "torchrun"),
+                *port,
+                *(["--nproc_per_node", str(ranks)] if ranks else []),
+                str(script),
+                *overrides,
+            ]
         case "python":
-            return [sys.executable, str(script), *overrides, *([f"cluster.cpu_ranks={ranks}"] if ranks else [])]
+            return [
+                sys.executable,
+                str(script),
+                *overrides,
+                *([f"cluster.cpu_ranks={ranks}"] if ranks else []),
+            ]
     raise AssertionError(launcher)
 
 
 class Started:
     """A command under way, for ``with``: at the end of the block nothing of it is left."""
 
-    def __init__(self, argv: Sequence[str], mark: Path, *, cwd: Path, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, argv: Sequence[str], mark: Path, *, cwd: Path, environ: dict[str, str] | None = None
+    ) -> None:
         self.mark = str(mark)  # a path in the command lines of all that belongs to the run
         self._output = cwd / "output.txt"
-        clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        }
         self.began = time.time()
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                argv, cwd=cwd, env={**clean, "OMP_NUM_THREADS": "1", **(environ or {})}, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True)
+                argv,
+                cwd=cwd,
+                env={**clean, "OMP_NUM_THREADS": "1", **(environ or {})},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def __enter__(self) -> Started:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in [*self.ours(), psutil.Process(self.process.pid)] if self.process.poll() is None else self.ours():
+        for process in (
+            [*self.ours(), psutil.Process(self.process.pid)] if self.process.poll() is None else self.ours()
+        ):
             process.kill()
         self.process.wait(timeout=10)
 
@@ -62,7 +92,11 @@ class Started:
 
     def ours(self) -> list[psutil.Process]:
         """Every live process of the run, found by its command line: orphans too."""
-        return [process for process in psutil.process_iter(["cmdline"]) if _mentions(process, self.mark) and process.pid != os.getpid()]
+        return [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if _mentions(process, self.mark) and process.pid != os.getpid()
+        ]
 
     def ranks(self) -> dict[int, psutil.Process]:
         found = {}
@@ -79,7 +113,9 @@ class Started:
         """Seconds until ``holds``; fails with the output after ``seconds``, or when everything has ended without it."""
         began = time.monotonic()
         while not holds():
-            over = time.monotonic() - began > seconds or (self.process.poll() is not None and not self.ours() and not holds())
+            over = time.monotonic() - began > seconds or (
+                self.process.poll() is not None and not self.ours() and not holds()
+            )
             assert not over, f"not {what} after {time.monotonic() - began:.1f} s:\n{self.output}"
             time.sleep(0.02)
         return time.monotonic() - began
@@ -102,6 +138,8 @@ def hit(number: signal.Signals, process: int, *, group: bool = False) -> None:
 
 def _mentions(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and any(mark in word for word in process.info["cmdline"] or ())
+        return process.status() != psutil.STATUS_ZOMBIE and any(
+            mark in word for word in process.info["cmdline"] or ()
+        )
     except psutil.Error:
         return False

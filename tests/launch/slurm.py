@@ -68,7 +68,11 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "not root"
     absent = [name for name in (*DAEMONS, *COMMANDS) if shutil.which(name, path=_path()) is None]
-    return f"without {', '.join(absent)}: apt-get install slurmctld slurmd slurm-client munge" if absent else None
+    return (
+        f"without {', '.join(absent)}: apt-get install slurmctld slurmd slurm-client munge"
+        if absent
+        else None
+    )
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,15 @@ class Slurm:
 
     @property
     def environ(self) -> dict[str, str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+        clean = {
+            name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))
+        }
         return {**clean, "PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *words: str) -> str:
-        done = subprocess.run(words, env=self.environ, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            words, env=self.environ, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 
@@ -98,17 +106,36 @@ def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
     for name in ("state", "munge"):
         (folder / name).mkdir(parents=True)
     host = os.uname().nodename.partition(".")[0]
-    nodes = [f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cores} State=UNKNOWN" for node in EVERY]
-    (folder / "slurm.conf").write_text(CONFIG.format(
-        folder=folder, nodes="\n".join(nodes), main=",".join(NODES), aside=ASIDE, control=free_port()))
+    nodes = [
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cores} State=UNKNOWN"
+        for node in EVERY
+    ]
+    (folder / "slurm.conf").write_text(
+        CONFIG.format(
+            folder=folder, nodes="\n".join(nodes), main=",".join(NODES), aside=ASIDE, control=free_port()
+        )
+    )
     (folder / "munge" / "key").write_bytes(os.urandom(1024))
     (folder / "munge" / "key").chmod(0o600)
     config = str(folder / "slurm.conf")
     with ExitStack() as stack:
         own = folder / "munge"
-        stack.enter_context(_daemon(slurm, "munge", [
-            "munged", "--foreground", "--force", f"--socket={own}/socket", f"--key-file={own}/key", f"--log-file={own}/log",
-            f"--pid-file={own}/pid", f"--seed-file={own}/seed"]))
+        stack.enter_context(
+            _daemon(
+                slurm,
+                "munge",
+                [
+                    "munged",
+                    "--foreground",
+                    "--force",
+                    f"--socket={own}/socket",
+                    f"--key-file={own}/key",
+                    f"--log-file={own}/log",
+                    f"--pid-file={own}/pid",
+                    f"--seed-file={own}/seed",
+                ],
+            )
+        )
         _until(lambda: (own / "socket").exists(), "munged answers", slurm)
         stack.enter_context(_daemon(slurm, "slurmctld", ["slurmctld", "-D", "-f", config]))
         for node in EVERY:
@@ -118,7 +145,13 @@ def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
             yield slurm
         finally:
             for words in (["--full", "--signal=KILL"], []):
-                subprocess.run(["scancel", *words, "--user=root"], env=slurm.environ, capture_output=True, timeout=60, check=False)
+                subprocess.run(
+                    ["scancel", *words, "--user=root"],
+                    env=slurm.environ,
+                    capture_output=True,
+                    timeout=60,
+                    check=False,
+                )
             time.sleep(1)
 
 
@@ -131,7 +164,9 @@ def _idle(slurm: Slurm) -> bool:
 @contextmanager
 def _daemon(slurm: Slurm, name: str, argv: Sequence[str]) -> Iterator[None]:
     with (slurm.folder / f"{name}.out").open("wb") as output:
-        process = subprocess.Popen(argv, env=slurm.environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            argv, env=slurm.environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         yield
     finally:
@@ -147,7 +182,9 @@ def _until(holds: object, what: str, slurm: Slurm) -> None:
     assert callable(holds)
     deadline = time.monotonic() + START_SECONDS
     while not holds():
-        said = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in slurm.folder.glob("*.out"))
+        said = "\n".join(
+            f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in slurm.folder.glob("*.out")
+        )
         assert time.monotonic() < deadline, f"not after {START_SECONDS:g} s: {what}\n{said}"
         time.sleep(0.2)
 

@@ -44,7 +44,10 @@ def point(file: Path) -> int:
         return 1
     steps, loss = config["train"]["steps"], 0.01 * stage + abs(math.log10(config["optim"]["lr"]) + 3)
     (run / "eval.jsonl").write_text(json.dumps({"step": steps, "set": "validation", "loss": loss}) + "\n")
-    rows = [{"step": step, "loss": 9.0, "tokens_per_second": speed} for step, speed in enumerate((1.0, 100.0 + stage, 100.0 + stage), 1)]
+    rows = [
+        {"step": step, "loss": 9.0, "tokens_per_second": speed}
+        for step, speed in enumerate((1.0, 100.0 + stage, 100.0 + stage), 1)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     status(run, state="done", exit_code=0, step=steps)
     return 0

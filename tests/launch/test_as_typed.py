@@ -1,6 +1,6 @@
 """The commands of the README and of launch/train.py, as typed, with real training.
 
-    pytest tests/launch/test_as_typed.py -m full
+pytest tests/launch/test_as_typed.py -m full
 """
 
 from __future__ import annotations
@@ -57,11 +57,22 @@ def test_every_form_trains_the_same_run(form: str, shared: Path, tmp_path: Path)
 def test_a_stopped_run_goes_on_where_it_was(launcher: str, group: bool, shared: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     data = f"data.path={shared / 'data'}"
-    keys = ("+exp=quickstart", "zero=stage2", "model.hidden_size=64", "checkpoint.every=never", "eval.every=0", data)
+    keys = (
+        "+exp=quickstart",
+        "zero=stage2",
+        "model.hidden_size=64",
+        "checkpoint.every=never",
+        "eval.every=0",
+        data,
+    )
     argv = command(launcher, TRAIN, *keys, f"run.dir={run_dir}", "train.steps=100000", ranks=2)
     directory = RunDirectory(run_dir)
     with Started(argv, run_dir, cwd=tmp_path) as started:
-        started.until(lambda: (directory.metrics_file.exists() and directory.metrics_file.read_text().count("\n") > 3), 200, "training")
+        started.until(
+            lambda: directory.metrics_file.exists() and directory.metrics_file.read_text().count("\n") > 3,
+            200,
+            "training",
+        )
         hit(signal.SIGTERM, started.process.pid, group=group)
         started.ended(60)
         started.gone(15)

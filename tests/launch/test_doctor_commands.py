@@ -1,7 +1,7 @@
 """launch/doctor.py as typed: what it answers, how it exits, and that ranks meet under every launcher.
 
-    pytest tests/launch/test_doctor_commands.py
-    pytest tests/launch/test_doctor_commands.py -m full
+pytest tests/launch/test_doctor_commands.py
+pytest tests/launch/test_doctor_commands.py -m full
 """
 
 from __future__ import annotations
@@ -31,11 +31,23 @@ sys.exit(code)
 """
 
 
-def doctor(*words: str, cwd: Path, environ: dict[str, str] | None = None, program: tuple[str, ...] = (str(DOCTOR),),
-           ) -> subprocess.CompletedProcess[str]:
-    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")}
-    return subprocess.run([sys.executable, *program, *words], cwd=cwd, env={**own, "PYTHONPATH": str(ROOT), **(environ or {})},
-                          capture_output=True, text=True, timeout=120, check=False)
+def doctor(
+    *words: str, cwd: Path, environ: dict[str, str] | None = None, program: tuple[str, ...] = (str(DOCTOR),)
+) -> subprocess.CompletedProcess[str]:
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+    }
+    return subprocess.run(
+        [sys.executable, *program, *words],
+        cwd=cwd,
+        env={**own, "PYTHONPATH": str(ROOT), **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def found(report: dict[str, object], check: str) -> list[dict[str, str]]:
@@ -43,7 +55,11 @@ def found(report: dict[str, object], check: str) -> list[dict[str, str]]:
     together = report["together"]
     assert isinstance(machines, list)
     assert isinstance(together, list)
-    return [one for one in [*(finding for machine in machines for finding in machine["findings"]), *together] if one["check"] == check]
+    return [
+        one
+        for one in [*(finding for machine in machines for finding in machine["findings"]), *together]
+        if one["check"] == check
+    ]
 
 
 def test_one_machine_is_looked_at_without_torch(tmp_path: Path) -> None:
@@ -52,7 +68,9 @@ def test_one_machine_is_looked_at_without_torch(tmp_path: Path) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.strip() == "[]"
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 6, "about 1.5 s of a core, however busy the machine is"
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 6, (
+        "about 1.5 s of a core, however busy the machine is"
+    )
     report = json.loads(done.stdout)
     assert report["format_version"] == 1
     assert [machine["node"] for machine in report["machines"]] == [0]
@@ -73,7 +91,9 @@ def test_what_fails_is_told_with_its_remedy(tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_be_planned_is_told_beside_the_rest(tmp_path: Path) -> None:
-    done = doctor("--json", "+exp=quickstart", "cluster.cpu_ranks=2", "parallel.tensor=3", "run.dir=run", cwd=tmp_path)
+    done = doctor(
+        "--json", "+exp=quickstart", "cluster.cpu_ranks=2", "parallel.tensor=3", "run.dir=run", cwd=tmp_path
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert any("divisible" in one["evidence"] for one in found(report, "plan") if one["verdict"] == "fail")
@@ -81,7 +101,9 @@ def test_a_run_that_cannot_be_planned_is_told_beside_the_rest(tmp_path: Path) ->
     assert found(report, "disk")[0]["verdict"] == "ok"
 
 
-@pytest.mark.parametrize(("words", "said"), [(["train.stepps=3"], "train.steps"), (["cluster.nodes=4"], "cluster.nodes")])
+@pytest.mark.parametrize(
+    ("words", "said"), [(["train.stepps=3"], "train.steps"), (["cluster.nodes=4"], "cluster.nodes")]
+)
 def test_mistakes_are_answered_as_by_training(words: list[str], said: str, tmp_path: Path) -> None:
     done = doctor("+exp=quickstart", *words, cwd=tmp_path)
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
@@ -95,12 +117,14 @@ RANKS = pytest.mark.parametrize("launcher", ["python", "torchrun", "deepspeed"])
 @pytest.mark.full
 @RANKS
 def test_two_ranks_meet(launcher: str, tmp_path: Path) -> None:
-    argv = command(launcher, DOCTOR, "--json", "+exp=quickstart", "parallel.tensor=2", f"run.dir={tmp_path / 'run'}")
+    argv = command(
+        launcher, DOCTOR, "--json", "+exp=quickstart", "parallel.tensor=2", f"run.dir={tmp_path / 'run'}"
+    )
     with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
         assert started.ended(120) == 0, started.output
         started.gone(5)
         output = started.output
-    report, _ = json.JSONDecoder().raw_decode(output[output.index('{\n "format_version"'):])
+    report, _ = json.JSONDecoder().raw_decode(output[output.index('{\n "format_version"') :])
     links = [one["evidence"] for one in found(report, "ranks meet")]
     assert links[0].startswith("they met in ")
     assert links[1].startswith("tensor (2 ranks): ")
@@ -142,7 +166,9 @@ def test_a_port_that_is_taken_is_told_with_the_rest(tmp_path: Path) -> None:
 def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
     (temporary := tmp_path / "temporary").mkdir()
     argv = command("python", DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
-    with Started(argv, temporary, cwd=tmp_path, environ={"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}) as started:
+    with Started(
+        argv, temporary, cwd=tmp_path, environ={"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    ) as started:
         started.until(lambda: len(started.ranks()) == 2, 30, "with two ranks")
         hit(signal.SIGINT, started.process.pid)
         assert started.ended(15) == 75, started.output

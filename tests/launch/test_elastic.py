@@ -1,6 +1,6 @@
 """torchrun with a range of nodes: a run loses a node, goes on without it, and goes on with it when it comes back.
 
-    pytest tests/launch/test_elastic.py -m full
+pytest tests/launch/test_elastic.py -m full
 """
 
 from __future__ import annotations
@@ -25,19 +25,51 @@ from toolkit.train.run import run
 
 __all__ = ["data"]  # the fixture
 STEPS = 300
-KEYS = ("model=gpt2", "model.vocab_size=264", "model.max_position_embeddings=256", "data=prepared", "train.sequence_length=256",
-        "train.global_batch=16", f"train.steps={STEPS}", "optim.lr=1e-3", "optim.eps=1e-4", "schedule=constant", "schedule.warmup=0",
-        "eval.every=0", "checkpoint.every=20", "monitor=files", "debug.threads=1")
+KEYS = (
+    "model=gpt2",
+    "model.vocab_size=264",
+    "model.max_position_embeddings=256",
+    "data=prepared",
+    "train.sequence_length=256",
+    "train.global_batch=16",
+    f"train.steps={STEPS}",
+    "optim.lr=1e-3",
+    "optim.eps=1e-4",
+    "schedule=constant",
+    "schedule.warmup=0",
+    "eval.every=0",
+    "checkpoint.every=20",
+    "monitor=files",
+    "debug.threads=1",
+)
 
 
 def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> Started:
     """One node's torchrun, as docs/clusters.md describes it."""
-    argv = [str(BIN / "torchrun"), "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=elastic",
-            f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf=is_host={int(number == 0)},last_call_timeout=3",
-            "--local-addr=127.0.0.1", "--max-restarts=3", "--monitor-interval=0.2", str(ROOT / "launch/train.py"), *KEYS,
-            f"data.path={data}", f"run.dir={run_dir}", "zero=stage1"]
+    argv = [
+        str(BIN / "torchrun"),
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=elastic",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        f"--rdzv-conf=is_host={int(number == 0)},last_call_timeout=3",
+        "--local-addr=127.0.0.1",
+        "--max-restarts=3",
+        "--monitor-interval=0.2",
+        str(ROOT / "launch/train.py"),
+        *KEYS,
+        f"data.path={data}",
+        f"run.dir={run_dir}",
+        "zero=stage1",
+    ]
     launches.mkdir()
-    return Started(argv, run_dir, cwd=launches, environ={"TORCHDYNAMO_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    return Started(
+        argv,
+        run_dir,
+        cwd=launches,
+        environ={"TORCHDYNAMO_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
 
 
 def worlds(run_dir: Path) -> list[int]:
@@ -64,10 +96,13 @@ def uninterrupted(data: Path, tmp_path: Path) -> Iterator[dict[int, float]]:
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_an_elastic_run_continues_without_a_lost_node_and_with_it_when_it_returns(
-        data: Path, uninterrupted: dict[int, float], tmp_path: Path) -> None:
+    data: Path, uninterrupted: dict[int, float], tmp_path: Path
+) -> None:
     run_dir, port = tmp_path / "run", free_port()
     with agent(run_dir, data, port, 0, tmp_path / "first") as first:
-        second = agent(run_dir, data, port, 1, tmp_path / "second")  # of the same run: ``first`` ends all its processes
+        second = agent(
+            run_dir, data, port, 1, tmp_path / "second"
+        )  # of the same run: ``first`` ends all its processes
         first.until(lambda: step(run_dir) > 25, 120, "training on two nodes")
         rank = next(one for one in second.ranks().values() if one.ppid() == second.process.pid)
         hit(signal.SIGKILL, second.process.pid)
@@ -75,10 +110,14 @@ def test_an_elastic_run_continues_without_a_lost_node_and_with_it_when_it_return
         first.until(lambda: len(worlds(run_dir)) == 2 and step(run_dir) > 40, 90, "training on one node")
         assert worlds(run_dir) == [2, 1]
         third = agent(run_dir, data, port, 1, tmp_path / "third")
-        first.until(lambda: len(worlds(run_dir)) == 3 and step(run_dir) > 60, 90, "training on two nodes again")
+        first.until(
+            lambda: len(worlds(run_dir)) == 3 and step(run_dir) > 60, 90, "training on two nodes again"
+        )
         assert (first.ended(120), third.ended(30)) == (0, 0), f"{first.output}\n{third.output}"
     assert worlds(run_dir) == [2, 1, 2]
     losses = dict(rows(run_dir / "metrics.jsonl"))
     assert list(losses) == list(range(1, STEPS + 1))
     assert losses == pytest.approx(uninterrupted, abs=1e-5)
-    assert abs(losses[STEPS] - losses[STEPS - 1]) > 1e-5, "the control: one step late is outside of the tolerance"
+    assert abs(losses[STEPS] - losses[STEPS - 1]) > 1e-5, (
+        "the control: one step late is outside of the tolerance"
+    )

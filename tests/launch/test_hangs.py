@@ -52,26 +52,55 @@ class Case:
 
 
 STOPPED = "NO ANSWER; its process is stopped by a signal (T)"
-SKIP = Case("skip:1:3", "rank 1", "rank 1 has made 3 calls on axis data, rank 0 waits in the 4th: all_reduce [1024] float32")
+SKIP = Case(
+    "skip:1:3",
+    "rank 1",
+    "rank 1 has made 3 calls on axis data, rank 0 waits in the 4th: all_reduce [1024] float32",
+)
 FULL = [
-    Case("skip:0:3", "rank 0", "rank 0 has made 3 calls on axis data, rank 1 waits in the 4th: all_reduce [1024] float32",
-         launcher="torchrun"),
+    Case(
+        "skip:0:3",
+        "rank 0",
+        "rank 0 has made 3 calls on axis data, rank 1 waits in the 4th: all_reduce [1024] float32",
+        launcher="torchrun",
+    ),
     Case("stop:1:3", "rank 1", "rank 1 is stopped by a signal", STOPPED, silent=(1,)),
     Case("stop:0:3", "rank 0", "rank 0 is stopped by a signal", STOPPED, silent=(0,)),
     Case("frozen:1:3", "rank 1", "rank 1 is held by native code", "in before", silent=(1,)),
-    Case("loader:1:3", "rank 1", "rank 1 is waiting for samples, and the others wait for it", "its thread data-stream is in ",
-         resumes=True),
-    Case("dead:1:3", "rank 1", "rank 1 is waiting for samples, and the others wait for it", "no thread that reads ahead: it has ended"),
+    Case(
+        "loader:1:3",
+        "rank 1",
+        "rank 1 is waiting for samples, and the others wait for it",
+        "its thread data-stream is in ",
+        resumes=True,
+    ),
+    Case(
+        "dead:1:3",
+        "rank 1",
+        "rank 1 is waiting for samples, and the others wait for it",
+        "no thread that reads ahead: it has ended",
+    ),
 ]
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("case", [SKIP, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
+@pytest.mark.parametrize(
+    "case", [SKIP, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str
+)
 def test_a_hang_is_told_with_its_cause_and_ends_restartably(case: Case, data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    argv = command(case.launcher, DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}")
+    argv = command(
+        case.launcher,
+        DRIVER,
+        *RUN,
+        f"data.path={data}",
+        f"run.dir={run_dir}",
+        f"monitor.hang_seconds={LIMIT}",
+    )
     moment = tmp_path / "moment"
-    with Started(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": case.fault, "FAULT_TIME": str(moment)}) as started:
+    with Started(
+        argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": case.fault, "FAULT_TIME": str(moment)}
+    ) as started:
         assert started.ended(120) == 1, started.output
         started.gone(35 if case.launcher == "torchrun" else 15)
     run = RunDirectory(run_dir)
@@ -81,7 +110,9 @@ def test_a_hang_is_told_with_its_cause_and_ends_restartably(case: Case, data: Pa
     late = file.stat().st_mtime - float(moment.read_text()) - LIMIT
     assert -1 < late < 10, f"{late:.1f} s after the limit"
 
-    (row,) = [row for row in map(json.loads, run.alerts_file.read_text().splitlines()) if row["name"] == "hang"]
+    (row,) = [
+        row for row in map(json.loads, run.alerts_file.read_text().splitlines()) if row["name"] == "hang"
+    ]
     assert row["where"] == case.where, text
     assert row["cause"].startswith(case.cause), text
     assert case.evidence in text
@@ -118,12 +149,21 @@ def _goes_on_to_the_same_end(argv: list[str], run_dir: Path, data: Path, tmp_pat
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-def test_after_a_hang_the_parent_starts_the_ranks_again_from_the_newest_checkpoint(data: Path, tmp_path: Path) -> None:
+def test_after_a_hang_the_parent_starts_the_ranks_again_from_the_newest_checkpoint(
+    data: Path, tmp_path: Path
+) -> None:
     """Without anybody typing anything; above, it was typed again."""
     run_dir = tmp_path / "run"
     keys = [key for key in RUN if not key.startswith("cluster.restarts")]
-    argv = command("python", DRIVER, *keys, "cluster.restarts=1", f"data.path={data}", f"run.dir={run_dir}",
-                   f"monitor.hang_seconds={LIMIT}")
+    argv = command(
+        "python",
+        DRIVER,
+        *keys,
+        "cluster.restarts=1",
+        f"data.path={data}",
+        f"run.dir={run_dir}",
+        f"monitor.hang_seconds={LIMIT}",
+    )
     environ = {**ENVIRON, "FAULT": SKIP.fault, "FAULT_TIME": str(tmp_path / "moment")}
     with Started(argv, run_dir, cwd=tmp_path, environ=environ) as started:
         assert started.ended(150) == 0, started.output
@@ -148,9 +188,13 @@ def test_after_a_hang_the_parent_starts_the_ranks_again_from_the_newest_checkpoi
 def test_different_shapes_in_one_call_are_named(data: Path, tmp_path: Path) -> None:
     """gloo finds them out itself, on one side or both, or waits: the failure or the hang names both shapes."""
     run_dir = tmp_path / "run"
-    argv = command("python", DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}")
+    argv = command(
+        "python", DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}"
+    )
     moment = tmp_path / "moment"
-    with Started(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "shapes:1:3", "FAULT_TIME": str(moment)}) as started:
+    with Started(
+        argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "shapes:1:3", "FAULT_TIME": str(moment)}
+    ) as started:
         assert started.ended(60) == 1, started.output
         started.gone(15)
         assert time.time() - float(moment.read_text()) < LIMIT + 20
@@ -169,8 +213,18 @@ def test_a_slow_run_is_none(data: Path, tmp_path: Path) -> None:
     """The control: each step, batch of an evaluation and save takes two thirds of the limit."""
     run_dir = tmp_path / "run"
     keys = [key for key in RUN if not key.startswith(("eval.every", "train.steps", "checkpoint.every"))]
-    argv = command("python", DRIVER, *keys, "train.steps=2", "eval.every=2", "eval.batches=2", "checkpoint.every=1", f"data.path={data}",
-                   f"run.dir={run_dir}", "monitor.hang_seconds=3")
+    argv = command(
+        "python",
+        DRIVER,
+        *keys,
+        "train.steps=2",
+        "eval.every=2",
+        "eval.batches=2",
+        "checkpoint.every=1",
+        f"data.path={data}",
+        f"run.dir={run_dir}",
+        "monitor.hang_seconds=3",
+    )
     with Started(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "slow:ALL:2"}) as started:
         assert started.ended(100) == 0, started.output
     run = RunDirectory(run_dir)
@@ -185,9 +239,21 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(data: Path, tmp_path: Path) -
     """As by a paused container: nothing hung, since nothing ran."""
     run_dir = tmp_path / "run"
     keys = [key for key in RUN if not key.startswith("train.steps")]
-    argv = command("python", DRIVER, *keys, "train.steps=20", f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}")
+    argv = command(
+        "python",
+        DRIVER,
+        *keys,
+        "train.steps=20",
+        f"data.path={data}",
+        f"run.dir={run_dir}",
+        f"monitor.hang_seconds={LIMIT}",
+    )
     with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
-        started.until(lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) > 1, 60, "training")
+        started.until(
+            lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) > 1,
+            60,
+            "training",
+        )
         ranks = [process.pid for process in started.ranks().values()]
         for pid in ranks:
             hit(signal.SIGSTOP, pid)
@@ -203,14 +269,37 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(data: Path, tmp_path: Path) -
 def test_nodes_without_a_common_disk_tell_each_other_by_the_store(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {**ENVIRON, "FAULT": "loader:1:3", "FAULT_TIME": str(tmp_path / "moment"), "APART": "1"}
-    (torchrun, port, number, *rest) = command("torchrun", DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}",
-                                              f"monitor.hang_seconds={LIMIT}", ranks=1)
+    (torchrun, port, number, *rest) = command(
+        "torchrun",
+        DRIVER,
+        *RUN,
+        f"data.path={data}",
+        f"run.dir={run_dir}",
+        f"monitor.hang_seconds={LIMIT}",
+        ranks=1,
+    )
     places = [tmp_path / f"node-{node}" for node in range(2)]
     for place in places:
         place.mkdir()
-    argvs = [[torchrun, port, number, "--master_addr", "127.0.0.1", "--nnodes", "2", "--node_rank", str(node), *rest] for node in range(2)]
-    with (Started(argvs[1], run_dir, cwd=places[1], environ=environ) as other,
-          Started(argvs[0], run_dir, cwd=places[0], environ=environ) as first):
+    argvs = [
+        [
+            torchrun,
+            port,
+            number,
+            "--master_addr",
+            "127.0.0.1",
+            "--nnodes",
+            "2",
+            "--node_rank",
+            str(node),
+            *rest,
+        ]
+        for node in range(2)
+    ]
+    with (
+        Started(argvs[1], run_dir, cwd=places[1], environ=environ) as other,
+        Started(argvs[0], run_dir, cwd=places[0], environ=environ) as first,
+    ):
         assert first.ended(90) == 1, first.output
         assert other.ended(40) == 1, other.output
         first.gone(15)

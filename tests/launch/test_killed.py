@@ -1,7 +1,7 @@
 """A whole training of two ZeRO 2 ranks, one of them killed with -9 inside a save: the same command goes on to the same end.
 
-    pytest tests/launch/test_killed.py            one phase
-    pytest tests/launch/test_killed.py -m full    every phase of a save
+pytest tests/launch/test_killed.py            one phase
+pytest tests/launch/test_killed.py -m full    every phase of a save
 """
 
 from __future__ import annotations
@@ -29,10 +29,25 @@ from toolkit.train.run import run
 
 DRIVER = Path(__file__).with_name("killed_training.py")
 STEPS, EVERY = 6, 2
-KEYS = ("model=gpt2", "model.vocab_size=264", "model.max_position_embeddings=32", "data=prepared", "train.sequence_length=32",
-        "train.global_batch=8", f"train.steps={STEPS}", "optim.lr=3e-3", "optim.eps=1e-4", "schedule=constant", "schedule.warmup=0",
-        "eval.every=0", f"checkpoint.every={EVERY}", "checkpoint.keep_last=1", "monitor=files", "debug.threads=1",
-        "cluster.restarts=0")
+KEYS = (
+    "model=gpt2",
+    "model.vocab_size=264",
+    "model.max_position_embeddings=32",
+    "data=prepared",
+    "train.sequence_length=32",
+    "train.global_batch=8",
+    f"train.steps={STEPS}",
+    "optim.lr=3e-3",
+    "optim.eps=1e-4",
+    "schedule=constant",
+    "schedule.warmup=0",
+    "eval.every=0",
+    f"checkpoint.every={EVERY}",
+    "checkpoint.keep_last=1",
+    "monitor=files",
+    "debug.threads=1",
+    "cluster.restarts=0",
+)
 
 
 @dataclass(frozen=True)
@@ -50,18 +65,28 @@ class Case:
         return f"{self.phase}-rank{self.rank}-{self.launcher}{'-background' if self.background else ''}"
 
     def argv(self, run_dir: Path, data: Path) -> list[str]:
-        keys = (*KEYS, f"data.path={data}", f"run.dir={run_dir}", "zero=stage2", f"checkpoint.background={self.background}".lower(),
-                "cluster.grace_seconds=1")
+        keys = (
+            *KEYS,
+            f"data.path={data}",
+            f"run.dir={run_dir}",
+            "zero=stage2",
+            f"checkpoint.background={self.background}".lower(),
+            "cluster.grace_seconds=1",
+        )
         return command(self.launcher, DRIVER, *keys)
 
 
-QUICK = [Case(Phase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True)]  # complete, though not yet pointed to
+QUICK = [
+    Case(Phase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True)
+]  # complete, though not yet pointed to
 FULL = [
     Case(Phase.PIECES, 0, leaves=EVERY, entry=2),  # one piece is written
     Case(Phase.PIECES, 1, leaves=EVERY, entry=2, launcher="python", background=True),
     Case(Phase.FSYNC, 1, leaves=EVERY),
     Case(Phase.RENAME, 0, leaves=EVERY),
-    Case(Phase.RETENTION, 0, leaves=2 * EVERY, entry=2, launcher="python", background=True),  # the old checkpoint is out of sight
+    Case(
+        Phase.RETENTION, 0, leaves=2 * EVERY, entry=2, launcher="python", background=True
+    ),  # the old checkpoint is out of sight
 ]
 
 
@@ -92,8 +117,12 @@ def rows(file: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
-def test_a_run_killed_in_a_save_goes_on_to_the_same_end(case: Case, data: Path, uninterrupted: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str
+)
+def test_a_run_killed_in_a_save_goes_on_to_the_same_end(
+    case: Case, data: Path, uninterrupted: list[float], tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     checkpoints, argv = run_dir / "checkpoints", case.argv(run_dir, data)
     environ = {"TORCHDYNAMO_DISABLE": "1"}
@@ -101,7 +130,9 @@ def test_a_run_killed_in_a_save_goes_on_to_the_same_end(case: Case, data: Path, 
     with Started(argv, run_dir, cwd=tmp_path, environ={**environ, "KILL": kill}) as started:
         assert started.ended(150) == 1, started.output
         started.gone(15)
-    assert "-9" in started.output or "SIGKILL" in started.output or "signal 9" in str(status_of(run_dir)), started.output
+    assert "-9" in started.output or "SIGKILL" in started.output or "signal 9" in str(status_of(run_dir)), (
+        started.output
+    )
     newest = checkpoint_folder.newest(checkpoints)
     assert newest == checkpoints / checkpoint_folder.step_name(case.leaves)
     assert verify(newest) == []
@@ -120,5 +151,8 @@ def test_a_run_killed_in_a_save_goes_on_to_the_same_end(case: Case, data: Path, 
     assert ran_twice == [row for row in losses if row[0] in dict(ran_twice)], "to the bit"
     assert [step for step, _ in ran_twice] == list(range(case.leaves + 1, case.leaves + 1 + len(ran_twice)))
     assert (case.leaves == EVERY) <= bool(ran_twice)
-    assert sorted(entry.name for entry in checkpoints.iterdir()) == ["latest", checkpoint_folder.step_name(STEPS)]
+    assert sorted(entry.name for entry in checkpoints.iterdir()) == [
+        "latest",
+        checkpoint_folder.step_name(STEPS),
+    ]
     assert verify(checkpoints / checkpoint_folder.step_name(STEPS)) == []

@@ -1,7 +1,7 @@
 """Mistakes are answered with the value, the rule and the remedy, at once, and leave nothing behind.
 
-    pytest tests/launch/test_mistakes.py            every mistake, most of them in forks of one process
-    pytest tests/launch/test_mistakes.py -m full    each one as a command of its own, timed
+pytest tests/launch/test_mistakes.py            every mistake, most of them in forks of one process
+pytest tests/launch/test_mistakes.py -m full    each one as a command of its own, timed
 """
 
 from __future__ import annotations
@@ -24,11 +24,20 @@ from tests.launch.processes import ROOT, TRAIN, Started, command
 SECONDS = 3.0
 SECONDS_OF_RANK_0 = 2.0  # of its processor
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train.main, "plan": plan.main}
-CASES = [(script, mistake) for script in COMMANDS for mistake in MISTAKES if script == "train" or not mistake.starting_only]
+CASES = [
+    (script, mistake)
+    for script in COMMANDS
+    for mistake in MISTAKES
+    if script == "train" or not mistake.starting_only
+]
 
 
 def words(mistake: Mistake) -> list[str]:
-    return [*mistake.typed] if any(word.startswith("+exp=") for word in mistake.typed) else [*BASE, *mistake.typed]
+    return (
+        [*mistake.typed]
+        if any(word.startswith("+exp=") for word in mistake.typed)
+        else [*BASE, *mistake.typed]
+    )
 
 
 def judge(mistake: Mistake, code: int, output: str) -> None:
@@ -113,7 +122,10 @@ def test_under_a_launcher_it_is_answered_once_and_nobody_stays(launcher: str, tm
         def answered() -> bool:
             now, mapped = 0.0, False
             with suppress(psutil.NoSuchProcess):  # it has answered and left
-                now, mapped = sum(rank.cpu_times()[:2]), any("libtorch" in file.path for file in rank.memory_maps())
+                now, mapped = (
+                    sum(rank.cpu_times()[:2]),
+                    any("libtorch" in file.path for file in rank.memory_maps()),
+                )
             if "remedy:" in started.output:
                 return True
             spent.append(now)
@@ -125,7 +137,9 @@ def test_under_a_launcher_it_is_answered_once_and_nobody_stays(launcher: str, tm
         assert spent[-1] < SECONDS_OF_RANK_0
         code = started.ended(150)
         started.gone(15)
-        assert started.output.count("remedy:") == (1 if launcher == "deepspeed" else 2), "torchrun's own report repeats it at its end"
+        assert started.output.count("remedy:") == (1 if launcher == "deepspeed" else 2), (
+            "torchrun's own report repeats it at its end"
+        )
         assert code == (2 if launcher == "deepspeed" else 1)  # torchrun knows no other failure
         assert "toolkit" not in started.output.replace(str(ROOT), ""), "no traceback of ours"
     assert not mark.exists()
@@ -141,5 +155,7 @@ sys.exit(ending)
 """
     argv = [sys.executable, "-c", code, *BASE, "model.hidden_size=wide"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr

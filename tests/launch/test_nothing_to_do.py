@@ -1,6 +1,6 @@
 """The command of a finished run, typed again, ends with 0 and says why before any rank trains.
 
-    pytest tests/launch/test_nothing_to_do.py
+pytest tests/launch/test_nothing_to_do.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def test_a_finished_run_ends_at_once_and_changes_nothing(launcher: str, tmp_path
     checkpoint(directory, "step-00000003")
     directory.finish(RunState.DONE, 0, None, attempt=1)
     before = status_of(run_dir)
-    with Started(command(launcher, FAKE, *WORDS, "zero=stage3", f"run.dir={run_dir}"), run_dir, cwd=tmp_path) as started:
+    with Started(
+        command(launcher, FAKE, *WORDS, "zero=stage3", f"run.dir={run_dir}"), run_dir, cwd=tmp_path
+    ) as started:
         assert started.ended(120) == 0, started.output
         started.gone(15)
     assert started.output.count("nothing to do: 3 of 3 steps of") == 1, started.output

@@ -20,8 +20,13 @@ import pytest
 from tests.launch.processes import BIN
 from toolkit.cluster.ranks import free_port
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(200),
-              pytest.mark.skipif(shutil.which("pdsh") is None, reason="deepspeed over pdsh did not run: apt-get install pdsh")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(
+        shutil.which("pdsh") is None, reason="deepspeed over pdsh did not run: apt-get install pdsh"
+    ),
+]
 
 SSH = """#!/bin/bash
 while [[ "$1" == -* ]]; do shift; done
@@ -33,8 +38,14 @@ import json, os, pathlib, sys
 pathlib.Path(f"words-{os.environ['RANK']}.json").write_text(json.dumps(sys.argv[1:]))
 """
 FROZEN = "--frozen=/shared/run/jobs/001/config.yaml"
-HOSTILE = ["run.name=two words", "data.path=$HOME/data", "eval.sets=['a','b']", "monitor.tags=[50%n]", "monitor.group=`hostname`",
-           'monitor.prompt="quoted"']
+HOSTILE = [
+    "run.name=two words",
+    "data.path=$HOME/data",
+    "eval.sets=['a','b']",
+    "monitor.tags=[50%n]",
+    "monitor.group=`hostname`",
+    'monitor.prompt="quoted"',
+]
 
 
 def through(folder: Path, *words: str) -> list[list[str]]:
@@ -45,9 +56,18 @@ def through(folder: Path, *words: str) -> list[list[str]]:
     script.write_text(SCRIPT)
     hosts.write_text("node0 slots=1\nnode1 slots=1\n")
     environ = {**os.environ, "PATH": f"{folder}:{BIN}:{os.environ['PATH']}", "TORCHDYNAMO_DISABLE": "1"}
-    command = [str(BIN / "deepspeed"), f"--hostfile={hosts}", "--no_ssh_check", "--master_addr=127.0.0.1", f"--master_port={free_port()}",
-               str(script), *words]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=150, check=False)
+    command = [
+        str(BIN / "deepspeed"),
+        f"--hostfile={hosts}",
+        "--no_ssh_check",
+        "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}",
+        str(script),
+        *words,
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=150, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads((folder / f"words-{rank}.json").read_text()) for rank in range(2)]
     assert all(words[0] == "--local_rank=0" for words in found)
@@ -59,4 +79,6 @@ def test_a_frozen_configuration_arrives(tmp_path: Path) -> None:
     words themselves do not arrive."""
     for arrived in through(tmp_path, FROZEN, *HOSTILE):
         lost = [word for word in (FROZEN, *HOSTILE) if word not in arrived]
-        assert lost == [word for word in HOSTILE if word != "run.name=two words"], "DeepSpeed quotes what has a blank, and nothing else"
+        assert lost == [word for word in HOSTILE if word != "run.name=two words"], (
+            "DeepSpeed quotes what has a blank, and nothing else"
+        )

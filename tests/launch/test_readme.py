@@ -1,7 +1,7 @@
 """The commands of README.md: each one composes and plans, and, in order in one fresh folder, each one runs.
 
-    pytest tests/launch/test_readme.py
-    pytest tests/launch/test_readme.py -m full      half an hour on two cores
+pytest tests/launch/test_readme.py
+pytest tests/launch/test_readme.py -m full      half an hour on two cores
 """
 
 from __future__ import annotations
@@ -25,8 +25,20 @@ from toolkit.plan.types import RunPlan
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LAUNCHERS = ("deepspeed", "torchrun", "python")
 BLOCKS = re.findall(r"```\n(.*?)```", README, re.DOTALL)
-COMMANDS = [shlex.split(line, comments=True) for block in BLOCKS for line in block.splitlines() if line.split(" ")[0] in LAUNCHERS]
-MAKE_TRAIN = ["deepspeed", "--quiet", "--num_gpus", "2", "launch/train.py", "+exp=quickstart"]  # on a machine without GPUs
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in BLOCKS
+    for line in block.splitlines()
+    if line.split(" ")[0] in LAUNCHERS
+]
+MAKE_TRAIN = [
+    "deepspeed",
+    "--quiet",
+    "--num_gpus",
+    "2",
+    "launch/train.py",
+    "+exp=quickstart",
+]  # on a machine without GPUs
 IN_ORDER = [MAKE_TRAIN, *COMMANDS]
 
 
@@ -39,12 +51,21 @@ def parts(command: list[str]) -> tuple[str, list[str]]:
 
 def trainings() -> list[RunPlan]:
     """Of each command that trains one run, in order."""
-    found = [words for name, words in map(parts, IN_ORDER) if name == "train" and not {"-m", "--help"} & set(words)]
+    found = [
+        words for name, words in map(parts, IN_ORDER) if name == "train" and not {"-m", "--help"} & set(words)
+    ]
     return [plan_job(compose(words), LAPTOP) for words in found]
 
 
 def test_there_are_commands_of_every_kind() -> None:
-    assert {parts(command)[0] for command in COMMANDS} >= {"train", "plan", "doctor", "prepare", "reshard", "verify"}
+    assert {parts(command)[0] for command in COMMANDS} >= {
+        "train",
+        "plan",
+        "doctor",
+        "prepare",
+        "reshard",
+        "verify",
+    }
     recipe = (ROOT / "Makefile").read_text().partition("\ntrain: ")[2].splitlines()[1]
     assert recipe.endswith("$(BIN)/deepspeed --quiet $(LAUNCH_RANKS) launch/train.py +exp=quickstart $(ARGS)")
 
@@ -80,9 +101,13 @@ def test_the_hop_is_one_run_with_one_schedule() -> None:
     for before, after in pairwise(hops):
         step = before.config.train.steps
         assert rate(before.config, step - 1) == rate(after.config, step - 1)
-    without = [compose([word for word in words if not word.startswith("schedule.decay")]) for words in
-               (words for _, words in map(parts, COMMANDS) if "run.name=hop" in words)]
-    assert rate(without[0], 99) < 0.2 * rate(without[1], 99), "the control: without schedule.decay the rate jumps"
+    without = [
+        compose([word for word in words if not word.startswith("schedule.decay")])
+        for words in (words for _, words in map(parts, COMMANDS) if "run.name=hop" in words)
+    ]
+    assert rate(without[0], 99) < 0.2 * rate(without[1], 99), (
+        "the control: without schedule.decay the rate jumps"
+    )
 
 
 @pytest.mark.full
@@ -90,7 +115,11 @@ def test_the_hop_is_one_run_with_one_schedule() -> None:
 def test_all_commands_run_in_order_in_one_fresh_folder(tmp_path: Path) -> None:
     for name in ("launch", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    }
     environ = {**clean, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     for command in IN_ORDER:
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)

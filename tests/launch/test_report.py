@@ -1,6 +1,6 @@
 """The command that makes a run's report: what it writes, and how mistakes are answered.
 
-    pytest tests/launch/test_report.py
+pytest tests/launch/test_report.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ REPORT = ROOT / "launch" / "report.py"
 
 def test_as_typed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "mine", 20)
-    done = subprocess.run([sys.executable, str(REPORT), str(run)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(REPORT), str(run)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout) == (0, f"the report is in {run / 'report.html'}\n")
     assert "Traceback" not in done.stderr
     assert (run / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -43,18 +45,26 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in told
 
 
-@pytest.mark.parametrize(("words", "shows"), [
-    ([], "no run directory"),
-    (["nowhere"], "run=nowhere"),
-    (["empty"], "run=empty"),
-    (["mine", "empty"], "2 run directories"),
-    (["mine", "output=x"], "output=x"),
-    (["mine", "nodes=empty"], "nodes=empty"),
-    (["mine", "out=missing/page.html"], "out=missing/page.html"),
-    (["mine/metrics.jsonl"], "run=mine/metrics.jsonl"),
-])
-def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str],
-                  shows: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "shows"),
+    [
+        ([], "no run directory"),
+        (["nowhere"], "run=nowhere"),
+        (["empty"], "run=empty"),
+        (["mine", "empty"], "2 run directories"),
+        (["mine", "output=x"], "output=x"),
+        (["mine", "nodes=empty"], "nodes=empty"),
+        (["mine", "out=missing/page.html"], "out=missing/page.html"),
+        (["mine/metrics.jsonl"], "run=mine/metrics.jsonl"),
+    ],
+)
+def test_mistakes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    shows: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "mine", 2, nodes=1, gpus=0)
     (tmp_path / "empty").mkdir()

@@ -1,6 +1,6 @@
 """launch/reshard.py as a person uses it.
 
-    pytest tests/launch/test_reshard.py
+pytest tests/launch/test_reshard.py
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def files_below(folder: Path) -> dict[str, int]:
 
 
 def test_convert_says_what_it_did(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
-    out = said(capsys, f"source={checkpoint.parent.parent}", f"target={tmp_path}/out", "target.precision=fp32")
+    out = said(
+        capsys, f"source={checkpoint.parent.parent}", f"target={tmp_path}/out", "target.precision=fp32"
+    )
     assert f"source     native: {checkpoint}" in out
     assert f"target     native: {tmp_path}/out" in out
     assert f"step       {STEP}" in out
@@ -66,7 +68,9 @@ def test_convert_says_what_it_did(checkpoint: Path, tmp_path: Path, capsys: Capt
     assert {key.state for key in reader.tensors} == {WEIGHT, "exp_avg", EXP_AVG_SQ}
     before = open_reader(checkpoint)
     masters = {key.name: hashed for key, hashed in digest(before).tensors.items() if key.state == MASTER}
-    assert masters == {key.name: hashed for key, hashed in digest(reader).tensors.items() if key.state == WEIGHT}
+    assert masters == {
+        key.name: hashed for key, hashed in digest(reader).tensors.items() if key.state == WEIGHT
+    }
     assert reader.scalars == before.scalars
     err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
     assert "is there already" in err
@@ -77,7 +81,9 @@ def test_there_and_back_is_the_same(checkpoint: Path, tmp_path: Path, capsys: Ca
     assert digest(open_reader(tmp_path / "out")) == digest(open_reader(checkpoint))
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/weights", "target.optimizer=false")
     assert {key.state for key in open_reader(tmp_path / "weights").tensors} == {WEIGHT}
-    err = said(capsys, f"source={tmp_path}/weights", f"target={tmp_path}/more", "target.optimizer=true", code=2)
+    err = said(
+        capsys, f"source={tmp_path}/weights", f"target={tmp_path}/more", "target.optimizer=true", code=2
+    )
     assert "has no optimizer's state" in err
 
 
@@ -86,11 +92,26 @@ def test_inspect_says_what_it_is_and_touches_nothing(checkpoint: Path, capsys: C
     out = said(capsys, f"source={checkpoint}", "action=inspect")
     assert files_below(checkpoint.parent) == before
     parameters = sum(spec.numel for spec in families.get("llama").parameters(tiny_shape()))
-    for line in ("format     native", "names      llama/1", "model      llama: hidden_size=64",
-                 f"parameters {parameters:,} in 21 tensors: the whole model", f"step       {STEP}", "scalar     consumed_samples=24"):
+    for line in (
+        "format     native",
+        "names      llama/1",
+        "model      llama: hidden_size=64",
+        f"parameters {parameters:,} in 21 tensors: the whole model",
+        f"step       {STEP}",
+        "scalar     consumed_samples=24",
+    ):
         assert line in out, out
     rows = [line.split() for line in out.splitlines()]
-    assert ["model.layers.*.self_attn.k_proj.weight", "2", "[32,", "64]", "weight", "master", "exp_avg", "exp_avg_sq"] in rows
+    assert [
+        "model.layers.*.self_attn.k_proj.weight",
+        "2",
+        "[32,",
+        "64]",
+        "weight",
+        "master",
+        "exp_avg",
+        "exp_avg_sq",
+    ] in rows
     assert any(row[:2] == ["exp_avg_sq", "21"] and row[-1] == "float32" for row in rows)
     assert any(row[:2] == ["weight", "21"] and row[-1] == "bfloat16" for row in rows)
 
@@ -107,15 +128,25 @@ def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("typed", "shows"), [
-    (("source=/no/such", "action=inspect"), "/no/such is not there"),
-    (("source={empty}", "action=inspect"), "holds no checkpoint"),
-    (("source={checkpoint}", "target={empty}/x", "target.zero=stage3"), "native takes target.precision, target.optimizer"),
-    (("source={checkpoint}", "target={empty}/x", "model.hidden_size=64"), "write model=FAMILY too"),
-    (("source={checkpoint}", "target={empty}/x", "model=llama", "model.num_attention_heads=5"), "divisible by model.num_attention_heads"),
-])
-def test_mistakes_are_answered_and_leave_nothing(checkpoint: Path, tmp_path: Path, capsys: Captured, typed: tuple[str, ...],
-                                                 shows: str) -> None:
+@pytest.mark.parametrize(
+    ("typed", "shows"),
+    [
+        (("source=/no/such", "action=inspect"), "/no/such is not there"),
+        (("source={empty}", "action=inspect"), "holds no checkpoint"),
+        (
+            ("source={checkpoint}", "target={empty}/x", "target.zero=stage3"),
+            "native takes target.precision, target.optimizer",
+        ),
+        (("source={checkpoint}", "target={empty}/x", "model.hidden_size=64"), "write model=FAMILY too"),
+        (
+            ("source={checkpoint}", "target={empty}/x", "model=llama", "model.num_attention_heads=5"),
+            "divisible by model.num_attention_heads",
+        ),
+    ],
+)
+def test_mistakes_are_answered_and_leave_nothing(
+    checkpoint: Path, tmp_path: Path, capsys: Captured, typed: tuple[str, ...], shows: str
+) -> None:
     err = said(capsys, *(word.format(checkpoint=checkpoint, empty=tmp_path) for word in typed), code=2)
     assert shows in err
     assert "rule:" in err
@@ -123,8 +154,9 @@ def test_mistakes_are_answered_and_leave_nothing(checkpoint: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_does_not_fit_is_refused_before_it_is_written(checkpoint: Path, tmp_path: Path, capsys: Captured,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_before_it_is_written(
+    checkpoint: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda folder: full)
@@ -163,12 +195,16 @@ def test_where_the_model_comes_from(tmp_path: Path) -> None:
     assert open_source(checkpoint).shape is None
     shape = tiny_shape("qwen3")
     assert open_source(checkpoint, shape).shape == shape
-    (tmp_path / "run" / "config.json").write_text(json.dumps(families.get("qwen3").hugging_face_config(shape)))
+    (tmp_path / "run" / "config.json").write_text(
+        json.dumps(families.get("qwen3").hugging_face_config(shape))
+    )
     found = open_source(checkpoint).shape
     assert found is not None
     assert found.head_dim == shape.head_dim
     (tmp_path / "run" / "attempts").mkdir()
-    (tmp_path / "run" / "plan.json").write_text(json.dumps({"model": {**asdict(tiny_shape()), "of a later version": 1}}))
+    (tmp_path / "run" / "plan.json").write_text(
+        json.dumps({"model": {**asdict(tiny_shape()), "of a later version": 1}})
+    )
     assert model_near(checkpoint) == tiny_shape(), "the run's plan comes first"
     assert "model=pretrained model.pretrained=FOLDER" in str(model_unknown(checkpoint))
 
@@ -184,7 +220,9 @@ def test_a_run_that_went_back_to_another_folder_finds_it_again(checkpoint: Path,
         open_source(tmp_path)
 
 
-def test_where_somebody_saved_to_a_target_since_the_newest_is_read(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_where_somebody_saved_to_a_target_since_the_newest_is_read(
+    checkpoint: Path, tmp_path: Path, capsys: Captured
+) -> None:
     """Vendors' programs go on in the folder that they began from. Our manifest is of what we wrote, and no word on that."""
     words = ("target.format=deepspeed", "target.zero=stage2", "target.parallel.data=2")
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *words)
@@ -194,17 +232,33 @@ def test_where_somebody_saved_to_a_target_since_the_newest_is_read(checkpoint: P
     shutil.copytree(tmp_path / "out" / f"global_step{STEP}", tmp_path / "out" / "global_step5")
     (tmp_path / "out" / "latest").write_text("global_step5")
     assert open_source(tmp_path / "out", tiny_shape()).folder == tmp_path / "out" / "global_step5"
-    out = said(capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff", "model=llama",
-               *(f"model.{name}={getattr(tiny_shape(), name)}" for name in ("hidden_size", "intermediate_size", "vocab_size",
-                                                                           "max_position_embeddings")))
+    out = said(
+        capsys,
+        f"source={tmp_path}/out",
+        f"target={checkpoint}",
+        "action=diff",
+        "model=llama",
+        *(
+            f"model.{name}={getattr(tiny_shape(), name)}"
+            for name in ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
+        ),
+    )
     assert "equal: " in out.splitlines()[-1]
 
 
 TARGETS = {
     "native": ("target.format=native",),
     "deepspeed, ZeRO 0": ("target.format=deepspeed", "target.zero=stage0"),
-    "deepspeed, ZeRO 1, tensor ranks": ("target.format=deepspeed", "target.zero=stage1", "target.parallel.tensor=2"),
-    "deepspeed, ZeRO 1, stages": ("target.format=deepspeed", "target.parallel.data=2", "target.parallel.pipeline=2"),
+    "deepspeed, ZeRO 1, tensor ranks": (
+        "target.format=deepspeed",
+        "target.zero=stage1",
+        "target.parallel.tensor=2",
+    ),
+    "deepspeed, ZeRO 1, stages": (
+        "target.format=deepspeed",
+        "target.parallel.data=2",
+        "target.parallel.pipeline=2",
+    ),
     "deepspeed, ZeRO 3": ("target.format=deepspeed", "target.zero=stage3", "target.parallel.data=2"),
     "universal": ("target.format=universal",),
     "megatron": ("target.format=megatron",),
@@ -215,7 +269,10 @@ TARGETS = {
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_is_sound_and_comes_back_the_same(target: str, tmp_path: Path, capsys: Captured) -> None:
-    assert {words[0].removeprefix("target.format=") for words in TARGETS.values()} == {"native", *(one.name for one in WRITERS)}
+    assert {words[0].removeprefix("target.format=") for words in TARGETS.values()} == {
+        "native",
+        *(one.name for one in WRITERS),
+    }
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *TARGETS[target])
     assert "is sound" in said(capsys, f"source={tmp_path}/out", "action=verify")
@@ -234,11 +291,14 @@ def test_verify_and_diff_end_with_1_where_something_is_wrong(tmp_path: Path, cap
     data[-3] ^= 1
     file.write_bytes(data)
     assert "differs from what was written" in said(capsys, f"source={tmp_path}/out", "action=verify", code=1)
-    assert "not equal: 62 of 63" in said(capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff", code=1)
+    assert "not equal: 62 of 63" in said(
+        capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff", code=1
+    )
 
 
-def test_an_interrupted_conversion_says_so_and_the_same_command_goes_on(checkpoint: Path, tmp_path: Path, capsys: Captured,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_conversion_says_so_and_the_same_command_goes_on(
+    checkpoint: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = (f"source={checkpoint}", f"target={tmp_path}/out", "workers=1")
     fill, filled = Filler.fill, []
 
@@ -261,11 +321,20 @@ def test_an_interrupted_conversion_says_so_and_the_same_command_goes_on(checkpoi
 def test_the_command_is_quick_and_has_no_torch(checkpoint: Path, tmp_path: Path) -> None:
     """It runs where no engine is installed. Measured: 0.6 s for a conversion of this size, of these 0.3 s to begin."""
     words = [f"source={checkpoint}", f"target={tmp_path}/out"]
-    code = (f"import sys, time; from launch import reshard; assert reshard.main({words!r}) == 0\n"
-            "assert reshard.main(['source=x', 'actoin=plan']) == 2 and reshard.main(['--help']) == 0\n"
-            "print([name for name in ('torch', 'deepspeed', 'megatron', 'transformers') if name in sys.modules], time.process_time())")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    code = (
+        f"import sys, time; from launch import reshard; assert reshard.main({words!r}) == 0\n"
+        "assert reshard.main(['source=x', 'actoin=plan']) == 2 and reshard.main(['--help']) == 0\n"
+        "print([name for name in ('torch', 'deepspeed', 'megatron', 'transformers') if name in sys.modules], time.process_time())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     modules, seconds = done.stdout.splitlines()[-1].rsplit(" ", 1)
     assert modules == "[]"
     assert float(seconds) < 3

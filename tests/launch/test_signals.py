@@ -1,7 +1,7 @@
 """A signal to any process of a run: it is saved, status.json says so, and nobody is left after 15 seconds.
 
-    pytest tests/launch/test_signals.py            one case, with a training that only keeps time
-    pytest tests/launch/test_signals.py -m full    every launcher and process
+pytest tests/launch/test_signals.py            one case, with a training that only keeps time
+pytest tests/launch/test_signals.py -m full    every launcher and process
 """
 
 from __future__ import annotations
@@ -58,10 +58,14 @@ FULL = [
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str
+)
 def test_a_signalled_run_is_saved_and_leaves_nobody(case: Case, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    argv = command(case.launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000", ranks=case.ranks)
+    argv = command(
+        case.launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000", ranks=case.ranks
+    )
     with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
         started.until(lambda: running(run_dir), 60, "running")
         pid = started.ranks()[int(case.to[4:])].pid if case.to.startswith("rank") else started.process.pid
@@ -75,7 +79,9 @@ def test_a_signalled_run_is_saved_and_leaves_nobody(case: Case, tmp_path: Path) 
         assert case.exit_code is None or code == case.exit_code
         heard = started.output.count("Ctrl-C ends it at once")
         assert heard <= 1, started.output
-        assert heard == 1 or case.launcher != "python" or case.to not in ("top", "group") or case.number is KILL, "whoever asks is told"
+        assert (
+            heard == 1 or case.launcher != "python" or case.to not in ("top", "group") or case.number is KILL
+        ), "whoever asks is told"
         assert "Traceback" not in RunDirectory(run_dir).log_file(1).read_text()
 
 
@@ -88,7 +94,9 @@ def running(run_dir: Path) -> bool:
 @pytest.mark.timeout(120)
 def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    argv = command("python", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000", "cluster.restarts=0")
+    argv = command(
+        "python", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000", "cluster.restarts=0"
+    )
     with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
         started.until(lambda: running(run_dir), 60, "running")
         hit(KILL, started.ranks()[1].pid)
@@ -96,7 +104,11 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
         started.gone(5)
     end = status_of(run_dir)
     assert end is not None
-    assert (end.state, end.exit_code, end.reason) == (RunState.FAILED, 1, "rank 1 was ended by signal 9 (SIGKILL)")
+    assert (end.state, end.exit_code, end.reason) == (
+        RunState.FAILED,
+        1,
+        "rank 1 was ended by signal 9 (SIGKILL)",
+    )
 
 
 @pytest.mark.timeout(120)
@@ -152,12 +164,16 @@ def test_a_failure_is_told_with_its_traceback_and_the_next_start_is_a_new_attemp
     assert "the fake training fails" in directory.log_file(1).read_text()
     with Started(argv, run_dir, cwd=tmp_path) as started:
         assert started.ended() == 0
-    assert directory.status() == Status(state=RunState.DONE, attempt=2, exit_code=0, step=2, checkpoint="saved")
+    assert directory.status() == Status(
+        state=RunState.DONE, attempt=2, exit_code=0, step=2, checkpoint="saved"
+    )
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_a_mistake_in_the_users_code_on_every_rank_is_shown_once_at_its_line(launcher: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_users_code_on_every_rank_is_shown_once_at_its_line(
+    launcher: str, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     argv = command(launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=2", ranks=2)
     with Started(argv, run_dir, cwd=tmp_path, environ={"FAKE_FAILS": "all"}) as started:

@@ -1,6 +1,6 @@
 """A real Slurm, started here on loopback: jobs of ``launch/submit.py`` train on two nodes, are stopped, preempted, cancelled, and go on.
 
-    apt-get install slurmctld slurmd slurm-client munge; pytest tests/launch/test_slurm.py -m full -rs
+apt-get install slurmctld slurmd slurm-client munge; pytest tests/launch/test_slurm.py -m full -rs
 """
 
 from __future__ import annotations
@@ -26,8 +26,16 @@ from toolkit.rundir.status import RunState
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 NODES = ("cluster=slurm", "cluster.nodes=2", "cluster.gpus_per_node=0", "cluster.grace_seconds=30")
-SMALL = ("+exp=quickstart", "model.hidden_size=64", "model.num_hidden_layers=2", "zero=stage2", "checkpoint.every=never", "eval.every=0",
-         "monitor=files", "monitor.every=1")
+SMALL = (
+    "+exp=quickstart",
+    "model.hidden_size=64",
+    "model.num_hidden_layers=2",
+    "zero=stage2",
+    "checkpoint.every=never",
+    "eval.every=0",
+    "monitor=files",
+    "monitor.every=1",
+)
 STEPS = 60
 
 
@@ -48,7 +56,12 @@ def around(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def log_in(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a person's shell at a login node has."""
-    for name, value in {**slurm.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAKE_STEP_SECONDS": "0.05"}.items():
+    for name, value in {
+        **slurm.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "FAKE_STEP_SECONDS": "0.05",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -58,20 +71,29 @@ def limited(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job
     with pytest.MonkeyPatch.context() as monkeypatch:
         log_in(slurm, monkeypatch)
         words = ("train.steps=100000", 'cluster.slurm.time="2"', "cluster.slurm.partition=aside")
-        return submission.submit(fake_job(tmp_path_factory.mktemp("limited") / "run", *words, grace_seconds=5))
+        return submission.submit(
+            fake_job(tmp_path_factory.mktemp("limited") / "run", *words, grace_seconds=5)
+        )
 
 
 def until(holds: Callable[[], bool], seconds: float, what: str, output: Path) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, f"not {what} within {seconds:g} s:\n{output.read_text() if output.exists() else ''}"
+        assert time.monotonic() < deadline, (
+            f"not {what} within {seconds:g} s:\n{output.read_text() if output.exists() else ''}"
+        )
         time.sleep(0.1)
 
 
 def steps_of(directory: RunDirectory, attempt: int) -> int:
     """Rows of metrics since ``attempt`` began; 0 before it."""
     status = directory.status()
-    if status is None or status.attempt != attempt or not status.state.live or not directory.metrics_file.exists():
+    if (
+        status is None
+        or status.attempt != attempt
+        or not status.state.live
+        or not directory.metrics_file.exists()
+    ):
         return 0
     return directory.metrics_file.read_text().count("\n")
 
@@ -85,11 +107,18 @@ def losses(run_dir: Path) -> list[float]:
 def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slurm, tmp_path: Path) -> None:
     run_dir, data = tmp_path / "it's a run", f"data.path={tmp_path / 'data'}"
     words = [*SMALL, data, f"train.steps={STEPS}"]
-    subprocess.run(command("python", TRAIN, *words, f"run.dir={tmp_path / 'unbroken'}"), cwd=tmp_path, check=True, timeout=300,
-                   stdout=subprocess.DEVNULL)
+    subprocess.run(
+        command("python", TRAIN, *words, f"run.dir={tmp_path / 'unbroken'}"),
+        cwd=tmp_path,
+        check=True,
+        timeout=300,
+        stdout=subprocess.DEVNULL,
+    )
 
     submit = [sys.executable, str(ROOT / "launch" / "submit.py"), *words, *NODES, f'run.dir="{run_dir}"']
-    shown = subprocess.run([*submit, "dry_run=true"], capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run(
+        [*submit, "dry_run=true"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert not run_dir.exists()
     subprocess.run(submit, check=True, timeout=60)
     found = submission.last_job(run_dir)
@@ -123,7 +152,9 @@ def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slu
     assert end is not None
     assert (end.attempt, end.step, end.exit_code) == (3, STEPS, 0)
     assert losses(run_dir) == pytest.approx(losses(tmp_path / "unbroken"), abs=1e-6)
-    assert losses(run_dir)[stopped.step] != pytest.approx(losses(run_dir)[stopped.step - 1], abs=1e-6)  # a control: one step off is seen
+    assert losses(run_dir)[stopped.step] != pytest.approx(
+        losses(run_dir)[stopped.step - 1], abs=1e-6
+    )  # a control: one step off is seen
 
 
 def fake_job(run_dir: Path, *words: str, grace_seconds: int = 30) -> Job:
@@ -138,7 +169,9 @@ def fake_steps(directory: RunDirectory) -> int:
 
 
 @pytest.mark.parametrize("by", ["cancel", "scancel"])
-def test_who_cancels_a_job_is_not_overruled(by: str, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cancels_a_job_is_not_overruled(
+    by: str, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_SAVE_SECONDS", "1")
     job, id = submission.submit(fake_job(tmp_path / "run", "train.steps=100000"))
     output, directory = job.folder / "output.txt", RunDirectory(job.run_dir)
@@ -177,22 +210,41 @@ def test_a_mistake_on_the_nodes_is_not_started_again(slurm: Slurm, tmp_path: Pat
 
 
 def test_what_slurm_refuses_is_told_in_its_words(slurm: Slurm, tmp_path: Path) -> None:
-    submit = [sys.executable, str(ROOT / "launch" / "submit.py"), "+exp=quickstart", *NODES, f"run.dir={tmp_path / 'run'}",
-              "cluster.slurm.partition=nowhere"]
+    submit = [
+        sys.executable,
+        str(ROOT / "launch" / "submit.py"),
+        "+exp=quickstart",
+        *NODES,
+        f"run.dir={tmp_path / 'run'}",
+        "cluster.slurm.partition=nowhere",
+    ]
     done = subprocess.run(submit, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "invalid partition" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_before_its_time_limit_a_job_saves_and_goes_back_into_the_queue(slurm: Slurm, limited: tuple[Job, JobId]) -> None:
+def test_before_its_time_limit_a_job_saves_and_goes_back_into_the_queue(
+    slurm: Slurm, limited: tuple[Job, JobId]
+) -> None:
     """sbatch(1), --signal: the warning may come up to a minute earlier than asked for."""
     job, id = limited
     output, ends = job.folder / "output.txt", job.folder / "ends.jsonl"
     until(lambda: ends.exists() and ends.read_text().endswith("\n"), 150, "asked to end", output)
     end = json.loads(ends.read_text().splitlines()[0])
-    assert (end["asked"], end["attempt"], end["state"], end["reason"], end["next"]) == ("TERM", 1, "stopped", "SIGTERM", "again")
-    until(lambda: "Restarts=0" not in slurm.run("scontrol", "--oneliner", "show", "job", id.id), 30, "put back into the queue", output)
+    assert (end["asked"], end["attempt"], end["state"], end["reason"], end["next"]) == (
+        "TERM",
+        1,
+        "stopped",
+        "SIGTERM",
+        "again",
+    )
+    until(
+        lambda: "Restarts=0" not in slurm.run("scontrol", "--oneliner", "show", "job", id.id),
+        30,
+        "put back into the queue",
+        output,
+    )
     times = json.loads((RunDirectory(job.run_dir).attempt_folder(1) / "times.json").read_text())
     assert times["ended"] - times["began"] < 120
     backend.cancel(id)

@@ -1,6 +1,6 @@
 """Whole commands whose ranks fail: who is started again, from where, how often, and who is not.
 
-    pytest tests/launch/test_started_again.py -m full
+pytest tests/launch/test_started_again.py -m full
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 STEPS = 6
 
 
-def argv(run_dir: Path, *keys: str, launcher: str = "python", options: tuple[str, ...] = (), ranks: int | None = 2) -> list[str]:
-    typed = command(launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", f"train.steps={STEPS}", *keys, ranks=ranks)
+def argv(
+    run_dir: Path, *keys: str, launcher: str = "python", options: tuple[str, ...] = (), ranks: int | None = 2
+) -> list[str]:
+    typed = command(
+        launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", f"train.steps={STEPS}", *keys, ranks=ranks
+    )
     return [typed[0], *options, *typed[1:]]
 
 
@@ -48,7 +52,10 @@ def test_killed_twice_a_run_goes_on_to_its_end(tmp_path: Path) -> None:
     assert "failed" not in logs[2], "each attempt's log is its own"
     assert end.goodput is not None
     assert end.goodput["attempts"] == 3
-    ends = [json.loads((run_dir / "attempts" / f"{attempt:03d}" / "times.json").read_text()) for attempt in (1, 2, 3)]
+    ends = [
+        json.loads((run_dir / "attempts" / f"{attempt:03d}" / "times.json").read_text())
+        for attempt in (1, 2, 3)
+    ]
     assert [one["state"] for one in ends] == ["failed", "failed", "done"]
     assert ends[0]["began"] < ends[0]["ended"] <= ends[1]["began"] < ends[1]["ended"] <= ends[2]["began"]
 
@@ -69,7 +76,9 @@ def test_one_rank_without_restarts_is_the_process_itself(tmp_path: Path) -> None
     """So a debugger is there; and the control of the test above."""
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:0:3"}
-    with Started(argv(run_dir, "cluster.restarts=0", ranks=None), run_dir, cwd=tmp_path, environ=environ) as started:
+    with Started(
+        argv(run_dir, "cluster.restarts=0", ranks=None), run_dir, cwd=tmp_path, environ=environ
+    ) as started:
         assert started.ended(60) == -signal.SIGKILL, started.output
     assert RunDirectory(run_dir).attempts() == [1]
 
@@ -81,15 +90,19 @@ def test_without_a_newer_checkpoint_it_ends(tmp_path: Path) -> None:
         assert started.ended(90) == 1
         started.gone(5)
         # The first failure left the checkpoint of step 2, the next ones none.
-        assert "it is not started again: it failed 2 times in a row without a newer checkpoint" in started.output
+        assert (
+            "it is not started again: it failed 2 times in a row without a newer checkpoint" in started.output
+        )
     end = status_of(run_dir)
     assert end is not None
     assert (end.state, end.attempt) == (RunState.FAILED, 3)
     assert end.reason == "rank 0 was ended by signal 9 (SIGKILL)"
 
 
-@pytest.mark.parametrize(("what", "code", "said"), [("FAKE_REFUSES", 2, "the fake training refuses"),
-                                                    ("FAKE_FAILS", 1, "it failed before its first step")])
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [("FAKE_REFUSES", 2, "the fake training refuses"), ("FAKE_FAILS", 1, "it failed before its first step")],
+)
 def test_a_mistake_is_not_started_again(what: str, code: int, said: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with Started(argv(run_dir), run_dir, cwd=tmp_path, environ={what: "0"}) as started:
@@ -125,9 +138,16 @@ def test_torchrun_starts_ranks_again_as_a_new_attempt(tmp_path: Path) -> None:
 
 def test_torchrun_does_not_start_again_what_was_stopped(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    typed = argv(run_dir, "train.steps=100000", launcher="torchrun", options=("--max_restarts", "2", "--monitor_interval", "0.2"))
+    typed = argv(
+        run_dir,
+        "train.steps=100000",
+        launcher="torchrun",
+        options=("--max_restarts", "2", "--monitor_interval", "0.2"),
+    )
     with Started(typed, run_dir, cwd=tmp_path, environ={"FAKE_STEP_SECONDS": "0.05"}) as started:
-        started.until(lambda: (status := status_of(run_dir)) is not None and (status.step or 0) >= 2, 60, "running")
+        started.until(
+            lambda: (status := status_of(run_dir)) is not None and (status.step or 0) >= 2, 60, "running"
+        )
         hit(signal.SIGTERM, started.ranks()[1].pid)
         started.ended(60)
         started.gone(15)
@@ -139,18 +159,26 @@ def test_torchrun_does_not_start_again_what_was_stopped(tmp_path: Path) -> None:
 
 def test_under_deepspeed_nobody_starts_it_again_and_it_says_so(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with Started(argv(run_dir, launcher="deepspeed"), run_dir, cwd=tmp_path, environ={"FAKE_FAILS": "0"}) as started:
+    with Started(
+        argv(run_dir, launcher="deepspeed"), run_dir, cwd=tmp_path, environ={"FAKE_FAILS": "0"}
+    ) as started:
         assert started.ended(90) != 0
         started.gone(15)
         assert "deepspeed does not start ranks again" in started.output
     assert RunDirectory(run_dir).attempts() == [1]
 
 
-def test_a_machine_that_is_taken_away_saves_and_stops_and_is_not_started_again(tmp_path: Path, metadata: Metadata) -> None:
+def test_a_machine_that_is_taken_away_saves_and_stops_and_is_not_started_again(
+    tmp_path: Path, metadata: Metadata
+) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_STEP_SECONDS": "0.05", "TOOLKIT_METADATA_URL": metadata.url}
-    with Started(argv(run_dir, "train.steps=100000", "cluster.notice=gce"), run_dir, cwd=tmp_path, environ=environ) as started:
-        started.until(lambda: (status := status_of(run_dir)) is not None and (status.step or 0) >= 2, 60, "running")
+    with Started(
+        argv(run_dir, "train.steps=100000", "cluster.notice=gce"), run_dir, cwd=tmp_path, environ=environ
+    ) as started:
+        started.until(
+            lambda: (status := status_of(run_dir)) is not None and (status.step or 0) >= 2, 60, "running"
+        )
         metadata.answers["/computeMetadata/v1/instance/preempted"] = ("TRUE", {"Metadata-Flavor": "Google"})
         assert started.ended(30) == 75
         started.gone(5)

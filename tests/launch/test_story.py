@@ -1,7 +1,7 @@
 """The whole story, and that it can fail.
 
-    pytest tests/launch/test_story.py            its comparisons
-    pytest tests/launch/test_story.py -m full    all of it: what `make story` runs
+pytest tests/launch/test_story.py            its comparisons
+pytest tests/launch/test_story.py -m full    all of it: what `make story` runs
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``launch/submit.py`` as typed: what it shows, and how it answers mistakes. Nothing is handed over here: test_slurm.py does that.
 
-    pytest tests/launch/test_submit.py
+pytest tests/launch/test_submit.py
 """
 
 from __future__ import annotations
@@ -15,30 +15,55 @@ from launch.submit import main
 from tests.launch.processes import ROOT
 
 SUBMIT = str(ROOT / "launch" / "submit.py")
-WORDS = ("+exp=quickstart", "cluster=slurm", "cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.gpu=h100", "train.global_batch=32")
+WORDS = (
+    "+exp=quickstart",
+    "cluster=slurm",
+    "cluster.nodes=4",
+    "cluster.gpus_per_node=8",
+    "cluster.gpu=h100",
+    "train.global_batch=32",
+)
 
 
 def submit(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SUBMIT, *words], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, SUBMIT, *words], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_a_dry_run_shows_files_and_argv_and_writes_nothing(tmp_path: Path) -> None:
     done = submit(*WORDS, 'cluster.slurm.options={comment: "it\'s mine"}', "dry_run=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for part in ("/jobs/001/config.yaml", "/jobs/001/job.sh", "where: slurm", "#!/bin/bash", "\nsbatch --parsable --job-name=quickstart-",
-                 "--nodes=4", "--gres=gpu:8", "'--comment=it'\"'\"'s mine'"):
+    for part in (
+        "/jobs/001/config.yaml",
+        "/jobs/001/job.sh",
+        "where: slurm",
+        "#!/bin/bash",
+        "\nsbatch --parsable --job-name=quickstart-",
+        "--nodes=4",
+        "--gres=gpu:8",
+        "'--comment=it'\"'\"'s mine'",
+    ):
         assert part in done.stdout, part
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (("dry_run=perhaps",), "dry_run is true or false"),
-    (("parallel.tensor=3", "engine=megatron"), "parallel.tensor=3"),
-    (("cluster.slurm.time=soon", "dry_run=true"), "cluster.slurm.time=soon"),
-    (("cluster.slurm.time=soon",), "cluster.slurm.time=soon"),
-])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("dry_run=perhaps",), "dry_run is true or false"),
+        (("parallel.tensor=3", "engine=megatron"), "parallel.tensor=3"),
+        (("cluster.slurm.time=soon", "dry_run=true"), "cluster.slurm.time=soon"),
+        (("cluster.slurm.time=soon",), "cluster.slurm.time=soon"),
+    ],
+)
 def test_mistakes_are_told_before_anything_is_written(
-        words: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words: tuple[str, ...],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*WORDS, *words]) == 2
     assert told in capsys.readouterr().err
@@ -46,8 +71,12 @@ def test_mistakes_are_told_before_anything_is_written(
 
 
 def test_neither_torch_nor_an_engine_is_imported(tmp_path: Path) -> None:
-    code = (f"import sys; sys.argv = ['submit.py', *{[*WORDS, 'dry_run=true']!r}]; sys.path.insert(0, {str(ROOT)!r})\n"
-            "from launch import submit; submit.main(sys.argv[1:])\n"
-            "print([name for name in ('torch', 'deepspeed', 'transformers', 'wandb') if name in sys.modules], file=sys.stderr)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        f"import sys; sys.argv = ['submit.py', *{[*WORDS, 'dry_run=true']!r}]; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from launch import submit; submit.main(sys.argv[1:])\n"
+        "print([name for name in ('torch', 'deepspeed', 'transformers', 'wandb') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stderr.strip().splitlines()[-1] == "[]"

@@ -1,7 +1,7 @@
 """Sweeps as typed: each point one job, none twice, whoever is killed and however many processes carry the sweep out.
 
-    pytest tests/launch/test_sweep.py            small ones, whose points only keep time
-    pytest tests/launch/test_sweep.py -m full    32 points, a real Slurm, launchers of ranks, and two points that train
+pytest tests/launch/test_sweep.py            small ones, whose points only keep time
+pytest tests/launch/test_sweep.py -m full    32 points, a real Slurm, launchers of ranks, and two points that train
 """
 
 from __future__ import annotations
@@ -28,8 +28,16 @@ from toolkit.config.compose import compose, from_yaml
 
 STUB = ROOT / "tests" / "launch" / "stub_training.py"
 # 40 combinations, of which 8 cannot run: the rate would have to rise to quickstart's schedule.min_lr=2e-4.
-GRID = ("+exp=quickstart", "zero=stage0,stage1,stage2,stage3", "optim.lr=3e-4,5e-4,7e-4,1e-3,2e-3,3e-3,5e-3,1e-2,1e-4,1e-5")
-SMALL = ("+exp=quickstart", "zero=stage0,stage1", "optim.lr=5e-4,7e-4,1e-3,2e-3,1e-4")  # 10, of which 2 cannot run
+GRID = (
+    "+exp=quickstart",
+    "zero=stage0,stage1,stage2,stage3",
+    "optim.lr=3e-4,5e-4,7e-4,1e-3,2e-3,3e-3,5e-3,1e-2,1e-4,1e-5",
+)
+SMALL = (
+    "+exp=quickstart",
+    "zero=stage0,stage1",
+    "optim.lr=5e-4,7e-4,1e-3,2e-3,1e-4",
+)  # 10, of which 2 cannot run
 LOW = ("optim.lr=0.0001", "optim.lr=1e-05")
 
 
@@ -52,7 +60,11 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 def done(folder: Path) -> list[str]:
-    return [file.parent.name for file in folder.glob("*/status.json") if json.loads(file.read_text())["state"] == "done"]
+    return [
+        file.parent.name
+        for file in folder.glob("*/status.json")
+        if json.loads(file.read_text())["state"] == "done"
+    ]
 
 
 @pytest.mark.timeout(120)
@@ -70,8 +82,10 @@ def one_of_two_is_killed(grid: Sequence[str], tmp_path: Path, *, jobs: int, half
     folder, other = tmp_path / "grid", tmp_path / "other"
     other.mkdir()
     argv = typed(*grid, f"sweep.dir={folder}")
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first, \
-            Started(argv, folder, cwd=other, environ=environ(tmp_path, STUB_SECONDS="0.2")) as second:
+    with (
+        Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first,
+        Started(argv, folder, cwd=other, environ=environ(tmp_path, STUB_SECONDS="0.2")) as second,
+    ):
         first.until(lambda: len(done(folder)) >= half, 180, "half-way")
         before, began, lost = killed(first, folder)
         assert second.ended(180) == 0, second.output
@@ -88,8 +102,10 @@ def test_a_sweep_killed_half_way_goes_on_from_cold_and_under_two_processes(tmp_p
     with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first:
         first.until(lambda: len(done(folder)) >= 2, 180, "half-way")
         before, began, lost = killed(first, folder)
-        with Started(argv, folder, cwd=other, environ=environ(tmp_path)) as second, \
-                Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as third:
+        with (
+            Started(argv, folder, cwd=other, environ=environ(tmp_path)) as second,
+            Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as third,
+        ):
             assert (second.ended(180), third.ended(180)) == (0, 0), second.output + third.output
     check_grid(folder, before, began, lost, 8)
 
@@ -120,7 +136,9 @@ def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int, 
     assert sum(again.values()) <= 2 * lost, "orphans of a killed sweep are waited for, and not started again"
     jobs = Counter(file.parts[-4] for file in folder.glob("*/jobs/*/config.yaml"))
     assert not starts(folder) - jobs
-    assert sum((jobs - starts(folder)).values()) <= 1, "every job was one start, but for one that the killed sweep was about to make"
+    assert sum((jobs - starts(folder)).values()) <= 1, (
+        "every job was one start, but for one that the killed sweep was about to make"
+    )
 
     rows = content(folder)["points"]
     assert Counter(row["state"] for row in rows) == {"done": points, "refused": points // 4}
@@ -149,7 +167,9 @@ def test_ctrl_c_saves_the_points_and_the_same_words_go_on(tmp_path: Path) -> Non
     folder = tmp_path / "pair"
     argv = typed("+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
     with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="60")) as started:
-        started.until(lambda: sum(starts(folder).values()) >= min(2, len(os.sched_getaffinity(0))), 60, "under way")
+        started.until(
+            lambda: sum(starts(folder).values()) >= min(2, len(os.sched_getaffinity(0))), 60, "under way"
+        )
         hit(signal.SIGINT, started.process.pid, group=True)
         assert started.ended(30) == 75, started.output
         started.gone(5)
@@ -168,7 +188,10 @@ def test_a_point_that_fails_is_told_and_tried_again_by_the_next_command(tmp_path
         assert started.ended(60) == 1, started.output
         assert "failed: zero=stage2" in started.output
         assert "the stub fails" in started.output, "its own words"
-    assert {row["swept"][0]: row["state"] for row in content(folder)["points"]} == {"zero=stage1": "done", "zero=stage2": "failed"}
+    assert {row["swept"][0]: row["state"] for row in content(folder)["points"]} == {
+        "zero=stage1": "done",
+        "zero=stage2": "failed",
+    }
     argv += ["sweep.metric=tokens_per_second", "sweep.maximize=true"]
     with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
         assert started.ended(60) == 0, started.output
@@ -177,9 +200,15 @@ def test_a_point_that_fails_is_told_and_tried_again_by_the_next_command(tmp_path
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("word", "shows"), [("train.micro_batch=3,5", "train.micro_batch=5"), ("zero=stage1,stage9", "stage9")])
-def test_where_no_point_can_run_nothing_is_begun_and_nothing_left(word: str, shows: str, tmp_path: Path) -> None:
-    with Started(typed("+exp=quickstart", word), tmp_path, cwd=tmp_path, environ=environ(tmp_path)) as started:
+@pytest.mark.parametrize(
+    ("word", "shows"), [("train.micro_batch=3,5", "train.micro_batch=5"), ("zero=stage1,stage9", "stage9")]
+)
+def test_where_no_point_can_run_nothing_is_begun_and_nothing_left(
+    word: str, shows: str, tmp_path: Path
+) -> None:
+    with Started(
+        typed("+exp=quickstart", word), tmp_path, cwd=tmp_path, environ=environ(tmp_path)
+    ) as started:
         assert started.ended(30) == 2, started.output
     assert "remedy:" in started.output
     assert shows in started.output
@@ -226,7 +255,9 @@ elif name == "scancel" and "--batch" in words: os.kill(int(words[-1]), signal.SI
 
 @pytest.mark.full
 @pytest.mark.timeout(180)
-def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and_ctrl_c_stops(tmp_path: Path) -> None:
+def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and_ctrl_c_stops(
+    tmp_path: Path,
+) -> None:
     folder, tools = tmp_path / "queued", tmp_path / "bin"
     tools.mkdir()
     for name in ("sbatch", "squeue", "scancel"):
@@ -234,7 +265,9 @@ def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and
         (tools / name).chmod(0o755)
     where = ("cluster=slurm", "cluster.gpus_per_node=0", f"sweep.dir={folder}")
     argv = typed("+exp=quickstart", "zero=stage0,stage1", "optim.lr=1e-3,1e-2", *where)
-    slow = environ(tmp_path, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}", STUB_SECONDS="60", OMP_NUM_THREADS="1")
+    slow = environ(
+        tmp_path, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}", STUB_SECONDS="60", OMP_NUM_THREADS="1"
+    )
     with Started(argv, folder, cwd=tmp_path, environ=slow) as first:
         first.until(lambda: len(starts(folder)) == 4, 60, "handed over")
         first.until(lambda: {row["state"] for row in content(folder)["points"]} == {"running"}, 10, "noted")
@@ -243,7 +276,9 @@ def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and
         assert "4 jobs stay in the queue" in first.output
         asked = (tools / "calls").read_text().count("squeue")
         with Started(argv, folder, cwd=tmp_path, environ=slow) as second:
-            second.until(lambda: (tools / "calls").read_text().count("squeue") >= asked + 4, 60, "found again")
+            second.until(
+                lambda: (tools / "calls").read_text().count("squeue") >= asked + 4, 60, "found again"
+            )
             hit(signal.SIGINT, second.process.pid)
             assert second.ended(30) == 75, second.output
             second.gone(5)
@@ -259,14 +294,20 @@ def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_four_points_are_four_jobs_of_a_real_slurm(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_four_points_are_four_jobs_of_a_real_slurm(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     if (why := missing()) is not None:
         pytest.skip(f"no sweep ran in a real Slurm: {why}")
     folder = tmp_path / "queued"
     where = ("cluster=slurm", "cluster.nodes=1", "cluster.gpus_per_node=0", f"sweep.dir={folder}")
     argv = typed("+exp=quickstart", "zero=stage0,stage1", "optim.lr=1e-3,1e-2", *where)
-    with loopback_slurm(tmp_path_factory.mktemp("slurm")) as slurm, \
-            Started(argv, folder, cwd=tmp_path, environ={**slurm.environ, **environ(tmp_path, STUB_SECONDS="2")}) as started:
+    with (
+        loopback_slurm(tmp_path_factory.mktemp("slurm")) as slurm,
+        Started(
+            argv, folder, cwd=tmp_path, environ={**slurm.environ, **environ(tmp_path, STUB_SECONDS="2")}
+        ) as started,
+    ):
         assert started.ended(200) == 0, started.output
         records = [json.loads(file.read_text()) for file in folder.glob("*/jobs/*/job.json")]
         jobs = {record["id"]["id"] for record in records}
@@ -284,8 +325,16 @@ def test_four_points_are_four_jobs_of_a_real_slurm(tmp_path: Path, tmp_path_fact
 @pytest.mark.timeout(400)
 def test_two_points_train_and_the_table_has_their_losses(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
-    words = ("+exp=quickstart", "model.hidden_size=64", "train.steps=2", "optim.lr=1e-3,1e-2", f"data.path={tmp_path / 'data'}")
-    with Started(typed(*words, f"sweep.dir={folder}", script=TRAIN), folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
+    words = (
+        "+exp=quickstart",
+        "model.hidden_size=64",
+        "train.steps=2",
+        "optim.lr=1e-3,1e-2",
+        f"data.path={tmp_path / 'data'}",
+    )
+    with Started(
+        typed(*words, f"sweep.dir={folder}", script=TRAIN), folder, cwd=tmp_path, environ=environ(tmp_path)
+    ) as started:
         assert started.ended(300) == 0, started.output
         started.gone(5)
     rows = content(folder)["points"]

@@ -1,6 +1,6 @@
 """Rank arithmetic, in worlds of up to 4,096 ranks.
 
-    pytest tests/layout/test_axes.py
+pytest tests/layout/test_axes.py
 """
 
 from __future__ import annotations
@@ -65,8 +65,15 @@ def test_a_rank_out_of_range_is_our_own_mistake() -> None:
 
 def test_groups_are_named_after_the_axes_along_which_their_ranks_differ() -> None:
     axes = Axes(tensor=2, data=4, pipeline=2)
-    named = {(0, 1): "tensor", (0, 2, 4, 6): "data", (3, 11): "pipeline", (0, 1, 2, 3): "tensor+data", (0, 2, 8, 10): "data+pipeline",
-             tuple(range(16)): "all", (5,): ""}
+    named = {
+        (0, 1): "tensor",
+        (0, 2, 4, 6): "data",
+        (3, 11): "pipeline",
+        (0, 1, 2, 3): "tensor+data",
+        (0, 2, 8, 10): "data+pipeline",
+        tuple(range(16)): "all",
+        (5,): "",
+    }
     assert {ranks: axis_name(ranks, axes) for ranks in named} == named
     assert axis_name((0, 1), Axes(data=2)) == "data"  # of one axis alone its own name says more than "all"
 
@@ -84,7 +91,9 @@ def test_experts_have_a_part_of_the_data_ranks() -> None:
 @given(axes, st.data())
 @settings(max_examples=100, deadline=None)
 def test_every_name_is_among_those_of_the_layout(axes: Axes, data: st.DataObject) -> None:
-    ranks = data.draw(st.sets(st.integers(0, axes.size - 1), min_size=2, max_size=9)) if axes.size > 1 else {0}
+    ranks = (
+        data.draw(st.sets(st.integers(0, axes.size - 1), min_size=2, max_size=9)) if axes.size > 1 else {0}
+    )
     name = axis_name(ranks, axes)
     assert name == "" if axes.size == 1 else name in axis_names(axes)
     assert len(set(axis_names(axes))) == len(axis_names(axes))

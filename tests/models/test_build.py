@@ -1,6 +1,6 @@
 """The module of a plan: names, places, what configuration reaches.
 
-    pytest tests/models/test_build.py
+pytest tests/models/test_build.py
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def test_has_the_canonical_parameters(family: str, meta: bool) -> None:
 def test_buffers_are_those_of_the_constructor(family: str, device: str) -> None:
     plan = tiny_plan(family)
     assert plan.shape is not None
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**get(family).hugging_face_config(plan.shape)))
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**get(family).hugging_face_config(plan.shape))
+    )
     expected = dict(theirs.named_buffers())
     found = dict(build_model(plan, device).named_buffers())
     assert found.keys() == expected.keys()

@@ -1,6 +1,6 @@
 """A document in a window with others has the logits that it has alone: every family, its attention, recomputed blocks, its stages.
 
-    pytest tests/models/test_documents.py
+pytest tests/models/test_documents.py
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def test_a_document_among_others_is_as_alone(family: str, attention: str) -> Non
     model, batch = filled(plan), micro_batches(plan, 0)[0]
     model.set_attn_implementation(attention)  # type: ignore[operator]
     with torch.no_grad():
-        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        together = model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+        ).logits
         joined = model(input_ids=batch["input_ids"], use_cache=False).logits
         assert apart(model, together, batch) < TOLERANCE
         assert apart(model, joined, batch) > 1e3 * TOLERANCE
@@ -81,10 +83,14 @@ def test_recomputed_blocks_have_the_same_mask(family: str) -> None:
         model.zero_grad()
         for one in batches:
             task.loss_sum(model, one).backward()
-        return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+        return torch.cat(
+            [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+        )
 
-    alone: list[MicroBatch] = [{name: batch[name][row : row + 1, place] for name in ("input_ids", "labels")}
-                               for row, place in documents(batch)]
+    alone: list[MicroBatch] = [
+        {name: batch[name][row : row + 1, place] for name in ("input_ids", "labels")}
+        for row, place in documents(batch)
+    ]
     right = gradients(alone)
     largest = float(right.abs().max())
     assert float((gradients([batch]) - right).abs().max()) < TOLERANCE * largest
@@ -129,7 +135,13 @@ def test_a_cache_is_not_taken_for_documents() -> None:
 def test_a_query_sees_its_own_document_up_to_itself() -> None:
     seen = visible(torch.tensor([[0, 1, 0, 0, 1], [0, 1, 2, 3, 4]]))
     assert seen.shape == (2, 1, 5, 5)
-    assert seen[0, 0].int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+    assert seen[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
     assert torch.equal(seen[1, 0], torch.ones(5, 5, dtype=torch.bool).tril())
     some = visible(torch.tensor([[0, 1, 0, 0, 1]]), torch.tensor([4, 1]), torch.tensor([3, 4, 0, 1]))
     assert some[0, 0].int().tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
@@ -143,7 +155,9 @@ class Placed(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
         self.given: torch.Tensor | None = None
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
         self.given = position_ids
         return self.weight * input_ids.float().mean()
 

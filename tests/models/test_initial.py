@@ -1,6 +1,6 @@
 """Initial weights are a function of seed and name alone, and distributed as transformers' own.
 
-    pytest tests/models/test_initial.py
+pytest tests/models/test_initial.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from toolkit.testing.tiny import FAMILIES, tiny_plan
 
 def whole(plan: RunPlan, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     reader = InitialWeights(plan)
-    weights = {key.name: torch.full(info.shape, math.nan, dtype=dtype) for key, info in reader.tensors.items()}
+    weights = {
+        key.name: torch.full(info.shape, math.nan, dtype=dtype) for key, info in reader.tensors.items()
+    }
     reader.read([shard_of(name, value) for name, value in weights.items()])
     return weights
 
@@ -46,7 +48,11 @@ def test_equal_in_any_layout(family: str) -> None:
             length = -(-weight.numel() // ranks)
             mine = weight.flatten()[rank * length : (rank + 1) * length]
             found = torch.full_like(mine, math.nan)
-            reader.read(flat_shards(TensorKey(WEIGHT, name), tuple(weight.shape), rank * length, found) if len(mine) else [])
+            reader.read(
+                flat_shards(TensorKey(WEIGHT, name), tuple(weight.shape), rank * length, found)
+                if len(mine)
+                else []
+            )
             assert torch.equal(found, mine), name
 
 
@@ -73,7 +79,9 @@ def test_seed_and_name_decide() -> None:
     assert all(torch.equal(ours[name], again) for name, again in whole(plan).items())
     matrices = [name for name, weight in ours.items() if weight.dim() > 1]
     assert all(not torch.equal(ours[name], theirs[name]) for name in matrices)
-    assert len({ours[name].flatten()[:8].sum().item() for name in matrices}) == len(matrices), "no two matrices share their numbers"
+    assert len({ours[name].flatten()[:8].sum().item() for name in matrices}) == len(matrices), (
+        "no two matrices share their numbers"
+    )
 
 
 def test_a_deeper_model_keeps_its_first_layers() -> None:
@@ -85,7 +93,9 @@ def test_a_deeper_model_keeps_its_first_layers() -> None:
 def test_distributed_as_transformers_initialises(family: str) -> None:
     plan = tiny_plan(family, model__initializer_range=0.03)
     assert plan.shape is not None
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**get(family).hugging_face_config(plan.shape)))
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**get(family).hugging_face_config(plan.shape))
+    )
     weights = whole(plan)
     for name, expected in theirs.state_dict().items():
         if name not in weights:
@@ -94,21 +104,30 @@ def test_distributed_as_transformers_initialises(family: str) -> None:
         if expected.std() == 0:
             assert torch.equal(ours, expected), name
         else:
-            tolerance = 6 / math.sqrt(ours.numel())  # standard errors of the ratio of two estimates: about 1 / sqrt(n)
+            tolerance = 6 / math.sqrt(
+                ours.numel()
+            )  # standard errors of the ratio of two estimates: about 1 / sqrt(n)
             assert float(ours.std() / expected.std()) == pytest.approx(1, abs=tolerance), name
             assert abs(float(ours.mean())) < tolerance * 0.03, name
 
 
 def test_gpt2_scales_what_enters_the_residual_stream() -> None:
     weights = whole(tiny_plan("gpt2", model__num_hidden_layers=8))
-    for name, std in (("attn.c_proj", 0.02 / 4), ("mlp.c_proj", 0.02 / 4), ("attn.c_attn", 0.02), ("mlp.c_fc", 0.02)):
+    for name, std in (
+        ("attn.c_proj", 0.02 / 4),
+        ("mlp.c_proj", 0.02 / 4),
+        ("attn.c_attn", 0.02),
+        ("mlp.c_fc", 0.02),
+    ):
         assert float(weights[f"transformer.h.3.{name}.weight"].std()) == pytest.approx(std, rel=0.06), name
 
 
 def test_cast_to_what_asks() -> None:
     plan = tiny_plan()
     expected = whole(plan)
-    assert all(torch.equal(weight, expected[name].bfloat16()) for name, weight in whole(plan, torch.bfloat16).items())
+    assert all(
+        torch.equal(weight, expected[name].bfloat16()) for name, weight in whole(plan, torch.bfloat16).items()
+    )
 
 
 def test_random_state_outside_is_unchanged() -> None:
@@ -124,7 +143,9 @@ def test_holds_one_module_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = initial._copy
 
     def watched(*arguments: Any) -> None:
-        held.append(sum(parameter.numel() for parameter in reader._skeleton.parameters() if not parameter.is_meta))
+        held.append(
+            sum(parameter.numel() for parameter in reader._skeleton.parameters() if not parameter.is_meta)
+        )
         copy(*arguments)
 
     monkeypatch.setattr(initial, "_copy", watched)
@@ -137,7 +158,9 @@ def test_holds_one_module_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held == [64], "what nobody asks for is not made"
 
 
-@pytest.mark.parametrize("key", [TensorKey(WEIGHT, "model.norm"), TensorKey(EXP_AVG, "model.norm.weight")], ids=str)
+@pytest.mark.parametrize(
+    "key", [TensorKey(WEIGHT, "model.norm"), TensorKey(EXP_AVG, "model.norm.weight")], ids=str
+)
 def test_what_there_is_not_is_refused(key: TensorKey) -> None:
     with pytest.raises(CheckpointError, match="nothing of that name"):
         InitialWeights(tiny_plan()).read([Shard(key, (64,), Box.whole((64,)), torch.empty(64))])

@@ -1,6 +1,6 @@
 """The example of docs/own_model.md, as written there, trains and resumes.
 
-    pytest tests/models/test_own_model.py
+pytest tests/models/test_own_model.py
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def test_its_commands_are_the_toolkits() -> None:
     """The keys of the page's commands exist."""
     from toolkit.config.compose import compose
 
-    commands = re.findall(r"^deepspeed .*?launch/train.py (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    commands = re.findall(
+        r"^deepspeed .*?launch/train.py (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(commands) == 2
     for command in commands:
         config = compose(command.split())

@@ -1,6 +1,6 @@
 """model.target: what is built, and what each mistake is answered with.
 
-    pytest tests/models/test_target.py
+pytest tests/models/test_target.py
 """
 
 from __future__ import annotations
@@ -29,10 +29,18 @@ MISTAKES = {
     "not a class": (f"{HERE}.imported_elsewhere", {}, "no class imported_elsewhere"),
     "missing argument": (f"{HERE}.Fine", {}, r"\(none\).*width"),
     "wrong argument": (f"{HERE}.Fine", {"width": 2, "height": 3}, r"\(width, height\).*height"),
-    "a function without annotation": (f"{HERE}.unannotated", {"command": "true"}, "unannotated does not say that it returns"),
+    "a function without annotation": (
+        f"{HERE}.unannotated",
+        {"command": "true"},
+        "unannotated does not say that it returns",
+    ),
     "a function of another type": (f"{HERE}.no_module", {}, "no_module does not say that it returns"),
     "a function that lies": (f"{HERE}.lying", {}, "gives a int"),
-    "an annotation that cannot be resolved": (f"{HERE}.unresolved", {}, "unresolved does not say that it returns"),
+    "an annotation that cannot be resolved": (
+        f"{HERE}.unresolved",
+        {},
+        "unresolved does not say that it returns",
+    ),
     "a class that is no module": (f"{HERE}.NoModule", {}, "NoModule is a class that is not derived"),
     "an object that can be called": (f"{HERE}.partial_of_fine", {}, "no class partial_of_fine"),
     "a function of a package": ("torch.hub.load", {"repo_or_dir": "x"}, "load does not say that it returns"),
@@ -54,12 +62,16 @@ def test_mistakes_are_answered(target: str, arguments: dict[str, int], shows: st
 
 
 def test_a_function_that_says_what_it_returns_is_taken() -> None:
-    assert isinstance(build_target(ModelConfig(target=f"{HERE}.annotated", arguments={"width": 2}), 0), torch.nn.Module)
+    assert isinstance(
+        build_target(ModelConfig(target=f"{HERE}.annotated", arguments={"width": 2}), 0), torch.nn.Module
+    )
 
 
 @pytest.mark.parametrize("target", ["subprocess.getoutput", "os.system", "tests.models.broken.unannotated"])
 def test_what_is_no_model_is_never_called(target: str, tmp_path: Path) -> None:
-    (argument,) = {"getoutput": ["cmd"], "system": ["command"], "unannotated": ["command"]}[target.rpartition(".")[2]]
+    (argument,) = {"getoutput": ["cmd"], "system": ["command"], "unannotated": ["command"]}[
+        target.rpartition(".")[2]
+    ]
     with pytest.raises(ConfigError, match=r"model\.target"):
         build_target(ModelConfig(target=target, arguments={argument: f"touch {tmp_path}/mark"}), 0)
     assert not list(tmp_path.iterdir())
@@ -70,7 +82,9 @@ def test_an_error_inside_the_users_code_is_theirs() -> None:
         build_target(ModelConfig(target=f"{HERE}.Unwell"), 0)
 
 
-def test_an_import_error_inside_the_users_module_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_inside_the_users_module_is_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "half_installed.py").write_text("import a_package_that_is_missing\n\nclass Model: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
@@ -81,11 +95,15 @@ def test_a_module_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: py
     (tmp_path / "only_here.py").write_text("from torch import nn\n\n\nclass Model(nn.Linear):\n    pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    module = build_target(ModelConfig(target="only_here.Model", arguments={"in_features": 2, "out_features": 3}), 0)
+    module = build_target(
+        ModelConfig(target="only_here.Model", arguments={"in_features": 2, "out_features": 3}), 0
+    )
     assert module.weight.shape == (3, 2)
 
 
-def test_a_module_is_looked_up_without_importing_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_looked_up_without_importing_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "explosive"
     (package / "inner").mkdir(parents=True)
     for file in ("__init__.py", "inner/__init__.py", "inner/models.py"):
@@ -93,23 +111,41 @@ def test_a_module_is_looked_up_without_importing_anything(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     check_target(ModelConfig(target="explosive.inner.models.Model"))
     check_target(ModelConfig())
-    for target, missing in {"explosive.inner.absent.Model": "explosive.inner.absent", "explosive.absent.models.Model": "explosive.absent",
-                            "explosive.inner.models.Outer.Model": "explosive.inner.models.Outer"}.items():
+    for target, missing in {
+        "explosive.inner.absent.Model": "explosive.inner.absent",
+        "explosive.absent.models.Model": "explosive.absent",
+        "explosive.inner.models.Outer.Model": "explosive.inner.models.Outer",
+    }.items():
         with pytest.raises(ConfigError, match=f"there is no module {missing}\n"):
             check_target(ModelConfig(target=target))
     with pytest.raises(RuntimeError, match="imported"):
         build_target(ModelConfig(target="explosive.inner.models.Model"), 0)
 
 
-@pytest.mark.parametrize(("source", "known"), [
-    ("class Model: ...", True), ("def Model(): ...", True), ("Model = Other", True), ("from torch.nn import Linear as Model", True),
-    ("try:\n    import a\nexcept ImportError:\n    class Model: ...", True), ("if True:\n    Model: type = int", True),
-    ("(Model, other) = 1, 2", True), ("from torch.nn import *", True), ("def __getattr__(name): ...", True),
-    ("globals()['Mod' + 'el'] = int", True), ("import sys\nsys.modules[__name__] = object()", True), ("this is no Python", True),
-    ("class Modle: ...", False), ("class Other:\n    class Model: ...", False), ("def other():\n    Model = 1", False), ("", False),
-])
-def test_a_misspelt_name_is_refused_and_no_name_that_may_be_there(source: str, known: bool, tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("source", "known"),
+    [
+        ("class Model: ...", True),
+        ("def Model(): ...", True),
+        ("Model = Other", True),
+        ("from torch.nn import Linear as Model", True),
+        ("try:\n    import a\nexcept ImportError:\n    class Model: ...", True),
+        ("if True:\n    Model: type = int", True),
+        ("(Model, other) = 1, 2", True),
+        ("from torch.nn import *", True),
+        ("def __getattr__(name): ...", True),
+        ("globals()['Mod' + 'el'] = int", True),
+        ("import sys\nsys.modules[__name__] = object()", True),
+        ("this is no Python", True),
+        ("class Modle: ...", False),
+        ("class Other:\n    class Model: ...", False),
+        ("def other():\n    Model = 1", False),
+        ("", False),
+    ],
+)
+def test_a_misspelt_name_is_refused_and_no_name_that_may_be_there(
+    source: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_models.py").write_text(f"{source}\n")
     monkeypatch.syspath_prepend(tmp_path)
     if known:

@@ -40,17 +40,30 @@ class FakeGpu:
     throttle: int = pynvml.nvmlClocksEventReasonSwPowerCap
     ecc: dict[int, int] = field(default_factory=lambda: {0: 2, 1: 0})  # corrected, uncorrected
     remapped: tuple[int, int, int, int] = (1, 0, 0, 0)
-    gpm: dict[int, float] = field(default_factory=lambda: {
-        pynvml.NVML_GPM_METRIC_SM_UTIL: 88.25, pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: 30.0, pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: 41.5,
-        pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: 35.0, pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC: 100.0,
-        pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC: 200.0, pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC: 5000.0,
-        pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC: 5001.0})
+    gpm: dict[int, float] = field(
+        default_factory=lambda: {
+            pynvml.NVML_GPM_METRIC_SM_UTIL: 88.25,
+            pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: 30.0,
+            pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: 41.5,
+            pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: 35.0,
+            pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC: 100.0,
+            pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC: 200.0,
+            pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC: 5000.0,
+            pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC: 5001.0,
+        }
+    )
     pcie_kilobytes: tuple[int, int] = (1500, 2500)
-    fields: dict[int | tuple[int, int], float] = field(default_factory=lambda: {
-        pynvml.NVML_FI_DEV_MEMORY_TEMP: 71, pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN: 0,
-        pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN: 0, pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN: 0,
-        pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL: 0, pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL: 3,
-        pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL: 0})
+    fields: dict[int | tuple[int, int], float] = field(
+        default_factory=lambda: {
+            pynvml.NVML_FI_DEV_MEMORY_TEMP: 71,
+            pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN: 0,
+            pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN: 0,
+            pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN: 0,
+            pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL: 0,
+            pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL: 3,
+            pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL: 0,
+        }
+    )
     lacks: dict[str, int] = field(default_factory=dict)
     lost: bool = False
     slices: list[tuple[str, int]] = field(default_factory=list)  # MIG: uuid and bytes of memory
@@ -179,7 +192,9 @@ class FakeNvml(ModuleType):
         total = gpu.total if slot is None else gpu.slices[slot][1]
         if version is None:
             return pynvml.c_nvmlMemory_t(total=total, used=min(gpu.used, total) + GIB, free=0)
-        return pynvml.c_nvmlMemory_v2_t(version=version, total=total, reserved=GIB, used=min(gpu.used, total), free=0)
+        return pynvml.c_nvmlMemory_v2_t(
+            version=version, total=total, reserved=GIB, used=min(gpu.used, total), free=0
+        )
 
     def nvmlDeviceGetPowerUsage(self, handle: Any) -> int:
         return self._gpu(handle, "nvmlDeviceGetPowerUsage").milliwatts
@@ -187,7 +202,9 @@ class FakeNvml(ModuleType):
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int:
         return self._gpu(handle, "nvmlDeviceGetEnforcedPowerLimit").limit_milliwatts
 
-    def nvmlDeviceGetTemperatureV(self, handle: Any, sensor: int, version: int = pynvml.nvmlTemperature_v1) -> int:
+    def nvmlDeviceGetTemperatureV(
+        self, handle: Any, sensor: int, version: int = pynvml.nvmlTemperature_v1
+    ) -> int:
         return self._gpu(handle, "nvmlDeviceGetTemperatureV").celsius
 
     def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:
@@ -221,14 +238,18 @@ class FakeNvml(ModuleType):
         gpu = self._gpu(handle, "nvmlDeviceGetFieldValues")
         values = (pynvml.c_nvmlFieldValue_t * len(fieldIds))()
         for value, wanted in zip(values, fieldIds, strict=True):
-            value.nvmlReturn = pynvml.NVML_SUCCESS if wanted in gpu.fields else pynvml.NVML_ERROR_NOT_SUPPORTED
+            value.nvmlReturn = (
+                pynvml.NVML_SUCCESS if wanted in gpu.fields else pynvml.NVML_ERROR_NOT_SUPPORTED
+            )
             value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
             value.value.ullVal = int(gpu.fields.get(wanted, 0))
         return values
 
     def nvmlGpmQueryDeviceSupport(self, device: Any) -> Any:
         gpu = self._gpu(device, "nvmlGpmQueryDeviceSupport")
-        return pynvml.c_nvmlGpmSupport_t(version=pynvml.NVML_GPM_SUPPORT_VERSION, isSupportedDevice=int(bool(gpu.gpm)))
+        return pynvml.c_nvmlGpmSupport_t(
+            version=pynvml.NVML_GPM_SUPPORT_VERSION, isSupportedDevice=int(bool(gpu.gpm))
+        )
 
     def nvmlGpmSampleAlloc(self) -> Any:
         self._enter("nvmlGpmSampleAlloc")
@@ -249,13 +270,18 @@ class FakeNvml(ModuleType):
 
     def nvmlGpmMetricsGet(self, metricsGet: Any) -> Any:
         self._enter("nvmlGpmMetricsGet")
-        first, second = (self._samples[ctypes.cast(one, ctypes.c_void_p).value or 0] for one in (metricsGet.sample1, metricsGet.sample2))
+        first, second = (
+            self._samples[ctypes.cast(one, ctypes.c_void_p).value or 0]
+            for one in (metricsGet.sample1, metricsGet.sample2)
+        )
         assert first == second is not None, "two samples of one GPU"
         assert metricsGet.version == pynvml.NVML_GPM_METRICS_GET_VERSION
         for place in range(metricsGet.numMetrics):
             metric = metricsGet.metrics[place]
             known = self.gpus[second].gpm
-            metric.nvmlReturn = pynvml.NVML_SUCCESS if metric.metricId in known else pynvml.NVML_ERROR_NOT_SUPPORTED
+            metric.nvmlReturn = (
+                pynvml.NVML_SUCCESS if metric.metricId in known else pynvml.NVML_ERROR_NOT_SUPPORTED
+            )
             metric.value = known.get(metric.metricId, float("nan"))
         return metricsGet
 
@@ -274,8 +300,11 @@ class FakeNvml(ModuleType):
             number, xid = self._xids.get(timeout=timeoutms / 1000)
         except queue.Empty:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT) from None
-        return pynvml.c_nvmlEventData_t(device=ctypes.cast(BOARDS + 16 * number, pynvml.c_nvmlDevice_t),
-                                        eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=xid)
+        return pynvml.c_nvmlEventData_t(
+            device=ctypes.cast(BOARDS + 16 * number, pynvml.c_nvmlDevice_t),
+            eventType=pynvml.nvmlEventTypeXidCriticalError,
+            eventData=xid,
+        )
 
     def nvmlEventSetFree(self, eventSet: Any) -> None:
         self._enter("nvmlEventSetFree")

@@ -1,6 +1,6 @@
 """Each detector names its fault within 20 steps, and none says anything of a run that is well.
 
-    pytest tests/monitor/test_detect.py
+pytest tests/monitor/test_detect.py
 """
 
 from __future__ import annotations
@@ -39,12 +39,17 @@ def plan() -> RunPlan:
 def test_two_thousand_clean_steps_give_no_alert(plan: RunPlan, seed: int, ledger: bool) -> None:
     if not ledger and seed:
         return  # the ledger's absence changes one detector
-    found = alerts_of([*detectors(_without_ledger(plan) if not ledger else plan)], steps_of(seed, 2000, noise=0.08 + 0.04 * seed))
+    found = alerts_of(
+        [*detectors(_without_ledger(plan) if not ledger else plan)],
+        steps_of(seed, 2000, noise=0.08 + 0.04 * seed),
+    )
     assert [str(alert) for alert in found] == []
 
 
 def _without_ledger(plan: RunPlan) -> RunPlan:
-    config: RunConfig = dataclasses.replace(plan.config, monitor=dataclasses.replace(plan.config.monitor, ledger=False))
+    config: RunConfig = dataclasses.replace(
+        plan.config, monitor=dataclasses.replace(plan.config.monitor, ledger=False)
+    )
     return dataclasses.replace(plan, config=config)
 
 
@@ -165,7 +170,12 @@ FAULTS: list[tuple[Fault, str, str, str]] = [
     (slow_network, "slow-collective", "axis data", "collectives along axis data have become slow"),
     (slower, "falling-throughput", "", "training has become slower"),
     (nan_loss, "non-finite-loss", "", f"the loss is not a finite number, first in step {SINCE}: forward"),
-    (infinite_gradient, "non-finite-gradient", "", f"the gradient norm is not a finite number, first in step {SINCE}: backward"),
+    (
+        infinite_gradient,
+        "non-finite-gradient",
+        "",
+        f"the gradient norm is not a finite number, first in step {SINCE}: backward",
+    ),
     (infinite_gradient_then_nan, "non-finite-gradient", "", f"first in step {SINCE}: backward"),
     (one_spike, "loss-spike", "", "and came back"),
     (diverging, "loss-shift", "", f"has gone up in step {SINCE} and stays"),
@@ -177,8 +187,12 @@ FAULTS: list[tuple[Fault, str, str, str]] = [
 FOLLOWS = {"falling-throughput"}
 
 
-@pytest.mark.parametrize(("fault", "name", "where", "cause"), FAULTS, ids=[fault.__name__ for fault, *_ in FAULTS])
-def test_a_fault_is_named_within_20_steps(plan: RunPlan, fault: Fault, name: str, where: str, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "name", "where", "cause"), FAULTS, ids=[fault.__name__ for fault, *_ in FAULTS]
+)
+def test_a_fault_is_named_within_20_steps(
+    plan: RunPlan, fault: Fault, name: str, where: str, cause: str
+) -> None:
     found = alerts_of(detectors(plan), steps_of(7, SINCE + 20, fault, SINCE))
     assert found, "nothing was said"
     assert min(alert.step for alert in found) >= SINCE
@@ -198,6 +212,7 @@ def test_a_fault_is_named_within_20_steps(plan: RunPlan, fault: Fault, name: str
 @pytest.mark.parametrize(("ranks", "where"), [(range(RANKS), ""), (range(1, 2), "rank 1")])
 def test_two_long_data_waits_far_apart_are_named(plan: RunPlan, ranks: range, where: str) -> None:
     """They take 72% of the time of 100 steps, and no 20 steps have both."""
+
     def waits(step: Step, random: np.random.Generator) -> None:
         if step.number in (60, 95):
             step.parts[DATA][list(ranks)] += 130.0
@@ -210,19 +225,32 @@ def test_two_long_data_waits_far_apart_are_named(plan: RunPlan, ranks: range, wh
 
 def test_throughput_is_compared_for_the_same_number_of_samples(plan: RunPlan) -> None:
     """A batch ramp doubles what a step costs; at the same batch that is an alert."""
+
     def ramped(step: Step, random: np.random.Generator) -> None:
         for seconds in step.parts.values():
             seconds *= 2
 
-    batch = dataclasses.replace(plan.batch, stages=(
-        dataclasses.replace(plan.batch.stages[0], size=8, steps=SINCE - 1),
-        dataclasses.replace(plan.batch.stages[0], size=16, first_step=SINCE - 1, first_sample=8 * (SINCE - 1), steps=None)))
-    assert alerts_of(detectors(dataclasses.replace(plan, batch=batch)), steps_of(1, SINCE + 60, ramped, SINCE)) == []
-    assert {alert.name for alert in alerts_of(detectors(plan), steps_of(1, SINCE + 60, ramped, SINCE))} >= {"falling-throughput"}
+    batch = dataclasses.replace(
+        plan.batch,
+        stages=(
+            dataclasses.replace(plan.batch.stages[0], size=8, steps=SINCE - 1),
+            dataclasses.replace(
+                plan.batch.stages[0], size=16, first_step=SINCE - 1, first_sample=8 * (SINCE - 1), steps=None
+            ),
+        ),
+    )
+    assert (
+        alerts_of(detectors(dataclasses.replace(plan, batch=batch)), steps_of(1, SINCE + 60, ramped, SINCE))
+        == []
+    )
+    assert {alert.name for alert in alerts_of(detectors(plan), steps_of(1, SINCE + 60, ramped, SINCE))} >= {
+        "falling-throughput"
+    }
 
 
 def test_a_few_short_steps_are_a_hiccup_and_many_are_none() -> None:
     """Steps of 12 ms that take 30: for some seconds, and for good."""
+
     def alerts(slow: Callable[[int], bool]) -> list[int]:
         detector = FallingThroughput(lambda step: 8)
         rows = (ledger(step, 0.03 if slow(step) else 0.012) for step in range(1, 10_000))
@@ -234,8 +262,17 @@ def test_a_few_short_steps_are_a_hiccup_and_many_are_none() -> None:
 
 def ledger(step: int, busy: float, **more: Any) -> dict[str, Any]:
     """A row of one rank."""
-    return {"step": step, "ranks": 1, "wall_seconds": busy, "parts": {FORWARD: [busy] * 3}, "slowest_rank": 0, "data_rank": 0,
-            "slowest_busy_seconds": busy, "median_busy_seconds": busy, **more}
+    return {
+        "step": step,
+        "ranks": 1,
+        "wall_seconds": busy,
+        "parts": {FORWARD: [busy] * 3},
+        "slowest_rank": 0,
+        "data_rank": 0,
+        "slowest_busy_seconds": busy,
+        "median_busy_seconds": busy,
+        **more,
+    }
 
 
 def on_a_busy_host(step: Step, random: np.random.Generator) -> None:
@@ -251,8 +288,11 @@ def on_a_busy_host(step: Step, random: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_two_thousand_clean_steps_on_a_busy_host_say_so_once_and_nothing_else(plan: RunPlan, seed: int) -> None:
+def test_two_thousand_clean_steps_on_a_busy_host_say_so_once_and_nothing_else(
+    plan: RunPlan, seed: int
+) -> None:
     """A hog comes and goes: 400 idle steps, 200 busy ones, and again."""
+
     def hog(step: Step, random: np.random.Generator) -> None:
         if step.number % 600 >= 400:
             on_a_busy_host(step, random)
@@ -262,10 +302,17 @@ def test_two_thousand_clean_steps_on_a_busy_host_say_so_once_and_nothing_else(pl
     assert 1 <= len(found) <= 3, "each time that it comes, it is told once"
 
 
-@pytest.mark.parametrize(("fault", "name", "where"), [
-    (two_long_data_waits_of_rank_1, "data-stall", "rank 1"), (stopped_rank_2, "pauses", "rank 2"),
-    (slow_save_of_rank_0, "slow-checkpoint", "")])
-def test_a_large_fault_is_named_on_a_busy_host_too(plan: RunPlan, fault: Fault, name: str, where: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "name", "where"),
+    [
+        (two_long_data_waits_of_rank_1, "data-stall", "rank 1"),
+        (stopped_rank_2, "pauses", "rank 2"),
+        (slow_save_of_rank_0, "slow-checkpoint", ""),
+    ],
+)
+def test_a_large_fault_is_named_on_a_busy_host_too(
+    plan: RunPlan, fault: Fault, name: str, where: str
+) -> None:
     def both(step: Step, random: np.random.Generator) -> None:
         on_a_busy_host(step, random)
         if step.number >= SINCE:
@@ -277,6 +324,7 @@ def test_a_large_fault_is_named_on_a_busy_host_too(plan: RunPlan, fault: Fault, 
 
 def test_what_falls_slowly_is_compared_with_how_it_began(plan: RunPlan) -> None:
     """A thousandth a step: no window of 200 steps shows it."""
+
     def slower_and_slower(step: Step, random: np.random.Generator) -> None:
         for seconds in step.parts.values():
             seconds *= 1 + (step.number - SINCE) / 2000
@@ -289,10 +337,15 @@ def test_what_falls_slowly_is_compared_with_how_it_began(plan: RunPlan) -> None:
 
 def test_a_slow_leak_is_seen_over_all_of_the_run(plan: RunPlan) -> None:
     """A mebibyte a step: 50 in 20 steps are nothing, a gigabyte in a thousand is a leak."""
+
     def leak(step: Step, random: np.random.Generator) -> None:
         step.host_bytes = 2 * GIB + step.number * 2**20
 
-    found = [alert for alert in alerts_of(detectors(plan), steps_of(3, 1500, leak, 1)) if alert.name == "memory-creep"]
+    found = [
+        alert
+        for alert in alerts_of(detectors(plan), steps_of(3, 1500, leak, 1))
+        if alert.name == "memory-creep"
+    ]
     assert found
     assert "1 MiB a step" in found[0].evidence
 
@@ -314,7 +367,10 @@ def test_stages_of_a_pipeline_may_differ_but_not_begin_to() -> None:
 
 def test_of_two_ranks_the_slow_one_is_compared_with_the_other() -> None:
     detector = Straggler(ranks_per_node=1, stages=1)
-    found = [detector.see(Kind.LEDGER, ledger(step, 1.4, ranks=2, slowest_rank=1, median_busy_seconds=1.2)) for step in range(1, 40)]
+    found = [
+        detector.see(Kind.LEDGER, ledger(step, 1.4, ranks=2, slowest_rank=1, median_busy_seconds=1.2))
+        for step in range(1, 40)
+    ]
     alert = found[-1]
     assert alert is not None
     assert "node 1" in alert.cause
@@ -327,7 +383,11 @@ def test_saving_that_becomes_slow(plan: RunPlan) -> None:
         step.saved *= 6 if step.number % SAVE == 0 else 1
 
     found = alerts_of(detectors(plan), steps_of(4, 1000, slow, 650))
-    assert {(alert.name, alert.step) for alert in found} <= {("slow-checkpoint", 800), ("slow-checkpoint", 900), ("slow-checkpoint", 1000)}
+    assert {(alert.name, alert.step) for alert in found} <= {
+        ("slow-checkpoint", 800),
+        ("slow-checkpoint", 900),
+        ("slow-checkpoint", 1000),
+    }
     assert found[0].step == 800, "one slow save is none"
     assert "checkpoint.background=true" in found[0].next_step
 
@@ -346,7 +406,11 @@ def test_saving_that_takes_a_large_share() -> None:
 
 def test_a_checkpoint_that_does_not_come() -> None:
     now = [0.0]
-    for cadence, seconds, late_at in ((Cadence(steps=100), 1.0, 251), (Cadence(seconds=600.0), 10.0, 191), (Cadence(), 10.0, None)):
+    for cadence, seconds, late_at in (
+        (Cadence(steps=100), 1.0, 251),
+        (Cadence(seconds=600.0), 10.0, 191),
+        (Cadence(), 10.0, None),
+    ):
         now[0] = 0.0
         detector, found = LateCheckpoint(cadence, lambda: now[0]), []
         for step in range(1, 400):
@@ -361,7 +425,10 @@ def test_a_checkpoint_that_does_not_come() -> None:
 def test_fp16_may_look_for_its_scale_at_the_start_and_not_later() -> None:
     def said(first: int, count: int) -> list[int]:
         detector = LossScale()
-        rows = [{"step": step, "skipped": first <= step < first + count, "loss_scale": 65536.0} for step in range(1, 200)]
+        rows = [
+            {"step": step, "skipped": first <= step < first + count, "loss_scale": 65536.0}
+            for step in range(1, 200)
+        ]
         return [row["step"] for row in rows if detector.see(Kind.STEP, row) is not None]
 
     assert said(1, 15) == []
@@ -372,12 +439,18 @@ def test_fp16_may_look_for_its_scale_at_the_start_and_not_later() -> None:
     assert LossScale().see(Kind.STEP, skipped) is None, "without a loss scale there is nothing to collapse"
 
 
-@pytest.mark.parametrize(("row", "words"), [
-    ({"skipped": True, "weights_finite": True}, "; the weights are finite, and the step was skipped"),
-    ({"skipped": False, "weights_finite": True}, "; the weights are finite"),
-    ({"skipped": True, "weights_finite": False}, "; the weights are not finite either, and the step was skipped"),
-    ({}, "from a loss that was a number"),  # of an earlier version
-])
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"skipped": True, "weights_finite": True}, "; the weights are finite, and the step was skipped"),
+        ({"skipped": False, "weights_finite": True}, "; the weights are finite"),
+        (
+            {"skipped": True, "weights_finite": False},
+            "; the weights are not finite either, and the step was skipped",
+        ),
+        ({}, "from a loss that was a number"),  # of an earlier version
+    ],
+)
 def test_the_alert_reports_weights_as_they_were_found(row: dict[str, bool], words: str) -> None:
     alert = NonFinite().see(Kind.STEP, {"step": 1, "loss": 1.0, "grad_norm": math.inf, "lr": 1.0, **row})
     assert alert is not None
@@ -387,7 +460,9 @@ def test_the_alert_reports_weights_as_they_were_found(row: dict[str, bool], word
 
 def validated(losses: list[float]) -> list[int]:
     detector = Validation()
-    rows = [{"step": EVAL * number, "set": "validation", "loss": loss} for number, loss in enumerate(losses, 1)]
+    rows = [
+        {"step": EVAL * number, "set": "validation", "loss": loss} for number, loss in enumerate(losses, 1)
+    ]
     return [row["step"] // EVAL for row in rows if detector.see(Kind.EVAL, row) is not None]
 
 
@@ -406,22 +481,33 @@ def test_validation_that_rises() -> None:
 def test_a_falling_loss_without_noise_is_no_jump() -> None:
     detector = Jump(LOSS)
     losses = [5 * math.exp(-step / 100) for step in range(300)]
-    assert [detector.see(Kind.STEP, {"step": step, "loss": loss}) for step, loss in enumerate(losses)] == [None] * 300
+    assert [detector.see(Kind.STEP, {"step": step, "loss": loss}) for step, loss in enumerate(losses)] == [
+        None
+    ] * 300
 
 
 def test_a_loss_that_is_zero_may_be_one() -> None:
     detector = Jump(LOSS)
     losses = [0.0] * 60 + [1.0] + [0.0] * 10
-    found = [alert for step, loss in enumerate(losses) if (alert := detector.see(Kind.STEP, {"step": step, "loss": loss})) is not None]
+    found = [
+        alert
+        for step, loss in enumerate(losses)
+        if (alert := detector.see(Kind.STEP, {"step": step, "loss": loss})) is not None
+    ]
     assert [(alert.name, alert.step) for alert in found] == [("loss-spike", 63)]
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda config: setattr(config.data, "name", "dataset"), "data.dataset.workers=4"),
-    (lambda config: setattr(config.data, "path", "s3://bucket/data"), "data.cache.folder"),
-    (lambda config: None, "data.path=FOLDER"),
-])
-def test_what_to_do_about_slow_data_depends_on_where_they_come_from(change: Callable[[RunConfig], None], said: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda config: setattr(config.data, "name", "dataset"), "data.dataset.workers=4"),
+        (lambda config: setattr(config.data, "path", "s3://bucket/data"), "data.cache.folder"),
+        (lambda config: None, "data.path=FOLDER"),
+    ],
+)
+def test_what_to_do_about_slow_data_depends_on_where_they_come_from(
+    change: Callable[[RunConfig], None], said: str
+) -> None:
     plan = tiny_plan()
     change(plan.config)
     assert said in faster_data(plan)
@@ -430,6 +516,19 @@ def test_what_to_do_about_slow_data_depends_on_where_they_come_from(change: Call
 def test_every_detector_is_tried_here(plan: RunPlan) -> None:
     """A list of what can be told, for docs/monitoring.md."""
     assert {type(detector).__name__ for detector in detectors(plan)} == {
-        "NonFinite", "Jump", "LossScale", "Validation", "DataStall", "GarbageCollection", "HostBusy", "Stops", "Pauses",
-        "FallingThroughput", "Straggler", "SlowCollective", "SlowCheckpoint", "Creep"}
+        "NonFinite",
+        "Jump",
+        "LossScale",
+        "Validation",
+        "DataStall",
+        "GarbageCollection",
+        "HostBusy",
+        "Stops",
+        "Pauses",
+        "FallingThroughput",
+        "Straggler",
+        "SlowCollective",
+        "SlowCheckpoint",
+        "Creep",
+    }
     assert all(isinstance(detector, Detector) for detector in detectors(plan))

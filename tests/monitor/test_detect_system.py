@@ -1,6 +1,6 @@
 """Alerts of nodes: each trouble is named with its place, and 2,000 clean samples with spikes in them give none.
 
-    pytest tests/monitor/test_detect_system.py
+pytest tests/monitor/test_detect_system.py
 """
 
 from __future__ import annotations
@@ -24,24 +24,49 @@ Change = Callable[[int, dict[str, Any]], None]  # of the row of a number
 def sample(number: int, noise: random.Random) -> dict[str, Any]:
     """A healthy node at work: clocks at the power limit, memory that rises and falls with evaluations."""
     row: dict[str, Any] = {
-        "node": 1, "step": 3 * number, "time": 1.78e9 + 10.0 * number, "gpu/count": GPUS,
-        "host/memory_total_bytes": 1000 * GB, "host/memory_available_bytes": 700 * GB + noise.uniform(-20, 20) * GB,
-        "disk/total_bytes": 5000 * GB, "disk/free_bytes": 800 * GB - number * GB / 100,
+        "node": 1,
+        "step": 3 * number,
+        "time": 1.78e9 + 10.0 * number,
+        "gpu/count": GPUS,
+        "host/memory_total_bytes": 1000 * GB,
+        "host/memory_available_bytes": 700 * GB + noise.uniform(-20, 20) * GB,
+        "disk/total_bytes": 5000 * GB,
+        "disk/free_bytes": 800 * GB - number * GB / 100,
     }
     for gpu in range(GPUS):
         clock = noise.randint(1500, 1800)
-        row |= {f"gpu/{gpu}/{name}": value for name, value in {
-            "uuid": f"GPU-{gpu}", "utilization_percent": noise.choice((0, 40, 97, 100)), "sm_clock_mhz": clock, "sm_clock_max_mhz": 1980,
-            "sm_clock_ratio": round(clock / 1980, 3), "temperature_celsius": noise.randint(55, 70), "ecc_uncorrected_errors": 2,
-            "throttle_reasons": noise.choice(("none", "power-cap", "idle")), "throttled": 0, "throttled_percent": noise.uniform(0, 2),
-            "row_remap_pending": 0, "row_remap_failed": 0, "remapped_rows_corrected": 3, "remapped_rows_uncorrected": 0}.items()}
+        row |= {
+            f"gpu/{gpu}/{name}": value
+            for name, value in {
+                "uuid": f"GPU-{gpu}",
+                "utilization_percent": noise.choice((0, 40, 97, 100)),
+                "sm_clock_mhz": clock,
+                "sm_clock_max_mhz": 1980,
+                "sm_clock_ratio": round(clock / 1980, 3),
+                "temperature_celsius": noise.randint(55, 70),
+                "ecc_uncorrected_errors": 2,
+                "throttle_reasons": noise.choice(("none", "power-cap", "idle")),
+                "throttled": 0,
+                "throttled_percent": noise.uniform(0, 2),
+                "row_remap_pending": 0,
+                "row_remap_failed": 0,
+                "remapped_rows_corrected": 3,
+                "remapped_rows_uncorrected": 0,
+            }.items()
+        }
         # 3 GB of caches fill in the first minutes, and every 50 samples an evaluation holds 10 GB for a while.
-        row[f"rank/{8 + gpu}/private_bytes"] = 20 * GB + 3 * GB * min(1.0, number / 30) + noise.uniform(0, 0.2) * GB + (
-            10 * GB if number % 50 < 5 else 0)
+        row[f"rank/{8 + gpu}/private_bytes"] = (
+            20 * GB
+            + 3 * GB * min(1.0, number / 30)
+            + noise.uniform(0, 0.2) * GB
+            + (10 * GB if number % 50 < 5 else 0)
+        )
     return row
 
 
-def alerts(count: int, change: Change = lambda number, row: None, checkpoint_bytes: float = 0.0) -> list[tuple[int, Alert]]:
+def alerts(
+    count: int, change: Change = lambda number, row: None, checkpoint_bytes: float = 0.0
+) -> list[tuple[int, Alert]]:
     """Number of the sample, and what was said at it."""
     detector, noise = NodeDetector(1, checkpoint_bytes), random.Random(7)
     said = []
@@ -61,8 +86,15 @@ def only(said: Sequence[tuple[int, Alert]], name: str) -> list[tuple[int, Alert]
 def test_clean_samples_with_spikes_give_no_alert() -> None:
     def spikes(number: int, row: dict[str, Any]) -> None:
         if number % 9 < LASTING - 1:  # two of nine samples
-            row |= {"gpu/2/throttled": 1, "gpu/2/throttle_reasons": "hardware-thermal", "gpu/2/throttled_percent": 60.0,
-                    "gpu/5/sm_clock_ratio": 0.3, "gpu/5/utilization_percent": 100, "host/memory_available_bytes": GB, "disk/free_bytes": 1}
+            row |= {
+                "gpu/2/throttled": 1,
+                "gpu/2/throttle_reasons": "hardware-thermal",
+                "gpu/2/throttled_percent": 60.0,
+                "gpu/5/sm_clock_ratio": 0.3,
+                "gpu/5/utilization_percent": 100,
+                "host/memory_available_bytes": GB,
+                "disk/free_bytes": 1,
+            }
         if number % 400 == 399:  # a driver that takes its time, and host figures that do not come
             for name in [name for name in row if name.startswith(("gpu/", "host/", "rank/", "disk/"))]:
                 del row[name]
@@ -75,23 +107,40 @@ def test_clean_samples_with_spikes_give_no_alert() -> None:
 
 def test_the_same_spikes_are_told_when_they_last() -> None:
     """The control of the test above: one more sample of each."""
+
     def spikes(number: int, row: dict[str, Any]) -> None:
         if 90 <= number < 90 + LASTING:
-            row |= {"gpu/2/throttled": 1, "gpu/2/throttle_reasons": "hardware-thermal",
-                    "gpu/5/sm_clock_ratio": 0.3, "gpu/5/utilization_percent": 100, "host/memory_available_bytes": GB, "disk/free_bytes": 1}
+            row |= {
+                "gpu/2/throttled": 1,
+                "gpu/2/throttle_reasons": "hardware-thermal",
+                "gpu/5/sm_clock_ratio": 0.3,
+                "gpu/5/utilization_percent": 100,
+                "host/memory_available_bytes": GB,
+                "disk/free_bytes": 1,
+            }
             row |= {f"gpu/{gpu}/utilization_percent": 100 for gpu in range(GPUS)}
 
     said = alerts(200, spikes)
     assert {number for number, _ in said} == {90 + LASTING - 1}
-    assert sorted(alert.name for _, alert in said) == ["disk-low", "gpu-slow-clock", "gpu-throttled", "host-memory-low"]
+    assert sorted(alert.name for _, alert in said) == [
+        "disk-low",
+        "gpu-slow-clock",
+        "gpu-throttled",
+        "host-memory-low",
+    ]
 
 
 def test_a_throttled_gpu_is_named_with_reason_clock_and_heat() -> None:
     def hot(number: int, row: dict[str, Any]) -> None:
         if number >= 50:
-            row |= {"gpu/3/throttled": 1, "gpu/3/throttle_reasons": "power-cap+hardware-slowdown+hardware-thermal",
-                    "gpu/3/sm_clock_mhz": 990,
-                    "gpu/3/sm_clock_ratio": 0.5, "gpu/3/temperature_celsius": 91, "gpu/3/utilization_percent": 0}
+            row |= {
+                "gpu/3/throttled": 1,
+                "gpu/3/throttle_reasons": "power-cap+hardware-slowdown+hardware-thermal",
+                "gpu/3/sm_clock_mhz": 990,
+                "gpu/3/sm_clock_ratio": 0.5,
+                "gpu/3/temperature_celsius": 91,
+                "gpu/3/utilization_percent": 0,
+            }
 
     said = only(alerts(60, hot), "gpu-throttled")
     number, alert = said[0]
@@ -102,7 +151,9 @@ def test_a_throttled_gpu_is_named_with_reason_clock_and_heat() -> None:
     assert "91 °C" in alert.evidence
     assert "nvidia-smi -i GPU-3" in alert.next_step
     assert "fans" in alert.next_step
-    assert [number for number, _ in said] == list(range(52, 60)), "while it lasts: the limiter decides who hears of it"
+    assert [number for number, _ in said] == list(range(52, 60)), (
+        "while it lasts: the limiter decides who hears of it"
+    )
 
 
 def test_a_power_brake_is_not_a_matter_of_cooling() -> None:
@@ -124,7 +175,11 @@ def test_throttling_between_samples_counts() -> None:
 def test_a_gpu_with_a_forgotten_clock_setting_is_found() -> None:
     def slow(number: int, row: dict[str, Any]) -> None:
         row |= {f"gpu/{gpu}/utilization_percent": 98 for gpu in range(GPUS)}
-        row |= {"gpu/4/sm_clock_mhz": 1000, "gpu/4/sm_clock_ratio": 0.505, "gpu/4/throttle_reasons": "application-clocks"}
+        row |= {
+            "gpu/4/sm_clock_mhz": 1000,
+            "gpu/4/sm_clock_ratio": 0.505,
+            "gpu/4/throttle_reasons": "application-clocks",
+        }
 
     said = only(alerts(10, slow), "gpu-slow-clock")
     assert {alert.where for _, alert in said} == {"node 1, GPU 4"}
@@ -152,7 +207,10 @@ def test_errors_of_memory_are_told_when_they_come() -> None:
 
     said = alerts(100, errors)
     assert [(number, alert.name, alert.level) for number, alert in said] == [
-        (21, "gpu-memory-error", Level.ERROR), (30, "gpu-row-remap-pending", Level.WARNING), (40, "gpu-row-remap-failed", Level.ERROR)]
+        (21, "gpu-memory-error", Level.ERROR),
+        (30, "gpu-row-remap-pending", Level.WARNING),
+        (40, "gpu-row-remap-failed", Level.ERROR),
+    ]
     assert said[0][1].evidence.startswith("3 since the sample before, 5 since the driver was loaded")
     assert all(alert.where == "node 1, GPU 7" for _, alert in said)
 
@@ -171,15 +229,23 @@ def test_a_lost_gpu_is_told_once() -> None:
                 del row[name]
             row["gpu/2/lost"] = 1
 
-    (number, alert), = only(alerts(50, lose), "gpu-lost")
+    ((number, alert),) = only(alerts(50, lose), "gpu-lost")
     assert (number, alert.where, alert.level) == (10, "node 1, GPU 2", Level.ERROR)
     assert "GPU-2" in alert.evidence
 
 
-@pytest.mark.parametrize(("number", "words", "level"), [
-    (79, "fallen off the bus", Level.ERROR), (48, "double-bit", Level.ERROR), (31, "page fault", Level.ERROR),
-    (63, "remapped at the next reset", Level.WARNING), (94, "contained", Level.ERROR), (119, "did not answer", Level.ERROR),
-    (777, "not in this toolkit's table", Level.ERROR)])
+@pytest.mark.parametrize(
+    ("number", "words", "level"),
+    [
+        (79, "fallen off the bus", Level.ERROR),
+        (48, "double-bit", Level.ERROR),
+        (31, "page fault", Level.ERROR),
+        (63, "remapped at the next reset", Level.WARNING),
+        (94, "contained", Level.ERROR),
+        (119, "did not answer", Level.ERROR),
+        (777, "not in this toolkit's table", Level.ERROR),
+    ],
+)
 def test_an_xid_is_told_in_words(number: int, words: str, level: Level) -> None:
     alert = nodes.xid(number, 5, 2, 1234)
     assert (alert.name, alert.where, alert.step, alert.level) == ("gpu-xid", "node 2, GPU 5", 1234, level)
@@ -191,7 +257,11 @@ def test_an_xid_is_told_in_words(number: int, words: str, level: Level) -> None:
 
 def test_memory_that_is_nearly_full_is_told_with_the_limit_that_holds() -> None:
     def full(number: int, row: dict[str, Any]) -> None:
-        row |= {"host/memory_limit_bytes": 400 * GB, "host/memory_available_bytes": 5 * GB, "rank/9/private_bytes": 99 * GB}
+        row |= {
+            "host/memory_limit_bytes": 400 * GB,
+            "host/memory_available_bytes": 5 * GB,
+            "rank/9/private_bytes": 99 * GB,
+        }
 
     alert = only(alerts(LASTING, full), "host-memory-low")[0][1]
     assert "control group" in alert.evidence
@@ -202,7 +272,9 @@ def test_memory_that_is_nearly_full_is_told_with_the_limit_that_holds() -> None:
 
 def test_a_disk_without_room_for_a_checkpoint_is_full() -> None:
     def at(free: float) -> list[tuple[int, Alert]]:
-        return alerts(LASTING, lambda number, row: row.update({"disk/free_bytes": free}), checkpoint_bytes=840 * GB)
+        return alerts(
+            LASTING, lambda number, row: row.update({"disk/free_bytes": free}), checkpoint_bytes=840 * GB
+        )
 
     assert at(850 * GB) == []
     assert "840 GB" in only(at(830 * GB), "disk-low")[0][1].evidence
@@ -230,8 +302,10 @@ def leak(start: int, per_sample: float) -> Change:
     return change
 
 
-@pytest.mark.parametrize(("per_sample", "within"), [
-    (2 * GB, 2 * POINTS), (0.2 * GB, 2 * POINTS * SCALES[1]), (0.02 * GB, 2 * POINTS * SCALES[2])])
+@pytest.mark.parametrize(
+    ("per_sample", "within"),
+    [(2 * GB, 2 * POINTS), (0.2 * GB, 2 * POINTS * SCALES[1]), (0.02 * GB, 2 * POINTS * SCALES[2])],
+)
 def test_a_leak_is_found_in_the_window_that_fits_it(per_sample: float, within: int) -> None:
     said = only(alerts(100 + within, leak(100, per_sample)), "host-memory-creep")
     number, alert = said[0]
@@ -250,16 +324,21 @@ def test_loading_a_model_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert alerts(120, load) == []
     monkeypatch.setattr(nodes, "UNDER_WAY", 0)
-    assert {alert.name for _, alert in alerts(120, load)} == {"host-memory-creep"}, "the control: it would be taken for one"
+    assert {alert.name for _, alert in alerts(120, load)} == {"host-memory-creep"}, (
+        "the control: it would be taken for one"
+    )
 
 
-@pytest.mark.parametrize("curve", [
-    lambda at: 0.0,
-    lambda at: 50 * GB * (at >= 8),  # a jump
-    lambda at: 50 * GB * (1 - 0.5**at),  # fills and stays
-    lambda at: 50 * GB * (at % 4),  # saw
-    lambda at: -5 * GB * at,
-])
+@pytest.mark.parametrize(
+    "curve",
+    [
+        lambda at: 0.0,
+        lambda at: 50 * GB * (at >= 8),  # a jump
+        lambda at: 50 * GB * (1 - 0.5**at),  # fills and stays
+        lambda at: 50 * GB * (at % 4),  # saw
+        lambda at: -5 * GB * at,
+    ],
+)
 def test_what_is_no_steady_growth_is_none(curve: Callable[[int], float]) -> None:
     points = [(10.0 * at, 20 * GB + curve(at)) for at in range(POINTS)]
     found = steady_growth(points)

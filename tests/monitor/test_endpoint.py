@@ -66,14 +66,29 @@ class Accepting(Answering):
             return 200, {}
         wanted, given = words["operationName"], words["variables"]
         self.asked.append((self.headers["X-WANDB-CLIENT-ID"], wanted, given))
-        project = {"id": "p", "name": given.get("project"), "entity": {"id": "e", "name": given.get("entity")}}
-        bucket = {"id": "b", "name": given.get("name"), "displayName": given.get("displayName"), "historyLineCount": 0, "project": project}
-        files = [{"name": name, "uploadUrl": f"{os.environ['WANDB_BASE_URL']}/upload"} for name in given.get("files", [])]
-        return 200, {"data": {
-            "UpsertBucket": {"upsertBucket": {"bucket": bucket, "inserted": True}},
-            "CreateRunFiles": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}},
-            "NotifyScriptableRunAlert": {"notifyScriptableRunAlert": {"success": True}},
-        }.get(wanted, {})}
+        project = {
+            "id": "p",
+            "name": given.get("project"),
+            "entity": {"id": "e", "name": given.get("entity")},
+        }
+        bucket = {
+            "id": "b",
+            "name": given.get("name"),
+            "displayName": given.get("displayName"),
+            "historyLineCount": 0,
+            "project": project,
+        }
+        files = [
+            {"name": name, "uploadUrl": f"{os.environ['WANDB_BASE_URL']}/upload"}
+            for name in given.get("files", [])
+        ]
+        return 200, {
+            "data": {
+                "UpsertBucket": {"upsertBucket": {"bucket": bucket, "inserted": True}},
+                "CreateRunFiles": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}},
+                "NotifyScriptableRunAlert": {"notifyScriptableRunAlert": {"success": True}},
+            }.get(wanted, {})
+        }
 
 
 class Server(ThreadingHTTPServer):
@@ -103,18 +118,44 @@ def endpoint(kind: str) -> Iterator[str]:
 
 
 def online(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "WANDB_SERVICE"):
+    for name in (
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "WANDB_SERVICE",
+    ):
         monkeypatch.delenv(name, raising=False)
-    for name, value in (("WANDB_BASE_URL", url), ("WANDB_API_KEY", "local-" + "0" * 40), ("WANDB_ERROR_REPORTING", "false"),
-                        ("WANDB_CONFIG_DIR", str(folder)), ("HOME", str(folder))):
+    for name, value in (
+        ("WANDB_BASE_URL", url),
+        ("WANDB_API_KEY", "local-" + "0" * 40),
+        ("WANDB_ERROR_REPORTING", "false"),
+        ("WANDB_CONFIG_DIR", str(folder)),
+        ("HOME", str(folder)),
+    ):
         monkeypatch.setenv(name, value)
 
 
 def wandb(folder: Path, node: int, start_seconds: float, close_seconds: float) -> QueuedSink:
-    arguments = {"part": part(folder, "1a2b3c4d", WandbMode.online, node, 2), "mode": WandbMode.online, "project": "p", "entity": "us",
-                 "group": "g", "tags": ["t"], "config": {f"of-{node}": node}, "trainer": os.getpid(), "command": ["train.py", "a=b"],
-                 "start_seconds": start_seconds}
-    return QueuedSink(lambda: SubprocessSink(WandbSink, arguments, "W&B", close_seconds=close_seconds), "W&B", close_seconds=close_seconds)
+    arguments = {
+        "part": part(folder, "1a2b3c4d", WandbMode.online, node, 2),
+        "mode": WandbMode.online,
+        "project": "p",
+        "entity": "us",
+        "group": "g",
+        "tags": ["t"],
+        "config": {f"of-{node}": node},
+        "trainer": os.getpid(),
+        "command": ["train.py", "a=b"],
+        "start_seconds": start_seconds,
+    }
+    return QueuedSink(
+        lambda: SubprocessSink(WandbSink, arguments, "W&B", close_seconds=close_seconds),
+        "W&B",
+        close_seconds=close_seconds,
+    )
 
 
 def test_two_nodes_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,23 +168,41 @@ def test_two_nodes_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         nodes[0].log(Kind.STEP, {"step": 1, "loss": 0.5})
         for node, sink in enumerate(nodes):
             sink.log(Kind.SYSTEM, {"step": 1, "load": 10.0 + node})
-        nodes[1].log(Kind.ALERT, Alert(name="hot", level=Level.ERROR, step=1, cause="c", evidence="e", next_step="n").row())
+        nodes[1].log(
+            Kind.ALERT,
+            Alert(name="hot", level=Level.ERROR, step=1, cause="c", evidence="e", next_step="n").row(),
+        )
         for sink in reversed(nodes):
             sink.close(0)
     assert told == []
     upserts = [(writer, given) for writer, wanted, given in asked if wanted == "UpsertBucket"]
-    assert {(given["name"], given["entity"], given["project"]) for _, given in upserts} == {("run-1a2b3c4d-shared", "us", "p")}
-    writers = {writer: next(node for node in (0, 1) if f"of-{node}" in json.loads(given["config"])) for writer, given in upserts}
+    assert {(given["name"], given["entity"], given["project"]) for _, given in upserts} == {
+        ("run-1a2b3c4d-shared", "us", "p")
+    }
+    writers = {
+        writer: next(node for node in (0, 1) if f"of-{node}" in json.loads(given["config"]))
+        for writer, given in upserts
+    }
     assert sorted(writers.values()) == [0, 1]
-    assert {(given["groupName"], *given["tags"]) for _, given in upserts if given["groupName"]} == {("g", "t")}
+    assert {(given["groupName"], *given["tags"]) for _, given in upserts if given["groupName"]} == {
+        ("g", "t")
+    }
 
-    streams = [(writers[writer], words) for writer, wanted, words in asked if wanted == "/files/us/p/run-1a2b3c4d-shared/file_stream"]
+    streams = [
+        (writers[writer], words)
+        for writer, wanted, words in asked
+        if wanted == "/files/us/p/run-1a2b3c4d-shared/file_stream"
+    ]
     rows: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
     for node, words in streams:
         for line in words.get("files", {}).get("wandb-history.jsonl", {}).get("content", []):
-            rows[node].append({name: value for name, value in json.loads(line).items() if not name.startswith("_")})
-    assert rows == {0: [{"step": 1, "train/loss": 0.5}, {"step": 1, "system/node-0/load": 10.0}],
-                    1: [{"step": 1, "system/node-1/load": 11.0}, {"step": 1, "alerts/hot": 1}]}
+            rows[node].append(
+                {name: value for name, value in json.loads(line).items() if not name.startswith("_")}
+            )
+    assert rows == {
+        0: [{"step": 1, "train/loss": 0.5}, {"step": 1, "system/node-0/load": 10.0}],
+        1: [{"step": 1, "system/node-1/load": 11.0}, {"step": 1, "alerts/hot": 1}],
+    }
     assert [given["title"] for _, wanted, given in asked if wanted == "NotifyScriptableRunAlert"] == ["hot"]
     assert {node for node, words in streams if words.get("complete")} == {0}, "node 0 says how the run ended"
 
@@ -162,7 +221,9 @@ def calls(sink: Sink, told: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["refuses", "hangs", "fails"])
-def test_a_server_that_is_of_no_use_takes_no_time(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_of_no_use_takes_no_time(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     without = calls(NullSink(), told)
     assert told == []
@@ -171,8 +232,10 @@ def test_a_server_that_is_of_no_use_takes_no_time(kind: str, tmp_path: Path, mon
         began = time.monotonic()
         using = calls(wandb(tmp_path / "run", 0, START_SECONDS, CLOSE_SECONDS), told)
         seconds = time.monotonic() - began
-    print(f"{kind}: median {statistics.median(using) * 1e6:.0f} us, longest {max(using) * 1e3:.1f} ms (without: "
-          f"{statistics.median(without) * 1e6:.0f} us, {max(without) * 1e3:.1f} ms); over after {seconds:.1f} s: {told}")
+    print(
+        f"{kind}: median {statistics.median(using) * 1e6:.0f} us, longest {max(using) * 1e3:.1f} ms (without: "
+        f"{statistics.median(without) * 1e6:.0f} us, {max(without) * 1e3:.1f} ms); over after {seconds:.1f} s: {told}"
+    )
     assert statistics.median(using) < statistics.median(without) + 3e-4
     assert max(using) < max(without) + 0.05
     assert seconds < STEPS * (STEP_SECONDS + 0.005) + CLOSE_SECONDS + 2.0

@@ -1,6 +1,6 @@
 """What is recorded of code and environment: git's state without its differences, versions, and no environment variable.
 
-    pytest tests/monitor/test_facts.py
+pytest tests/monitor/test_facts.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from toolkit.monitor.sinks import facts
 
 def git(folder: Path, *arguments: str) -> str:
     who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -44,7 +46,9 @@ def test_commit_branch_and_whether_files_differ(tree: Path) -> None:
 
 
 def test_a_folder_that_git_does_not_track_has_no_state(tree: Path, tmp_path: Path) -> None:
-    installed = tree / "environment" / "site-packages"  # as where somebody's environment lies in their project
+    installed = (
+        tree / "environment" / "site-packages"
+    )  # as where somebody's environment lies in their project
     installed.mkdir(parents=True)
     (installed / "module.py").touch()
     assert facts.git_state(installed) is None
@@ -52,8 +56,9 @@ def test_a_folder_that_git_does_not_track_has_no_state(tree: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("script", ["sleep 60", None])
-def test_a_git_that_hangs_or_is_missing_is_no_trouble(script: str | None, tree: Path, tmp_path: Path,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_git_that_hangs_or_is_missing_is_no_trouble(
+    script: str | None, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()
     if script is not None:

@@ -1,6 +1,6 @@
 """GPUs by a fake NVML: figures, what a GPU lacks, which GPUs CUDA shows, events; and that the real pynvml has every name that is used.
 
-    pytest tests/monitor/test_gpu.py
+pytest tests/monitor/test_gpu.py
 """
 
 from __future__ import annotations
@@ -21,15 +21,40 @@ from toolkit.monitor.system.gpu import Gpus, XidEvents, find_cards, open_gpus
 from toolkit.monitor.system.gpu_codes import HARMFUL, REASONS, XIDS, is_harmful, reasons_of, xid_of
 
 HOPPER = {
-    "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-00000000-0000-0000-0000-000000000000", "utilization_percent": 97,
-    "memory_used_bytes": 60 * GIB, "memory_total_bytes": 80 * GIB, "power_watts": 612.5, "power_limit_watts": 700.0,
-    "temperature_celsius": 64, "memory_temperature_celsius": 71, "sm_clock_mhz": 1755, "sm_clock_max_mhz": 1980, "sm_clock_ratio": 0.886,
-    "memory_clock_mhz": 2619, "memory_clock_max_mhz": 2619, "throttle_reasons": "power-cap", "throttled": 0, "throttled_percent": 0.0,
-    "ecc_corrected_errors": 2, "ecc_uncorrected_errors": 0, "remapped_rows_corrected": 1, "remapped_rows_uncorrected": 0,
-    "row_remap_pending": 0, "row_remap_failed": 0, "sm_active_percent": 88.25, "sm_occupancy_percent": 30.0, "tensor_active_percent": 41.5,
-    "dram_active_percent": 35.0, "pcie_tx_bytes_per_second": 100 * 2**20, "pcie_rx_bytes_per_second": 200 * 2**20,
-    "nvlink_tx_bytes_per_second": 5000 * 2**20, "nvlink_rx_bytes_per_second": 5001 * 2**20, "nvlink_crc_errors": 0,
-    "nvlink_replay_errors": 3, "nvlink_recovery_errors": 0,
+    "name": "NVIDIA H100 80GB HBM3",
+    "uuid": "GPU-00000000-0000-0000-0000-000000000000",
+    "utilization_percent": 97,
+    "memory_used_bytes": 60 * GIB,
+    "memory_total_bytes": 80 * GIB,
+    "power_watts": 612.5,
+    "power_limit_watts": 700.0,
+    "temperature_celsius": 64,
+    "memory_temperature_celsius": 71,
+    "sm_clock_mhz": 1755,
+    "sm_clock_max_mhz": 1980,
+    "sm_clock_ratio": 0.886,
+    "memory_clock_mhz": 2619,
+    "memory_clock_max_mhz": 2619,
+    "throttle_reasons": "power-cap",
+    "throttled": 0,
+    "throttled_percent": 0.0,
+    "ecc_corrected_errors": 2,
+    "ecc_uncorrected_errors": 0,
+    "remapped_rows_corrected": 1,
+    "remapped_rows_uncorrected": 0,
+    "row_remap_pending": 0,
+    "row_remap_failed": 0,
+    "sm_active_percent": 88.25,
+    "sm_occupancy_percent": 30.0,
+    "tensor_active_percent": 41.5,
+    "dram_active_percent": 35.0,
+    "pcie_tx_bytes_per_second": 100 * 2**20,
+    "pcie_rx_bytes_per_second": 200 * 2**20,
+    "nvlink_tx_bytes_per_second": 5000 * 2**20,
+    "nvlink_rx_bytes_per_second": 5001 * 2**20,
+    "nvlink_crc_errors": 0,
+    "nvlink_replay_errors": 3,
+    "nvlink_recovery_errors": 0,
 }
 
 
@@ -45,32 +70,63 @@ def second_reading(gpus: Gpus, *, after: float = 10.0) -> dict[str, Any]:
 
 
 def of(row: dict[str, Any], place: int) -> dict[str, Any]:
-    return {name.removeprefix(f"gpu/{place}/"): value for name, value in row.items() if name.startswith(f"gpu/{place}/")}
+    return {
+        name.removeprefix(f"gpu/{place}/"): value
+        for name, value in row.items()
+        if name.startswith(f"gpu/{place}/")
+    }
 
 
 def test_a_hopper_gpu_has_all_figures() -> None:
     row = second_reading(opened(FakeNvml([FakeGpu()])))
     assert of(row, 0) == HOPPER
     assert {name: value for name, value in row.items() if name.count("/") == 1} == {
-        "gpu/count": 1, "gpu/utilization_percent_mean": 97, "gpu/tensor_active_percent_mean": 41.5, "gpu/sm_clock_ratio_min": 0.886,
-        "gpu/temperature_celsius_max": 64, "gpu/power_watts_sum": 612.5, "gpu/memory_used_bytes_max": 60 * GIB, "gpu/throttled_sum": 0}
+        "gpu/count": 1,
+        "gpu/utilization_percent_mean": 97,
+        "gpu/tensor_active_percent_mean": 41.5,
+        "gpu/sm_clock_ratio_min": 0.886,
+        "gpu/temperature_celsius_max": 64,
+        "gpu/power_watts_sum": 612.5,
+        "gpu/memory_used_bytes_max": 60 * GIB,
+        "gpu/throttled_sum": 0,
+    }
 
 
 def test_rates_need_two_readings() -> None:
     first = of(opened(FakeNvml([FakeGpu()])).read(), 0)
     assert HOPPER.keys() - first.keys() == {
-        "throttled_percent", "sm_active_percent", "sm_occupancy_percent", "tensor_active_percent", "dram_active_percent",
-        "pcie_tx_bytes_per_second", "pcie_rx_bytes_per_second", "nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"}
+        "throttled_percent",
+        "sm_active_percent",
+        "sm_occupancy_percent",
+        "tensor_active_percent",
+        "dram_active_percent",
+        "pcie_tx_bytes_per_second",
+        "pcie_rx_bytes_per_second",
+        "nvlink_tx_bytes_per_second",
+        "nvlink_rx_bytes_per_second",
+    }
 
 
 def test_an_older_gpu_and_driver_have_what_they_have(caplog: pytest.LogCaptureFixture) -> None:
     """A V100 with a driver of 2021: older functions, counters of the links, no row remapping, no performance monitor."""
-    tx, rx = ((kind, gpu_measures.ALL_LINKS) for kind in (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
-                                                          pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX))
-    old = FakeGpu(name="Tesla V100", gpm={}, fields={tx: 1000, rx: 0}, lacks={
-        "nvmlDeviceGetTemperatureV": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-        "nvmlDeviceGetCurrentClocksEventReasons": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-        "nvmlDeviceGetRemappedRows": pynvml.NVML_ERROR_NOT_SUPPORTED, "nvmlDeviceGetPowerUsage": pynvml.NVML_ERROR_NOT_SUPPORTED})
+    tx, rx = (
+        (kind, gpu_measures.ALL_LINKS)
+        for kind in (
+            pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+            pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+        )
+    )
+    old = FakeGpu(
+        name="Tesla V100",
+        gpm={},
+        fields={tx: 1000, rx: 0},
+        lacks={
+            "nvmlDeviceGetTemperatureV": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+            "nvmlDeviceGetCurrentClocksEventReasons": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+            "nvmlDeviceGetRemappedRows": pynvml.NVML_ERROR_NOT_SUPPORTED,
+            "nvmlDeviceGetPowerUsage": pynvml.NVML_ERROR_NOT_SUPPORTED,
+        },
+    )
     nvml = FakeNvml([old])
     gpus = opened(nvml)
     with caplog.at_level("DEBUG", logger="toolkit.monitor.system.gpu"):
@@ -84,7 +140,13 @@ def test_an_older_gpu_and_driver_have_what_they_have(caplog: pytest.LogCaptureFi
     assert row["nvlink_tx_bytes_per_second"] == 204_800
     assert row["nvlink_rx_bytes_per_second"] == 0
     assert (row["pcie_tx_bytes_per_second"], row["pcie_rx_bytes_per_second"]) == (1_500_000, 2_500_000)
-    gone = {"power_watts", "remapped_rows_corrected", "tensor_active_percent", "memory_temperature_celsius", "nvlink_crc_errors"}
+    gone = {
+        "power_watts",
+        "remapped_rows_corrected",
+        "tensor_active_percent",
+        "memory_temperature_celsius",
+        "nvlink_crc_errors",
+    }
     assert not gone & row.keys()
     said = [record.getMessage().removeprefix("GPU 0 has no ") for record in caplog.records]
     assert said == [f"{what}: Not Supported" for what in ("power", "remapped_rows", "performance")]
@@ -93,8 +155,12 @@ def test_an_older_gpu_and_driver_have_what_they_have(caplog: pytest.LogCaptureFi
 
 def test_links_of_hopper_are_counted_one_by_one() -> None:
     kinds = (pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC, pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY)
-    fields: dict[int | tuple[int, int], float] = {(kind, link): kind + link for kind in kinds for link in range(3)}
-    row = of(opened(FakeNvml([FakeGpu(fields={**fields, pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT: 3})])).read(), 0)
+    fields: dict[int | tuple[int, int], float] = {
+        (kind, link): kind + link for kind in kinds for link in range(3)
+    }
+    row = of(
+        opened(FakeNvml([FakeGpu(fields={**fields, pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT: 3})])).read(), 0
+    )
     assert row["nvlink_crc_errors"] == 3 * kinds[0] + 3
     assert row["nvlink_replay_errors"] == 3 * kinds[1] + 3
     assert "nvlink_recovery_errors" not in row
@@ -119,13 +185,21 @@ def test_a_passing_error_costs_one_figure_of_one_sample() -> None:
     assert of(gpus.read(), 0)["power_watts"] == 612.5
 
 
-def test_an_answer_of_another_form_costs_one_figure_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_of_another_form_costs_one_figure_and_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     gpus = opened(FakeNvml([FakeGpu(remapped=(1, 0, 0))]))  # type: ignore[arg-type]
     gpus.read()
     row = of(second_reading(gpus), 0)
-    assert HOPPER.keys() - row.keys() == {"remapped_rows_corrected", "remapped_rows_uncorrected", "row_remap_pending", "row_remap_failed"}
+    assert HOPPER.keys() - row.keys() == {
+        "remapped_rows_corrected",
+        "remapped_rows_uncorrected",
+        "row_remap_pending",
+        "row_remap_failed",
+    }
     assert [record.getMessage() for record in caplog.records] == [
-        "GPU 0: no remapped_rows: ValueError: not enough values to unpack (expected 4, got 3)"]
+        "GPU 0: no remapped_rows: ValueError: not enough values to unpack (expected 4, got 3)"
+    ]
 
 
 def test_a_lost_gpu_is_said_and_left_alone() -> None:
@@ -151,17 +225,20 @@ def many() -> FakeNvml:
     return FakeNvml(gpus)
 
 
-@pytest.mark.parametrize(("selection", "expected"), [
-    (None, ["GPU-00000000", "GPU-00000001", "MIG-aaaa", "GPU-00000003"]),
-    ("", []),
-    ("3,0", ["GPU-00000003", "GPU-00000000"]),
-    ("1, 9, 0", ["GPU-00000001"]),  # up to the first unknown one
-    ("GPU-00000003,GPU-00000001", ["GPU-00000003", "GPU-00000001"]),
-    ("GPU-0", []),  # the beginning of several
-    ("MIG-bbbb", ["MIG-bbbb"]),
-    ("MIG-cccc,0", []),
-    ("2", ["MIG-aaaa"]),
-])
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (None, ["GPU-00000000", "GPU-00000001", "MIG-aaaa", "GPU-00000003"]),
+        ("", []),
+        ("3,0", ["GPU-00000003", "GPU-00000000"]),
+        ("1, 9, 0", ["GPU-00000001"]),  # up to the first unknown one
+        ("GPU-00000003,GPU-00000001", ["GPU-00000003", "GPU-00000001"]),
+        ("GPU-0", []),  # the beginning of several
+        ("MIG-bbbb", ["MIG-bbbb"]),
+        ("MIG-cccc,0", []),
+        ("2", ["MIG-aaaa"]),
+    ],
+)
 def test_gpus_are_those_that_cuda_shows(selection: str | None, expected: list[str]) -> None:
     nvml = many()
     nvml.nvmlInit()
@@ -198,7 +275,9 @@ def test_without_a_driver_or_gpus_there_is_nothing() -> None:
 
 
 def test_events_have_their_gpu() -> None:
-    nvml = FakeNvml([FakeGpu(), FakeGpu(), FakeGpu(lacks={"nvmlDeviceRegisterEvents": pynvml.NVML_ERROR_NOT_SUPPORTED})])
+    nvml = FakeNvml(
+        [FakeGpu(), FakeGpu(), FakeGpu(lacks={"nvmlDeviceRegisterEvents": pynvml.NVML_ERROR_NOT_SUPPORTED})]
+    )
     gpus = opened(nvml, selection="1,2")
     events = XidEvents(nvml, gpus.cards)
     assert events.watched == 1
@@ -217,18 +296,33 @@ def test_events_have_their_gpu() -> None:
 
 
 def test_reasons_are_pynvmls() -> None:
-    of_pynvml = {value for name, value in vars(pynvml).items()
-                 if name.startswith(("nvmlClocksEventReason", "nvmlClocksThrottleReason")) and isinstance(value, int)}
+    of_pynvml = {
+        value
+        for name, value in vars(pynvml).items()
+        if name.startswith(("nvmlClocksEventReason", "nvmlClocksThrottleReason")) and isinstance(value, int)
+    }
     single = {bit for bit in of_pynvml if bit and bit & (bit - 1) == 0}
     assert single <= REASONS.keys()
-    hw = (pynvml.nvmlClocksEventReasonHwSlowdown, pynvml.nvmlClocksEventReasonHwThermalSlowdown,
-          pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown, pynvml.nvmlClocksEventReasonSwThermalSlowdown)
+    hw = (
+        pynvml.nvmlClocksEventReasonHwSlowdown,
+        pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+        pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+        pynvml.nvmlClocksEventReasonSwThermalSlowdown,
+    )
     assert {REASONS[bit].name for bit in hw} == HARMFUL
 
 
-@pytest.mark.parametrize(("bits", "names", "harmful"), [
-    (0, (), False), (1, ("idle",), False), (0x44, ("power-cap", "hardware-thermal"), True), (0x80, ("power-brake",), True),
-    (0x2004, ("power-cap", "bit-13"), False), (0x202, ("application-clocks", "board-limit"), False)])
+@pytest.mark.parametrize(
+    ("bits", "names", "harmful"),
+    [
+        (0, (), False),
+        (1, ("idle",), False),
+        (0x44, ("power-cap", "hardware-thermal"), True),
+        (0x80, ("power-brake",), True),
+        (0x2004, ("power-cap", "bit-13"), False),
+        (0x202, ("application-clocks", "board-limit"), False),
+    ],
+)
 def test_bits_have_names(bits: int, names: tuple[str, ...], harmful: bool) -> None:
     assert reasons_of(bits) == names
     assert is_harmful(names) is harmful
@@ -251,11 +345,17 @@ def used_names(path: str) -> tuple[set[str], list[tuple[str, int]]]:
         if not isinstance(node, ast.Attribute):
             return None
         owner = node.value
-        named = (isinstance(owner, ast.Name) and owner.id == "nvml") or (isinstance(owner, ast.Attribute) and owner.attr == "_nvml")
+        named = (isinstance(owner, ast.Name) and owner.id == "nvml") or (
+            isinstance(owner, ast.Attribute) and owner.attr == "_nvml"
+        )
         return node.attr if named else None
 
     names = {name for node in ast.walk(tree) if (name := of_nvml(node)) is not None}
-    calls = [(name, len(node.args)) for node in ast.walk(tree) if isinstance(node, ast.Call) and (name := of_nvml(node.func)) is not None]
+    calls = [
+        (name, len(node.args))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and (name := of_nvml(node.func)) is not None
+    ]
     return names, calls
 
 
@@ -265,7 +365,9 @@ USED = [used_names(str(module.__file__)) for module in (gpu_module, gpu_measures
 def test_pynvml_has_every_name_and_takes_every_call() -> None:
     names, calls = set().union(*(names for names, _ in USED)), [call for _, calls in USED for call in calls]
     assert len(names) > 60
-    assert {"nvmlDeviceGetUtilizationRates", "NVML_FI_DEV_MEMORY_TEMP", "nvmlEventSetWait_v2"} <= names, "the search finds them"
+    assert {"nvmlDeviceGetUtilizationRates", "NVML_FI_DEV_MEMORY_TEMP", "nvmlEventSetWait_v2"} <= names, (
+        "the search finds them"
+    )
     assert [name for name in sorted(names) if not hasattr(pynvml, name)] == []
     for name, count in calls:
         if name.startswith("nvml"):
@@ -275,10 +377,18 @@ def test_pynvml_has_every_name_and_takes_every_call() -> None:
 
 def test_the_fake_takes_what_pynvml_takes() -> None:
     faked = [name for name in vars(FakeNvml) if name.startswith("nvml")]
-    used = {name for names, _ in USED for name in names if name.startswith("nvml") and callable(getattr(pynvml, name))}
+    used = {
+        name
+        for names, _ in USED
+        for name in names
+        if name.startswith("nvml") and callable(getattr(pynvml, name))
+    }
     assert used <= set(faked)
     for name in faked:
-        ours, theirs = (list(inspect.signature(function).parameters) for function in (getattr(FakeNvml, name), getattr(pynvml, name)))
+        ours, theirs = (
+            list(inspect.signature(function).parameters)
+            for function in (getattr(FakeNvml, name), getattr(pynvml, name))
+        )
         assert ours[1:] == theirs, name
     with pytest.raises(AttributeError):
         _ = FakeNvml([]).nvmlDeviceGetSerial

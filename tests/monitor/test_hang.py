@@ -1,6 +1,6 @@
 """From the ranks' words to one cause, and to a report.
 
-    pytest tests/monitor/test_hang.py
+pytest tests/monitor/test_hang.py
 """
 
 from __future__ import annotations
@@ -29,17 +29,54 @@ def processes(ranks: int, per_host: int = 4) -> list[ProcessId]:
     return [ProcessId(f"node{rank // per_host}", 1000 + rank, "77", 5, 6) for rank in range(ranks)]
 
 
-def call(number: int, operation: str = "all_reduce", tensors: str = "[1024] float32", *, group: str = "7", ranks: int = 4,
-         axis: str = "data", finished: bool = True, ago: float = 90.0, peer: int | None = None) -> Call:
-    return Call(group=group, ranks=tuple(range(ranks)), axis=axis, number=number, operation=operation, tensors=tensors, begun=AT - ago,
-                finished=finished, peer=peer)
+def call(
+    number: int,
+    operation: str = "all_reduce",
+    tensors: str = "[1024] float32",
+    *,
+    group: str = "7",
+    ranks: int = 4,
+    axis: str = "data",
+    finished: bool = True,
+    ago: float = 90.0,
+    peer: int | None = None,
+) -> Call:
+    return Call(
+        group=group,
+        ranks=tuple(range(ranks)),
+        axis=axis,
+        number=number,
+        operation=operation,
+        tensors=tensors,
+        begun=AT - ago,
+        finished=finished,
+        peer=peer,
+    )
 
 
-def report(rank: int, *calls: Call, main: tuple[Frame, ...] = (LOOP, CALLS), others: tuple[ThreadStack, ...] = (),
-           neighbours: dict[int, Neighbour] | None = None, failure: str = "") -> Report:
+def report(
+    rank: int,
+    *calls: Call,
+    main: tuple[Frame, ...] = (LOOP, CALLS),
+    others: tuple[ThreadStack, ...] = (),
+    neighbours: dict[int, Neighbour] | None = None,
+    failure: str = "",
+) -> Report:
     threads = (ThreadStack("MainThread", "S futex_wait_queue", main), *others)
-    return Report(rank=rank, host=f"node{rank // 4}", pid=1000 + rank, at=AT, step=16, last="step 16", idle=IDLE, part="backward",
-                  threads=threads, calls=calls, neighbours=neighbours or {}, failure=failure)
+    return Report(
+        rank=rank,
+        host=f"node{rank // 4}",
+        pid=1000 + rank,
+        at=AT,
+        step=16,
+        last="step 16",
+        idle=IDLE,
+        part="backward",
+        threads=threads,
+        calls=calls,
+        neighbours=neighbours or {},
+        failure=failure,
+    )
 
 
 def found(*reports: Report, ranks: int | None = None, own: dict[int, Neighbour] | None = None) -> Found:
@@ -53,24 +90,35 @@ def waiting(rank: int, number: int = 17, **named: object) -> Report:
 def test_a_rank_that_left_out_a_collective_is_named_with_its_count() -> None:
     elsewhere = call(9, "broadcast", "[3] int64", group="0", axis="all", finished=False)
     said = diagnose(found(*(waiting(rank) for rank in (0, 1, 3)), report(2, call(16, ago=200), elsewhere)))
-    assert said.cause == ("rank 2 has made 16 calls on axis data, ranks 0-1, 3 wait in the 17th: all_reduce [1024] float32")
+    assert said.cause == (
+        "rank 2 has made 16 calls on axis data, ranks 0-1, 3 wait in the 17th: all_reduce [1024] float32"
+    )
     assert said.where == "rank 2"
     assert "rank 2: waits in call 9 on all ranks, broadcast [3] int64" in said.evidence
 
 
 @pytest.mark.parametrize("late", [0.0, 5.0])
-def test_of_two_ranks_that_wait_for_each_other_it_is_the_one_that_went_on_as_never_before(late: float) -> None:
+def test_of_two_ranks_that_wait_for_each_other_it_is_the_one_that_went_on_as_never_before(
+    late: float,
+) -> None:
     """Both are behind in a group: rank 0 has not come to the exchange, rank 1 not to the probe before it. Whoever waits first."""
+
     def made(probes: int, exchanges: int, last: str, ago: float) -> list[Call]:
         probe = [call(n, group="5", ranks=2, ago=300 - 10 * n) for n in range(1, probes + 1)]
-        exchange = [call(n, tensors="[3] int64", group="0", ranks=2, axis="all", ago=299 - 10 * n) for n in range(1, exchanges + 1)]
+        exchange = [
+            call(n, tensors="[3] int64", group="0", ranks=2, axis="all", ago=299 - 10 * n)
+            for n in range(1, exchanges + 1)
+        ]
         newest = probe if last == "probe" else exchange
         newest[-1] = replace(newest[-1], finished=False, begun=AT - ago)
         return probe + exchange
 
     said = diagnose(found(report(0, *made(4, 3, "probe", 90 - late)), report(1, *made(3, 4, "exchange", 88))))
     assert said.where == "rank 1"
-    assert said.cause == "rank 1 has made 3 calls on axis data, rank 0 waits in the 4th: all_reduce [1024] float32"
+    assert (
+        said.cause
+        == "rank 1 has made 3 calls on axis data, rank 0 waits in the 4th: all_reduce [1024] float32"
+    )
 
 
 def test_different_shapes_in_one_call_are_told_from_both_sides() -> None:
@@ -92,19 +140,30 @@ def test_calls_moved_by_one_name_the_one_that_was_left_out() -> None:
 
 
 def test_shares_of_different_sizes_are_no_mistake() -> None:
-    unequal = found(waiting(0, operation="all_to_all_single", tensors="[5] float32"),
-                    waiting(1, operation="all_to_all_single", tensors="[9] float32"))
+    unequal = found(
+        waiting(0, operation="all_to_all_single", tensors="[5] float32"),
+        waiting(1, operation="all_to_all_single", tensors="[9] float32"),
+    )
     assert mismatch(unequal) is None
     assert diagnose(unequal).cause == "every rank has made its call, and the calls do not end"
 
 
-@pytest.mark.parametrize(("alive", "told"), [
-    (True, "its thread data-stream is in read (toolkit/data/storage.py:200)"),
-    (False, "rank 1 has no thread that reads ahead: it has ended"),
-])
+@pytest.mark.parametrize(
+    ("alive", "told"),
+    [
+        (True, "its thread data-stream is in read (toolkit/data/storage.py:200)"),
+        (False, "rank 1 has no thread that reads ahead: it has ended"),
+    ],
+)
 def test_a_rank_without_samples_is_told_with_the_thread_that_reads_ahead(alive: bool, told: str) -> None:
-    others = (ThreadStack("data-stream", "S", (STORAGE,)),) if alive else (ThreadStack("wandb", "S", (LOOP,)),)
-    said = diagnose(found(waiting(0), report(1, call(16, ago=200), main=(LOOP, DATA), others=others), waiting(2), waiting(3)))
+    others = (
+        (ThreadStack("data-stream", "S", (STORAGE,)),) if alive else (ThreadStack("wandb", "S", (LOOP,)),)
+    )
+    said = diagnose(
+        found(
+            waiting(0), report(1, call(16, ago=200), main=(LOOP, DATA), others=others), waiting(2), waiting(3)
+        )
+    )
     assert said.cause == "rank 1 is waiting for samples, and the others wait for it"
     assert told in said.evidence
     assert "data.path" in said.next_step
@@ -116,9 +175,14 @@ def test_one_rank_alone_says_where_it_is() -> None:
     assert said.cause == "rank 0 is in the model's backward, in Model.forward (/x/model.py:7)"
 
 
-@pytest.mark.parametrize(("state", "cause"), [
-    ("T", "rank 1 is stopped by a signal"), ("X", "rank 1 has ended"), ("D", "rank 1 is waiting in the kernel for a disk or a device"),
-])
+@pytest.mark.parametrize(
+    ("state", "cause"),
+    [
+        ("T", "rank 1 is stopped by a signal"),
+        ("X", "rank 1 has ended"),
+        ("D", "rank 1 is waiting in the kernel for a disk or a device"),
+    ],
+)
 def test_a_silent_rank_is_named_with_the_state_of_its_process(state: str, cause: str) -> None:
     said = diagnose(found(waiting(0), waiting(2), waiting(3), ranks=4, own={1: Neighbour(state)}))
     assert (said.cause, said.where) == (cause, "rank 1")
@@ -164,15 +228,33 @@ def test_a_call_of_before_that_nobody_waited_for_is_no_wait() -> None:
 
 
 def test_a_word_survives_the_way() -> None:
-    one = report(1, call(2, peer=3), others=(ThreadStack("t", "", (STORAGE,)),), neighbours={2: Neighbour("T", "x")}, failure="E: y")
+    one = report(
+        1,
+        call(2, peer=3),
+        others=(ThreadStack("t", "", (STORAGE,)),),
+        neighbours={2: Neighbour("T", "x")},
+        failure="E: y",
+    )
     assert Report.from_json(one.to_json()) == one
 
 
 def test_the_report_tells_each_stack_once_and_names_all_who_have_it() -> None:
     odd = report(2, call(16, ago=200), main=(LOOP, DATA))
-    all_found = found(waiting(0), waiting(1), odd, waiting(3), ranks=6, own={4: Neighbour("T"), 5: Neighbour("R", "frozen here")})
+    all_found = found(
+        waiting(0),
+        waiting(1),
+        odd,
+        waiting(3),
+        ranks=6,
+        own={4: Neighbour("T"), 5: Neighbour("R", "frozen here")},
+    )
     said = diagnose(all_found)
-    text = report_text(said, all_found, "No progress.", lambda file, line: f"    text of line {line}\n" if "loop" in file else "")
+    text = report_text(
+        said,
+        all_found,
+        "No progress.",
+        lambda file, line: f"    text of line {line}\n" if "loop" in file else "",
+    )
     assert text.count("toolkit/train/loop.py:40 train:  text of line 40") == 2
     assert "  rank 2, thread MainThread (S futex_wait_queue)" in text
     assert "  ranks 0-1, 3, thread MainThread" in text
@@ -185,10 +267,17 @@ def test_the_report_tells_each_stack_once_and_names_all_who_have_it() -> None:
 
 def test_a_thousand_ranks_are_told_at_once_and_in_few_lines() -> None:
     """Each rank in a group of all and in one of eight; rank 700 left one out."""
+
     def of(rank: int) -> Report:
         first = rank // 8 * 8
-        own = [replace(call(n, group=f"g{first}", ago=300 - n), ranks=tuple(range(first, first + 8))) for n in range(1, 9)]
-        every = [call(n, "all_gather", group="0", ranks=1000, axis="all", ago=200 - n) for n in range(1, 9 if rank == 700 else 10)]
+        own = [
+            replace(call(n, group=f"g{first}", ago=300 - n), ranks=tuple(range(first, first + 8)))
+            for n in range(1, 9)
+        ]
+        every = [
+            call(n, "all_gather", group="0", ranks=1000, axis="all", ago=200 - n)
+            for n in range(1, 9 if rank == 700 else 10)
+        ]
         every[-1] = replace(every[-1], finished=rank == 700)
         return report(rank, *own, *every, main=(LOOP, DATA) if rank == 700 else (LOOP, CALLS))
 
@@ -204,22 +293,48 @@ def test_a_thousand_ranks_are_told_at_once_and_in_few_lines() -> None:
 
 
 def test_words() -> None:
-    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 112)] == ["1st", "2nd", "3rd", "4th", "11th", "12th", "21st", "112th"]
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 112)] == [
+        "1st",
+        "2nd",
+        "3rd",
+        "4th",
+        "11th",
+        "12th",
+        "21st",
+        "112th",
+    ]
     assert ranks_named([3]) == "rank 3"
     assert ranks_named([0, 2, 3, 4, 7]) == "ranks 0, 2-4, 7"
 
 
 def test_calls_are_read_from_a_flight_recorder() -> None:
-    entry = {"process_group": ["5", "default"], "is_p2p": False, "collective_seq_id": 3, "p2p_seq_id": 0,
-             "profiling_name": "nccl:all_reduce", "input_sizes": [[4, 2], [3], [1], [1]], "input_dtypes": ["Float"] * 4,
-             "time_created_ns": 2_000_000_000, "retired": False, "state": "started"}
+    entry = {
+        "process_group": ["5", "default"],
+        "is_p2p": False,
+        "collective_seq_id": 3,
+        "p2p_seq_id": 0,
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[4, 2], [3], [1], [1]],
+        "input_dtypes": ["Float"] * 4,
+        "time_created_ns": 2_000_000_000,
+        "retired": False,
+        "state": "started",
+    }
     done = [{**entry, "collective_seq_id": n, "state": "completed"} for n in range(1, 12)]
     trace = {"entries": [*done, {**entry, "collective_seq_id": 12}, {**entry, "process_group": ["6", ""]}]}
     known = call(1, group="5", ranks=2, axis="tensor")
     calls = from_flight_recorder(trace, [known])
     assert [one.number for one in calls] == list(range(5, 13))
-    assert calls[-1] == Call(group="5", ranks=(0, 1), axis="tensor", number=12, operation="all_reduce",
-                             tensors="[4, 2] Float, [3] Float, [1] Float and 1 more", begun=2.0, finished=False)
+    assert calls[-1] == Call(
+        group="5",
+        ranks=(0, 1),
+        axis="tensor",
+        number=12,
+        operation="all_reduce",
+        tensors="[4, 2] Float, [3] Float, [1] Float and 1 more",
+        begun=2.0,
+        finished=False,
+    )
     assert calls[-2].finished
     passing = {**entry, "is_p2p": True, "p2p_seq_id": 2, "profiling_name": "nccl:recv 1<-0"}
     (one,) = from_flight_recorder({"entries": [passing]}, [replace(known, ranks=(4, 6))])

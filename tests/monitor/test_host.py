@@ -1,6 +1,6 @@
 """The host's figures: limits of both versions of control groups, this machine's own, and processes with their children.
 
-    pytest tests/monitor/test_host.py
+pytest tests/monitor/test_host.py
 """
 
 from __future__ import annotations
@@ -21,9 +21,20 @@ from toolkit.monitor.system.host import TREE_SECONDS, Host, cgroup_memory, trees
 
 MIB = 2**20
 ALWAYS = {
-    "host/cpu_percent", "host/load_1m", "host/memory_total_bytes", "host/memory_used_bytes", "host/memory_available_bytes",
-    "host/swap_used_bytes", "disk/total_bytes", "disk/free_bytes", "network/receive_bytes_per_second", "network/send_bytes_per_second",
-    "process/resident_bytes", "process/private_bytes", "process/open_files", "rank/5/private_bytes",
+    "host/cpu_percent",
+    "host/load_1m",
+    "host/memory_total_bytes",
+    "host/memory_used_bytes",
+    "host/memory_available_bytes",
+    "host/swap_used_bytes",
+    "disk/total_bytes",
+    "disk/free_bytes",
+    "network/receive_bytes_per_second",
+    "network/send_bytes_per_second",
+    "process/resident_bytes",
+    "process/private_bytes",
+    "process/open_files",
+    "rank/5/private_bytes",
 }
 # Holds 40 MiB of its own and has a child that holds 60 MiB.
 HOLD = """
@@ -49,8 +60,11 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def two_processes() -> Iterator[int]:
-    process = subprocess.Popen([sys.executable, "-c", f"import sys; sys.argv[0] = {HOLD!r}; exec(sys.argv[0])", "40", "60"],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.argv[0] = {HOLD!r}; exec(sys.argv[0])", "40", "60"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     yield process.pid
@@ -59,36 +73,64 @@ def two_processes() -> Iterator[int]:
 
 def test_a_group_of_version_2_has_a_limit_without_its_page_cache(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/kubepods/pod"
-    root = write(tmp_path, {
-        "proc/self/cgroup": "0::/kubepods/pod/run\n", f"{group}/run/memory.max": "max\n", f"{group}/run/memory.current": "10\n",
-        f"{group}/memory.max": "1000\n", f"{group}/memory.current": "900\n",
-        f"{group}/memory.stat": "anon 300\nactive_file 200\ninactive_file 350\nshmem 50\n"})
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/kubepods/pod/run\n",
+            f"{group}/run/memory.max": "max\n",
+            f"{group}/run/memory.current": "10\n",
+            f"{group}/memory.max": "1000\n",
+            f"{group}/memory.current": "900\n",
+            f"{group}/memory.stat": "anon 300\nactive_file 200\ninactive_file 350\nshmem 50\n",
+        },
+    )
     assert cgroup_memory(root) == (1000, 350)
 
 
 def test_the_tightest_of_several_limits_counts(tmp_path: Path) -> None:
     base = "sys/fs/cgroup/a"
-    root = write(tmp_path, {
-        "proc/self/cgroup": "0::/a/b\n",
-        f"{base}/memory.max": "1000\n", f"{base}/memory.current": "950\n", f"{base}/memory.stat": "anon 950\n",
-        f"{base}/b/memory.max": "500\n", f"{base}/b/memory.current": "100\n", f"{base}/b/memory.stat": "anon 100\n"})
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            f"{base}/memory.max": "1000\n",
+            f"{base}/memory.current": "950\n",
+            f"{base}/memory.stat": "anon 950\n",
+            f"{base}/b/memory.max": "500\n",
+            f"{base}/b/memory.current": "100\n",
+            f"{base}/b/memory.stat": "anon 100\n",
+        },
+    )
     assert cgroup_memory(root) == (1000, 950)
 
 
 def test_a_group_of_version_1(tmp_path: Path) -> None:
     base = "sys/fs/cgroup/memory"
-    root = write(tmp_path, {
-        "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/x\n0::/\n",
-        f"{base}/memory.limit_in_bytes": "9223372036854771712\n", f"{base}/memory.usage_in_bytes": "5\n",
-        f"{base}/docker/x/memory.limit_in_bytes": "2000\n", f"{base}/docker/x/memory.usage_in_bytes": "1500\n",
-        f"{base}/docker/x/memory.stat": "total_active_file 300\ntotal_inactive_file 200\nactive_file 1\n"})
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/x\n0::/\n",
+            f"{base}/memory.limit_in_bytes": "9223372036854771712\n",
+            f"{base}/memory.usage_in_bytes": "5\n",
+            f"{base}/docker/x/memory.limit_in_bytes": "2000\n",
+            f"{base}/docker/x/memory.usage_in_bytes": "1500\n",
+            f"{base}/docker/x/memory.stat": "total_active_file 300\ntotal_inactive_file 200\nactive_file 1\n",
+        },
+    )
     assert cgroup_memory(root) == (2000, 1000)
 
 
 def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
     base = "sys/fs/cgroup/memory"
-    root = write(tmp_path, {"proc/self/cgroup": "4:memory:/docker/x\n", f"{base}/memory.limit_in_bytes": "2000\n",
-                            f"{base}/memory.usage_in_bytes": "1500\n", f"{base}/memory.stat": "total_inactive_file 500\n"})
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/docker/x\n",
+            f"{base}/memory.limit_in_bytes": "2000\n",
+            f"{base}/memory.usage_in_bytes": "1500\n",
+            f"{base}/memory.stat": "total_inactive_file 500\n",
+        },
+    )
     assert cgroup_memory(root) == (2000, 1000)
     assert cgroup_memory(write(tmp_path / "none", {"proc/self/cgroup": "0::/\n"})) is None
     assert cgroup_memory(tmp_path / "no-proc") is None
@@ -108,15 +150,27 @@ def test_this_machine_has_figures_that_agree(tmp_path: Path) -> None:
     assert float(row["host/memory_available_bytes"]) <= memory.total
     assert abs(float(row["disk/free_bytes"]) - psutil.disk_usage(str(tmp_path)).free) < 1e9
     # With children: other tests in this process may have left some.
-    held = sum(memory.rss - memory.shared for memory in (process.memory_info() for process in trees({5: os.getpid()})[5]))
+    held = sum(
+        memory.rss - memory.shared
+        for memory in (process.memory_info() for process in trees({5: os.getpid()})[5])
+    )
     assert abs(float(row["rank/5/private_bytes"]) - held) < 100 * MIB
 
 
 def test_disk_and_ports_are_read_from_the_kernels_counters(tmp_path: Path) -> None:
     device = tmp_path.stat().st_dev
-    disk, port = f"sys/dev/block/{os.major(device)}:{os.minor(device)}/stat", "sys/class/infiniband/mlx5_0/ports/1/counters"
-    root = write(tmp_path / "root", {disk: "1 0 100 7 2 0 400 9 0 3 4\n", f"{port}/port_rcv_data": "1000\n",
-                                     f"{port}/port_xmit_data": "0\n"})
+    disk, port = (
+        f"sys/dev/block/{os.major(device)}:{os.minor(device)}/stat",
+        "sys/class/infiniband/mlx5_0/ports/1/counters",
+    )
+    root = write(
+        tmp_path / "root",
+        {
+            disk: "1 0 100 7 2 0 400 9 0 3 4\n",
+            f"{port}/port_rcv_data": "1000\n",
+            f"{port}/port_xmit_data": "0\n",
+        },
+    )
     clock = FakeClock()
     host = Host(tmp_path, {}, root=root, clock=clock)
     host.read()
@@ -171,8 +225,22 @@ def test_steady_figures_are_written_where_they_change() -> None:
 
 
 def test_w_and_b_gets_what_it_does_not_collect() -> None:
-    row = {"step": 4, "node": 1, "time": 1.78e9, "gpu/3/power_watts": 612.0, "gpu/3/throttled": 1, "gpu/power_watts_sum": 5000.0,
-           "disk/free_bytes": 5, "host/load_1m": 2.0, "rank/1/private_bytes": 7}
-    assert beyond_wandb(row) == {"step": 4, "gpu/3/throttled": 1, "gpu/power_watts_sum": 5000.0, "host/load_1m": 2.0,
-                                 "rank/1/private_bytes": 7}
+    row = {
+        "step": 4,
+        "node": 1,
+        "time": 1.78e9,
+        "gpu/3/power_watts": 612.0,
+        "gpu/3/throttled": 1,
+        "gpu/power_watts_sum": 5000.0,
+        "disk/free_bytes": 5,
+        "host/load_1m": 2.0,
+        "rank/1/private_bytes": 7,
+    }
+    assert beyond_wandb(row) == {
+        "step": 4,
+        "gpu/3/throttled": 1,
+        "gpu/power_watts_sum": 5000.0,
+        "host/load_1m": 2.0,
+        "rank/1/private_bytes": 7,
+    }
     assert all(name.count("/") == 1 for name in COLLECTED_BY_WANDB)

@@ -1,6 +1,6 @@
 """The ranks' vectors of a step become one row: who is slowest, what is missing, a thousand ranks.
 
-    pytest tests/monitor/test_ledger_rows.py
+pytest tests/monitor/test_ledger_rows.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ import pytest
 from toolkit.layout.axes import Axes
 from toolkit.monitor.delays import Delays
 from toolkit.monitor.ledger import PATIENCE, Assembly, Totals, Vectors, ledger_row, part_names, shares
-from toolkit.monitor.parts import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, OPTIMIZER, PARTS, UNEXPLAINED, communication
+from toolkit.monitor.parts import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    OPTIMIZER,
+    PARTS,
+    UNEXPLAINED,
+    communication,
+)
 from toolkit.monitor.recorder import StepTime, step_time
 from toolkit.train.ledger import FEWEST, MOST, MOST_BYTES, most_slots
 
@@ -39,7 +49,10 @@ def test_names_are_those_that_the_layout_can_have() -> None:
     names = part_names(Axes(data=2, tensor=2, pipeline=2, context=2, expert=2))
     assert len(set(names)) == len(names)
     assert names[: len(PARTS)] == PARTS
-    assert {communication(name) for name in ("tensor", "context", "data", "pipeline", "context+data", "all", "expert")} <= set(names)
+    assert {
+        communication(name)
+        for name in ("tensor", "context", "data", "pipeline", "context+data", "all", "expert")
+    } <= set(names)
     assert communication("data") not in part_names(Axes(tensor=2))
 
 
@@ -50,7 +63,12 @@ def test_a_row_has_minimum_median_maximum_and_the_slowest_rank() -> None:
     assert row["step"] == 7
     assert row["ranks"] == 4
     assert row["parts"] == {
-        DATA: [0.0, 0.0, 1.0], FORWARD: [0.1] * 3, BACKWARD: [0.0, 0.25, 0.5], UNEXPLAINED: [0.01] * 3, TENSOR: [0.05] * 3}
+        DATA: [0.0, 0.0, 1.0],
+        FORWARD: [0.1] * 3,
+        BACKWARD: [0.0, 0.25, 0.5],
+        UNEXPLAINED: [0.01] * 3,
+        TENSOR: [0.05] * 3,
+    }
     assert row["wall_seconds"] == pytest.approx(np.median([0.16, 0.36, 0.66, 1.46]), abs=1e-6)
     # Rank 3 waited for its samples; rank 2 is who computed longest.
     assert row["slowest_rank"] == 2
@@ -61,7 +79,9 @@ def test_a_row_has_minimum_median_maximum_and_the_slowest_rank() -> None:
 
 
 def test_asking_whether_it_is_time_to_evaluate_is_no_evaluation() -> None:
-    (row,) = Assembly(VECTORS, ranks=1).add(1, blocks(1, 1, [one(1, evaluation=1e-5, checkpoint=0.1, data=1e-5)]))
+    (row,) = Assembly(VECTORS, ranks=1).add(
+        1, blocks(1, 1, [one(1, evaluation=1e-5, checkpoint=0.1, data=1e-5)])
+    )
     assert (CHECKPOINT in row["parts"], EVALUATION in row["parts"]) == (True, False)
     assert row["parts"][DATA] == [1e-5] * 3
 
@@ -101,10 +121,15 @@ def test_the_slowest_is_named_by_its_number_among_those_that_sent() -> None:
 def test_time_without_a_processor_or_stopped_is_not_the_slowest_ranks_own() -> None:
     """Rank 0 was busy longest by the clock, and half of it was another process's; rank 2 was stopped."""
     delays = [Delays(starved=0.4), Delays(), Delays(stopped=3.0, crowded=1.0)]
-    steps = [[replace(one(1, backward=backward), delays=delay)] for backward, delay in zip((0.8, 0.6, 3.2), delays, strict=True)]
+    steps = [
+        [replace(one(1, backward=backward), delays=delay)]
+        for backward, delay in zip((0.8, 0.6, 3.2), delays, strict=True)
+    ]
     (row,) = Assembly(VECTORS, ranks=3).add(1, blocks(1, 1, *steps))
     assert (row["slowest_rank"], row["slowest_busy_seconds"]) == (1, pytest.approx(0.71, abs=1e-6))
-    assert row["median_busy_seconds"] == pytest.approx(0.91, abs=1e-6), "what ranks are compared with is not corrected"
+    assert row["median_busy_seconds"] == pytest.approx(0.91, abs=1e-6), (
+        "what ranks are compared with is not corrected"
+    )
     assert row["delays"] == {"starved": [0.4, 0], "stopped": [3.0, 2], "crowded": [1.0, 2]}
     (idle,) = Assembly(VECTORS, ranks=1).add(1, blocks(1, 1, [one(1)]))
     assert idle["delays"] == {}
@@ -126,7 +151,9 @@ def test_a_gather_of_a_thousand_ranks_is_small_and_quick() -> None:
     steps = [one(step) for step in range(1, slots + 1)]
     gathered = np.stack([vectors.pack(steps, slots + 1, slots)] * ranks)
     slow = 777
-    gathered[slow] = vectors.pack([step_time(step.step, {**step.parts, OPTIMIZER: 0.2}) for step in steps], slots + 1, slots)
+    gathered[slow] = vectors.pack(
+        [step_time(step.step, {**step.parts, OPTIMIZER: 0.2}) for step in steps], slots + 1, slots
+    )
     began = time.process_time()
     rows = Assembly(vectors, ranks).add(slots + 1, gathered)
     assert time.process_time() - began < 1.0
@@ -138,8 +165,13 @@ def test_a_gather_of_a_thousand_ranks_is_small_and_quick() -> None:
 
 def test_the_last_line_tells_large_parts_first() -> None:
     totals = Totals()
-    row: Mapping[str, Any] = ledger_row(1, VECTORS.pack([step_time(1, {
-        FORWARD: 0.3, BACKWARD: 0.6, TENSOR: 0.09, UNEXPLAINED: 0.008, DATA: 0.002})], 1, 1), VECTORS.names)
+    row: Mapping[str, Any] = ledger_row(
+        1,
+        VECTORS.pack(
+            [step_time(1, {FORWARD: 0.3, BACKWARD: 0.6, TENSOR: 0.09, UNEXPLAINED: 0.008, DATA: 0.002})], 1, 1
+        ),
+        VECTORS.names,
+    )
     for _ in range(10):
         totals.add(row)
     assert totals.words() == "backward 60.0%, forward 30.0%, communication/tensor 9.0%, unexplained 0.8%"

@@ -1,6 +1,6 @@
 """People hear of trouble at once and then seldom, and how often it was not told.
 
-    pytest tests/monitor/test_limiter.py
+pytest tests/monitor/test_limiter.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ from toolkit.monitor.health.limiter import BURST, CALM, FIRST_GAP_SECONDS, LONGE
 
 
 def alert(name: str = "data-stall", where: str = "", step: int = 1, lost_share: float = 0.0) -> Alert:
-    return Alert(name=name, where=where, level=Level.WARNING, step=step, cause="c", evidence="e", next_step="n", lost_share=lost_share)
+    return Alert(
+        name=name,
+        where=where,
+        level=Level.WARNING,
+        step=step,
+        cause="c",
+        evidence="e",
+        next_step="n",
+        lost_share=lost_share,
+    )
 
 
 def told(limiter: Limiter, seconds: float, every: float) -> list[tuple[float, str]]:
@@ -32,8 +41,10 @@ def test_gaps_grow_and_the_next_says_what_was_held_back() -> None:
 
 def test_a_small_trouble_does_not_hide_one_that_costs_twice_the_time() -> None:
     limiter = Limiter()
-    assert [limiter.admit(alert(lost_share=share), 1.0 * number) is not None
-            for number, share in enumerate((0.12, 0.12, 0.2, 0.72, 0.72, 0.9))] == [True, False, False, True, False, False]
+    assert [
+        limiter.admit(alert(lost_share=share), 1.0 * number) is not None
+        for number, share in enumerate((0.12, 0.12, 0.2, 0.72, 0.72, 0.9))
+    ] == [True, False, False, True, False, False]
     assert limiter.admit(alert(lost_share=0.0), 7.0) is None, "an unknown share is no larger one"
 
 
@@ -50,13 +61,19 @@ def test_trouble_that_went_away_begins_anew() -> None:
     later = limiter.admit(alert(), 2 + CALM * FIRST_GAP_SECONDS)
     assert later is not None
     assert later.evidence == "e"
-    assert limiter.admit(alert(), 3 + CALM * FIRST_GAP_SECONDS + FIRST_GAP_SECONDS) is not None, "the gap began anew too"
+    assert limiter.admit(alert(), 3 + CALM * FIRST_GAP_SECONDS + FIRST_GAP_SECONDS) is not None, (
+        "the gap began anew too"
+    )
 
 
 def test_names_and_places_are_apart() -> None:
     limiter = Limiter()
-    assert all(limiter.admit(alert(name, where), 0.0) for name in ("a", "b") for where in ("rank 1", "rank 2"))
-    assert not any(limiter.admit(alert(name, where), 1.0) for name in ("a", "b") for where in ("rank 1", "rank 2"))
+    assert all(
+        limiter.admit(alert(name, where), 0.0) for name in ("a", "b") for where in ("rank 1", "rank 2")
+    )
+    assert not any(
+        limiter.admit(alert(name, where), 1.0) for name in ("a", "b") for where in ("rank 1", "rank 2")
+    )
 
 
 def test_a_thousand_ranks_with_the_same_trouble_are_a_few_alerts() -> None:

@@ -1,6 +1,6 @@
 """benchmarks/monitoring.py tells what costs 1% from what does not, on a machine whose speed changes, and counts all processes of a job.
 
-    pytest tests/monitor/test_overhead_benchmark.py
+pytest tests/monitor/test_overhead_benchmark.py
 """
 
 from __future__ import annotations
@@ -54,10 +54,15 @@ def two_jobs(ours: Floats, theirs: Floats, seed: int) -> tuple[tuple[Floats, Sli
     wall = np.arange(len(owner) + 1) / 1000
 
     def job(parts: Floats, number: int) -> tuple[Floats, Slices]:
-        done = np.concatenate([[0], np.cumsum((owner == number) / (1 + 0.25 * slow))]) / 1000  # seconds' worth of work
+        done = (
+            np.concatenate([[0], np.cumsum((owner == number) / (1 + 0.25 * slow))]) / 1000
+        )  # seconds' worth of work
         steps = int(done[-1] / parts.sum())
         marks = np.interp(np.cumsum(np.tile(parts, steps)), done, wall).reshape(steps, -1)
-        return marks, [(end - length / 1000, end) for end, length in zip(ends[number::2], lengths[number::2], strict=True)]
+        return marks, [
+            (end - length / 1000, end)
+            for end, length in zip(ends[number::2], lengths[number::2], strict=True)
+        ]
 
     return job(ours, 0), job(theirs, 1)
 
@@ -98,7 +103,10 @@ def test_what_long_parts_cost_counts_in_full(bench: SimpleNamespace) -> None:
 def test_only_whole_parts_count(bench: SimpleNamespace) -> None:
     marks = np.array([[0.010, 0.020], [0.030, 0.090], [0.120, 0.130]])
     parts = bench.slowness.whole_parts(marks, [(0.004, 0.05), (0.07, 0.115), (0.116, 0.15)])
-    assert parts.places.tolist() == [1, 0]  # neither what a stop cut, twice, nor what began within 5 ms of going on
+    assert parts.places.tolist() == [
+        1,
+        0,
+    ]  # neither what a stop cut, twice, nor what began within 5 ms of going on
     assert parts.slices.tolist() == [0, 0]
     assert parts.seconds == pytest.approx([0.01, 0.01])
     assert parts.weights == pytest.approx(1 / (0.041 + 0.04 + 0.029 - 3 * 0.01))
@@ -123,18 +131,35 @@ def test_marks_of_whole_steps_are_read(bench: SimpleNamespace, tmp_path: Path) -
         marker.end_step()
 
 
-def found(bench: SimpleNamespace, *, on: float = 1.001, flood: float = 1.001, same: float = 1.0, asleep: float = 1.02,
-          bounds: float = 0.003, seconds: float = 0.25) -> dict[str, Any]:
-    return {name: {"ratio": ratio, "lower_95": ratio - bounds, "upper_95": ratio + bounds, "step_seconds": {"off": seconds}}
-            for name, ratio in {"on": on, "flood": flood, "same": same, "asleep": asleep}.items()}
+def found(
+    bench: SimpleNamespace,
+    *,
+    on: float = 1.001,
+    flood: float = 1.001,
+    same: float = 1.0,
+    asleep: float = 1.02,
+    bounds: float = 0.003,
+    seconds: float = 0.25,
+) -> dict[str, Any]:
+    return {
+        name: {
+            "ratio": ratio,
+            "lower_95": ratio - bounds,
+            "upper_95": ratio + bounds,
+            "step_seconds": {"off": seconds},
+        }
+        for name, ratio in {"on": on, "flood": flood, "same": same, "asleep": asleep}.items()
+    }
 
 
 def test_verdicts(bench: SimpleNamespace) -> None:
     mistakes = bench.monitoring.mistakes
     assert mistakes(found(bench)) == []
     for wrong, says in (
-        (found(bench, on=1.02), "on: upper bound"), (found(bench, flood=1.02), "flood: upper bound"),
-        (found(bench, asleep=1.0), "the control of 2% does not show"), (found(bench, same=1.006), "two jobs that do the same differ"),
+        (found(bench, on=1.02), "on: upper bound"),
+        (found(bench, flood=1.02), "flood: upper bound"),
+        (found(bench, asleep=1.0), "the control of 2% does not show"),
+        (found(bench, same=1.006), "two jobs that do the same differ"),
     ):
         (told,) = mistakes(wrong)
         assert told.startswith(says)

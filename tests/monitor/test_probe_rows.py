@@ -1,15 +1,30 @@
 """What was measured of an axis, as figures and in words.
 
-    pytest tests/monitor/test_probe_rows.py
+pytest tests/monitor/test_probe_rows.py
 """
 
 from __future__ import annotations
 
 import pytest
 
-from toolkit.monitor.probe import ALL_REDUCE, SEND, Timed, bus_bandwidth, missing_row, probe_row, quantile, words
+from toolkit.monitor.probe import (
+    ALL_REDUCE,
+    SEND,
+    Timed,
+    bus_bandwidth,
+    missing_row,
+    probe_row,
+    quantile,
+    words,
+)
 
-TIMED = Timed(operation=SEND, ranks=2, small_seconds=[1e-4] * 99 + [5e-3], large_bytes=4_000_000, large_seconds=[4.1e-3, 4.1e-3, 9e-3])
+TIMED = Timed(
+    operation=SEND,
+    ranks=2,
+    small_seconds=[1e-4] * 99 + [5e-3],
+    large_bytes=4_000_000,
+    large_seconds=[4.1e-3, 4.1e-3, 9e-3],
+)
 
 
 def test_quantiles_are_values_that_were_measured() -> None:
@@ -22,7 +37,9 @@ def test_quantiles_are_values_that_were_measured() -> None:
 
 
 def test_an_outlier_shows_in_p99_only() -> None:
-    slower = Timed(operation=SEND, ranks=2, small_seconds=[1e-4] * 29 + [5e-3], large_bytes=1, large_seconds=[1.0])
+    slower = Timed(
+        operation=SEND, ranks=2, small_seconds=[1e-4] * 29 + [5e-3], large_bytes=1, large_seconds=[1.0]
+    )
     assert slower.latency_p50 == TIMED.latency_p50 == 1e-4
     assert slower.latency_p99 == 5e-3
 
@@ -39,15 +56,37 @@ def test_a_transfer_takes_its_latency_and_its_bytes() -> None:
     assert seconds(0) == pytest.approx(1e-4)
     assert seconds(4_000_000) == pytest.approx(4.1e-3)
     assert seconds(2_000_000) == pytest.approx(2.1e-3)
-    backwards = Timed(operation=SEND, ranks=2, small_seconds=[1e-3], large_bytes=100, large_seconds=[1e-4]).transfer()
+    backwards = Timed(
+        operation=SEND, ranks=2, small_seconds=[1e-3], large_bytes=100, large_seconds=[1e-4]
+    ).transfer()
     assert backwards(100) == 1e-3
 
 
 def test_words_name_a_slow_group_where_there_is_one() -> None:
-    row = probe_row("data", operation=ALL_REDUCE, ranks=2, latency_p50=2e-4, latency_p99=9e-4, large_bytes=4_000_000,
-                    slowest_large=4e-3, fastest_large=4e-3, slowest_of=(0, 2))
+    row = probe_row(
+        "data",
+        operation=ALL_REDUCE,
+        ranks=2,
+        latency_p50=2e-4,
+        latency_p99=9e-4,
+        large_bytes=4_000_000,
+        slowest_large=4e-3,
+        fastest_large=4e-3,
+        slowest_of=(0, 2),
+    )
     assert words(row) == "probe of axis data (2 ranks): all_reduce 200 µs (p99 900), bus bandwidth 1.00 GB/s"
-    slow = probe_row("data", operation=ALL_REDUCE, ranks=2, latency_p50=2e-4, latency_p99=9e-4, large_bytes=4_000_000,
-                     slowest_large=4e-2, fastest_large=4e-3, slowest_of=(1, 3))
-    assert words(slow).endswith("bus bandwidth 0.10 GB/s, the fastest group 1.00 GB/s; the slowest: ranks 1, 3")
+    slow = probe_row(
+        "data",
+        operation=ALL_REDUCE,
+        ranks=2,
+        latency_p50=2e-4,
+        latency_p99=9e-4,
+        large_bytes=4_000_000,
+        slowest_large=4e-2,
+        fastest_large=4e-3,
+        slowest_of=(1, 3),
+    )
+    assert words(slow).endswith(
+        "bus bandwidth 0.10 GB/s, the fastest group 1.00 GB/s; the slowest: ranks 1, 3"
+    )
     assert "not made, no process group" in words(missing_row("tensor", 4))

@@ -25,14 +25,43 @@ from toolkit.plan.types import Device, RunPlan, World
 POINT = 0.01
 
 
-def planned(gpu: str, gpus: int, *, hidden: int, layers: int, heads: int, length: int, vocabulary: int, batch: int,
-            **changes: Any) -> RunPlan:
-    model = ModelConfig(family="gpt2", hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, vocab_size=vocabulary,
-                        max_position_embeddings=length)
-    config = run_config(model=model, train__sequence_length=length, train__global_batch=batch, train__micro_batch=1,
-                        precision__name=Precision.bf16, zero__stage=1, **changes)
-    world = World(ranks=gpus, ranks_per_node=8, device=Device.CUDA, gpu=gpu, has_compiler=True,
-                  device_memory_bytes=10**15)  # whether it fits is another question, which they have answered
+def planned(
+    gpu: str,
+    gpus: int,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    length: int,
+    vocabulary: int,
+    batch: int,
+    **changes: Any,
+) -> RunPlan:
+    model = ModelConfig(
+        family="gpt2",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+    )
+    config = run_config(
+        model=model,
+        train__sequence_length=length,
+        train__global_batch=batch,
+        train__micro_batch=1,
+        precision__name=Precision.bf16,
+        zero__stage=1,
+        **changes,
+    )
+    world = World(
+        ranks=gpus,
+        ranks_per_node=8,
+        device=Device.CUDA,
+        gpu=gpu,
+        has_compiler=True,
+        device_memory_bytes=10**15,
+    )  # whether it fits is another question, which they have answered
     return make_plan(config, world)
 
 
@@ -56,9 +85,20 @@ A100 = {  # hidden, layers, heads, pipeline, GPUs, batch, seconds, MFU, HFU
 @pytest.mark.parametrize("name", A100)
 def test_selective_recomputation_on_a100(name: str) -> None:
     hidden, layers, heads, pipeline, gpus, batch, seconds, mfu, hfu = A100[name]
-    plan = planned("a100-80gb", gpus, hidden=hidden, layers=layers, heads=heads, length=2048, vocabulary=51200, batch=batch,
-                   engine__name=EngineName.megatron, engine__megatron={"recompute_granularity": "selective"}, parallel__tensor=8,
-                   parallel__pipeline=pipeline)
+    plan = planned(
+        "a100-80gb",
+        gpus,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        length=2048,
+        vocabulary=51200,
+        batch=batch,
+        engine__name=EngineName.megatron,
+        engine__megatron={"recompute_granularity": "selective"},
+        parallel__tensor=8,
+        parallel__pipeline=pipeline,
+    )
     found = speed(plan, seconds)
     assert found["mfu"] == pytest.approx(mfu, abs=POINT / 2)
     # Their HFU has s/3h where MFU has s/6h in 72 B l s h^2 (1 + s/6h + V/12lh): as much again as forward and backward of the attention
@@ -82,9 +122,22 @@ H100 = {  # hidden, layers, heads, tensor, pipeline, GPUs, batch, TFLOP/s, MFU
 def megatron_on_h100(name: str) -> tuple[RunPlan, float]:
     """And the seconds of an iteration."""
     hidden, layers, heads, tensor, pipeline, gpus, batch, tera, _ = H100[name]
-    plan = planned("h100", gpus, hidden=hidden, layers=layers, heads=heads, length=4096, vocabulary=131072, batch=batch,
-                   engine__name=EngineName.megatron, parallel__tensor=tensor, parallel__pipeline=pipeline)
-    narayanan = 72 * batch * 4096 * layers * hidden**2 * (1 + 4096 / (6 * hidden) + 131072 / (12 * layers * hidden))
+    plan = planned(
+        "h100",
+        gpus,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        length=4096,
+        vocabulary=131072,
+        batch=batch,
+        engine__name=EngineName.megatron,
+        parallel__tensor=tensor,
+        parallel__pipeline=pipeline,
+    )
+    narayanan = (
+        72 * batch * 4096 * layers * hidden**2 * (1 + 4096 / (6 * hidden) + 131072 / (12 * layers * hidden))
+    )
     assert plan.shape is not None
     assert megatron_lm_2024(plan.shape, 4096) * batch * 4096 == pytest.approx(narayanan, rel=1e-9)
     return plan, narayanan / (tera * 1e12 * gpus)
@@ -123,8 +176,17 @@ def test_llm_foundry_on_h100(name: str) -> None:
     """They count every parameter, the table of positions and biases too: up to half a percent of FLOPs. Their HFU is 4/3 of MFU; ours
     has neither the head nor the last matrix of each block computed again."""
     hidden, layers, heads, length, gpus, batch, checkpointing, tokens, mfu, hfu, parameters = MPT[name]
-    plan = planned("h100", gpus, hidden=hidden, layers=layers, heads=heads, length=length, vocabulary=50368, batch=batch,
-                   train__activation_checkpointing=checkpointing)
+    plan = planned(
+        "h100",
+        gpus,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        length=length,
+        vocabulary=50368,
+        batch=batch,
+        train__activation_checkpointing=checkpointing,
+    )
     assert sum(spec.numel for spec in plan.parameters) == parameters
     found = speed(plan, batch * length / tokens)
     assert found["mfu"] == pytest.approx(mfu, abs=POINT)

@@ -1,6 +1,6 @@
 """A queue before a sink: slow, full, broken or hanging, whoever logs goes on; what is lost is counted and told.
 
-    pytest tests/monitor/test_queued.py
+pytest tests/monitor/test_queued.py
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
 
 def test_a_slow_sink_takes_no_time_of_who_logs() -> None:
     slow = Slow(0.02)
-    assert statistics.median(steps(slow, 5)) >= 0.02, "the control: without the queue each row takes that long"
+    assert statistics.median(steps(slow, 5)) >= 0.02, (
+        "the control: without the queue each row takes that long"
+    )
     sink, told = queued(slow)
     assert statistics.median(steps(sink, 50, first=6)) < 0.002
     sink.close(0)
@@ -134,7 +136,11 @@ def test_what_does_not_fit_is_counted_in_the_next_row_and_told_once_and_at_the_e
 
 
 def test_memory_is_bounded_whatever_a_rows_form() -> None:
-    row = {"step": 1, "parts": {"forward": 0.1, "backward": {"least": 1, "most": 2}}, "gpus": [{"watts": 1}, {"watts": 2}]}
+    row = {
+        "step": 1,
+        "parts": {"forward": 0.1, "backward": {"least": 1, "most": 2}},
+        "gpus": [{"watts": 1}, {"watts": 2}],
+    }
     assert size(row.values()) == 6
     slow = Slow()
     slow.gate.clear()
@@ -176,7 +182,11 @@ def test_an_error_comes_out_whatever_is_called_next(last: str) -> None:
 
     sink = QueuedSink(refuse, "slow")
     sink._thread.join()
-    call = {"log": lambda: sink.log(Kind.STEP, {"step": 1}), "flush": sink.flush, "close": lambda: sink.close(0)}[last]
+    call = {
+        "log": lambda: sink.log(Kind.STEP, {"step": 1}),
+        "flush": sink.flush,
+        "close": lambda: sink.close(0),
+    }[last]
     with pytest.raises(PermissionError, match="read-only"):
         call()
 
@@ -223,7 +233,9 @@ def test_a_flush_is_bounded_and_a_sink_that_is_late_is_waited_for_again_only_whe
     sink.close(0)
 
 
-@pytest.mark.parametrize(("code", "bound"), [(ExitCode.DONE, 0.4), (ExitCode.STOPPED, 0.1), (ExitCode.FAILURE, 0.1)])
+@pytest.mark.parametrize(
+    ("code", "bound"), [(ExitCode.DONE, 0.4), (ExitCode.STOPPED, 0.1), (ExitCode.FAILURE, 0.1)]
+)
 def test_a_close_is_bounded_and_shorter_when_somebody_waits(code: ExitCode, bound: float) -> None:
     slow = Slow()
     slow.gate.clear()
@@ -278,6 +290,8 @@ def test_a_row_of_2000_metrics_costs_less_than_a_millisecond() -> None:
         time.sleep(0.005)
     for sink in sinks:
         sink.close(0)
-    print(f"one row of 2,000: {statistics.median(large) * 1e6:.0f} us; 16 rows of 125: {statistics.median(small) * 1e6:.0f} us")
+    print(
+        f"one row of 2,000: {statistics.median(large) * 1e6:.0f} us; 16 rows of 125: {statistics.median(small) * 1e6:.0f} us"
+    )
     assert statistics.median(large) < 1e-3
     assert statistics.median(small) < 2e-3

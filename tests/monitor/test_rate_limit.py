@@ -1,6 +1,6 @@
 """A sink that gets no more than its share: short runs whole, fast ones thinned evenly, alerts and evaluations always.
 
-    pytest tests/monitor/test_rate_limit.py
+pytest tests/monitor/test_rate_limit.py
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def test_a_fast_run_is_thinned_evenly_and_no_kind_takes_from_another() -> None:
         assert values >= 2000 * VALUES_PER_SECOND * 0.99
         late = [step for step in steps if step > 1000]
         assert max(after - before for before, after in pairwise(late)) <= 6
-    assert told == ["Kept gets some of the rows only, the files have all: there are more than 200 values a second"]
+    assert told == [
+        "Kept gets some of the rows only, the files have all: there are more than 200 values a second"
+    ]
 
 
 def test_alerts_and_evaluations_always_go_through() -> None:

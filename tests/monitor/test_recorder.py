@@ -1,6 +1,6 @@
 """Marks become seconds by part: nesting, threads, late clocks, pipelines, and what a mark costs.
 
-    pytest tests/monitor/test_recorder.py
+pytest tests/monitor/test_recorder.py
 """
 
 from __future__ import annotations
@@ -11,8 +11,27 @@ from collections.abc import Iterable
 
 import pytest
 
-from toolkit.monitor.parts import BACKWARD, BUBBLE, CHECKPOINT, DATA, EVALUATION, FORWARD, OPTIMIZER, UNEXPLAINED, communication
-from toolkit.monitor.recorder import KEPT, PIPELINE, UNREAD, Clock, HostClock, StepRecorder, attribute, step_time
+from toolkit.monitor.parts import (
+    BACKWARD,
+    BUBBLE,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    OPTIMIZER,
+    UNEXPLAINED,
+    communication,
+)
+from toolkit.monitor.recorder import (
+    KEPT,
+    PIPELINE,
+    UNREAD,
+    Clock,
+    HostClock,
+    StepRecorder,
+    attribute,
+    step_time,
+)
 
 TENSOR = communication("tensor")
 

@@ -1,6 +1,6 @@
 """Which copy differs, from hashes alone: ranks and tensors in made-up worlds.
 
-    pytest tests/monitor/test_replicas_rows.py
+pytest tests/monitor/test_replicas_rows.py
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ def world(ranks: int, groups: int = 1, tensors: int = 1000) -> tuple[list[Set], 
     """``groups`` sets of copies, of neighbouring ranks: each rank's set and its hashes, equal within a set."""
     random = np.random.default_rng(0)
     size = ranks // groups
-    hashes = [random.integers(-2**63, 2**63 - 1, tensors) for _ in range(groups)]
+    hashes = [random.integers(-(2**63), 2**63 - 1, tensors) for _ in range(groups)]
     sets = [Set("weights", rank // size * size, NAMES[:tensors]) for rank in range(ranks)]
     return sets, [hashes[rank // size].copy() for rank in range(ranks)]
 
 
 def gathered(sets: list[Set], hashes: list[np.ndarray], slots: int = 3) -> np.ndarray:
-    return np.stack([block([row_of(found, values)], slots) for found, values in zip(sets, hashes, strict=True)])
+    return np.stack(
+        [block([row_of(found, values)], slots) for found, values in zip(sets, hashes, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("number", [0, 1, 511, 999])
@@ -38,7 +40,10 @@ def test_the_rank_and_the_tensor_are_named(rank: int, number: int) -> None:
     (alert,) = verdicts.see(200, gathered(sets, hashes))
     assert alert.level is Level.ERROR
     assert alert.where == f"rank {rank}"
-    assert alert.cause == f"weights of rank {rank} differ from those of the other 3 ranks that should be equal: layers.{number}.weight"
+    assert (
+        alert.cause
+        == f"weights of rank {rank} differ from those of the other 3 ranks that should be equal: layers.{number}.weight"
+    )
     assert "equal after step 100" in alert.evidence
     assert "resume=RUN_DIR/checkpoints/step-N of a checkpoint before step 101" in alert.next_step
     assert f"node {rank // 4} GPU {rank % 4}" in alert.next_step
@@ -63,7 +68,10 @@ def test_several_tensors_and_several_ranks() -> None:
 
 
 def test_ranks_may_have_several_sets_and_none() -> None:
-    rows = [row_of(Set("weights", 0, ("a", "b")), np.array([1, 2])), row_of(Set("tied weights", 0, ("c",)), np.array([3]))]
+    rows = [
+        row_of(Set("weights", 0, ("a", "b")), np.array([1, 2])),
+        row_of(Set("tied weights", 0, ("c",)), np.array([3])),
+    ]
     other = row_of(Set("tied weights", 0, ("c",)), np.array([4]))
     blocks = np.stack([block(rows, 2), block([rows[0]], 2), block([other], 2), block([], 2)])
     (found,) = differences(blocks)

@@ -1,6 +1,6 @@
 """Statistics that one odd value does not move, in bounded memory.
 
-    pytest tests/monitor/test_robust.py
+pytest tests/monitor/test_robust.py
 """
 
 from __future__ import annotations
@@ -21,14 +21,31 @@ def test_noise_is_the_standard_deviation_whatever_the_trend() -> None:
 
 def test_best_is_of_a_block_and_only_falls() -> None:
     best = Best(10, first=4)
-    for value, after in ((5, None), (1, None), (5, None), (5, 5), *[(9, 5)] * 10, *[(3, 5)] * 9, (3, 3), *[(8, 3)] * 10):
+    for value, after in (
+        (5, None),
+        (1, None),
+        (5, None),
+        (5, 5),
+        *[(9, 5)] * 10,
+        *[(3, 5)] * 9,
+        (3, 3),
+        *[(8, 3)] * 10,
+    ):
         best.add(value)
         assert best.value == after
 
 
 def test_lasting_is_most_of_the_newest() -> None:
     lasting = Lasting(5, 4)
-    assert [lasting.add(so) for so in (True, True, False, True, True, False, False)] == [False, False, False, False, True, False, False]
+    assert [lasting.add(so) for so in (True, True, False, True, True, False, False)] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_blocks_of_months_are_few_and_keep_the_floor() -> None:

@@ -1,6 +1,6 @@
 """Rows of two simulated nodes, beside a training that never waits: sources that hang or fail cost their own figures and nothing else.
 
-    pytest tests/monitor/test_sampler.py
+pytest tests/monitor/test_sampler.py
 """
 
 from __future__ import annotations
@@ -36,18 +36,33 @@ def until(so: Callable[[], bool], seconds: float = 10.0) -> None:
 class Node:
     """One node's sampler over a fake NVML, and what came out of it."""
 
-    def __init__(self, number: int, nvml: FakeNvml, host: Callable[[], Figures] = lambda: {"host/load_1m": 0.5}) -> None:
+    def __init__(
+        self, number: int, nvml: FakeNvml, host: Callable[[], Figures] = lambda: {"host/load_1m": 0.5}
+    ) -> None:
         self.rows: list[Row] = []
         self.alerts: list[Alert] = []
         self.said: list[str] = []
         self.nvml = nvml
         self.gpus = GpuSource(
-            lambda: open_gpus(nvml, 8, None), lambda gpus: XidEvents(nvml, gpus.cards), say=self.said.append,
-            xid=lambda card, xid: self.alerts.append(nodes.xid(xid, card and card.place, number, self.sampler.step)))
+            lambda: open_gpus(nvml, 8, None),
+            lambda gpus: XidEvents(nvml, gpus.cards),
+            say=self.said.append,
+            xid=lambda card, xid: self.alerts.append(
+                nodes.xid(xid, card and card.place, number, self.sampler.step)
+            ),
+        )
         self.sampler = Sampler(
-            node=number, seconds=EVERY, tell=self.said.append,
-            sources=[Source("host", host, self.said.append), Source("gpu", self.gpus.read, self.said.append, self.gpus.close)],
-            log=self.rows.append, detect=NodeDetector(number).see, alert=self.alerts.append)
+            node=number,
+            seconds=EVERY,
+            tell=self.said.append,
+            sources=[
+                Source("host", host, self.said.append),
+                Source("gpu", self.gpus.read, self.said.append, self.gpus.close),
+            ],
+            log=self.rows.append,
+            detect=NodeDetector(number).see,
+            alert=self.alerts.append,
+        )
 
     def __enter__(self) -> Node:
         self.sampler.start()
@@ -59,10 +74,17 @@ class Node:
 
 
 def test_two_nodes_have_rows_of_their_own() -> None:
-    with Node(0, FakeNvml([FakeGpu(), FakeGpu()])) as first, Node(1, FakeNvml([FakeGpu(uuid="GPU-other", milliwatts=300_000)])) as second:
+    with (
+        Node(0, FakeNvml([FakeGpu(), FakeGpu()])) as first,
+        Node(1, FakeNvml([FakeGpu(uuid="GPU-other", milliwatts=300_000)])) as second,
+    ):
         first.sampler.step = 12
-        until(lambda: all(any(row["step"] == step for row in node.rows) and len(node.rows) > 5
-                          for node, step in ((first, 12), (second, 0))))
+        until(
+            lambda: all(
+                any(row["step"] == step for row in node.rows) and len(node.rows) > 5
+                for node, step in ((first, 12), (second, 0))
+            )
+        )
     assert {row["node"] for row in first.rows} == {0}
     assert {row["node"] for row in second.rows} == {1}
     assert first.rows[0]["gpu/count"] == 2
@@ -85,7 +107,10 @@ def test_throttling_and_xid_of_one_node_are_its_own() -> None:
         until(lambda: any("gpu/0/xid" in row for row in second.rows))
         until(lambda: {alert.name for alert in second.alerts} == {"gpu-throttled", "gpu-xid"})
     assert first.alerts == []
-    assert {(alert.name, alert.where) for alert in second.alerts} == {("gpu-throttled", "node 1, GPU 1"), ("gpu-xid", "node 1, GPU 0")}
+    assert {(alert.name, alert.where) for alert in second.alerts} == {
+        ("gpu-throttled", "node 1, GPU 1"),
+        ("gpu-xid", "node 1, GPU 0"),
+    }
     assert any(row.get("gpu/0/xid") == 94 and row["gpu/0/xid_events"] == 1 for row in second.rows)
 
 
@@ -144,7 +169,8 @@ def test_a_source_that_fails_is_told_once_and_asked_again() -> None:
         until(lambda: len(node.rows) > 6)
     assert [row.get("host/load_1m") for row in node.rows[:6]] == [1, None, 3, None, 5, 6]
     assert [words for words in node.said if "host" in words and "only" not in words] == [
-        "figures of host are missing: FileNotFoundError: the run's directory is gone"]
+        "figures of host are missing: FileNotFoundError: the run's directory is gone"
+    ]
 
 
 def test_late_rows_are_not_made_up_for() -> None:
@@ -161,7 +187,9 @@ def test_late_rows_are_not_made_up_for() -> None:
 
 def bytes_a_day(folder: Path, gpus: int, host: dict[str, Any]) -> float:
     """Of rows as they are written, at ten seconds a sample."""
-    nvml = FakeNvml([FakeGpu(used=63_456_789_012 + gpu, milliwatts=612_345 + gpu) for gpu in range(gpus)], driver=gpus > 0)
+    nvml = FakeNvml(
+        [FakeGpu(used=63_456_789_012 + gpu, milliwatts=612_345 + gpu) for gpu in range(gpus)], driver=gpus > 0
+    )
     file = folder / f"{gpus}.jsonl"
     with Node(0, nvml, host=lambda: host) as node:
         until(lambda: len(node.rows) > 6)
@@ -188,7 +216,9 @@ def test_a_mistake_in_detecting_ends_alerts_and_no_rows() -> None:
         until(lambda: any("no more alerts" in words for words in node.said))
         count = len(node.rows)
         until(lambda: len(node.rows) > count + 2)
-    assert [words for words in node.said if "alerts" in words] == ["no more alerts of samples: KeyError: 'no such figure'"]
+    assert [words for words in node.said if "alerts" in words] == [
+        "no more alerts of samples: KeyError: 'no such figure'"
+    ]
 
 
 def test_the_driver_is_given_back_at_the_end() -> None:

@@ -1,6 +1,6 @@
 """Sinks: one that breaks is told once and dropped; rows, console lines and pictures are what they say.
 
-    pytest tests/monitor/test_sinks.py
+pytest tests/monitor/test_sinks.py
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.progress import Progress
 from toolkit.rows import read_rows
 
-ROW = {"step": 1, "loss": 0.1 + 0.2, "grad_norm": 1e-17, "lr": 3e-4, "tokens": 512, "step_seconds": 0.25, "tokens_per_second": 2048.0}
+ROW = {
+    "step": 1,
+    "loss": 0.1 + 0.2,
+    "grad_norm": 1e-17,
+    "lr": 3e-4,
+    "tokens": 512,
+    "step_seconds": 0.25,
+    "tokens_per_second": 2048.0,
+}
 
 
 class Recording(NullSink):
@@ -83,11 +91,16 @@ def test_who_wants_some_rows_gets_those_and_is_told_by_its_own_name() -> None:
     sink.log(Kind.STEP, {**ROW, "step": 2})
     assert (len(some.calls), told) == (1, [])
     sink.log(Kind.EVAL, ROW)
-    assert (len(some.calls), told) == (1, ["Broken failed and gets nothing more: ConnectionError: the server is gone"])
+    assert (len(some.calls), told) == (
+        1,
+        ["Broken failed and gets nothing more: ConnectionError: the server is gone"],
+    )
 
 
 def test_rows_can_be_read_after_a_flush_in_full_precision(tmp_path: Path) -> None:
-    sink = JsonlSink({Kind.STEP: tmp_path / "run" / "metrics.jsonl", Kind.EVAL: tmp_path / "run" / "eval.jsonl"})
+    sink = JsonlSink(
+        {Kind.STEP: tmp_path / "run" / "metrics.jsonl", Kind.EVAL: tmp_path / "run" / "eval.jsonl"}
+    )
     sink.log(Kind.STEP, ROW)
     sink.log(Kind.STEP, {**ROW, "step": 2, "loss": math.inf})
     sink.log(Kind.EVAL, {"step": 2, "set": "validation"})
@@ -102,9 +115,26 @@ def test_rows_can_be_read_after_a_flush_in_full_precision(tmp_path: Path) -> Non
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("value", [
-    0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, 1e16, 1e-5, None, True, 2**63, 6 * 10**24,
-    "an é, a \u2028 and\na line", "null", {"inner": [1, None]}, [], {}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        0.1 + 0.2,
+        5e-324,
+        1.7976931348623157e308,
+        -0.0,
+        1e16,
+        1e-5,
+        None,
+        True,
+        2**63,
+        6 * 10**24,
+        "an é, a \u2028 and\na line",
+        "null",
+        {"inner": [1, None]},
+        [],
+        {},
+    ],
+)
 def test_a_row_comes_back_as_it_was_written(value: object, tmp_path: Path) -> None:
     sink = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"})
     sink.log(Kind.STEP, {"step": 1, "value": value})
@@ -120,14 +150,17 @@ def test_a_number_that_is_not_finite_is_null(value: float, beside: int, tmp_path
     sink = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"})
     sink.log(Kind.STEP, {"step": 1, "loss": value, "beside": beside, "inner": {"list": [1, value, (value,)]}})
     sink.close(0)
-    assert (tmp_path / "metrics.jsonl").read_text().replace(" ", "") \
-        == f'{{"step":1,"loss":null,"beside":{beside},"inner":{{"list":[1,null,[null]]}}}}\n'
+    assert (tmp_path / "metrics.jsonl").read_text().replace(
+        " ", ""
+    ) == f'{{"step":1,"loss":null,"beside":{beside},"inner":{{"list":[1,null,[null]]}}}}\n'
     assert [math.isnan(loss) for loss in train_losses(tmp_path / "metrics.jsonl")[1]] == [True]
 
 
 def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n\xff\xfe\n[1]\n{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 0.5}')
+    file.write_bytes(
+        b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n\xff\xfe\n[1]\n{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 0.5}'
+    )
     assert train_losses(file) == ([1, 3], [2.0, 1.0])
     assert list(read_rows(tmp_path / "absent.jsonl")) == []
 
@@ -143,7 +176,13 @@ def test_a_torn_line_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
     assert file.read_bytes().count(b"\n") == 4
 
 
-FULL = {**ROW, "samples_per_second": 31.4, "host_bytes": 812_000_000, "device_bytes": 61_200_000_000, "eta_seconds": 3725.0}
+FULL = {
+    **ROW,
+    "samples_per_second": 31.4,
+    "host_bytes": 812_000_000,
+    "device_bytes": 61_200_000_000,
+    "eta_seconds": 3725.0,
+}
 
 
 def console(**keys: Any) -> tuple[ConsoleSink, list[str]]:
@@ -168,9 +207,20 @@ def test_console_has_a_row_at_the_first_step_and_at_its_cadence() -> None:
 def test_console_rows_stand_under_their_heading_in_eighty_columns() -> None:
     """Of the longest values that there are."""
     table = Table(device=True, utilisation=True)
-    longest = {**FULL, "step": 1_000_000, "loss": 9999.9999, "grad_norm": 1.2345e-5, "tokens_per_second": 123_456_789.0, "mfu": 0.4125,
-               "eta_seconds": 9 * 86400.0}
-    lines = [table.heading(), table.row(longest), Table(unit="images").row({**FULL, "images_per_second": 12.0})]
+    longest = {
+        **FULL,
+        "step": 1_000_000,
+        "loss": 9999.9999,
+        "grad_norm": 1.2345e-5,
+        "tokens_per_second": 123_456_789.0,
+        "mfu": 0.4125,
+        "eta_seconds": 9 * 86400.0,
+    }
+    lines = [
+        table.heading(),
+        table.row(longest),
+        Table(unit="images").row({**FULL, "images_per_second": 12.0}),
+    ]
     assert {len(line) for line in lines} == {80}, lines
     assert lines[1].split()[4:8] == ["123.5M", "41.2%", "61.2", "GB"]
 
@@ -200,8 +250,14 @@ def test_the_bar_counts_every_step_and_the_last_one_of_a_stopped_run() -> None:
 def test_an_alert_is_shown_whole_as_far_as_it_is_not_long() -> None:
     shown: list[str] = []
     sink = AlertLines(shown.append)
-    alert = Alert(name="data-stall", level=Level.WARNING, step=7, cause="The data pipeline is slow.", evidence="61% of 20 steps",
-                  next_step="see data.md")
+    alert = Alert(
+        name="data-stall",
+        level=Level.WARNING,
+        step=7,
+        cause="The data pipeline is slow.",
+        evidence="61% of 20 steps",
+        next_step="see data.md",
+    )
     sink.log(Kind.ALERT, {**alert.row(), "dropped_rows": 3})
     sink.log(Kind.STEP, ROW)
     assert shown == [f"warning: {alert}"]
@@ -213,10 +269,15 @@ def test_an_alert_is_shown_whole_as_far_as_it_is_not_long() -> None:
 def written(folder: Path, steps: int) -> Path:
     folder.mkdir()
     with (folder / "metrics.jsonl").open("w") as file:
-        file.writelines(json.dumps({"step": step, "loss": 9 / step if step != 5 else math.nan}) + "\n" for step in range(1, steps + 1))
+        file.writelines(
+            json.dumps({"step": step, "loss": 9 / step if step != 5 else math.nan}) + "\n"
+            for step in range(1, steps + 1)
+        )
         file.write('{"step": torn')
     rows = [(2, "validation", 5.0), (4, "other", 4.0), (4, "validation", 3.0)]
-    (folder / "eval.jsonl").write_text("".join(json.dumps({"step": step, "set": name, "loss": loss}) + "\n" for step, name, loss in rows))
+    (folder / "eval.jsonl").write_text(
+        "".join(json.dumps({"step": step, "set": name, "loss": loss}) + "\n" for step, name, loss in rows)
+    )
     return folder
 
 
@@ -237,11 +298,14 @@ def test_there_is_no_curve_without_a_step(tmp_path: Path) -> None:
     assert not (tmp_path / "plots").exists()
 
 
-@pytest.mark.parametrize(("values", "window", "expected"), [
-    ([1.0, 2.0, 3.0, 4.0], 2, [1.0, 1.5, 2.5, 3.5]),
-    ([1.0, 2.0], 0, [1.0, 2.0]),
-    ([1.0, math.nan, 3.0, 5.0], 2, [1.0, 1.0, 3.0, 4.0]),
-])
+@pytest.mark.parametrize(
+    ("values", "window", "expected"),
+    [
+        ([1.0, 2.0, 3.0, 4.0], 2, [1.0, 1.5, 2.5, 3.5]),
+        ([1.0, 2.0], 0, [1.0, 2.0]),
+        ([1.0, math.nan, 3.0, 5.0], 2, [1.0, 1.0, 3.0, 4.0]),
+    ],
+)
 def test_running_mean(values: list[float], window: int, expected: list[float]) -> None:
     assert running_mean(values, window) == expected
 

@@ -1,6 +1,6 @@
 """What a process says of its threads, and what others see of it.
 
-    pytest tests/monitor/test_stacks.py
+pytest tests/monitor/test_stacks.py
 """
 
 from __future__ import annotations
@@ -79,8 +79,11 @@ def test_all_threads_are_told_the_main_one_first() -> None:
 
 
 def test_what_a_thread_does_is_read_from_its_innermost_frame_of_ours() -> None:
-    ours = [Frame("/a/toolkit/train/loop.py", 1, "train"), Frame("/a/toolkit/data/stream.py", 2, "steps"),
-            Frame("/usr/lib/threading.py", 3, "wait")]
+    ours = [
+        Frame("/a/toolkit/train/loop.py", 1, "train"),
+        Frame("/a/toolkit/data/stream.py", 2, "steps"),
+        Frame("/usr/lib/threading.py", 3, "wait"),
+    ]
     assert doing(ours) == SAMPLES
     assert doing(ours[:1]) == "between steps"
     assert doing(ours[2:]) == ""
@@ -98,16 +101,33 @@ def test_a_model_that_hangs_is_not_called_making_a_batch() -> None:
     model = Hangs()
     OwnLoss("x.Hangs").loss_sum(model, {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 4)})
     assert doing(model.frames) == MODEL
-    report = Report(rank=0, host="h", pid=1, at=0.0, step=3, last="step 2", idle=9.0,
-                    threads=(ThreadStack("MainThread", "S", model.frames),))
+    report = Report(
+        rank=0,
+        host="h",
+        pid=1,
+        at=0.0,
+        step=3,
+        last="step 2",
+        idle=9.0,
+        threads=(ThreadStack("MainThread", "S", model.frames),),
+    )
     said = diagnose(found_of({0: report}, [ProcessId("h", 1, "1", 0, 0)], {}))
     assert said.cause.startswith("rank 0 is in the model's forward, in Hangs.forward (")
 
 
 def test_the_part_of_the_step_says_what_an_engine_does() -> None:
     engine = Frame("/a/toolkit/engine/megatron/step.py", 2, "Step.run")
-    report = Report(rank=0, host="h", pid=1, at=0.0, step=3, last="step 2", idle=9.0, part="backward",
-                    threads=(ThreadStack("MainThread", "S", (engine,)),))
+    report = Report(
+        rank=0,
+        host="h",
+        pid=1,
+        at=0.0,
+        step=3,
+        last="step 2",
+        idle=9.0,
+        part="backward",
+        threads=(ThreadStack("MainThread", "S", (engine,)),),
+    )
     assert report.does == "in the model's backward, in Step.run (toolkit/engine/megatron/step.py:2)"
     assert replace(report, part="").does == "in the engine"
 
@@ -136,7 +156,9 @@ def test_a_process_is_seen_running_stopped_and_gone() -> None:
         assert process_state(process) in "RSD"
         child.send_signal(signal.SIGSTOP)
         until(lambda: process_state(process) == "T")
-        assert process_state(ProcessId("here", child.pid, "1", 0, 0)) == GONE, "another process of that number"
+        assert process_state(ProcessId("here", child.pid, "1", 0, 0)) == GONE, (
+            "another process of that number"
+        )
     finally:
         child.kill()
         child.wait()

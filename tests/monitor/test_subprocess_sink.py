@@ -1,6 +1,6 @@
 """A sink in a process of its own: its rows arrive in order, its errors come back, and it outlives nobody for long.
 
-    pytest tests/monitor/test_subprocess_sink.py
+pytest tests/monitor/test_subprocess_sink.py
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def test_rows_arrive_in_order_in_another_process(temporary: Path, tmp_path: Path
 
 def test_a_sink_that_raises_there_is_told_once_here(tmp_path: Path) -> None:
     told: list[str] = []
-    sink = CompositeSink([QueuedSink(lambda: SubprocessSink(There, {"file": tmp_path / "rows.jsonl"}, "there"), "there")], told.append)
+    sink = CompositeSink(
+        [QueuedSink(lambda: SubprocessSink(There, {"file": tmp_path / "rows.jsonl"}, "there"), "there")],
+        told.append,
+    )
     sink.log(Kind.STEP, {"step": 1, "raise": "the server is gone"})
     deadline = time.monotonic() + 20
     while not told and time.monotonic() < deadline:
@@ -157,7 +160,9 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(("sleep", "rows"), [(0.5, [1, None]), (60.0, [])])
-def test_it_ends_with_the_process_that_it_serves(sleep: float, rows: list[int | None], tmp_path: Path) -> None:
+def test_it_ends_with_the_process_that_it_serves(
+    sleep: float, rows: list[int | None], tmp_path: Path
+) -> None:
     """Killed, that one leaves rows behind that are still written; one that hangs is ended after its time."""
     file = tmp_path / "rows.jsonl"
     command = [sys.executable, "-c", SERVED, str(file), "2.0", str(sleep)]

@@ -1,6 +1,6 @@
 """Speed, utilisation, time left and cost, by hand-made steps.
 
-    pytest tests/monitor/test_throughput.py
+pytest tests/monitor/test_throughput.py
 """
 
 from __future__ import annotations
@@ -41,9 +41,16 @@ def test_a_step_on_known_gpus() -> None:
     plan = planned(h100s(4), **BF16)
     flops = model_flops(plan)
     assert flops is not None
-    assert row(plan, units=200) == pytest.approx({
-        "tokens_per_second": 400.0, "samples_per_second": 16.0, "tokens_per_second_per_gpu": 100.0,
-        "model_tflops_per_gpu": flops * COMPUTED / 0.5 / 4 / 1e12, "mfu": flops * COMPUTED / 0.5 / 4 / 989.4e12}, rel=1e-12)
+    assert row(plan, units=200) == pytest.approx(
+        {
+            "tokens_per_second": 400.0,
+            "samples_per_second": 16.0,
+            "tokens_per_second_per_gpu": 100.0,
+            "model_tflops_per_gpu": flops * COMPUTED / 0.5 / 4 / 1e12,
+            "mfu": flops * COMPUTED / 0.5 / 4 / 989.4e12,
+        },
+        rel=1e-12,
+    )
 
 
 def test_masked_tokens_are_no_speed_and_yet_computed() -> None:
@@ -61,15 +68,22 @@ def test_what_is_recomputed_has_its_own_figures() -> None:
     found = row(plan)
     assert found["hfu"] / found["mfu"] == pytest.approx(done / counts, rel=1e-12)
     assert found["hfu"] > 1.1 * found["mfu"]
-    assert found["hardware_tflops_per_gpu"] / found["model_tflops_per_gpu"] == pytest.approx(done / counts, rel=1e-12)
+    assert found["hardware_tflops_per_gpu"] / found["model_tflops_per_gpu"] == pytest.approx(
+        done / counts, rel=1e-12
+    )
 
 
-@pytest.mark.parametrize(("world", "changes", "keys", "reason"), [
-    (replace(h100s(4), gpu=None), BF16, {"model_tflops_per_gpu"}, "devices.py"),
-    (h100s(4), {}, {"model_tflops_per_gpu"}, "precision=fp32"),
-    (h100s(4), {**BF16, "model__family": None, "model__target": "my.Model"}, set(), "model.target"),
-])
-def test_without_a_peak_or_a_formula_there_is_no_utilisation(world: World, changes: dict[str, object], keys: set[str], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "changes", "keys", "reason"),
+    [
+        (replace(h100s(4), gpu=None), BF16, {"model_tflops_per_gpu"}, "devices.py"),
+        (h100s(4), {}, {"model_tflops_per_gpu"}, "precision=fp32"),
+        (h100s(4), {**BF16, "model__family": None, "model__target": "my.Model"}, set(), "model.target"),
+    ],
+)
+def test_without_a_peak_or_a_formula_there_is_no_utilisation(
+    world: World, changes: dict[str, object], keys: set[str], reason: str
+) -> None:
     plan = planned(world, **changes)
     assert row(plan).keys() == {"tokens_per_second", "samples_per_second", "tokens_per_second_per_gpu"} | keys
     assert reason in (without_utilisation(plan) or "")
@@ -82,7 +96,9 @@ def test_on_cpus_nothing_is_told_per_gpu() -> None:
 # ---- time and cost
 
 
-def driven(plan: RunPlan, steps: Sequence[tuple[float, float]], before: Spent = NOTHING, first: int = 1) -> list[dict[str, float]]:
+def driven(
+    plan: RunPlan, steps: Sequence[tuple[float, float]], before: Spent = NOTHING, first: int = 1
+) -> list[dict[str, float]]:
     """Rows of steps of (seconds, seconds until the next one begins), the first of which begins 7 seconds after the attempt."""
     course, now, found = Course(plan, before, 100.0), 107.0, []
     for number, (seconds, between) in enumerate(steps):
@@ -119,15 +135,28 @@ def test_a_hiccup_does_not_move_the_time_left_and_a_change_of_pace_does() -> Non
     plan = planned(CPU, train__steps=1000)
     even = driven(plan, [(2.0, 0.0)] * 50)[-1]["eta_seconds"]
     assert even == pytest.approx(950 * 2.0)
-    assert driven(plan, [(2.0, 0.0)] * 40 + [(600.0, 0.0)] + [(2.0, 0.0)] * 9)[-1]["eta_seconds"] == pytest.approx(even)
-    assert driven(plan, [(2.0, 0.0)] * 100 + [(4.0, 0.0)] * 150)[-1]["eta_seconds"] == pytest.approx(750 * 4.0)
-    every_fifth = driven(plan, [(6.0 if number % 5 == 0 else 2.0, 0.0) for number in range(101)])[-1]["eta_seconds"]
-    assert every_fifth == pytest.approx(899 * 2.8, rel=0.06)  # what recurs is no hiccup: the median would say 2.0
+    assert driven(plan, [(2.0, 0.0)] * 40 + [(600.0, 0.0)] + [(2.0, 0.0)] * 9)[-1][
+        "eta_seconds"
+    ] == pytest.approx(even)
+    assert driven(plan, [(2.0, 0.0)] * 100 + [(4.0, 0.0)] * 150)[-1]["eta_seconds"] == pytest.approx(
+        750 * 4.0
+    )
+    every_fifth = driven(plan, [(6.0 if number % 5 == 0 else 2.0, 0.0) for number in range(101)])[-1][
+        "eta_seconds"
+    ]
+    assert every_fifth == pytest.approx(
+        899 * 2.8, rel=0.06
+    )  # what recurs is no hiccup: the median would say 2.0
 
 
 def test_steps_to_come_may_be_larger() -> None:
     """The batch grows from 2 to 8 sequences: time goes by samples."""
-    plan = planned(CPU, train__micro_batch=1, train__batch_ramp=BatchRampConfig(start=2, increment=2, samples=120), train__steps=100)
+    plan = planned(
+        CPU,
+        train__micro_batch=1,
+        train__batch_ramp=BatchRampConfig(start=2, increment=2, samples=120),
+        train__steps=100,
+    )
     sizes = [plan.batch.at(step).size for step in range(100)]
     assert sizes[0] == 2
     assert sizes[-1] == 8
@@ -143,9 +172,13 @@ def test_a_run_of_months_is_reckoned_in_bounded_memory() -> None:
 
 
 def test_people_are_told_at_the_end() -> None:
-    course = Course(planned(h100s(8), **BF16, train__micro_batch=1, monitor__price_per_gpu_hour=2.0), Spent(), 50.0)
+    course = Course(
+        planned(h100s(8), **BF16, train__micro_batch=1, monitor__price_per_gpu_hour=2.0), Spent(), 50.0
+    )
     assert course.words(50.0 + 1800.0) == "30:00, 4 GPU-hours, cost 8.00 at 2 each"
-    later = Course(planned(h100s(8), **BF16, train__micro_batch=1), Spent(seconds=36000.0, gpu_hours=1234.0), 0.0)
+    later = Course(
+        planned(h100s(8), **BF16, train__micro_batch=1), Spent(seconds=36000.0, gpu_hours=1234.0), 0.0
+    )
     assert later.words(3600.0) == "11:00:00 over all attempts, 1,242 GPU-hours"
     assert Course(planned(CPU), Spent(), 0.0).words(61.0) == "1:01"
 

@@ -1,6 +1,6 @@
 """W&B: what two nodes wrote offline, read back from their files; missing, failing or hanging it is told once and training goes on.
 
-    pytest tests/monitor/test_wandb.py
+pytest tests/monitor/test_wandb.py
 """
 
 from __future__ import annotations
@@ -34,14 +34,23 @@ from toolkit.train import sinks
 
 IDENTITY = "1a2b3c4d"
 ROOT = Path(__file__).resolve().parents[2]
-ALERT = Alert(name="straggler", level=Level.ERROR, step=2, cause="Rank 1 is slow.", evidence="1.9 s; the others 1.0 s",
-              next_step="look at its GPU", where="rank 1")
+ALERT = Alert(
+    name="straggler",
+    level=Level.ERROR,
+    step=2,
+    cause="Rank 1 is slow.",
+    evidence="1.9 s; the others 1.0 s",
+    next_step="look at its GPU",
+    where="rank 1",
+)
 
 # ---- two nodes
 
 
 def plan_of(folder: Path, *, nodes: int = 2, **monitor: Any) -> RunPlan:
-    config = tiny_config(engine__name=EngineName.deepspeed, **{f"monitor__{name}": value for name, value in monitor.items()})
+    config = tiny_config(
+        engine__name=EngineName.deepspeed, **{f"monitor__{name}": value for name, value in monitor.items()}
+    )
     config.run = RunSection(dir=str(folder))
     return make_plan(config, World(ranks=nodes, ranks_per_node=1, device=Device.CPU, has_compiler=True))
 
@@ -58,15 +67,25 @@ def wandb_file(folder: Path) -> Path:
     return files[0]
 
 
-def test_two_nodes_offline_are_two_runs_of_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                     capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_nodes_offline_are_two_runs_of_one_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sinks, "WandbSink", without_network)
     folder = tmp_path / "tiny"
     plan = plan_of(folder, tags=["a", "b"], project="p", entity="us")
     first, second = (sinks_of(plan, rank) for rank in (0, 1))
     for step in (1, 2):
         for sink in (first, second):  # every rank has the rows of the run
-            sink.log(Kind.STEP, {"step": step, "loss": 1 / step, "tokens": 512, "step_seconds": 0.1, "tokens_per_second": 5120.0})
+            sink.log(
+                Kind.STEP,
+                {
+                    "step": step,
+                    "loss": 1 / step,
+                    "tokens": 512,
+                    "step_seconds": 0.1,
+                    "tokens_per_second": 5120.0,
+                },
+            )
         first.log(Kind.LEDGER, {"step": step, "parts": {"forward": [0.1, 0.2 * step, 0.9]}})
         for node, sink in enumerate((first, second)):
             sink.log(Kind.SYSTEM, {"step": step, "gpus": [{"watts": 100.0 * node + step}]})
@@ -84,19 +103,45 @@ def test_two_nodes_offline_are_two_runs_of_one_group(tmp_path: Path, monkeypatch
     seen = [run_record(file) for file in files]
     assert [run.run_id for run in seen] == [run_id, f"{run_id}-node-1"]
     assert [run.display_name for run in seen] == ["tiny", "tiny node 1"]
-    assert {(run.run_group, run.project, run.entity, *run.tags) for run in seen} == {(run_id, "p", "us", "a", "b")}
+    assert {(run.run_group, run.project, run.entity, *run.tags) for run in seen} == {
+        (run_id, "p", "us", "a", "b")
+    }
     assert history(files[0]) == [
-        {"step": 1, "train/loss": 1.0, "train/tokens": 512, "train/step_seconds": 0.1, "train/tokens_per_second": 5120.0},
+        {
+            "step": 1,
+            "train/loss": 1.0,
+            "train/tokens": 512,
+            "train/step_seconds": 0.1,
+            "train/tokens_per_second": 5120.0,
+        },
         {"step": 1, "ledger/forward": 0.2, "ledger/forward/max": 0.9},
         {"step": 1, "system/node-0/gpus/0/watts": 1.0},
-        {"step": 2, "train/loss": 0.5, "train/tokens": 512, "train/step_seconds": 0.1, "train/tokens_per_second": 5120.0},
+        {
+            "step": 2,
+            "train/loss": 0.5,
+            "train/tokens": 512,
+            "train/step_seconds": 0.1,
+            "train/tokens_per_second": 5120.0,
+        },
         {"step": 2, "ledger/forward": 0.4, "ledger/forward/max": 0.9},
         {"step": 2, "system/node-0/gpus/0/watts": 2.0},
-        {"step": 2, "eval/validation/loss": 2.5, "eval/validation/tokens": 64, "eval/validation/seconds": 0.1},
+        {
+            "step": 2,
+            "eval/validation/loss": 2.5,
+            "eval/validation/tokens": 64,
+            "eval/validation/seconds": 0.1,
+        },
         {"step": 2, "alerts/straggler": 1},
-        {"step": 2, "eval/validation/loss": 3.5, "eval/validation/tokens": 64, "eval/validation/seconds": 0.1}]
-    assert history(files[1]) == [{"step": step, "system/node-1/gpus/0/watts": 100.0 + step} for step in (1, 2)] + [
-        {"step": 2, "alerts/straggler": 1}]
+        {
+            "step": 2,
+            "eval/validation/loss": 3.5,
+            "eval/validation/tokens": 64,
+            "eval/validation/seconds": 0.1,
+        },
+    ]
+    assert history(files[1]) == [
+        {"step": step, "system/node-1/gpus/0/watts": 100.0 + step} for step in (1, 2)
+    ] + [{"step": 2, "alerts/straggler": 1}]
     text = "step 2: Rank 1 is slow.\n\nEvidence: 1.9 s; the others 1.0 s\n\nNext step: look at its GPU"
     assert [alerts(file) for file in files] == [[("straggler (rank 1)", text, "ERROR")]] * 2
     for file in files:
@@ -120,13 +165,17 @@ def test_two_nodes_offline_are_two_runs_of_one_group(tmp_path: Path, monkeypatch
     directory = RunDirectory(folder)
     assert [row["step"] for row in read_rows(directory.metrics_file)] == [1, 2]
     assert [row["gpus"][0]["watts"] for row in read_rows(directory.system_file(1))] == [101.0, 102.0]
-    assert [row["name"] for node in (0, 1) for row in read_rows(directory.node_alerts_file(node))] == ["straggler"] * 2
+    assert [row["name"] for node in (0, 1) for row in read_rows(directory.node_alerts_file(node))] == [
+        "straggler"
+    ] * 2
     assert "launcher" in directory.environment_file(1).read_text()
     assert capfd.readouterr().err.count(f"error: {ALERT}") == 2
 
 
-@pytest.mark.parametrize(("run_dir", "expected"), [
-    ("runs/quickstart-1a2b3c4d", "quickstart-1a2b3c4d"), ("/data/my run: 7", "my-run-7-1a2b3c4d")])
+@pytest.mark.parametrize(
+    ("run_dir", "expected"),
+    [("runs/quickstart-1a2b3c4d", "quickstart-1a2b3c4d"), ("/data/my run: 7", "my-run-7-1a2b3c4d")],
+)
 def test_a_runs_id_follows_from_its_directory_and_identity(run_dir: str, expected: str) -> None:
     assert part(run_dir, IDENTITY, WandbMode.offline, 0, 1).run_id == expected
 
@@ -136,7 +185,9 @@ def test_online_several_nodes_write_one_run_and_each_in_its_own_folder() -> None
     assert {(one.run_id, one.name, one.shared) for one in parts} == {(f"a-{IDENTITY}-shared", "a", True)}
     assert len({one.folder for one in parts}) == 3
     alone = part("runs/a", IDENTITY, WandbMode.online, 0, 1)
-    assert (alone.run_id, alone.shared) == (f"a-{IDENTITY}", False), "W&B loses rows of a run that is written in both modes"
+    assert (alone.run_id, alone.shared) == (f"a-{IDENTITY}", False), (
+        "W&B loses rows of a run that is written in both modes"
+    )
 
 
 def test_in_a_shared_run_each_node_adds_itself_and_none_takes_anything_away(tmp_path: Path) -> None:
@@ -148,8 +199,11 @@ def test_in_a_shared_run_each_node_adds_itself_and_none_takes_anything_away(tmp_
     assert second["config"]["node-1"] == {"git": None, "environment": {"host": "here"}}
     assert first["group"] == second["group"] == "sweep"
     for mode in WandbMode.offline, WandbMode.online:
-        groups = {str(sinks.wandb_arguments(plan_of(tmp_path, nodes=nodes, wandb=mode), known, node)["group"])
-                  for nodes in (1, 2) for node in range(nodes)}
+        groups = {
+            str(sinks.wandb_arguments(plan_of(tmp_path, nodes=nodes, wandb=mode), known, node)["group"])
+            for nodes in (1, 2)
+            for node in range(nodes)
+        }
         assert groups == {f"{tmp_path.name}-{plan.identity}"}, "however many nodes a run goes on with"
 
 
@@ -182,23 +236,46 @@ WANTED = ("x_primary", "x_update_finish_state", "x_label", "x_stats_pid", "init_
 
 def fake(monkeypatch: pytest.MonkeyPatch, init: Callable[..., Any]) -> None:
     module: Any = types.ModuleType("wandb")
-    module.Settings, module.init, module.teardown = type("Settings", (SimpleNamespace,), {"model_fields": WANTED}), init, lambda: None
+    module.Settings, module.init, module.teardown = (
+        type("Settings", (SimpleNamespace,), {"model_fields": WANTED}),
+        init,
+        lambda: None,
+    )
     monkeypatch.setitem(sys.modules, "wandb", module)
 
 
 def sink_of(folder: Path, mode: WandbMode = WandbMode.offline, node: int = 0, nodes: int = 1) -> WandbSink:
-    return WandbSink(part(folder, IDENTITY, mode, node, nodes), mode=mode, project="p", entity=None, group="g", tags=[], config={},
-                     trainer=7, command=sys.argv)
+    return WandbSink(
+        part(folder, IDENTITY, mode, node, nodes),
+        mode=mode,
+        project="p",
+        entity=None,
+        group="g",
+        tags=[],
+        config={},
+        trainer=7,
+        command=sys.argv,
+    )
 
 
-@pytest.mark.parametrize(("mode", "node", "nodes", "asked", "settings"), [
-    (WandbMode.offline, 1, 2, ("offline", None), {}),
-    (WandbMode.online, 0, 1, ("online", "allow"), {}),
-    (WandbMode.online, 0, 2, ("shared", "allow"), {"x_primary": True, "x_update_finish_state": True}),
-    (WandbMode.online, 1, 2, ("shared", "allow"), {"x_primary": False, "x_update_finish_state": False}),
-])
-def test_which_node_is_what(mode: WandbMode, node: int, nodes: int, asked: tuple[str, str | None], settings: dict[str, bool],
-                            tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "node", "nodes", "asked", "settings"),
+    [
+        (WandbMode.offline, 1, 2, ("offline", None), {}),
+        (WandbMode.online, 0, 1, ("online", "allow"), {}),
+        (WandbMode.online, 0, 2, ("shared", "allow"), {"x_primary": True, "x_update_finish_state": True}),
+        (WandbMode.online, 1, 2, ("shared", "allow"), {"x_primary": False, "x_update_finish_state": False}),
+    ],
+)
+def test_which_node_is_what(
+    mode: WandbMode,
+    node: int,
+    nodes: int,
+    asked: tuple[str, str | None],
+    settings: dict[str, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: dict[str, Any] = {}
 
     def init(**arguments: Any) -> Run:
@@ -210,7 +287,12 @@ def test_which_node_is_what(mode: WandbMode, node: int, nodes: int, asked: tuple
     sink = sink_of(tmp_path, mode, node, nodes)
     sink.close(75)
     assert (given["mode"], given["resume"]) == asked
-    assert vars(given["settings"]) == {"init_timeout": 90.0, "x_stats_pid": 7, "x_label": f"node-{node}", **settings}
+    assert vars(given["settings"]) == {
+        "init_timeout": 90.0,
+        "x_stats_pid": 7,
+        "x_label": f"node-{node}",
+        **settings,
+    }
     assert run.asked == [("step", {}), ("*", {"step_metric": "step"}), "preempting", 75]
 
 
@@ -239,11 +321,20 @@ def test_missing_wandb_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("where", ["start", "finish"])
-def test_a_wandb_that_hangs_is_left_behind(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch, (lambda **settings: time.sleep(60)) if where == "start" else lambda **settings: Run(finish_seconds=60.0))
+def test_a_wandb_that_hangs_is_left_behind(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(
+        monkeypatch,
+        (lambda **settings: time.sleep(60))
+        if where == "start"
+        else lambda **settings: Run(finish_seconds=60.0),
+    )
     told, longest = used(QueuedSink(lambda: sink_of(tmp_path), "W&B", close_seconds=0.2))
     rows = 30 if where == "start" else 0
-    assert told == [f"W&B failed and gets nothing more: TimeoutError: it did not finish within 0.2 s, and {rows} rows wait"]
+    assert told == [
+        f"W&B failed and gets nothing more: TimeoutError: it did not finish within 0.2 s, and {rows} rows wait"
+    ]
     assert longest < 0.1
 
 
@@ -285,10 +376,20 @@ print("core is gone", gone, "priorities", priorities)
 """
 
 
-@pytest.mark.parametrize(("name", "said"), [("SIGTERM", "ProcessEnded"), ("SIGSTOP", "did not finish within 2 s")])
-def test_without_its_process_w_and_b_is_told_once_and_the_run_ends(tmp_path: Path, name: str, said: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SIGNALLED, str(tmp_path), name], capture_output=True, text=True, timeout=120, check=False,
-                          cwd=ROOT)
+@pytest.mark.parametrize(
+    ("name", "said"), [("SIGTERM", "ProcessEnded"), ("SIGSTOP", "did not finish within 2 s")]
+)
+def test_without_its_process_w_and_b_is_told_once_and_the_run_ends(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, str(tmp_path), name],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("W&B failed") == 1
     assert said in done.stderr

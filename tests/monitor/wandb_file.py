@@ -40,7 +40,10 @@ def history(path: Path) -> list[dict[str, Any]]:
     rows = []
     for record in records(path):
         if record.WhichOneof("record_type") == "history":
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            row = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
             rows.append({name: value for name, value in row.items() if not name.startswith("_")})
     return rows
 
@@ -65,15 +68,26 @@ def summary(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for record in records(path):
         if record.WhichOneof("record_type") == "summary":
-            found |= {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.summary.update}
+            found |= {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.summary.update
+            }
     return found
 
 
 def exit_code(path: Path) -> int | None:
     """None while nobody has closed the run."""
-    return next((record.exit.exit_code for record in records(path) if record.WhichOneof("record_type") == "exit"), None)
+    return next(
+        (record.exit.exit_code for record in records(path) if record.WhichOneof("record_type") == "exit"),
+        None,
+    )
 
 
 def stats(path: Path) -> set[str]:
     """Names of what W&B measures by itself, each with the label of who measured: ``cpu/l:node-0``."""
-    return {item.key for record in records(path) if record.WhichOneof("record_type") == "stats" for item in record.stats.item}
+    return {
+        item.key
+        for record in records(path)
+        if record.WhichOneof("record_type") == "stats"
+        for item in record.stats.item
+    }

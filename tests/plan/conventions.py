@@ -1,6 +1,6 @@
 """FLOPs of training on one token as other tools count them, each from its own formula.
 
-    PYTHONPATH=. python tests/plan/conventions.py        # prints the table of docs/monitoring.md
+PYTHONPATH=. python tests/plan/conventions.py        # prints the table of docs/monitoring.md
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def megatron_lm_2025(shape: ModelShape, length: int) -> float:
 def _megatron(shape: ModelShape, length: int, of_the_matrix: float) -> float:
     hidden, layers = shape.hidden_size, shape.num_hidden_layers
     width = shape.num_attention_heads * shape.head_dim / hidden
-    attention = (1 + shape.num_key_value_heads / shape.num_attention_heads + of_the_matrix * length / hidden) * width
+    attention = (
+        1 + shape.num_key_value_heads / shape.num_attention_heads + of_the_matrix * length / hidden
+    ) * width
     gated = 1.5 if get(shape.family).traits.gated else 1.0
     feed_forward = shape.intermediate_size / hidden * max(1, shape.num_experts_per_tok) * gated
     return 12 * layers * hidden**2 * (attention + feed_forward + shape.vocab_size / (2 * layers * hidden))
@@ -43,7 +45,9 @@ def _megatron(shape: ModelShape, length: int, of_the_matrix: float) -> float:
 def palm(shape: ModelShape, length: int) -> float:
     """6 N + 12 L H Q T (Chowdhery et al., 2204.02311, appendix B): N is every parameter, of which the input embedding is one that
     multiplies nothing unless it is the output layer's too. Experts that a token does not visit are left out here."""
-    return 6 * _numel(shape) + 12 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * length
+    return (
+        6 * _numel(shape) + 12 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * length
+    )
 
 
 def nanogpt(shape: ModelShape, length: int) -> float:
@@ -64,13 +68,24 @@ def six_n(shape: ModelShape, length: int) -> float:
 
 def _numel(shape: ModelShape) -> int:
     """Parameters, less the experts that a token does not visit."""
-    idle = (shape.num_local_experts - shape.num_experts_per_tok) * 3 * shape.hidden_size * shape.intermediate_size * shape.num_hidden_layers
+    idle = (
+        (shape.num_local_experts - shape.num_experts_per_tok)
+        * 3
+        * shape.hidden_size
+        * shape.intermediate_size
+        * shape.num_hidden_layers
+    )
     return sum(spec.numel for spec in get(shape.family).parameters(shape)) - idle
 
 
 CONVENTIONS: dict[str, Callable[[ModelShape, int], float]] = {
-    "this toolkit": ours, "Megatron-LM, mcore 0.8": megatron_lm_2024, "Megatron-LM, mid 2025": megatron_lm_2025, "PaLM": palm,
-    "nanoGPT": nanogpt, "llm-foundry": llm_foundry, "6 N": six_n,
+    "this toolkit": ours,
+    "Megatron-LM, mcore 0.8": megatron_lm_2024,
+    "Megatron-LM, mid 2025": megatron_lm_2025,
+    "PaLM": palm,
+    "nanoGPT": nanogpt,
+    "llm-foundry": llm_foundry,
+    "6 N": six_n,
 }
 
 
@@ -88,8 +103,13 @@ def cell(convention: str, name: str) -> str:
 
 
 def table() -> str:
-    head = [" | ".join(["counted as by", *(f"{name}, {LENGTH[name]:,} tokens" for name in MODELS)]), "|".join(["---"] * (len(MODELS) + 1))]
-    rows = [" | ".join([convention, *(cell(convention, name) for name in MODELS)]) for convention in CONVENTIONS]
+    head = [
+        " | ".join(["counted as by", *(f"{name}, {LENGTH[name]:,} tokens" for name in MODELS)]),
+        "|".join(["---"] * (len(MODELS) + 1)),
+    ]
+    rows = [
+        " | ".join([convention, *(cell(convention, name) for name in MODELS)]) for convention in CONVENTIONS
+    ]
     return "\n".join([f"| {head[0]} |", f"|{head[1]}|", *(f"| {row} |" for row in rows)])
 
 

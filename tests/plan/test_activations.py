@@ -1,6 +1,6 @@
 """The activation formula against what autograd really keeps, in transformers' modules on the CPU.
 
-    pytest tests/plan/test_activations.py
+pytest tests/plan/test_activations.py
 """
 
 from __future__ import annotations
@@ -18,13 +18,25 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 BATCH, LENGTH = 2, 64
-SIZES = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": LENGTH, "vocab_size": 97, "num_hidden_layers": 1}
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "vocab_size": 97,
+    "num_hidden_layers": 1,
+}
 
 
 def small(family: str, layers: int = 1) -> ModelShape:
-    model = replace(next(iter(get(family).published.values())), **(SIZES | {"num_hidden_layers": layers}), tie_word_embeddings=None)
+    model = replace(
+        next(iter(get(family).published.values())),
+        **(SIZES | {"num_hidden_layers": layers}),
+        tie_word_embeddings=None,
+    )
     if family != "gpt2":
-        model = replace(model, intermediate_size=160, num_key_value_heads=2, head_dim=get(family).tiny.get("head_dim"))
+        model = replace(
+            model, intermediate_size=160, num_key_value_heads=2, head_dim=get(family).tiny.get("head_dim")
+        )
     return get(family).resolve_shape(model)
 
 
@@ -57,9 +69,13 @@ def saved_bytes(family: str, layers: int, dtype: torch.dtype, apart: bool = Fals
 def test_a_layer_keeps_what_the_formula_says(family: str, dtype: str, apart: bool) -> None:
     """The difference of two depths is one layer, whatever the ends of the model keep."""
     kind = getattr(torch, dtype)
-    measured = (saved_bytes(family, 3, kind, apart) - saved_bytes(family, 1, kind, apart)) / 2 / (BATCH * LENGTH)
+    measured = (
+        (saved_bytes(family, 3, kind, apart) - saved_bytes(family, 1, kind, apart)) / 2 / (BATCH * LENGTH)
+    )
     predicted = layer_bytes(small(family), 4 if dtype == "float32" else 2, seen=LENGTH if apart else 0)
-    assert predicted == pytest.approx(measured, rel=0.02 if family == "mixtral" else 0.003)  # where tokens go to experts is chance
+    assert predicted == pytest.approx(
+        measured, rel=0.02 if family == "mixtral" else 0.003
+    )  # where tokens go to experts is chance
 
 
 def test_checkpointing_keeps_one_block_and_the_others_inputs() -> None:

@@ -1,6 +1,6 @@
 """Batches: the identity, and the ramp against a slow loop.
 
-    pytest tests/plan/test_batch.py
+pytest tests/plan/test_batch.py
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ def ramps(draw: st.DrawFn) -> TrainConfig:
 @settings(max_examples=150, deadline=None)
 def test_the_ramp_is_the_slow_loop(train: TrainConfig) -> None:
     stages = ramp_stages(train)
-    plan = plan_batch(run_config(train__global_batch=train.global_batch, train__batch_ramp=train.batch_ramp, train__micro_batch=1), 1)
+    plan = plan_batch(
+        run_config(
+            train__global_batch=train.global_batch, train__batch_ramp=train.batch_ramp, train__micro_batch=1
+        ),
+        1,
+    )
     assert plan.stages == stages
     sizes = slow_sizes(train, 300)
     consumed = 0
@@ -57,7 +62,9 @@ def test_the_ramp_is_the_slow_loop(train: TrainConfig) -> None:
 
 @given(st.integers(1, 8), st.integers(1, 16), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
-def test_the_identity_holds_or_is_refused_with_a_batch_that_works(micro: int, ranks: int, accumulation: int) -> None:
+def test_the_identity_holds_or_is_refused_with_a_batch_that_works(
+    micro: int, ranks: int, accumulation: int
+) -> None:
     size = micro * ranks * accumulation
     plan = plan_batch(run_config(train__global_batch=size, train__micro_batch=micro), ranks)
     assert plan.at(7) == GlobalBatch(7, 7 * size, size, accumulation)
@@ -68,7 +75,9 @@ def test_the_identity_holds_or_is_refused_with_a_batch_that_works(micro: int, ra
         assert problem.key == "train.global_batch"
         for word in problem.remedy.replace(",", "").split():
             if word.startswith("train.global_batch="):
-                plan_batch(run_config(train__global_batch=int(word.split("=")[1]), train__micro_batch=micro), ranks)
+                plan_batch(
+                    run_config(train__global_batch=int(word.split("=")[1]), train__micro_batch=micro), ranks
+                )
 
 
 def test_without_a_micro_batch_there_is_no_accumulation() -> None:
@@ -76,10 +85,18 @@ def test_without_a_micro_batch_there_is_no_accumulation() -> None:
     assert (plan.micro_batch, plan.at(0).accumulation) == (3, 1)
 
 
-@pytest.mark.parametrize("ramp", [
-    BatchRampConfig(start=4), BatchRampConfig(start=4, increment=4), BatchRampConfig(start=8, increment=4, samples=10),
-    BatchRampConfig(start=4, increment=3, samples=10), BatchRampConfig(start=0, increment=4, samples=10),
-    BatchRampConfig(start=4, increment=4, samples=0), BatchRampConfig(start=3, increment=5, samples=10)])
+@pytest.mark.parametrize(
+    "ramp",
+    [
+        BatchRampConfig(start=4),
+        BatchRampConfig(start=4, increment=4),
+        BatchRampConfig(start=8, increment=4, samples=10),
+        BatchRampConfig(start=4, increment=3, samples=10),
+        BatchRampConfig(start=0, increment=4, samples=10),
+        BatchRampConfig(start=4, increment=4, samples=0),
+        BatchRampConfig(start=3, increment=5, samples=10),
+    ],
+)
 def test_a_ramp_that_is_none_is_refused(ramp: BatchRampConfig) -> None:
     with pytest.raises(PlanError) as caught:
         plan_batch(run_config(train__batch_ramp=ramp, train__micro_batch=2), 2)
@@ -89,7 +106,9 @@ def test_a_ramp_that_is_none_is_refused(ramp: BatchRampConfig) -> None:
 
 def test_a_jump_over_a_part_leaves_its_size_out() -> None:
     """Parts of 5 samples and batches of 10 and more: each step passes a part, the sizes between are never seen."""
-    stages = ramp_stages(TrainConfig(global_batch=40, batch_ramp=BatchRampConfig(start=10, increment=10, samples=15)))
+    stages = ramp_stages(
+        TrainConfig(global_batch=40, batch_ramp=BatchRampConfig(start=10, increment=10, samples=15))
+    )
     assert [stage.size for stage in stages] == [10, 30, 40]
 
 
@@ -98,5 +117,7 @@ def test_a_jump_over_a_part_leaves_its_size_out() -> None:
 def test_a_resumed_ramp_is_the_ramp(ramp: int, step: int) -> None:
     """A run that continues from a checkpoint has the batches that it would have had."""
     train = TrainConfig(global_batch=16, batch_ramp=BatchRampConfig(start=4, increment=4, samples=ramp))
-    batch = plan_batch(run_config(train__global_batch=16, train__batch_ramp=train.batch_ramp, train__micro_batch=1), 1)
+    batch = plan_batch(
+        run_config(train__global_batch=16, train__batch_ramp=train.batch_ramp, train__micro_batch=1), 1
+    )
     assert continue_batch(batch, train, batch.stages, step, batch.at(step).first_sample) == batch

@@ -1,6 +1,6 @@
 """``launch/plan.py`` as a person types it.
 
-    pytest tests/plan/test_command.py
+pytest tests/plan/test_command.py
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ CLUSTER = ("cluster.nodes=8", "cluster.gpus_per_node=8", "cluster.gpu=h100")
 
 def plan(*words: str) -> subprocess.CompletedProcess[str]:
     """In its own interpreter, which prints last whether torch was imported."""
-    code = ("import runpy, sys, atexit; atexit.register(lambda: print('heavy:', [m for m in ('torch', 'deepspeed') if m in sys.modules])); "
-            "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')")
-    return subprocess.run([sys.executable, "-c", code, "launch/plan.py", *words], capture_output=True, text=True, timeout=60, cwd=ROOT,
-                          check=False)
+    code = (
+        "import runpy, sys, atexit; atexit.register(lambda: print('heavy:', [m for m in ('torch', 'deepspeed') if m in sys.modules])); "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, "launch/plan.py", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
 
 
 def test_a_described_cluster_is_planned_without_torch() -> None:
@@ -39,7 +47,9 @@ def test_json_for_programs() -> None:
 
 
 def test_every_problem_and_exit_code_2() -> None:
-    done = plan("+exp=llama_8b_zero3_offload", *CLUSTER, "zero=stage2", "train.global_batch=63", "schedule.min_lr=5")
+    done = plan(
+        "+exp=llama_8b_zero3_offload", *CLUSTER, "zero=stage2", "train.global_batch=63", "schedule.min_lr=5"
+    )
     assert done.returncode == 2
     for key in ("offload.parameters=cpu", "train.global_batch=63", "schedule.min_lr=5"):
         assert key in done.stderr
@@ -47,7 +57,13 @@ def test_every_problem_and_exit_code_2() -> None:
     assert "Traceback" not in done.stderr
 
 
-TOO_LARGE = ("+exp=llama_8b_zero3_offload", "offload=none", "train.global_batch=512", "train.micro_batch=8", *CLUSTER)
+TOO_LARGE = (
+    "+exp=llama_8b_zero3_offload",
+    "offload=none",
+    "train.global_batch=512",
+    "train.micro_batch=8",
+    *CLUSTER,
+)
 
 
 def test_what_does_not_fit_in_memory_is_refused_with_exit_code_2() -> None:

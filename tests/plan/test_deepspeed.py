@@ -1,6 +1,6 @@
 """The dictionary that DeepSpeed gets.
 
-    pytest tests/plan/test_deepspeed.py
+pytest tests/plan/test_deepspeed.py
 """
 
 from __future__ import annotations
@@ -29,8 +29,22 @@ def test_all_of_it_for_a_small_run() -> None:
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "steps_per_print": 2147483647,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True}},
-        "zero_optimization": {"stage": 2, "round_robin_gradients": False, "reduce_bucket_size": 48288, "allgather_bucket_size": 48288},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": 3e-4,
+                "betas": [0.9, 0.95],
+                "eps": 1e-8,
+                "weight_decay": 0.1,
+                "torch_adam": True,
+            },
+        },
+        "zero_optimization": {
+            "stage": 2,
+            "round_robin_gradients": False,
+            "reduce_bucket_size": 48288,
+            "allgather_bucket_size": 48288,
+        },
         "zero_allow_untested_optimizer": False,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": False},
@@ -44,26 +58,54 @@ def test_clipping_is_written_when_it_is_off() -> None:
 
 
 def test_fp16_scales_the_loss_as_the_run_says() -> None:
-    fp16 = settings(world=h100s(2), precision__name=Precision.fp16, precision__initial_scale_power=8, precision__scale_window=50,
-                    zero__stage=1)["fp16"]
-    assert fp16 == {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 50, "hysteresis": 1,
-                    "min_loss_scale": 1}
+    fp16 = settings(
+        world=h100s(2),
+        precision__name=Precision.fp16,
+        precision__initial_scale_power=8,
+        precision__scale_window=50,
+        zero__stage=1,
+    )["fp16"]
+    assert fp16 == {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 8,
+        "loss_scale_window": 50,
+        "hysteresis": 1,
+        "min_loss_scale": 1,
+    }
 
 
-@pytest.mark.parametrize(("stage", "place", "expected"), [
-    (1, Place.none, None), (2, Place.none, {"grad_accum_dtype": "fp32"}), (2, Place.cpu, None),
-    (3, Place.cpu, {"grad_accum_dtype": "fp32"})])
-def test_bf16_gradients_are_summed_in_fp32_where_only_a_partition_is_kept(stage: int, place: Place, expected: object) -> None:
+@pytest.mark.parametrize(
+    ("stage", "place", "expected"),
+    [
+        (1, Place.none, None),
+        (2, Place.none, {"grad_accum_dtype": "fp32"}),
+        (2, Place.cpu, None),
+        (3, Place.cpu, {"grad_accum_dtype": "fp32"}),
+    ],
+)
+def test_bf16_gradients_are_summed_in_fp32_where_only_a_partition_is_kept(
+    stage: int, place: Place, expected: object
+) -> None:
     found = settings(precision__name=Precision.bf16, zero__stage=stage, offload__optimizer=place)
     assert found["bf16"] == {"enabled": True}
     assert found.get("data_types") == expected
 
 
 def test_offload_to_nvme() -> None:
-    zero = settings(zero__stage=3, offload__optimizer=Place.nvme, offload__parameters=Place.nvme,
-                    offload__nvme_path="/disk")["zero_optimization"]
+    zero = settings(
+        zero__stage=3,
+        offload__optimizer=Place.nvme,
+        offload__parameters=Place.nvme,
+        offload__nvme_path="/disk",
+    )["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "nvme", "pin_memory": False, "nvme_path": "/disk"}
-    assert zero["offload_param"] == {"device": "nvme", "pin_memory": False, "nvme_path": "/disk", "buffer_size": 100_000_000}
+    assert zero["offload_param"] == {
+        "device": "nvme",
+        "pin_memory": False,
+        "nvme_path": "/disk",
+        "buffer_size": 100_000_000,
+    }
 
 
 def test_optimizers() -> None:
@@ -76,31 +118,54 @@ def test_optimizers() -> None:
     assert muon["zero_optimization"]["reduce_scatter"] is False
 
 
-@pytest.mark.parametrize(("world", "place", "expected"), [
-    (CPU, Place.none, OptimizerKernel.torch), (CPU, Place.cpu, OptimizerKernel.torch), (h100s(2), Place.none, OptimizerKernel.fused),
-    (h100s(2), Place.cpu, OptimizerKernel.cpu), (replace(h100s(2), has_compiler=False), Place.cpu, OptimizerKernel.torch)])
+@pytest.mark.parametrize(
+    ("world", "place", "expected"),
+    [
+        (CPU, Place.none, OptimizerKernel.torch),
+        (CPU, Place.cpu, OptimizerKernel.torch),
+        (h100s(2), Place.none, OptimizerKernel.fused),
+        (h100s(2), Place.cpu, OptimizerKernel.cpu),
+        (replace(h100s(2), has_compiler=False), Place.cpu, OptimizerKernel.torch),
+    ],
+)
 def test_which_adamw_runs(world: World, place: Place, expected: OptimizerKernel) -> None:
     assert kernel(run_config(offload__optimizer=place), world) is expected
-    assert kernel(run_config(offload__optimizer=place, optim__kernel=OptimizerKernel.torch), world) is OptimizerKernel.torch
+    assert (
+        kernel(run_config(offload__optimizer=place, optim__kernel=OptimizerKernel.torch), world)
+        is OptimizerKernel.torch
+    )
 
 
 def test_the_kernels_as_deepspeed_names_them() -> None:
     fused = settings(world=h100s(2), zero__stage=2)["optimizer"]["params"]
     assert fused["fused"]
     assert fused["torch_adam"]
-    assert "torch_adam" not in settings(world=h100s(2), zero__stage=2, offload__optimizer=Place.cpu)["optimizer"]["params"]
+    assert (
+        "torch_adam"
+        not in settings(world=h100s(2), zero__stage=2, offload__optimizer=Place.cpu)["optimizer"]["params"]
+    )
 
 
 def test_the_users_own_keys_go_between_defaults_and_what_is_derived() -> None:
-    own = {"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": True}, "wall_clock_breakdown": True}
+    own = {
+        "zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": True},
+        "wall_clock_breakdown": True,
+    }
     found = settings(zero__stage=2, engine__deepspeed=own)
     assert found["zero_optimization"]["reduce_bucket_size"] == 1000
     assert found["zero_optimization"]["allgather_bucket_size"] == 48288
     assert found["zero_optimization"]["overlap_comm"]
     assert found["zero_optimization"]["stage"] == 2
     assert found["wall_clock_breakdown"]
-    assert own == {"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": True}, "wall_clock_breakdown": True}
+    assert own == {
+        "zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": True},
+        "wall_clock_breakdown": True,
+    }
 
 
 def test_merging_goes_key_by_key() -> None:
-    assert merge({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "e": {"f": 5}}) == {"a": {"b": 4, "c": 2}, "d": 3, "e": {"f": 5}}
+    assert merge({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "e": {"f": 5}}) == {
+        "a": {"b": 4, "c": 2},
+        "d": 3,
+        "e": {"f": 5},
+    }

@@ -1,6 +1,6 @@
 """Each experiment can be started by its own command on the hardware that its file names.
 
-    pytest tests/plan/test_experiments.py
+pytest tests/plan/test_experiments.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from toolkit.plan.types import Device, RunPlan, World
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "conf" / "exp").glob("*.yaml"))
 HARDWARE = re.compile(r"# Hardware: (\d+) nodes? of (\d+) (.+)\.")
-EXPECTED = {"mixtral_8x7b": {"model.router_aux_loss_coef"}}  # keys of warnings that are of the experiment's nature
+EXPECTED = {
+    "mixtral_8x7b": {"model.router_aux_loss_coef"}
+}  # keys of warnings that are of the experiment's nature
 
 
 def world_of(text: str) -> World:
@@ -28,8 +30,14 @@ def world_of(text: str) -> World:
     nodes, per_node, kind = int(found[1]), int(found[2]), found[3]
     on_cpu = kind == "CPU ranks"
     assert on_cpu or kind in GPUS
-    return World(ranks=nodes * per_node, ranks_per_node=per_node, device=Device.CPU if on_cpu else Device.CUDA,
-                 gpu=None if on_cpu else kind, has_libaio=True, has_compiler=True)
+    return World(
+        ranks=nodes * per_node,
+        ranks_per_node=per_node,
+        device=Device.CPU if on_cpu else Device.CUDA,
+        gpu=None if on_cpu else kind,
+        has_libaio=True,
+        has_compiler=True,
+    )
 
 
 def planned(file: Path, *more: str) -> RunPlan:
@@ -45,7 +53,9 @@ def test_the_plain_command_fits_the_hardware(file: Path) -> None:
     assert command.endswith(f"launch/train.py +exp={file.stem}"), "nothing has to be added to it"
     plan = planned(file)
     assert {warning.key for warning in plan.warnings} == EXPECTED.get(file.stem, set())
-    nodes, per_node = (re.search(rf"(?:{word})[ =](\d+)", command) for word in ("nnodes", "nproc_per_node|num_gpus"))
+    nodes, per_node = (
+        re.search(rf"(?:{word})[ =](\d+)", command) for word in ("nnodes", "nproc_per_node|num_gpus")
+    )
     world = world_of(text)
     assert nodes is None or int(nodes[1]) == world.nodes
     assert per_node is None or int(per_node[1]) == world.ranks_per_node
@@ -59,7 +69,9 @@ def test_in_fp32_without_zero_the_large_ones_would_not_fit() -> None:
 
 
 def test_the_remedy_for_a_batch_that_does_not_divide_works() -> None:
-    world = World(ranks=64, ranks_per_node=8, device=Device.CUDA, gpu="h100", has_libaio=True, has_compiler=True)
+    world = World(
+        ranks=64, ranks_per_node=8, device=Device.CUDA, gpu="h100", has_libaio=True, has_compiler=True
+    )
     with pytest.raises(PlanError, match=r"train\.global_batch=16") as refused:
         make_plan(compose(["+exp=quickstart"]), world)
     (word,) = re.findall(r"write (train\.global_batch=\d+)", refused.value.problems[0].remedy)

@@ -1,6 +1,6 @@
 """What is recomputed, in each way that a plan has; other tools' ways of counting beside ours, on one model, as the guide has them.
 
-    pytest tests/plan/test_flops.py
+pytest tests/plan/test_flops.py
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def test_torch_recomputes_all_of_a_block_but_its_last_matrix() -> None:
     plan = planned(train__activation_checkpointing=True)
     parts = forward(plan)
     assert again(plan) == pytest.approx(parts.projections + parts.scores + parts.up, rel=1e-12)
-    assert again(planned(train__activation_checkpointing=True, zero__stage=3)) == pytest.approx(parts.blocks, rel=1e-12)
+    assert again(planned(train__activation_checkpointing=True, zero__stage=3)) == pytest.approx(
+        parts.blocks, rel=1e-12
+    )
 
 
 def test_megatron_recomputes_what_it_is_told_to() -> None:
@@ -72,11 +74,21 @@ def test_megatron_recomputes_what_it_is_told_to() -> None:
 
 def test_each_stage_of_a_pipeline_recomputes_its_first_blocks() -> None:
     keys = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-    plan = planned(replace(CPU, ranks=4, ranks_per_node=4), **MEGATRON, engine__megatron=keys, model__num_hidden_layers=8,
-                   parallel__pipeline=2)
+    plan = planned(
+        replace(CPU, ranks=4, ranks_per_node=4),
+        **MEGATRON,
+        engine__megatron=keys,
+        model__num_hidden_layers=8,
+        parallel__pipeline=2,
+    )
     assert again(plan) == pytest.approx(forward(plan).blocks * 2 / 8, rel=1e-12)
-    virtual = planned(replace(CPU, ranks=4, ranks_per_node=4), **MEGATRON, model__num_hidden_layers=8, parallel__pipeline=2,
-                      engine__megatron={**keys, "virtual_pipeline_model_parallel_size": 2})
+    virtual = planned(
+        replace(CPU, ranks=4, ranks_per_node=4),
+        **MEGATRON,
+        model__num_hidden_layers=8,
+        parallel__pipeline=2,
+        engine__megatron={**keys, "virtual_pipeline_model_parallel_size": 2},
+    )
     assert again(virtual) == pytest.approx(forward(plan).blocks * 4 / 8, rel=1e-12)
 
 
@@ -84,7 +96,11 @@ def test_a_peak_is_of_a_known_gpu_in_16_bits() -> None:
     bf16 = {"precision__name": Precision.bf16, "zero__stage": 1}
     assert peak_flops(planned(h100s(4), **bf16)) == 989.4e12
     assert without_utilisation(planned(h100s(4), **bf16)) is None
-    for world, changes, reason in ((h100s(4), {}, "precision=fp32"), (replace(h100s(4), gpu=None), bf16, "cluster.gpu"), (CPU, {}, "CPUs")):
+    for world, changes, reason in (
+        (h100s(4), {}, "precision=fp32"),
+        (replace(h100s(4), gpu=None), bf16, "cluster.gpu"),
+        (CPU, {}, "CPUs"),
+    ):
         plan = planned(world, **changes)
         assert peak_flops(plan) is None
         assert reason in (without_utilisation(plan) or "")
@@ -96,9 +112,15 @@ def test_a_peak_is_of_a_known_gpu_in_16_bits() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_guide_has_other_tools_conventions_in_numbers(name: str) -> None:
     """Each line of its table: GFLOPs a token of training, and its difference to ours."""
-    table = {match[1]: match[2] for match in re.finditer(r"^\| ([^|]+?) \| (.+) \|$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)}
+    table = {
+        match[1]: match[2]
+        for match in re.finditer(r"^\| ([^|]+?) \| (.+) \|$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    }
     for convention in CONVENTIONS:
-        assert table[convention].split(" | ")[list(MODELS).index(name)] == cell(convention, name), (convention, name)
+        assert table[convention].split(" | ")[list(MODELS).index(name)] == cell(convention, name), (
+            convention,
+            name,
+        )
 
 
 def test_our_count_is_the_plans() -> None:

@@ -1,6 +1,6 @@
 """Whole plans: every experiment on a cluster where it fits, and worlds of up to 1,024 ranks.
 
-    pytest tests/plan/test_make.py
+pytest tests/plan/test_make.py
 """
 
 from __future__ import annotations
@@ -56,8 +56,14 @@ def test_every_experiment_fits_its_cluster(name: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 8, 64, 1024])
 def test_worlds_of_many_sizes(ranks: int) -> None:
-    config = run_config(model=PUBLISHED["llama-3-8b"], data__name="prepared", zero__stage=3, precision__name=Precision.bf16,
-                        train__global_batch=2048, train__micro_batch=1)
+    config = run_config(
+        model=PUBLISHED["llama-3-8b"],
+        data__name="prepared",
+        zero__stage=3,
+        precision__name=Precision.bf16,
+        train__global_batch=2048,
+        train__micro_batch=1,
+    )
     plan = make_plan(config, replace(h100s(ranks), gpu="b200"))
     assert plan.axes == Axes(data=ranks)
     assert plan.world.nodes == max(1, ranks // 8)
@@ -84,17 +90,39 @@ def test_a_model_of_ones_own_has_no_sizes() -> None:
 
 
 def test_plan_json_has_stable_keys_and_plain_types() -> None:
-    for config in (run_config(zero__stage=2), run_config(model__target="my.Model", model__family=None),
-                   run_config(engine__name=EngineName.megatron)):
+    for config in (
+        run_config(zero__stage=2),
+        run_config(model__target="my.Model", model__family=None),
+        run_config(engine__name=EngineName.megatron),
+    ):
         found = to_json(make_plan(config, CPU))
         assert json.loads(json.dumps(found)) == found
         assert set(found) == {
-            "format_version", "run_dir", "identity", "engine", "world", "axes", "batch", "model", "parameters", "flops_per_step",
-            "flops", "memory", "device_memory_bytes", "not_compared", "deepspeed", "megatron", "warnings"}
+            "format_version",
+            "run_dir",
+            "identity",
+            "engine",
+            "world",
+            "axes",
+            "batch",
+            "model",
+            "parameters",
+            "flops_per_step",
+            "flops",
+            "memory",
+            "device_memory_bytes",
+            "not_compared",
+            "deepspeed",
+            "megatron",
+            "warnings",
+        }
 
 
 def test_constants_of_speed_are_told_once() -> None:
-    plan = make_plan(run_config(precision__name=Precision.bf16, zero__stage=1, train__activation_checkpointing=True), h100s(2))
+    plan = make_plan(
+        run_config(precision__name=Precision.bf16, zero__stage=1, train__activation_checkpointing=True),
+        h100s(2),
+    )
     found = to_json(plan)
     assert found["flops"]["model_per_token"] * 8 * 32 == found["flops_per_step"]
     assert 1.1 < found["flops"]["hardware_per_token"] / found["flops"]["model_per_token"] < 4 / 3
@@ -106,7 +134,14 @@ def test_constants_of_speed_are_told_once() -> None:
 def test_flops_of_a_step() -> None:
     plan = make_plan(run_config(model=PUBLISHED["gpt2"], train__sequence_length=1024), CPU)
     batch, layers, hidden, vocab, sequence = 8, 12, 768, 50257, 1024
-    expected = 72 * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
+    expected = (
+        72
+        * batch
+        * sequence
+        * layers
+        * hidden**2
+        * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
+    )
     assert flops_per_step(plan) == pytest.approx(expected, rel=1e-12)
 
 
@@ -117,12 +152,29 @@ def shown(config: RunConfig, world: World) -> str:
 
 
 def test_the_table_says_what_a_person_asks() -> None:
-    text = shown(run_config(model=PUBLISHED["gpt2"], zero__stage=2, precision__name=Precision.bf16, train__global_batch=64), h100s(8))
-    for word in ("8 x h100 on 1 node", "data 8", "124,439,808 parameters", "accumulation 4", "2,048 a step", "optimizer", "of 85.5",
-                 "reduce_bucket_size", "a token; at 8 x 989 TFLOP/s", "of 989.4 TFLOP/s a GPU, the dense 16-bit peak of h100"):
+    text = shown(
+        run_config(
+            model=PUBLISHED["gpt2"], zero__stage=2, precision__name=Precision.bf16, train__global_batch=64
+        ),
+        h100s(8),
+    )
+    for word in (
+        "8 x h100 on 1 node",
+        "data 8",
+        "124,439,808 parameters",
+        "accumulation 4",
+        "2,048 a step",
+        "optimizer",
+        "of 85.5",
+        "reduce_bucket_size",
+        "a token; at 8 x 989 TFLOP/s",
+        "of 989.4 TFLOP/s a GPU, the dense 16-bit peak of h100",
+    ):
         assert word in text, word
     assert "warning" not in text
-    assert "warning: precision.name=fp16" in shown(run_config(precision__name=Precision.fp16, zero__stage=1), CPU)
+    assert "warning: precision.name=fp16" in shown(
+        run_config(precision__name=Precision.fp16, zero__stage=1), CPU
+    )
     megatron = shown(run_config(engine__name=EngineName.megatron, zero__stage=1), CPU)
     for word in ("Megatron-core gets", "use_distributed_optimizer", "distributed optimizer: states sharded"):
         assert word in megatron, word
@@ -131,20 +183,54 @@ def test_the_table_says_what_a_person_asks() -> None:
     assert "none: the peaks of GPUs" in shown(run_config(), h100s(2))
 
 
-@pytest.mark.parametrize(("name", "key"), [
-    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-    ("NVIDIA A100-PCIE-40GB", "a100-40gb"), ("NVIDIA H200", "h200"), ("AMD Instinct MI300X", "mi300x"), ("h100", "h100"),
-    ("Tesla V100-SXM2-32GB", "v100-32gb"), ("NVIDIA L40S", "l40s"), ("NVIDIA A100", None), ("GeForce RTX 9090", None), ("", None),
-    ("NVIDIA H100 NVL", "h100-nvl"), ("NVIDIA H200 NVL", "h200-nvl"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA B200", "b200"),
-    ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB200", "gb200"), ("NVIDIA GB300", "gb300"), ("NVIDIA A100 80GB PCIe", "a100-80gb"),
-    ("NVIDIA A30", "a30"), ("NVIDIA A40", "a40"), ("NVIDIA A10G", "a10g"), ("NVIDIA A10", "a10"), ("NVIDIA L40", "l40"),
-    ("NVIDIA L4", "l4"), ("Tesla T4", "t4"), ("Tesla V100-PCIE-16GB", "v100-pcie-16gb"), ("NVIDIA RTX A6000", "rtx-a6000"),
-    ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
-    ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA GeForce RTX 5090", "rtx-5090"), ("NVIDIA GeForce RTX 3090", "rtx-3090"),
-    # relatives of those above, with other peaks
-    ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3090 Ti", None),
-    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None), ("Quadro RTX 6000", None), ("NVIDIA A100-SXM-64GB", None),
-    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("MIG", None)])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA H200", "h200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("h100", "h100"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A100", None),
+        ("GeForce RTX 9090", None),
+        ("", None),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA A30", "a30"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-PCIE-16GB", "v100-pcie-16gb"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        # relatives of those above, with other peaks
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("Quadro RTX 6000", None),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("MIG", None),
+    ],
+)
 def test_names_of_gpus(name: str, key: str | None) -> None:
     assert normalise(name) == key
     assert find(name) is (GPUS[key] if key else None)

@@ -30,7 +30,15 @@ GB = 1e9
 def memory_of(config: RunConfig, ranks: int, parameters: list[ParameterSpec] | None = None) -> MemoryPlan:
     family = get(config.model.family or "")
     shape: ModelShape = family.resolve_shape(config.model)
-    return plan_memory(config, shape, parameters or family.parameters(shape), Axes(data=ranks), plan_batch(config, ranks), Device.CPU, {})
+    return plan_memory(
+        config,
+        shape,
+        parameters or family.parameters(shape),
+        Axes(data=ranks),
+        plan_batch(config, ranks),
+        Device.CPU,
+        {},
+    )
 
 
 def test_seven_billion_parameters_in_fp32_with_adam() -> None:
@@ -48,7 +56,13 @@ def test_the_local_engine_in_16_bits_keeps_masters_and_fp32_sums() -> None:
 
 def test_gpt3_in_fp32_has_700_gb_of_weights() -> None:
     """Brown et al., 2005.14165, table 2.1: 96 layers of 12,288."""
-    model = replace(PUBLISHED["gpt2"], hidden_size=12288, num_hidden_layers=96, num_attention_heads=96, max_position_embeddings=2048)
+    model = replace(
+        PUBLISHED["gpt2"],
+        hidden_size=12288,
+        num_hidden_layers=96,
+        num_attention_heads=96,
+        max_position_embeddings=2048,
+    )
     memory = memory_of(run_config(model=model, engine__name=EngineName.local), 1)
     assert memory.parameters / GB == pytest.approx(700, rel=0.01)
 
@@ -58,12 +72,30 @@ def test_zero_paper_figure_1() -> None:
     16 bits, 120 GB there, is refused here. bf16 gradients are summed in fp32 under stages 2 and 3 unless DeepSpeed's own
     accumulation is taken, as here."""
     specs = [ParameterSpec("weight", (7_500, 1_000_000))]
-    totals = [memory_of(run_config(zero__stage=stage, precision__name=Precision.bf16, train__global_batch=64, train__micro_batch=1),
-                        64, specs).states / GB for stage in (1, 3)]
+    totals = [
+        memory_of(
+            run_config(
+                zero__stage=stage,
+                precision__name=Precision.bf16,
+                train__global_batch=64,
+                train__micro_batch=1,
+            ),
+            64,
+            specs,
+        ).states
+        / GB
+        for stage in (1, 3)
+    ]
     assert [round(total, 1) for total in totals] == [31.4, 1.9]
     # Stage 2 keeps whole the parameters that touch its partition, so it needs parameters of a real size.
     layers = [ParameterSpec(f"weight{index}", (7_500, 1000)) for index in range(1000)]
-    stage2 = memory_of(run_config(zero__stage=2, precision__name=Precision.bf16, train__global_batch=64, train__micro_batch=1), 64, layers)
+    stage2 = memory_of(
+        run_config(
+            zero__stage=2, precision__name=Precision.bf16, train__global_batch=64, train__micro_batch=1
+        ),
+        64,
+        layers,
+    )
     assert stage2.states / GB == pytest.approx(16.6, rel=0.01)
 
 
@@ -77,25 +109,48 @@ def test_partitions_are_those_of_a_flat_buffer(sizes: list[int], ranks: int) -> 
     assert length * ranks >= len(owners)
     assert (length * ranks - len(owners)) < 2 * ranks
     assert length % 2 == 0
-    expected = [sum(sizes[index] for index in set(owners[rank * length : (rank + 1) * length])) for rank in range(ranks)]
+    expected = [
+        sum(sizes[index] for index in set(owners[rank * length : (rank + 1) * length]))
+        for rank in range(ranks)
+    ]
     assert group.touched == expected
 
 
 # Bytes a parameter measured on DeepSpeed 0.19.8 (llama: hidden 96, feed-forward 250, 3 layers, 4/2 heads, vocabulary 1501; Adam):
 # stage, precision, offload, ranks -> parameters, gradients, master and moments
 MEASURED = [
-    (0, "fp32", "none", 2, 4.0, 4.0, 8.0), (1, "fp32", "none", 2, 4.0, 4.0, 6.0), (2, "fp32", "none", 1, 4.0, 4.0, 12.0),
-    (1, "bf16", "none", 4, 2.0, 2.0, 3.0), (3, "fp32", "none", 1, 4.0, 4.0, 12.0), (3, "fp32", "none", 2, 4.0389, 2.0, 6.0),
-    (3, "fp16", "none", 2, 2.0194, 1.0, 6.0), (3, "bf16", "none", 2, 2.0194, 2.0, 6.0), (2, "bf16", "none", 2, 2.0, 2.0, 6.0),
+    (0, "fp32", "none", 2, 4.0, 4.0, 8.0),
+    (1, "fp32", "none", 2, 4.0, 4.0, 6.0),
+    (2, "fp32", "none", 1, 4.0, 4.0, 12.0),
+    (1, "bf16", "none", 4, 2.0, 2.0, 3.0),
+    (3, "fp32", "none", 1, 4.0, 4.0, 12.0),
+    (3, "fp32", "none", 2, 4.0389, 2.0, 6.0),
+    (3, "fp16", "none", 2, 2.0194, 1.0, 6.0),
+    (3, "bf16", "none", 2, 2.0194, 2.0, 6.0),
+    (2, "bf16", "none", 2, 2.0, 2.0, 6.0),
 ]
 MEASURED_MODEL = replace(SMALL, hidden_size=96, intermediate_size=250, num_hidden_layers=3, vocab_size=1501)
 
 
-@pytest.mark.parametrize(("stage", "precision", "offload", "ranks", "parameters", "gradients", "optimizer"), MEASURED)
-def test_what_was_measured(stage: int, precision: str, offload: str, ranks: int, parameters: float, gradients: float,
-                           optimizer: float) -> None:
-    config = run_config(model=MEASURED_MODEL, zero__stage=stage, precision__name=Precision(precision), data__vocab_size=1501,
-                        offload__optimizer=Place(offload))
+@pytest.mark.parametrize(
+    ("stage", "precision", "offload", "ranks", "parameters", "gradients", "optimizer"), MEASURED
+)
+def test_what_was_measured(
+    stage: int,
+    precision: str,
+    offload: str,
+    ranks: int,
+    parameters: float,
+    gradients: float,
+    optimizer: float,
+) -> None:
+    config = run_config(
+        model=MEASURED_MODEL,
+        zero__stage=stage,
+        precision__name=Precision(precision),
+        data__vocab_size=1501,
+        offload__optimizer=Place(offload),
+    )
     memory = make_plan(config, replace(CPU, ranks=ranks, ranks_per_node=ranks)).memory
     assert memory is not None
     numel = 587808
@@ -107,10 +162,16 @@ def test_offload_moves_states_to_the_host() -> None:
     numel = 587808
     common = {"model": MEASURED_MODEL, "data__vocab_size": 1501, "precision__name": Precision.bf16}
     whole = memory_of(run_config(zero__stage=3, **common), 2)
-    away = memory_of(run_config(zero__stage=3, offload__optimizer=Place.cpu, offload__parameters=Place.cpu, **common), 2)
+    away = memory_of(
+        run_config(zero__stage=3, offload__optimizer=Place.cpu, offload__parameters=Place.cpu, **common), 2
+    )
     assert away.optimizer == away.gradients == 0
-    assert away.parameters == whole.parameters - numel  # half the weights in 2 bytes; the gathered small ones stay
-    assert away.host / numel == pytest.approx((12 + 4 + 2 + 2) / 2, rel=0.01)  # states, fp32 gradients, gradients, weights
+    assert (
+        away.parameters == whole.parameters - numel
+    )  # half the weights in 2 bytes; the gathered small ones stay
+    assert away.host / numel == pytest.approx(
+        (12 + 4 + 2 + 2) / 2, rel=0.01
+    )  # states, fp32 gradients, gradients, weights
     nvme = memory_of(run_config(zero__stage=3, offload__optimizer=Place.nvme, **common), 2)
     assert nvme.nvme / numel == pytest.approx(16 / 2, rel=0.01)
 
@@ -123,10 +184,15 @@ def test_sgd_has_what_momentum_needs() -> None:
 
 
 def test_muon_has_one_moment_for_matrices() -> None:
-    adam, muon = (memory_of(run_config(zero__stage=3, optim__name=name, optim__momentum=0.95), 2) for name in
-                  (OptimizerName.adamw, OptimizerName.muon))
-    matrices = sum(spec.numel for spec in get("llama").parameters(get("llama").resolve_shape(SMALL)) if spec.layer is not None
-                   and spec.decays)
+    adam, muon = (
+        memory_of(run_config(zero__stage=3, optim__name=name, optim__momentum=0.95), 2)
+        for name in (OptimizerName.adamw, OptimizerName.muon)
+    )
+    matrices = sum(
+        spec.numel
+        for spec in get("llama").parameters(get("llama").resolve_shape(SMALL))
+        if spec.layer is not None and spec.decays
+    )
     assert adam.optimizer - muon.optimizer == 4 * matrices // 2
 
 
@@ -134,10 +200,18 @@ def test_sharding_by_rank_count_up_to_a_thousand() -> None:
     model = PUBLISHED["llama-3-8b"]
     last = None
     for ranks in (8, 64, 1024):
-        config = run_config(model=model, zero__stage=3, precision__name=Precision.bf16, train__global_batch=1024, train__micro_batch=1)
+        config = run_config(
+            model=model,
+            zero__stage=3,
+            precision__name=Precision.bf16,
+            train__global_batch=1024,
+            train__micro_batch=1,
+        )
         memory = make_plan(config, h100s(ranks)).memory
         assert memory is not None
         assert last is None or memory.states < last
         last = memory.states
     assert last is not None
-    assert last / 8.03e9 * 1024 == pytest.approx(18, rel=0.1)  # 2 + 4 + 12 bytes a parameter, spread over all ranks
+    assert last / 8.03e9 * 1024 == pytest.approx(
+        18, rel=0.1
+    )  # 2 + 4 + 12 bytes a parameter, spread over all ranks

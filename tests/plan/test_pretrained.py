@@ -1,6 +1,6 @@
 """Sizes from a pretrained model's folder.
 
-    pytest tests/plan/test_pretrained.py
+pytest tests/plan/test_pretrained.py
 """
 
 from __future__ import annotations
@@ -47,11 +47,22 @@ def test_written_sizes_that_differ_are_refused_together(folder: Path) -> None:
     model = ModelConfig(pretrained=str(folder), hidden_size=64, vocab_size=512, num_hidden_layers=3)
     with pytest.raises(PlanError) as caught:
         resolve(run_config(model=model))
-    assert [problem.key for problem in caught.value.problems] == ["model.hidden_size", "model.num_hidden_layers"]
+    assert [problem.key for problem in caught.value.problems] == [
+        "model.hidden_size",
+        "model.num_hidden_layers",
+    ]
 
 
-@pytest.mark.parametrize(("text", "word"), [
-    (None, "no config.json"), ("{", "not JSON"), ("[]", "not an object"), ('{"model_type": "bert"}', "'bert'"), ("{}", "None")])
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (None, "no config.json"),
+        ("{", "not JSON"),
+        ("[]", "not an object"),
+        ('{"model_type": "bert"}', "'bert'"),
+        ("{}", "None"),
+    ],
+)
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, text: str | None, word: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
@@ -95,16 +106,30 @@ ODD_EXPERTS = replace(MIXTRAL, head_dim=8, intermediate_size=46)
 MEGATRON = {"engine__name": EngineName.megatron}
 # model, changes, ranks: each is refused, and for a model of one's own most remedies name other sizes.
 MISFITS: list[tuple[ModelConfig, dict[str, Any], int]] = [
-    (SMALL, {"parallel__tensor": 3}, 3), (SMALL, {"parallel__pipeline": 3}, 3), (MIXTRAL, {"parallel__expert": 3}, 3),
-    (SMALL, {"parallel__expert": 2}, 2), (ODD_EXPERTS, {}, 2), (SMALL, {"train__sequence_length": 128}, 2),
+    (SMALL, {"parallel__tensor": 3}, 3),
+    (SMALL, {"parallel__pipeline": 3}, 3),
+    (MIXTRAL, {"parallel__expert": 3}, 3),
+    (SMALL, {"parallel__expert": 2}, 2),
+    (ODD_EXPERTS, {}, 2),
+    (SMALL, {"train__sequence_length": 128}, 2),
     (SMALL, {"data__vocab_size": 600}, 2),
-    (SMALL, {**MEGATRON, "parallel__pipeline": 2, "engine__megatron": {"virtual_pipeline_model_parallel_size": 2}}, 2),
-    (replace(SMALL, head_dim=7), {}, 2)]
+    (
+        SMALL,
+        {
+            **MEGATRON,
+            "parallel__pipeline": 2,
+            "engine__megatron": {"virtual_pipeline_model_parallel_size": 2},
+        },
+        2,
+    ),
+    (replace(SMALL, head_dim=7), {}, 2),
+]
 
 
 @pytest.mark.parametrize(("model", "changes", "ranks"), MISFITS)
 def test_remedies_for_a_pretrained_model_name_no_other_sizes(
-        model: ModelConfig, changes: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    model: ModelConfig, changes: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
     family = get(str(model.family))
     config = family.hugging_face_config(family.resolve_shape(replace(model, head_dim=8)))
     config |= {"head_dim": model.head_dim} if model.head_dim else {}
@@ -118,7 +143,9 @@ def test_remedies_for_a_pretrained_model_name_no_other_sizes(
     assert not [remedy for remedy in remedies if re.search(r"model\.(?!target|pretrained)\w+=|heads", remedy)]
     with pytest.raises(PlanError) as own:
         make_plan(run_config(model=model, **batch), world)
-    assert any(re.search(r"model\.(?!target|pretrained)\w+=", problem.remedy) for problem in own.value.problems), "the control"
+    assert any(
+        re.search(r"model\.(?!target|pretrained)\w+=", problem.remedy) for problem in own.value.problems
+    ), "the control"
 
 
 def test_a_tokenizer_that_does_not_fit_a_pretrained_model(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Every rule answers its mistake with the value seen, the rule and a remedy.
 
-    pytest tests/plan/test_rules.py
+pytest tests/plan/test_rules.py
 """
 
 from __future__ import annotations
@@ -53,12 +53,37 @@ def test_the_basis_of_all_cases_has_no_problem() -> None:
 
 # changes, world, key at fault, a word of the rule or remedy
 MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
-    ({"monitor__price_per_gpu_hour": 2.0}, CPU, "monitor.price_per_gpu_hour", "write monitor.price_per_gpu_hour=null"),
+    (
+        {"monitor__price_per_gpu_hour": 2.0},
+        CPU,
+        "monitor.price_per_gpu_hour",
+        "write monitor.price_per_gpu_hour=null",
+    ),
     ({"train__global_batch": 9}, CPU, "train.global_batch", "train.global_batch=8 or train.global_batch=12"),
-    ({"train__global_batch": 9, "train__micro_batch": None}, CPU, "train.global_batch", "train.global_batch=8"),
-    ({"train__batch_ramp": BatchRampConfig(start=2)}, CPU, "train.batch_ramp", "increment, samples is missing"),
-    ({"train__batch_ramp": BatchRampConfig(start=2, increment=2, samples=9)}, CPU, "train.batch_ramp", "multiples of 4"),
-    ({"model": replace(SMALL, num_attention_heads=5)}, CPU, "model.num_attention_heads", "model.hidden_size=35"),
+    (
+        {"train__global_batch": 9, "train__micro_batch": None},
+        CPU,
+        "train.global_batch",
+        "train.global_batch=8",
+    ),
+    (
+        {"train__batch_ramp": BatchRampConfig(start=2)},
+        CPU,
+        "train.batch_ramp",
+        "increment, samples is missing",
+    ),
+    (
+        {"train__batch_ramp": BatchRampConfig(start=2, increment=2, samples=9)},
+        CPU,
+        "train.batch_ramp",
+        "multiples of 4",
+    ),
+    (
+        {"model": replace(SMALL, num_attention_heads=5)},
+        CPU,
+        "model.num_attention_heads",
+        "model.hidden_size=35",
+    ),
     ({"model": replace(SMALL, num_key_value_heads=3)}, CPU, "model.num_key_value_heads", "1, 2, 4"),
     ({"model": replace(SMALL, family=None)}, CPU, "model.family", "model.target"),
     ({"model": replace(SMALL, family="bert")}, CPU, "model.family", "gpt2"),
@@ -68,53 +93,187 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"model__num_local_experts": 4}, CPU, "model.num_local_experts", "mixtral"),
     ({"model__router_aux_loss_coef": 0.1}, CPU, "model.router_aux_loss_coef", "no router"),
     ({"parallel__tensor": 3}, CPU, "parallel", "divisible by tensor x pipeline x context"),
-    ({"parallel__tensor": 8, "model__vocab_size": 513}, h100s(8), "parallel.tensor", "model.vocab_size is divisible"),
-    ({"parallel__tensor": 3, "model": replace(SMALL, hidden_size=48, num_attention_heads=6)}, h100s(6, 6),
-     "model.num_key_value_heads", "parallel.tensor=2"),
+    (
+        {"parallel__tensor": 8, "model__vocab_size": 513},
+        h100s(8),
+        "parallel.tensor",
+        "model.vocab_size is divisible",
+    ),
+    (
+        {"parallel__tensor": 3, "model": replace(SMALL, hidden_size=48, num_attention_heads=6)},
+        h100s(6, 6),
+        "model.num_key_value_heads",
+        "parallel.tensor=2",
+    ),
     ({"parallel__tensor": 8}, h100s(16, 4), "parallel.tensor", "on one node"),
     ({"parallel__pipeline": 4}, h100s(8), "parallel.pipeline", "model.num_hidden_layers"),
     ({"parallel__pipeline": 2, "zero__stage": 2}, h100s(8), "zero.stage", "stages 0 and 1"),
-    ({"parallel__pipeline": 2, "zero__stage": 1, "offload__optimizer": Place.cpu}, h100s(8), "offload.optimizer", "zero=stage3"),
-    ({"parallel__context": 2, "model": replace(MIXTRAL, router_aux_loss_coef=0.01)}, h100s(8), "model.router_aux_loss_coef",
-     "its piece of each"),
-    ({"parallel__pipeline": 2, "model": replace(MIXTRAL, router_aux_loss_coef=0.01)}, h100s(8), "model.router_aux_loss_coef",
-     "other stages' routers"),
-    ({"parallel__pipeline": 2, "optim__name": OptimizerName.muon, "optim__momentum": 0.9, "optim__clip": 0.0}, h100s(8), "optim.name",
-     "group by group"),
-    ({"parallel__pipeline": 2, "precision__name": Precision.bf16, "zero__stage": 1, "train__micro_batch": 1}, h100s(8), "zero.stage",
-     "grad_accum_dtype=fp32"),
-    ({"parallel__pipeline": 2, "zero__stage": 1, "engine__deepspeed": {"zero_optimization": {"overlap_comm": True}}}, h100s(8),
-     "engine.deepspeed.zero_optimization.overlap_comm", "after the last backward"),
-    ({"parallel__context": 2, "train__sequence_length": 31}, CPU, "train.sequence_length", "train.sequence_length=32"),
+    (
+        {"parallel__pipeline": 2, "zero__stage": 1, "offload__optimizer": Place.cpu},
+        h100s(8),
+        "offload.optimizer",
+        "zero=stage3",
+    ),
+    (
+        {"parallel__context": 2, "model": replace(MIXTRAL, router_aux_loss_coef=0.01)},
+        h100s(8),
+        "model.router_aux_loss_coef",
+        "its piece of each",
+    ),
+    (
+        {"parallel__pipeline": 2, "model": replace(MIXTRAL, router_aux_loss_coef=0.01)},
+        h100s(8),
+        "model.router_aux_loss_coef",
+        "other stages' routers",
+    ),
+    (
+        {
+            "parallel__pipeline": 2,
+            "optim__name": OptimizerName.muon,
+            "optim__momentum": 0.9,
+            "optim__clip": 0.0,
+        },
+        h100s(8),
+        "optim.name",
+        "group by group",
+    ),
+    (
+        {
+            "parallel__pipeline": 2,
+            "precision__name": Precision.bf16,
+            "zero__stage": 1,
+            "train__micro_batch": 1,
+        },
+        h100s(8),
+        "zero.stage",
+        "grad_accum_dtype=fp32",
+    ),
+    (
+        {
+            "parallel__pipeline": 2,
+            "zero__stage": 1,
+            "engine__deepspeed": {"zero_optimization": {"overlap_comm": True}},
+        },
+        h100s(8),
+        "engine.deepspeed.zero_optimization.overlap_comm",
+        "after the last backward",
+    ),
+    (
+        {"parallel__context": 2, "train__sequence_length": 31},
+        CPU,
+        "train.sequence_length",
+        "train.sequence_length=32",
+    ),
     ({"parallel__tensor": 2, "model": GPT2}, CPU, "parallel.tensor", "c_attn.weight is none"),
     ({"parallel__tensor": 2, "model": MIXTRAL}, CPU, "parallel.tensor", "mlp.gate.weight is none"),
-    ({"parallel__tensor": 2, "optim__name": OptimizerName.muon, "optim__momentum": 0.9, "optim__clip": 0.0}, CPU, "optim.name", "parts"),
-    ({"parallel__tensor": 2, "zero__stage": 3, "offload__optimizer": Place.nvme, "offload__nvme_path": "/n"}, CPU, "offload.optimizer",
-     "offload=cpu"),
-    ({"parallel__tensor": 2, "zero__stage": 3, "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}, CPU,
-     "engine.deepspeed.zero_optimization.zero_hpz_partition_size", "neighbouring"),
-    ({"zero__stage": 3, "train__global_batch": 12, "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 4}}},
-     replace(CPU, ranks=6, ranks_per_node=6), "engine.deepspeed.zero_optimization.zero_hpz_partition_size", "partition_size=3"),
-    ({"zero__stage": 3, "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 8}}}, CPU,
-     "engine.deepspeed.zero_optimization.zero_hpz_partition_size", "partition_size=2"),
-    ({"parallel__tensor": 4, "train__global_batch": 2}, replace(CPU, ranks=4, ranks_per_node=4), "model.num_key_value_heads",
-     "engine=megatron"),
-    ({"parallel__context": 3, "train__sequence_length": 33, "train__global_batch": 2}, replace(CPU, ranks=3, ranks_per_node=3),
-     "parallel.context", "num_attention_heads"),
+    (
+        {
+            "parallel__tensor": 2,
+            "optim__name": OptimizerName.muon,
+            "optim__momentum": 0.9,
+            "optim__clip": 0.0,
+        },
+        CPU,
+        "optim.name",
+        "parts",
+    ),
+    (
+        {
+            "parallel__tensor": 2,
+            "zero__stage": 3,
+            "offload__optimizer": Place.nvme,
+            "offload__nvme_path": "/n",
+        },
+        CPU,
+        "offload.optimizer",
+        "offload=cpu",
+    ),
+    (
+        {
+            "parallel__tensor": 2,
+            "zero__stage": 3,
+            "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}},
+        },
+        CPU,
+        "engine.deepspeed.zero_optimization.zero_hpz_partition_size",
+        "neighbouring",
+    ),
+    (
+        {
+            "zero__stage": 3,
+            "train__global_batch": 12,
+            "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 4}},
+        },
+        replace(CPU, ranks=6, ranks_per_node=6),
+        "engine.deepspeed.zero_optimization.zero_hpz_partition_size",
+        "partition_size=3",
+    ),
+    (
+        {"zero__stage": 3, "engine__deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 8}}},
+        CPU,
+        "engine.deepspeed.zero_optimization.zero_hpz_partition_size",
+        "partition_size=2",
+    ),
+    (
+        {"parallel__tensor": 4, "train__global_batch": 2},
+        replace(CPU, ranks=4, ranks_per_node=4),
+        "model.num_key_value_heads",
+        "engine=megatron",
+    ),
+    (
+        {"parallel__context": 3, "train__sequence_length": 33, "train__global_batch": 2},
+        replace(CPU, ranks=3, ranks_per_node=3),
+        "parallel.context",
+        "num_attention_heads",
+    ),
     ({"parallel__expert": 2, "model": MIXTRAL, "zero__stage": 3}, CPU, "zero.stage", "zero=stage1"),
-    ({"parallel__expert": 2, "model": MIXTRAL, "zero__stage": 2,
-      "engine__deepspeed": {"zero_optimization": {"reduce_scatter": False}}}, CPU,
-     "engine.deepspeed.zero_optimization.reduce_scatter", "leave"),
-    ({"parallel__tensor": 2, "parallel__context": 2, "zero__stage": 1}, h100s(4), "parallel.tensor", "engine=megatron"),
+    (
+        {
+            "parallel__expert": 2,
+            "model": MIXTRAL,
+            "zero__stage": 2,
+            "engine__deepspeed": {"zero_optimization": {"reduce_scatter": False}},
+        },
+        CPU,
+        "engine.deepspeed.zero_optimization.reduce_scatter",
+        "leave",
+    ),
+    (
+        {"parallel__tensor": 2, "parallel__context": 2, "zero__stage": 1},
+        h100s(4),
+        "parallel.tensor",
+        "engine=megatron",
+    ),
     ({"parallel__expert": 2}, CPU, "parallel.expert", "model with experts"),
-    *(({"engine__name": engine, "model": replace(MIXTRAL, num_experts_per_tok=1)}, replace(CPU, ranks=1, ranks_per_node=1),
-       "model.num_experts_per_tok", "write model.num_experts_per_tok=2") for engine in EngineName),
-    ({"model": replace(MIXTRAL, num_local_experts=1, num_experts_per_tok=1)}, CPU, "model.num_experts_per_tok",
-     "model.num_local_experts=8 model.num_experts_per_tok=2"),
+    *(
+        (
+            {"engine__name": engine, "model": replace(MIXTRAL, num_experts_per_tok=1)},
+            replace(CPU, ranks=1, ranks_per_node=1),
+            "model.num_experts_per_tok",
+            "write model.num_experts_per_tok=2",
+        )
+        for engine in EngineName
+    ),
+    (
+        {"model": replace(MIXTRAL, num_local_experts=1, num_experts_per_tok=1)},
+        CPU,
+        "model.num_experts_per_tok",
+        "model.num_local_experts=8 model.num_experts_per_tok=2",
+    ),
     ({"parallel__expert": 3, "model": MIXTRAL}, CPU, "parallel.expert", "model.num_local_experts"),
     ({"parallel__expert": 4, "model": MIXTRAL}, CPU, "parallel.expert", "regroups"),
-    ({"model": replace(MIXTRAL, intermediate_size=130)}, CPU, "model.intermediate_size", "model.intermediate_size=132"),
-    ({"parallel__tensor": 2, "train__micro_batch": 1}, h100s(8), "parallel.tensor", "without model parallelism"),
+    (
+        {"model": replace(MIXTRAL, intermediate_size=130)},
+        CPU,
+        "model.intermediate_size",
+        "model.intermediate_size=132",
+    ),
+    (
+        {"parallel__tensor": 2, "train__micro_batch": 1},
+        h100s(8),
+        "parallel.tensor",
+        "without model parallelism",
+    ),
     ({"engine__name": EngineName.megatron, "zero__stage": 3}, CPU, "zero.stage", "engine=deepspeed"),
     ({"engine__name": EngineName.local}, CPU, "engine.name", "one process"),
     ({"precision__name": Precision.bf16}, CPU, "zero.stage", "zero=stage1"),
@@ -125,66 +284,193 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"precision__name": Precision.bf16, "zero__stage": 1}, CPU, "zero.stage", "zero=stage2"),
     ({"offload__parameters": Place.cpu, "zero__stage": 2}, CPU, "offload.parameters", "zero=stage3"),
     ({"offload__optimizer": Place.cpu}, CPU, "offload.optimizer", "zero=stage1"),
-    ({"offload__optimizer": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 2}, CPU, "offload.optimizer", "without saying so"),
+    (
+        {"offload__optimizer": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 2},
+        CPU,
+        "offload.optimizer",
+        "without saying so",
+    ),
     ({"offload__optimizer": Place.nvme, "zero__stage": 3}, CPU, "offload.nvme_path", "/local_nvme"),
-    ({"offload__optimizer": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 3}, replace(CPU, has_libaio=False),
-     "offload.optimizer", "libaio-dev"),
-    ({"offload__parameters": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 3}, replace(CPU, has_compiler=False),
-     "offload.nvme_path", "g++"),
+    (
+        {"offload__optimizer": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 3},
+        replace(CPU, has_libaio=False),
+        "offload.optimizer",
+        "libaio-dev",
+    ),
+    (
+        {"offload__parameters": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 3},
+        replace(CPU, has_compiler=False),
+        "offload.nvme_path",
+        "g++",
+    ),
     ({"offload__nvme_path": "/n"}, CPU, "offload.nvme_path", "offload=nvme"),
-    ({"offload__optimizer": Place.cpu, "engine__name": EngineName.local}, replace(CPU, ranks=1), "offload.optimizer", "engine=deepspeed"),
+    (
+        {"offload__optimizer": Place.cpu, "engine__name": EngineName.local},
+        replace(CPU, ranks=1),
+        "offload.optimizer",
+        "engine=deepspeed",
+    ),
     ({"optim__kernel": OptimizerKernel.cpu}, CPU, "optim.kernel", "offload=cpu_optimizer"),
-    ({"optim__kernel": OptimizerKernel.cpu, "offload__optimizer": Place.cpu, "zero__stage": 2}, replace(CPU, has_compiler=False),
-     "optim.kernel", "g++"),
+    (
+        {"optim__kernel": OptimizerKernel.cpu, "offload__optimizer": Place.cpu, "zero__stage": 2},
+        replace(CPU, has_compiler=False),
+        "optim.kernel",
+        "g++",
+    ),
     ({"optim__kernel": OptimizerKernel.fused}, CPU, "optim.kernel", "on a GPU"),
-    ({"optim__kernel": OptimizerKernel.fused, "optim__name": OptimizerName.sgd}, CPU, "optim.kernel", "only adamw"),
+    (
+        {"optim__kernel": OptimizerKernel.fused, "optim__name": OptimizerName.sgd},
+        CPU,
+        "optim.kernel",
+        "only adamw",
+    ),
     ({"optim__name": OptimizerName.muon}, CPU, "optim.momentum", "0.95"),
     ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9}, CPU, "optim.clip", "optim.clip=0"),
-    ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "model": GPT2}, CPU, "optim.name", "wte and wpe"),
-    ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "model": MIXTRAL}, CPU, "optim.name", "three-dimensional"),
-    ({"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "zero__stage": 3, "offload__optimizer": Place.nvme,
-      "offload__nvme_path": "/n"}, CPU, "optim.name", "NVMe"),
+    (
+        {"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "model": GPT2},
+        CPU,
+        "optim.name",
+        "wte and wpe",
+    ),
+    (
+        {"optim__name": OptimizerName.muon, "optim__momentum": 0.9, "model": MIXTRAL},
+        CPU,
+        "optim.name",
+        "three-dimensional",
+    ),
+    (
+        {
+            "optim__name": OptimizerName.muon,
+            "optim__momentum": 0.9,
+            "zero__stage": 3,
+            "offload__optimizer": Place.nvme,
+            "offload__nvme_path": "/n",
+        },
+        CPU,
+        "optim.name",
+        "NVMe",
+    ),
     ({"optim__momentum": 0.9}, CPU, "optim.momentum", "optim.betas=[0.9,0.95]"),
     ({"optim__lr_scaling": LrScaling.sqrt}, CPU, "optim.lr_reference_batch", "optim.lr_reference_batch=8"),
-    ({"optim__lr_scaling": LrScaling.sqrt, "optim__lr_reference_batch": 0}, CPU, "optim.lr_reference_batch", "at least one"),
+    (
+        {"optim__lr_scaling": LrScaling.sqrt, "optim__lr_reference_batch": 0},
+        CPU,
+        "optim.lr_reference_batch",
+        "at least one",
+    ),
     ({"optim__lr_reference_batch": 8}, CPU, "optim.lr_reference_batch", "lr_scaling only"),
     ({"schedule": ScheduleConfig(name=WSD)}, CPU, "schedule.decay", "schedule.decay=10"),
     ({"schedule": ScheduleConfig(name=WSD, warmup=60, decay=60)}, CPU, "schedule.decay", "schedule.decay=40"),
     ({"schedule__warmup": 100}, CPU, "train.steps", "never reaches the peak"),
-    ({"schedule": ScheduleConfig(name=ScheduleName.constant, decay=5)}, CPU, "schedule.decay", "does not decay"),
+    (
+        {"schedule": ScheduleConfig(name=ScheduleName.constant, decay=5)},
+        CPU,
+        "schedule.decay",
+        "does not decay",
+    ),
     ({"schedule__min_lr": 1.0}, CPU, "schedule.min_lr", "schedule.min_lr=3e-05"),
     ({"eval": EvalConfig(every=10, sets=[])}, CPU, "eval.sets", "eval.every=0"),
     ({"eval": EvalConfig(every=10, sets=["validation", "validation"])}, CPU, "eval.sets", "once"),
-    ({"checkpoint": CheckpointConfig(every="never", at_end=False)}, CPU, "checkpoint.every", "checkpoint.at_end=true"),
-    ({"checkpoint": CheckpointConfig(every="40", keep_every=100)}, CPU, "checkpoint.keep_every", "checkpoint.keep_every=120"),
+    (
+        {"checkpoint": CheckpointConfig(every="never", at_end=False)},
+        CPU,
+        "checkpoint.every",
+        "checkpoint.at_end=true",
+    ),
+    (
+        {"checkpoint": CheckpointConfig(every="40", keep_every=100)},
+        CPU,
+        "checkpoint.keep_every",
+        "checkpoint.keep_every=120",
+    ),
     ({"run__fork": "other", "resume": "mine"}, CPU, "run.fork", "one place"),
     ({"model__target": "mine.Model"}, CPU, "model.target", "one source"),
     ({"model__target": "Model", "model__family": None}, CPU, "model.target", "dotted path"),
-    ({"model__target": "mine.Model", "model__family": None, "train__activation_checkpointing": True}, CPU,
-     "train.activation_checkpointing", "torch.utils.checkpoint"),
-    ({"model__target": "mine.Model", "model__family": None, "monitor__prompt": "def "}, CPU, "monitor.prompt", "null"),
+    (
+        {"model__target": "mine.Model", "model__family": None, "train__activation_checkpointing": True},
+        CPU,
+        "train.activation_checkpointing",
+        "torch.utils.checkpoint",
+    ),
+    (
+        {"model__target": "mine.Model", "model__family": None, "monitor__prompt": "def "},
+        CPU,
+        "monitor.prompt",
+        "null",
+    ),
     ({"model__arguments": {"width": 3}}, CPU, "model.arguments", "model.target"),
-    ({"model": replace(MIXTRAL, router_aux_loss_coef=0.01)}, CPU, "model.router_aux_loss_coef", "micro-batch"),
+    (
+        {"model": replace(MIXTRAL, router_aux_loss_coef=0.01)},
+        CPU,
+        "model.router_aux_loss_coef",
+        "micro-batch",
+    ),
     ({"cluster__gpu": "quantum"}, replace(h100s(2), gpu="quantum"), "cluster.gpu", "h100"),
-    ({"model": PUBLISHED["mixtral-8x7b"], "data__name": "prepared", "train__micro_batch": 1}, h100s(8), "zero.stage",
-     "precision=bf16, or zero=stage3"),
-    ({"model": PUBLISHED["llama-3-8b"], "data__name": "prepared", "zero__stage": 3, "precision__name": Precision.bf16,
-      "train__global_batch": 64, "train__micro_batch": 8, "train__sequence_length": 4096}, h100s(8), "train.micro_batch",
-     "train.micro_batch=4 or smaller"),
-    ({"model": PUBLISHED["llama-3-8b"], "data__name": "prepared", "zero__stage": 3, "precision__name": Precision.bf16,
-      "train__global_batch": 64, "train__micro_batch": 8, "train__sequence_length": 4096},
-     replace(h100s(8), device_memory_bytes=280 * 10**9), "train.micro_batch", "92%"),
-    ({"model": PUBLISHED["llama-3-8b"], "data__name": "prepared", "zero__stage": 2, "precision__name": Precision.bf16,
-      "offload__optimizer": Place.cpu}, replace(h100s(2), host_memory_bytes=64 * 10**9), "offload.optimizer", "more nodes"),
-    ({"model": PUBLISHED["llama-3-8b"], "data__name": "prepared"}, replace(CPU, host_memory_bytes=8 * 10**9), "cluster.cpu_ranks",
-     "has 8.0 GB"),
+    (
+        {"model": PUBLISHED["mixtral-8x7b"], "data__name": "prepared", "train__micro_batch": 1},
+        h100s(8),
+        "zero.stage",
+        "precision=bf16, or zero=stage3",
+    ),
+    (
+        {
+            "model": PUBLISHED["llama-3-8b"],
+            "data__name": "prepared",
+            "zero__stage": 3,
+            "precision__name": Precision.bf16,
+            "train__global_batch": 64,
+            "train__micro_batch": 8,
+            "train__sequence_length": 4096,
+        },
+        h100s(8),
+        "train.micro_batch",
+        "train.micro_batch=4 or smaller",
+    ),
+    (
+        {
+            "model": PUBLISHED["llama-3-8b"],
+            "data__name": "prepared",
+            "zero__stage": 3,
+            "precision__name": Precision.bf16,
+            "train__global_batch": 64,
+            "train__micro_batch": 8,
+            "train__sequence_length": 4096,
+        },
+        replace(h100s(8), device_memory_bytes=280 * 10**9),
+        "train.micro_batch",
+        "92%",
+    ),
+    (
+        {
+            "model": PUBLISHED["llama-3-8b"],
+            "data__name": "prepared",
+            "zero__stage": 2,
+            "precision__name": Precision.bf16,
+            "offload__optimizer": Place.cpu,
+        },
+        replace(h100s(2), host_memory_bytes=64 * 10**9),
+        "offload.optimizer",
+        "more nodes",
+    ),
+    (
+        {"model": PUBLISHED["llama-3-8b"], "data__name": "prepared"},
+        replace(CPU, host_memory_bytes=8 * 10**9),
+        "cluster.cpu_ranks",
+        "has 8.0 GB",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "world", "key", "word"), MISTAKES, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("changes", "world", "key", "word"), MISTAKES, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_a_mistake_is_answered(changes: dict[str, Any], world: World, key: str, word: str) -> None:
     found = problems_of(changes, world)
-    answers = [problem for problem in found if problem.key == key and word in f"{problem.rule} {problem.remedy} {problem.seen}"]
+    answers = [
+        problem
+        for problem in found
+        if problem.key == key and word in f"{problem.rule} {problem.remedy} {problem.seen}"
+    ]
     assert len(answers) == 1, "\n".join(map(str, found)) or "no problem at all"
     for problem in found:
         assert problem.seen
@@ -194,14 +480,31 @@ def test_a_mistake_is_answered(changes: dict[str, Any], world: World, key: str, 
 
 # Every silently wrong combination that a user's own keys can reach: refused here if it depends on the run, else as derived or removed.
 SILENT_VALUES: dict[str, Any] = {
-    **{key: True for key, *_ in SILENT}, "zero_optimization.zero_hpz_partition_size": 2,
-    **dict.fromkeys(("communication_data_type", "seq_parallel_communication_data_type", "data_types.grad_accum_dtype"), "bf16"),
-    "zero_optimization.stage3_module_granularity_threshold": 10**9, "zero_optimization.module_granularity_threshold": 10**9,
-    "bf16.check_grad_overflow": False, "zero_optimization.compute_grad_norm": False, "zero_optimization.offload_optimizer.ratio": 0.5,
-    "zero_optimization.round_robin_gradients": True, "tensor_parallel.autotp_size": 2, "sequence_parallel_size": 2,
-    "pipeline.stages": 2, "torch_autocast.enabled": True, "data_efficiency.enabled": True, "wandb.enabled": True,
-    "gradient_predivide_factor": 2.0, "prescale_gradients": True, "scheduler.type": "WarmupLR", "elasticity.enabled": True,
-    "no_such_key": 1, "zero_optimization.no_such_key": 1}
+    **{key: True for key, *_ in SILENT},
+    "zero_optimization.zero_hpz_partition_size": 2,
+    **dict.fromkeys(
+        ("communication_data_type", "seq_parallel_communication_data_type", "data_types.grad_accum_dtype"),
+        "bf16",
+    ),
+    "zero_optimization.stage3_module_granularity_threshold": 10**9,
+    "zero_optimization.module_granularity_threshold": 10**9,
+    "bf16.check_grad_overflow": False,
+    "zero_optimization.compute_grad_norm": False,
+    "zero_optimization.offload_optimizer.ratio": 0.5,
+    "zero_optimization.round_robin_gradients": True,
+    "tensor_parallel.autotp_size": 2,
+    "sequence_parallel_size": 2,
+    "pipeline.stages": 2,
+    "torch_autocast.enabled": True,
+    "data_efficiency.enabled": True,
+    "wandb.enabled": True,
+    "gradient_predivide_factor": 2.0,
+    "prescale_gradients": True,
+    "scheduler.type": "WarmupLR",
+    "elasticity.enabled": True,
+    "no_such_key": 1,
+    "zero_optimization.no_such_key": 1,
+}
 
 
 @pytest.mark.parametrize("key", SILENT_VALUES)
@@ -216,14 +519,23 @@ def test_a_silently_wrong_key_of_the_users_own_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["communication_data_type", "data_types.grad_accum_dtype"])
-@pytest.mark.parametrize(("precision", "allowed"), [
-    (Precision.fp32, {"fp32"}), (Precision.bf16, {"fp32", "bf16"}), (Precision.fp16, {"fp32", "fp16"})])
-def test_gradients_are_not_rounded_to_less_than_the_runs_precision(key: str, precision: Precision, allowed: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("precision", "allowed"),
+    [(Precision.fp32, {"fp32"}), (Precision.bf16, {"fp32", "bf16"}), (Precision.fp16, {"fp32", "fp16"})],
+)
+def test_gradients_are_not_rounded_to_less_than_the_runs_precision(
+    key: str, precision: Precision, allowed: set[str]
+) -> None:
     def refused(dtype: str) -> bool:
         section, _, leaf = key.rpartition(".")
         own = {section: {leaf: dtype}} if section else {leaf: dtype}
-        found = problems_of({"zero__stage": 2, "precision__name": precision, "engine__deepspeed": own}, h100s(2))
-        return any(problem.key == f"engine.deepspeed.{key}" and problem.severity is Severity.ERROR for problem in found)
+        found = problems_of(
+            {"zero__stage": 2, "precision__name": precision, "engine__deepspeed": own}, h100s(2)
+        )
+        return any(
+            problem.key == f"engine.deepspeed.{key}" and problem.severity is Severity.ERROR
+            for problem in found
+        )
 
     assert {dtype for dtype in ("fp32", "bf16", "fp16") if not refused(dtype)} == allowed
 
@@ -243,18 +555,29 @@ def test_images_have_no_documents() -> None:
 
 
 def test_keys_that_only_tune_pass() -> None:
-    keys = {"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": True}, "wall_clock_breakdown": True}
+    keys = {
+        "zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": True},
+        "wall_clock_breakdown": True,
+    }
     assert problems_of({"engine__deepspeed": keys, "zero__stage": 2}) == []
 
 
 def leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
-    return [leaf for key, value in tree.items()
-            for leaf in (leaves(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}"])]
+    return [
+        leaf
+        for key, value in tree.items()
+        for leaf in (leaves(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}"])
+    ]
 
 
 def test_a_key_that_the_plan_derives_is_refused_whatever_it_says() -> None:
     """Else the plan would override what somebody wrote."""
-    config = run_config(zero__stage=3, offload__optimizer=Place.cpu, offload__parameters=Place.cpu, precision__name=Precision.fp16)
+    config = run_config(
+        zero__stage=3,
+        offload__optimizer=Place.cpu,
+        offload__parameters=Place.cpu,
+        precision__name=Precision.fp16,
+    )
     batch = plan_batch(config, 2)
     derived = leaves(_derived(config, CPU, batch))
     assert len(derived) > 15
@@ -263,18 +586,35 @@ def test_a_key_that_the_plan_derives_is_refused_whatever_it_says() -> None:
         for part in reversed(path.split(".")):
             keys = {part: keys}
         problems = problems_of({"engine__deepspeed": keys})
-        parents = {f"engine.deepspeed.{'.'.join(path.split('.')[:depth])}" for depth in range(1, path.count(".") + 2)}
+        parents = {
+            f"engine.deepspeed.{'.'.join(path.split('.')[:depth])}" for depth in range(1, path.count(".") + 2)
+        }
         assert parents & {problem.key for problem in problems}, path
 
 
 def test_all_problems_come_at_once_errors_first() -> None:
-    found = problems_of({"train__global_batch": 9, "train__sequence_length": 100, "schedule__warmup": 200, "optim__momentum": 0.5})
-    assert [problem.key for problem in found] == ["train.global_batch", "train.sequence_length", "optim.momentum", "train.steps"]
+    found = problems_of(
+        {
+            "train__global_batch": 9,
+            "train__sequence_length": 100,
+            "schedule__warmup": 200,
+            "optim__momentum": 0.5,
+        }
+    )
+    assert [problem.key for problem in found] == [
+        "train.global_batch",
+        "train.sequence_length",
+        "optim.momentum",
+        "train.steps",
+    ]
     assert [problem.severity for problem in found] == [Severity.ERROR] * 3 + [Severity.WARNING]
 
 
 def test_nothing_the_user_wrote_is_rewritten() -> None:
-    config, same = run_config(train__micro_batch=None, schedule__warmup=200), run_config(train__micro_batch=None, schedule__warmup=200)
+    config, same = (
+        run_config(train__micro_batch=None, schedule__warmup=200),
+        run_config(train__micro_batch=None, schedule__warmup=200),
+    )
     plan = make_plan(config, CPU)
     assert config == same
     assert plan.config is config

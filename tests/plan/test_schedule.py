@@ -1,6 +1,6 @@
 """The learning rate of each step.
 
-    pytest tests/plan/test_schedule.py
+pytest tests/plan/test_schedule.py
 """
 
 from __future__ import annotations
@@ -51,10 +51,17 @@ def test_wsd_is_stable_until_its_last_steps() -> None:
     assert found[99] == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize(("scaling", "factor"), [(LrScaling.none, 1.0), (LrScaling.linear, 4.0), (LrScaling.sqrt, 2.0)])
+@pytest.mark.parametrize(
+    ("scaling", "factor"), [(LrScaling.none, 1.0), (LrScaling.linear, 4.0), (LrScaling.sqrt, 2.0)]
+)
 def test_the_peak_grows_with_the_batch(scaling: LrScaling, factor: float) -> None:
-    config = run_config(optim__lr=1e-3, optim__lr_scaling=scaling, optim__lr_reference_batch=2, train__global_batch=8,
-                        schedule__name=ScheduleName.constant)
+    config = run_config(
+        optim__lr=1e-3,
+        optim__lr_scaling=scaling,
+        optim__lr_reference_batch=2,
+        train__global_batch=8,
+        schedule__name=ScheduleName.constant,
+    )
     assert rate(config, 50) == pytest.approx(factor * 1e-3)
 
 

@@ -26,8 +26,12 @@ def test_every_family_is_covered(family: str, layers: int, count: int) -> None:
     assert all(len(stage.layers) for stage in stages)
     held = [spec.name for stage in stages for spec in stage.parameters]
     assert sorted(held) == sorted([spec.name for spec in plan.parameters] + sorted(tied))
-    assert all(spec.layer is None or spec.layer in stage.layers for stage in stages for spec in stage.parameters)
-    assert tied <= {spec.name for spec in stages[0].parameters} & {spec.name for spec in stages[-1].parameters}
+    assert all(
+        spec.layer is None or spec.layer in stage.layers for stage in stages for spec in stage.parameters
+    )
+    assert tied <= {spec.name for spec in stages[0].parameters} & {
+        spec.name for spec in stages[-1].parameters
+    }
 
 
 def model(embedding: int, blocks: list[int], head: int) -> list[ParameterSpec]:
@@ -36,9 +40,10 @@ def model(embedding: int, blocks: list[int], head: int) -> list[ParameterSpec]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize(("embedding", "blocks", "head"), [
-    (0, [10] * 7, 0), (25, [10] * 6, 25), (100, [10] * 5, 0), (3, [9, 1, 1, 1, 9, 4], 7),
-])
+@pytest.mark.parametrize(
+    ("embedding", "blocks", "head"),
+    [(0, [10] * 7, 0), (25, [10] * 6, 25), (100, [10] * 5, 0), (3, [9, 1, 1, 1, 9, 4], 7)],
+)
 def test_no_other_split_is_more_equal(embedding: int, blocks: list[int], head: int, count: int) -> None:
     """Against all of them."""
 

@@ -1,6 +1,6 @@
 """docs/translation.md says what the rules say, and no choice of a run description is anything but planned or refused with a remedy.
 
-    pytest tests/plan/test_translation.py
+pytest tests/plan/test_translation.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs/translation.md").read_text(e
 
 
 def test_the_document_is_up_to_date() -> None:
-    assert translation.document() == TEXT, "write it anew: python -m toolkit.plan.translation > docs/translation.md"
+    assert translation.document() == TEXT, (
+        "write it anew: python -m toolkit.plan.translation > docs/translation.md"
+    )
 
 
 def cells() -> list[tuple[str, list[str]]]:
@@ -60,9 +62,16 @@ def test_dropout_is_called_exact_nowhere() -> None:
 def combinations(count: int) -> list[tuple[str, ...]]:
     """Drawn from the product of all groups and axes."""
     draw = random.Random(0)
-    groups = {group: [f"{group}={option}" for option in translation.options(group)] for group in translation.GROUPS}
-    return [(*(draw.choice(options) for options in groups.values()),
-             *(f"parallel.{axis}={draw.choice((1, 1, 2, 3, 4))}" for axis in translation.AXES)) for _ in range(count)]
+    groups = {
+        group: [f"{group}={option}" for option in translation.options(group)] for group in translation.GROUPS
+    }
+    return [
+        (
+            *(draw.choice(options) for options in groups.values()),
+            *(f"parallel.{axis}={draw.choice((1, 1, 2, 3, 4))}" for axis in translation.AXES),
+        )
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("engine", translation.ENGINES)

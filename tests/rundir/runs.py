@@ -11,7 +11,11 @@ PLAN = {"identity": "0"}
 
 
 def config(*, seed: int = 0, fork: Path | None = None, resume: str = "auto", steps: int = 10) -> RunConfig:
-    return RunConfig(run=RunSection(fork=str(fork) if fork else None), resume=resume, train=TrainConfig(seed=seed, steps=steps))
+    return RunConfig(
+        run=RunSection(fork=str(fork) if fork else None),
+        resume=resume,
+        train=TrainConfig(seed=seed, steps=steps),
+    )
 
 
 def begun(path: Path, **keys: object) -> RunDirectory:

@@ -1,6 +1,6 @@
 """A start of a run that has begun before: whether it has anything to do, and whether its learning rate jumps.
 
-    pytest tests/rundir/test_continuing.py
+pytest tests/rundir/test_continuing.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def ended(path: Path, state: RunState = RunState.DONE, *, steps: int = 10, saved
     return directory
 
 
-@pytest.mark.parametrize(("steps", "words"), [(10, "10 of 10 steps of"), (6, "10 steps, more than train.steps=6, of")])
+@pytest.mark.parametrize(
+    ("steps", "words"), [(10, "10 of 10 steps of"), (6, "10 steps, more than train.steps=6, of")]
+)
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path, steps: int, words: str) -> None:
     directory = ended(tmp_path / "run")
     with pytest.raises(NothingToDo, match=r"^nothing to do: ") as nothing:
@@ -36,12 +38,16 @@ def test_a_finished_run_has_nothing_to_do(tmp_path: Path, steps: int, words: str
     assert "train.steps=20" in str(nothing.value)
 
 
-@pytest.mark.parametrize("given", [
-    config(steps=11),
-    config(resume="runs/elsewhere"),
-    replace(config(), eval=EvalConfig(every=5)),
-    replace(config(), checkpoint=CheckpointConfig(export=True)),
-], ids=["more steps", "back to a checkpoint", "another evaluation", "export"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        config(steps=11),
+        config(resume="runs/elsewhere"),
+        replace(config(), eval=EvalConfig(every=5)),
+        replace(config(), checkpoint=CheckpointConfig(export=True)),
+    ],
+    ids=["more steps", "back to a checkpoint", "another evaluation", "export"],
+)
 def test_a_finished_run_with_something_left_to_do_starts(tmp_path: Path, given: RunConfig) -> None:
     check_work(given, ended(tmp_path / "run"))
 
@@ -81,7 +87,10 @@ def test_a_longer_run_whose_learning_rate_jumps_is_warned_of_with_both_values(tm
     warning = schedule_warning(scheduled(200, None), directory)
     assert warning is not None
     assert warning.severity is Severity.WARNING
-    assert f"step 100 was {rate(scheduled(100, None), 99):.4g}, and is {rate(scheduled(200, None), 99):.4g}" in str(warning)
+    assert (
+        f"step 100 was {rate(scheduled(100, None), 99):.4g}, and is {rate(scheduled(200, None), 99):.4g}"
+        in str(warning)
+    )
     assert "schedule.decay=170" in warning.remedy
     assert f"run.fork={directory.path} schedule.decay=70" in warning.remedy
 

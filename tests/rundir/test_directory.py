@@ -1,6 +1,6 @@
 """The folder of a run: attempts, identity, and starts that nobody typed.
 
-    pytest tests/rundir/test_directory.py
+pytest tests/rundir/test_directory.py
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def test_each_start_is_an_attempt_and_the_top_holds_the_newest(tmp_path: Path) -
     directory.release()
     assert directory.begin(config(steps=20), {"n": 2}) == 2
     assert directory.attempts() == [1, 2]
-    assert [json.loads((directory.attempt_folder(n) / "plan.json").read_text()) for n in (1, 2)] == [{"n": 1}, {"n": 2}]
+    assert [json.loads((directory.attempt_folder(n) / "plan.json").read_text()) for n in (1, 2)] == [
+        {"n": 1},
+        {"n": 2},
+    ]
     assert json.loads(directory.plan_file.read_text()) == {"n": 2}
     newest, first = directory.attempt_folder(2) / "config.yaml", directory.attempt_folder(1) / "config.yaml"
     assert directory.config_file.read_text() == newest.read_text() != first.read_text()

@@ -1,6 +1,6 @@
 """One writer of a folder at a time.
 
-    pytest tests/rundir/test_lock.py
+pytest tests/rundir/test_lock.py
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def test_a_killed_owner_is_taken_over(tmp_path: Path) -> None:
 def test_a_child_that_inherits_the_lock_keeps_it(tmp_path: Path) -> None:
     owner = RunDirectory(tmp_path)
     owner.begin(config(), PLAN)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[owner.lock_descriptor])
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[owner.lock_descriptor]
+    )
     try:
         owner.release()
         with pytest.raises(ConfigError, match="one run at a time"):

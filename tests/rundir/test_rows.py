@@ -1,6 +1,6 @@
 """Rows of steps that run again.
 
-    pytest tests/rundir/test_rows.py
+pytest tests/rundir/test_rows.py
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def test_rows_that_run_again_move_to_the_old_attempt(tmp_path: Path) -> None:
     assert steps_of(directory.attempt_folder(1) / "eval.jsonl") == [4]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 4, "lo', '{"step": 4}', "\x00\x00\x00", "[4]\n", '{"step": "4"}\n'])
+@pytest.mark.parametrize(
+    "torn", ['{"step": 4, "lo', '{"step": 4}', "\x00\x00\x00", "[4]\n", '{"step": "4"}\n']
+)
 def test_a_torn_last_row_is_dropped(tmp_path: Path, torn: str) -> None:
     directory = two_attempts(tmp_path)
     directory.metrics_file.write_text(rows(1, 2, 3) + torn)
@@ -57,7 +59,9 @@ def test_bytes_that_are_no_text_are_dropped(tmp_path: Path) -> None:
 def test_trimming_twice_after_a_crash_between_the_files_keeps_each_row_once(tmp_path: Path) -> None:
     directory = two_attempts(tmp_path)
     directory.metrics_file.write_text(rows(1, 2, 3))
-    (directory.attempt_folder(1) / "metrics.jsonl").write_text(rows(2, 3))  # as if the second write had not happened
+    (directory.attempt_folder(1) / "metrics.jsonl").write_text(
+        rows(2, 3)
+    )  # as if the second write had not happened
     directory.trim_after(1, attempt=2)
     assert steps_of(directory.attempt_folder(1) / "metrics.jsonl") == [2, 3]
     assert steps_of(directory.metrics_file) == [1]

@@ -1,6 +1,6 @@
 """Where a run's state comes from.
 
-    pytest tests/rundir/test_source.py
+pytest tests/rundir/test_source.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def test_sources(tmp_path: Path) -> None:
     assert resolve_source(config(), newest) == Source(SourceKind.RESUME, newest)
     assert resolve_source(config(resume=str(other)), newest) == Source(SourceKind.RESUME, other)
     assert resolve_source(config(fork=other), None) == Source(SourceKind.FORK, other)
-    assert resolve_source(config(fork=other), newest) == Source(SourceKind.RESUME, newest)  # a fork continues itself
+    assert resolve_source(config(fork=other), newest) == Source(
+        SourceKind.RESUME, newest
+    )  # a fork continues itself
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,9 @@ def test_sources(tmp_path: Path) -> None:
         ({"fork": Path("/"), "resume": "/"}, None, ConfigError, "one state"),
     ],
 )
-def test_refused_sources(keys: dict[str, object], newest: str | None, error: type[UserError], named: str) -> None:
+def test_refused_sources(
+    keys: dict[str, object], newest: str | None, error: type[UserError], named: str
+) -> None:
     with pytest.raises(error, match=named):
         resolve_source(config(**keys), Path(newest) if newest else None)  # type: ignore[arg-type]
 
@@ -74,19 +78,42 @@ def trained(path: Path) -> RunDirectory:
 
 
 LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
-    "the newest manifest": (lambda run: (run.checkpoints / step_name(30) / "manifest.json").unlink(), "step-00000030 has no manifest.json"),
-    "all manifests": (lambda run: [file.unlink() for file in run.checkpoints.glob("*/manifest.json")], "no complete checkpoint is in"),
-    "the newest checkpoint": (lambda run: shutil.rmtree(run.checkpoints / step_name(30)), "'step-00000030', which is not there"),
+    "the newest manifest": (
+        lambda run: (run.checkpoints / step_name(30) / "manifest.json").unlink(),
+        "step-00000030 has no manifest.json",
+    ),
+    "all manifests": (
+        lambda run: [file.unlink() for file in run.checkpoints.glob("*/manifest.json")],
+        "no complete checkpoint is in",
+    ),
+    "the newest checkpoint": (
+        lambda run: shutil.rmtree(run.checkpoints / step_name(30)),
+        "'step-00000030', which is not there",
+    ),
     "the newest checkpoint and the pointer": (
         lambda run: (shutil.rmtree(run.checkpoints / step_name(30)), (run.checkpoints / "latest").unlink()),
-        "status.json says that step 30 was saved"),
+        "status.json says that step 30 was saved",
+    ),
     "the newest checkpoint, with an older pointer and no status": (
-        lambda run: (shutil.rmtree(run.checkpoints / step_name(30)), (run.checkpoints / "latest").write_text(step_name(20)),
-                     run.status_file.write_text("")), "saves.jsonl says that step 30 was saved"),
-    "all checkpoints": (lambda run: shutil.rmtree(run.checkpoints), "status.json says that step 30 was saved"),
+        lambda run: (
+            shutil.rmtree(run.checkpoints / step_name(30)),
+            (run.checkpoints / "latest").write_text(step_name(20)),
+            run.status_file.write_text(""),
+        ),
+        "saves.jsonl says that step 30 was saved",
+    ),
+    "all checkpoints": (
+        lambda run: shutil.rmtree(run.checkpoints),
+        "status.json says that step 30 was saved",
+    ),
     "everything but the rows": (
-        lambda run: (shutil.rmtree(run.checkpoints), (run.attempt_folder(1) / SAVES).unlink(), run.status_file.unlink()),
-        "metrics.jsonl has rows up to step 34"),
+        lambda run: (
+            shutil.rmtree(run.checkpoints),
+            (run.attempt_folder(1) / SAVES).unlink(),
+            run.status_file.unlink(),
+        ),
+        "metrics.jsonl has rows up to step 34",
+    ),
 }
 
 
@@ -112,13 +139,28 @@ LEFT: dict[str, tuple[Callable[[RunDirectory], object], int | None]] = {
     "a checkpoint that the pointer does not name yet": (lambda run: checkpoint(run, step_name(40)), 40),
     "a status that a power failure emptied": (lambda run: run.status_file.write_text(""), 30),
     "a status behind the checkpoint": (
-        lambda run: run.write_status(Status(state=RunState.RUNNING, attempt=1, step=29, checkpoint=f"checkpoints/{step_name(20)}")), 30),
+        lambda run: run.write_status(
+            Status(state=RunState.RUNNING, attempt=1, step=29, checkpoint=f"checkpoints/{step_name(20)}")
+        ),
+        30,
+    ),
     "no checkpoint yet": (
-        lambda run: (shutil.rmtree(run.checkpoints), (run.attempt_folder(1) / "saves.jsonl").unlink(),
-                     run.write_status(Status(state=RunState.RUNNING, attempt=1, step=34))), None),
+        lambda run: (
+            shutil.rmtree(run.checkpoints),
+            (run.attempt_folder(1) / "saves.jsonl").unlink(),
+            run.write_status(Status(state=RunState.RUNNING, attempt=1, step=34)),
+        ),
+        None,
+    ),
     "later checkpoints that resume=PATH moved": (
-        lambda run: (run.checkpoints / step_name(30)).rename(_made(run.attempt_folder(1) / "checkpoints") / step_name(30))
-        and (run.checkpoints / "latest").write_text(step_name(20)), 20),
+        lambda run: (
+            (run.checkpoints / step_name(30)).rename(
+                _made(run.attempt_folder(1) / "checkpoints") / step_name(30)
+            )
+            and (run.checkpoints / "latest").write_text(step_name(20))
+        ),
+        20,
+    ),
 }
 
 
@@ -133,7 +175,9 @@ def test_what_a_crash_leaves_is_continued(what: str, tmp_path: Path) -> None:
     leave, step = LEFT[what]
     leave(directory)
     directory.check(config())
-    assert directory.newest_agreed() == Newest(None if step is None else directory.checkpoints / step_name(step))
+    assert directory.newest_agreed() == Newest(
+        None if step is None else directory.checkpoints / step_name(step)
+    )
 
 
 def test_a_status_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

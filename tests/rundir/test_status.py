@@ -1,6 +1,6 @@
 """status.json: how a run stands, and the last word of an attempt.
 
-    pytest tests/rundir/test_status.py
+pytest tests/rundir/test_status.py
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from toolkit.rundir.status import RunState, Status
 
 def test_the_last_word_keeps_step_and_checkpoint(tmp_path: Path) -> None:
     directory = begun(tmp_path)
-    directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=7, checkpoint="checkpoints/step-00000005"))
+    directory.write_status(
+        Status(state=RunState.RUNNING, attempt=1, step=7, checkpoint="checkpoints/step-00000005")
+    )
     directory.finish(RunState.STOPPED, 75, "SIGTERM", attempt=1)
-    end = Status(state=RunState.STOPPED, attempt=1, exit_code=75, step=7, checkpoint="checkpoints/step-00000005", reason="SIGTERM")
+    end = Status(
+        state=RunState.STOPPED,
+        attempt=1,
+        exit_code=75,
+        step=7,
+        checkpoint="checkpoints/step-00000005",
+        reason="SIGTERM",
+    )
     assert directory.status() == end
     directory.finish(RunState.FAILED, 1, "later", attempt=1)
     assert directory.status() == end
@@ -40,7 +49,9 @@ def test_an_attempt_does_not_inherit_the_step_of_the_one_before(tmp_path: Path) 
 
 def test_no_status_before_a_run(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path).status() is None
-    RunDirectory(tmp_path).status_file.touch()  # as some file systems leave a file that was renamed and never synced
+    RunDirectory(
+        tmp_path
+    ).status_file.touch()  # as some file systems leave a file that was renamed and never synced
     assert RunDirectory(tmp_path).status() is None
 
 
@@ -57,8 +68,19 @@ def test_only_the_end_of_a_run_waits_for_the_disk(tmp_path: Path, monkeypatch: p
 
 def test_the_end_of_an_attempt_tells_the_goodput_of_the_run(tmp_path: Path) -> None:
     directory = begun(tmp_path)
-    write_times(directory.attempt_folder(1), Times(
-        began=100.0, seen=160.0, first=0, first_step=112.0, starting=10.0, step=20, stepping=40.0, active=160.0))
+    write_times(
+        directory.attempt_folder(1),
+        Times(
+            began=100.0,
+            seen=160.0,
+            first=0,
+            first_step=112.0,
+            starting=10.0,
+            step=20,
+            stepping=40.0,
+            active=160.0,
+        ),
+    )
     checkpoint(directory, "step-00000010")
     directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=20))
     directory.finish(RunState.FAILED, 1, "rank 1", attempt=1)

@@ -32,7 +32,12 @@ from toolkit.progress import duration, quantity
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
-STEPS, SWEPT, SAVES, KILL_AFTER = 60, 20, 20, 25  # of the run, of a point, between two checkpoints; when a rank is killed
+STEPS, SWEPT, SAVES, KILL_AFTER = (
+    60,
+    20,
+    20,
+    25,
+)  # of the run, of a point, between two checkpoints; when a rank is killed
 WINDOWS, LENGTH = 64, 128  # of an evaluation: eval.batches x train.global_batch, train.sequence_length
 RUN = (f"--config-dir={ROOT / 'tests/story/conf'}", "+exp=story")
 RATES = ("1e-4", "3e-3")
@@ -48,16 +53,30 @@ def main(arguments: Sequence[str]) -> int:
     (folder / "bucket").mkdir()
     with served(folder / "bucket") as store:
         # On CPU whatever is here, and what libraries keep for the user in the story's own folder.
-        story = Story(folder, {**environment(store), "XDG_CACHE_HOME": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": "",
-                               "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)})
+        story = Story(
+            folder,
+            {
+                **environment(store),
+                "XDG_CACHE_HOME": str(folder / "cache"),
+                "CUDA_VISIBLE_DEVICES": "",
+                "DS_ACCELERATOR": "cpu",
+                "PYTHONPATH": str(ROOT),
+            },
+        )
         try:
             tell(story, store)
             code = 0
-        except (StoryFailed, AssertionError, OSError) as error:  # commands under way say with AssertionError what they printed
+        except (
+            StoryFailed,
+            AssertionError,
+            OSError,
+        ) as error:  # commands under way say with AssertionError what they printed
             story.say(f"\nFAILED: {error}")
             code = 1
     story.say(f"\n{story.table()}")
-    story.say(f"\neverything is in {folder}: sweep/sweep.png, what each command printed in log/, the run's report.html in machines/")
+    story.say(
+        f"\neverything is in {folder}: sweep/sweep.png, what each command printed in log/, the run's report.html in machines/"
+    )
     return code
 
 
@@ -94,13 +113,28 @@ def prepare(story: Story, store: Store) -> Path:
     (bucket / "second.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[len(lines) // 2 :])))
     sizes = sum(file.stat().st_size for file in bucket.iterdir())
     data = story.folder / "data"
-    story.run("data", [sys.executable, str(ROOT / "launch/prepare.py"), "input=s3://corpus/text", f"output={data}", "validation=0.1",
-                       "tokenizer.vocab_size=1024", "licence=PSF-2.0", "workers=2"])
+    story.run(
+        "data",
+        [
+            sys.executable,
+            str(ROOT / "launch/prepare.py"),
+            "input=s3://corpus/text",
+            f"output={data}",
+            "validation=0.1",
+            "tokenizer.vocab_size=1024",
+            "licence=PSF-2.0",
+            "workers=2",
+        ],
+    )
     report = json.loads((data / "report.json").read_text())
     tokens = read_manifest(data).split("train").tokens
-    story.check(report["read"] == len(texts) and store.served_bytes >= sizes,
-                f"{report['read']} documents and {quantity(store.served_bytes, 'B')} of s3://corpus/text: {tokens:,} tokens to train on")
-    story.say("   $ cp -r data bucket/prepared     (with a real store: aws s3 cp --recursive data s3://corpus/prepared)")
+    story.check(
+        report["read"] == len(texts) and store.served_bytes >= sizes,
+        f"{report['read']} documents and {quantity(store.served_bytes, 'B')} of s3://corpus/text: {tokens:,} tokens to train on",
+    )
+    story.say(
+        "   $ cp -r data bucket/prepared     (with a real store: aws s3 cp --recursive data s3://corpus/prepared)"
+    )
     shutil.copytree(data, store.root / "prepared")
     return data
 
@@ -108,23 +142,42 @@ def prepare(story: Story, store: Store) -> Path:
 def sweep(story: Story) -> tuple[dict[int, float], dict[int, float], str]:
     """Losses of the better and of the worse point, and what is the better learning rate, as typed."""
     folder = story.folder / "sweep"
-    story.run("sweep", [sys.executable, str(TRAIN), "-m", *RUN, "engine=local", f"train.steps={SWEPT}", f"optim.lr={','.join(RATES)}",
-                        f"sweep.dir={folder}"])
+    story.run(
+        "sweep",
+        [
+            sys.executable,
+            str(TRAIN),
+            "-m",
+            *RUN,
+            "engine=local",
+            f"train.steps={SWEPT}",
+            f"optim.lr={','.join(RATES)}",
+            f"sweep.dir={folder}",
+        ],
+    )
     with (folder / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    story.check([row["state"] for row in rows] == ["done", "done"] and (folder / "sweep.png").is_file(), "2 points are done")
+    story.check(
+        [row["state"] for row in rows] == ["done", "done"] and (folder / "sweep.png").is_file(),
+        "2 points are done",
+    )
     groups = [run_record(file).run_group for file in folder.rglob("*.wandb")]
     story.check(groups == [folder.name] * 2, f"W&B has them in one group, {folder.name}")
     best, other = rows
     numbers = [float(row["loss"]) for row in rows]
-    story.check(numbers[0] < numbers[1], f"best first: optim.lr={best['optim.lr']} {numbers[0]:.4f}, {other['optim.lr']} {numbers[1]:.4f}")
+    story.check(
+        numbers[0] < numbers[1],
+        f"best first: optim.lr={best['optim.lr']} {numbers[0]:.4f}, {other['optim.lr']} {numbers[1]:.4f}",
+    )
     found = [losses(RunDirectory(row["run_dir"]).metrics_file) for row in rows]
     return found[0], found[1], next(rate for rate in RATES if float(rate) == float(best["optim.lr"]))
 
 
 def two_nodes(story: Story, machines: Machines, run: RunDirectory, rate: str) -> int:
     """The step of the checkpoint that is left."""
-    commands = [machines.start(number, TRAIN, *RUN, f"optim.lr={rate}", f"run.dir={run.path}") for number in range(2)]
+    commands = [
+        machines.start(number, TRAIN, *RUN, f"optim.lr={rate}", f"run.dir={run.path}") for number in range(2)
+    ]
     story.saw(f"on {machines.what}, one folder shared; the text from s3://corpus/prepared")
 
     def trained() -> int:
@@ -137,86 +190,148 @@ def two_nodes(story: Story, machines: Machines, run: RunDirectory, rate: str) ->
     until(lambda: trained() >= KILL_AFTER, 120, f"at step {KILL_AFTER}", commands)
     story.say(f"   node1$ kill -9 {rank.pid}")
     rank.send_signal(signal.SIGKILL)
-    seconds = until(lambda: all(one.code() is not None for one in commands), ENDED_SECONDS, "ended", commands, alive=False)
+    seconds = until(
+        lambda: all(one.code() is not None for one in commands), ENDED_SECONDS, "ended", commands, alive=False
+    )
     codes = [one.code() for one in commands]
     status = run.status()
     if status is None:
         raise StoryFailed(f"the run left no status\n{said(commands)}")
-    story.check(0 not in codes and status.state is RunState.FAILED and trained() < STEPS,
-                f"rank 1 killed after step {trained()}: both nodes ended in {seconds:.1f} s, the run is {status.state}")
+    story.check(
+        0 not in codes and status.state is RunState.FAILED and trained() < STEPS,
+        f"rank 1 killed after step {trained()}: both nodes ended in {seconds:.1f} s, the run is {status.state}",
+    )
     saved = trained() // SAVES * SAVES
     story.check(run.saved_step() == saved, f"the newest checkpoint is of step {saved}")
     return saved
 
 
 def go_on(story: Story, run: RunDirectory, rate: str, saved: int) -> None:
-    output = story.run("go_on", command("torchrun", TRAIN, *RUN, f"optim.lr={rate}", f"run.dir={run.path}", "engine=megatron",
-                                        "parallel.tensor=2", "zero=stage0", "checkpoint.export=true"))
+    output = story.run(
+        "go_on",
+        command(
+            "torchrun",
+            TRAIN,
+            *RUN,
+            f"optim.lr={rate}",
+            f"run.dir={run.path}",
+            "engine=megatron",
+            "parallel.tensor=2",
+            "zero=stage0",
+            "checkpoint.export=true",
+        ),
+    )
     status = run.status()
-    story.check(status is not None and (status.state, status.attempt, status.step) == (RunState.DONE, 2, STEPS),
-                f"attempt 2, TP 2 through torchrun, from step {saved}: step {STEPS}, done")
+    story.check(
+        status is not None and (status.state, status.attempt, status.step) == (RunState.DONE, 2, STEPS),
+        f"attempt 2, TP 2 through torchrun, from step {saved}: step {STEPS}, done",
+    )
     goodput = next((line for line in output.splitlines() if line.startswith("goodput")), "")
     story.check(f"{saved} steps and " in output and "2 attempts" in goodput, goodput)
 
 
 def whole(story: Story, rate: str) -> RunDirectory:
     run = RunDirectory(story.folder / "unbroken")
-    story.run("unbroken", command("deepspeed", TRAIN, *RUN, f"optim.lr={rate}", f"run.dir={run.path}", "monitor=files"))
+    story.run(
+        "unbroken",
+        command("deepspeed", TRAIN, *RUN, f"optim.lr={rate}", f"run.dir={run.path}", "monitor=files"),
+    )
     status = run.status()
-    story.check(status is not None and (status.state, status.attempt, status.step) == (RunState.DONE, 1, STEPS),
-                f"{STEPS} steps, one attempt")
+    story.check(
+        status is not None and (status.state, status.attempt, status.step) == (RunState.DONE, 1, STEPS),
+        f"{STEPS} steps, one attempt",
+    )
     return run
 
 
-def compare(story: Story, run: RunDirectory, saved: int, unbroken: RunDirectory, better: dict[int, float],
-            worse: dict[int, float]) -> None:
+def compare(
+    story: Story,
+    run: RunDirectory,
+    saved: int,
+    unbroken: RunDirectory,
+    better: dict[int, float],
+    worse: dict[int, float],
+) -> None:
     found, expected = losses(run.metrics_file), losses(unbroken.metrics_file)
-    story.check(sorted(found) == sorted(expected) == list(range(1, STEPS + 1)),
-                f"each of {STEPS} steps once; loss {expected[1]:.3f} to {expected[STEPS]:.3f}")
+    story.check(
+        sorted(found) == sorted(expected) == list(range(1, STEPS + 1)),
+        f"each of {STEPS} steps once; loss {expected[1]:.3f} to {expected[STEPS]:.3f}",
+    )
     before, after, points = range(1, saved + 1), range(saved + 1, STEPS + 1), range(1, SWEPT + 1)
     story.check(apart(found, expected, before) == 0, f"steps 1 to {saved}, two nodes: equal to the bit")
     again = losses(run.attempt_folder(1) / "metrics.jsonl")
-    story.check(apart(again, expected, again) == 0, f"steps {min(again)} to {max(again)}, lost and run again: equal to the bit")
+    story.check(
+        apart(again, expected, again) == 0,
+        f"steps {min(again)} to {max(again)}, lost and run again: equal to the bit",
+    )
     by = apart(found, expected, after)
-    story.check(by <= TOLERANCE, f"steps {saved + 1} to {STEPS}, Megatron-core: {by:.1e} apart at most (allowed {TOLERANCE:.0e})")
+    story.check(
+        by <= TOLERANCE,
+        f"steps {saved + 1} to {STEPS}, Megatron-core: {by:.1e} apart at most (allowed {TOLERANCE:.0e})",
+    )
     by = apart(better, expected, points)
     story.check(by <= TOLERANCE, f"the sweep's point, plain torch: {by:.1e}")
     # The controls: what must be told apart is.
-    other, late = apart(worse, expected, points), apart({step + 1: loss for step, loss in found.items()}, expected, after)
+    other, late = (
+        apart(worse, expected, points),
+        apart({step + 1: loss for step, loss in found.items()}, expected, after),
+    )
     changed = apart(found | {STEPS: found[STEPS] + 2 * TOLERANCE}, expected, after)
-    story.check(min(other, late, changed) > TOLERANCE,
-                f"control: the other learning rate is {other:.1e} apart, one step late {late:.1e}, one number changed {changed:.1e}")
+    story.check(
+        min(other, late, changed) > TOLERANCE,
+        f"control: the other learning rate is {other:.1e} apart, one step late {late:.1e}, one number changed {changed:.1e}",
+    )
 
 
 def look(story: Story, run: RunDirectory) -> None:
     files = sorted((run.path / "wandb").rglob("*.wandb"), key=lambda file: file.stat().st_mtime)
     rows = [row for file in files for row in history(file) if "train/loss" in row]
     logged = {row["step"]: row["train/loss"] for row in rows}  # later ones stand
-    story.check(logged == losses(run.metrics_file),
-                f"W&B offline: {len(files)} parts of one run, {len(rows)} rows, of them the {STEPS} that stand")
+    story.check(
+        logged == losses(run.metrics_file),
+        f"W&B offline: {len(files)} parts of one run, {len(rows)} rows, of them the {STEPS} that stand",
+    )
     story.run("report", [sys.executable, str(ROOT / "launch/report.py"), str(run.path)])
     page = (run.path / "report.html").read_text(encoding="utf-8")
     twice = len(losses(run.attempt_folder(1) / "metrics.jsonl"))
     words = f"It took 2 attempts, in which {twice} steps were run twice."
-    story.check(words in page, f"report.html, {quantity(len(page), 'B')}: \"{words}\"")
-    files = [file for folder in (run.path, story.folder / "sweep", story.folder / "data") for file in folder.rglob("*") if file.is_file()]
+    story.check(words in page, f'report.html, {quantity(len(page), "B")}: "{words}"')
+    files = [
+        file
+        for folder in (run.path, story.folder / "sweep", story.folder / "data")
+        for file in folder.rglob("*")
+        if file.is_file()
+    ]
     secrets = [secret.encode() for secret in SECRETS.values()]
     leaked = [file for file in files if any(secret in file.read_bytes() for secret in secrets)]
     story.check(not leaked, f"the store's keys are in none of {len(files)} files")
 
 
 def export(story: Story, run: RunDirectory, data: Path) -> None:
-    output = story.run("export", [sys.executable, str(ROOT / "tests/story/export.py"), str(run.export), str(data / "validation-00000.bin"),
-                                  str(WINDOWS), str(LENGTH)])
+    output = story.run(
+        "export",
+        [
+            sys.executable,
+            str(ROOT / "tests/story/export.py"),
+            str(run.export),
+            str(data / "validation-00000.bin"),
+            str(WINDOWS),
+            str(LENGTH),
+        ],
+    )
     opened = json.loads(output.strip().splitlines()[-1])
     own = [json.loads(line) for line in run.eval_file.read_text().splitlines()][-1]
     by = abs(opened["loss"] - own["loss"])
-    story.check(own["step"] == STEPS and own["tokens"] == WINDOWS * LENGTH and by <= TOLERANCE,
-                f"{opened['parameters']:,} parameters; validation loss {opened['loss']:.6f}, in training {own['loss']:.6f}: {by:.1e} apart")
+    story.check(
+        own["step"] == STEPS and own["tokens"] == WINDOWS * LENGTH and by <= TOLERANCE,
+        f"{opened['parameters']:,} parameters; validation loss {opened['loss']:.6f}, in training {own['loss']:.6f}: {by:.1e} apart",
+    )
     story.say(f"   it continues: {opened['text']!r}")
 
 
-def until(holds: Callable[[], bool], seconds: float, what: str, commands: list[Command], *, alive: bool = True) -> float:
+def until(
+    holds: Callable[[], bool], seconds: float, what: str, commands: list[Command], *, alive: bool = True
+) -> float:
     """Seconds until it holds. Raises StoryFailed with what ``commands`` printed."""
     began = time.monotonic()
     while not holds():
@@ -228,9 +343,13 @@ def until(holds: Callable[[], bool], seconds: float, what: str, commands: list[C
 
 
 def said(commands: list[Command]) -> str:
-    return "\n".join(f"---- node {number}, code {one.code()}\n{one.output}" for number, one in enumerate(commands))
+    return "\n".join(
+        f"---- node {number}, code {one.code()}\n{one.output}" for number, one in enumerate(commands)
+    )
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing under way is left behind
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that nothing under way is left behind
     sys.exit(main(sys.argv[1:]))

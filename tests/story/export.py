@@ -1,6 +1,6 @@
 """What somebody does who has the exported folder and not this toolkit: open it with transformers, and look at its loss on given tokens.
 
-    python tests/story/export.py EXPORT TOKENS.bin WINDOWS LENGTH      prints {"loss": ..., "parameters": ..., "text": ...}
+python tests/story/export.py EXPORT TOKENS.bin WINDOWS LENGTH      prints {"loss": ..., "parameters": ..., "text": ...}
 """
 
 import json
@@ -20,7 +20,11 @@ def main(export: str, file: str, windows: int, length: int) -> None:
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens[1:])
         start = tokenizer("import ", return_tensors="pt")
         text = tokenizer.decode(model.generate(**start, max_new_tokens=16, do_sample=False)[0])
-    print(json.dumps({"loss": float(loss), "parameters": sum(one.numel() for one in model.parameters()), "text": text}))
+    print(
+        json.dumps(
+            {"loss": float(loss), "parameters": sum(one.numel() for one in model.parameters()), "text": text}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -51,8 +51,17 @@ class Machines:
             self.what = "two network namespaces, each with a disk of its own"
             served = environment(Store(store.root, address=self.address, port=STORE_PORT))
             self._environ = story.environ | served | {"XDG_CACHE_HOME": str(nodes.here / "cache")}
-            serving = nodes[0].start([sys.executable, "-m", "tests.data.served", str(store.root), f"--address={self.address}",
-                                      f"--port={STORE_PORT}"], folder / "store.txt")
+            serving = nodes[0].start(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.data.served",
+                    str(store.root),
+                    f"--address={self.address}",
+                    f"--port={STORE_PORT}",
+                ],
+                folder / "store.txt",
+            )
             stack.enter_context(serving)
             until(lambda: store.s3 in serving.output, 20, "serving", serving)
         else:
@@ -64,8 +73,16 @@ class Machines:
         """As typed on that machine."""
         hosts = self.shared / "hostfile"
         hosts.write_text("node0 slots=1\nnode1 slots=1\n")
-        argv = [str(BIN / "deepspeed"), "--no_ssh", f"--node_rank={number}", f"--master_addr={self.address}", f"--master_port={self._port}",
-                f"--hostfile={hosts}", str(script), *words]
+        argv = [
+            str(BIN / "deepspeed"),
+            "--no_ssh",
+            f"--node_rank={number}",
+            f"--master_addr={self.address}",
+            f"--master_port={self._port}",
+            f"--hostfile={hosts}",
+            str(script),
+            *words,
+        ]
         self._story.typed(argv, f"node{number}")
         log = self._story.folder / "log" / f"node{number}"
         log.mkdir(parents=True)
@@ -88,4 +105,3 @@ class Machines:
 def two_machines(story: Story, store: Store) -> Iterator[Machines]:
     with ExitStack() as stack:
         yield Machines(story, store, stack)
-

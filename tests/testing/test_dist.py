@@ -1,6 +1,6 @@
 """Ranks for tests: results, failures, time limits, and nothing left behind.
 
-    pytest tests/testing/test_dist.py
+pytest tests/testing/test_dist.py
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def test_tensors_come_back(pool: RankPool) -> None:
 
 def test_a_failure_is_told_and_the_pool_recovers(pool: RankPool) -> None:
     before = {answer[2] for answer in pool.run(add_up, 0)}
-    with pytest.raises(RanksFailed, match=r"(?s)rank 1: Traceback.*fail_on_one.*ValueError: rank one is unwell"):
+    with pytest.raises(
+        RanksFailed, match=r"(?s)rank 1: Traceback.*fail_on_one.*ValueError: rank one is unwell"
+    ):
         pool.run(fail_on_one, timeout=20)
     assert gone(before)
     assert pool.run(add_up, 0)[0][:2] == (3, 3)

@@ -1,6 +1,6 @@
 """What judges engines must itself be right: distances, controls, and shards put together.
 
-    pytest tests/testing/test_parity.py
+pytest tests/testing/test_parity.py
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def test_controls_are_far_away() -> None:
     sgd = {"optim__name": OptimizerName.sgd, "optim__lr": 0.1, "optim__momentum": 0.9}
     right = parity.run(tiny_plan("qwen2", **sgd, optim__clip=0.0))
     assert right.losses[0] - right.losses[-1] > parity.REQUIRED_FALL
-    parity.check_control(parity.run(tiny_plan("qwen2", **sgd, optim__clip=0.0), task=parity.DoubledGradients()), right)
+    parity.check_control(
+        parity.run(tiny_plan("qwen2", **sgd, optim__clip=0.0), task=parity.DoubledGradients()), right
+    )
     parity.check_control(parity.run(tiny_plan("qwen2", **sgd, optim__clip=1.0)), right)
 
 
@@ -70,7 +72,13 @@ def test_samples_do_not_depend_on_the_layout() -> None:
         for ranks, size in layouts:
             plan = tiny_plan(ranks=ranks, train__micro_batch=size)
             batches = [batch for rank in range(ranks) for batch in micro_batches(plan, step, rank)]
-            rows.append(sorted(row for batch in batches for row in torch.cat([batch["input_ids"], batch["labels"]], 1).tolist()))
+            rows.append(
+                sorted(
+                    row
+                    for batch in batches
+                    for row in torch.cat([batch["input_ids"], batch["labels"]], 1).tolist()
+                )
+            )
         assert all(found == rows[0] for found in rows)
         assert len(rows[0]) == 8
     units = [int((batch["labels"] != -100).sum()) for batch in micro_batches(tiny_plan(), 0)]
@@ -82,7 +90,9 @@ def test_gathering_notices_holes_and_overlaps() -> None:
     key = TensorKey(WEIGHT, "w")
 
     def part(low: int, high: int, replicas: int = 1) -> Shard:
-        return Shard(key, (4,), Box((low,), (high - low,)), torch.arange(float(low), float(high)), 0, replicas)
+        return Shard(
+            key, (4,), Box((low,), (high - low,)), torch.arange(float(low), float(high)), 0, replicas
+        )
 
     assert parity.gather([part(0, 1), part(1, 4)], 0, 1)[key].tolist() == [0, 1, 2, 3]
     assert parity.gather([part(0, 4, 2), part(0, 4, 2)], 0, 1)[key].tolist() == [0, 1, 2, 3]

@@ -1,6 +1,6 @@
 """What judges cells must itself be right: verdicts, gradients from one step, rows that are kept, names that are chosen.
 
-    pytest tests/testing/test_verify.py
+pytest tests/testing/test_verify.py
 """
 
 from __future__ import annotations
@@ -32,17 +32,23 @@ LOCAL = Cell(engine=EngineName.local, family="llama")
 
 def fabricated(gaps: tuple[float, ...] = (), gradients: bool = False, **at: tuple[int, float]) -> Measured:
     """A run of six steps that learns, with ``loss=(step, by)`` or ``norm=`` changed from a step on."""
+
     def changed(name: str, step: int, value: float) -> float:
         first, by = at.get(name, (99, 0.0))
         return value + (by if step >= first else 0.0)
 
-    results = tuple(StepResult(changed("loss", step, 5.0 - step), changed("norm", step, 1.0), 10) for step in range(6))
+    results = tuple(
+        StepResult(changed("loss", step, 5.0 - step), changed("norm", step, 1.0), 10) for step in range(6)
+    )
     weights = {"w": torch.ones(3) + changed("weight", 0, 0.0)}
     found = {"w": torch.tensor([1.0, 100.0]) + changed("gradient", 0, 0.0)} if gradients else {}
     return Measured(Trace(results, weights), 3.0 + changed("evaluation", 0, 0.0), found, gaps)
 
 
-@pytest.mark.parametrize(("name", "by"), [("loss", 2e-5), ("norm", 2e-4), ("weight", 2e-5), ("evaluation", 2e-5), ("gradient", 2e-3)])
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [("loss", 2e-5), ("norm", 2e-4), ("weight", 2e-5), ("evaluation", 2e-5), ("gradient", 2e-3)],
+)
 def test_each_figure_is_judged(name: str, by: float) -> None:
     right = fabricated(gradients=True)
     verdict, cause, differences = judge(LOCAL, fabricated(gradients=True, **{name: (0, by)}), right)
@@ -55,7 +61,10 @@ def test_each_figure_is_judged(name: str, by: float) -> None:
 
 def test_an_excess_has_its_cause_and_its_bound() -> None:
     cell = replace(LOCAL, excess=Excess(replace(TOLERANCE, loss=1e-3), "rounding of a router"))
-    assert judge(cell, fabricated(loss=(0, 5e-4)), fabricated())[:2] == (Verdict.BOUND, "rounding of a router")
+    assert judge(cell, fabricated(loss=(0, 5e-4)), fabricated())[:2] == (
+        Verdict.BOUND,
+        "rounding of a router",
+    )
     assert judge(cell, fabricated(loss=(0, 5e-3)), fabricated())[0] is Verdict.APART
     assert judge(cell, fabricated(), fabricated())[0] is Verdict.EQUAL
 
@@ -67,9 +76,15 @@ def test_a_flip_is_named_and_excuses_nothing_before_it() -> None:
     assert "step 3" in cause
     assert "3.0e-07" in cause
     assert differences.loss == 0
-    assert judge(LOCAL, fabricated(loss=(3, 1e-4), norm=(1, 1e-3)), fabricated(close))[0] is Verdict.APART, "wrong before"
-    assert judge(LOCAL, fabricated(loss=(1, 1e-4)), fabricated(close))[0] is Verdict.APART, "long before the routers come close"
-    assert judge(LOCAL, fabricated(loss=(3, 1e-4)), fabricated((1.0,) * 6))[0] is Verdict.APART, "no router is close"
+    assert judge(LOCAL, fabricated(loss=(3, 1e-4), norm=(1, 1e-3)), fabricated(close))[0] is Verdict.APART, (
+        "wrong before"
+    )
+    assert judge(LOCAL, fabricated(loss=(1, 1e-4)), fabricated(close))[0] is Verdict.APART, (
+        "long before the routers come close"
+    )
+    assert judge(LOCAL, fabricated(loss=(3, 1e-4)), fabricated((1.0,) * 6))[0] is Verdict.APART, (
+        "no router is close"
+    )
 
 
 def test_an_oracle_that_learns_nothing_makes_a_cell_invalid() -> None:
@@ -119,9 +134,23 @@ def test_a_cell_that_does_not_run_is_not_good() -> None:
 
 
 def a_row(cell: Cell, verdict: Verdict = Verdict.EQUAL, device: str = "cpu", cause: str = "") -> Row:
-    return Row(cell=cell.name, engine=cell.engine.value, family=cell.family, layout=cell.layout, ranks=cell.ranks, case="adam",
-               device=device, hardware="x86_64", versions=versions(cell.engine), day="2026-01-01", seconds=1.0, verdict=verdict,
-               cause=cause, differences=None if verdict is Verdict.NOT_RUN else TOLERANCE, tolerance=TOLERANCE)
+    return Row(
+        cell=cell.name,
+        engine=cell.engine.value,
+        family=cell.family,
+        layout=cell.layout,
+        ranks=cell.ranks,
+        case="adam",
+        device=device,
+        hardware="x86_64",
+        versions=versions(cell.engine),
+        day="2026-01-01",
+        seconds=1.0,
+        verdict=verdict,
+        cause=cause,
+        differences=None if verdict is Verdict.NOT_RUN else TOLERANCE,
+        tolerance=TOLERANCE,
+    )
 
 
 def test_rows_come_back_and_later_ones_replace_them(tmp_path: Path) -> None:
@@ -129,10 +158,17 @@ def test_rows_come_back_and_later_ones_replace_them(tmp_path: Path) -> None:
     report.write_json([a_row(first), a_row(second)], tmp_path / "parity.json")
     old = report.read(tmp_path / "parity.json")
     assert old == [a_row(first), a_row(second)]
-    new = [a_row(second, Verdict.APART, cause="loss"), a_row(first, Verdict.NOT_RUN, cause="needs"), a_row(first, device="cuda")]
+    new = [
+        a_row(second, Verdict.APART, cause="loss"),
+        a_row(first, Verdict.NOT_RUN, cause="needs"),
+        a_row(first, device="cuda"),
+    ]
     merged = report.merge(old, new)
     assert [(row.cell, row.device, row.verdict) for row in merged] == [
-        (first.name, "cpu", Verdict.EQUAL), (second.name, "cpu", Verdict.APART), (first.name, "cuda", Verdict.EQUAL)]
+        (first.name, "cpu", Verdict.EQUAL),
+        (second.name, "cpu", Verdict.APART),
+        (first.name, "cuda", Verdict.EQUAL),
+    ]
     page = report.markdown(merged)
     assert f"| `{second.name}` | adam |" in page
     assert f"`{second.name}` adam, apart: loss" in page
@@ -154,8 +190,14 @@ def test_cells_are_chosen_by_name_and_pattern() -> None:
 
 
 def test_the_command_names_a_wrong_cell() -> None:
-    done = subprocess.run([sys.executable, "launch/verify.py", "--cells", "nonsense"], capture_output=True, text=True, timeout=60,
-                          cwd=Path(__file__).resolve().parents[2], check=False)
+    done = subprocess.run(
+        [sys.executable, "launch/verify.py", "--cells", "nonsense"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).resolve().parents[2],
+        check=False,
+    )
     assert done.returncode == 2
     assert "--cells nonsense" in done.stderr
     assert "remedy" in done.stderr

@@ -19,7 +19,9 @@ class FakeEngine:
 
     device = torch.device("cpu")
 
-    def __init__(self, events: list[Any] | None = None, clock: FakeClock | None = None, step_seconds: float = 0.0) -> None:
+    def __init__(
+        self, events: list[Any] | None = None, clock: FakeClock | None = None, step_seconds: float = 0.0
+    ) -> None:
         self.events = [] if events is None else events
         self.settings: list[StepSettings] = []
         self.batches: list[Sequence[MicroBatch]] = []
@@ -63,7 +65,9 @@ class FakeClock:
         return self.now
 
 
-def samples(first_step: int = 0, clock: FakeClock | None = None, wait_seconds: float = 0.0) -> Iterator[list[np.ndarray]]:
+def samples(
+    first_step: int = 0, clock: FakeClock | None = None, wait_seconds: float = 0.0
+) -> Iterator[list[np.ndarray]]:
     """Two micro-batches [2, 5] a step, whose first token is the step."""
     step = first_step
     while True:

@@ -1,6 +1,6 @@
 """Runs straight from a JSONL file on two CPU ranks under ZeRO-2: stopped and resumed, on other ranks too, they see the same samples.
 
-    pytest tests/train/test_dataset_run.py
+pytest tests/train/test_dataset_run.py
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def on_a_rank(rank: int, ranks: int, config: RunConfig, attempt: int, data: str, stop_after: int | None, forget: bool) -> int:
+def on_a_rank(
+    rank: int, ranks: int, config: RunConfig, attempt: int, data: str, stop_after: int | None, forget: bool
+) -> int:
     """``forget``: the control, which begins its documents anew."""
     asked = 0
 
@@ -57,22 +59,44 @@ def on_a_rank(rank: int, ranks: int, config: RunConfig, attempt: int, data: str,
     with pytest.MonkeyPatch.context() as patch:
         if forget:
             patch.setattr(DatasetStream, "restore", lambda self, state: None)
-        plan = make_plan(config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True))
+        plan = make_plan(
+            config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True)
+        )
         return int(run(plan, rank=rank, local_rank=rank, stop=stop, attempt=attempt, data=data))
 
 
 class Start:
     """One start of a run in ``folder``, on ``ranks`` ranks."""
 
-    def __init__(self, pool: RankPool, corpus: Corpus, folder: Path, *, ranks: int = 2, stop_after: int | None = None,
-                 forget: bool = False, **dataset: Any) -> None:
-        config = tiny_config("llama", engine__name=EngineName.deepspeed, zero__stage=2, train__steps=STEPS, train__micro_batch=2,
-                             train__sequence_length=32, model__vocab_size=320, checkpoint__every="never", checkpoint__export=True,
-                             optim__kernel=OptimizerKernel.torch)
+    def __init__(
+        self,
+        pool: RankPool,
+        corpus: Corpus,
+        folder: Path,
+        *,
+        ranks: int = 2,
+        stop_after: int | None = None,
+        forget: bool = False,
+        **dataset: Any,
+    ) -> None:
+        config = tiny_config(
+            "llama",
+            engine__name=EngineName.deepspeed,
+            zero__stage=2,
+            train__steps=STEPS,
+            train__micro_batch=2,
+            train__sequence_length=32,
+            model__vocab_size=320,
+            checkpoint__every="never",
+            checkpoint__export=True,
+            optim__kernel=OptimizerKernel.torch,
+        )
         config.data = config_of(corpus, validation=0.2, **dataset).data
         config.run, config.monitor = RunSection(dir=str(folder)), MonitorConfig(wandb=WandbMode.disabled)
         config.debug.threads, config.eval = 1, EvalConfig(every=3, batches=2)
-        plan = make_plan(config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True))
+        plan = make_plan(
+            config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True)
+        )
         self.directory = RunDirectory(folder)
         self.data = ready_for(config, None, Progress.silent())
         attempt = self.directory.begin(config, to_json(plan))
@@ -105,7 +129,9 @@ def stopped(pool: RankPool, corpus: Corpus, tmp_path_factory: pytest.TempPathFac
     return start.directory.path
 
 
-def test_stopped_and_resumed_is_never_stopped(pool: RankPool, corpus: Corpus, whole: Start, stopped: Path, tmp_path: Path) -> None:
+def test_stopped_and_resumed_is_never_stopped(
+    pool: RankPool, corpus: Corpus, whole: Start, stopped: Path, tmp_path: Path
+) -> None:
     state = open_reader(stopped).scalars["data_state"]
     assert isinstance(state, dict)
     assert len(state["documents"]) == len(state["offsets"]) == 8
@@ -116,19 +142,25 @@ def test_stopped_and_resumed_is_never_stopped(pool: RankPool, corpus: Corpus, wh
     assert [(step, name) for step, name, _ in whole.evals()] == [(3, "validation"), (6, "validation")]
 
 
-def test_resumed_on_one_rank_it_sees_the_same_samples(pool: RankPool, corpus: Corpus, whole: Start, stopped: Path, tmp_path: Path) -> None:
+def test_resumed_on_one_rank_it_sees_the_same_samples(
+    pool: RankPool, corpus: Corpus, whole: Start, stopped: Path, tmp_path: Path
+) -> None:
     resumed = Start(pool, corpus, Path(shutil.copytree(stopped, tmp_path / "run")), ranks=1)
     assert resumed.losses() == pytest.approx(whole.losses(), rel=1e-5)
 
 
-def test_without_its_places_the_resumed_run_is_another(pool: RankPool, corpus: Corpus, whole: Start, stopped: Path, tmp_path: Path) -> None:
+def test_without_its_places_the_resumed_run_is_another(
+    pool: RankPool, corpus: Corpus, whole: Start, stopped: Path, tmp_path: Path
+) -> None:
     """The control."""
     forgot = Start(pool, corpus, Path(shutil.copytree(stopped, tmp_path / "run")), forget=True)
     assert forgot.losses()[:3] == whole.losses()[:3]
     assert abs(forgot.losses()[3] - whole.losses()[3]) > 1e-4
 
 
-def test_a_run_on_a_changed_file_is_refused(pool: RankPool, corpus: Corpus, stopped: Path, tmp_path: Path) -> None:
+def test_a_run_on_a_changed_file_is_refused(
+    pool: RankPool, corpus: Corpus, stopped: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_bytes((corpus.folder / "corpus.jsonl").read_bytes().replace(b"word1", b"word2"))
     with pytest.raises(RanksFailed, match=r"(?s)CheckpointError.*data=.*corpus\.jsonl was"):

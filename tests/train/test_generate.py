@@ -1,6 +1,6 @@
 """Text from weights: greedy as transformers does it, repeatable, bounded.
 
-    pytest tests/train/test_generate.py
+pytest tests/train/test_generate.py
 """
 
 from __future__ import annotations
@@ -40,9 +40,18 @@ def model() -> nn.Module:
 
 def test_greedy_is_transformers_greedy(model: Any, tokenizer: Tokenizer) -> None:
     ids = torch.tensor([tokenizer.encode("def main").ids])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0,
-                              suppress_tokens=list(range(256, 264)), eos_token_id=None)
-    assert continue_text(model, tokenizer, "def main", tokens=12, temperature=0) == tokenizer.decode(expected[0, 8:].tolist())
+    expected = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+        suppress_tokens=list(range(256, 264)),
+        eos_token_id=None,
+    )
+    assert continue_text(model, tokenizer, "def main", tokens=12, temperature=0) == tokenizer.decode(
+        expected[0, 8:].tolist()
+    )
 
 
 def test_a_seed_repeats_itself(model: nn.Module, tokenizer: Tokenizer) -> None:
@@ -74,7 +83,9 @@ def test_a_plans_model_comes_back_from_json() -> None:
     assert isinstance(plan.shape, ModelShape)
 
 
-def test_a_prompt_with_a_special_token_is_refused_or_encoded_as_asked(model: nn.Module, tokenizer: Tokenizer) -> None:
+def test_a_prompt_with_a_special_token_is_refused_or_encoded_as_asked(
+    model: nn.Module, tokenizer: Tokenizer
+) -> None:
     special = Tokenizer.from_str(tokenizer.to_str())
     special.add_special_tokens(["<|user|>"])
     seen: list[list[int]] = []

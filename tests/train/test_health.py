@@ -1,6 +1,6 @@
 """The way from a row to a person: detectors, the limit on alerts, what comes with each step, and how they are put together.
 
-    pytest tests/train/test_health.py
+pytest tests/train/test_health.py
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ class Says(Detector):
         self.name, self.kinds = name, (kind,)  # type: ignore[misc]
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
-        return Alert(name=self.name, level=Level.WARNING, step=row["step"], cause="c", evidence="e", next_step="df -h RUN_DIR")
+        return Alert(
+            name=self.name,
+            level=Level.WARNING,
+            step=row["step"],
+            cause="c",
+            evidence="e",
+            next_step="df -h RUN_DIR",
+        )
 
 
 class Breaks(Detector):
@@ -113,7 +120,9 @@ def test_collections_of_garbage_are_timed() -> None:
 def test_memory_of_the_process_is_without_files(tmp_path: Path) -> None:
     process_stats, size = ProcessStats(), 64 * 2**20
     before = process_stats.read(CPU)[1]
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not malloc's, which may have kept freed memory
+    block = mmap.mmap(
+        -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # not malloc's, which may have kept freed memory
     block.write(b"x" * size)
     with_block = process_stats.read(CPU)[1]
     assert with_block - before == pytest.approx(size, rel=0.1)

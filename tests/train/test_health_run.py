@@ -1,7 +1,7 @@
 """Real runs with one fault each, injected at a known step: the right cause is named within 20 steps. And runs that are well.
 
-    pytest tests/train/test_health_run.py             on one rank
-    pytest tests/train/test_health_run.py -m full     on two ranks, and 10,000 clean steps beside a hog
+pytest tests/train/test_health_run.py             on one rank
+pytest tests/train/test_health_run.py -m full     on two ranks, and 10,000 clean steps beside a hog
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch, type, int], None]  # the engine's class and this rank
 
 
-def beside_each_step(patch: Patch, engine: type, act: Callable[[Any, int], None], after: bool = False) -> None:
+def beside_each_step(
+    patch: Patch, engine: type, act: Callable[[Any, int], None], after: bool = False
+) -> None:
     """``act(engine, step)`` in each training step from SINCE on."""
     original = engine.train_step  # type: ignore[attr-defined]
 
@@ -118,6 +120,7 @@ def two_data_waits_of_rank_1(patch: Patch, engine: type, rank: int) -> None:
 
 def stopped(patch: Patch, engine: type, rank: int) -> None:
     """The last rank by SIGSTOP, for 3 s twice."""
+
     def stop(self: Any, step: int) -> None:
         if step in (SINCE + 4, SINCE + 12) and rank == max(0, int(os.environ.get("WORLD_SIZE", "1")) - 1):
             subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 3; kill -CONT {os.getpid()}"])
@@ -142,7 +145,9 @@ def slow_disk(patch: Patch, engine: type, rank: int) -> None:
 
 
 def not_a_number(patch: Patch, engine: type, rank: int) -> None:
-    beside_each_step(patch, engine, lambda self, step: next(iter(self._parameters.values())).data.fill_(torch.nan))
+    beside_each_step(
+        patch, engine, lambda self, step: next(iter(self._parameters.values())).data.fill_(torch.nan)
+    )
 
 
 def loss_spike(patch: Patch, engine: type, rank: int) -> None:
@@ -209,8 +214,16 @@ CASES: list[tuple[Fault, int, str, str, str]] = [
     (flipped_bit, 2, "replicas-differ", "ranks 0, 1", "model.layers.1.mlp.up_proj.weight"),
 ]
 QUICK = (slow_loader, not_a_number, slow_disk)
-SAVING: dict[Fault, dict[str, Any]] = {fault: {"checkpoint__every": "5"} for fault in (slow_disk, slow_save_of_rank_0)}
-SYMPTOMS = {"falling-throughput", "non-finite-evaluation", "gradient-spike", "gradient-shift", "loss-shift"}  # of other causes
+SAVING: dict[Fault, dict[str, Any]] = {
+    fault: {"checkpoint__every": "5"} for fault in (slow_disk, slow_save_of_rank_0)
+}
+SYMPTOMS = {
+    "falling-throughput",
+    "non-finite-evaluation",
+    "gradient-spike",
+    "gradient-shift",
+    "loss-shift",
+}  # of other causes
 BUSY = {"host-busy"}  # is true beside other tests
 
 
@@ -252,15 +265,39 @@ def slow_network(patch: Patch, engine: type, rank: int) -> None:
     raise AssertionError("trained puts it below what times collectives")
 
 
-def alerts_of(folder: Path, data: Path, fault: Fault, ranks: int, pool: RankPool | None, steps: int,
-              unit_seconds: float = 0.0, **changes: Any) -> list[dict[str, Any]]:
+def alerts_of(
+    folder: Path,
+    data: Path,
+    fault: Fault,
+    ranks: int,
+    pool: RankPool | None,
+    steps: int,
+    unit_seconds: float = 0.0,
+    **changes: Any,
+) -> list[dict[str, Any]]:
     """``unit_seconds``: of what lasts; 0: each of the few short steps of a test counts by itself."""
-    config = tiny_config("llama", engine__name=EngineName.local if ranks == 1 else EngineName.deepspeed, train__steps=steps,
-                         zero__stage=0, train__on_nonfinite=OnNonfinite["continue"],
-                         **{"checkpoint__every": "never", "checkpoint__at_end": False, **changes})
-    config.run, config.eval, config.debug.threads = RunSection(dir=str(folder)), EvalConfig(every=25, batches=1), 1
+    config = tiny_config(
+        "llama",
+        engine__name=EngineName.local if ranks == 1 else EngineName.deepspeed,
+        train__steps=steps,
+        zero__stage=0,
+        train__on_nonfinite=OnNonfinite["continue"],
+        **{"checkpoint__every": "never", "checkpoint__at_end": False, **changes},
+    )
+    config.run, config.eval, config.debug.threads = (
+        RunSection(dir=str(folder)),
+        EvalConfig(every=25, batches=1),
+        1,
+    )
     config.data.path, config.data.vocab_size = str(data), 264
-    config.monitor = MonitorConfig(wandb=WandbMode.disabled, probe=False, system_seconds=0, hang_seconds=0, replicas_every=10, every=steps)
+    config.monitor = MonitorConfig(
+        wandb=WandbMode.disabled,
+        probe=False,
+        system_seconds=0,
+        hang_seconds=0,
+        replicas_every=10,
+        every=steps,
+    )
     directory = RunDirectory(folder)
     attempt = directory.begin(config, to_json(plan_of(config, ranks)))
     try:
@@ -283,22 +320,48 @@ def check(found: list[dict[str, Any]], name: str, where: str, cause: str) -> Non
     assert {row["where"] for row in found if row["name"] == "pauses" == name} <= {where}, "nor a wrong place"
 
 
-@pytest.mark.parametrize(("fault", "name", "where", "cause"), [
-    pytest.param(fault, name, where, cause, id=fault.__name__, marks=[] if fault in QUICK else [pytest.mark.full])
-    for fault, ranks, name, where, cause in CASES if ranks == 1])
-def test_a_fault_on_one_rank_is_named(fault: Fault, name: str, where: str, cause: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "name", "where", "cause"),
+    [
+        pytest.param(
+            fault, name, where, cause, id=fault.__name__, marks=[] if fault in QUICK else [pytest.mark.full]
+        )
+        for fault, ranks, name, where, cause in CASES
+        if ranks == 1
+    ],
+)
+def test_a_fault_on_one_rank_is_named(
+    fault: Fault, name: str, where: str, cause: str, data: Path, tmp_path: Path
+) -> None:
     torch.set_num_threads(1)
-    check(alerts_of(tmp_path / "run", data, fault, 1, None, SINCE + WITHIN, **SAVING.get(fault, {})), name, where, cause)
+    check(
+        alerts_of(tmp_path / "run", data, fault, 1, None, SINCE + WITHIN, **SAVING.get(fault, {})),
+        name,
+        where,
+        cause,
+    )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("fault", "name", "where", "cause"), [
-    pytest.param(fault, name, where, cause, id=fault.__name__) for fault, name, where, cause in [
-        *((fault, name, where, cause) for fault, ranks, name, where, cause in CASES if ranks == 2),
-        (slow_network, "slow-collective", "axis data", "collectives along axis data have become slow")]])
-def test_a_fault_on_one_of_two_ranks_is_named(fault: Fault, name: str, where: str, cause: str, data: Path, tmp_path: Path,
-                                              pool: RankPool) -> None:
-    check(alerts_of(tmp_path / "run", data, fault, 2, pool, SINCE + WITHIN, **SAVING.get(fault, {})), name, where, cause)
+@pytest.mark.parametrize(
+    ("fault", "name", "where", "cause"),
+    [
+        pytest.param(fault, name, where, cause, id=fault.__name__)
+        for fault, name, where, cause in [
+            *((fault, name, where, cause) for fault, ranks, name, where, cause in CASES if ranks == 2),
+            (slow_network, "slow-collective", "axis data", "collectives along axis data have become slow"),
+        ]
+    ],
+)
+def test_a_fault_on_one_of_two_ranks_is_named(
+    fault: Fault, name: str, where: str, cause: str, data: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    check(
+        alerts_of(tmp_path / "run", data, fault, 2, pool, SINCE + WITHIN, **SAVING.get(fault, {})),
+        name,
+        where,
+        cause,
+    )
 
 
 def padded(patch: Patch, engine: Any, rank: int) -> None:
@@ -317,7 +380,9 @@ def padded(patch: Patch, engine: Any, rank: int) -> None:
 @contextmanager
 def hog() -> Iterator[None]:
     """A process that uses a processor for as long as it gets one, and ends by itself in any case."""
-    process = subprocess.Popen([sys.executable, "-c", "import time\nend = time.time() + 600\nwhile time.time() < end: pass"])
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time\nend = time.time() + 600\nwhile time.time() < end: pass"]
+    )
     try:
         yield
     finally:
@@ -328,13 +393,22 @@ def hog() -> Iterator[None]:
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(5))
 def test_two_thousand_clean_steps_beside_a_hog_say_that_the_host_is_busy_and_nothing_else(
-        number: int, data: Path, tmp_path: Path, pool: RankPool) -> None:
+    number: int, data: Path, tmp_path: Path, pool: RankPool
+) -> None:
     """Of five runs one is of one rank, whose steps have idle time; two ranks and the hog have two processors."""
     torch.set_num_threads(1)
     ranks, fault = (1, padded) if number == 0 else (2, nothing)
     with hog():
-        found = alerts_of(tmp_path / "run", data, fault, ranks, pool if ranks == 2 else None, 2000, detector.UNIT_SECONDS,
-                          checkpoint__every="100")
+        found = alerts_of(
+            tmp_path / "run",
+            data,
+            fault,
+            ranks,
+            pool if ranks == 2 else None,
+            2000,
+            detector.UNIT_SECONDS,
+            checkpoint__every="100",
+        )
     assert [str(Alert.of(row)) for row in found if row["name"] not in BUSY] == []
     assert len(found) <= 1, "it is told once"
 

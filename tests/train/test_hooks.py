@@ -1,6 +1,6 @@
 """Metrics rows, evaluation and saving at their steps, status and plots.
 
-    pytest tests/train/test_hooks.py
+pytest tests/train/test_hooks.py
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_config, tiny_plan
 from toolkit.train.data_progress import DataProgress
 from toolkit.train.evaluation import Evaluation
-from toolkit.train.hooks import PLOT_SECONDS, STATUS_SECONDS, Hook, Hooks, Metrics, Plots, StatusFile, StepDone
+from toolkit.train.hooks import (
+    PLOT_SECONDS,
+    STATUS_SECONDS,
+    Hook,
+    Hooks,
+    Metrics,
+    Plots,
+    StatusFile,
+    StepDone,
+)
 from toolkit.train.rank_sync import StepConsensus, single_rank_reduce
 from toolkit.train.saving import Checkpoints, Timer
 from toolkit.train.task import NextToken
@@ -44,7 +53,9 @@ def one_source(step: int) -> Mapping[str, tuple[int, float]]:
     return {"train": (8 * step, step / 4)}
 
 
-def written(tmp_path: Path, plan: RunPlan, done: StepDone, consumed: Callable[..., Any] = one_source) -> dict[str, Any]:
+def written(
+    tmp_path: Path, plan: RunPlan, done: StepDone, consumed: Callable[..., Any] = one_source
+) -> dict[str, Any]:
     """By an attempt that began 5 seconds ago, after others of a minute."""
     sink, clock = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"}), FakeClock()
     Metrics(plan, sink, consumed, Course(plan, Spent(seconds=60.0), clock() - 5), clock).on_step(done)
@@ -54,20 +65,41 @@ def written(tmp_path: Path, plan: RunPlan, done: StepDone, consumed: Callable[..
 
 def test_a_row_has_exactly_these_keys_in_full_precision(tmp_path: Path) -> None:
     result = StepResult(loss=1 / 3, grad_norm=2 / 3, tokens=1000)
-    row = written(tmp_path, tiny_plan(), StepDone(7, 0.1 + 0.2, result, 0.3, StepConsensus(data_seconds=0.1), False))
-    assert row == {"step": 7, "loss": 1 / 3, "grad_norm": 2 / 3, "lr": 0.1 + 0.2, "tokens": 1000, "step_seconds": 0.3, "data_seconds": 0.1,
-                   "gc_seconds": 0.0, "host_bytes": 0, "tokens_per_second": 1000 / 0.3, "samples_per_second": 8 / 0.3,
-                   "elapsed_seconds": 65.0}
+    row = written(
+        tmp_path, tiny_plan(), StepDone(7, 0.1 + 0.2, result, 0.3, StepConsensus(data_seconds=0.1), False)
+    )
+    assert row == {
+        "step": 7,
+        "loss": 1 / 3,
+        "grad_norm": 2 / 3,
+        "lr": 0.1 + 0.2,
+        "tokens": 1000,
+        "step_seconds": 0.3,
+        "data_seconds": 0.1,
+        "gc_seconds": 0.0,
+        "host_bytes": 0,
+        "tokens_per_second": 1000 / 0.3,
+        "samples_per_second": 8 / 0.3,
+        "elapsed_seconds": 65.0,
+    }
 
 
 def test_on_gpus_a_row_has_what_they_do_and_cost(tmp_path: Path) -> None:
     """Constants are told once, in the plan: a row of months has these keys and no more."""
-    plan = make_plan(tiny_config(precision__name=Precision.bf16, monitor__price_per_gpu_hour=2.0),
-                     World(ranks=1, ranks_per_node=1, device=Device.CUDA, gpu="h100"))
+    plan = make_plan(
+        tiny_config(precision__name=Precision.bf16, monitor__price_per_gpu_hour=2.0),
+        World(ranks=1, ranks_per_node=1, device=Device.CUDA, gpu="h100"),
+    )
     done = StepDone(7, 0.1, StepResult(loss=1.0, grad_norm=1.0, tokens=200), 0.5, StepConsensus(), False)
     row = written(tmp_path, plan, done)
     assert row.keys() - written(tmp_path / "cpu", tiny_plan(), done).keys() == {
-        "device_bytes", "tokens_per_second_per_gpu", "model_tflops_per_gpu", "mfu", "gpu_hours", "cost"}
+        "device_bytes",
+        "tokens_per_second_per_gpu",
+        "model_tflops_per_gpu",
+        "mfu",
+        "gpu_hours",
+        "cost",
+    }
     flops = flops_per_step(plan)
     assert flops is not None
     assert row["mfu"] == pytest.approx(flops / 0.5 / 989.4e12, rel=1e-12)  # masked tokens are computed too
@@ -77,7 +109,10 @@ def test_on_gpus_a_row_has_what_they_do_and_cost(tmp_path: Path) -> None:
 def test_several_sources_add_their_epochs(tmp_path: Path) -> None:
     done = StepDone(8, 0.1, StepResult(loss=1.0, grad_norm=1.0, tokens=10), 0.3, StepConsensus(), False)
     row = written(tmp_path, tiny_plan(), done, lambda step: {"code": (step, 0.5), "web": (3 * step, 0.125)})
-    assert {name: row[name] for name in row if name.startswith("epochs")} == {"epochs/code": 0.5, "epochs/web": 0.125}
+    assert {name: row[name] for name in row if name.startswith("epochs")} == {
+        "epochs/code": 0.5,
+        "epochs/web": 0.125,
+    }
 
 
 def test_what_was_taken_is_told_once_a_step() -> None:
@@ -87,7 +122,10 @@ def test_what_was_taken_is_told_once_a_step() -> None:
     hook.on_eval({"step": 2})
     hook.on_checkpoint(Path("checkpoints/step-00000002"))
     hook.on_checkpoint(Path("checkpoints/step-00000004"))
-    assert told == [f"step {step}: samples taken: code {step},000 (0.5 epochs), web {3 * step},000 (1.25 epochs)" for step in (2, 4)]
+    assert told == [
+        f"step {step}: samples taken: code {step},000 (0.5 epochs), web {3 * step},000 (1.25 epochs)"
+        for step in (2, 4)
+    ]
 
 
 def test_fp16_adds_the_loss_scale(tmp_path: Path) -> None:
@@ -103,13 +141,23 @@ def test_fp16_adds_the_loss_scale(tmp_path: Path) -> None:
 # ---- evaluation
 
 
-def evaluated(every: int, *, missing: bool = False, at: Sequence[StepDone] = (), start: int | None = None) -> list[tuple[int, str]]:
+def evaluated(
+    every: int, *, missing: bool = False, at: Sequence[StepDone] = (), start: int | None = None
+) -> list[tuple[int, str]]:
     """Steps and sets, of ten steps in all."""
     rows: list[Mapping[str, Any]] = []
     clock = FakeClock()
     sets = {name: (lambda: [next(samples()), next(samples())]) for name in ("validation", "other")}
-    hook = Evaluation(FakeEngine(), NextToken(), sets, every=every, steps=10, missing=lambda step: missing, announce=rows.append,
-                      clock=clock)
+    hook = Evaluation(
+        FakeEngine(),
+        NextToken(),
+        sets,
+        every=every,
+        steps=10,
+        missing=lambda step: missing,
+        announce=rows.append,
+        clock=clock,
+    )
     if start is not None:
         hook.on_start(start)
     for done in at:
@@ -141,7 +189,9 @@ class FakeStore:
         self.scalars: list[Mapping[str, object]] = []
         self.futures: list[Future[None]] = []
 
-    def save(self, step: int, shards: object, scalars: Mapping[str, object], *, background: bool, **more: object) -> PendingSave:
+    def save(
+        self, step: int, shards: object, scalars: Mapping[str, object], *, background: bool, **more: object
+    ) -> PendingSave:
         self.saved.append((step, background))
         self.scalars.append(scalars)
         future: Future[None] = Future()
@@ -151,14 +201,26 @@ class FakeStore:
         return PendingSave(Path(f"step-{step:08d}"), future)
 
 
-def checkpoints(store: FakeStore, timer: Timer | None = None, flush: Callable[[], None] = lambda: None,
-                **changes: Any) -> tuple[Checkpoints, list[Path], list[str]]:
+def checkpoints(
+    store: FakeStore, timer: Timer | None = None, flush: Callable[[], None] = lambda: None, **changes: Any
+) -> tuple[Checkpoints, list[Path], list[str]]:
     announced: list[Path] = []
     told: list[str] = []
     plan = tiny_plan(**{f"checkpoint__{name}": value for name, value in changes.items()})
     stream = SimpleNamespace(fingerprint=lambda: {"order": "x"}, state=lambda step: {})
-    hook = Checkpoints(plan, FakeEngine(), store, stream, timer or Timer(None), rank=0, attempt=1,  # type: ignore[arg-type]
-                       all_reduce_flags=single_rank_reduce, flush=flush, announce=announced.append, tell=told.append)
+    hook = Checkpoints(
+        plan,
+        FakeEngine(),
+        store,
+        stream,
+        timer or Timer(None),
+        rank=0,
+        attempt=1,  # type: ignore[arg-type]
+        all_reduce_flags=single_rank_reduce,
+        flush=flush,
+        announce=announced.append,
+        tell=told.append,
+    )
     return hook, announced, told
 
 
@@ -234,7 +296,9 @@ def test_after_a_failure_in_the_background_the_next_save_is_made_in_the_foregrou
     hook.on_step(step_done(2))
     store.futures[0].set_exception(OSError("no space"))
     hook.on_step(step_done(3))
-    assert told == ["step-00000002 could not be saved, the next one is not made in the background: OSError: no space"]
+    assert told == [
+        "step-00000002 could not be saved, the next one is not made in the background: OSError: no space"
+    ]
     hook.on_step(step_done(4))
     hook.on_step(step_done(6))
     assert store.saved == [(2, True), (4, False), (6, True)]

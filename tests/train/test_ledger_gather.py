@@ -1,6 +1,6 @@
 """Ranks' times reach rank 0 beside training: all steps, from two nodes too, the slow rank by name; and nobody waits for a rank that stops.
 
-    pytest tests/train/test_ledger_gather.py
+pytest tests/train/test_ledger_gather.py
 """
 
 from __future__ import annotations
@@ -70,8 +70,15 @@ class Recorded(Hook):
         return found
 
 
-def followed(rank: int, ranks: int, ranks_per_node: int, lags: dict[int, int], gather: Gather | None = None,
-             end_seconds: float = 5.0, stream: Iterator[Any] | None = None) -> dict[str, Any]:
+def followed(
+    rank: int,
+    ranks: int,
+    ranks_per_node: int,
+    lags: dict[int, int],
+    gather: Gather | None = None,
+    end_seconds: float = 5.0,
+    stream: Iterator[Any] | None = None,
+) -> dict[str, Any]:
     """A training of no work, whose ledger gathers as often as it can."""
     rows: list[Row] = []
     said: list[str] = []
@@ -83,8 +90,18 @@ def followed(rank: int, ranks: int, ranks_per_node: int, lags: dict[int, int], g
         clock.now += 10.0
         return clock.now
 
-    ledger = Ledger(recorded.taken, Vectors(part_names(Axes(data=ranks))), gather or gather_of(rank, ranks, ranks_per_node), rows.append,
-                    rank=rank, ranks=ranks, say=said.append, tell=told.append, end_seconds=end_seconds, clock=fast_clock)
+    ledger = Ledger(
+        recorded.taken,
+        Vectors(part_names(Axes(data=ranks))),
+        gather or gather_of(rank, ranks, ranks_per_node),
+        rows.append,
+        rank=rank,
+        ranks=ranks,
+        say=said.append,
+        tell=told.append,
+        end_seconds=end_seconds,
+        clock=fast_clock,
+    )
     all_reduce_flags, state, asked = GlooFlagReduce(), TrainState(), []
 
     def agree(waited: float, result: StepResult) -> StepConsensus:
@@ -94,17 +111,31 @@ def followed(rank: int, ranks: int, ranks_per_node: int, lags: dict[int, int], g
         return StepConsensus(ledger=slots)
 
     with closing(ledger):
-        train(tiny_plan(train__steps=STEPS), FakeEngine(), NextToken(), stream or samples(), state, Hooks(recorded, ledger), agree)
+        train(
+            tiny_plan(train__steps=STEPS),
+            FakeEngine(),
+            NextToken(),
+            stream or samples(),
+            state,
+            Hooks(recorded, ledger),
+            agree,
+        )
     return {"rows": rows, "said": said, "told": told, "asked": asked, "step": state.step}
 
 
-@pytest.mark.parametrize(("ranks_per_node", "lags"), [(4, {}), (4, {1: 3}), (2, {0: 2, 3: 1}), (3, {}), (1, {})], ids=str)
-def test_every_step_of_every_rank_arrives_and_the_slow_one_is_named(pool: RankPool, ranks_per_node: int, lags: dict[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("ranks_per_node", "lags"), [(4, {}), (4, {1: 3}), (2, {0: 2, 3: 1}), (3, {}), (1, {})], ids=str
+)
+def test_every_step_of_every_rank_arrives_and_the_slow_one_is_named(
+    pool: RankPool, ranks_per_node: int, lags: dict[int, int]
+) -> None:
     first, *others = pool.run(followed, ranks_per_node, lags)
     assert [row["step"] for row in first["rows"]] == list(range(1, STEPS + 1))
     assert {row["ranks"] for row in first["rows"]} == {4}
     assert {row["slowest_rank"] for row in first["rows"]} == {SLOW}
-    assert {(row["slowest_busy_seconds"], row["median_busy_seconds"]) for row in first["rows"]} == {(0.3, 0.1)}
+    assert {(row["slowest_busy_seconds"], row["median_busy_seconds"]) for row in first["rows"]} == {
+        (0.3, 0.1)
+    }
     assert first["said"] == ["where the time went, by the median rank: forward 100.0%, unexplained 0.0%"]
     assert first["told"] == []
     assert sum(slots > 0 for slots in first["asked"]) > 2  # beside the one at the end
@@ -145,7 +176,12 @@ def test_ways_take_no_thread_that_looks_for_work(pool: RankPool) -> None:
 
 
 def test_a_second_way_has_groups_of_its_own(pool: RankPool) -> None:
-    assert pool.run(several) == [[[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]], [None, None], [None, None], [None, None]]
+    assert pool.run(several) == [
+        [[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]],
+        [None, None],
+        [None, None],
+        [None, None],
+    ]
 
 
 def stops_sending(rank: int, ranks: int) -> dict[str, Any]:
@@ -161,7 +197,11 @@ def stops_sending(rank: int, ranks: int) -> dict[str, Any]:
 
     began = time.monotonic()
     found = followed(rank, ranks, ranks, {}, gather, end_seconds=0.5)
-    return {**found, "seconds": time.monotonic() - began, "threads": [thread.name for thread in threading.enumerate()]}
+    return {
+        **found,
+        "seconds": time.monotonic() - began,
+        "threads": [thread.name for thread in threading.enumerate()],
+    }
 
 
 def test_a_rank_that_stops_sending_keeps_nobody(pool: RankPool) -> None:
@@ -220,7 +260,17 @@ class Waiting:
 
 def alone_ledger(gather: Gather, clock: FakeClock, rows: list[Row]) -> tuple[Hooks, Ledger]:
     recorded = Recorded(rank=0)
-    ledger = Ledger(recorded.taken, Vectors(part_names(Axes())), gather, rows.append, rank=0, ranks=1, say=print, tell=print, clock=clock)
+    ledger = Ledger(
+        recorded.taken,
+        Vectors(part_names(Axes())),
+        gather,
+        rows.append,
+        rank=0,
+        ranks=1,
+        say=print,
+        tell=print,
+        clock=clock,
+    )
     return Hooks(recorded, ledger), ledger
 
 

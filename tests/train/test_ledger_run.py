@@ -1,6 +1,6 @@
 """Whole runs on two ranks: the ledger has every step, the probe and the trace are in the attempt's folder, and no loss changes.
 
-    pytest tests/train/test_ledger_run.py
+pytest tests/train/test_ledger_run.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from toolkit.data.open import ready_for
 from toolkit.errors import ExitCode
 from toolkit.layout.axes import Axes
 from toolkit.monitor.ledger import part_names
-from toolkit.monitor.parts import BACKWARD, DATA, EVALUATION, FORWARD, LOGGING, OPTIMIZER, TRANSFER, communication
+from toolkit.monitor.parts import (
+    BACKWARD,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    LOGGING,
+    OPTIMIZER,
+    TRANSFER,
+    communication,
+)
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, RunPlan, World
@@ -50,7 +59,9 @@ def plan_of(config: RunConfig) -> RunPlan:
     return make_plan(config, World(ranks=2, ranks_per_node=2, device=Device.CPU, has_compiler=True))
 
 
-def on_a_rank(rank: int, ranks: int, config: RunConfig, attempt: int, data: str, stop_after: int | None) -> int:
+def on_a_rank(
+    rank: int, ranks: int, config: RunConfig, attempt: int, data: str, stop_after: int | None
+) -> int:
     asked = 0
 
     def stop() -> str | None:
@@ -61,12 +72,24 @@ def on_a_rank(rank: int, ranks: int, config: RunConfig, attempt: int, data: str,
     return int(run(plan_of(config), rank=rank, local_rank=rank, stop=stop, attempt=attempt, data=data))
 
 
-def started(pool: RankPool, corpus: Corpus, folder: Path, stop_after: int | None = None, **monitor: Any) -> RunDirectory:
-    config = tiny_config("llama", engine__name=EngineName.deepspeed, zero__stage=1, train__steps=STEPS, train__micro_batch=2,
-                         train__sequence_length=32, model__vocab_size=320, checkpoint__every="never")
+def started(
+    pool: RankPool, corpus: Corpus, folder: Path, stop_after: int | None = None, **monitor: Any
+) -> RunDirectory:
+    config = tiny_config(
+        "llama",
+        engine__name=EngineName.deepspeed,
+        zero__stage=1,
+        train__steps=STEPS,
+        train__micro_batch=2,
+        train__sequence_length=32,
+        model__vocab_size=320,
+        checkpoint__every="never",
+    )
     config.data = config_of(corpus, validation=0.2).data
     config.run = RunSection(dir=str(folder))
-    config.monitor = MonitorConfig(wandb=WandbMode.disabled, system_seconds=0, replicas_every=0, hang_seconds=0, **monitor)
+    config.monitor = MonitorConfig(
+        wandb=WandbMode.disabled, system_seconds=0, replicas_every=0, hang_seconds=0, **monitor
+    )
     config.debug.threads, config.eval = 1, EvalConfig(every=3, batches=2)
     directory = RunDirectory(folder)
     data = ready_for(config, None, Progress.silent())
@@ -82,7 +105,10 @@ def started(pool: RankPool, corpus: Corpus, folder: Path, stop_after: int | None
 def test_a_run_tells_where_its_time_went(pool: RankPool, corpus: Corpus, tmp_path: Path) -> None:
     bare = started(pool, corpus, tmp_path / "bare", ledger=False, probe=False)
     watched = started(pool, corpus, tmp_path / "watched", profile_step=4, profile_steps=2)
-    losses = [[(row["step"], row["loss"], row["grad_norm"]) for row in read_rows(one.metrics_file)] for one in (bare, watched)]
+    losses = [
+        [(row["step"], row["loss"], row["grad_norm"]) for row in read_rows(one.metrics_file)]
+        for one in (bare, watched)
+    ]
     assert losses[0] == losses[1]
     assert not bare.ledger_file.exists() or not list(read_rows(bare.ledger_file))
     rows = list(read_rows(watched.ledger_file))
@@ -93,7 +119,9 @@ def test_a_run_tells_where_its_time_went(pool: RankPool, corpus: Corpus, tmp_pat
         assert row["ranks"] == 2
         assert row["slowest_rank"] in (0, 1)
         assert set(row["parts"]) <= names
-        assert {DATA, TRANSFER, FORWARD, BACKWARD, OPTIMIZER, LOGGING, communication("data")} <= set(row["parts"])
+        assert {DATA, TRANSFER, FORWARD, BACKWARD, OPTIMIZER, LOGGING, communication("data")} <= set(
+            row["parts"]
+        )
         assert (EVALUATION in row["parts"]) == (row["step"] % 3 == 0)
         assert row["wall_seconds"] > 0.9 * seconds[row["step"]]
         for low, middle, high in row["parts"].values():
@@ -103,7 +131,10 @@ def test_a_run_tells_where_its_time_went(pool: RankPool, corpus: Corpus, tmp_pat
     assert (axis["axis"], axis["ranks"], axis["operation"]) == ("data", 2, "all_reduce")
     assert not (bare.attempt_folder(1) / "probe.json").exists()
     events = json.loads(gzip.decompress((folder / "trace-rank-0.json.gz").read_bytes()))["traceEvents"]
-    assert {event["name"] for event in events if str(event.get("name", "")).startswith("step ")} == {"step 4", "step 5"}
+    assert {event["name"] for event in events if str(event.get("name", "")).startswith("step ")} == {
+        "step 4",
+        "step 5",
+    }
     assert [file.name for file in folder.glob("trace*")] == ["trace-rank-0.json.gz"]
 
 

@@ -1,6 +1,6 @@
 """The loop, with an engine that only keeps count.
 
-    pytest tests/train/test_loop.py
+pytest tests/train/test_loop.py
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Recorder(Hook):
         self.events.append(f"end {step}")
 
 
-def carry_out(state: TrainState, steps: int, stop_at: int | None = None, **more: Any) -> tuple[ExitCode, FakeEngine, Recorder]:
+def carry_out(
+    state: TrainState, steps: int, stop_at: int | None = None, **more: Any
+) -> tuple[ExitCode, FakeEngine, Recorder]:
     events: list[Any] = []
     engine, recorder = FakeEngine(events, **more), Recorder(events)
     clock = more.get("clock") or FakeClock()
@@ -51,7 +53,9 @@ def carry_out(state: TrainState, steps: int, stop_at: int | None = None, **more:
         return StepConsensus(stop=stop_at is not None and state.step >= stop_at)
 
     plan = tiny_plan(train__steps=steps, schedule__warmup=2)
-    code = train(plan, engine, NextToken(), samples(state.step, more.get("clock"), 1.0), state, recorder, agree, clock)
+    code = train(
+        plan, engine, NextToken(), samples(state.step, more.get("clock"), 1.0), state, recorder, agree, clock
+    )
     return code, engine, recorder
 
 
@@ -115,8 +119,16 @@ def test_seconds_have_the_wait_for_samples_and_the_step_but_not_what_lies_betwee
         def on_step(self, done: StepDone) -> None:
             seconds.append((done.seconds, done.agreed.data_seconds))
 
-    train(tiny_plan(train__steps=3), FakeEngine(clock=clock, step_seconds=4.0), NextToken(), samples(0, clock, 2.0), TrainState(),
-          Hooks(Slow(), Seconds()), lambda waited, result: StepConsensus(data_seconds=waited), clock)
+    train(
+        tiny_plan(train__steps=3),
+        FakeEngine(clock=clock, step_seconds=4.0),
+        NextToken(),
+        samples(0, clock, 2.0),
+        TrainState(),
+        Hooks(Slow(), Seconds()),
+        lambda waited, result: StepConsensus(data_seconds=waited),
+        clock,
+    )
     assert seconds == [(6.0, 2.0)] * 3  # 1,000 s of the slow hook are in none of them
 
 
@@ -131,7 +143,11 @@ def test_hooks_hear_every_event_in_the_order_they_were_added() -> None:
             return lambda *_: heard.append(f"{self.name} {event}")
 
         def __getattribute__(self, name: str) -> Any:
-            return object.__getattribute__(self, "_hear")(name) if name.startswith("on_") else object.__getattribute__(self, name)
+            return (
+                object.__getattribute__(self, "_hear")(name)
+                if name.startswith("on_")
+                else object.__getattribute__(self, name)
+            )
 
     hooks = Hooks(Named("a"))
     hooks.add(Named("b"))

@@ -1,6 +1,6 @@
 """A run that lost its newest checkpoint stops, and the words of its error continue it or begin it again.
 
-    pytest tests/train/test_lost_files.py
+pytest tests/train/test_lost_files.py
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def test_the_words_of_the_error_continue_or_begin_again(data: Path, tmp_path: Pa
     for number, (resume, moved) in enumerate({str(checkpoints / step_name(2)): [4], "never": [2, 4]}.items()):
         folder = Path(shutil.copytree(tmp_path / "run", tmp_path / f"copy-{number}"))
         chosen = resume.replace(str(tmp_path / "run"), str(folder))
-        again = Start(folder, data, stop_after=1, config=lambda config, chosen=chosen: setattr(config, "resume", chosen))  # type: ignore[misc]
+        again = Start(
+            folder, data, stop_after=1, config=lambda config, chosen=chosen: setattr(config, "resume", chosen)
+        )  # type: ignore[misc]
         begins = 1 if resume == "never" else 3
         assert [row["step"] for row in again.rows()] == list(range(1, begins + 1))
         assert again.rows() == first.rows()[:begins], "each of them trains as the first attempt did"

@@ -1,6 +1,6 @@
 """Runs whose loss, gradient or weights become infinite or NaN: where they end, what they keep, and what they record.
 
-    pytest tests/train/test_nonfinite.py
+pytest tests/train/test_nonfinite.py
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def nan_weight(engine: LocalEngine) -> None:
     next(iter(engine._parameters.values())).data.view(-1)[0] = math.nan
 
 
-
 def strike(patch: pytest.MonkeyPatch, act: Act, at: int = BAD, until: int = BAD) -> None:
     original = LocalEngine.train_step
 
@@ -58,7 +57,12 @@ def start(folder: Path, data: Path, on: str = "stop", **changes: Any) -> Start:
         settings.train.on_nonfinite = OnNonfinite[on]
         settings.checkpoint.keep_last = 1
 
-    return Start(folder, data, config=config, **{"train__steps": STEPS, "checkpoint__every": "3", "model__dropout": 0.0, **changes})
+    return Start(
+        folder,
+        data,
+        config=config,
+        **{"train__steps": STEPS, "checkpoint__every": "3", "model__dropout": 0.0, **changes},
+    )
 
 
 def saved(run: Start) -> list[int]:
@@ -69,8 +73,9 @@ def sound(run: Start) -> bool:
     return all_finite(run.state().values())
 
 
-def test_stop_ends_at_the_first_gradient_that_is_not_finite(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                            capfd: pytest.CaptureFixture[str]) -> None:
+def test_stop_ends_at_the_first_gradient_that_is_not_finite(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     strike(monkeypatch, nan_gradient)
     run = start(tmp_path / "run", data)
     assert run.code is ExitCode.DIVERGED
@@ -93,8 +98,9 @@ def test_stop_ends_at_the_first_gradient_that_is_not_finite(data: Path, tmp_path
     assert "the weights are finite, and the step was skipped" in alerts[0]["cause"]
 
 
-def test_the_same_command_meets_it_again_and_keeps_the_checkpoint(data: Path, tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_command_meets_it_again_and_keeps_the_checkpoint(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strike(monkeypatch, nan_gradient)
     first, second = (start(tmp_path / "run", data) for _ in range(2))
     assert second.code is ExitCode.DIVERGED
@@ -103,14 +109,17 @@ def test_the_same_command_meets_it_again_and_keeps_the_checkpoint(data: Path, tm
     assert goes_on.code is ExitCode.DONE, "the key is no part of the run's identity"
 
 
-def test_a_step_at_the_cadence_is_not_saved_when_it_ends_the_run(data: Path, tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_at_the_cadence_is_not_saved_when_it_ends_the_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its weights are sound, but the next start would go on behind it as if nothing had happened."""
     strike(monkeypatch, nan_gradient, at=6, until=6)
     assert saved(start(tmp_path / "run", data)) == [3]
 
 
-def test_continue_skips_the_step_and_goes_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continue_skips_the_step_and_goes_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strike(monkeypatch, nan_gradient)
     run = start(tmp_path / "run", data, on="continue")
     assert run.code is ExitCode.DONE
@@ -119,7 +128,9 @@ def test_continue_skips_the_step_and_goes_on(data: Path, tmp_path: Path, monkeyp
     assert [row["step"] for row in read_rows(run.directory.metrics_file) if row.get("skipped")] == [BAD]
 
 
-def test_a_model_that_is_lost_keeps_its_last_sound_checkpoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_lost_keeps_its_last_sound_checkpoint(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strike(monkeypatch, nan_weight)
     run = start(tmp_path / "run", data)
     assert run.code is ExitCode.DIVERGED
@@ -129,42 +140,70 @@ def test_a_model_that_is_lost_keeps_its_last_sound_checkpoint(data: Path, tmp_pa
     assert "the weights are not finite either" in next(iter(read_rows(run.directory.alerts_file)))["cause"]
 
 
-def test_continue_never_saves_weights_that_are_not_finite(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                          capfd: pytest.CaptureFixture[str]) -> None:
+def test_continue_never_saves_weights_that_are_not_finite(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     strike(monkeypatch, nan_weight)
     run = start(tmp_path / "run", data, on="continue")
     assert (saved(run), sound(run)) == ([6], True)
-    assert "after step 9 weights or the optimizer's state are not finite, and are not saved" in capfd.readouterr().err
-    assert (run.code, run.status.step) == (ExitCode.DIVERGED, STEPS), "the run has no result, whatever it may continue through"
+    assert (
+        "after step 9 weights or the optimizer's state are not finite, and are not saved"
+        in capfd.readouterr().err
+    )
+    assert (run.code, run.status.step) == (ExitCode.DIVERGED, STEPS), (
+        "the run has no result, whatever it may continue through"
+    )
 
 
-def test_weights_are_checked_before_a_save_though_no_loss_shows_them(data: Path, tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    strike(monkeypatch, lambda engine: engine._parameters["transformer.wpe.weight"].data[-1].fill_(math.inf), at=9, until=9)
+def test_weights_are_checked_before_a_save_though_no_loss_shows_them(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strike(
+        monkeypatch,
+        lambda engine: engine._parameters["transformer.wpe.weight"].data[-1].fill_(math.inf),
+        at=9,
+        until=9,
+    )
     run = start(tmp_path / "run", data, train__sequence_length=16)
     assert run.code is ExitCode.DIVERGED
     assert saved(run) == [6]
-    assert "after step 9 weights or the optimizer's state are not finite, and are not saved" in (run.status.reason or "")
+    assert "after step 9 weights or the optimizer's state are not finite, and are not saved" in (
+        run.status.reason or ""
+    )
 
 
-def test_rows_are_json_and_the_readers_take_null_for_nan(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_json_and_the_readers_take_null_for_nan(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strike(monkeypatch, nan_weight)
     run = start(tmp_path / "run", data, on="continue")
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
-    for file in (run.directory.metrics_file, run.directory.eval_file, run.directory.ledger_file, run.directory.alerts_file):
+    for file in (
+        run.directory.metrics_file,
+        run.directory.eval_file,
+        run.directory.ledger_file,
+        run.directory.alerts_file,
+    ):
         for text in file.read_text().splitlines():
             json.loads(text, parse_constant=refuse)
     steps, losses = train_losses(run.directory.metrics_file)
-    assert [step for step, loss in zip(steps, losses, strict=True) if math.isnan(loss)] == list(range(BAD, STEPS + 1))
+    assert [step for step, loss in zip(steps, losses, strict=True) if math.isnan(loss)] == list(
+        range(BAD, STEPS + 1)
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_bad_value_in_any_tensor_is_found(value: float, dtype: torch.dtype) -> None:
-    tensors = [torch.randn(7, 5).to(dtype), torch.zeros(0, dtype=dtype), torch.randn(300).double(), torch.arange(3)]
+    tensors = [
+        torch.randn(7, 5).to(dtype),
+        torch.zeros(0, dtype=dtype),
+        torch.randn(300).double(),
+        torch.arange(3),
+    ]
     assert all_finite(tensors)
     tensors[0][3, 4] = value
     assert not all_finite(tensors)
@@ -173,12 +212,17 @@ def test_one_bad_value_in_any_tensor_is_found(value: float, dtype: torch.dtype) 
     assert all_finite([])
 
 
-@pytest.mark.parametrize(("finite", "checked", "words"), [
-    (True, False, "the newest sound checkpoint is C."),
-    (False, True, "the newest sound checkpoint is C."),
-    (False, False, "action=verify source=C"),
-])
-def test_a_checkpoint_is_called_sound_only_if_its_values_were_seen(finite: bool, checked: bool, words: str) -> None:
+@pytest.mark.parametrize(
+    ("finite", "checked", "words"),
+    [
+        (True, False, "the newest sound checkpoint is C."),
+        (False, True, "the newest sound checkpoint is C."),
+        (False, False, "action=verify source=C"),
+    ],
+)
+def test_a_checkpoint_is_called_sound_only_if_its_values_were_seen(
+    finite: bool, checked: bool, words: str
+) -> None:
     found = Diverged("step 8: the loss is not finite", weights_finite=finite)
     assert words in found.describe("C", checked=checked)
     assert "there is no checkpoint" in found.describe(None, checked=checked)

@@ -1,7 +1,7 @@
 """The probe finds each axis' group on both engines, names a slow one, and changes no loss.
 
-    pytest tests/train/test_probe.py             axes of two ranks
-    pytest tests/train/test_probe.py -m full     of four, and two at a time
+pytest tests/train/test_probe.py             axes of two ranks
+pytest tests/train/test_probe.py -m full     of four, and two at a time
 """
 
 from __future__ import annotations
@@ -40,8 +40,16 @@ def probed(rank: int, plan: RunPlan, device: torch.device, folder: Path) -> dict
     said: list[str] = []
     taken: list[Callable[[int], float]] = []
     began = time.monotonic()
-    Probe(plan, device, GlooFlagReduce(), rank=rank, file=folder / "attempts" / "001" / "probe.json", sink=NullSink(), take=taken.append,
-          say=said.append).on_start(0)
+    Probe(
+        plan,
+        device,
+        GlooFlagReduce(),
+        rank=rank,
+        file=folder / "attempts" / "001" / "probe.json",
+        sink=NullSink(),
+        take=taken.append,
+        say=said.append,
+    ).on_start(0)
     seconds = [transfer(size) for transfer in taken for size in (0, 2**20, 2**24)]
     return {"said": said, "transfers": seconds, "seconds": time.monotonic() - began}
 
@@ -56,24 +64,40 @@ def of_a_cell(rank: int, ranks: int, cell: Cell, folder: Path, with_probe: bool)
     return {**found, "losses": [(result.loss, result.grad_norm) for result in results]}
 
 
-TWO = [deepspeed("llama", 1, data=2), deepspeed("llama", 0, pipeline=2), megatron("llama", tensor=2), megatron("llama", pipeline=2)]
+TWO = [
+    deepspeed("llama", 1, data=2),
+    deepspeed("llama", 0, pipeline=2),
+    megatron("llama", tensor=2),
+    megatron("llama", pipeline=2),
+]
 MORE = [
-    deepspeed("llama", 1, tensor=2), deepspeed("llama", 1, context=2), megatron("llama", context=2), megatron("llama", data=2, zero=1),
-    deepspeed("llama", 3, data=4), deepspeed("llama", 1, tensor=2, data=2), deepspeed("llama", 0, pipeline=4, layers=4),
+    deepspeed("llama", 1, tensor=2),
+    deepspeed("llama", 1, context=2),
+    megatron("llama", context=2),
+    megatron("llama", data=2, zero=1),
+    deepspeed("llama", 3, data=4),
+    deepspeed("llama", 1, tensor=2, data=2),
+    deepspeed("llama", 0, pipeline=4, layers=4),
     deepspeed("llama", 0, pipeline=2, data=2),
-    megatron("llama", tensor=4), megatron("llama", tensor=2, pipeline=2), megatron("llama", pipeline=4, layers=4),
-    megatron("mixtral", data=2, expert=2), megatron("llama", tensor=2, context=2),
+    megatron("llama", tensor=4),
+    megatron("llama", tensor=2, pipeline=2),
+    megatron("llama", pipeline=4, layers=4),
+    megatron("mixtral", data=2, expert=2),
+    megatron("llama", tensor=2, context=2),
 ]
 
 
-@pytest.mark.parametrize("cell", [*TWO, *(pytest.param(cell, marks=pytest.mark.full) for cell in MORE)], ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell", [*TWO, *(pytest.param(cell, marks=pytest.mark.full) for cell in MORE)], ids=lambda cell: cell.name
+)
 def test_each_axis_is_measured_and_no_loss_changes(cell: Cell, pool: RankPool, tmp_path: Path) -> None:
     found = pool.run(of_a_cell, cell, tmp_path, True, ranks=cell.ranks)
     bare = pool.run(of_a_cell, cell, tmp_path, False, ranks=cell.ranks)
     assert [answer["losses"] for answer in found] == [answer["losses"] for answer in bare]
     rows = json.loads((tmp_path / "attempts" / "001" / "probe.json").read_text())["axes"]
     assert [(row["axis"], row["ranks"]) for row in rows] == [
-        (axis.value, getattr(cell, axis)) for axis in ORDER if getattr(cell, axis) > 1]
+        (axis.value, getattr(cell, axis)) for axis in ORDER if getattr(cell, axis) > 1
+    ]
     for row in rows:
         assert "missing" not in row
         assert row["operation"] == ("send" if row["axis"] == Axis.PIPELINE else "all_reduce")
@@ -108,12 +132,17 @@ def two_by_two(rank: int, ranks: int, folder: Path, slow: int | None) -> list[st
     return said
 
 
-def test_a_slow_rank_shows_in_the_latency_and_an_axis_without_a_group_is_told(pool: RankPool, tmp_path: Path) -> None:
+def test_a_slow_rank_shows_in_the_latency_and_an_axis_without_a_group_is_told(
+    pool: RankPool, tmp_path: Path
+) -> None:
     """The control is the same without the brake."""
     rows = {}
     for name, slow in (("braked", 3), ("free", None)):
         first, *others = pool.run(two_by_two, tmp_path / name, slow)
-        assert first[1] == "probe of axis data (2 ranks): not made, no process group of just the ranks along this axis"
+        assert (
+            first[1]
+            == "probe of axis data (2 ranks): not made, no process group of just the ranks along this axis"
+        )
         assert others == [[], [], []]
         rows[name] = json.loads((tmp_path / name / "attempts" / "001" / "probe.json").read_text())["axes"]
     assert rows["braked"][0]["latency_p50_seconds"] > 0.005
@@ -155,10 +184,12 @@ def groups_of_the_same_ranks(rank: int, ranks: int) -> list[bool]:
             if rank in group:
                 made[description] = one
     device = torch.device("cpu")
-    return [find_group(peers, Axis.TENSOR, device) is made["TENSOR_MODEL_PARALLEL_GROUP"],
-            find_group(peers, Axis.CONTEXT, device) is made["MODEL_PARALLEL_GROUP"],
-            find_group(range(4), Axis.DATA, device) is dist.group.WORLD,
-            find_group((0, 3), Axis.DATA, device) is None]
+    return [
+        find_group(peers, Axis.TENSOR, device) is made["TENSOR_MODEL_PARALLEL_GROUP"],
+        find_group(peers, Axis.CONTEXT, device) is made["MODEL_PARALLEL_GROUP"],
+        find_group(range(4), Axis.DATA, device) is dist.group.WORLD,
+        find_group((0, 3), Axis.DATA, device) is None,
+    ]
 
 
 def test_of_several_groups_the_axis_own_is_taken(pool: RankPool) -> None:

@@ -1,6 +1,6 @@
 """What a process needs before it trains.
 
-    pytest tests/train/test_process_setup.py
+pytest tests/train/test_process_setup.py
 """
 
 from __future__ import annotations

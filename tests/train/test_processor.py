@@ -1,6 +1,6 @@
 """What kept a process from running is measured: by files of a fake kernel, and once by a real stop.
 
-    pytest tests/train/test_processor.py
+pytest tests/train/test_processor.py
 """
 
 from __future__ import annotations
@@ -32,9 +32,14 @@ class Machine:
     def go(self, seconds: float, *, worked: float = 0.0, waited: float = 0.0, busy: float = 0.0) -> None:
         """``busy``: the share of the processors' time that anybody used."""
         self.now, self.used, self._waited = self.now + seconds, self.used + worked, self._waited + waited
-        self._busy, self._idle = self._busy + round(100 * seconds * busy), self._idle + round(100 * seconds * (1 - busy))
+        self._busy, self._idle = (
+            self._busy + round(100 * seconds * busy),
+            self._idle + round(100 * seconds * (1 - busy)),
+        )
         self._waits.write_text(f"1 {round(self._waited * 1e9)} 3\n", encoding="ascii")
-        cpus = "".join(f"cpu{number} {self._busy} 0 0 {self._idle} 0 0 0 0 0 0\n" for number in os.sched_getaffinity(0))
+        cpus = "".join(
+            f"cpu{number} {self._busy} 0 0 {self._idle} 0 0 0 0 0 0\n" for number in os.sched_getaffinity(0)
+        )
         (self.root / "proc/stat").write_text(f"cpu  1 1 1 1 1 1 1 1 1 1\n{cpus}intr 7\n", encoding="ascii")
 
 
@@ -49,13 +54,18 @@ def test_waiting_for_a_processor_is_starved(tmp_path: Path) -> None:
     machine.processor.close()
 
 
-@pytest.mark.parametrize(("worked", "waited", "stopped"), [
-    (0.1, 0.0, 3.0 - BEAT_SECONDS),  # nothing ran: a signal or a pause
-    (3.0, 0.0, 0.0),  # native code computes and holds the interpreter
-    (0.1, 2.9, 0.0),  # other processes had the processors
-    (16 * BEAT_SECONDS, 0.0, 3.0 - BEAT_SECONDS),  # sixteen threads computed until it was stopped
-])
-def test_a_gap_in_which_nothing_ran_is_a_stop(tmp_path: Path, worked: float, waited: float, stopped: float) -> None:
+@pytest.mark.parametrize(
+    ("worked", "waited", "stopped"),
+    [
+        (0.1, 0.0, 3.0 - BEAT_SECONDS),  # nothing ran: a signal or a pause
+        (3.0, 0.0, 0.0),  # native code computes and holds the interpreter
+        (0.1, 2.9, 0.0),  # other processes had the processors
+        (16 * BEAT_SECONDS, 0.0, 3.0 - BEAT_SECONDS),  # sixteen threads computed until it was stopped
+    ],
+)
+def test_a_gap_in_which_nothing_ran_is_a_stop(
+    tmp_path: Path, worked: float, waited: float, stopped: float
+) -> None:
     machine = Machine(tmp_path)
     for _ in range(4):  # as usual, one or sixteen threads
         machine.go(BEAT_SECONDS, worked=worked if worked > 3 else 0.1)
@@ -96,7 +106,9 @@ processor.close()
 
 
 def test_a_process_that_is_stopped_and_continued_knows_for_how_long() -> None:
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert child.stdin is not None
         assert child.stdout is not None

@@ -1,6 +1,6 @@
 """A trace of just the steps that were asked for.
 
-    pytest tests/train/test_profile.py
+pytest tests/train/test_profile.py
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Working(FakeEngine):
         return super().train_step(micro_batches, settings)
 
 
-def traced(folder: Path, first: int, steps: int, *, start: int = 0, of: int = 8, stop_at: int | None = None) -> tuple[list[str], list[str]]:
+def traced(
+    folder: Path, first: int, steps: int, *, start: int = 0, of: int = 8, stop_at: int | None = None
+) -> tuple[list[str], list[str]]:
     """Labels of the trace's steps, and what was said; a training of ``of`` steps."""
     said: list[str] = []
     file = folder / "attempts" / "001" / "trace-rank-0.json.gz"
@@ -42,7 +44,9 @@ def traced(folder: Path, first: int, steps: int, *, start: int = 0, of: int = 8,
     def agree(waited: float, result: StepResult) -> StepConsensus:
         return StepConsensus(stop=state.step == stop_at)
 
-    train(tiny_plan(train__steps=of), Working(), NextToken(), samples(start), state, Hooks(hook, Hook()), agree)
+    train(
+        tiny_plan(train__steps=of), Working(), NextToken(), samples(start), state, Hooks(hook, Hook()), agree
+    )
     if not file.exists():
         return [], said
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
@@ -60,21 +64,28 @@ def test_the_window_and_nothing_else(tmp_path: Path) -> None:
     assert said[0].startswith(f"trace of steps 3 to 4: {tmp_path}/attempts/001/trace-rank-0.json.gz (for ")
 
 
-@pytest.mark.parametrize(("first", "steps", "start", "stop_at", "expected"), [
-    (1, 1, 0, None, ["step 1"]),
-    (7, 5, 0, None, ["step 7", "step 8"]),  # the run ends first
-    (5, 4, 6, None, ["step 7", "step 8"]),  # it began inside
-    (5, 4, 0, 6, ["step 5", "step 6"]),  # it was stopped
-    (2, 2, 4, None, []),  # it began later
-    (20, 2, 0, None, []),
-])
-def test_at_the_edges(tmp_path: Path, first: int, steps: int, start: int, stop_at: int | None, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("first", "steps", "start", "stop_at", "expected"),
+    [
+        (1, 1, 0, None, ["step 1"]),
+        (7, 5, 0, None, ["step 7", "step 8"]),  # the run ends first
+        (5, 4, 6, None, ["step 7", "step 8"]),  # it began inside
+        (5, 4, 0, 6, ["step 5", "step 6"]),  # it was stopped
+        (2, 2, 4, None, []),  # it began later
+        (20, 2, 0, None, []),
+    ],
+)
+def test_at_the_edges(
+    tmp_path: Path, first: int, steps: int, start: int, stop_at: int | None, expected: list[str]
+) -> None:
     labels, said = traced(tmp_path, first, steps, start=start, stop_at=stop_at)
     assert labels == expected
     assert len(said) == bool(expected)
 
 
-def test_a_profiler_that_fails_is_told_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_that_fails_is_told_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(**named: object) -> None:
         raise RuntimeError("no counters for you")
 

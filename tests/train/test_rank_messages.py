@@ -1,6 +1,6 @@
 """Words between ranks without a collective, and what ranks know of each other.
 
-    pytest tests/train/test_rank_messages.py
+pytest tests/train/test_rank_messages.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from toolkit.train.rank_messages import RankMessages
 
 
 def test_a_word_is_a_file_for_who_sees_the_folder(tmp_path: Path) -> None:
-    one, other = RankMessages(tmp_path / "deep" / "hang", None), RankMessages(tmp_path / "deep" / "hang", None)
+    one, other = (
+        RankMessages(tmp_path / "deep" / "hang", None),
+        RankMessages(tmp_path / "deep" / "hang", None),
+    )
     assert other.read("rank-1") is None
     one.post("rank-1", "first")
     one.post("rank-1", "second")
@@ -35,7 +38,10 @@ def test_a_word_is_a_file_for_who_sees_the_folder(tmp_path: Path) -> None:
 def test_a_word_is_a_key_for_who_does_not(tmp_path: Path) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    one, other = RankMessages(tmp_path / "a", dist.PrefixStore("x", server)), RankMessages(tmp_path / "b", dist.PrefixStore("x", client))
+    one, other = (
+        RankMessages(tmp_path / "a", dist.PrefixStore("x", server)),
+        RankMessages(tmp_path / "b", dist.PrefixStore("x", client)),
+    )
     assert other.look("rank-1") is None
     one.post("rank-1", "word")
     assert other.read("rank-1") == other.look("rank-1") == "word"
@@ -70,12 +76,30 @@ def know_each_other(rank: int, ranks: int) -> dict[str, Any]:
     last_collective.extend_group_timeouts(3600)
     for _ in range(3):
         dist.all_reduce(torch.ones(4, 2), group=group)
-    timeouts = {name: one._get_backend(torch.device("cpu")).options._timeout for name, one in (("short", group), ("long", patient))}
+    timeouts = {
+        name: one._get_backend(torch.device("cpu")).options._timeout
+        for name, one in (("short", group), ("long", patient))
+    }
     trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
-    known = Call(group=group.group_name, ranks=(0, 1), axis="data", number=1, operation="", tensors="", begun=0.0, finished=True)
+    known = Call(
+        group=group.group_name,
+        ranks=(0, 1),
+        axis="data",
+        number=1,
+        operation="",
+        tensors="",
+        begun=0.0,
+        finished=True,
+    )
     calls = from_flight_recorder(trace, [known])
-    return {"pids": [one.pid for one in everyone], "stored": found, "states": [process_state(one) for one in everyone],
-            "hosts": {one.host for one in everyone}, "timeouts": timeouts, "calls": calls}
+    return {
+        "pids": [one.pid for one in everyone],
+        "stored": found,
+        "states": [process_state(one) for one in everyone],
+        "hosts": {one.host for one in everyone},
+        "timeouts": timeouts,
+        "calls": calls,
+    }
 
 
 def test_ranks_know_each_others_processes_and_groups_outlast_the_limit() -> None:
@@ -86,9 +110,13 @@ def test_ranks_know_each_others_processes_and_groups_outlast_the_limit() -> None
         assert answer["pids"] == answer["stored"] == answers[0]["pids"]
         assert set(answer["states"]) <= {"R", "S", "D"}
         assert answer["hosts"] == {socket.gethostname()}
-        assert answer["timeouts"] == {"short": timedelta(seconds=3600 + last_collective.MARGIN_SECONDS), "long": timedelta(hours=5)}
+        assert answer["timeouts"] == {
+            "short": timedelta(seconds=3600 + last_collective.MARGIN_SECONDS),
+            "long": timedelta(hours=5),
+        }
         assert [(call.number, call.operation, call.tensors, call.ranks) for call in answer["calls"]] == [
-            (number, "all_reduce", "[4, 2] Float", (0, 1)) for number in (1, 2, 3)]
+            (number, "all_reduce", "[4, 2] Float", (0, 1)) for number in (1, 2, 3)
+        ]
     assert len(set(answers[0]["pids"])) == 2
 
 
@@ -106,5 +134,13 @@ def test_a_neighbour_keeps_the_last_call_of_who_has_ended() -> None:
     box.note("4", "data", 7, "all_reduce", None, 1.5, "[512] float32")
     box.close()
     assert last_collective.read_last_collective(held) == Call(
-        group="4", ranks=(), axis="data", number=7, operation="all_reduce", tensors="[512] float32", begun=1.5, finished=False)
+        group="4",
+        ranks=(),
+        axis="data",
+        number=7,
+        operation="all_reduce",
+        tensors="[512] float32",
+        begun=1.5,
+        finished=False,
+    )
     os.close(held)

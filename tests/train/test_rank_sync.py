@@ -1,6 +1,6 @@
 """Ranks decide together: a stop that one rank is told of ends all at the same step, saved.
 
-    pytest tests/train/test_rank_sync.py
+pytest tests/train/test_rank_sync.py
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def reads_its_own_data(rank: int, ranks: int) -> str:
 def test_ranks_with_different_data_are_told_on_every_rank() -> None:
     answers = run_ranks(reads_its_own_data, 3)
     assert len(set(answers)) == 1
-    assert re.search(r"rank 0 on \S+ reads data=of rank 0; rank 2 on \S+ reads data=of rank 1\n", answers[0]), answers[0]
+    assert re.search(
+        r"rank 0 on \S+ reads data=of rank 0; rank 2 on \S+ reads data=of rank 1\n", answers[0]
+    ), answers[0]
     assert "data.path=FOLDER" in answers[0]
     check_same_data({"data": "mine"}, 1)
 

@@ -1,7 +1,7 @@
 """Copies that should be equal are compared in each layout: a flipped bit is named with its rank and tensor, and clean training is silent.
 
-    pytest tests/train/test_replicas.py             a layout of each kind
-    pytest tests/train/test_replicas.py -m full     more layouts, and the cost of a hash
+pytest tests/train/test_replicas.py             a layout of each kind
+pytest tests/train/test_replicas.py -m full     more layouts, and the cost of a hash
 """
 
 from __future__ import annotations
@@ -61,8 +61,16 @@ def compared(rank: int, ranks: int, plan: RunPlan, odd: int, watched: bool = Tru
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     alerts: list[Alert] = []
-    hook = Replicas(plan, engine, make_flag_reduce(ranks), gather_of(rank, ranks, 2), rank=rank, every=EVERY, alert=alerts.append,
-                    tell=fail)
+    hook = Replicas(
+        plan,
+        engine,
+        make_flag_reduce(ranks),
+        gather_of(rank, ranks, 2),
+        rank=rank,
+        every=EVERY,
+        alert=alerts.append,
+        tell=fail,
+    )
     losses = []
     for step in range(STEPS):
         losses += [result.loss for result in step_all(engine, plan, range(step, step + 1), rank=rank)]
@@ -75,7 +83,9 @@ def compared(rank: int, ranks: int, plan: RunPlan, odd: int, watched: bool = Tru
     return Seen([alert for alert in alerts if alert.step <= STEPS], flips, sets, losses)
 
 
-def flipped(rank: int, ranks: int, engine: Engine, hook: Replicas, alerts: list[Alert], odd: int) -> list[Any]:
+def flipped(
+    rank: int, ranks: int, engine: Engine, hook: Replicas, alerts: list[Alert], odd: int
+) -> list[Any]:
     found = []
     counts: list[Any] = [None] * ranks
     dist.all_gather_object(counts, len(engine.copies()))
@@ -100,19 +110,27 @@ def flipped(rank: int, ranks: int, engine: Engine, hook: Replicas, alerts: list[
 
 def flip(tensor: torch.Tensor, place: int | None = None) -> None:
     """The lowest bit of one element."""
-    bits = tensor.detach().view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    bits = (
+        tensor.detach().view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    )
     bits[len(bits) // 2 if place is None else place] ^= 1
 
 
 # The cell, further settings, and what is compared: what is held in common by how many ranks.
 QUICK: list[tuple[Cell, dict[str, Any], dict[str, int]]] = [
     (deepspeed("llama", 0, data=2), {}, {"weights": 2, "optimizer state": 2}),
-    (deepspeed("llama", 1, tensor=2, data=2), BF16, {
-        "weights": 2, "weights that tensor ranks share": 4, "optimizer state that tensor ranks share": 2}),
+    (
+        deepspeed("llama", 1, tensor=2, data=2),
+        BF16,
+        {"weights": 2, "weights that tensor ranks share": 4, "optimizer state that tensor ranks share": 2},
+    ),
     (deepspeed("gpt2", 1, pipeline=2), {}, {"tied weights": 2}),
     (deepspeed("llama", 3, data=2), {}, {}),
-    (megatron("llama", tensor=2, data=2, zero=1), {}, {
-        "weights": 2, "weights that tensor ranks share": 4, "optimizer state that tensor ranks share": 2}),
+    (
+        megatron("llama", tensor=2, data=2, zero=1),
+        {},
+        {"weights": 2, "weights that tensor ranks share": 4, "optimizer state that tensor ranks share": 2},
+    ),
     (megatron("gpt2", pipeline=2, data=2), {}, {"weights": 2, "tied weights": 4, "optimizer state": 2}),
 ]
 MORE: list[tuple[Cell, dict[str, Any], dict[str, int]]] = [
@@ -121,26 +139,52 @@ MORE: list[tuple[Cell, dict[str, Any], dict[str, int]]] = [
     (deepspeed("llama", 1, context=2, data=2), {}, {"weights": 4}),
     (deepspeed("mixtral", 1, data=4, expert=2), {}, {"weights": 4, "weights of experts": 2}),
     (deepspeed("qwen2", 0, pipeline=2, data=2), {}, {"weights": 2, "tied weights": 4, "optimizer state": 2}),
-    (deepspeed("qwen3", 2, tensor=2), {}, {"weights that tensor ranks share": 2, "optimizer state that tensor ranks share": 2}),
+    (
+        deepspeed("qwen3", 2, tensor=2),
+        {},
+        {"weights that tensor ranks share": 2, "optimizer state that tensor ranks share": 2},
+    ),
     (deepspeed("llama", 3, tensor=2, data=2), {}, {"optimizer state that tensor ranks share": 2}),
     (megatron("llama", data=2), BF16, {"weights": 2, "optimizer state": 2}),
     (megatron("llama", data=4, zero=1), BF16, {"weights": 4}),
-    (megatron("llama", data=2, zero=1, label="overlap", own=(("overlap_grad_reduce", True), ("overlap_param_gather", True))), {},
-     {"weights": 2}),
+    (
+        megatron(
+            "llama",
+            data=2,
+            zero=1,
+            label="overlap",
+            own=(("overlap_grad_reduce", True), ("overlap_param_gather", True)),
+        ),
+        {},
+        {"weights": 2},
+    ),
     (megatron("gpt2", context=2, data=2, zero=1), {}, {"weights": 4}),
     (megatron("mixtral", data=4, expert=2, zero=1), {}, {"weights": 4, "weights of experts": 2}),
-    (megatron("qwen3", tensor=2, pipeline=2), {}, {
-        "tied weights": 2, "weights that tensor ranks share": 2, "optimizer state that tensor ranks share": 2}),
+    (
+        megatron("qwen3", tensor=2, pipeline=2),
+        {},
+        {
+            "tied weights": 2,
+            "weights that tensor ranks share": 2,
+            "optimizer state that tensor ranks share": 2,
+        },
+    ),
 ]
 
 
 def _named(case: tuple[Cell, dict[str, Any], dict[str, int]]) -> str:
     cell, more, _ = case
-    return "-".join([cell.name.replace("/", "-"), *(getattr(value, "name", str(value)) for value in more.values())])
+    return "-".join(
+        [cell.name.replace("/", "-"), *(getattr(value, "name", str(value)) for value in more.values())]
+    )
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=_named)
-def test_a_flipped_bit_is_named_and_clean_training_is_silent(case: tuple[Cell, dict[str, Any], dict[str, int]], pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=_named
+)
+def test_a_flipped_bit_is_named_and_clean_training_is_silent(
+    case: tuple[Cell, dict[str, Any], dict[str, int]], pool: RankPool
+) -> None:
     cell, more, wanted = case
     plan = cell.plan(Case.ADAM, **more)
     odd = cell.ranks - 1
@@ -153,7 +197,9 @@ def test_a_flipped_bit_is_named_and_clean_training_is_silent(case: tuple[Cell, d
         for what, ranks, names in one.sets:
             assert all((what, ranks, names) in seen[rank].sets for rank in ranks)
     assert {what for what, _, _, _ in first.flips} == {what for what, _, _ in seen[odd].sets}
-    if cell.label == "overlap":  # to wait for weights that are on their way is to gather them, which mends a flip
+    if (
+        cell.label == "overlap"
+    ):  # to wait for weights that are on their way is to gather them, which mends a flip
         assert not any(alerts for *_, alerts in first.flips)
         return
     for what, ranks, name, alerts in first.flips:
@@ -176,7 +222,16 @@ def test_one_rank_has_nothing_to_compare() -> None:
     engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
     assert engine.copies() == []
     # type: ignore[arg-type]
-    hook = Replicas(plan, engine, single_rank_reduce, lambda block: block[np.newaxis], rank=0, every=1, alert=fail, tell=fail)
+    hook = Replicas(
+        plan,
+        engine,
+        single_rank_reduce,
+        lambda block: block[np.newaxis],
+        rank=0,
+        every=1,
+        alert=fail,
+        tell=fail,
+    )
     hook.on_step(step_done(1))
     hook.on_end(1)
 
@@ -188,9 +243,13 @@ def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
         raise RuntimeError("a rank is gone")
 
     weights = {"w": torch.ones(4)}
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), weights)])
+    engine: Any = SimpleNamespace(
+        device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), weights)]
+    )
     # type: ignore[arg-type]
-    hook = Replicas(tiny_plan(ranks=2), engine, single_rank_reduce, gather, rank=0, every=1, alert=fail, tell=told.append)
+    hook = Replicas(
+        tiny_plan(ranks=2), engine, single_rank_reduce, gather, rank=0, every=1, alert=fail, tell=told.append
+    )
     for step in range(1, 4):
         hook.on_step(step_done(step))
         hook._thread.join(5)
@@ -199,10 +258,21 @@ def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
 
 
 def test_a_gather_that_never_comes_does_not_hold_up_the_end() -> None:
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), {"w": torch.ones(4)})])
+    engine: Any = SimpleNamespace(
+        device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), {"w": torch.ones(4)})]
+    )
     # type: ignore[arg-type]
-    hook = Replicas(tiny_plan(ranks=2), engine, single_rank_reduce, lambda block: time.sleep(3), rank=0, every=1, alert=fail,
-                    tell=lambda words: None, end_seconds=0.1)
+    hook = Replicas(
+        tiny_plan(ranks=2),
+        engine,
+        single_rank_reduce,
+        lambda block: time.sleep(3),
+        rank=0,
+        every=1,
+        alert=fail,
+        tell=lambda words: None,
+        end_seconds=0.1,
+    )
     hook.on_step(step_done(1))
     began = time.monotonic()
     hook.on_end(1)

@@ -1,6 +1,6 @@
 """The report of a real run: what the run wrote is what the page reads.
 
-    pytest tests/train/test_report.py
+pytest tests/train/test_report.py
 """
 
 from __future__ import annotations
@@ -25,14 +25,31 @@ def test_what_a_run_writes_is_read(data: Path, tmp_path: Path) -> None:
     assert main([str(start.directory.path)]) == 0
     page = Parsed((start.directory.path / "report.html").read_text(encoding="utf-8"))
     charts, text = page.charts(), page.text()
-    for chart in ("loss", "grad_norm", "lr", "speed", "seconds", "memory", "ledger-shares", "ledger-seconds", "host-memory_used_bytes"):
+    for chart in (
+        "loss",
+        "grad_norm",
+        "lr",
+        "speed",
+        "seconds",
+        "memory",
+        "ledger-shares",
+        "ledger-seconds",
+        "host-memory_used_bytes",
+    ):
         assert chart in charts, chart
         assert all(any(value is not None for value in series["mid"]) for series in charts[chart]["series"])
     metrics = [json.loads(line) for line in start.directory.metrics_file.read_text().splitlines()]
     assert charts["loss"]["series"][0]["mid"] == [row["loss"] for row in metrics]
     assert charts["loss"]["series"][1]["x"] == [2, 4, 6]
     ledger = [json.loads(line) for line in start.directory.ledger_file.read_text().splitlines()]
-    assert {series["name"] for series in charts["ledger-shares"]["series"]} == {name for row in ledger for name in row["parts"]}
-    for said in ("of the time went into forward, backward and optimizer", "packages.torch", "memory of the fullest rank",
-                 f"Every one of the {STEPS} steps is a point.", "train:"):
+    assert {series["name"] for series in charts["ledger-shares"]["series"]} == {
+        name for row in ledger for name in row["parts"]
+    }
+    for said in (
+        "of the time went into forward, backward and optimizer",
+        "packages.torch",
+        "memory of the fullest rank",
+        f"Every one of the {STEPS} steps is a point.",
+        "train:",
+    ):
         assert said in text

@@ -1,6 +1,6 @@
 """Training goes on from a checkpoint of any format: each that can be written is, and a run continues from it.
 
-    pytest tests/train/test_resume_source.py
+pytest tests/train/test_resume_source.py
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def resuming(path: Path) -> Any:
 
 @pytest.mark.parametrize("form", [Format.native, *WRITERS])
 def test_a_run_continues_and_finds_its_beginning_again_though_it_died_before_its_first_save(
-        whole: Start, stopped: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Format) -> None:
+    whole: Start, stopped: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Format
+) -> None:
     """Bitwise as never stopped. Control: from the weights alone it is another run."""
     path = written(stopped, tmp_path / "out", form)
 
@@ -55,7 +56,9 @@ def test_a_run_continues_and_finds_its_beginning_again_though_it_died_before_its
     assert same(resumed.state(), whole.state())
 
 
-def test_without_the_optimizers_state_it_is_another_run(whole: Start, stopped: Path, data: Path, tmp_path: Path) -> None:
+def test_without_the_optimizers_state_it_is_another_run(
+    whole: Start, stopped: Path, data: Path, tmp_path: Path
+) -> None:
     path = written(stopped, tmp_path / "out", Format.native, optimizer=False)
     resumed = Start(tmp_path / "run", data, config=resuming(path))
     assert resumed.rows()[0] == whole.rows()[3], "the forward pass of the fourth step knows of no moments"
@@ -72,9 +75,13 @@ def test_a_fork_from_another_format(stopped: Path, data: Path, tmp_path: Path) -
     assert [row["step"] for row in fork.rows()] == [4, 5, 6]
 
 
-def test_published_weights_are_of_no_step_and_refused_with_the_way_to_use_them(data: Path, tmp_path: Path) -> None:
+def test_published_weights_are_of_no_step_and_refused_with_the_way_to_use_them(
+    data: Path, tmp_path: Path
+) -> None:
     exported = Start(tmp_path / "first", data, checkpoint__export=True).directory.export
-    with pytest.raises(CheckpointError, match=r"of no training step[\s\S]*model=pretrained model.pretrained="):
+    with pytest.raises(
+        CheckpointError, match=r"of no training step[\s\S]*model=pretrained model.pretrained="
+    ):
         Start(tmp_path / "run", data, config=resuming(exported))
 
 
@@ -87,7 +94,9 @@ def test_a_beginning_that_is_gone_is_refused_by_name(stopped: Path, data: Path, 
         Start(start.directory.path, data)
 
 
-def test_text_is_generated_with_the_weights_of_another_format(stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_generated_with_the_weights_of_another_format(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from launch.generate import main
 
     words = [str(stopped), "def main(", "--tokens", "6", "--temperature", "0"]

@@ -1,6 +1,6 @@
 """Whole runs on one process, on a tiny part of the standard library: never stopping against stopping and resuming.
 
-    pytest tests/train/test_run.py
+pytest tests/train/test_run.py
 """
 
 from __future__ import annotations
@@ -70,9 +70,19 @@ def _parts(text: str, lines: int = 100) -> list[str]:
 class Start:
     """One start of a run in ``folder``, stopped after ``stop_after`` of its own steps. GPT-2, which has every kind of dropout."""
 
-    def __init__(self, folder: Path, data: Path, stop_after: int | None = None, config: Callable[[RunConfig], None] = lambda config: None,
-                 generation: Path | None = None, seconds_left: Callable[[], float | None] = lambda: None, **changes: Any) -> None:
-        settings = tiny_config("gpt2", **{"train__steps": STEPS, "model__dropout": 0.1, "checkpoint__every": "never", **changes})
+    def __init__(
+        self,
+        folder: Path,
+        data: Path,
+        stop_after: int | None = None,
+        config: Callable[[RunConfig], None] = lambda config: None,
+        generation: Path | None = None,
+        seconds_left: Callable[[], float | None] = lambda: None,
+        **changes: Any,
+    ) -> None:
+        settings = tiny_config(
+            "gpt2", **{"train__steps": STEPS, "model__dropout": 0.1, "checkpoint__every": "never", **changes}
+        )
         settings.run = RunSection(dir=str(folder))
         settings.data.path, settings.data.vocab_size = str(data), 264
         settings.monitor, settings.debug.threads = MonitorConfig(wandb=WandbMode.disabled), 1
@@ -89,8 +99,15 @@ class Start:
             return "SIGTERM" if stop_after is not None and asked >= stop_after else None
 
         try:
-            self.code = run(plan, rank=0, local_rank=0, stop=stop, attempt=self.attempt, data=generation and str(generation),
-                            seconds_left=seconds_left)
+            self.code = run(
+                plan,
+                rank=0,
+                local_rank=0,
+                stop=stop,
+                attempt=self.attempt,
+                data=generation and str(generation),
+                seconds_left=seconds_left,
+            )
         finally:
             self.directory.release()
         status = self.directory.status()
@@ -100,15 +117,22 @@ class Start:
     def rows(self) -> list[dict[str, Any]]:
         """Without what the clock decides, and memory."""
         rows = _jsonl(self.directory.metrics_file)
-        return [{key: value for key, value in row.items() if "second" not in key and "bytes" not in key} for row in rows]
+        return [
+            {key: value for key, value in row.items() if "second" not in key and "bytes" not in key}
+            for row in rows
+        ]
 
     def evals(self) -> list[tuple[int, str, float]]:
         return [(row["step"], row["set"], row["loss"]) for row in _jsonl(self.directory.eval_file)]
 
     def state(self) -> dict[str, torch.Tensor]:
         reader = open_reader(self.directory.path)
-        shards = [Shard(key, info.shape, _whole(info.shape), torch.empty(info.shape, dtype=getattr(torch, info.dtype)))
-                  for key, info in reader.tensors.items()]
+        shards = [
+            Shard(
+                key, info.shape, _whole(info.shape), torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+            )
+            for key, info in reader.tensors.items()
+        ]
         reader.read(shards)
         return {str(shard.key): shard.data for shard in shards}
 
@@ -155,13 +179,29 @@ def test_a_run_leaves_what_people_and_programs_need(whole: Start, data: Path) ->
     assert Path(str(whole.status.checkpoint)).name == "step-00000006"
     rows = _jsonl(whole.directory.metrics_file)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert list(rows[0]) == ["step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "data_seconds", "gc_seconds", "host_bytes",
-                             "tokens_per_second", "samples_per_second", "elapsed_seconds"]
+    assert list(rows[0]) == [
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "step_seconds",
+        "data_seconds",
+        "gc_seconds",
+        "host_bytes",
+        "tokens_per_second",
+        "samples_per_second",
+        "elapsed_seconds",
+    ]
     assert list(rows[1]) == [*rows[0], "eta_seconds"]
     assert all(row["tokens"] == 8 * 32 for row in rows)
     assert rows[0]["loss"] == pytest.approx(math.log(264), abs=0.3)
     assert rows[-1]["loss"] < rows[0]["loss"]
-    assert [(step, name) for step, name, _ in whole.evals()] == [(2, "validation"), (4, "validation"), (6, "validation")]
+    assert [(step, name) for step, name, _ in whole.evals()] == [
+        (2, "validation"),
+        (4, "validation"),
+        (6, "validation"),
+    ]
     assert (whole.directory.plots / "loss.png").exists()
     scalars = open_reader(whole.directory.path).scalars
     assert scalars["consumed_samples"] == 8 * STEPS
@@ -174,7 +214,9 @@ def tiny_identity(data: Path) -> RunConfig:
     return config
 
 
-def test_stopped_and_resumed_is_bitwise_never_stopped(whole: Start, stopped: Path, data: Path, tmp_path: Path) -> None:
+def test_stopped_and_resumed_is_bitwise_never_stopped(
+    whole: Start, stopped: Path, data: Path, tmp_path: Path
+) -> None:
     resumed = Start(copied(stopped, tmp_path), data)
     assert (resumed.code, resumed.attempt) == (ExitCode.DONE, 2)
     assert resumed.rows() == whole.rows()
@@ -182,8 +224,9 @@ def test_stopped_and_resumed_is_bitwise_never_stopped(whole: Start, stopped: Pat
     assert same(resumed.state(), whole.state())
 
 
-def test_without_moments_the_resumed_run_is_another(whole: Start, stopped: Path, data: Path, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_moments_the_resumed_run_is_another(
+    whole: Start, stopped: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load = LocalEngine.load
 
     def load_without_moments(self: LocalEngine, reader: Any) -> None:
@@ -205,7 +248,9 @@ def test_evaluation_has_no_effect_on_training(whole: Start, data: Path, tmp_path
     assert without.evals() == []
 
 
-def test_documents_are_kept_apart_in_training_and_evaluation(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_documents_are_kept_apart_in_training_and_evaluation(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """In windows of many documents, stopped and resumed; joined, the same samples have other losses."""
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -215,7 +260,9 @@ def test_documents_are_kept_apart_in_training_and_evaluation(tmp_path: Path, cap
     settings = {"data__documents": Documents.separate, "optim__lr": 1e-2}
     separate = Start(tmp_path / "separate", tmp_path / "data", **settings)
     said = capfd.readouterr().out
-    assert re.search(r"documents of train are kept apart: of 1\d\d documents \d\d\.\d% are cut \(0\.0% are longer", said), said
+    assert re.search(
+        r"documents of train are kept apart: of 1\d\d documents \d\d\.\d% are cut \(0\.0% are longer", said
+    ), said
     joined = Start(tmp_path / "joined", tmp_path / "data", optim__lr=1e-2)
     assert "kept apart" not in capfd.readouterr().out
     for ours, theirs in ((separate.rows(), joined.rows()), (separate.evals(), joined.evals())):
@@ -229,7 +276,9 @@ def test_documents_are_kept_apart_in_training_and_evaluation(tmp_path: Path, cap
     assert resumed.evals() == separate.evals()
 
 
-def test_an_engine_is_closed_when_the_collector_sees_everything_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_closed_when_the_collector_sees_everything_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it holds is freed by a collection, which passes over what ``place.kept`` keeps while training."""
     train_step, close, kept = LocalEngine.train_step, LocalEngine.close, []
 
@@ -252,7 +301,9 @@ def test_dropout_is_at_work(whole: Start, data: Path, tmp_path: Path) -> None:
     assert abs(without.rows()[0]["loss"] - whole.rows()[0]["loss"]) > 1e-4
 
 
-def test_time_adds_up_over_attempts_that_run_steps_again(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_time_adds_up_over_attempts_that_run_steps_again(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Ended after step 5, with a checkpoint of step 4: what step 5 took is counted, although its row stands elsewhere."""
     every = {"checkpoint__every": "2"}
     Start(tmp_path / "run", data, stop_after=5, seconds_left=lambda: 0.0, **every)
@@ -281,10 +332,15 @@ def test_steps_after_the_checkpoint_stand_once(whole: Start, data: Path, tmp_pat
     resumed = Start(tmp_path / "run", data, **every)
     assert resumed.rows() == whole.rows()
     assert [row["step"] for row in _jsonl(tmp_path / "run" / "attempts" / "001" / "metrics.jsonl")] == [5]
-    assert sorted(path.name for path in resumed.directory.checkpoints.glob("step-*")) == ["step-00000004", "step-00000006"]
+    assert sorted(path.name for path in resumed.directory.checkpoints.glob("step-*")) == [
+        "step-00000004",
+        "step-00000006",
+    ]
 
 
-def test_the_data_may_get_a_new_generation_meanwhile(whole: Start, texts: Path, data: Path, tmp_path: Path) -> None:
+def test_the_data_may_get_a_new_generation_meanwhile(
+    whole: Start, texts: Path, data: Path, tmp_path: Path
+) -> None:
     """Another run, with another vocabulary, has pointed the data folder to its own."""
     shared = tmp_path / "data"
     shutil.copytree(data, shared)
@@ -301,8 +357,9 @@ def test_the_data_may_get_a_new_generation_meanwhile(whole: Start, texts: Path, 
         load_tokenizer(shared, reader)
 
 
-def test_a_run_sent_back_stays_there_though_it_dies_before_its_first_save(whole: Start, data: Path, tmp_path: Path,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_sent_back_stays_there_though_it_dies_before_its_first_save(
+    whole: Start, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Control: without ``set_aside_later_checkpoints``, the next start takes the checkpoint of step 4 of the branch that was left."""
     settings = {"checkpoint__every": "2", "checkpoint__keep_last": 9}
     Start(tmp_path / "run", data, stop_after=4, **settings)
@@ -314,7 +371,9 @@ def test_a_run_sent_back_stays_there_though_it_dies_before_its_first_save(whole:
     with monkeypatch.context() as context:
         context.setattr(LocalEngine, "train_step", dies)
         with pytest.raises(RuntimeError, match="died"):
-            Start(tmp_path / "run", data, config=lambda config: setattr(config, "resume", str(back)), **settings)
+            Start(
+                tmp_path / "run", data, config=lambda config: setattr(config, "resume", str(back)), **settings
+            )
     left = tmp_path / "run" / "attempts" / "001"
     assert [path.name for path in (left / "checkpoints").iterdir()] == ["step-00000004"]
     assert open_reader(left / "checkpoints" / "step-00000004").step == 4
@@ -323,10 +382,14 @@ def test_a_run_sent_back_stays_there_though_it_dies_before_its_first_save(whole:
     assert resumed.rows() == whole.rows()
     assert same(resumed.state(), whole.state())
     assert [row["step"] for row in _jsonl(left / "metrics.jsonl")] == [3, 4]
-    assert sorted(path.name for path in resumed.directory.checkpoints.glob("step-*")) == [f"step-0000000{step}" for step in (2, 4, 6)]
+    assert sorted(path.name for path in resumed.directory.checkpoints.glob("step-*")) == [
+        f"step-0000000{step}" for step in (2, 4, 6)
+    ]
 
 
-def test_a_refused_start_sets_nothing_aside(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_start_sets_nothing_aside(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Start(tmp_path / "run", data, stop_after=4, checkpoint__every="2")
     back = tmp_path / "run" / "checkpoints" / "step-00000002"
 
@@ -339,13 +402,19 @@ def test_a_refused_start_sets_nothing_aside(data: Path, tmp_path: Path, monkeypa
     assert open_reader(tmp_path / "run").step == 4
 
 
-def test_a_full_disk_leaves_the_step_at_which_it_was_met(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_step_at_which_it_was_met(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``status.json`` is written once a second while training; the step of the failure is written in any case."""
     save = CheckpointStore.save
 
     def full(store: CheckpointStore, step: int, *arguments: Any, **named: Any) -> Any:
         if step == 4:
-            raise CheckpointError(Problem("checkpoint", "step 4 could not be written: No space left on device", "rule", "remedy"))
+            raise CheckpointError(
+                Problem(
+                    "checkpoint", "step 4 could not be written: No space left on device", "rule", "remedy"
+                )
+            )
         return save(store, step, *arguments, **named)
 
     monkeypatch.setattr(CheckpointStore, "save", full)
@@ -365,7 +434,9 @@ def test_a_finished_run_started_again_has_nothing_to_do(whole: Start, data: Path
     assert again.evals() == whole.evals()
 
 
-def test_the_export_opens_and_continues_a_prompt(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_export_opens_and_continues_a_prompt(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     def wanted(config: RunConfig) -> None:
@@ -409,8 +480,11 @@ def test_a_fork_takes_over_state_and_steps_and_may_differ(stopped: Path, data: P
     assert fork.rows()[0]["loss"] < math.log(264)
 
 
-def test_a_fork_with_a_doubled_global_batch_reads_on_at_the_next_sample(stopped: Path, data: Path, tmp_path: Path) -> None:
+def test_a_fork_with_a_doubled_global_batch_reads_on_at_the_next_sample(
+    stopped: Path, data: Path, tmp_path: Path
+) -> None:
     """At a learning rate of 0 one step of 16 samples has the mean loss of the two steps of 8 that the parent would have taken."""
+
     def forked(config: RunConfig) -> None:
         config.run.fork, config.optim.lr, config.model.dropout = str(stopped), 0.0, 0.0
 
@@ -418,7 +492,10 @@ def test_a_fork_with_a_doubled_global_batch_reads_on_at_the_next_sample(stopped:
         forked(config)
         config.train.global_batch *= 2
 
-    single, double = (Start(tmp_path / name, data, config=change, train__steps=7) for name, change in (("8", forked), ("16", doubled)))
+    single, double = (
+        Start(tmp_path / name, data, config=change, train__steps=7)
+        for name, change in (("8", forked), ("16", doubled))
+    )
     losses = [row["loss"] for row in single.rows()]
     pairs = [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
     assert [row["loss"] for row in double.rows()][:2] == pytest.approx(pairs, abs=1e-6)
@@ -457,8 +534,13 @@ def stall_share(start: Start) -> float:
     return sum(row["data_seconds"] for row in rows) / sum(row["step_seconds"] for row in rows)
 
 
-def test_a_loader_slowed_on_purpose_shows(whole: Start, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loader_slowed_on_purpose_shows(
+    whole: Start,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """It takes ten steps' time for the samples of each. The control is the same run without the brake."""
     read = TokenWindows.read
     brake = 0.1 + 10 * statistics.median(row["step_seconds"] for row in _jsonl(whole.directory.metrics_file))

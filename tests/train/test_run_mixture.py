@@ -1,6 +1,6 @@
 """Whole runs on several sources: weights that change, a resume, what is reported, and what is refused before anything starts.
 
-    pytest tests/train/test_run_mixture.py
+pytest tests/train/test_run_mixture.py
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ PHASES = [{"from_step": 3, "weights": {"code": 1, "web": 0}}]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("sources")
     for number, name in enumerate(("code", "web")):
-        make_folder(root / name, {split: documents(40, 260, seed=number) for split in ("train", "validation")}, vocab_size=264)
+        make_folder(
+            root / name,
+            {split: documents(40, 260, seed=number) for split in ("train", "validation")},
+            vocab_size=264,
+        )
     make_folder(root / "other", {"train": documents(40, 260)}, vocab_size=264, tokenizer="{ }")
     return {name: str(root / name) for name in ("code", "web", "other")}
 
@@ -41,10 +45,13 @@ def mixture_of(folders: dict[str, str], phases: list[Any] = PHASES) -> Callable[
     def change(config: RunConfig) -> None:
         config.data.name, config.data.sources, config.data.phases = "mixture", sources(folders), phases
         config.eval = EvalConfig(every=3, batches=1, sets=["web/validation", "code/validation"])
+
     return change
 
 
-def test_a_run_on_a_mixture_that_changes(folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_a_mixture_that_changes(
+    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = Path(folders["code"])
     whole = Start(tmp_path / "whole", path, config=mixture_of(folders))
     rows = _jsonl(whole.directory.metrics_file)
@@ -65,13 +72,29 @@ def test_a_run_on_a_mixture_that_changes(folders: dict[str, str], tmp_path: Path
 
 
 def composed(folders: dict[str, str], *words: str) -> RunConfig:
-    return compose(["model=llama", "model.vocab_size=264", "data=mixture", "eval.every=1", "eval.sets=[web/validation]",
-                    *(f"+data.sources.{name}.path={folders[name]}" for name in ("code", "web")), *words])
+    return compose(
+        [
+            "model=llama",
+            "model.vocab_size=264",
+            "data=mixture",
+            "eval.every=1",
+            "eval.sets=[web/validation]",
+            *(f"+data.sources.{name}.path={folders[name]}" for name in ("code", "web")),
+            *words,
+        ]
+    )
 
 
 def test_words_give_a_mixture(folders: dict[str, str]) -> None:
-    config = composed(folders, "+data.sources.web.weight=0.7", "data.phases=[{from_step: 10, weights: {code: 0.5, web: 0.5}}]")
-    assert config.data.sources == {"code": {"path": folders["code"]}, "web": {"path": folders["web"], "weight": 0.7}}
+    config = composed(
+        folders,
+        "+data.sources.web.weight=0.7",
+        "data.phases=[{from_step: 10, weights: {code: 0.5, web: 0.5}}]",
+    )
+    assert config.data.sources == {
+        "code": {"path": folders["code"]},
+        "web": {"path": folders["web"], "weight": 0.7},
+    }
     assert config.data.phases == [{"from_step": 10, "weights": {"code": 0.5, "web": 0.5}}]
     assert ready_for(config, None, Progress.silent()) == folders["code"]
 

@@ -1,6 +1,6 @@
 """A whole run of two nodes of one rank each, on this machine: each node writes W&B and files of its own, all of one run.
 
-    pytest tests/train/test_run_nodes.py -m full
+pytest tests/train/test_run_nodes.py -m full
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ STEPS = 4
 
 
 def config_of(folder: str, data: str, mode: WandbMode) -> RunConfig:
-    config = tiny_config("gpt2", train__steps=STEPS, engine__name=EngineName.deepspeed, monitor__wandb=mode, monitor__system_seconds=0.2)
+    config = tiny_config(
+        "gpt2",
+        train__steps=STEPS,
+        engine__name=EngineName.deepspeed,
+        monitor__wandb=mode,
+        monitor__system_seconds=0.2,
+    )
     config.run, config.eval = RunSection(dir=folder), EvalConfig(every=2, batches=2)
     config.data.path, config.data.vocab_size = data, 264
     config.debug.threads = 1
@@ -61,12 +67,18 @@ def test_two_nodes_write_a_run_each_and_train_as_without_them(tmp_path: Path) ->
     rows = trained(tmp_path / "run", data, WandbMode.offline)
     without = trained(tmp_path / "without", data, WandbMode.disabled)
     assert [row["loss"] for row in rows] == [row["loss"] for row in without], "to the bit"
-    first, second = (next((tmp_path / "run" / folder).rglob("*.wandb")) for folder in ("wandb", "nodes/node-1"))
+    first, second = (
+        next((tmp_path / "run" / folder).rglob("*.wandb")) for folder in ("wandb", "nodes/node-1")
+    )
     assert run_record(first).run_group == run_record(second).run_group == run_record(first).run_id
     assert configuration(first)["plan"] == configuration(second)["plan"]
-    assert [row["train/loss"] for row in history(first) if "train/loss" in row] == [row["loss"] for row in rows]
+    assert [row["train/loss"] for row in history(first) if "train/loss" in row] == [
+        row["loss"] for row in rows
+    ]
     assert [row["step"] for row in history(first) if "eval/validation/loss" in row] == [2, 4]
-    assert not any(name.startswith(("train/", "eval/", "system/node-0")) for row in history(second) for name in row)
+    assert not any(
+        name.startswith(("train/", "eval/", "system/node-0")) for row in history(second) for name in row
+    )
     assert (exit_code(first), exit_code(second)) == (0, 0)
     directory = RunDirectory(tmp_path / "run")
     assert directory.environment_file(1).exists()

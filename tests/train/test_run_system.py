@@ -33,16 +33,30 @@ STEPS, FAULT, WITHIN = 60, 20, 20
 
 
 def config_of(folder: str, data: str, system_seconds: float) -> RunConfig:
-    config = tiny_config("gpt2", train__steps=STEPS, engine__name=EngineName.deepspeed, checkpoint__every="never", checkpoint__at_end=False)
-    config.monitor = MonitorConfig(wandb=WandbMode.disabled, system_seconds=system_seconds, probe=False, ledger=False, replicas_every=0,
-                                   hang_seconds=0)
+    config = tiny_config(
+        "gpt2",
+        train__steps=STEPS,
+        engine__name=EngineName.deepspeed,
+        checkpoint__every="never",
+        checkpoint__at_end=False,
+    )
+    config.monitor = MonitorConfig(
+        wandb=WandbMode.disabled,
+        system_seconds=system_seconds,
+        probe=False,
+        ledger=False,
+        replicas_every=0,
+        hang_seconds=0,
+    )
     config.run, config.eval = RunSection(dir=folder), EvalConfig(every=0)
     config.data.path, config.data.vocab_size = data, 264
     config.debug.threads = 1
     return config
 
 
-def train_on_a_node(rank: int, ranks: int, folder: str, data: str, system_seconds: float, faults: bool) -> int:
+def train_on_a_node(
+    rank: int, ranks: int, folder: str, data: str, system_seconds: float, faults: bool
+) -> int:
     from toolkit.train import system
     from toolkit.train.run import run
 
@@ -57,17 +71,31 @@ def train_on_a_node(rank: int, ranks: int, folder: str, data: str, system_second
         if faults and asked == FAULT and rank == 0:
             nvml.hangs("nvmlDeviceGetTotalEccErrors")
         if faults and asked == FAULT and rank == 1:
-            nvml.gpus[0].throttle, nvml.gpus[0].sm_clock, nvml.gpus[0].celsius = pynvml.nvmlClocksEventReasonHwThermalSlowdown, 990, 92
+            nvml.gpus[0].throttle, nvml.gpus[0].sm_clock, nvml.gpus[0].celsius = (
+                pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+                990,
+                92,
+            )
             nvml.happens(0, xid=63)
 
-    return int(run(make_plan(config_of(folder, data, system_seconds), WORLD), rank=rank, local_rank=0, stop=stop, attempt=1))
+    return int(
+        run(
+            make_plan(config_of(folder, data, system_seconds), WORLD),
+            rank=rank,
+            local_rank=0,
+            stop=stop,
+            attempt=1,
+        )
+    )
 
 
 def trained(folder: Path, data: Path, *, system_seconds: float, faults: bool) -> RunDirectory:
     config = config_of(str(folder), str(data), system_seconds)
     directory = RunDirectory(folder)
     directory.begin(config, to_json(make_plan(config, WORLD)))
-    assert run_ranks(train_on_a_node, 2, str(folder), str(data), system_seconds, faults) == [ExitCode.DONE] * 2
+    assert (
+        run_ranks(train_on_a_node, 2, str(folder), str(data), system_seconds, faults) == [ExitCode.DONE] * 2
+    )
     directory.release()
     return directory
 
@@ -87,7 +115,9 @@ def test_what_is_wrong_with_a_nodes_gpus_is_named_and_training_goes_on(data: Pat
     bare = trained(tmp_path / "bare", data, system_seconds=0, faults=False)
     faulty = trained(tmp_path / "faulty", data, system_seconds=0.02, faults=True)
     steps = list(read_rows(faulty.metrics_file))
-    assert [(row["loss"], row["grad_norm"]) for row in read_rows(bare.metrics_file)] == [(row["loss"], row["grad_norm"]) for row in steps]
+    assert [(row["loss"], row["grad_norm"]) for row in read_rows(bare.metrics_file)] == [
+        (row["loss"], row["grad_norm"]) for row in steps
+    ]
     assert not bare.system_file(0).exists() or not list(read_rows(bare.system_file(0)))
 
     first, second = (list(read_rows(faulty.system_file(node))) for node in (0, 1))
@@ -99,7 +129,9 @@ def test_what_is_wrong_with_a_nodes_gpus_is_named_and_training_goes_on(data: Pat
     assert all("rank/1/private_bytes" in row for row in second if "host/silent_seconds" not in row)
 
     said = alerts(faulty, 1)
-    throttled, xid = (next(alert for alert in said if alert["name"] == name) for name in ("gpu-throttled", "gpu-xid"))
+    throttled, xid = (
+        next(alert for alert in said if alert["name"] == name) for name in ("gpu-throttled", "gpu-xid")
+    )
     assert FAULT - 1 <= throttled["step"] <= FAULT + WITHIN
     assert FAULT - 1 <= xid["step"] <= FAULT + WITHIN
     assert (throttled["where"], xid["where"]) == ("node 1, GPU 0", "node 1, GPU 0")
@@ -107,8 +139,13 @@ def test_what_is_wrong_with_a_nodes_gpus_is_named_and_training_goes_on(data: Pat
     assert "990 of 1980 MHz (50%)" in throttled["evidence"]
     assert "92 °C" in throttled["evidence"]
     assert "XID 63" in xid["cause"]
-    assert {alert["name"] for alert in said if alert["name"].startswith(("gpu", "host", "disk"))} == {"gpu-throttled", "gpu-xid"}
+    assert {alert["name"] for alert in said if alert["name"].startswith(("gpu", "host", "disk"))} == {
+        "gpu-throttled",
+        "gpu-xid",
+    }
     assert not [alert for alert in alerts(faulty, 0) if alert["name"].startswith("gpu")]
 
     after = median(row["step_seconds"] for row in steps[FAULT:])
-    assert after < PATIENCE_SECONDS[0] / 2, "who waited for the samples of the node whose driver hangs would wait longer"
+    assert after < PATIENCE_SECONDS[0] / 2, (
+        "who waited for the samples of the node whose driver hangs would wait longer"
+    )

@@ -1,6 +1,6 @@
 """A stop for which there is no time to save: it is found before, agreed, and what is lost is said; and the account that it is found from.
 
-    pytest tests/train/test_save_deadline.py
+pytest tests/train/test_save_deadline.py
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ __all__ = ["data", "texts"]  # the fixtures
 def test_without_a_measurement_the_plan_says_how_long_a_save_takes() -> None:
     plan = tiny_plan()
     size = rank_bytes(plan)
-    assert size == sum(spec.numel for spec in plan.parameters) * (4 + 8), "fp32 weights, which are their own masters, and two moments"
+    assert size == sum(spec.numel for spec in plan.parameters) * (4 + 8), (
+        "fp32 weights, which are their own masters, and two moments"
+    )
     save_deadline = SaveDeadline(plan)
     estimate = save_deadline.estimate()
     assert estimate is not None
@@ -62,10 +64,16 @@ def test_what_is_lost_is_said_in_steps_and_time() -> None:
     save_deadline = SaveDeadline(plan, [Save(step=2, seconds=100.0, bytes=size, stepping=1.0)])
     assert save_deadline.too_late(42.0)
     told = save_deadline.words("SIGTERM", step=437, saved=400, work=730.0)
-    assert told.startswith("SIGTERM; not saved: a save takes about 100 s, by the speed of the last 1, and 42 s were left; ")
+    assert told.startswith(
+        "SIGTERM; not saved: a save takes about 100 s, by the speed of the last 1, and 42 s were left; "
+    )
     assert "the newest checkpoint is of step 400, so 37 steps and 12:10 of work will be done again" in told
-    assert "there is no checkpoint, so 1 step and 0:02 of work" in save_deadline.words("SIGTERM", step=1, saved=None, work=2.0)
-    assert "there was no time for it" in SaveDeadline(plan).words("another rank was asked to stop", step=1, saved=None, work=2.0)
+    assert "there is no checkpoint, so 1 step and 0:02 of work" in save_deadline.words(
+        "SIGTERM", step=1, saved=None, work=2.0
+    )
+    assert "there was no time for it" in SaveDeadline(plan).words(
+        "another rank was asked to stop", step=1, saved=None, work=2.0
+    )
 
 
 # ---- the account
@@ -97,7 +105,17 @@ def test_an_attempt_keeps_account_of_its_time(tmp_path: Path) -> None:
     assert times.unsaved() == 0.5
     times.on_end(6)
     assert read_times(tmp_path) == Times(
-        began=90.0, seen=114.0, first=4, first_step=110.0, starting=19.5, step=6, stepping=1.0, saving=3.0, evaluating=0.75, active=114.0)
+        began=90.0,
+        seen=114.0,
+        first=4,
+        first_step=110.0,
+        starting=19.5,
+        step=6,
+        stepping=1.0,
+        saving=3.0,
+        evaluating=0.75,
+        active=114.0,
+    )
     assert list(read_saves(tmp_path)) == [Save(step=5, seconds=2.5, bytes=1000, stepping=0.5)]
     found = times.goodput()
     assert found is not None
@@ -111,14 +129,18 @@ def test_an_attempt_keeps_account_of_its_time(tmp_path: Path) -> None:
 # ---- whole runs
 
 
-def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_before(data: Path, tmp_path: Path) -> None:
+def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_before(
+    data: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     assert Start(folder, data, stop_after=3).code is ExitCode.STOPPED
     saves = folder / "attempts" / "001" / "saves.jsonl"
     row = json.loads(saves.read_text())
     assert row["step"] == 3
     assert row["stepping"] > 0
-    saves.write_text(json.dumps({**row, "seconds": 100.0}) + "\n")  # as on a disk that is a thousand times slower
+    saves.write_text(
+        json.dumps({**row, "seconds": 100.0}) + "\n"
+    )  # as on a disk that is a thousand times slower
 
     second = Start(folder, data, stop_after=2, seconds_left=lambda: 42.0)
     assert second.code is ExitCode.STOPPED
@@ -126,7 +148,9 @@ def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_b
     assert second.status.reason is not None
     assert second.status.reason.startswith("SIGTERM; not saved: a save takes about ")
     assert "the newest checkpoint is of step 3, so 2 steps and " in second.status.reason
-    assert checkpoint_folder.newest(folder / "checkpoints") == folder / "checkpoints" / checkpoint_folder.step_name(3)
+    assert checkpoint_folder.newest(
+        folder / "checkpoints"
+    ) == folder / "checkpoints" / checkpoint_folder.step_name(3)
     assert second.status.goodput is not None
     assert second.status.goodput["lost"]["repeated"] > 0
 
@@ -135,7 +159,9 @@ def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_b
     assert [row["step"] for row in third.rows()] == list(range(1, STEPS + 1))
     assert third.status.goodput is not None
     assert third.status.goodput["attempts"] == 3
-    assert third.status.goodput["lost"]["repeated"] == pytest.approx(second.status.goodput["lost"]["repeated"], abs=0.01)
+    assert third.status.goodput["lost"]["repeated"] == pytest.approx(
+        second.status.goodput["lost"]["repeated"], abs=0.01
+    )
 
 
 def test_a_save_that_fits_is_made(data: Path, tmp_path: Path) -> None:
@@ -143,4 +169,6 @@ def test_a_save_that_fits_is_made(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     start = Start(folder, data, stop_after=2, seconds_left=lambda: 3600.0)
     assert start.code is ExitCode.STOPPED
-    assert checkpoint_folder.newest(folder / "checkpoints") == folder / "checkpoints" / checkpoint_folder.step_name(2)
+    assert checkpoint_folder.newest(
+        folder / "checkpoints"
+    ) == folder / "checkpoints" / checkpoint_folder.step_name(2)

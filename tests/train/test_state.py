@@ -1,6 +1,6 @@
 """What a checkpoint records of a run, and which checkpoints a run may continue from.
 
-    pytest tests/train/test_state.py
+pytest tests/train/test_state.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ FINGERPRINT = {"order": "feistel-1", "data": "abc"}
 PATH = Path("runs/x/checkpoints/step-00000003")
 
 
-def continued(found: Mapping[str, object], kind: SourceKind = SourceKind.RESUME, **changes: Any) -> tuple[TrainState, BatchPlan]:
+def continued(
+    found: Mapping[str, object], kind: SourceKind = SourceKind.RESUME, **changes: Any
+) -> tuple[TrainState, BatchPlan]:
     return restore(tiny_plan(**changes), SimpleNamespace(scalars=found), kind, PATH)  # type: ignore[arg-type]
 
 
@@ -51,17 +53,28 @@ def test_a_longer_run_in_another_layout_is_the_same_run() -> None:
 
 def test_consumed_samples_follow_a_batch_ramp() -> None:
     plan = tiny_plan()
-    plan.config.train.batch_ramp.start, plan.config.train.batch_ramp.increment, plan.config.train.batch_ramp.samples = 2, 2, 12
+    (
+        plan.config.train.batch_ramp.start,
+        plan.config.train.batch_ramp.increment,
+        plan.config.train.batch_ramp.samples,
+    ) = 2, 2, 12
     from toolkit.plan import make_plan
 
     ramped = make_plan(plan.config, plan.world)
-    assert [TrainState(step).consumed_samples(ramped) for step in range(5)] == [ramped.batch.at(step).first_sample for step in range(5)]
+    assert [TrainState(step).consumed_samples(ramped) for step in range(5)] == [
+        ramped.batch.at(step).first_sample for step in range(5)
+    ]
     assert TrainState(1).consumed_samples(ramped) == 2
 
 
-@pytest.mark.parametrize(("change", "named"), [
-    ({"identity": "00000000"}, "identity=00000000, here "), ({"seed": 4}, "seed=4, here 3"),
-    ({"consumed_samples": 12, "batch_stages": None}, "consumed_samples=12, here 24")])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"identity": "00000000"}, "identity=00000000, here "),
+        ({"seed": 4}, "seed=4, here 3"),
+        ({"consumed_samples": 12, "batch_stages": None}, "consumed_samples=12, here 24"),
+    ],
+)
 def test_another_run_is_refused_by_name_and_may_be_forked(change: dict[str, object], named: str) -> None:
     found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {}) | change
     with pytest.raises(CheckpointError) as refused:
@@ -99,7 +112,9 @@ def test_a_forks_batch_ramp_goes_on_by_the_consumed_samples() -> None:
     found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
     ramp = BatchRampConfig(start=4, increment=4, samples=40)
     _, batch = continued(found, SourceKind.FORK, train__global_batch=16, train__batch_ramp=ramp)
-    assert [batch.at(step).size for step in range(7)] == [8, 8, 8, 8, 12, 16, 16], "a third of the ramp is 14 samples"
+    assert [batch.at(step).size for step in range(7)] == [8, 8, 8, 8, 12, 16, 16], (
+        "a third of the ramp is 14 samples"
+    )
 
 
 def test_weights_without_a_step_are_refused_with_the_remedy() -> None:

@@ -1,6 +1,6 @@
 """Losses of text, against the same written out.
 
-    pytest tests/train/test_task.py
+pytest tests/train/test_task.py
 """
 
 from __future__ import annotations
@@ -54,8 +54,12 @@ def test_next_token_sums_over_unmasked_labels(family: str) -> None:
     model, batch, task = model_of(plan), micro_batches(plan, 0)[0], text_task(plan)
     with torch.no_grad():
         log_probabilities = torch.log_softmax(model(input_ids=batch["input_ids"]).logits.double(), dim=-1)
-        expected = -sum(log_probabilities[row, place, label].item() for row, labels in enumerate(batch["labels"].tolist())
-                        for place, label in enumerate(labels) if label != IGNORED)
+        expected = -sum(
+            log_probabilities[row, place, label].item()
+            for row, labels in enumerate(batch["labels"].tolist())
+            for place, label in enumerate(labels)
+            if label != IGNORED
+        )
         assert task.loss_sum(model, batch).item() == pytest.approx(expected, rel=1e-5)
     assert task.units(batch) == int((batch["labels"] >= 0).sum())
 
@@ -77,7 +81,9 @@ def test_the_routers_loss_is_added_once_a_token_in_training_only() -> None:
         assert auxiliary > 2
         assert task.loss_sum(model, batch) == plain
         model.train()
-        assert task.loss_sum(model, batch).item() == pytest.approx((plain + 0.25 * auxiliary * task.units(batch)).item(), rel=1e-6)
+        assert task.loss_sum(model, batch).item() == pytest.approx(
+            (plain + 0.25 * auxiliary * task.units(batch)).item(), rel=1e-6
+        )
 
 
 def test_load_balance_is_of_each_layer_by_itself() -> None:
@@ -87,8 +93,12 @@ def test_load_balance_is_of_each_layer_by_itself() -> None:
     generator = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, 64, 4, generator=generator)
     for layer in (one, other):
-        assert load_balance([layer], 2).item() == pytest.approx(load_balancing_loss_func((layer,), 4, 2).item(), rel=1e-6)
-    assert load_balance([torch.eye(4).repeat(16, 1) + torch.eye(4).roll(1, 0).repeat(16, 1)], 2).item() == pytest.approx(2.0)
+        assert load_balance([layer], 2).item() == pytest.approx(
+            load_balancing_loss_func((layer,), 4, 2).item(), rel=1e-6
+        )
+    assert load_balance(
+        [torch.eye(4).repeat(16, 1) + torch.eye(4).roll(1, 0).repeat(16, 1)], 2
+    ).item() == pytest.approx(2.0)
     first = torch.tensor([[9.0, 8.0, 0.0, 0.0]]).expand(64, 4)
     last = first.flip(1)
     assert load_balance([first, last], 2).item() == pytest.approx(4.0, abs=0.01)
@@ -106,7 +116,13 @@ class Bigram(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
         logits = self.table(input_ids)
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return {"tensor": loss, "object": SimpleNamespace(loss=loss), "dict": {"loss": loss}, "logits": logits, "none": None}[self.form]
+        return {
+            "tensor": loss,
+            "object": SimpleNamespace(loss=loss),
+            "dict": {"loss": loss},
+            "logits": logits,
+            "none": None,
+        }[self.form]
 
 
 @pytest.mark.parametrize("form", ["tensor", "object", "dict"])
@@ -123,7 +139,9 @@ def test_a_mean_over_nothing_counts_as_nothing() -> None:
     assert OwnLoss("my.Model").loss_sum(Bigram("tensor"), batch).item() == 0
 
 
-@pytest.mark.parametrize(("form", "seen"), [("logits", "a tensor of shape (2, 32, 264)"), ("none", "NoneType")])
+@pytest.mark.parametrize(
+    ("form", "seen"), [("logits", "a tensor of shape (2, 32, 264)"), ("none", "NoneType")]
+)
 def test_what_is_no_loss_is_refused(form: str, seen: str) -> None:
     with pytest.raises(ConfigError, match=r"one mean loss") as refused:
         OwnLoss("my.Model").loss_sum(Bigram(form), micro_batches(tiny_plan(), 0)[0])

@@ -1,6 +1,6 @@
 """Images through a whole run on one process: it learns, it resumes to the bit, and what does not fit is refused.
 
-    pytest tests/train/test_vision.py
+pytest tests/train/test_vision.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ from toolkit.progress import Progress
 STEPS = 40
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {
-    "train__steps": STEPS, "train__global_batch": 16, "train__micro_batch": 8, "train__sequence_length": 128, "optim__lr": 3e-3,
+    "train__steps": STEPS,
+    "train__global_batch": 16,
+    "train__micro_batch": 8,
+    "train__sequence_length": 128,
+    "optim__lr": 3e-3,
 }
 
 
@@ -42,7 +46,9 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, tiles: Path, stop_after: int | None = None, dropout: float = 0.1, **changes: Any) -> Start:
+def start(
+    folder: Path, tiles: Path, stop_after: int | None = None, dropout: float = 0.1, **changes: Any
+) -> Start:
     def images(config: RunConfig) -> None:
         use_images(config, tiles)
         config.model.arguments["dropout"] = dropout
@@ -85,6 +91,7 @@ def test_stopped_and_resumed_is_bitwise_never_stopped(whole: Start, tiles: Path,
 
 def test_another_micro_batch_sees_the_same_images(tiles: Path, tmp_path: Path) -> None:
     """The control has another seed of the order."""
+
     def losses(name: str, *, config: dict[str, Any], stop_after: int | None = None) -> list[float]:
         run = start(tmp_path / name, tiles, stop_after, dropout=0.0, **{"train__steps": 10, **config})
         return [row["loss"] for row in run.rows()]
@@ -92,7 +99,10 @@ def test_another_micro_batch_sees_the_same_images(tiles: Path, tmp_path: Path) -
     alone = losses("alone", config={})
     losses("hop", config={"train__micro_batch": 2}, stop_after=4)
     assert losses("hop", config={"train__micro_batch": 16}) == pytest.approx(alone, abs=1e-5)
-    assert max(abs(a - b) for a, b in zip(losses("other", config={"data__shuffle_seed": 1}), alone, strict=True)) > 1e-2
+    assert (
+        max(abs(a - b) for a, b in zip(losses("other", config={"data__shuffle_seed": 1}), alone, strict=True))
+        > 1e-2
+    )
 
 
 def test_transformers_opens_what_it_exports(whole: Start, tiles: Path) -> None:
@@ -101,7 +111,9 @@ def test_transformers_opens_what_it_exports(whole: Start, tiles: Path) -> None:
     model = AutoModelForImageClassification.from_pretrained(whole.directory.export).eval()
     task, records = image_task(image_plan(tiles)), open_records(tiles, "validation")
     with torch.no_grad():
-        sums = task.eval_sums(model, task.collate(records.read(np.zeros(50, dtype=np.int64), np.arange(50)), CPU))
+        sums = task.eval_sums(
+            model, task.collate(records.read(np.zeros(50, dtype=np.int64), np.arange(50)), CPU)
+        )
     last = evaluations(whole)[-1]
     assert float(sums["loss"]) / 50 == pytest.approx(last["loss"], abs=1e-5)
     assert int(sums["accuracy"]) == round(50 * last["accuracy"])
@@ -177,7 +189,8 @@ def test_what_reads_text_is_refused(tiles: Path) -> None:
     plan = image_plan(tiles)
     assert to_json(plan)["batch"]["images_per_step"] == 8
     for section, name, value, shows in (
-        ("model", "target", None, "images go to a module of your own"), ("monitor", "prompt", "once", "continues no text"),
+        ("model", "target", None, "images go to a module of your own"),
+        ("monitor", "prompt", "once", "continues no text"),
     ):
         config = image_plan(tiles).config
         setattr(getattr(config, section), name, value)
@@ -197,9 +210,21 @@ def write(folder: Path, fields: dict[str, Any], **values: Any) -> Path:
 IMAGES = np.zeros((BANDS, SIZE, SIZE))
 UNFIT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no label": ({"image": ("uint8", IMAGES.shape)}, {"image": IMAGES}, "label is a whole number"),
-    "fraction": ({"image": ("uint8", IMAGES.shape), "label": ("float32", ())}, {"image": IMAGES, "label": 1}, "label is a whole"),
-    "flat image": ({"image": ("uint8", (4, 4)), "label": ("uint8", ())}, {"image": IMAGES[0, :4, :4], "label": 1}, "image is numbers"),
-    "no class": ({"image": ("uint8", IMAGES.shape), "label": ("int8", ())}, {"image": IMAGES, "label": -1}, "label of -1"),
+    "fraction": (
+        {"image": ("uint8", IMAGES.shape), "label": ("float32", ())},
+        {"image": IMAGES, "label": 1},
+        "label is a whole",
+    ),
+    "flat image": (
+        {"image": ("uint8", (4, 4)), "label": ("uint8", ())},
+        {"image": IMAGES[0, :4, :4], "label": 1},
+        "image is numbers",
+    ),
+    "no class": (
+        {"image": ("uint8", IMAGES.shape), "label": ("int8", ())},
+        {"image": IMAGES, "label": -1},
+        "label of -1",
+    ),
 }
 
 

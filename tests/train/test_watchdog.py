@@ -1,6 +1,6 @@
 """Watching a run for progress: several ranks' watches in this process, which end nobody.
 
-    pytest tests/train/test_watchdog.py
+pytest tests/train/test_watchdog.py
 """
 
 from __future__ import annotations
@@ -32,14 +32,24 @@ LIMIT = 0.5
 
 
 def call(number: int, tensors: str = "[1024] float32", *, finished: bool = True) -> Call:
-    return Call(group="0", ranks=(0, 1, 2), axis="data", number=number, operation="all_reduce", tensors=tensors,
-                begun=time.monotonic() + 100, finished=finished)
+    return Call(
+        group="0",
+        ranks=(0, 1, 2),
+        axis="data",
+        number=number,
+        operation="all_reduce",
+        tensors=tensors,
+        begun=time.monotonic() + 100,
+        finished=finished,
+    )
 
 
 class Ranks:
     """Watches of some ranks of a run. ``ended``: who was ended, with which code."""
 
-    def __init__(self, folder: Path, processes: list[ProcessId], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Path, processes: list[ProcessId], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.directory = RunDirectory(folder)
         self.directory.path.mkdir(exist_ok=True)
         self.directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=16, checkpoint="step-14"))
@@ -50,10 +60,19 @@ class Ranks:
 
     def watch(self, rank: int, *calls: Call, limit: float = LIMIT) -> Watchdog:
         self.watches[rank] = watch = Watchdog(
-            limit, rank=rank, processes=self._processes, messages=RankMessages(self.directory.hang_folder(1), None),
+            limit,
+            rank=rank,
+            processes=self._processes,
+            messages=RankMessages(self.directory.hang_folder(1), None),
             directory=self.directory,
-            attempt=1, alert=self.alerts.append, sink=NullSink(), part=lambda: "backward", calls=lambda: list(calls),
-            end=lambda code: self.ended.setdefault(rank, code), clock=self._clock)
+            attempt=1,
+            alert=self.alerts.append,
+            sink=NullSink(),
+            part=lambda: "backward",
+            calls=lambda: list(calls),
+            end=lambda code: self.ended.setdefault(rank, code),
+            clock=self._clock,
+        )
         watch.start()
         return watch
 
@@ -89,7 +108,9 @@ def ranks(tmp_path: Path, own: ProcessId) -> Iterator[Ranks]:
         watch.stop()
 
 
-def test_without_progress_one_report_names_the_rank_and_all_end(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_progress_one_report_names_the_rank_and_all_end(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
     for rank in (0, 1):
         ranks.watch(rank, call(16), call(17, finished=False))
     ranks.watch(2, call(16))
@@ -97,7 +118,9 @@ def test_without_progress_one_report_names_the_rank_and_all_end(ranks: Ranks, ca
     assert set(ranks.ended.values()) == {ExitCode.FAILURE}
     file = ranks.directory.hang_file(1)
     text = file.read_text()
-    assert "rank 2 has made 16 calls on axis data, ranks 0-1 wait in the 17th: all_reduce [1024] float32" in text
+    assert (
+        "rank 2 has made 16 calls on axis data, ranks 0-1 wait in the 17th: all_reduce [1024] float32" in text
+    )
     assert "ranks 0-2, thread MainThread" in text, "all of them are this process here"
     assert "in the step's part backward" in text
     end = ranks.directory.status()
@@ -125,7 +148,12 @@ def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path, own: Process
             ranks.watch(rank, call(17, finished=False))
         assert ranks.until_ended(2) < LIMIT + 5
         (row,) = [json.loads(line) for line in ranks.directory.alerts_file.read_text().splitlines()]
-        assert (row["name"], row["level"], row["cause"], row["where"]) == ("hang", "error", "rank 0 is stopped by a signal", "rank 0")
+        assert (row["name"], row["level"], row["cause"], row["where"]) == (
+            "hang",
+            "error",
+            "rank 0 is stopped by a signal",
+            "rank 0",
+        )
         assert f"process {child.pid} on here" in row["evidence"]
         end = ranks.directory.status()
         assert end is not None
@@ -187,8 +215,10 @@ def test_a_failure_in_a_call_says_where_the_ranks_part(ranks: Ranks) -> None:
     failing = ranks.watch(1, call(17, "[512] float32", finished=False), limit=60)
     error = RuntimeError("op.preamble.length <= op.nbytes. 4096 vs 2048")
     failing.failed(error)
-    assert error.__notes__ == ["the ranks make calls with different shapes as number 17 on axis data (rank 0: all_reduce [1024] float32; "
-                               "rank 1: all_reduce [512] float32)"]
+    assert error.__notes__ == [
+        "the ranks make calls with different shapes as number 17 on axis data (rank 0: all_reduce [1024] float32; "
+        "rank 1: all_reduce [512] float32)"
+    ]
     assert ranks.ended == {}
     report = json.loads((ranks.directory.hang_folder(1) / "failure-1.json").read_text())
     assert "op.preamble.length" in report["failure"]
@@ -224,10 +254,24 @@ def test_what_cannot_be_written_keeps_nobody_from_ending(ranks: Ranks) -> None:
 
 def test_gpus_calls_take_the_place_of_the_process_own(ranks: Ranks) -> None:
     """NCCL's calls return when they are in the queue: only its own record knows that one has not ended."""
-    trace = json.dumps({"entries": [{
-        "process_group": ["0", ""], "is_p2p": False, "collective_seq_id": 17, "p2p_seq_id": 0, "profiling_name": "nccl:all_reduce",
-        "input_sizes": [[1024]], "input_dtypes": ["Float"], "time_created_ns": time.time_ns() + 10**9, "retired": False,
-        "state": "started"}]})
+    trace = json.dumps(
+        {
+            "entries": [
+                {
+                    "process_group": ["0", ""],
+                    "is_p2p": False,
+                    "collective_seq_id": 17,
+                    "p2p_seq_id": 0,
+                    "profiling_name": "nccl:all_reduce",
+                    "input_sizes": [[1024]],
+                    "input_dtypes": ["Float"],
+                    "time_created_ns": time.time_ns() + 10**9,
+                    "retired": False,
+                    "state": "started",
+                }
+            ]
+        }
+    )
     watch = ranks.watch(0, call(17))
     watch._trace = lambda: trace
     for rank in (1, 2):

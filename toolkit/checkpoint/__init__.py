@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from toolkit.families.base import ModelShape
 
 
-def open_reader(path: str | Path, namespace: str | None = None, model: ModelShape | None = None) -> CatalogReader:
+def open_reader(
+    path: str | Path, namespace: str | None = None, model: ModelShape | None = None
+) -> CatalogReader:
     """A Reader of whatever state lies at ``path``, whoever wrote it.
 
     Args:
@@ -27,7 +29,12 @@ def open_reader(path: str | Path, namespace: str | None = None, model: ModelShap
 
     found = open_source(path, model)
     if namespace is not None and found.namespace != namespace:
-        raise CheckpointError(Problem(
-            str(found.folder), f"{found.folder} has namespace={found.namespace}", f"this run's tensors have the names of {namespace}",
-            "describe the model that the checkpoint was made of, or name another checkpoint: resume=PATH"))
+        raise CheckpointError(
+            Problem(
+                str(found.folder),
+                f"{found.folder} has namespace={found.namespace}",
+                f"this run's tensors have the names of {namespace}",
+                "describe the model that the checkpoint was made of, or name another checkpoint: resume=PATH",
+            )
+        )
     return found.reader()

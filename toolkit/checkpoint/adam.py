@@ -44,43 +44,69 @@ def problems(source: Source, config: TargetConfig, vendor: str) -> Iterator[Prob
     yield from settings_problems(source, config, vendor)
 
 
-def state_problems(source: Source, kept: Collection[str], without: str = "target.optimizer=false") -> Iterator[Problem]:
+def state_problems(
+    source: Source, kept: Collection[str], without: str = "target.optimizer=false"
+) -> Iterator[Problem]:
     """Why ``kept``, the states of the source's optimizer, are not Adam's state of every parameter.
 
     Args:
         without: what to write to get the weights alone.
     """
-    remedy = f"write {without} for the weights alone, or target.format=native, which takes every state as it is"
+    remedy = (
+        f"write {without} for the weights alone, or target.format=native, which takes every state as it is"
+    )
     if set(kept) != set(ADAM):
         seen = f"has the optimizer's states {', '.join(sorted(kept))}" if kept else "has no optimizer state"
-        yield Problem("source", f"{source.folder} {seen}",
-                      f"this format holds the state of Adam: {' and '.join(ADAM)}", remedy)
+        yield Problem(
+            "source",
+            f"{source.folder} {seen}",
+            f"this format holds the state of Adam: {' and '.join(ADAM)}",
+            remedy,
+        )
     there = source.catalog.tensors
     names = dict.fromkeys(key.name for key in there)
     frozen = [name for name in names if any(TensorKey(state, name) not in there for state in kept)]
     if frozen:
         listed = ", ".join(frozen[:3]) + (f" and {len(frozen) - 3} more" if len(frozen) > 3 else "")
-        yield Problem("source", f"{source.folder} has no optimizer state of {listed}: {len(frozen)} of {len(names)} parameters were frozen",
-                      "this format holds the optimizer's state of every parameter or of none", remedy)
+        yield Problem(
+            "source",
+            f"{source.folder} has no optimizer state of {listed}: {len(frozen)} of {len(names)} parameters were frozen",
+            "this format holds the optimizer's state of every parameter or of none",
+            remedy,
+        )
     if steps(source) is None:
-        yield Problem("source", f"{source.folder} has an optimizer's state and no {OPTIMIZER_STEP}",
-                      "Adam corrects by the number of its steps", f"take another checkpoint, or write {without}")
+        yield Problem(
+            "source",
+            f"{source.folder} has an optimizer's state and no {OPTIMIZER_STEP}",
+            "Adam corrects by the number of its steps",
+            f"take another checkpoint, or write {without}",
+        )
 
 
 def words_of_groups(settings: Mapping[str, Any], parameters: Sequence[ParameterSpec], vendor: str) -> str:
     """For a person whose program loads the checkpoint with ``vendor``: the optimizer's parameter groups, which must be the program's."""
     decaying = sum(spec.decays for spec in parameters)
-    both = [(decaying, "of more than one dim", settings["weight_decay"]), (len(parameters) - decaying, "of one dim", 0.0)]
+    both = [
+        (decaying, "of more than one dim", settings["weight_decay"]),
+        (len(parameters) - decaying, "of one dim", 0.0),
+    ]
     groups = [f"{count} tensors {which} with weight_decay={decay:g}" for count, which, decay in both if count]
-    common = " ".join(f"{name}={settings[name]}" for name in OPTIM_SETTINGS if name in settings and name != "weight_decay")
-    return (f"the optimizer has {len(groups)} parameter groups, each in the model's order: {', then '.join(groups)}; {common}. A program "
-            f"that loads it with {vendor} must make the same groups in the same order")
+    common = " ".join(
+        f"{name}={settings[name]}" for name in OPTIM_SETTINGS if name in settings and name != "weight_decay"
+    )
+    return (
+        f"the optimizer has {len(groups)} parameter groups, each in the model's order: {', then '.join(groups)}; {common}. A program "
+        f"that loads it with {vendor} must make the same groups in the same order"
+    )
 
 
 def settings_problems(source: Source, config: TargetConfig, vendor: str) -> Iterator[Problem]:
     """The settings that nobody says."""
     missing = [f"target.optim.{name}" for name in OPTIM_SETTINGS if name not in settings(source, config)]
     if missing:
-        yield Problem(missing[0], f"{source.folder} does not say {', '.join(missing)}",
-                      f"{vendor} takes the optimizer's settings over from the checkpoint, whatever the run's are",
-                      f"write {' '.join(f'{name}=...' for name in missing)}, as in the run that goes on")
+        yield Problem(
+            missing[0],
+            f"{source.folder} does not say {', '.join(missing)}",
+            f"{vendor} takes the optimizer's settings over from the checkpoint, whatever the run's are",
+            f"write {' '.join(f'{name}=...' for name in missing)}, as in the run that goes on",
+        )

@@ -108,10 +108,16 @@ class Files:
             while done < len(buffer):
                 count = os.preadv(descriptor, [buffer[done:]], begin + done)
                 if count == 0:
-                    raise Damage(file, f"{self.folder / file} ends at byte {begin + done}, before its tensors do", INTACT)
+                    raise Damage(
+                        file,
+                        f"{self.folder / file} ends at byte {begin + done}, before its tensors do",
+                        INTACT,
+                    )
                 done += count
         except FileNotFoundError as error:
-            raise Damage(file, f"{self.folder / file} is missing", "every file that the manifest names is there") from error
+            raise Damage(
+                file, f"{self.folder / file} is missing", "every file that the manifest names is there"
+            ) from error
         except OSError as error:
             raise Damage(file, f"{self.folder / file} cannot be read ({error.strerror})", INTACT) from error
 
@@ -187,7 +193,9 @@ class Check:
 
     def __init__(self, *, by_columns: bool) -> None:
         self._by_columns = by_columns
-        self._hashing: dict[tuple[str, int], tuple[int, xxhash.xxh3_128]] = {}  # bytes read, and the hash of those since the block began
+        self._hashing: dict[
+            tuple[str, int], tuple[int, xxhash.xxh3_128]
+        ] = {}  # bytes read, and the hash of those since the block began
 
     def takes(self, piece: Piece) -> bool:
         """Whether such tiles are what follows in the piece's file."""
@@ -227,7 +235,9 @@ def check_block(files: Files, piece: Piece, number: int, found: str) -> None:
     if found != piece.hashes[number]:
         begin = piece.begin + number * BLOCK_BYTES
         where = f"{piece.key} in bytes {begin}..{min(begin + BLOCK_BYTES, piece.end)}"
-        raise Damage(piece.file, f"{files.folder / piece.file} differs from what was written: {where}", INTACT)
+        raise Damage(
+            piece.file, f"{files.folder / piece.file} differs from what was written: {where}", INTACT
+        )
 
 
 def check_piece(files: Files, piece: Piece, buffer: bytearray) -> Iterator[memoryview]:

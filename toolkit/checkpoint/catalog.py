@@ -76,7 +76,9 @@ class Piece:
     record: Record | None = None
 
     def __post_init__(self) -> None:
-        assert not self.transposed or len(self.box.shape) > 1, f"{self.key}: {self.box.shape} has no two dims to change over"
+        assert not self.transposed or len(self.box.shape) > 1, (
+            f"{self.key}: {self.box.shape} has no two dims to change over"
+        )
 
     @property
     def itemsize(self) -> int:
@@ -112,7 +114,9 @@ class Catalog:
 class Made(Mapping[TensorKey, tuple[Piece, ...]]):
     """Pieces of ``tensors`` that are made each time they are asked for, and not kept: those of a large layout would fill memory."""
 
-    def __init__(self, tensors: Mapping[TensorKey, TensorInfo], make: Callable[[TensorKey], tuple[Piece, ...]]) -> None:
+    def __init__(
+        self, tensors: Mapping[TensorKey, TensorInfo], make: Callable[[TensorKey], tuple[Piece, ...]]
+    ) -> None:
         self._tensors, self._make = tensors, make
 
     def __getitem__(self, key: TensorKey) -> tuple[Piece, ...]:

@@ -27,7 +27,10 @@ def go_back(directory: Path, checkpoint: Path, step: int, aside: Path) -> list[P
     checkpoint = checkpoint.absolute()
     directory.mkdir(parents=True, exist_ok=True)
     moved = _move(directory, step, aside)
-    write_whole(directory / POINTER, f"{checkpoint.name if checkpoint.parent == directory.absolute() else checkpoint}\n")
+    write_whole(
+        directory / POINTER,
+        f"{checkpoint.name if checkpoint.parent == directory.absolute() else checkpoint}\n",
+    )
     return moved
 
 
@@ -57,7 +60,9 @@ def load_manifest(folder: Path, name: str = manifest.NAME) -> manifest.Manifest:
     """Raises Damage: as ``manifest.load``; or the manifest is of another step than the folder's name says."""
     found, step = manifest.load(folder, name), step_of(folder)
     if name == manifest.NAME and step not in (None, found.step):
-        raise Damage(name, f"{folder / name} is of step {found.step}", "a checkpoint's folder has the name of its step")
+        raise Damage(
+            name, f"{folder / name} is of step {found.step}", "a checkpoint's folder has the name of its step"
+        )
     return found
 
 
@@ -90,7 +95,9 @@ def refusal(folder: Path, damage: Damage) -> CheckpointError:
     return CheckpointError(Problem(str(folder / damage.file), damage.seen, damage.rule, remedy))
 
 
-def removable(steps: Collection[int], whole: Collection[int], *, saved: int, keep_last: int, keep_every: int) -> list[int]:
+def removable(
+    steps: Collection[int], whole: Collection[int], *, saved: int, keep_last: int, keep_every: int
+) -> list[int]:
     """Steps whose checkpoints may go after step ``saved`` was saved.
 
     The ``keep_last`` newest whole ones up to ``saved`` stay, and every whole one at a multiple of ``keep_every``. Those

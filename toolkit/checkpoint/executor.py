@@ -62,13 +62,17 @@ def read_piece(read: PieceRead, files: Files, block: Block, check: Check | None 
     straight = _straight(read, spans) if check is not None else None
     for number in range(low // per_block, -(-high // per_block)):
         start, stop = number * per_block, min((number + 1) * per_block, piece.box.numel)
-        here = [item for item, (first, end) in zip(wanted, spans, strict=True) if first < stop and end > start]
+        here = [
+            item for item, (first, end) in zip(wanted, spans, strict=True) if first < stop and end > start
+        ]
         if not here:
             continue
         if check is not None or not piece.hashes:  # then nothing asks for the rest of the block
             start, stop = max(start, low), min(stop, high)
         if straight is not None and check is not None:
-            check.fill(files, piece, start, straight[(start - low) * piece.itemsize : (stop - low) * piece.itemsize])
+            check.fill(
+                files, piece, start, straight[(start - low) * piece.itemsize : (stop - low) * piece.itemsize]
+            )
             continue
         if check is not None:
             check.fill(files, piece, start, block.room((stop - start) * piece.itemsize))
@@ -81,9 +85,14 @@ def read_piece(read: PieceRead, files: Files, block: Block, check: Check | None 
                 if common is None:
                     continue
                 memory = _memory(target.shard.data)
-                values = _flat(block.buffer, piece.dtype, box.numel, at * piece.itemsize, memory).reshape(box.shape)
+                values = _flat(block.buffer, piece.dtype, box.numel, at * piece.itemsize, memory).reshape(
+                    box.shape
+                )
                 source = part(values, shifted(common, [-offset for offset in box.offset]))
-                to = shifted(as_filed(common), [p - s for p, s in zip(piece.box.offset, target.shard.box.offset, strict=True)])
+                to = shifted(
+                    as_filed(common),
+                    [p - s for p, s in zip(piece.box.offset, target.shard.box.offset, strict=True)],
+                )
                 memory[slices(to)] = source.swapaxes(-1, -2) if piece.transposed else source
             at += box.numel
 
@@ -94,7 +103,9 @@ def _straight(read: PieceRead, spans: Sequence[tuple[int, int]]) -> memoryview |
     memory, numel = target.shard.data, target.overlap.numel
     if piece.transposed or not isinstance(memory, np.ndarray) or memory.dtype != numpy_dtype(piece.dtype):
         return None
-    first, end = flat_span(memory.shape, shifted(target.overlap, [-offset for offset in target.shard.box.offset]))
+    first, end = flat_span(
+        memory.shape, shifted(target.overlap, [-offset for offset in target.shard.box.offset])
+    )
     if not memory.flags.c_contiguous or {end - first, spans[0][1] - spans[0][0]} != {numel}:
         return None
     return memoryview(memory.reshape(-1)[first:end].view(np.uint8))

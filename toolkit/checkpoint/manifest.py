@@ -17,7 +17,16 @@ from typing import Any
 import xxhash
 
 import toolkit
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage, Piece, block_count, byte_length, file_in
+from toolkit.checkpoint.catalog import (
+    BLOCK_BYTES,
+    DTYPES,
+    Catalog,
+    Damage,
+    Piece,
+    block_count,
+    byte_length,
+    file_in,
+)
 from toolkit.checkpoint.planner import MOST_PROBLEMS, uncovered
 from toolkit.checkpoint.scalars import STEP, wrong_scalar
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
@@ -92,9 +101,17 @@ def software_versions() -> dict[str, str]:
 
 
 def piece_to_json(piece: Piece) -> dict[str, Any]:
-    entry = {"state": piece.key.state, "name": piece.key.name, "dtype": piece.dtype, "global_shape": list(piece.global_shape),
-             "offset": list(piece.box.offset), "shape": list(piece.box.shape), "file": piece.file, "bytes": [piece.begin, piece.end],
-             "xxh3_128": list(piece.hashes)}
+    entry = {
+        "state": piece.key.state,
+        "name": piece.key.name,
+        "dtype": piece.dtype,
+        "global_shape": list(piece.global_shape),
+        "offset": list(piece.box.offset),
+        "shape": list(piece.box.shape),
+        "file": piece.file,
+        "bytes": [piece.begin, piece.end],
+        "xxh3_128": list(piece.hashes),
+    }
     return entry | {"transposed": True} if piece.transposed else entry
 
 
@@ -102,17 +119,39 @@ def piece_from_json(entry: Mapping[str, Any]) -> Piece:
     """Raises KeyError, TypeError or ValueError where the entry is not one of a piece."""
     begin, end = _counts(entry["bytes"])
     offset, shape, global_shape = (_counts(entry[key]) for key in ("offset", "shape", "global_shape"))
-    dtype, file, hashes, transposed = entry["dtype"], entry["file"], tuple(entry["xxh3_128"]), entry.get("transposed", False)
+    dtype, file, hashes, transposed = (
+        entry["dtype"],
+        entry["file"],
+        tuple(entry["xxh3_128"]),
+        entry.get("transposed", False),
+    )
     if not all(isinstance(text, str) for text in (entry["state"], entry["name"], dtype, file, *hashes)):
         raise ValueError(f"{entry['state']}:{entry['name']} has names that are no text")
     inside = len(offset) == len(shape) == len(global_shape) and all(
-        first + count <= size for first, count, size in zip(offset, shape, global_shape, strict=True))
-    if not inside or dtype not in DTYPES or not isinstance(transposed, bool) or (transposed and len(shape) < 2):
-        raise ValueError(f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype {dtype}")
+        first + count <= size for first, count, size in zip(offset, shape, global_shape, strict=True)
+    )
+    if (
+        not inside
+        or dtype not in DTYPES
+        or not isinstance(transposed, bool)
+        or (transposed and len(shape) < 2)
+    ):
+        raise ValueError(
+            f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype {dtype}"
+        )
     if end - begin != byte_length(dtype, shape) or len(hashes) != block_count(end - begin):
         raise ValueError(f"{entry['state']}:{entry['name']} has {end - begin} bytes and {len(hashes)} hashes")
-    return Piece(TensorKey(entry["state"], entry["name"]), dtype, global_shape, Box(offset, shape), relative_name(file), begin, end,
-                 hashes, transposed)
+    return Piece(
+        TensorKey(entry["state"], entry["name"]),
+        dtype,
+        global_shape,
+        Box(offset, shape),
+        relative_name(file),
+        begin,
+        end,
+        hashes,
+        transposed,
+    )
 
 
 def _counts(values: Sequence[Any]) -> tuple[int, ...]:
@@ -135,9 +174,16 @@ def file_from_json(record: Mapping[str, Any]) -> FileRecord:
 def encode(manifest: Manifest) -> str:
     """The text of ``manifest.json``, with a line an entry."""
     content: dict[str, Any] = {
-        "format": FORMAT, "format_version": FORMAT_VERSION, "namespace": manifest.namespace, "step": manifest.step,
-        "ranks": manifest.ranks, "block_bytes": BLOCK_BYTES, "software": dict(manifest.software), "scalars": dict(manifest.scalars),
-        "files": [asdict(record) for record in manifest.files], "entries": [piece_to_json(piece) for piece in manifest.pieces],
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "namespace": manifest.namespace,
+        "step": manifest.step,
+        "ranks": manifest.ranks,
+        "block_bytes": BLOCK_BYTES,
+        "software": dict(manifest.software),
+        "scalars": dict(manifest.scalars),
+        "files": [asdict(record) for record in manifest.files],
+        "entries": [piece_to_json(piece) for piece in manifest.pieces],
     }
     if manifest.copies:
         content["copies"] = [piece_to_json(piece) for piece in manifest.copies]
@@ -171,16 +217,26 @@ def load(folder: Path, name: str = NAME) -> Manifest:
         raise Damage(name, f"{path} is not a manifest of this toolkit", RULE)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
-        raise Damage(name, f"{path} has format_version={version}", f"this toolkit reads format_version={FORMAT_VERSION}")
+        raise Damage(
+            name,
+            f"{path} has format_version={version}",
+            f"this toolkit reads format_version={FORMAT_VERSION}",
+        )
     written = content.pop("content_hash", None)
     if written != _content_hash(content):
         raise Damage(name, f"{path} does not match its content_hash", "a manifest is as it was written")
     try:
         found = Manifest(
-            namespace=content["namespace"], step=content["step"], ranks=content["ranks"], scalars=content["scalars"],
+            namespace=content["namespace"],
+            step=content["step"],
+            ranks=content["ranks"],
+            scalars=content["scalars"],
             files=tuple(file_from_json(record) for record in content["files"]),
-            pieces=tuple(piece_from_json(entry) for entry in content["entries"]), software=content["software"],
-            copies=tuple(piece_from_json(entry) for entry in content.get("copies", ())), written_as=content.get("written_as", NATIVE))
+            pieces=tuple(piece_from_json(entry) for entry in content["entries"]),
+            software=content["software"],
+            copies=tuple(piece_from_json(entry) for entry in content.get("copies", ())),
+            written_as=content.get("written_as", NATIVE),
+        )
         _check_types(found)
     except (KeyError, TypeError, ValueError) as error:
         raise Damage(name, f"{path} has an entry that cannot be ({str(error)[:200]})", RULE) from error
@@ -191,7 +247,9 @@ def _check_types(found: Manifest) -> None:
     """Raises ValueError: what is said of the whole is of another type than this toolkit writes, or a piece is in no file."""
     _counts([found.step, found.ranks])
     objects = (found.scalars, found.software)
-    if not all(isinstance(text, str) for text in (found.namespace, found.written_as)) or not all(isinstance(one, dict) for one in objects):
+    if not all(isinstance(text, str) for text in (found.namespace, found.written_as)) or not all(
+        isinstance(one, dict) for one in objects
+    ):
         raise ValueError("namespace, written_as, scalars or software are of another type")
     wrong = wrong_scalar(found.scalars)
     if wrong is not None:
@@ -200,19 +258,28 @@ def _check_types(found: Manifest) -> None:
     for piece in (*found.pieces, *found.copies):
         if piece.end > ends.get(piece.file, -1):
             size = ends.get(piece.file, "no bytes")
-            raise ValueError(f"{piece.key} in bytes {piece.begin}..{piece.end} of {piece.file}, which has {size}")
+            raise ValueError(
+                f"{piece.key} in bytes {piece.begin}..{piece.end} of {piece.file}, which has {size}"
+            )
 
 
 def check_together(found: Manifest, name: str) -> None:
     """Raises Damage: its entries are not each tensor exactly once, a copy is of no tensor, or its steps disagree."""
     tensors = found.by_tensor()
     wrong = uncovered(tensors)
-    wrong += [f"{copy.key} has a copy of shape {copy.global_shape}" for copy in found.copies
-              if copy.key not in tensors or tensors[copy.key][0].global_shape != copy.global_shape]
+    wrong += [
+        f"{copy.key} has a copy of shape {copy.global_shape}"
+        for copy in found.copies
+        if copy.key not in tensors or tensors[copy.key][0].global_shape != copy.global_shape
+    ]
     if found.scalars.get(STEP, found.step) != found.step:
         wrong.append(f"the checkpoint is of step {found.step}, its scalars are of step {found.scalars[STEP]}")
     if wrong:
-        raise Damage(name, f"{name} does not add up: {'; '.join(wrong[:MOST_PROBLEMS])}", "a manifest has each element of each tensor once")
+        raise Damage(
+            name,
+            f"{name} does not add up: {'; '.join(wrong[:MOST_PROBLEMS])}",
+            "a manifest has each element of each tensor once",
+        )
 
 
 def check_files(folder: Path, files: Sequence[FileRecord]) -> None:
@@ -223,4 +290,8 @@ def check_files(folder: Path, files: Sequence[FileRecord]) -> None:
             raise Damage(record.file, f"{path} is missing", "every file that the manifest names is there")
         size = path.stat().st_size
         if size != record.bytes:
-            raise Damage(record.file, f"{path} has {size} of {record.bytes} bytes", "every file is as long as it was written")
+            raise Damage(
+                record.file,
+                f"{path} has {size} of {record.bytes} bytes",
+                "every file is as long as it was written",
+            )

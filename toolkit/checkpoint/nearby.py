@@ -19,10 +19,15 @@ class ModelUnknown(InputError):
 
 
 def model_unknown(folder: Path) -> ModelUnknown:
-    return ModelUnknown(Problem(
-        "model", f"{folder} does not say what model it is of", "names and shapes of its tensors are those of a model that is known",
-        "give the model: model=llama model.hidden_size=... with all of its sizes, or model=pretrained model.pretrained=FOLDER with its "
-        "config.json"))
+    return ModelUnknown(
+        Problem(
+            "model",
+            f"{folder} does not say what model it is of",
+            "names and shapes of its tensors are those of a model that is known",
+            "give the model: model=llama model.hidden_size=... with all of its sizes, or model=pretrained model.pretrained=FOLDER with its "
+            "config.json",
+        )
+    )
 
 
 def model_near(folder: Path) -> ModelShape | None:

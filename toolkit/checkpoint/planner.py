@@ -22,7 +22,9 @@ from toolkit.errors import CheckpointError, Problem
 # A replicated box below this size is written by one holder: splitting it would cost more pieces than it saves time.
 SPLIT_BYTES = 4 * 2**20
 MOST_PROBLEMS = 8  # shown of one kind
-KEPT_INDEXES = 32  # of tensors, which are read one after the other, by a few threads; of 1,024 ranks one takes 0.3 MB
+KEPT_INDEXES = (
+    32  # of tensors, which are read one after the other, by a few threads; of 1,024 ranks one takes 0.3 MB
+)
 
 
 # ---- writing
@@ -61,18 +63,33 @@ def uncovered(pieces: Mapping[TensorKey, Sequence[Piece]]) -> list[str]:
     wrong = []
     for key, of_key in pieces.items():
         first = of_key[0]
-        differing = next((piece for piece in of_key if (piece.dtype, piece.global_shape) != (first.dtype, first.global_shape)), None)
+        differing = next(
+            (
+                piece
+                for piece in of_key
+                if (piece.dtype, piece.global_shape) != (first.dtype, first.global_shape)
+            ),
+            None,
+        )
         if differing is not None:
-            wrong.append(f"{key} is {first.dtype} {first.global_shape} in {first.file} and {differing.dtype} "
-                         f"{differing.global_shape} in {differing.file}")
+            wrong.append(
+                f"{key} is {first.dtype} {first.global_shape} in {first.file} and {differing.dtype} "
+                f"{differing.global_shape} in {differing.file}"
+            )
             continue
-        if any(o < 0 or o + s > size for p in of_key for o, s, size in zip(p.box.offset, p.box.shape, p.global_shape, strict=True)):
+        if any(
+            o < 0 or o + s > size
+            for p in of_key
+            for o, s, size in zip(p.box.offset, p.box.shape, p.global_shape, strict=True)
+        ):
             wrong.append(f"{key} has a piece outside its shape {first.global_shape}")
             continue
         covered, whole = sum(piece.box.numel for piece in of_key), math.prod(first.global_shape)
         meeting = _meeting(of_key)
         if meeting is not None:
-            wrong.append(f"{key}: {meeting[0].file} and {meeting[1].file} both hold {meeting[0].box.intersect(meeting[1].box)}")
+            wrong.append(
+                f"{key}: {meeting[0].file} and {meeting[1].file} both hold {meeting[0].box.intersect(meeting[1].box)}"
+            )
         elif covered != whole:
             wrong.append(f"{key}: {covered} of {whole} elements are there")
     return wrong
@@ -80,7 +97,9 @@ def uncovered(pieces: Mapping[TensorKey, Sequence[Piece]]) -> list[str]:
 
 def _meeting(pieces: Sequence[Piece]) -> tuple[Piece, Piece] | None:
     """Two pieces that share an element. Only pieces whose flat spans overlap are compared."""
-    spans = sorted(((*flat_span(p.global_shape, p.box), p) for p in pieces if p.box.numel), key=lambda span: span[:2])
+    spans = sorted(
+        ((*flat_span(p.global_shape, p.box), p) for p in pieces if p.box.numel), key=lambda span: span[:2]
+    )
     open_spans: list[tuple[int, Piece]] = []
     for first, end, piece in spans:
         open_spans = [(other_end, other) for other_end, other in open_spans if other_end > first]
@@ -170,7 +189,9 @@ class ReadPlanner:
                     pieces[place] = piece
                     targets.setdefault(place, []).append(Target(shard, overlap))
                     found += overlap.numel
-            assert found == shard.box.numel, f"{key}: {found} of {shard.box.numel} elements found in a catalog that covers its tensors"
+            assert found == shard.box.numel, (
+                f"{key}: {found} of {shard.box.numel} elements found in a catalog that covers its tensors"
+            )
         return [PieceRead(pieces[place], tuple(targets[place])) for place in sorted(targets)]
 
     def _make_index(self, key: TensorKey) -> SpanIndex[Piece]:
@@ -179,7 +200,9 @@ class ReadPlanner:
 
 def span_index(pieces: Iterable[Piece]) -> SpanIndex[Piece]:
     """Pieces of one tensor, to be found by flat ranges that may meet them."""
-    return SpanIndex((*flat_span(piece.global_shape, piece.box), piece) for piece in pieces if piece.box.numel)
+    return SpanIndex(
+        (*flat_span(piece.global_shape, piece.box), piece) for piece in pieces if piece.box.numel
+    )
 
 
 def check(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tuple[int, ...]]]) -> None:
@@ -197,13 +220,18 @@ def check(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tuple[int, ..
             absent[asked] = None
         elif DTYPES[tensors[key].dtype].is_float != DTYPES[dtype].is_float:
             shapes[asked] = Problem(
-                "resume", f"{asked} is {tensors[key].dtype} in {folder} and {dtype} in the model that is asked for",
+                "resume",
+                f"{asked} is {tensors[key].dtype} in {folder} and {dtype} in the model that is asked for",
                 "integers are not read into floating-point tensors, nor these into integers",
-                "take another checkpoint, or start without it")
+                "take another checkpoint, or start without it",
+            )
         elif tensors[key].shape != global_shape:
             shapes[asked] = Problem(
-                "resume", f"{asked} has shape {tensors[key].shape} in {folder} and {global_shape} in the model that is asked for",
-                "a checkpoint has the shapes of the model that it is of", "give the model the checkpoint's sizes, or start without it")
+                "resume",
+                f"{asked} has shape {tensors[key].shape} in {folder} and {global_shape} in the model that is asked for",
+                "a checkpoint has the shapes of the model that it is of",
+                "give the model the checkpoint's sizes, or start without it",
+            )
     problems = list(shapes.values())[:MOST_PROBLEMS]
     for state in dict.fromkeys(key.state for key in absent):
         problems.append(_absence(state, [key.name for key in absent if key.state == state], catalog))
@@ -215,11 +243,18 @@ def _absence(state: str, names: list[str], catalog: Catalog) -> Problem:
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     states = sorted({key.state for key in catalog.tensors})
     if state in states or state in (WEIGHT, MASTER):
-        return Problem("resume", f"{catalog.folder} holds no {state} of {listed}", "a checkpoint has every tensor of the model",
-                       "describe the model that the checkpoint was made of, or start without it")
-    return Problem("resume", f"{catalog.folder} holds no {state} of {listed} (its states: {', '.join(states)})",
-                   "an optimizer continues from its own state",
-                   "use the optimizer that saved it, or take over the weights only: model.pretrained=PATH of an exported folder")
+        return Problem(
+            "resume",
+            f"{catalog.folder} holds no {state} of {listed}",
+            "a checkpoint has every tensor of the model",
+            "describe the model that the checkpoint was made of, or start without it",
+        )
+    return Problem(
+        "resume",
+        f"{catalog.folder} holds no {state} of {listed} (its states: {', '.join(states)})",
+        "an optimizer continues from its own state",
+        "use the optimizer that saved it, or take over the weights only: model.pretrained=PATH of an exported folder",
+    )
 
 
 def _dtype(shard: Shard) -> str:

@@ -19,7 +19,14 @@ from toolkit.errors import CheckpointError
 class CatalogReader:
     """Implements ``Reader``. ``step`` is None where the source is not of a step (published weights)."""
 
-    def __init__(self, catalog: Catalog, *, namespace: str, step: int | None, refuse: Callable[[Path, Damage], CheckpointError]) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        namespace: str,
+        step: int | None,
+        refuse: Callable[[Path, Damage], CheckpointError],
+    ) -> None:
         self.path, self.namespace, self.step = catalog.folder, namespace, step
         self._catalog, self._refuse = catalog, refuse
         self._planner, self._checked = ReadPlanner(catalog), Checked()
@@ -42,8 +49,14 @@ class CatalogReader:
             raise self._refuse(self.path, damage) from damage
 
 
-def windows(reader: Reader, key: TensorKey, global_shape: tuple[int, ...], box: Box, dtype: str,
-            window_bytes: int = 4 * BLOCK_BYTES) -> Iterator[np.ndarray]:
+def windows(
+    reader: Reader,
+    key: TensorKey,
+    global_shape: tuple[int, ...],
+    box: Box,
+    dtype: str,
+    window_bytes: int = 4 * BLOCK_BYTES,
+) -> Iterator[np.ndarray]:
     """The elements of ``box`` in row-major order, cast to ``dtype``: flat arrays one after the other, in the same memory."""
     step = window_bytes // DTYPES[dtype].itemsize
     room: Any = np.empty(min(step, box.numel), numpy_dtype(dtype))
@@ -51,7 +64,14 @@ def windows(reader: Reader, key: TensorKey, global_shape: tuple[int, ...], box: 
         stop = min(start + step, box.numel)
         shards, at = [], 0
         for inner in flat_boxes(box.shape, start, stop):
-            shards.append(Shard(key, global_shape, shifted(inner, box.offset), room[at : at + inner.numel].reshape(inner.shape)))
+            shards.append(
+                Shard(
+                    key,
+                    global_shape,
+                    shifted(inner, box.offset),
+                    room[at : at + inner.numel].reshape(inner.shape),
+                )
+            )
             at += inner.numel
         reader.read(shards)
         yield room[: stop - start]

@@ -26,8 +26,13 @@ def wrong_scalar(scalars: Mapping[str, object]) -> str | None:
     if LOSS_SCALER in scalars and not (isinstance(scaler, Mapping) and all(map(_is_number, scaler.values()))):
         return LOSS_SCALER
     optim = scalars.get(OPTIM)
-    if OPTIM in scalars and not (isinstance(optim, Mapping) and all(
-            _is_number(value) or (isinstance(value, list) and all(map(_is_number, value))) for value in optim.values())):
+    if OPTIM in scalars and not (
+        isinstance(optim, Mapping)
+        and all(
+            _is_number(value) or (isinstance(value, list) and all(map(_is_number, value)))
+            for value in optim.values()
+        )
+    ):
         return OPTIM
     return None
 

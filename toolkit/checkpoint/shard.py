@@ -49,7 +49,10 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """What both hold, in global coordinates; None if nothing."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        high = (min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
+        high = (
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
         shape = tuple(h - o for h, o in zip(high, low, strict=True))
         return Box(low, shape) if all(size > 0 for size in shape) else None
 
@@ -110,7 +113,9 @@ class Shard:
     mirror: bool = False
 
     def __post_init__(self) -> None:
-        assert tuple(self.data.shape) == self.box.shape, f"{self.key}: data {tuple(self.data.shape)}, box {self.box.shape}"
+        assert tuple(self.data.shape) == self.box.shape, (
+            f"{self.key}: data {tuple(self.data.shape)}, box {self.box.shape}"
+        )
         assert 0 <= self.replica < self.replicas, f"{self.key}: replica {self.replica} of {self.replicas}"
 
 

@@ -24,7 +24,11 @@ from toolkit.families.recorded import shape_of
 from toolkit.paths import MOST_PATH_BYTES, UnsafePath, check_links, inside
 
 MODEL = "model"  # among the scalars: the model's sizes, so that a checkpoint says what it is of
-TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")  # of the vendors: the name of the newest
+TRACKERS = (
+    "latest",
+    "latest_universal",
+    "latest_checkpointed_iteration.txt",
+)  # of the vendors: the name of the newest
 # In the order in which they are tried: what is surest to be known by its files comes first.
 FORMATS = ("native", "deepspeed", "universal", "megatron", "dcp", "huggingface")
 
@@ -87,7 +91,9 @@ def locate(path: Path) -> tuple[str | None, Path]:
     Raises:
         CheckpointError: there is none.
     """
-    path = directory.checkpoint_at(path) or path  # where a run left word of what it went back to: whatever format that is
+    path = (
+        directory.checkpoint_at(path) or path
+    )  # where a run left word of what it went back to: whatever format that is
     if (path / manifest.BESIDE).is_file() and not _outlived(path):
         return None, path
     for name in FORMATS:
@@ -98,12 +104,19 @@ def locate(path: Path) -> tuple[str | None, Path]:
         except (OSError, ValueError) as error:
             seen = f"{path} points to a checkpoint by a name that no folder can have ({type(error).__name__}: {str(error)[:200]})"
             rule = f"a tracker file ({', '.join(TRACKERS)}) names a folder beside it"
-            raise CheckpointError(Problem(str(path), seen, rule, "correct the tracker file, or name the folder")) from error
+            raise CheckpointError(
+                Problem(str(path), seen, rule, "correct the tracker file, or name the folder")
+            ) from error
         if folder is not None:
             return name, folder
-    raise CheckpointError(Problem(
-        str(path), f"{path} {'holds no checkpoint' if path.is_dir() else 'is not there'}",
-        f"a checkpoint is a folder in one of the formats {', '.join(FORMATS)}, or a run's directory that has one", "correct the path"))
+    raise CheckpointError(
+        Problem(
+            str(path),
+            f"{path} {'holds no checkpoint' if path.is_dir() else 'is not there'}",
+            f"a checkpoint is a folder in one of the formats {', '.join(FORMATS)}, or a run's directory that has one",
+            "correct the path",
+        )
+    )
 
 
 def _outlived(path: Path) -> bool:
@@ -114,7 +127,10 @@ def _outlived(path: Path) -> bool:
     except Damage:
         return False  # refused by name when it is opened
     trackers = (record for record in records if record.file in TRACKERS and (path / record.file).is_file())
-    return any(xxhash.xxh3_128_hexdigest((path / record.file).read_bytes()) != record.header_hash for record in trackers)
+    return any(
+        xxhash.xxh3_128_hexdigest((path / record.file).read_bytes()) != record.header_hash
+        for record in trackers
+    )
 
 
 def open_source(path: str | Path, model: ModelShape | None = None) -> Source:
@@ -143,9 +159,19 @@ def _open(module: FormatModule, folder: Path, model: ModelShape | None) -> Sourc
         return module.open_source(folder, model)
     except UserError:
         raise
-    except (AssertionError, AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
+    except (
+        AssertionError,
+        AttributeError,
+        LookupError,
+        OSError,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as error:
         seen = f"{folder} is not built as its format has it ({type(error).__name__}: {str(error)[:200]})"
-        raise vendors_refusal(folder, Damage("", seen, "metadata name what is there, in the format's own types")) from error
+        raise vendors_refusal(
+            folder, Damage("", seen, "metadata name what is there, in the format's own types")
+        ) from error
 
 
 def _module(name: str) -> FormatModule:
@@ -163,8 +189,14 @@ def named_in(path: Path, tracker: str, folder_of: Callable[[str], str] = str) ->
     try:
         return inside(path, folder_of(name))
     except UnsafePath as error:
-        raise CheckpointError(Problem(str(path / tracker), f"{path / tracker}: {error}", f"{tracker} names a folder beside it",
-                                      "name the checkpoint's own folder instead of the one above it")) from error
+        raise CheckpointError(
+            Problem(
+                str(path / tracker),
+                f"{path / tracker}: {error}",
+                f"{tracker} names a folder beside it",
+                "name the checkpoint's own folder instead of the one above it",
+            )
+        ) from error
 
 
 def check_whole_inside(folder: Path) -> None:
@@ -172,8 +204,14 @@ def check_whole_inside(folder: Path) -> None:
     try:
         check_links(folder)
     except UnsafePath as error:
-        raise CheckpointError(Problem(str(folder), f"{folder}: {error}", "the files of a checkpoint lie in its folder",
-                                      "put the file itself there in place of the link")) from error
+        raise CheckpointError(
+            Problem(
+                str(folder),
+                f"{folder}: {error}",
+                "the files of a checkpoint lie in its folder",
+                "put the file itself there in place of the link",
+            )
+        ) from error
 
 
 def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
@@ -193,10 +231,24 @@ def of_manifest(folder: Path, found: manifest.Manifest, model: ModelShape | None
     said = shape_of(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
     shape = model or said or nearby.model_near(folder)
     facts = {"written by": ", ".join(f"{package} {version}" for package, version in found.software.items())}
-    return Source(format=found.written_as, catalog=found.catalog(folder), namespace=found.namespace, step=found.step, shape=shape,
-                  facts=facts, refuse=directory.refusal)
+    return Source(
+        format=found.written_as,
+        catalog=found.catalog(folder),
+        namespace=found.namespace,
+        step=found.step,
+        shape=shape,
+        facts=facts,
+        refuse=directory.refusal,
+    )
 
 
 def vendors_refusal(folder: Path, damage: Damage) -> CheckpointError:
     """For checkpoints of others, which have no hashes and no neighbour that is known to be whole."""
-    return CheckpointError(Problem(str(folder / damage.file), damage.seen, damage.rule, "take another checkpoint, or copy this one again"))
+    return CheckpointError(
+        Problem(
+            str(folder / damage.file),
+            damage.seen,
+            damage.rule,
+            "take another checkpoint, or copy this one again",
+        )
+    )

@@ -10,7 +10,11 @@ from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source
 from toolkit.config.schema import Precision
 
-DTYPES: Mapping[Precision, str] = {Precision.fp32: "float32", Precision.bf16: "bfloat16", Precision.fp16: "float16"}
+DTYPES: Mapping[Precision, str] = {
+    Precision.fp32: "float32",
+    Precision.bf16: "bfloat16",
+    Precision.fp16: "float16",
+}
 
 
 def weights_dtype(source: Source, precision: Precision | None) -> str:
@@ -19,10 +23,16 @@ def weights_dtype(source: Source, precision: Precision | None) -> str:
     if precision is not None:
         return DTYPES[precision]
     found = [info.dtype for key, info in source.catalog.tensors.items() if key.state == WEIGHT]
-    return max(sorted(set(found)), key=found.count) if found else str(source.catalog.scalars.get(WEIGHTS_DTYPE, "float32"))
+    return (
+        max(sorted(set(found)), key=found.count)
+        if found
+        else str(source.catalog.scalars.get(WEIGHTS_DTYPE, "float32"))
+    )
 
 
-def tensors_of(source: Source, precision: Precision | None, *, optimizer: bool, uniform: bool = True) -> dict[TensorKey, TensorInfo]:
+def tensors_of(
+    source: Source, precision: Precision | None, *, optimizer: bool, uniform: bool = True
+) -> dict[TensorKey, TensorInfo]:
     """The tensors of a target that has all the parameters of ``source``, by state and in the source's order of names.
 
     Args:
@@ -38,7 +48,10 @@ def tensors_of(source: Source, precision: Precision | None, *, optimizer: bool, 
         kept = not catalog.DTYPES[stored].is_float or (precision is None and not uniform)
         return stored if kept else dtype
 
-    found = {key: TensorInfo(of_weight(key), shape) for key, shape in ((TensorKey(WEIGHT, name), shape) for name, shape in shapes.items())}
+    found = {
+        key: TensorInfo(of_weight(key), shape)
+        for key, shape in ((TensorKey(WEIGHT, name), shape) for name, shape in shapes.items())
+    }
     if not optimizer:
         return found
     states = list(dict.fromkeys(key.state for key in there if key.state not in (WEIGHT, MASTER)))

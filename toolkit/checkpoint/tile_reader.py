@@ -50,7 +50,9 @@ class TileReader:
         """The same, of one piece (which may be a copy) that holds all of ``box``."""
         values = self._room(piece.dtype, box)
         shard = Shard(piece.key, piece.global_shape, box, values)
-        read_piece(PieceRead(replace(piece, hashes=()), (Target(shard, box),)), self._files, self._rooms.block)
+        read_piece(
+            PieceRead(replace(piece, hashes=()), (Target(shard, box),)), self._files, self._rooms.block
+        )
         return values
 
     def _room(self, dtype: str, box: Box) -> Any:

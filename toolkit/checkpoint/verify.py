@@ -47,8 +47,13 @@ class Finding:
         return f"{self.where}: {self.what}"
 
 
-def verify(path: str | Path, model: ModelShape | None = None, *, workers: int = WORKERS,
-           advance: Callable[[int, int], None] = lambda done, total: None) -> list[Finding]:
+def verify(
+    path: str | Path,
+    model: ModelShape | None = None,
+    *,
+    workers: int = WORKERS,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Finding]:
     """Everything that is wrong with a checkpoint; empty if it is sound.
 
     Args:
@@ -96,8 +101,9 @@ def _check_headers(folder: Path, found: Manifest) -> Iterator[Finding]:
                 yield Finding(record.file, "its header differs from what was written")
 
 
-def verify_source(source: Source, *, workers: int = WORKERS,
-                  advance: Callable[[int, int], None] = lambda done, total: None) -> list[Finding]:
+def verify_source(
+    source: Source, *, workers: int = WORKERS, advance: Callable[[int, int], None] = lambda done, total: None
+) -> list[Finding]:
     """``verify`` of what is open: its tensors, parameter after parameter, and its steps."""
     catalog = source.catalog
     by_name: dict[str, list[TensorKey]] = {}
@@ -110,7 +116,10 @@ def verify_source(source: Source, *, workers: int = WORKERS,
         return [Finding(damage.file, damage.seen)]
     with Files(catalog.folder) as files:
         work = _Parameters(source, files, ByteProgress(advance, total))
-        return [*_steps(source), *(finding for found in each(work.look_at, by_name.values(), workers) for finding in found)]
+        return [
+            *_steps(source),
+            *(finding for found in each(work.look_at, by_name.values(), workers) for finding in found),
+        ]
 
 
 def _steps(source: Source) -> Iterator[Finding]:
@@ -121,10 +130,16 @@ def _steps(source: Source) -> Iterator[Finding]:
         said["its folder's name is"] = checkpoint_folder.step_of(source.folder)
     numbers = {who: step for who, step in said.items() if isinstance(step, int)}
     if len(set(numbers.values())) > 1:
-        yield Finding(str(source.folder), "steps disagree: " + ", ".join(f"{who} of step {step}" for who, step in numbers.items()))
+        yield Finding(
+            str(source.folder),
+            "steps disagree: " + ", ".join(f"{who} of step {step}" for who, step in numbers.items()),
+        )
     of_optimizer = scalars.get(OPTIMIZER_STEP)
     if isinstance(of_optimizer, int) and numbers and of_optimizer > max(numbers.values()):
-        yield Finding(str(source.folder), f"steps disagree: the optimizer counts {of_optimizer} of {max(numbers.values())}")
+        yield Finding(
+            str(source.folder),
+            f"steps disagree: the optimizer counts {of_optimizer} of {max(numbers.values())}",
+        )
 
 
 class _Parameters:
@@ -168,7 +183,9 @@ class _Parameters:
             yield Finding(str(key), "no file has any of it")
         for sentence in uncovered({key: pieces} if pieces else {}):
             yield Finding(str(key), sentence.removeprefix(str(key)).lstrip(": "))
-        buffer = bytearray(max((min(BLOCK_BYTES, piece.end - piece.begin) for piece in (*pieces, *copies)), default=0))
+        buffer = bytearray(
+            max((min(BLOCK_BYTES, piece.end - piece.begin) for piece in (*pieces, *copies)), default=0)
+        )
         for piece in (*pieces, *copies):
             try:
                 for block in check_piece(self._files, piece, buffer):
@@ -185,19 +202,32 @@ class _Parameters:
             if copy.dtype != info.dtype:
                 yield Finding(str(key), f"it is {info.dtype}, its copy in {copy.file} {copy.dtype}")
                 continue
-            count, file = self._differing(key, (
-                (box, bits(self._first.read(key, box)) != bits(self._second.read_from(copy, box)))
-                for box in boxes(copy.box, info.dtype, by_columns=copy.transposed)))
+            count, file = self._differing(
+                key,
+                (
+                    (box, bits(self._first.read(key, box)) != bits(self._second.read_from(copy, box)))
+                    for box in boxes(copy.box, info.dtype, by_columns=copy.transposed)
+                ),
+            )
             if count:
-                yield Finding(str(key), f"{count} of {copy.box.numel} values differ between {file} and {copy.file}")
+                yield Finding(
+                    str(key), f"{count} of {copy.box.numel} values differ between {file} and {copy.file}"
+                )
 
     def _master(self, master: TensorKey, weight: TensorKey) -> Iterator[Finding]:
         """Each weight is its master weight, cast."""
         of_master, info = self._catalog.tensors[master], self._catalog.tensors[weight]
-        whole, by_columns = Box.whole(info.shape), any(piece.transposed for piece in self._catalog.pieces[weight])
-        count, file = self._differing(weight, (
-            (box, not_cast(self._first.read(master, box), self._second.read(weight, box)))
-            for box in boxes(whole, info.dtype, of_master.dtype, by_columns=by_columns)))
+        whole, by_columns = (
+            Box.whole(info.shape),
+            any(piece.transposed for piece in self._catalog.pieces[weight]),
+        )
+        count, file = self._differing(
+            weight,
+            (
+                (box, not_cast(self._first.read(master, box), self._second.read(weight, box)))
+                for box in boxes(whole, info.dtype, of_master.dtype, by_columns=by_columns)
+            ),
+        )
         if count:
             seen = f"{count} of {whole.numel} values are not their master weights, cast to {info.dtype}"
             yield Finding(str(weight), f"{seen}; the first is in {file}")
@@ -209,8 +239,12 @@ class _Parameters:
             here = int(np.count_nonzero(differs))
             if here and not count:
                 place = np.unravel_index(int(np.argmax(differs)), box.shape) if box.shape else ()
-                one = Box(tuple(int(a) + b for a, b in zip(place, box.offset, strict=True)), (1,) * len(box.shape))
-                file = next(piece.file for piece in self._catalog.pieces[key] if piece.box.intersect(one) is not None)
+                one = Box(
+                    tuple(int(a) + b for a, b in zip(place, box.offset, strict=True)), (1,) * len(box.shape)
+                )
+                file = next(
+                    piece.file for piece in self._catalog.pieces[key] if piece.box.intersect(one) is not None
+                )
             count += here
         return count, file
 

@@ -38,7 +38,9 @@ class Launch:
     address: str = "127.0.0.1"
     port: int = 0
     agent_store: bool = False  # the launcher itself serves the store at address:port
-    restart: int = 0  # how often the launcher of this node has answered a failure of its ranks by another start
+    restart: int = (
+        0  # how often the launcher of this node has answered a failure of its ranks by another start
+    )
     restarts_left: int = 0
     elastic: bool = False  # torchrun restarts the ranks whenever a node joins (--nnodes=MIN:MAX)
     handover: Path | None = None
@@ -75,7 +77,9 @@ def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[L
         return Launch(), rest
     ranks, rank = _number(environ, "WORLD_SIZE"), _number(environ, "RANK")
     # torchrun says LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE.
-    per_node = next((_number(environ, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), ranks)
+    per_node = next(
+        (_number(environ, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), ranks
+    )
     if handover is not None:
         launcher = Launcher.PARENT
     elif "TORCHELASTIC_RUN_ID" in environ:
@@ -145,12 +149,19 @@ def check_startable(cluster: ClusterConfig, launch: Launch, machine: Machine | N
         if problems:
             raise ConfigError(*problems)
     if machine.gpus and cluster.gpus_per_node != 0 and not machine.torch_has_cuda:
-        raise ConfigError(Problem("cluster.gpus_per_node", f"{len(machine.gpus)} GPUs and a torch built without CUDA",
-                                  "training on GPUs needs a torch that was built for them",
-                                  "install a CUDA build of torch, or write cluster.gpus_per_node=0 to train on the CPU"))
+        raise ConfigError(
+            Problem(
+                "cluster.gpus_per_node",
+                f"{len(machine.gpus)} GPUs and a torch built without CUDA",
+                "training on GPUs needs a torch that was built for them",
+                "install a CUDA build of torch, or write cluster.gpus_per_node=0 to train on the CPU",
+            )
+        )
 
 
-def set_defaults(environ: MutableMapping[str, str], launch: Launch, world: World, machine: Machine, threads: int | None) -> None:
+def set_defaults(
+    environ: MutableMapping[str, str], launch: Launch, world: World, machine: Machine, threads: int | None
+) -> None:
     """Settings that libraries read when they are imported, so this comes before torch. What the user set stays.
 
     Args:
@@ -159,24 +170,40 @@ def set_defaults(environ: MutableMapping[str, str], launch: Launch, world: World
     set_thread_default(environ, world.ranks_per_node, machine.cores, threads)
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and a later fork would deadlock
     if world.device is Device.CPU:
-        environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling optimizer helpers takes up to 10 s and gains nothing
+        environ.setdefault(
+            "TORCHDYNAMO_DISABLE", "1"
+        )  # compiling optimizer helpers takes up to 10 s and gains nothing
         environ.setdefault("DS_ACCELERATOR", "cpu")
         if machine.gpus:
-            environ["CUDA_VISIBLE_DEVICES"] = ""  # cluster.gpus_per_node=0 was written: no library may take them
+            environ["CUDA_VISIBLE_DEVICES"] = (
+                ""  # cluster.gpus_per_node=0 was written: no library may take them
+            )
     elif "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # the older name, which PyTorch still reads
-        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that PyTorch remembers of each rank, for the report of a hang
+        environ.setdefault(
+            "TORCH_FR_BUFFER_SIZE", "2000"
+        )  # collectives that PyTorch remembers of each rank, for the report of a hang
     if world.nodes == 1:
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up the host's name, which need not resolve
+        environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # else gloo looks up the host's name, which need not resolve
     elif (interface := interface_to(launch.address)) is not None:
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Libraries that were written for launchers look for these, also where one process runs alone.
-    for name, value in (("RANK", launch.rank), ("LOCAL_RANK", launch.local_rank), ("WORLD_SIZE", world.ranks),
-                        ("LOCAL_WORLD_SIZE", world.ranks_per_node), ("LOCAL_SIZE", world.ranks_per_node),
-                        ("MASTER_ADDR", launch.address), ("MASTER_PORT", launch.port)):
+    for name, value in (
+        ("RANK", launch.rank),
+        ("LOCAL_RANK", launch.local_rank),
+        ("WORLD_SIZE", world.ranks),
+        ("LOCAL_WORLD_SIZE", world.ranks_per_node),
+        ("LOCAL_SIZE", world.ranks_per_node),
+        ("MASTER_ADDR", launch.address),
+        ("MASTER_PORT", launch.port),
+    ):
         environ.setdefault(name, str(value))
 
 
-def set_thread_default(environ: MutableMapping[str, str], ranks_per_node: int, cores: int, threads: int | None = None) -> None:
+def set_thread_default(
+    environ: MutableMapping[str, str], ranks_per_node: int, cores: int, threads: int | None = None
+) -> None:
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_per_node)))
@@ -194,17 +221,26 @@ def _check_launched(cluster: ClusterConfig, launch: Launch, machine: Machine) ->
     if on_gpus and kind is not None:
         written.append(("gpu", cluster.gpu, kind))
     problems = [
-        Problem(f"cluster.{name}", f"cluster.{name}={value}, but {started}" + (f" on {kind}" if name == "gpu" else ""),
-                "under a launcher, the world is what it started", f"leave out cluster.{name}, or start {value} with the launcher's options")
+        Problem(
+            f"cluster.{name}",
+            f"cluster.{name}={value}, but {started}" + (f" on {kind}" if name == "gpu" else ""),
+            "under a launcher, the world is what it started",
+            f"leave out cluster.{name}, or start {value} with the launcher's options",
+        )
         for name, value, real in written
         if value is not None and value != real and not (name == "gpu" and normalise(str(value)) == real)
     ]
     if cluster.gpus_per_node and not machine.gpus:
         problems.append(_no_gpus(cluster.gpus_per_node))
     elif on_gpus and launch.local_rank >= len(machine.gpus):
-        problems.append(Problem("cluster.gpus_per_node", f"{launch.ranks_per_node} ranks on a node with {len(machine.gpus)} visible GPUs",
-                                "each rank has a GPU of its own",
-                                f"start {len(machine.gpus)} ranks a node, or write cluster.gpus_per_node=0 to train on the CPU"))
+        problems.append(
+            Problem(
+                "cluster.gpus_per_node",
+                f"{launch.ranks_per_node} ranks on a node with {len(machine.gpus)} visible GPUs",
+                "each rank has a GPU of its own",
+                f"start {len(machine.gpus)} ranks a node, or write cluster.gpus_per_node=0 to train on the CPU",
+            )
+        )
     if problems:
         raise ConfigError(*problems)
 
@@ -213,22 +249,40 @@ def _differences(cluster: ClusterConfig, machine: Machine) -> list[Problem]:
     """How the described machines differ from this one."""
     problems = []
     if (cluster.nodes or 1) > 1:
-        problems.append(Problem("cluster.nodes", f"cluster.nodes={cluster.nodes}", "plain python starts ranks on this machine only",
-                                "start with torchrun or deepspeed on every node, or see what it would be with launch/plan.py"))
+        problems.append(
+            Problem(
+                "cluster.nodes",
+                f"cluster.nodes={cluster.nodes}",
+                "plain python starts ranks on this machine only",
+                "start with torchrun or deepspeed on every node, or see what it would be with launch/plan.py",
+            )
+        )
     if cluster.gpus_per_node and len(machine.gpus) < cluster.gpus_per_node:
         problems.append(_no_gpus(cluster.gpus_per_node, len(machine.gpus)))
     if cluster.gpu is not None:
         on_gpus = bool(machine.gpus) and cluster.gpus_per_node != 0
         here = _kind(machine) if on_gpus else None
-        if not on_gpus or (here is not None and normalise(cluster.gpu) != here):  # a GPU of unknown kind may be called anything
-            problems.append(Problem("cluster.gpu", f"cluster.gpu={cluster.gpu}", f"this machine has {here or 'no GPU in use'}",
-                                    "leave out cluster.gpu, or see what it would be with launch/plan.py"))
+        if not on_gpus or (
+            here is not None and normalise(cluster.gpu) != here
+        ):  # a GPU of unknown kind may be called anything
+            problems.append(
+                Problem(
+                    "cluster.gpu",
+                    f"cluster.gpu={cluster.gpu}",
+                    f"this machine has {here or 'no GPU in use'}",
+                    "leave out cluster.gpu, or see what it would be with launch/plan.py",
+                )
+            )
     return problems
 
 
 def _no_gpus(wanted: int, here: int = 0) -> Problem:
-    return Problem("cluster.gpus_per_node", f"cluster.gpus_per_node={wanted}", f"this process sees {here} GPUs",
-                   "leave out cluster.gpus_per_node, write 0 to train on the CPU, or see what it would be with launch/plan.py")
+    return Problem(
+        "cluster.gpus_per_node",
+        f"cluster.gpus_per_node={wanted}",
+        f"this process sees {here} GPUs",
+        "leave out cluster.gpus_per_node, write 0 to train on the CPU, or see what it would be with launch/plan.py",
+    )
 
 
 def _kind(machine: Machine) -> str | None:
@@ -268,9 +322,21 @@ def _agent_words() -> list[str]:
 def _text(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name)
     if not value:
-        present = ", ".join(sorted(key for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if environ.get(key)))
-        raise ConfigError(Problem(name, f"{present} without {name} in the environment", "a launcher sets all of torch's variables, or none",
-                                  f"start with deepspeed or torchrun; for plain python: unset {present.replace(',', '')}"))
+        present = ", ".join(
+            sorted(
+                key
+                for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+                if environ.get(key)
+            )
+        )
+        raise ConfigError(
+            Problem(
+                name,
+                f"{present} without {name} in the environment",
+                "a launcher sets all of torch's variables, or none",
+                f"start with deepspeed or torchrun; for plain python: unset {present.replace(',', '')}",
+            )
+        )
     return value
 
 
@@ -278,5 +344,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     value = _text(environ, name)
     if not value.isdigit():
         seen = f"{name}={value} in the environment"
-        raise ConfigError(Problem(name, seen, f"{name} is a whole number", "start with deepspeed or torchrun"))
+        raise ConfigError(
+            Problem(name, seen, f"{name} is a whole number", "start with deepspeed or torchrun")
+        )
     return int(value)

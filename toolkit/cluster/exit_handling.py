@@ -34,7 +34,9 @@ ECHO_SECONDS = 3.0  # how long another rank with a mistake waits for rank 0 to s
 def is_lost_rank(error: Exception) -> bool:
     """Whether gloo, NCCL or the store of ``torch.distributed`` say in their own way that a process is there no longer."""
     words = str(error)
-    return (type(error).__name__.startswith("Dist") or "/gloo/" in words) and any(sign in words for sign in SIGNS_OF_LOSS)
+    return (type(error).__name__.startswith("Dist") or "/gloo/" in words) and any(
+        sign in words for sign in SIGNS_OF_LOSS
+    )
 
 
 def exit_now(code: int) -> NoReturn:
@@ -72,7 +74,9 @@ class ExitHandler:
     def __enter__(self) -> ExitHandler:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         if error is not None and not isinstance(error, Exception):
             return False
         reason = self._stop()
@@ -110,7 +114,9 @@ class ExitHandler:
         """
         if self.launch.restarts_left == 0 or self.launch.local_rank != 0:
             return False
-        return self.code in (ExitCode.USER, ExitCode.DIVERGED) or (self.code is ExitCode.STOPPED and not self.launch.elastic)
+        return self.code in (ExitCode.USER, ExitCode.DIVERGED) or (
+            self.code is ExitCode.STOPPED and not self.launch.elastic
+        )
 
     def _next_start(self) -> str:
         """After a failure of a run, what becomes of it; nothing where our parent says it."""
@@ -145,7 +151,13 @@ class ExitHandler:
                 states[ExitCode.USER] = RunState.REFUSED
             if rank != 0 and reason is not None:
                 reason = f"{reason}\nrecorded by rank {rank}, because rank 0 ended without recording why"
-            self.directory.finish(states.get(self.code, RunState.FAILED), int(self.code), reason, attempt=self.attempt, anew=anew)
+            self.directory.finish(
+                states.get(self.code, RunState.FAILED),
+                int(self.code),
+                reason,
+                attempt=self.attempt,
+                anew=anew,
+            )
 
     def _has_trained(self) -> bool:
         """Whether training has begun in this attempt: a run that stops then, for whatever reason, has failed."""
@@ -159,7 +171,11 @@ class ExitHandler:
         if self.code is ExitCode.DONE:
             return False
         deadline = time.monotonic() + TAKE_OVER_SECONDS
-        while (status := self.directory.status()) is not None and status.attempt == self.attempt and status.state.live:
+        while (
+            (status := self.directory.status()) is not None
+            and status.attempt == self.attempt
+            and status.state.live
+        ):
             if self.directory.try_lock():
                 return True
             if time.monotonic() > deadline:
@@ -186,9 +202,13 @@ class ExitHandler:
             return
         words = str(error) if self.launch.rank == 0 else f"rank {self.launch.rank}: {error}"
         print(words, file=sys.stderr, flush=True)
-        if self.launch.launcher is Launcher.TORCHELASTIC and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        if self.launch.launcher is Launcher.TORCHELASTIC and (
+            file := os.environ.get("TORCHELASTIC_ERROR_FILE")
+        ):
             # torchrun prints thirty lines of its own after any failure; with this file they end with what was refused.
-            Path(file).write_text(json.dumps({"message": words, "timestamp": int(time.time())}), encoding="utf-8")
+            Path(file).write_text(
+                json.dumps({"message": words, "timestamp": int(time.time())}), encoding="utf-8"
+            )
 
     def _report(self, error: Exception) -> None:
         """Log the whole traceback; print it once over all ranks, by the rank that comes first, and of it the lines of the user's code if

@@ -12,7 +12,11 @@ import socket
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-HERE = ("127.0.0.1", "::1", "localhost")  # on every machine its own: who meets there is on one machine, whatever it calls its nodes
+HERE = (
+    "127.0.0.1",
+    "::1",
+    "localhost",
+)  # on every machine its own: who meets there is on one machine, whatever it calls its nodes
 
 
 def interface_to(address: str) -> str | None:
@@ -26,8 +30,11 @@ def interface_to(address: str) -> str | None:
         return None
     if not own.is_loopback or address in HERE:
         return next((name for name, addresses in _interfaces().items() if own in addresses), None)
-    others = [name for name, addresses in _interfaces(running=True).items()
-              if any(not one.is_loopback and not one.is_link_local for one in addresses)]
+    others = [
+        name
+        for name, addresses in _interfaces(running=True).items()
+        if any(not one.is_loopback and not one.is_link_local for one in addresses)
+    ]
     return others[0] if len(others) == 1 else None
 
 
@@ -47,8 +54,12 @@ def _interfaces(*, running: bool = False) -> dict[str, list[Address]]:
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
-    found = {name: [ipaddress.ip_address(one.address.partition("%")[0]) for one in addresses if one.family in families]
-             for name, addresses in psutil.net_if_addrs().items()}
+    found = {
+        name: [
+            ipaddress.ip_address(one.address.partition("%")[0]) for one in addresses if one.family in families
+        ]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
     if not running:
         return found
     states = psutil.net_if_stats()

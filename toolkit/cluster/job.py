@@ -122,9 +122,14 @@ def planned_world(cluster: ClusterConfig, machine: Machine | None = None) -> Wor
     if cluster.where is Where.local:
         return detect_world(cluster, Launch(), machine)
     if cluster.gpus_per_node is None:
-        raise ConfigError(Problem("cluster.gpus_per_node", f"cluster={cluster.where.value} without cluster.gpus_per_node",
-                                  "a job for other machines says how many GPUs each of them has",
-                                  "write cluster.gpus_per_node=8, or 0 to train on the CPU with cluster.cpu_ranks ranks a node"))
+        raise ConfigError(
+            Problem(
+                "cluster.gpus_per_node",
+                f"cluster={cluster.where.value} without cluster.gpus_per_node",
+                "a job for other machines says how many GPUs each of them has",
+                "write cluster.gpus_per_node=8, or 0 to train on the CPU with cluster.cpu_ranks ranks a node",
+            )
+        )
     per_node = cluster.gpus_per_node or cluster.cpu_ranks
     on_gpus = cluster.gpus_per_node > 0
     return World(
@@ -171,10 +176,23 @@ def make_job(plan: RunPlan, script: str | Path, *, name: str | None = None, here
     name = name or Path(run_dir).name
     for key, text in (("run.name", name), ("run.dir", run_dir)):
         if not text.isprintable():
-            raise ConfigError(Problem(key, f"{key}={text!r}", "names and folders of jobs are one line of printable characters",
-                                      f"write {key} without line ends, tabs and control characters"))
+            raise ConfigError(
+                Problem(
+                    key,
+                    f"{key}={text!r}",
+                    "names and folders of jobs are one line of printable characters",
+                    f"write {key} without line ends, tabs and control characters",
+                )
+            )
     config = replace(plan.config, run=replace(plan.config.run, dir=run_dir))
-    return Job(name=name, run_dir=run_dir, number=next_number(Path(run_dir)), config=config, world=plan.world, script=str(script))
+    return Job(
+        name=name,
+        run_dir=run_dir,
+        number=next_number(Path(run_dir)),
+        config=config,
+        world=plan.world,
+        script=str(script),
+    )
 
 
 def jobs_folder(run_dir: Path) -> Path:
@@ -184,7 +202,11 @@ def jobs_folder(run_dir: Path) -> Path:
 def numbers(run_dir: Path) -> list[int]:
     """The jobs of a run so far, in order."""
     folder = jobs_folder(run_dir)
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
+    return (
+        sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
+        if folder.is_dir()
+        else []
+    )
 
 
 def next_number(run_dir: Path) -> int:
@@ -215,9 +237,14 @@ def writable(run_dir: Path) -> Iterator[None]:
     except FileExistsError:
         raise
     except OSError as error:
-        raise InputError(Problem("run.dir", f"run.dir={run_dir}: {error.strerror}",
-                                 "a job's files are written below the run's directory, from where it is submitted",
-                                 "write run.dir=FOLDER, one that can be written here and that the nodes have too")) from None
+        raise InputError(
+            Problem(
+                "run.dir",
+                f"run.dir={run_dir}: {error.strerror}",
+                "a job's files are written below the run's directory, from where it is submitted",
+                "write run.dir=FOLDER, one that can be written here and that the nodes have too",
+            )
+        ) from None
 
 
 def write_files(job: Job, files: Mapping[str, str]) -> None:

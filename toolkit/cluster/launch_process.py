@@ -27,12 +27,21 @@ DATA_SECONDS = 3600.0  # that ranks wait for one of them to make the data
 class RunCallbacks:
     """What is done by parts of the toolkit that this one does not import: launch/train.py hands it in."""
 
-    make_data_ready: Callable[[RunPlan], str]  # the folder of the run's data, made and checked; once a machine
+    make_data_ready: Callable[
+        [RunPlan], str
+    ]  # the folder of the run's data, made and checked; once a machine
     train: Callable[[RunPlan, Launch, Start, StopRequest], ExitCode]  # within the process group
 
 
-def launch_process(launch: Launch, words: Sequence[str], exit_handler: ExitHandler, stop: StopRequest, work: RunCallbacks, *,
-                   script: str) -> ExitCode:
+def launch_process(
+    launch: Launch,
+    words: Sequence[str],
+    exit_handler: ExitHandler,
+    stop: StopRequest,
+    work: RunCallbacks,
+    *,
+    script: str,
+) -> ExitCode:
     """
     Args:
         script: what every rank runs, where this process starts them.
@@ -44,7 +53,9 @@ def launch_process(launch: Launch, words: Sequence[str], exit_handler: ExitHandl
     machine, meeting = this_machine(), Meeting(launch, words)
     if launch.ranks > 1:
         exit_handler.meeting = meeting
-        set_thread_default(os.environ, launch.ranks_per_node, machine.cores)  # before the meeting imports torch
+        set_thread_default(
+            os.environ, launch.ranks_per_node, machine.cores
+        )  # before the meeting imports torch
     with file_errors():
         start, plan, directory = _agree(launch, words, machine, meeting, exit_handler)
         start = _with_data(start, plan, launch, meeting, work)
@@ -61,14 +72,19 @@ def launch_process(launch: Launch, words: Sequence[str], exit_handler: ExitHandl
         return work.train(plan, launch, start, stop)
 
 
-def _agree(launch: Launch, words: Sequence[str], machine: Machine, meeting: Meeting, exit_handler: ExitHandler) -> tuple[Start, RunPlan,
-                                                                                                                         RunDirectory]:
+def _agree(
+    launch: Launch, words: Sequence[str], machine: Machine, meeting: Meeting, exit_handler: ExitHandler
+) -> tuple[Start, RunPlan, RunDirectory]:
     """The start, which rank 0 composes and the others are told, or which our parent has handed over."""
     composes = launch.rank == 0 and launch.handover is None
     if composes:
         start, plan, directory = begin(words, launch, machine)
     else:
-        start = Start.read(launch.handover) if launch.handover is not None else Start.from_json(*meeting.receive("start"))
+        start = (
+            Start.read(launch.handover)
+            if launch.handover is not None
+            else Start.from_json(*meeting.receive("start"))
+        )
         plan = start.plan()
         directory = RunDirectory(plan.run_dir)
     exit_handler.directory, exit_handler.attempt = directory, start.attempt

@@ -68,7 +68,11 @@ def _gpus() -> list[Gpu]:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return [
-            Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total, pynvml.nvmlDeviceGetUUID(handle))
+            Gpu(
+                pynvml.nvmlDeviceGetName(handle),
+                pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+                pynvml.nvmlDeviceGetUUID(handle),
+            )
             for handle in handles
         ]
     finally:

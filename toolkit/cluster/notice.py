@@ -33,10 +33,21 @@ ANSWER_SECONDS = 10.0
 GCE_SECONDS = 30.0
 LEAST_SECONDS = 5.0  # also where the moment that was told is over: the machine still runs
 TOKEN_SECONDS = 21600
-BASES = {Notice.gce: "http://metadata.google.internal", Notice.aws: "http://169.254.169.254", Notice.azure: "http://169.254.169.254"}
-LEAVES = ("Preempt", "Terminate", "Reboot", "Redeploy")  # of Azure's events, those after which nothing runs here
+BASES = {
+    Notice.gce: "http://metadata.google.internal",
+    Notice.aws: "http://169.254.169.254",
+    Notice.azure: "http://169.254.169.254",
+}
+LEAVES = (
+    "Preempt",
+    "Terminate",
+    "Reboot",
+    "Redeploy",
+)  # of Azure's events, those after which nothing runs here
 
-Get = Callable[[str, str, Mapping[str, str]], str | None]  # (method, path, headers) -> the answer's text; None: 404
+Get = Callable[
+    [str, str, Mapping[str, str]], str | None
+]  # (method, path, headers) -> the answer's text; None: 404
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +60,11 @@ class Taken:
 
 def gce(get: Get, now: float) -> Taken | None:
     preempted = get("GET", "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
-    return Taken("Google Cloud preempts this machine", GCE_SECONDS) if preempted is not None and preempted.strip() == "TRUE" else None
+    return (
+        Taken("Google Cloud preempts this machine", GCE_SECONDS)
+        if preempted is not None and preempted.strip() == "TRUE"
+        else None
+    )
 
 
 def aws(get: Get, now: float) -> Taken | None:
@@ -59,21 +74,35 @@ def aws(get: Get, now: float) -> Taken | None:
         return None
     told = json.loads(text)
     at = datetime.fromisoformat(told["time"].replace("Z", "+00:00"))
-    return Taken(f"AWS will {told['action']} this machine at {told['time']}", max(LEAST_SECONDS, at.timestamp() - now))
+    return Taken(
+        f"AWS will {told['action']} this machine at {told['time']}", max(LEAST_SECONDS, at.timestamp() - now)
+    )
 
 
 def azure(get: Get, now: float) -> Taken | None:
-    own = get("GET", "/metadata/instance/compute/name?api-version=2021-02-01&format=text", {"Metadata": "true"})
+    own = get(
+        "GET", "/metadata/instance/compute/name?api-version=2021-02-01&format=text", {"Metadata": "true"}
+    )
     text = get("GET", "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
     for event in json.loads(text or "{}").get("Events", ()):
         if event["EventType"] in LEAVES and own in event["Resources"]:
             # A moment that has come already is an empty text.
-            at = parsedate_to_datetime(event["NotBefore"]).replace(tzinfo=UTC).timestamp() if event.get("NotBefore") else now
-            return Taken(f"Azure announces {event['EventType']} for this machine", max(LEAST_SECONDS, at - now))
+            at = (
+                parsedate_to_datetime(event["NotBefore"]).replace(tzinfo=UTC).timestamp()
+                if event.get("NotBefore")
+                else now
+            )
+            return Taken(
+                f"Azure announces {event['EventType']} for this machine", max(LEAST_SECONDS, at - now)
+            )
     return None
 
 
-CLOUDS: Mapping[Notice, Callable[[Get, float], Taken | None]] = {Notice.gce: gce, Notice.aws: aws, Notice.azure: azure}
+CLOUDS: Mapping[Notice, Callable[[Get, float], Taken | None]] = {
+    Notice.gce: gce,
+    Notice.aws: aws,
+    Notice.azure: azure,
+}
 
 
 def server(base: str) -> Get:
@@ -85,7 +114,10 @@ def server(base: str) -> Get:
 
     def get(method: str, path: str, headers: Mapping[str, str]) -> str | None:
         try:
-            with opener.open(urllib.request.Request(base + path, headers=dict(headers), method=method), timeout=ANSWER_SECONDS) as answer:
+            with opener.open(
+                urllib.request.Request(base + path, headers=dict(headers), method=method),
+                timeout=ANSWER_SECONDS,
+            ) as answer:
                 return answer.read().decode("utf-8", errors="replace")
         except urllib.error.HTTPError as error:
             if error.code == 404:
@@ -95,7 +127,9 @@ def server(base: str) -> Get:
     return get
 
 
-def watch(cloud: Notice, request: Callable[[str, float], object], poll_seconds: float = POLL_SECONDS) -> threading.Event:
+def watch(
+    cloud: Notice, request: Callable[[str, float], object], poll_seconds: float = POLL_SECONDS
+) -> threading.Event:
     """From now on and in a thread: a notice is a request to stop. Nothing is asked where ``cloud`` is none.
 
     Args:
@@ -117,11 +151,18 @@ def watch(cloud: Notice, request: Callable[[str, float], object], poll_seconds: 
                 silent = False
             except Exception as error:  # noqa: BLE001  no answer, or one of another form: told, and asking goes on
                 if not silent:
-                    print(f"no notice can be had of {cloud.value} (cluster.notice): {type(error).__name__}: {error}; asking goes on",
-                          file=sys.stderr, flush=True)
+                    print(
+                        f"no notice can be had of {cloud.value} (cluster.notice): {type(error).__name__}: {error}; asking goes on",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 silent, found = True, None
             if found is not None:
-                print(f"{found.words}: {found.seconds:.0f} s are left, and the run stops", file=sys.stderr, flush=True)
+                print(
+                    f"{found.words}: {found.seconds:.0f} s are left, and the run stops",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 request(found.words, found.seconds)
                 return
 

@@ -18,7 +18,11 @@ def oom_kills(root: Path = Path("/")) -> dict[str, int]:
             lines = path.read_text(encoding="ascii", errors="replace").splitlines()
         except OSError:
             continue
-        counts = [words[1] for words in map(str.split, lines) if len(words) == 2 and words[0] == "oom_kill" and words[1].isdigit()]
+        counts = [
+            words[1]
+            for words in map(str.split, lines)
+            if len(words) == 2 and words[0] == "oom_kill" and words[1].isdigit()
+        ]
         if counts:
             found[str(path)] = int(counts[0])
     return found

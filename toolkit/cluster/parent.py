@@ -29,8 +29,14 @@ def watches(launch: Launch, world: World, cluster: ClusterConfig) -> bool:
     return launch.launcher is Launcher.NONE and (world.ranks > 1 or cluster.restarts > 0)
 
 
-def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRequest, exit_handler: ExitHandler,
-                cluster: ClusterConfig) -> ExitCode:
+def start_ranks(
+    script: str,
+    start: Start,
+    directory: RunDirectory,
+    stop: StopRequest,
+    exit_handler: ExitHandler,
+    cluster: ClusterConfig,
+) -> ExitCode:
     """See the start to its end, over as many attempts as it takes and ``cluster.restarts`` allows."""
     stop.arm(None)  # the ranks keep to their grace, and Ranks.wait() has the last word
     fruitless, starts = 0, 1
@@ -39,15 +45,25 @@ def start_ranks(script: str, start: Start, directory: RunDirectory, stop: StopRe
         code, by_itself = _attempt(script, start, directory, stop, exit_handler, cluster.grace_seconds)
         saved = directory.saved_step()
         following = restarts.after(
-            code, asked=stop() is not None, hopeless=by_itself and not _has_stepped(directory, starts), before=before, saved=saved,
-            fruitless=fruitless, limit=cluster.restarts)
+            code,
+            asked=stop() is not None,
+            hopeless=by_itself and not _has_stepped(directory, starts),
+            before=before,
+            saved=saved,
+            fruitless=fruitless,
+            limit=cluster.restarts,
+        )
         if isinstance(following, restarts.NoRestart):
             if following.why:
                 print(f"it is not started again: {following.why}", file=sys.stderr, flush=True)
             return code
         status = directory.status()
         why = (status.reason if status is not None else None) or "without a word"
-        print(restarts.words(following, failed=start.attempt, why=why, saved=saved, limit=cluster.restarts), file=sys.stderr, flush=True)
+        print(
+            restarts.words(following, failed=start.attempt, why=why, saved=saved, limit=cluster.restarts),
+            file=sys.stderr,
+            flush=True,
+        )
         # The attempt begins before the pause: whoever looks at status.json meanwhile sees a run that goes on.
         fruitless = following.fruitless
         start = begin_again(start, directory, starts)
@@ -73,8 +89,14 @@ def _pause(stop: StopRequest, seconds: float) -> bool:
     return stop() is None
 
 
-def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopRequest, exit_handler: ExitHandler,
-             grace_seconds: float) -> tuple[ExitCode, bool]:
+def _attempt(
+    script: str,
+    start: Start,
+    directory: RunDirectory,
+    stop: StopRequest,
+    exit_handler: ExitHandler,
+    grace_seconds: float,
+) -> tuple[ExitCode, bool]:
     """Hand the start to one process a rank and see them to their end; and whether that was an error of their own, no signal and no hang."""
     handover = directory.attempt_folder(start.attempt).absolute() / "handover.json"
     start.write(handover)
@@ -87,7 +109,11 @@ def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopReque
 
     stop.abort = abort
     try:
-        exit_handler.code = ranks.wait(stop, grace_seconds, lambda: (status := directory.status()) is not None and status.step is not None)
+        exit_handler.code = ranks.wait(
+            stop,
+            grace_seconds,
+            lambda: (status := directory.status()) is not None and status.step is not None,
+        )
     finally:
         ranks.kill()
     # Of a failure rank 0 saw a lost connection, and this process knows why; of a hang the ranks know more than how they ended, and of a
@@ -95,7 +121,10 @@ def _attempt(script: str, start: Start, directory: RunDirectory, stop: StopReque
     told = directory.hang_file(start.attempt).exists()
     status = directory.status()
     if exit_handler.code is ExitCode.STOPPED and status is not None and status.step is None:
-        exit_handler.record(f"{stop() or 'a rank was asked to stop'} before training began", anew=status.state is not RunState.STOPPED)
+        exit_handler.record(
+            f"{stop() or 'a rank was asked to stop'} before training began",
+            anew=status.state is not RunState.STOPPED,
+        )
     elif exit_handler.code is ExitCode.USER:
         recorded = status is not None and status.exit_code == ExitCode.USER
         exit_handler.record("a mistake that one rank has met: see what was printed", anew=not recorded)

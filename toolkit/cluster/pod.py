@@ -23,7 +23,17 @@ from pathlib import Path
 
 import toolkit
 from toolkit.cluster.job import FROZEN
-from toolkit.cluster.requeue import SETTLE_SECONDS, Asked, Before, Decision, Ended, Next, at_submission, decide, settled
+from toolkit.cluster.requeue import (
+    SETTLE_SECONDS,
+    Asked,
+    Before,
+    Decision,
+    Ended,
+    Next,
+    at_submission,
+    decide,
+    settled,
+)
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, UserError
 
@@ -75,7 +85,9 @@ class Launcher:
                 return
 
 
-def command(config: RunConfig, config_file: str, *, meet: str | None, ranks: int, index: int, id: str) -> list[str]:
+def command(
+    config: RunConfig, config_file: str, *, meet: str | None, ranks: int, index: int, id: str
+) -> list[str]:
     """
     Args:
         meet: HOST:PORT of the rendezvous, which the first pod serves; None: the job has one node.
@@ -87,10 +99,20 @@ def command(config: RunConfig, config_file: str, *, meet: str | None, ranks: int
     if meet is None:
         return [sys.executable, "-u", *train]
     return [
-        sys.executable, "-u", "-m", "torch.distributed.run", f"--nnodes={config.cluster.nodes}", f"--node-rank={index}",
-        f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meet}", f"--rdzv-id={id}",
+        sys.executable,
+        "-u",
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={config.cluster.nodes}",
+        f"--node-rank={index}",
+        f"--nproc-per-node={ranks}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={meet}",
+        f"--rdzv-id={id}",
         # torchrun would compare its host's name with the address, which has the network's name, too.
-        f"--rdzv-conf=is_host={int(index == 0)},join_timeout={MEET_SECONDS}", f"--max-restarts={config.cluster.restarts}", *train,
+        f"--rdzv-conf=is_host={int(index == 0)},join_timeout={MEET_SECONDS}",
+        f"--max-restarts={config.cluster.restarts}",
+        *train,
     ]
 
 
@@ -98,7 +120,9 @@ def code_of(decision: Decision, ended: Ended, before: Before) -> ExitCode:
     """The word for Kubernetes."""
     if decision.next is Next.AGAIN:
         return ExitCode.FAILURE if decision.fruitless else ExitCode.STOPPED
-    if decision.code is ExitCode.FAILURE and ended.attempt <= before.attempt:  # the pods did not meet: next time they may
+    if (
+        decision.code is ExitCode.FAILURE and ended.attempt <= before.attempt
+    ):  # the pods did not meet: next time they may
         return ExitCode.FAILURE
     return ExitCode.DONE if decision.code is ExitCode.DONE else ExitCode.USER
 
@@ -123,8 +147,12 @@ def main(arguments: Sequence[str]) -> int:
     before = at_submission(run_dir)
     if given.meet is not None and index > 0:
         launcher.wait_for(given.meet)
-    leave = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(config.cluster.grace_seconds + LEAVE_SECONDS)}  # else torchrun kills ranks after 30 s
-    words = command(config, given.config, meet=given.meet, ranks=given.ranks, index=index, id=f"start-{start}")
+    leave = {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(config.cluster.grace_seconds + LEAVE_SECONDS)
+    }  # else torchrun kills ranks after 30 s
+    words = command(
+        config, given.config, meet=given.meet, ranks=given.ranks, index=index, id=f"start-{start}"
+    )
     code = launcher.run(words, os.environ | leave)
     # On one node our parent has written the last word before it ended.
     ended = settled(run_dir, before, launcher.asked, code, SETTLE_SECONDS if given.meet is not None else 0.0)

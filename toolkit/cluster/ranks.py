@@ -30,7 +30,13 @@ class Ranks:
         keep: file descriptors that the ranks inherit.
     """
 
-    def __init__(self, command: Sequence[str], world: World, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        world: World,
+        environ: Mapping[str, str] = os.environ,
+        keep: Sequence[int] = (),
+    ) -> None:
         port = str(free_port())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first: tuple[int, int] | None = None  # rank and code of the first failure
@@ -59,18 +65,26 @@ class Ranks:
 
     def _codes(self) -> list[int]:
         """Exit codes of the ranks that have ended; the first failure among them is kept."""
-        ended = [(rank, process.returncode) for rank, process in enumerate(self._processes) if process.poll() is not None]
+        ended = [
+            (rank, process.returncode)
+            for rank, process in enumerate(self._processes)
+            if process.poll() is not None
+        ]
         bad = [code for _, code in ended if code not in TOGETHER]
         if self._killed_first is None and bad:
             # A lost connection may abort a rank in C++: that is no more of a cause than the error that others make of it.
             self._killed_first = any(code < 0 and code != -signal.SIGABRT for code in bad)
         if self._first is None:  # of several in one look, a signal (negative) is the likelier cause
-            self._first = min((end for end in ended if end[1] not in ENDS), key=lambda end: end[1], default=None)
+            self._first = min(
+                (end for end in ended if end[1] not in ENDS), key=lambda end: end[1], default=None
+            )
             if self._first is not None and self._first[1] == -signal.SIGKILL:
                 self._out_of_memory = oom_words(self._oom_kills, oom_kills())
         return [code for _, code in ended]
 
-    def wait(self, stop: StopRequest, grace_seconds: float, begun: Callable[[], bool] = lambda: True) -> ExitCode:
+    def wait(
+        self, stop: StopRequest, grace_seconds: float, begun: Callable[[], bool] = lambda: True
+    ) -> ExitCode:
         """Until every rank has ended; no rank outlives the others by more than the grace of a stop, or seconds after a failure.
 
         Args:
@@ -88,7 +102,9 @@ class Ranks:
             if stop() is not None and not forwarded:
                 forwarded = True
                 self.send(stop.signal or signal.SIGTERM)
-            if stopping_since is None and (forwarded or ExitCode.STOPPED in codes or ExitCode.DIVERGED in codes):
+            if stopping_since is None and (
+                forwarded or ExitCode.STOPPED in codes or ExitCode.DIVERGED in codes
+            ):
                 stopping_since = now
             if failed_since is None and any(code not in TOGETHER for code in codes):
                 failed_since = now
@@ -96,7 +112,9 @@ class Ranks:
                 told = True
                 self.send(signal.SIGTERM)
             out_of_grace = stopping_since is not None and now - stopping_since > grace_seconds + KILL_SECONDS
-            if out_of_grace or (failed_since is not None and now - failed_since > PEER_SECONDS + KILL_SECONDS):
+            if out_of_grace or (
+                failed_since is not None and now - failed_since > PEER_SECONDS + KILL_SECONDS
+            ):
                 self.kill()
             time.sleep(POLL_SECONDS)
         if forwarded and ExitCode.STOPPED in codes and not begun():
@@ -121,16 +139,28 @@ class Ranks:
         return None if rank == 0 else f"rank {rank} failed first (code {code}): see the attempt's log"
 
 
-def _begin(command: Sequence[str], rank: int, world: World, port: str, environ: Mapping[str, str],
-           keep: Sequence[int]) -> subprocess.Popen[bytes]:
+def _begin(
+    command: Sequence[str],
+    rank: int,
+    world: World,
+    port: str,
+    environ: Mapping[str, str],
+    keep: Sequence[int],
+) -> subprocess.Popen[bytes]:
     own = {
         **environ,
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world.ranks),
-        "LOCAL_WORLD_SIZE": str(world.ranks_per_node), "LOCAL_SIZE": str(world.ranks_per_node),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world.ranks),
+        "LOCAL_WORLD_SIZE": str(world.ranks_per_node),
+        "LOCAL_SIZE": str(world.ranks_per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
     }
     # A session of their own: Ctrl-C reaches this process alone, which passes it on once.
-    return subprocess.Popen([sys.executable, "-u", *command], env=own, start_new_session=True, pass_fds=tuple(keep))
+    return subprocess.Popen(
+        [sys.executable, "-u", *command], env=own, start_new_session=True, pass_fds=tuple(keep)
+    )
 
 
 def combined(codes: Sequence[int]) -> ExitCode:

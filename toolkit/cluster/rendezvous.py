@@ -91,7 +91,9 @@ class Meeting:
             store.set(ERROR, str(int(code)))
             while time.monotonic() < deadline and store.add("heard", 0) < self._launch.ranks - 1:
                 time.sleep(POLL_SECONDS)
-        except RuntimeError:  # of torch.distributed: the rank that serves the store has left, perhaps since it has heard
+        except (
+            RuntimeError
+        ):  # of torch.distributed: the rank that serves the store has left, perhaps since it has heard
             return
 
     def dismissed(self, seconds: float) -> bool:
@@ -145,7 +147,9 @@ class Meeting:
             import torch.distributed as dist
 
             store = dist.PrefixStore(self._prefix, self._open())
-            if self._launch.agent_store:  # it outlives the ranks, and has what those before them have said; rank 0's own ends with it
+            if (
+                self._launch.agent_store
+            ):  # it outlives the ranks, and has what those before them have said; rank 0's own ends with it
                 store = dist.PrefixStore(self._gathering(store, seconds), store)
             self._opened = store
         return self._opened
@@ -159,7 +163,11 @@ class Meeting:
         """
         own = secrets.token_hex(8)
         if self._launch.rank == 0:
-            self._wait(_RollCall(store, own, self._launch.ranks - 1), f"all {self._launch.ranks} ranks to come", seconds)
+            self._wait(
+                _RollCall(store, own, self._launch.ranks - 1),
+                f"all {self._launch.ranks} ranks to come",
+                seconds,
+            )
             return own
         store.set(f"asked/{store.add('asked', 1)}", own)
         self._wait(lambda: store.check([f"answer/{own}"]), "rank 0", seconds)
@@ -179,18 +187,32 @@ class Meeting:
             try:
                 # Left to itself the store listens on every interface, and whoever reaches it may read and write: it asks for no password.
                 listener = _loopback_socket(port) if alone else None
-                return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout,
-                                     master_listen_fd=listener)
+                return dist.TCPStore(
+                    address,
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                    timeout=timeout,
+                    master_listen_fd=listener,
+                )
             except (dist.DistNetworkError, OSError) as error:
-                raise InputError(Problem("MASTER_PORT", f"port {port} of {address} cannot be served ({str(error).splitlines()[0]})",
-                                         "rank 0 serves the ranks' meeting at MASTER_ADDR:MASTER_PORT",
-                                         "another run may use it: write deepspeed --master_port N or torchrun --master_port N")) from error
+                raise InputError(
+                    Problem(
+                        "MASTER_PORT",
+                        f"port {port} of {address} cannot be served ({str(error).splitlines()[0]})",
+                        "rank 0 serves the ranks' meeting at MASTER_ADDR:MASTER_PORT",
+                        "another run may use it: write deepspeed --master_port N or torchrun --master_port N",
+                    )
+                ) from error
         # Looking first avoids the warnings that the store's client prints while nobody answers.
         door = _Door(address, port)
         self._wait(door, f"the store at {address}:{port}, which rank 0 or its launcher serves", why=door.why)
         return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
-    def _wait(self, holds: Callable[[], bool], what: str, seconds: float | None = None, why: Callable[[], str] = str) -> None:
+    def _wait(
+        self, holds: Callable[[], bool], what: str, seconds: float | None = None, why: Callable[[], str] = str
+    ) -> None:
         """``why``: what to add to the words of a time-out."""
         seconds = seconds or self._seconds
         deadline = time.monotonic() + seconds
@@ -226,7 +248,9 @@ class _RollCall:
         self._open += range(self._seen + 1, asked + 1)
         self._seen = asked
         for number in list(self._open):
-            if self._store.check([f"asked/{number}"]):  # else its rank is about to write it, or was killed before it could
+            if self._store.check(
+                [f"asked/{number}"]
+            ):  # else its rank is about to write it, or was killed before it could
                 self._store.set(f"answer/{self._store.get(f'asked/{number}').decode()}", self._name)
                 self._open.remove(number)
         return self._store.add(f"{self._name}/here", 0) >= self._others

@@ -88,6 +88,7 @@ def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Dec
             was killed itself, so many ends in a row without a newer checkpoint are answered by another start.
         requeue: ``cluster.slurm.requeue``.
     """
+
     def again(why: str, fruitless: int = 0) -> Decision:
         return Decision(next=Next.AGAIN, code=ExitCode.STOPPED, why=why, fruitless=fruitless)
 
@@ -98,7 +99,13 @@ def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Dec
         # What refused it before it could write into the run's directory would refuse it again.
         if ended.asked is Asked.TERM and requeue:
             return again("stopped before an attempt began")
-        code = ExitCode.STOPPED if ended.asked is not Asked.NONE else ExitCode.USER if ended.code == ExitCode.USER else ExitCode.FAILURE
+        code = (
+            ExitCode.STOPPED
+            if ended.asked is not Asked.NONE
+            else ExitCode.USER
+            if ended.code == ExitCode.USER
+            else ExitCode.FAILURE
+        )
         return end(code, "no attempt was begun: what is said above is the reason")
     if ended.state is RunState.DONE:
         return end(ExitCode.DONE, "done")
@@ -107,24 +114,40 @@ def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Dec
     if ended.state is RunState.FAILED and ended.exit_code in (ExitCode.USER, ExitCode.DIVERGED):
         return end(ExitCode(ended.exit_code), f"failed, which another start would not change: {ended.reason}")
     if ended.asked is Asked.INT:
-        return end(ExitCode.STOPPED if ended.state is RunState.STOPPED else ExitCode.FAILURE, f"stopped by a person: {ended.reason}")
+        return end(
+            ExitCode.STOPPED if ended.state is RunState.STOPPED else ExitCode.FAILURE,
+            f"stopped by a person: {ended.reason}",
+        )
     if ended.state is RunState.STOPPED:
         if ended.reason is not None and ended.reason.startswith("SIGINT") and ended.asked is Asked.NONE:
             return end(ExitCode.STOPPED, "stopped by a person (SIGINT), so it is not started again")
-        return again(f"stopped ({ended.reason}); goes on from {ended.checkpoint or 'the beginning'}") if requeue else \
-            end(ExitCode.STOPPED, f"stopped ({ended.reason}), and cluster.slurm.requeue=false")
+        return (
+            again(f"stopped ({ended.reason}); goes on from {ended.checkpoint or 'the beginning'}")
+            if requeue
+            else end(ExitCode.STOPPED, f"stopped ({ended.reason}), and cluster.slurm.requeue=false")
+        )
     told = ended.state is RunState.FAILED
     what = f"failed: {ended.reason}" if told else "ended without a word (killed, or a lost node)"
     if not requeue or not restarts:
-        return end(ExitCode.FAILURE, f"{what}; {'cluster.restarts=0' if requeue else 'cluster.slurm.requeue=false'}")
+        return end(
+            ExitCode.FAILURE, f"{what}; {'cluster.restarts=0' if requeue else 'cluster.slurm.requeue=false'}"
+        )
     if ended.checkpoint is not None and ended.checkpoint != before.checkpoint:
         return again(f"{what}; goes on from {ended.checkpoint}")
     if told:
-        return end(ExitCode.FAILURE, f"{what}; no newer checkpoint came of it, though its launcher could start it {restarts} times again")
+        return end(
+            ExitCode.FAILURE,
+            f"{what}; no newer checkpoint came of it, though its launcher could start it {restarts} times again",
+        )
     fruitless = before.fruitless + 1
     if fruitless <= restarts:
-        return again(f"{what}; no newer checkpoint, start {fruitless} of cluster.restarts={restarts}", fruitless)
-    return end(ExitCode.FAILURE, f"{what}; {fruitless} times in a row without a newer checkpoint (cluster.restarts={restarts})")
+        return again(
+            f"{what}; no newer checkpoint, start {fruitless} of cluster.restarts={restarts}", fruitless
+        )
+    return end(
+        ExitCode.FAILURE,
+        f"{what}; {fruitless} times in a row without a newer checkpoint (cluster.restarts={restarts})",
+    )
 
 
 def at_submission(run_dir: Path) -> Before:
@@ -151,9 +174,15 @@ def read_before(folder: Path) -> Before:
 def look(run_dir: Path, asked: Asked, code: int) -> Ended:
     directory = RunDirectory(run_dir)
     status = directory.status()
-    return Ended(asked=asked, code=code, attempt=max(directory.attempts(), default=0), state=status.state if status else None,
-                 reason=status.reason if status else None, checkpoint=newest(run_dir),
-                 exit_code=status.exit_code if status else None)
+    return Ended(
+        asked=asked,
+        code=code,
+        attempt=max(directory.attempts(), default=0),
+        state=status.state if status else None,
+        reason=status.reason if status else None,
+        checkpoint=newest(run_dir),
+        exit_code=status.exit_code if status else None,
+    )
 
 
 def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: float) -> Ended:
@@ -169,7 +198,12 @@ def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: flo
 
 
 def record(folder: Path, ended: Ended, decision: Decision) -> None:
-    line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **asdict(ended), **asdict(decision), "code": ended.code}
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **asdict(ended),
+        **asdict(decision),
+        "code": ended.code,
+    }
     with (folder / ENDS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -180,19 +214,27 @@ def put_back(job: str) -> None:
     """``scontrol requeue``, where the job runs still. Slurm would put back a cancelled job, too, and while its script runs
     it is shown as COMPLETING, as one that was over its time is."""
     shown = _scontrol("--oneliner", "show", "job", job)
-    state = next((word.partition("=")[2] for word in shown.stdout.split() if word.startswith("JobState=")), "unknown")
+    state = next(
+        (word.partition("=")[2] for word in shown.stdout.split() if word.startswith("JobState=")), "unknown"
+    )
     if state != "RUNNING":
         print(f"job {job} is {state} already (cancelled, or over its time limit): it stays so", flush=True)
         return
     done = _scontrol("requeue", job)
     if done.returncode:
-        print(f"job {job} could not be put back into the queue: {done.stderr.strip()}", file=sys.stderr, flush=True)
+        print(
+            f"job {job} could not be put back into the queue: {done.stderr.strip()}",
+            file=sys.stderr,
+            flush=True,
+        )
     else:
         print(f"job {job} is put back into the queue", flush=True)
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
+    return subprocess.run(
+        ["scontrol", *words], capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

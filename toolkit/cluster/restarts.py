@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from toolkit.errors import ExitCode
 
-FIRST_SECONDS = 2.0  # before the first start again; each failure in a row without a newer checkpoint doubles it
+FIRST_SECONDS = (
+    2.0  # before the first start again; each failure in a row without a newer checkpoint doubles it
+)
 MOST_SECONDS = 300.0
 
 
@@ -29,8 +31,16 @@ class NoRestart:
     why: str = ""
 
 
-def after(code: ExitCode, *, asked: bool, hopeless: bool, before: int | None, saved: int | None, fruitless: int,
-          limit: int) -> Restart | NoRestart:
+def after(
+    code: ExitCode,
+    *,
+    asked: bool,
+    hopeless: bool,
+    before: int | None,
+    saved: int | None,
+    fruitless: int,
+    limit: int,
+) -> Restart | NoRestart:
     """What follows the end of an attempt.
 
     Args:
@@ -42,7 +52,9 @@ def after(code: ExitCode, *, asked: bool, hopeless: bool, before: int | None, sa
         limit: ``cluster.restarts``.
     """
     if code is ExitCode.DIVERGED and limit:
-        return NoRestart("its numbers are not finite, and would not be after another start from the same checkpoint")
+        return NoRestart(
+            "its numbers are not finite, and would not be after another start from the same checkpoint"
+        )
     if code is not ExitCode.FAILURE or asked or not limit:
         return NoRestart()
     if hopeless:
@@ -50,7 +62,9 @@ def after(code: ExitCode, *, asked: bool, hopeless: bool, before: int | None, sa
     if saved is not None and saved != before:
         return Restart(0, FIRST_SECONDS)
     if fruitless >= limit:
-        return NoRestart(f"it failed {fruitless + 1} times in a row without a newer checkpoint, and cluster.restarts={limit}")
+        return NoRestart(
+            f"it failed {fruitless + 1} times in a row without a newer checkpoint, and cluster.restarts={limit}"
+        )
     return Restart(fruitless + 1, min(MOST_SECONDS, FIRST_SECONDS * 2**fruitless))
 
 

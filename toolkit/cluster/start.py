@@ -130,19 +130,37 @@ def configuration(words: Sequence[str], launch: Launch) -> RunConfig:
         config = resolve(compose(words))
         where = config.cluster.where
         if where is not Where.local and launch.launcher is Launcher.NONE:
-            raise ConfigError(Problem("cluster", f"cluster={where.value}", "launch/train.py trains where it is started",
-                                      "hand it over: python launch/submit.py with the same words (dry_run=true only shows it)"))
+            raise ConfigError(
+                Problem(
+                    "cluster",
+                    f"cluster={where.value}",
+                    "launch/train.py trains where it is started",
+                    "hand it over: python launch/submit.py with the same words (dry_run=true only shows it)",
+                )
+            )
         return config
     if len(words) > 1:
         others = " ".join(word for word in words if word != frozen[0])
-        raise ConfigError(Problem("--frozen", f"{frozen[0]} {others}", "a frozen configuration is whole: nothing is composed with it",
-                                  f"leave out {others}, or leave out --frozen and write the words that the run began with"))
+        raise ConfigError(
+            Problem(
+                "--frozen",
+                f"{frozen[0]} {others}",
+                "a frozen configuration is whole: nothing is composed with it",
+                f"leave out {others}, or leave out --frozen and write the words that the run began with",
+            )
+        )
     path = Path(frozen[0].removeprefix(FROZEN))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(Problem("--frozen", frozen[0], f"the file can be read ({error.strerror if isinstance(error, OSError) else error})",
-                                 "give the config.yaml of a job (RUN_DIR/jobs/NNN) or of an attempt; every node needs it")) from None
+        raise InputError(
+            Problem(
+                "--frozen",
+                frozen[0],
+                f"the file can be read ({error.strerror if isinstance(error, OSError) else error})",
+                "give the config.yaml of a job (RUN_DIR/jobs/NNN) or of an attempt; every node needs it",
+            )
+        ) from None
     return from_yaml(text)
 
 
@@ -151,7 +169,9 @@ def announce(plan: RunPlan, attempt: int, launch: Launch) -> None:
     for warning in (*plan.warnings, *elastic_warnings(launch)):
         print(f"{warning.severity}: {warning}", file=sys.stderr)
     world = plan.world
-    print(f"run {plan.run_dir}, attempt {attempt}: {world.ranks} rank{'s' * (world.ranks > 1)} on {world.gpu or world.device}")
+    print(
+        f"run {plan.run_dir}, attempt {attempt}: {world.ranks} rank{'s' * (world.ranks > 1)} on {world.gpu or world.device}"
+    )
 
 
 def elastic_warnings(launch: Launch) -> list[Problem]:
@@ -159,6 +179,12 @@ def elastic_warnings(launch: Launch) -> list[Problem]:
     ``DynamicRendezvousHandler.next_rendezvous``): both sides wait for a minute and end."""
     if not (launch.elastic and launch.agent_store):
         return []
-    return [Problem("torchrun --nnodes", "torchrun with a range of nodes serves the ranks' store itself",
-                    "then a run survives the loss of a node, and ends when the node comes back (PyTorch 2.13)",
-                    "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun", Severity.WARNING)]
+    return [
+        Problem(
+            "torchrun --nnodes",
+            "torchrun with a range of nodes serves the ranks' store itself",
+            "then a run survives the loss of a node, and ends when the node comes back (PyTorch 2.13)",
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun",
+            Severity.WARNING,
+        )
+    ]

@@ -121,7 +121,9 @@ class StopRequest:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in SIGNALS:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: None)  # with a handler in place, the number is written to the pipe
+                signal.signal(
+                    number, lambda *_: None
+                )  # with a handler in place, the number is written to the pipe
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # our parent has kept them back until now
         os.register_at_fork(after_in_child=_forget_signals)
         threading.Thread(target=self._watch, name="stop-request", daemon=True).start()
@@ -142,7 +144,9 @@ class StopRequest:
         while not self._closed:
             for number in self._signals():
                 self._signalled(number)
-            if self._reason is None and (dead := [process.pid for process in self._watched if not process.alive()]):
+            if self._reason is None and (
+                dead := [process.pid for process in self._watched if not process.alive()]
+            ):
                 self.request(f"the launcher (process {dead[0]}) is gone")
             if self._reason is None or self._closed:
                 continue
@@ -151,7 +155,11 @@ class StopRequest:
             limit = self._limit()
             if limit is not None and self._waited() > limit:
                 faulthandler.dump_traceback(2)  # where the saving hangs
-                bound = f"cluster.grace_seconds={limit:g}" if self._own_seconds is None else f"the {limit:g} s that there were"
+                bound = (
+                    f"cluster.grace_seconds={limit:g}"
+                    if self._own_seconds is None
+                    else f"the {limit:g} s that there were"
+                )
                 self._end(f"{self._reason}, and saving took more than {bound}", ExitCode.FAILURE)
 
     def _signals(self) -> list[signal.Signals]:
@@ -160,7 +168,10 @@ class StopRequest:
         if not select.select([self._wake_read], [], [], POLL_SECONDS)[0]:
             return []
         time.sleep(TOGETHER_SECONDS)
-        return sorted((signal.Signals(number) for number in os.read(self._wake_read, 64)), key=lambda number: number is not signal.SIGINT)
+        return sorted(
+            (signal.Signals(number) for number in os.read(self._wake_read, 64)),
+            key=lambda number: number is not signal.SIGINT,
+        )
 
     def _signalled(self, number: signal.Signals) -> None:
         if number is signal.SIGINT and not self._closed:
@@ -215,4 +226,7 @@ def _is_deepspeed(pid: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
-    return any(word.startswith("deepspeed.launcher.") or Path(word).name in ("deepspeed", "deepspeed.pt", "ds") for word in words[:4])
+    return any(
+        word.startswith("deepspeed.launcher.") or Path(word).name in ("deepspeed", "deepspeed.pt", "ds")
+        for word in words[:4]
+    )

@@ -1,6 +1,6 @@
 """Handing a job over: its folder is taken, its files are written, the backend gets it, and what it is called there is recorded.
 
-    <run.dir>/jobs/001/{config.yaml, the backend's own files, job.json}
+<run.dir>/jobs/001/{config.yaml, the backend's own files, job.json}
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cluster import backends
-from toolkit.cluster.job import RECORD_FILE, Job, JobId, JobState, jobs_folder, numbers, take_folder, writable, write_files
+from toolkit.cluster.job import (
+    RECORD_FILE,
+    Job,
+    JobId,
+    JobState,
+    jobs_folder,
+    numbers,
+    take_folder,
+    writable,
+    write_files,
+)
 from toolkit.cluster.requeue import Before, at_submission
 from toolkit.config.cluster import Where
 from toolkit.errors import ConfigError, Problem
@@ -65,8 +75,14 @@ def _one_at_a_time(run_dir: Path) -> Iterator[None]:
         descriptor, owner = lock_file(jobs_folder(run_dir) / "lock")
     if descriptor is None:
         who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-        raise ConfigError(Problem("run.dir", f"run.dir={run_dir}, of which {who} is submitting a job", ONE_JOB,
-                                  "wait for it, or give this run its own run.name or run.dir"))
+        raise ConfigError(
+            Problem(
+                "run.dir",
+                f"run.dir={run_dir}, of which {who} is submitting a job",
+                ONE_JOB,
+                "wait for it, or give this run its own run.name or run.dir",
+            )
+        )
     try:
         yield
     finally:
@@ -83,7 +99,12 @@ def read_record(folder: Path) -> Record | None:
     if not file.exists():
         return None
     found = json.loads(file.read_text(encoding="utf-8"))
-    return Record(JobId(Where(found["id"]["where"]), found["id"]["id"]), found["name"], found["submitted"], Before(**found["before"]))
+    return Record(
+        JobId(Where(found["id"]["where"]), found["id"]["id"]),
+        found["name"],
+        found["submitted"],
+        Before(**found["before"]),
+    )
 
 
 def last_job(run_dir: Path) -> tuple[int, Record] | None:
@@ -104,5 +125,11 @@ def check_alone(run_dir: Path) -> None:
     state = backends.of(record.id.where).state(record.id)
     if state is not JobState.ENDED:
         known = f"{record.id.where.value} {record.id.id}"
-        raise ConfigError(Problem("run.dir", f"run.dir={run_dir}, whose job {number} ({known}) is {state.value}",
-                                  ONE_JOB, "wait for it, cancel it, or give this run its own run.name or run.dir"))
+        raise ConfigError(
+            Problem(
+                "run.dir",
+                f"run.dir={run_dir}, whose job {number} ({known}) is {state.value}",
+                ONE_JOB,
+                "wait for it, cancel it, or give this run its own run.name or run.dir",
+            )
+        )

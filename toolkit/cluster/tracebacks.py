@@ -9,7 +9,9 @@ from pathlib import Path
 import toolkit
 
 _ROOT = Path(toolkit.__file__).resolve().parent
-_INSTALLED = (Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_INSTALLED = (
+    Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 _NOT_THEIRS = tuple(f"{path}/" for path in {_ROOT, _ROOT.parent / "launch", *_INSTALLED})
 
 
@@ -28,7 +30,9 @@ def own_lines(error: BaseException) -> str | None:
 
 
 def _keep_theirs(shown: traceback.TracebackException) -> bool:
-    shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if is_theirs(frame.filename)])
+    shown.stack = traceback.StackSummary.from_list(
+        [frame for frame in shown.stack if is_theirs(frame.filename)]
+    )
     if shown.__cause__ is not None and not _keep_theirs(shown.__cause__):
         shown.__cause__ = None
     if shown.__context__ is not None and not _keep_theirs(shown.__context__):

@@ -15,11 +15,23 @@ def at_most(section: str, most: float, **values: float | None) -> None:
     """Keys of ``section`` that are null or at most ``most``."""
     for name, value in values.items():
         key = f"{section}.{name}"
-        check(value is None or value <= most, key, value, f"{key} is at most {most}", f"write {key}={most} or less")
+        check(
+            value is None or value <= most,
+            key,
+            value,
+            f"{key} is at most {most}",
+            f"write {key}={most} or less",
+        )
 
 
 def at_least(section: str, least: float, **values: float | None) -> None:
     """Keys of ``section`` ("": of none) that are null or at least ``least``."""
     for name, value in values.items():
         key = f"{section}.{name}" if section else name
-        check(value is None or value >= least, key, value, f"{key} is at least {least}", f"write {key}={least} or more")
+        check(
+            value is None or value >= least,
+            key,
+            value,
+            f"{key} is at least {least}",
+            f"write {key}={least} or more",
+        )

@@ -79,9 +79,13 @@ def from_yaml(text: str) -> RunConfig:
         ConfigError: the text is no YAML, or has unknown keys, wrong values or interpolations.
     """
     try:
-        written = yaml.load(text, _DataLoader)  # as safe_dump writes it: OmegaConf's own reader takes the text 1e3 for a number
+        written = yaml.load(
+            text, _DataLoader
+        )  # as safe_dump writes it: OmegaConf's own reader takes the text 1e3 for a number
         if not isinstance(written, dict):
-            raise ConfigError(Problem("config.yaml", text[:80], "a configuration is sections with keys", "restore the file"))
+            raise ConfigError(
+                Problem("config.yaml", text[:80], "a configuration is sections with keys", "restore the file")
+            )
         mistakes = [*_interpolations(written), *_unknown(written)]
         if mistakes:
             raise ConfigError(*mistakes)
@@ -100,11 +104,15 @@ class _DataLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.get_event()
-            raise yaml.composer.ComposerError(None, None, "it refers to another value with *", event.start_mark)
+            raise yaml.composer.ComposerError(
+                None, None, "it refers to another value with *", event.start_mark
+            )
         return super().compose_node(parent, index)
 
 
-_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # what OmegaConf evaluates: after an even number of backslashes
+_INTERPOLATION = re.compile(
+    r"(?<!\\)(?:\\\\)*\$\{"
+)  # what OmegaConf evaluates: after an even number of backslashes
 
 
 def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
@@ -116,8 +124,12 @@ def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
         for inner in value:
             yield from _interpolations(inner, name)
     elif isinstance(value, str) and _INTERPOLATION.search(value):
-        yield Problem(name, f"{name}={value}", "the configuration of a run is data: ${...} in it is not evaluated",
-                      "write the value itself, or \\${ for the characters themselves")
+        yield Problem(
+            name,
+            f"{name}={value}",
+            "the configuration of a run is data: ${...} in it is not evaluated",
+            "write the value itself, or \\${ for the characters themselves",
+        )
 
 
 # -- composing
@@ -145,7 +157,11 @@ def _hydra(words: Words, overrides: list[str], root: Root) -> DictConfig:
     own = [f"file://{folder}" for folder in words.search[1:]]
     try:
         with initialize_config_dir(str(search.ROOT), version_base="1.3"):
-            config = hydra_compose(root.file, [*overrides, f"hydra.searchpath={own}"] if own else overrides, return_hydra_config=True)
+            config = hydra_compose(
+                root.file,
+                [*overrides, f"hydra.searchpath={own}"] if own else overrides,
+                return_hydra_config=True,
+            )
     except yaml.YAMLError as error:
         raise _no_yaml(error) from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -166,17 +182,24 @@ def _check_given(words: Words, config: DictConfig, overrides: Sequence[str], roo
             if not path.is_file() or "???" not in (text := path.read_text(encoding="utf-8")):
                 continue
             prefix = "" if text.startswith("# @package _global_") else group + "."
-            left = (name for name, value in keys.flatten(yaml.safe_load(text), prefix).items() if value == "???")
+            left = (
+                name for name, value in keys.flatten(yaml.safe_load(text), prefix).items() if value == "???"
+            )
             problems += [
-                _not_given(name, f"{group}={choice}") for name in left
-                if name not in given and name in defaults and OmegaConf.select(config, name) == defaults[name].default
+                _not_given(name, f"{group}={choice}")
+                for name in left
+                if name not in given
+                and name in defaults
+                and OmegaConf.select(config, name) == defaults[name].default
             ]
     if problems:
         raise ConfigError(*problems)
 
 
 def _not_given(name: str, by: str) -> Problem:
-    return Problem(name, f"{by} without {name}", "the chosen option leaves this key to you", f"write {by} {name}=VALUE")
+    return Problem(
+        name, f"{by} without {name}", "the chosen option leaves this key to you", f"write {by} {name}=VALUE"
+    )
 
 
 def _present(config: DictConfig, name: str) -> bool:
@@ -188,7 +211,12 @@ def _present(config: DictConfig, name: str) -> bool:
 def _needs_plus(text: str, root: Root) -> Problem:
     name = text.partition("=")[0]
     above = next(above for above in root.open if name.startswith(above + "."))
-    return Problem(name, text, f"what stands below {above} is not of the schema, so it is added with a plus", f"write +{text}")
+    return Problem(
+        name,
+        text,
+        f"what stands below {above} is not of the schema, so it is added with a plus",
+        f"write +{text}",
+    )
 
 
 # -- from OmegaConf's tree to dataclasses
@@ -214,7 +242,9 @@ def _typed(config: DictConfig, root: Root = RUN) -> Any:
     return root.kind(**sections)
 
 
-def _unknown(written: Mapping[Any, Any], root: Root = RUN, kind: type | None = None, prefix: str = "") -> Iterator[Problem]:
+def _unknown(
+    written: Mapping[Any, Any], root: Root = RUN, kind: type | None = None, prefix: str = ""
+) -> Iterator[Problem]:
     """Keys that the schema lacks. Hydra adds what a file or a plus brings in, whatever the types say."""
     hints = get_type_hints(kind or root.kind)
     for name, inner in written.items():
@@ -230,7 +260,9 @@ def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: Root) -> I
     """Values that are missing, or that refer to a key that is not there or has a value of another type."""
     for name, value in keys.flatten(written).items():
         if value == "???":
-            yield Problem(name, f"{name}=???", "??? stands for a value that is not known yet", f"write {name}=VALUE")
+            yield Problem(
+                name, f"{name}=???", "??? stands for a value that is not known yet", f"write {name}=VALUE"
+            )
         elif "${" in str(value):
             try:
                 found = OmegaConf.select(config, name)
@@ -240,8 +272,12 @@ def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: Root) -> I
                 yield wrong_value(name, f"{name}={value}", root)
             except OmegaConfBaseException as error:
                 why = str(error).splitlines()[0]
-                yield Problem(name, f"{name}={value}", f"${{KEY}} stands for the value of another key, by its full name ({why})",
-                              "write ${train.steps}, or \\${ for the characters themselves")
+                yield Problem(
+                    name,
+                    f"{name}={value}",
+                    f"${{KEY}} stands for the value of another key, by its full name ({why})",
+                    "write ${train.steps}, or \\${ for the characters themselves",
+                )
 
 
 # -- text
@@ -285,19 +321,38 @@ def _answer(error: Exception, root: Root = RUN) -> Problem:
     name = getattr(cause, "full_key", None) or ""
     text = str(cause or error).splitlines()[0]
     if name == "exp" or name.startswith("exp.") or "@exp." in text:
-        return Problem(name or "exp", place + text.removeprefix(place), "an experiment's file sets keys of the whole configuration",
-                       "begin the file with the line: # @package _global_")
-    if name and name not in keys.table(root) and name not in keys.sections(root) and not keys.is_open(name, root):
+        return Problem(
+            name or "exp",
+            place + text.removeprefix(place),
+            "an experiment's file sets keys of the whole configuration",
+            "begin the file with the line: # @package _global_",
+        )
+    if (
+        name
+        and name not in keys.table(root)
+        and name not in keys.sections(root)
+        and not keys.is_open(name, root)
+    ):
         return unknown_key(name, place + name, root=root)
     if name:
         return wrong_value(name, f"{place}{name}: {text}", root)
     if text.startswith("Could not delete"):
-        return Problem(text.split("'")[1], text, "only what an experiment's file sets can be deleted", "leave it out")
+        return Problem(
+            text.split("'")[1], text, "only what an experiment's file sets can be deleted", "leave it out"
+        )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         near = search.nearest_option(option, error.options)
-        return Problem(group, f"a file chooses {group}: {option}", f"the options of {group} are {', '.join(error.options)}",
-                       f"write {group}: {near}" if near else "choose one of them")
+        return Problem(
+            group,
+            f"a file chooses {group}: {option}",
+            f"the options of {group} are {', '.join(error.options)}",
+            f"write {group}: {near}" if near else "choose one of them",
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return Problem("configuration", lines[0], " ".join(lines[1:]) or "the groups and files compose to one configuration",
-                   "see the groups and their options with --help")
+    return Problem(
+        "configuration",
+        lines[0],
+        " ".join(lines[1:]) or "the groups and files compose to one configuration",
+        "see the groups and their options with --help",
+    )

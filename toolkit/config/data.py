@@ -47,8 +47,13 @@ class DatasetConfig:
 
     def __post_init__(self) -> None:
         at_least("data.dataset", 1, workers=self.workers)
-        check(0 <= self.validation <= 0.5, "data.dataset.validation", self.validation, "data.dataset.validation is a share, from 0 to 0.5",
-              "write data.dataset.validation=0.005")
+        check(
+            0 <= self.validation <= 0.5,
+            "data.dataset.validation",
+            self.validation,
+            "data.dataset.validation is a share, from 0 to 0.5",
+            "write data.dataset.validation=0.005",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,9 +65,20 @@ class DataCacheConfig:
     """The most that is kept, in GiB; the oldest blocks go first. A folder has one size: another one empties it."""
 
     def __post_init__(self) -> None:
-        check(self.folder is None or not is_url(self.folder), "data.cache.folder", shown(self.folder or ""), "a cache lies on this machine",
-              "write data.cache.folder=FOLDER")
-        check(self.gib > 0, "data.cache.gib", self.gib, "a cache has some size", "write data.cache.gib=16, or data.cache.folder=null")
+        check(
+            self.folder is None or not is_url(self.folder),
+            "data.cache.folder",
+            shown(self.folder or ""),
+            "a cache lies on this machine",
+            "write data.cache.folder=FOLDER",
+        )
+        check(
+            self.gib > 0,
+            "data.cache.gib",
+            self.gib,
+            "a cache has some size",
+            "write data.cache.gib=16, or data.cache.folder=null",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,11 +112,19 @@ class DataConfig:
         kinds = ("stdlib", "prepared", "mixture", "dataset", "arrays")
         remedy = "write data=stdlib, data=prepared data.path=FOLDER, or data=mixture and its data.sources"
         check(self.name in kinds, "data.name", self.name, f"data is one of {', '.join(kinds)}", remedy)
-        mistakes = [*filter(None, [url_problem("data.path", self.path)]), *mixture.problems(self.sources, self.phases)]
+        mistakes = [
+            *filter(None, [url_problem("data.path", self.path)]),
+            *mixture.problems(self.sources, self.phases),
+        ]
         if mistakes:
             raise ConfigError(*mistakes)
-        check(self.name != "stdlib" or not is_url(self.path), "data.path", self.path, "data=stdlib is made on this machine",
-              "write data.path=FOLDER, or data=prepared for data in a store")
+        check(
+            self.name != "stdlib" or not is_url(self.path),
+            "data.path",
+            self.path,
+            "data=stdlib is made on this machine",
+            "write data.path=FOLDER, or data=prepared for data in a store",
+        )
         at_least("data", 257, vocab_size=self.vocab_size)
 
     @property

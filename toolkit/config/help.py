@@ -68,7 +68,10 @@ def help_text(words: Sequence[str] = (), root: Root = RUN) -> str:
         all_keys = ["KEYS (with the value they have when nothing is chosen)", *sections]
         parts = [INTRODUCTION, _experiments(folders)] if root.groups is None else []
         if groups:
-            parts += ["GROUPS (the default is marked *)", *(_group(folders, name, root) for name in _ordered(groups, root))]
+            parts += [
+                "GROUPS (the default is marked *)",
+                *(_group(folders, name, root) for name in _ordered(groups, root)),
+            ]
         of_sweeps = ["KEYS OF A SWEEP (with -m)", _section("sweep", SWEEP)] if root is RUN else []
         return "\n".join(part for part in [*parts, *all_keys, *of_sweeps] if part)
     return "\n".join(_topic(topic, folders, groups, root) for topic in topics)
@@ -81,7 +84,11 @@ def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: Roo
     elif topic in groups:
         parts.append(_group(folders, topic, root))
     if topic in keys.sections(root):
-        parts += [_section(name, root) for name in keys.sections(root) if name == topic or name.startswith(topic + ".")]
+        parts += [
+            _section(name, root)
+            for name in keys.sections(root)
+            if name == topic or name.startswith(topic + ".")
+        ]
     elif topic == "sweep" and root is RUN:
         parts.append(_section(topic, SWEEP))
     elif topic in keys.table(root):
@@ -185,7 +192,10 @@ def _walk(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
             assert isinstance(hint, type)
             yield from _walk(hint, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", " ".join(_texts(kind.__module__)[kind.__name__][field.name].split())
+            yield (
+                f"{prefix}{field.name}",
+                " ".join(_texts(kind.__module__)[kind.__name__][field.name].split()),
+            )
 
 
 @cache
@@ -195,10 +205,14 @@ def _texts(module: str) -> dict[str, dict[str, str]]:
         node.name: {
             field.target.id: inspect.cleandoc(text.value.value)
             for field, text in zip(node.body, node.body[1:], strict=False)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+            and isinstance(text.value.value, str)
         }
-        for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body
+        if isinstance(node, ast.ClassDef)
     }
 
 
@@ -210,7 +224,9 @@ def _width() -> int:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(text, _width(), initial_indent=" " * indent, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, _width(), initial_indent=" " * indent, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
 
 
 def _labelled(label: str, text: str, column: int) -> list[str]:

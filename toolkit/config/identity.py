@@ -18,20 +18,26 @@ from toolkit.config.schema import RunConfig
 
 SECTIONS = ("model", "data", "optim", "schedule", "train")
 
-CARRIAGE = frozenset({
-    "train.steps",  # a longer run continues a shorter one
-    "train.micro_batch",  # the loss is divided by the units of the global batch, however that is cut
-    "train.activation_checkpointing",  # recomputes the same activations
-    "train.on_nonfinite",  # whether the run ends at a step that is skipped in any case
-    "optim.kernel",  # the same update by another implementation
-    "data.cache.folder", "data.cache.gib",  # the same bytes from nearer by
-    # Where the data lies on this machine. Which data it is, the stream's fingerprint says: resuming with other samples is
-    # refused by it, and a moved folder resumes.
-    "data.path", "data.sources.*.path", "data.dataset.path", "data.dataset.tokenizer",
-    "data.dataset.workers",  # processes
-    "data.dataset.trust_remote_code",  # the tokenizer is known by its hash
-    "data.special_tokens",  # refuse and text give the same tokens; parse is part of the stream's fingerprint
-})
+CARRIAGE = frozenset(
+    {
+        "train.steps",  # a longer run continues a shorter one
+        "train.micro_batch",  # the loss is divided by the units of the global batch, however that is cut
+        "train.activation_checkpointing",  # recomputes the same activations
+        "train.on_nonfinite",  # whether the run ends at a step that is skipped in any case
+        "optim.kernel",  # the same update by another implementation
+        "data.cache.folder",
+        "data.cache.gib",  # the same bytes from nearer by
+        # Where the data lies on this machine. Which data it is, the stream's fingerprint says: resuming with other samples is
+        # refused by it, and a moved folder resumes.
+        "data.path",
+        "data.sources.*.path",
+        "data.dataset.path",
+        "data.dataset.tokenizer",
+        "data.dataset.workers",  # processes
+        "data.dataset.trust_remote_code",  # the tokenizer is known by its hash
+        "data.special_tokens",  # refuse and text give the same tokens; parse is part of the stream's fingerprint
+    }
+)
 
 
 def identity(config: RunConfig) -> str:
@@ -40,7 +46,11 @@ def identity(config: RunConfig) -> str:
     Values at their default are left out, so that a key that a later version adds leaves the identity of older runs as it is.
     """
     keys = table()
-    decisive = {name: value for name, value in _decisive(config).items() if name not in keys or value != _plain(name, keys[name].default)}
+    decisive = {
+        name: value
+        for name, value in _decisive(config).items()
+        if name not in keys or value != _plain(name, keys[name].default)
+    }
     text = json.dumps(decisive, sort_keys=True, separators=(",", ":"), allow_nan=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 

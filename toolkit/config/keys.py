@@ -27,7 +27,12 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        return tuple(member.name for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind)
+        return tuple(
+            member.name
+            for kind in self.kinds
+            if isinstance(kind, type) and issubclass(kind, Enum)
+            for member in kind
+        )
 
 
 @cache
@@ -52,7 +57,11 @@ def _collect(kind: type, prefix: str, found: dict[str, Key]) -> None:
             assert isinstance(hint, type)
             _collect(hint, name + ".", found)
             continue
-        alternatives = tuple(part for part in get_args(hint) if part is not type(None)) if type(None) in get_args(hint) else (hint,)
+        alternatives = (
+            tuple(part for part in get_args(hint) if part is not type(None))
+            if type(None) in get_args(hint)
+            else (hint,)
+        )
         found[name] = Key(name, alternatives, type(None) in get_args(hint), _default(field))
 
 
@@ -90,4 +99,10 @@ def nearest(name: str, root: Root = RUN) -> str | None:
         return difflib.get_close_matches(name, same_leaf, 1, 0.0)[0]
     parent = name.rpartition(".")[0]
     siblings = [known for known in names if known.rpartition(".")[0] == parent]
-    return next(iter(difflib.get_close_matches(name, siblings, 1, 0.6) or difflib.get_close_matches(name, names, 1, 0.7)), None)
+    return next(
+        iter(
+            difflib.get_close_matches(name, siblings, 1, 0.6)
+            or difflib.get_close_matches(name, names, 1, 0.7)
+        ),
+        None,
+    )

@@ -49,6 +49,14 @@ class MonitorConfig:
     """What one GPU costs an hour, in whatever currency, for the cost of the run. Null: not told."""
 
     def __post_init__(self) -> None:
-        at_least("monitor", 1, every=self.every, profile_step=self.profile_step, profile_steps=self.profile_steps)
-        at_least("monitor", 0, system_seconds=self.system_seconds, replicas_every=self.replicas_every, hang_seconds=self.hang_seconds,
-                 price_per_gpu_hour=self.price_per_gpu_hour)
+        at_least(
+            "monitor", 1, every=self.every, profile_step=self.profile_step, profile_steps=self.profile_steps
+        )
+        at_least(
+            "monitor",
+            0,
+            system_seconds=self.system_seconds,
+            replicas_every=self.replicas_every,
+            hang_seconds=self.hang_seconds,
+            price_per_gpu_hour=self.price_per_gpu_hour,
+        )

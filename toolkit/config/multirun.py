@@ -31,7 +31,10 @@ from toolkit.config.roots import RUN
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError, Problem
 
-SWEEPERS = ("hydra/sweeper", "hydra.sweeper")  # what may be said of Hydra itself; the first has folders below it, the second keys
+SWEEPERS = (
+    "hydra/sweeper",
+    "hydra.sweeper",
+)  # what may be said of Hydra itself; the first has folders below it, the second keys
 LAUNCHER = "hydra/launcher"
 OWN = ("run.dir", "monitor.group")  # which a sweep gives its points
 
@@ -61,14 +64,20 @@ class SweepWords:
     @property
     def name(self) -> str:
         """For people: the run's name or experiment, where all points have the same."""
-        given = dict(word.lstrip("+").split("=", 1) for word in self.words if word.partition("=")[0] in self.fixed and "=" in word)
+        given = dict(
+            word.lstrip("+").split("=", 1)
+            for word in self.words
+            if word.partition("=")[0] in self.fixed and "=" in word
+        )
         name = given.get("run.name", given.get(overrides.EXPERIMENT, "sweep")).strip("'\"")
         return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
 
     @property
     def grid(self) -> bool:
         """Whether all points are known from the words, without trying any."""
-        return not any(word.startswith(SWEEPERS[0] + "=") and word != f"{SWEEPERS[0]}=basic" for word in self.hydra)
+        return not any(
+            word.startswith(SWEEPERS[0] + "=") and word != f"{SWEEPERS[0]}=basic" for word in self.hydra
+        )
 
     def swept(self, point: Sequence[str]) -> tuple[str, ...]:
         """The words of a point in which points differ."""
@@ -98,18 +107,32 @@ def read_sweep(arguments: Sequence[str]) -> SweepWords:
         name = word.partition("=")[0].lstrip("+~")
         if name == LAUNCHER:
             if word != f"{LAUNCHER}=toolkit":
-                problems.append(Problem(name, word, "where points are carried out is chosen by cluster= alone",
-                                        "leave it out, or write cluster=slurm"))
+                problems.append(
+                    Problem(
+                        name,
+                        word,
+                        "where points are carried out is chosen by cluster= alone",
+                        "leave it out, or write cluster=slurm",
+                    )
+                )
         elif name == SWEEPERS[0] or name.startswith((SWEEPERS[0] + "/", SWEEPERS[1] + ".")):
             of_hydra.append(word)
         elif name.startswith("sweep."):
             of_sweep.append(word)
         elif name in OWN[:1]:
-            problems.append(Problem(name, word, "each point has a run directory of its own, in the sweep's folder",
-                                    "write sweep.dir=FOLDER"))
+            problems.append(
+                Problem(
+                    name,
+                    word,
+                    "each point has a run directory of its own, in the sweep's folder",
+                    "write sweep.dir=FOLDER",
+                )
+            )
         elif (override := _parsed(word, folders, problems)) is not None:
             words.append(word)
-            (fixed.discard if override.is_sweep_override() else fixed.add)(override.get_key_element())  # the last one counts
+            (fixed.discard if override.is_sweep_override() else fixed.add)(
+                override.get_key_element()
+            )  # the last one counts
     try:
         sweep = compose_sweep(of_sweep)
     except ConfigError as error:
@@ -189,13 +212,17 @@ def _sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> Any:
         with initialize_config_dir(str(search.ROOT), version_base="1.3"):
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
-            config = hydra.compose_config(RUN.file, own, RunMode.MULTIRUN, with_log_configuration=False, from_shell=False)
+            config = hydra.compose_config(
+                RUN.file, own, RunMode.MULTIRUN, with_log_configuration=False, from_shell=False
+            )
             with open_dict(config):
                 for section in [name for name in config if name != "hydra"]:
                     del config[section]  # of the defaults, which are not what points are
             loader = cast(ConfigLoader, _Loader(hydra.config_loader))
             context = HydraContext(config_loader=loader, callbacks=Callbacks())
-            return Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=carry_out)
+            return Plugins.instance().instantiate_sweeper(
+                config=config, hydra_context=context, task_function=carry_out
+            )
     except (HydraException, OmegaConfBaseException, ImportError) as error:
         raise ConfigError(_refused(words, error)) from error
 
@@ -213,5 +240,9 @@ def _register() -> None:
 
 def _refused(words: SweepWords, error: Exception) -> Problem:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return Problem(SWEEPERS[0], " ".join(words.hydra) or " ".join(words.words), f"the sweeper takes these words ({' '.join(lines[:2])})",
-                   "correct hydra/sweeper= and hydra.sweeper.*, or leave them out for a grid; other sweepers are packages to install")
+    return Problem(
+        SWEEPERS[0],
+        " ".join(words.hydra) or " ".join(words.words),
+        f"the sweeper takes these words ({' '.join(lines[:2])})",
+        "correct hydra/sweeper= and hydra.sweeper.*, or leave them out for a grid; other sweepers are packages to install",
+    )

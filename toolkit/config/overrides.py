@@ -84,14 +84,30 @@ def options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Prob
         elif name in CONFIG_DIR:
             folder = value if equals else next(rest, "")
             if not folder:
-                problems.append(Problem(name, argument, "--config-dir is followed by a folder", "write --config-dir=FOLDER"))
+                problems.append(
+                    Problem(
+                        name, argument, "--config-dir is followed by a folder", "write --config-dir=FOLDER"
+                    )
+                )
             own = Path(folder).expanduser().absolute() if folder else own
         elif name in MULTIRUN:
-            problems.append(Problem(argument, argument, "a sweep is what python launch/train.py -m starts",
-                                    "leave it out, or write python launch/train.py -m with the same words"))
+            problems.append(
+                Problem(
+                    argument,
+                    argument,
+                    "a sweep is what python launch/train.py -m starts",
+                    "leave it out, or write python launch/train.py -m with the same words",
+                )
+            )
         else:
-            problems.append(Problem(argument, argument, "an option is --help or --config-dir=FOLDER; everything else is KEY=VALUE",
-                                    "leave it out; launch/plan.py with the same words shows what would run"))
+            problems.append(
+                Problem(
+                    argument,
+                    argument,
+                    "an option is --help or --config-dir=FOLDER; everything else is KEY=VALUE",
+                    "leave it out; launch/plan.py with the same words shows what would run",
+                )
+            )
     return plain, own, problems
 
 
@@ -129,18 +145,38 @@ class _Checker:
     def check(self, override: Override) -> Iterator[Problem]:
         name, text = override.key_or_group, override.input_line or ""
         if not name:
-            yield Problem(text, text, "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME", "write the key before the =")
+            yield Problem(
+                text, text, "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME", "write the key before the ="
+            )
         elif override.is_sweep_override():
             value = text.partition("=")[2]
-            yield Problem(name, text, "several values make a sweep, which starts with -m",
-                          f"write python launch/train.py -m, or one value; a list is written {name}=[{value}], text with commas in quotes")
+            yield Problem(
+                name,
+                text,
+                "several values make a sweep, which starts with -m",
+                f"write python launch/train.py -m, or one value; a list is written {name}=[{value}], text with commas in quotes",
+            )
         elif override.package is not None:
-            yield Problem(name, text, "a group's place cannot be changed", f"write {text.replace('@' + override.package, '')}")
+            yield Problem(
+                name,
+                text,
+                "a group's place cannot be changed",
+                f"write {text.replace('@' + override.package, '')}",
+            )
         elif name.startswith("sweep.") and self.root is RUN:
-            yield Problem(name, text, "the keys of a sweep go with -m", f"write python launch/train.py -m {text}, or leave it out")
+            yield Problem(
+                name,
+                text,
+                "the keys of a sweep go with -m",
+                f"write python launch/train.py -m {text}, or leave it out",
+            )
         elif name == "hydra" or name.startswith(("hydra.", "hydra/")):
-            yield Problem(name, text, "Hydra only composes here; it makes no folders and no logs",
-                          "write run.dir=FOLDER for where a run goes, or --config-dir=FOLDER for your own files")
+            yield Problem(
+                name,
+                text,
+                "Hydra only composes here; it makes no folders and no logs",
+                "write run.dir=FOLDER for where a run goes, or --config-dir=FOLDER for your own files",
+            )
         elif name in self.groups:
             yield from self._group(override)
         elif not keys.is_open(name, self.root):
@@ -150,19 +186,38 @@ class _Checker:
         name, text = override.key_or_group, override.input_line or ""
         choices = search.options(self.folders, name)
         if override.type is OverrideType.DEL:
-            yield Problem(name, text, f"a run has one option of the group {name}", f"write {name}=OPTION, one of {', '.join(choices)}")
+            yield Problem(
+                name,
+                text,
+                f"a run has one option of the group {name}",
+                f"write {name}=OPTION, one of {', '.join(choices)}",
+            )
             return
         value = override.value()
         choice = value if isinstance(value, str) else (text.partition("=")[2])
         if choice not in choices:
             near = search.nearest_option(choice, choices)
             plus = "+" if name == EXPERIMENT else ""
-            yield Problem(name, text, f"the options of {name} are {', '.join(choices)}",
-                          f"write {plus}{name}={near}" if near else f"write {plus}{name}=OPTION with one of them")
+            yield Problem(
+                name,
+                text,
+                f"the options of {name} are {', '.join(choices)}",
+                f"write {plus}{name}={near}" if near else f"write {plus}{name}=OPTION with one of them",
+            )
         elif name == EXPERIMENT and override.type is not OverrideType.ADD:
-            yield Problem(name, text, "an experiment is added to the configuration, so it needs a plus", f"write +exp={choice}")
+            yield Problem(
+                name,
+                text,
+                "an experiment is added to the configuration, so it needs a plus",
+                f"write +exp={choice}",
+            )
         elif name != EXPERIMENT and override.type is not OverrideType.CHANGE:
-            yield Problem(name, text, f"the group {name} has an option already, which is changed without a plus", f"write {name}={choice}")
+            yield Problem(
+                name,
+                text,
+                f"the group {name} has an option already, which is changed without a plus",
+                f"write {name}={choice}",
+            )
 
     def _key(self, override: Override) -> Iterator[Problem]:
         name, text = override.key_or_group, override.input_line or ""
@@ -170,10 +225,21 @@ class _Checker:
         if known is None and name not in keys.sections(self.root):
             yield unknown_key(name, text, self.groups, self.root)
         elif override.type is OverrideType.DEL:
-            yield Problem(name, text, "a key of the schema cannot be deleted",
-                          f"write {name}=null" if known and known.nullable else f"leave it out: {name} then has its default")
+            yield Problem(
+                name,
+                text,
+                "a key of the schema cannot be deleted",
+                f"write {name}=null"
+                if known and known.nullable
+                else f"leave it out: {name} then has its default",
+            )
         elif override.type is OverrideType.ADD and name not in self.root.open:
-            yield Problem(name, text, f"{name} is a key of the schema, which is changed without a plus", f"write {text.lstrip('+')}")
+            yield Problem(
+                name,
+                text,
+                f"{name} is a key of the schema, which is changed without a plus",
+                f"write {text.lstrip('+')}",
+            )
         else:
             yield from self._value(override)
 
@@ -195,12 +261,23 @@ def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -
         return Problem(text, text, "an experiment is added with +exp=", f"write +exp={text}")
     name = text.partition("=")[0]
     if "=" not in text:
-        return Problem(name, text, "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME", f"write {text}=VALUE; --help lists the keys")
+        return Problem(
+            name,
+            text,
+            "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME",
+            f"write {text}=VALUE; --help lists the keys",
+        )
     why = str(error).splitlines()[0].strip()
     if re.search(r"\s[\w.+~]+=", text):
-        return Problem(name, text, "each KEY=VALUE is a word of its own", f"write {text} without quotes around it")
-    return Problem(name, text, f"a value with blanks, quotes, brackets or commas is quoted ({why})",
-                   f"write '{name}=\"...\"', the outer quotes for the shell")
+        return Problem(
+            name, text, "each KEY=VALUE is a word of its own", f"write {text} without quotes around it"
+        )
+    return Problem(
+        name,
+        text,
+        f"a value with blanks, quotes, brackets or commas is quoted ({why})",
+        f"write '{name}=\"...\"', the outer quotes for the shell",
+    )
 
 
 def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: Root = RUN) -> Problem:
@@ -214,19 +291,36 @@ def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: Root = R
     if near is None and "." not in name:
         near = search.nearest_option(name, groups)
     top = name.partition(".")[0]
-    where = f"{above} has no key {name[len(above) + 1:]}" if above else f"there is no section or group {top}" if "." in name \
+    where = (
+        f"{above} has no key {name[len(above) + 1 :]}"
+        if above
+        else f"there is no section or group {top}"
+        if "." in name
         else f"there is no key, section or group {name}"
-    return Problem(name, seen, where, f"did you mean {near}? --help lists all" if near else "--help lists every key and group")
+    )
+    return Problem(
+        name,
+        seen,
+        where,
+        f"did you mean {near}? --help lists all" if near else "--help lists every key and group",
+    )
 
 
 def wrong_value(name: str, seen: str, root: Root = RUN) -> Problem:
     """``seen`` gives a value that the type of ``name`` does not take."""
     key = keys.table(root).get(name)
     if key is None and keys.is_open(name, root):
-        return Problem(name, seen, "a setting below an open key is one value or {a: 1, ...}", f"write +{name}=VALUE")
+        return Problem(
+            name, seen, "a setting below an open key is one value or {a: 1, ...}", f"write +{name}=VALUE"
+        )
     if key is None:
         inside = [known for known in keys.table(root) if known.startswith(name + ".")]
-        return Problem(name, seen, f"{name} is a section, not a value", f"set its keys one by one: {', '.join(inside[:4])}, ...")
+        return Problem(
+            name,
+            seen,
+            f"{name} is a section, not a value",
+            f"set its keys one by one: {', '.join(inside[:4])}, ...",
+        )
     null = ", or null" if key.nullable else ""
     kind = _kind(key)
     example = key.choices[0] if key.choices else _example(key)
@@ -236,8 +330,15 @@ def wrong_value(name: str, seen: str, root: Root = RUN) -> Problem:
 def _kind(key: keys.Key) -> str:
     if key.choices:
         return f"one of {', '.join(key.choices)}"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list[float]: "a list of numbers",
-             list[str]: "a list of texts", list[Any]: "a list"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        list[float]: "a list of numbers",
+        list[str]: "a list of texts",
+        list[Any]: "a list",
+    }
     return " or ".join(names.get(kind, "a dictionary") for kind in key.kinds)
 
 
@@ -248,4 +349,3 @@ def _example(key: keys.Key) -> str:
     if key.default not in (None, {}):
         return str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
     return examples.get(key.kinds[0], "{}")
-

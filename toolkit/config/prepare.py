@@ -113,15 +113,44 @@ class PrepareConfig:
     """inspect: how many documents are shown as text."""
 
     def __post_init__(self) -> None:
-        check(0 <= self.validation < 1, "validation", self.validation, "validation is a share of the documents, from 0 to below 1",
-              "write validation=0.005")
+        check(
+            0 <= self.validation < 1,
+            "validation",
+            self.validation,
+            "validation is a share of the documents, from 0 to below 1",
+            "write validation=0.005",
+        )
         at_least("", 0, seed=self.seed, samples=self.samples)
-        at_least("", 1, shard_mib=self.shard_mib, workers=self.workers, memory_mib=self.memory_mib, sequence_length=self.sequence_length)
+        at_least(
+            "",
+            1,
+            shard_mib=self.shard_mib,
+            workers=self.workers,
+            memory_mib=self.memory_mib,
+            sequence_length=self.sequence_length,
+        )
         given = [value for value in (self.input, self.inspect, self.import_path) if value is not None]
-        seen = f"{self.input or 'null'}, inspect={self.inspect or 'null'}, import={self.import_path or 'null'}"
-        check(len(given) == 1, "input", seen, "something is prepared (input=), inspected (inspect=) or imported (import=)",
-              "write one of input=FOLDER, inspect=FOLDER and import=FOLDER; --help shows all")
-        check(self.import_path is None or self.output is None, "output", self.output, "imported files are trained on where they lie",
-              "leave out output")
-        check(self.import_path is not None or self.import_validation is None, "import_validation", self.import_validation,
-              "it belongs to import=", "write import=PATH too")
+        seen = (
+            f"{self.input or 'null'}, inspect={self.inspect or 'null'}, import={self.import_path or 'null'}"
+        )
+        check(
+            len(given) == 1,
+            "input",
+            seen,
+            "something is prepared (input=), inspected (inspect=) or imported (import=)",
+            "write one of input=FOLDER, inspect=FOLDER and import=FOLDER; --help shows all",
+        )
+        check(
+            self.import_path is None or self.output is None,
+            "output",
+            self.output,
+            "imported files are trained on where they lie",
+            "leave out output",
+        )
+        check(
+            self.import_path is not None or self.import_validation is None,
+            "import_validation",
+            self.import_validation,
+            "it belongs to import=",
+            "write import=PATH too",
+        )

@@ -51,7 +51,14 @@ class TargetParallelConfig:
     """Ranks that the experts are spread over."""
 
     def __post_init__(self) -> None:
-        at_least("target.parallel", 1, data=self.data, tensor=self.tensor, pipeline=self.pipeline, expert=self.expert)
+        at_least(
+            "target.parallel",
+            1,
+            data=self.data,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            expert=self.expert,
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,7 +111,13 @@ class ReshardConfig:
 
     def __post_init__(self) -> None:
         at_least("", 1, workers=self.workers)
-        check(self.rate is None or self.rate > 0, "rate", self.rate, "rate is more than 0 GB/s", "write rate=0.5")
+        check(
+            self.rate is None or self.rate > 0,
+            "rate",
+            self.rate,
+            "rate is more than 0 GB/s",
+            "write rate=0.5",
+        )
 
 
 # Keys that count, beside source, action and model. A section stands for all of its keys.
@@ -118,9 +131,24 @@ OF_ACTION: Mapping[Action, tuple[str, ...]] = {
 # Keys of ``target`` that count, beside path and format.
 OF_FORMAT: Mapping[Format, tuple[str, ...]] = {
     Format.native: ("precision", "optimizer"),
-    Format.deepspeed: ("parallel.data", "parallel.tensor", "parallel.pipeline", "zero", "precision", "optimizer", "optim"),
+    Format.deepspeed: (
+        "parallel.data",
+        "parallel.tensor",
+        "parallel.pipeline",
+        "zero",
+        "precision",
+        "optimizer",
+        "optim",
+    ),
     Format.universal: (),  # whole tensors in fp32, with the optimizer's state: one folder for every layout
-    Format.megatron: ("parallel.tensor", "parallel.pipeline", "parallel.expert", "precision", "optimizer", "optim"),
+    Format.megatron: (
+        "parallel.tensor",
+        "parallel.pipeline",
+        "parallel.expert",
+        "precision",
+        "optimizer",
+        "optim",
+    ),
     Format.huggingface: ("precision", "optimizer"),
 }
 _ALWAYS = ("source", "action", "model")
@@ -139,13 +167,21 @@ def check_together(config: ReshardConfig, typed: Iterable[str]) -> None:
     problems = [problem for text in typed for problem in _idle(config, text)]
     action = f"action={config.action.name}"
     if config.source is None:
-        problems.append(Problem("source", "source=null", "something is read", "write source=PATH; --help shows examples"))
+        problems.append(
+            Problem("source", "source=null", "something is read", "write source=PATH; --help shows examples")
+        )
     if config.target.path is None and config.action in _NEEDS_TARGET:
         use = "the checkpoint to compare with" if config.action is Action.diff else "the folder to make"
         problems.append(Problem("target", "target=null", f"{action} needs {use}", "write target=PATH"))
     if config.model.target is not None or config.model.arguments:
-        problems.append(Problem("model.target", f"model.target={config.model.target}",
-                                "a model of your own has no names but those of the checkpoint", "leave it out: native checkpoints say all"))
+        problems.append(
+            Problem(
+                "model.target",
+                f"model.target={config.model.target}",
+                "a model of your own has no names but those of the checkpoint",
+                "leave it out: native checkpoints say all",
+            )
+        )
     if problems:
         raise ConfigError(*problems)
 
@@ -157,13 +193,21 @@ def _idle(config: ReshardConfig, text: str) -> Iterator[Problem]:
     of_action = OF_ACTION[config.action]
     if not _among(name, (*_ALWAYS, *of_action)):
         uses = ", ".join(("source", *of_action, "model"))
-        yield Problem(name, f"{text} with action={action}", f"action={action} uses {uses}", "leave it out, or choose another action")
+        yield Problem(
+            name,
+            f"{text} with action={action}",
+            f"action={action} uses {uses}",
+            "leave it out, or choose another action",
+        )
     elif name.startswith("target.") and "target" in of_action:
         counting = OF_FORMAT[form]
         if not _among(name, [f"target.{key}" for key in ("path", "format", *counting)]):
-            yield Problem(name, f"{text} with target.format={form.name}",
-                          f"{form.name} takes {', '.join(f'target.{key}' for key in counting) or 'no key beside target.path'}",
-                          "leave it out: it decides nothing of what is written")
+            yield Problem(
+                name,
+                f"{text} with target.format={form.name}",
+                f"{form.name} takes {', '.join(f'target.{key}' for key in counting) or 'no key beside target.path'}",
+                "leave it out: it decides nothing of what is written",
+            )
 
 
 def _among(name: str, keys: Iterable[str]) -> bool:

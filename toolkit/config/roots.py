@@ -30,9 +30,26 @@ class Root:
     short: tuple[tuple[str, str], ...] = ()
 
 
-RUN = Root(RunConfig, "config", "run_schema", groups=None, open=(
-    "engine.deepspeed", "engine.megatron", "model.arguments", "data.sources", "cluster.slurm.options",
-    *(f"cluster.kubernetes.{one.name}" for one in fields(KubernetesConfig) if one.default_factory is dict)))
+RUN = Root(
+    RunConfig,
+    "config",
+    "run_schema",
+    groups=None,
+    open=(
+        "engine.deepspeed",
+        "engine.megatron",
+        "model.arguments",
+        "data.sources",
+        "cluster.slurm.options",
+        *(
+            f"cluster.kubernetes.{one.name}"
+            for one in fields(KubernetesConfig)
+            if one.default_factory is dict
+        ),
+    ),
+)
 PREPARE = Root(PrepareConfig, "prepare", "prepare_schema", groups=(), short=(("import", "import_path"),))
-RESHARD = Root(ReshardConfig, "reshard", "reshard_schema", groups=("model",), short=(("target", "target.path"),))
+RESHARD = Root(
+    ReshardConfig, "reshard", "reshard_schema", groups=("model",), short=(("target", "target.path"),)
+)
 SWEEP = Root(SweepConfig, "sweep", "sweep_schema", groups=())

@@ -80,7 +80,13 @@ class RunSection:
 
     def __post_init__(self) -> None:
         ok = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name)
-        check(ok, "run.name", self.name, "a run's name is made of letters, digits, '.', '_' and '-'", "write run.name=my-run")
+        check(
+            ok,
+            "run.name",
+            self.name,
+            "a run's name is made of letters, digits, '.', '_' and '-'",
+            "write run.name=my-run",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,21 +134,54 @@ class ModelConfig:
     """Probability, in [0, 1), for embeddings, attention and residuals where the family has them."""
 
     def __post_init__(self) -> None:
-        at_least("model", 1, hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, head_dim=self.head_dim)
-        at_least("model", 1, num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads)
+        at_least(
+            "model",
+            1,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            head_dim=self.head_dim,
+        )
+        at_least(
+            "model", 1, num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads
+        )
         at_least("model", 1, num_key_value_heads=self.num_key_value_heads, vocab_size=self.vocab_size)
         at_least("model", 1, max_position_embeddings=self.max_position_embeddings)
-        at_least("model", 1, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok)
+        at_least(
+            "model", 1, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok
+        )
         # Far above every model that was published. What planning costs grows with these, and the sizes may come from a file of others.
-        at_most("model", 4096, num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads)
-        at_most("model", 4096, num_key_value_heads=self.num_key_value_heads, num_local_experts=self.num_local_experts)
+        at_most(
+            "model",
+            4096,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+        )
+        at_most(
+            "model",
+            4096,
+            num_key_value_heads=self.num_key_value_heads,
+            num_local_experts=self.num_local_experts,
+        )
         at_most("model", 2**20, hidden_size=self.hidden_size, head_dim=self.head_dim)
         at_most("model", 2**24, intermediate_size=self.intermediate_size)
-        at_most("model", 2**31, vocab_size=self.vocab_size, max_position_embeddings=self.max_position_embeddings)
+        at_most(
+            "model", 2**31, vocab_size=self.vocab_size, max_position_embeddings=self.max_position_embeddings
+        )
         layers, experts = self.num_hidden_layers or 1, self.num_local_experts or 1
-        check(layers * experts <= 2**18, "model.num_local_experts", f"{experts} model.num_hidden_layers={layers}",
-              "all layers together have at most 262144 experts", "write fewer layers or experts")
-        check(0 <= self.dropout < 1, "model.dropout", self.dropout, "a probability lies in [0, 1)", "write model.dropout=0.1")
+        check(
+            layers * experts <= 2**18,
+            "model.num_local_experts",
+            f"{experts} model.num_hidden_layers={layers}",
+            "all layers together have at most 262144 experts",
+            "write fewer layers or experts",
+        )
+        check(
+            0 <= self.dropout < 1,
+            "model.dropout",
+            self.dropout,
+            "a probability lies in [0, 1)",
+            "write model.dropout=0.1",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -167,7 +206,14 @@ class ParallelConfig:
     """Ranks that the experts are spread over; regroups data ranks."""
 
     def __post_init__(self) -> None:
-        at_least("parallel", 1, tensor=self.tensor, pipeline=self.pipeline, context=self.context, expert=self.expert)
+        at_least(
+            "parallel",
+            1,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            context=self.context,
+            expert=self.expert,
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -176,7 +222,13 @@ class ZeroConfig:
     """0 plain data parallel; 1 shards optimizer states, 2 gradients too, 3 parameters too."""
 
     def __post_init__(self) -> None:
-        check(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "ZeRO has stages 0 to 3", "write zero=stage0 ... zero=stage3")
+        check(
+            self.stage in (0, 1, 2, 3),
+            "zero.stage",
+            self.stage,
+            "ZeRO has stages 0 to 3",
+            "write zero=stage0 ... zero=stage3",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -277,9 +329,19 @@ class OptimConfig:
     """The global batch at which lr holds, for lr_scaling."""
 
     def __post_init__(self) -> None:
-        at_least("optim", 0, lr=self.lr, weight_decay=self.weight_decay, eps=self.eps, clip=self.clip, momentum=self.momentum)
+        at_least(
+            "optim",
+            0,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            clip=self.clip,
+            momentum=self.momentum,
+        )
         ok = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        check(ok, "optim.betas", self.betas, "Adam takes two factors in [0, 1)", "write optim.betas=[0.9,0.95]")
+        check(
+            ok, "optim.betas", self.betas, "Adam takes two factors in [0, 1)", "write optim.betas=[0.9,0.95]"
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -338,8 +400,14 @@ def parse_cadence(text: str) -> Cadence:
         number = text.removesuffix(unit)
         if number != text and number.isdigit() and int(number) > 0:
             return Cadence(seconds=int(number) * seconds)
-    raise ConfigError(Problem("checkpoint.every", f"checkpoint.every={text}", "a cadence is a number of steps or a time",
-                              "write checkpoint.every=500, checkpoint.every=30min or checkpoint.every=never"))
+    raise ConfigError(
+        Problem(
+            "checkpoint.every",
+            f"checkpoint.every={text}",
+            "a cadence is a number of steps or a time",
+            "write checkpoint.every=500, checkpoint.every=30min or checkpoint.every=never",
+        )
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -55,5 +55,10 @@ def url_problem(key: str, path: str) -> Problem | None:
         return Problem(key, seen, "a folder is a path, or a URL of a known store", f"write one of: {known}")
     parts = urlsplit(path)
     if (not parts.netloc) != (scheme == "file") or (scheme == "file" and parts.path in ("", "/")):
-        return Problem(key, seen, "a URL names the place and the folder in it", "write s3://BUCKET/FOLDER or file:///FOLDER")
+        return Problem(
+            key,
+            seen,
+            "a URL names the place and the folder in it",
+            "write s3://BUCKET/FOLDER or file:///FOLDER",
+        )
     return None

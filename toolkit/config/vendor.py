@@ -55,8 +55,12 @@ class Vendor:
     def not_selected(self, config: RunConfig) -> Iterator[Problem]:
         for name, value in flatten(self.given(config)).items() if self.given(config) else ():
             key = f"{self.root}.{name}"
-            yield Problem(key, f"{key}={show(value)}, engine.name={config.engine.name.value}",
-                          "keys of an engine that does not run have no effect", f"leave it out, or write engine={self.engine.value}")
+            yield Problem(
+                key,
+                f"{key}={show(value)}, engine.name={config.engine.name.value}",
+                "keys of an engine that does not run have no effect",
+                f"leave it out, or write engine={self.engine.value}",
+            )
 
     def check(self, given: Mapping[Any, Any], schema: Node, above: str = "") -> Iterator[Problem]:
         for part, value in given.items():
@@ -71,23 +75,41 @@ class Vendor:
                 if not schema.open:
                     yield self._unknown(name, value, schema, above)
             elif node.removed is not None:
-                yield self.problem(name, value, f"{self.title} has it no longer: {_first_sentence(node.removed)}",
-                                   self.instead.get(name, "leave it out"))
+                yield self.problem(
+                    name,
+                    value,
+                    f"{self.title} has it no longer: {_first_sentence(node.removed)}",
+                    self.instead.get(name, "leave it out"),
+                )
             elif node.deprecated is not None or node.internal:
-                why = f"{self.title} sets it itself" if node.internal else f"{self.title} calls it deprecated and reads {node.deprecated}"
-                remedy = "leave it out" if node.internal else f"write +{self.root}.{above}{node.deprecated}={show(value)}"
+                why = (
+                    f"{self.title} sets it itself"
+                    if node.internal
+                    else f"{self.title} calls it deprecated and reads {node.deprecated}"
+                )
+                remedy = (
+                    "leave it out"
+                    if node.internal
+                    else f"write +{self.root}.{above}{node.deprecated}={show(value)}"
+                )
                 yield self.problem(name, value, why, remedy)
             elif name in self.dtype_keys and value not in (*DTYPES, None):
-                yield self.problem(name, value, f"{name} is one of {', '.join(DTYPES)}", f"write +{self.root}.{name}=fp32")
+                yield self.problem(
+                    name, value, f"{name} is one of {', '.join(DTYPES)}", f"write +{self.root}.{name}=fp32"
+                )
             elif node.fields is not None and isinstance(value, Mapping):
                 yield from self.check(value, node, name + ".")
             elif (rule := node.wrong(value)) is not None:
                 below = f": {', '.join(list(node.fields)[:3])}, ..." if node.fields else ""
-                yield self.problem(name, value, f"{name} is {rule}{below}", f"write +{self.root}.{name}{node.example()}")
+                yield self.problem(
+                    name, value, f"{name} is {rule}{below}", f"write +{self.root}.{name}{node.example()}"
+                )
 
     def problem(self, name: str, value: Any, rule: str, remedy: str) -> Problem:
         """Of a section, what was typed: its values, not the section."""
-        seen = "; ".join(f"{self.root}.{leaf}={show(inner)}" for leaf, inner in flatten(value, name + ".").items())
+        seen = "; ".join(
+            f"{self.root}.{leaf}={show(inner)}" for leaf, inner in flatten(value, name + ".").items()
+        )
         return Problem(f"{self.root}.{name}", seen, rule, remedy)
 
     def _derived(self, name: str, entry: str, value: Any) -> Problem:
@@ -110,16 +132,31 @@ class Vendor:
         elif meant in self.own:
             remedy = f"write {self.own[meant]}={show(value)}"
         else:
-            remedy = self.derived[meant][1] if meant in self.derived else f"did you mean +{self.root}.{meant}?"
+            remedy = (
+                self.derived[meant][1] if meant in self.derived else f"did you mean +{self.root}.{meant}?"
+            )
         return self.problem(name, value, f"{where} no key {part}, and would not do what it says", remedy)
 
 
 # The schemas are looked up when they are asked for: reading them costs a tenth of a second.
-DEEPSPEED = Vendor(engine=EngineName.deepspeed, title="DeepSpeed", install="pip install deepspeed", schema=lambda: deepspeed_schema(),
-                   own=vendor_deepspeed.OWN, derived=vendor_deepspeed.DERIVED, instead=vendor_deepspeed.INSTEAD,
-                   dtype_keys=vendor_deepspeed.DTYPE_KEYS)
-MEGATRON = Vendor(engine=EngineName.megatron, title="Megatron-core", install="pip install 'megatron-core==0.16.*'",
-                  schema=vendor_megatron.flat_schema, own=vendor_megatron.OWN, derived=vendor_megatron.DERIVED)
+DEEPSPEED = Vendor(
+    engine=EngineName.deepspeed,
+    title="DeepSpeed",
+    install="pip install deepspeed",
+    schema=lambda: deepspeed_schema(),
+    own=vendor_deepspeed.OWN,
+    derived=vendor_deepspeed.DERIVED,
+    instead=vendor_deepspeed.INSTEAD,
+    dtype_keys=vendor_deepspeed.DTYPE_KEYS,
+)
+MEGATRON = Vendor(
+    engine=EngineName.megatron,
+    title="Megatron-core",
+    install="pip install 'megatron-core==0.16.*'",
+    schema=vendor_megatron.flat_schema,
+    own=vendor_megatron.OWN,
+    derived=vendor_megatron.DERIVED,
+)
 VENDORS = (DEEPSPEED, MEGATRON)
 
 
@@ -134,8 +171,15 @@ def problems(config: RunConfig) -> list[Problem]:
             schema = vendor.schema()
             if schema is None:
                 name, value = next(iter(flatten(given).items()))
-                found.append(vendor.problem(name, value, f"{vendor.title}'s keys are checked against the installed {vendor.title}, "
-                                            "and there is none", f"install it: {vendor.install}"))
+                found.append(
+                    vendor.problem(
+                        name,
+                        value,
+                        f"{vendor.title}'s keys are checked against the installed {vendor.title}, "
+                        "and there is none",
+                        f"install it: {vendor.install}",
+                    )
+                )
             else:
                 found += vendor.check(given, schema)
     if config.engine.name is EngineName.deepspeed:
@@ -150,8 +194,14 @@ def usable(config: RunConfig) -> RunConfig:
         return config
     engine: Any = config.engine
     for vendor in VENDORS:
-        parts = {key.removeprefix(f"{vendor.root}.").split(".")[0] for key in wrong if key.startswith(vendor.root)}
-        kept = {part: value for part, value in vendor.given(config).items() if part not in parts and vendor.schema() is not None}
+        parts = {
+            key.removeprefix(f"{vendor.root}.").split(".")[0] for key in wrong if key.startswith(vendor.root)
+        }
+        kept = {
+            part: value
+            for part, value in vendor.given(config).items()
+            if part not in parts and vendor.schema() is not None
+        }
         engine = replace(engine, **{vendor.engine.value: kept})
     return replace(config, engine=engine)
 

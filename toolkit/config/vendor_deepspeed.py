@@ -26,31 +26,70 @@ OWN = {
 }
 
 # DeepSpeed's key or section -> (why it is not given here, what to do).
-_PRECISION = ("the plan derives it from precision.name", "write precision=fp32, precision=bf16 or precision=fp16")
-_MASTER = ("master weights and moments are fp32 always, so that a checkpoint resumes in every layout", "leave it out")
-_OFFLOAD = ("the plan derives it from the group offload", "write offload=none, offload=cpu_optimizer, offload=cpu or offload=nvme")
-_MONITOR = ("DeepSpeed's monitors never log the training loss, and only on rank 0",
-            "leave it out: metrics.jsonl and monitor.wandb have everything")
-_CHECKPOINT = ("checkpoints are this toolkit's own, which any layout resumes", "write checkpoint.* keys instead")
+_PRECISION = (
+    "the plan derives it from precision.name",
+    "write precision=fp32, precision=bf16 or precision=fp16",
+)
+_MASTER = (
+    "master weights and moments are fp32 always, so that a checkpoint resumes in every layout",
+    "leave it out",
+)
+_OFFLOAD = (
+    "the plan derives it from the group offload",
+    "write offload=none, offload=cpu_optimizer, offload=cpu or offload=nvme",
+)
+_MONITOR = (
+    "DeepSpeed's monitors never log the training loss, and only on rank 0",
+    "leave it out: metrics.jsonl and monitor.wandb have everything",
+)
+_CHECKPOINT = (
+    "checkpoints are this toolkit's own, which any layout resumes",
+    "write checkpoint.* keys instead",
+)
 _DATA = ("samples and their order are this toolkit's own", "write data.* keys instead")
-_SCALER = ("the loss scale is dynamic, and its rules are the same in every engine",
-           "write precision.initial_scale_power or precision.scale_window")
+_SCALER = (
+    "the loss scale is dynamic, and its rules are the same in every engine",
+    "write precision.initial_scale_power or precision.scale_window",
+)
 _KERNEL = ("the plan derives it from optim.name and optim.kernel", "write optim.name or optim.kernel")
-_WHOLE_MODULES = ("DeepSpeed gathers modules whole then, and its step fails on CPUs; on GPUs that is not measured", "leave it out")
+_WHOLE_MODULES = (
+    "DeepSpeed gathers modules whole then, and its step fails on CPUs; on GPUs that is not measured",
+    "leave it out",
+)
 _DIVISION = ("gradients are divided once, by the units of the global batch", "leave it out")
 
 DERIVED = {
-    "gradient_accumulation_steps": ("the plan derives it: global batch / (micro-batch x data ranks)",
-                                    "write train.global_batch and train.micro_batch"),
-    "optimizer": ("the plan derives it from optim.*", "write optim=adamw, optim=sgd or optim=muon, and optim.lr and so on"),
-    "scheduler": ("the learning rate is a function of the samples consumed, which the loop sets", "write schedule.name and optim.lr"),
-    "zero_optimization.stage": ("the plan derives it from zero.stage", "write zero=stage0, zero=stage1, zero=stage2 or zero=stage3"),
+    "gradient_accumulation_steps": (
+        "the plan derives it: global batch / (micro-batch x data ranks)",
+        "write train.global_batch and train.micro_batch",
+    ),
+    "optimizer": (
+        "the plan derives it from optim.*",
+        "write optim=adamw, optim=sgd or optim=muon, and optim.lr and so on",
+    ),
+    "scheduler": (
+        "the learning rate is a function of the samples consumed, which the loop sets",
+        "write schedule.name and optim.lr",
+    ),
+    "zero_optimization.stage": (
+        "the plan derives it from zero.stage",
+        "write zero=stage0, zero=stage1, zero=stage2 or zero=stage3",
+    ),
     "zero_optimization.cpu_offload": _OFFLOAD,
     "zero_optimization.cpu_offload_param": _OFFLOAD,
     "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
-    "zero_optimization.offload_optimizer.pin_memory": ("the plan pins memory where there is a GPU", "leave it out"),
-    "zero_optimization.offload_param.pin_memory": ("the plan pins memory where there is a GPU", "leave it out"),
-    "zero_optimization.round_robin_gradients": ("round-robin partitions scramble which parameter a saved state belongs to", "leave it out"),
+    "zero_optimization.offload_optimizer.pin_memory": (
+        "the plan pins memory where there is a GPU",
+        "leave it out",
+    ),
+    "zero_optimization.offload_param.pin_memory": (
+        "the plan pins memory where there is a GPU",
+        "leave it out",
+    ),
+    "zero_optimization.round_robin_gradients": (
+        "round-robin partitions scramble which parameter a saved state belongs to",
+        "leave it out",
+    ),
     "zero_optimization.stage3_module_granularity_threshold": _WHOLE_MODULES,
     "zero_optimization.module_granularity_threshold": _WHOLE_MODULES,
     "zero_allow_untested_optimizer": _KERNEL,
@@ -59,7 +98,10 @@ DERIVED = {
     "bfloat16": _PRECISION,
     "fp16.enabled": _PRECISION,
     "data_types.param_dtype": _PRECISION,
-    "torch_autocast": ("autocast changes the precision behind the plan's back", "write precision=bf16 or precision=fp16"),
+    "torch_autocast": (
+        "autocast changes the precision behind the plan's back",
+        "write precision=bf16 or precision=fp16",
+    ),
     "fp16.loss_scale": _SCALER,
     "fp16.hysteresis": _SCALER,
     "fp16.min_loss_scale": _SCALER,
@@ -83,11 +125,19 @@ DERIVED = {
     "gradient_allreduce_op": _DIVISION,
     "prescale_gradients": _DIVISION,
     "gradient_predivide_factor": _DIVISION,
-    "autotuning": ("DeepSpeed's autotuner restarts the run with other settings", "compare settings with launch/plan.py"),
+    "autotuning": (
+        "DeepSpeed's autotuner restarts the run with other settings",
+        "compare settings with launch/plan.py",
+    ),
 }
 
 # Their values are checked by DeepSpeed's functions, which the schema does not see.
-DTYPE_KEYS = ("communication_data_type", "seq_parallel_communication_data_type", "data_types.grad_accum_dtype", "data_types.buffer_dtype")
+DTYPE_KEYS = (
+    "communication_data_type",
+    "seq_parallel_communication_data_type",
+    "data_types.grad_accum_dtype",
+    "data_types.buffer_dtype",
+)
 
 # A removed key -> what does its work now; without an entry, nothing does.
 INSTEAD = {
@@ -101,6 +151,15 @@ INSTEAD = {
 def muon(config: RunConfig) -> Iterator[tuple[str, Any, str, str]]:
     """Name, value, rule and remedy of what does not go with Muon."""
     zero = config.engine.deepspeed.get("zero_optimization")
-    if config.optim.name is OptimizerName.muon and config.zero.stage == 3 and isinstance(zero, Mapping) and zero.get("reduce_scatter"):
-        yield ("zero_optimization.reduce_scatter", zero["reduce_scatter"],
-               "DeepSpeed's Muon under ZeRO 3 reduces whole gradients (optim.name=muon, zero.stage=3)", "leave it out")
+    if (
+        config.optim.name is OptimizerName.muon
+        and config.zero.stage == 3
+        and isinstance(zero, Mapping)
+        and zero.get("reduce_scatter")
+    ):
+        yield (
+            "zero_optimization.reduce_scatter",
+            zero["reduce_scatter"],
+            "DeepSpeed's Muon under ZeRO 3 reduces whole gradients (optim.name=muon, zero.stage=3)",
+            "leave it out",
+        )

@@ -37,7 +37,9 @@ Block = tuple[str, int]  # file's name, number
 
 WAYS = 16
 FETCHED_BLOCKS = 32  # in one request: 1 MiB
-CLAIM_SECONDS = 5.0  # how long a block that another process fetches is waited for before it is fetched here too
+CLAIM_SECONDS = (
+    5.0  # how long a block that another process fetches is waited for before it is fetched here too
+)
 CLAIM_TICK_SECONDS = 0.002
 # 48 bytes: key of the block, hash of its bytes, length, nanoseconds since 1970.
 RECORD = np.dtype([("key", "<u8", 2), ("check", "<u8", 2), ("length", "<u8"), ("came", "<u8")])
@@ -61,13 +63,17 @@ class BlockCache:
             self._check_room()
             index = os.open(folder / f"{name}.index", os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                os.ftruncate(index, self.slots * RECORD.itemsize)  # a hole reads as zeros: empty slots. Repeating it changes nothing
+                os.ftruncate(
+                    index, self.slots * RECORD.itemsize
+                )  # a hole reads as zeros: empty slots. Repeating it changes nothing
             finally:
                 os.close(index)
             self._index: Any = np.memmap(folder / f"{name}.index", dtype=RECORD, mode="r+")
         except OSError as error:
             seen = f"data.cache.folder={folder}: {error.strerror or error}"
-            raise InputError(Problem("data.cache.folder", seen, "the cache can be written", "name another folder")) from error
+            raise InputError(
+                Problem("data.cache.folder", seen, "the cache can be written", "name another folder")
+            ) from error
 
     def get(self, file: str, number: int) -> bytes | None:
         key, first = self._place(file, number)
@@ -86,7 +92,9 @@ class BlockCache:
         taken = self._holding(key, first)
         slot = taken[0] if taken else first + int(self._index["came"][first : first + WAYS].argmin())
         try:
-            self._index[slot] = np.zeros((), dtype=RECORD)  # so that a record never speaks of half a block for long
+            self._index[slot] = np.zeros(
+                (), dtype=RECORD
+            )  # so that a record never speaks of half a block for long
             os.pwrite(self._blocks, content, slot * BLOCK_BYTES)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -117,7 +125,9 @@ class BlockCache:
         key = xxhash.xxh3_128_intdigest(f"{file} {number}".encode())
         sets = self.slots // WAYS
         # A record of zeros is an empty slot, so no key is zero.
-        return ((key >> 64) | 1, key & (2**64 - 1)), (xxhash.xxh3_64_intdigest(file.encode()) + number) % sets * WAYS
+        return ((key >> 64) | 1, key & (2**64 - 1)), (
+            xxhash.xxh3_64_intdigest(file.encode()) + number
+        ) % sets * WAYS
 
     def _holding(self, key: tuple[int, int], first: int) -> list[int]:
         keys = self._index["key"][first : first + WAYS]
@@ -164,15 +174,21 @@ class CachedFile:
     bytes: int
 
 
-def read_cached(cache: BlockCache, folder: Reader, files: Mapping[str, CachedFile], ranges: Sequence[Range]) -> list[Buffer]:
+def read_cached(
+    cache: BlockCache, folder: Reader, files: Mapping[str, CachedFile], ranges: Sequence[Range]
+) -> list[Buffer]:
     """The ranges, from the blocks that the cache has and from ``folder``, whose blocks are kept then.
 
     Of the processes that share the cache one fetches a block and the others wait for it, for a bounded time.
     """
-    wanted = dict.fromkeys((range.name, number) for range in ranges for number in blocks_of(range.start, range.end))
+    wanted = dict.fromkeys(
+        (range.name, number) for range in ranges for number in blocks_of(range.start, range.end)
+    )
     found: dict[Block, bytes] = {}
     _look(cache, files, wanted, found)
-    mine = [block for block in wanted if block not in found and cache.claim(files[block[0]].content, block[1])]
+    mine = [
+        block for block in wanted if block not in found and cache.claim(files[block[0]].content, block[1])
+    ]
     try:
         _look(cache, files, mine, found)  # another process may have put it there, and let go, in between
         _fetch(cache, folder, files, [block for block in mine if block not in found], found)
@@ -187,14 +203,22 @@ def read_cached(cache: BlockCache, folder: Reader, files: Mapping[str, CachedFil
     return [_cut(found, range) for range in ranges]
 
 
-def _look(cache: BlockCache, files: Mapping[str, CachedFile], blocks: Iterable[Block], found: dict[Block, bytes]) -> None:
+def _look(
+    cache: BlockCache, files: Mapping[str, CachedFile], blocks: Iterable[Block], found: dict[Block, bytes]
+) -> None:
     for name, number in blocks:
         content = cache.get(files[name].content, number)
         if content is not None:
             found[name, number] = content
 
 
-def _fetch(cache: BlockCache, folder: Reader, files: Mapping[str, CachedFile], blocks: Sequence[Block], found: dict[Block, bytes]) -> None:
+def _fetch(
+    cache: BlockCache,
+    folder: Reader,
+    files: Mapping[str, CachedFile],
+    blocks: Sequence[Block],
+    found: dict[Block, bytes],
+) -> None:
     """Neighbours as one request of at most FETCHED_BLOCKS."""
     rows: list[list[Block]] = []
     for block in sorted(blocks):
@@ -205,7 +229,10 @@ def _fetch(cache: BlockCache, folder: Reader, files: Mapping[str, CachedFile], b
             rows.append([block])
     if not rows:
         return
-    spans = [Range(row[0][0], row[0][1] * BLOCK_BYTES, min((row[-1][1] + 1) * BLOCK_BYTES, files[row[0][0]].bytes)) for row in rows]
+    spans = [
+        Range(row[0][0], row[0][1] * BLOCK_BYTES, min((row[-1][1] + 1) * BLOCK_BYTES, files[row[0][0]].bytes))
+        for row in rows
+    ]
     for row, content in zip(rows, folder.read_ranges(spans), strict=True):
         for place, (name, number) in enumerate(row):
             part = bytes(content[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES])

@@ -37,13 +37,17 @@ def check_size(file: Path, expected: Digest) -> Path:
     """``file``, which is there and as long as the manifest says. Raises InputError."""
     size = file.stat().st_size if file.is_file() else None
     if size != expected.bytes:
-        raise broken(file, "absent" if size is None else f"{size} bytes", f"the manifest says {expected.bytes} bytes")
+        raise broken(
+            file, "absent" if size is None else f"{size} bytes", f"the manifest says {expected.bytes} bytes"
+        )
     return file
 
 
 def check_bytes(files: Sequence[tuple[Path, Digest]], progress: Progress) -> None:
     """Read every byte of ``files`` and compare. Raises InputError naming the first that differs."""
-    with progress.task("verifying data", total=sum(expected.bytes for _, expected in files), unit="B") as task:
+    with progress.task(
+        "verifying data", total=sum(expected.bytes for _, expected in files), unit="B"
+    ) as task:
         for file, expected in files:
             seen = digest(check_size(file, expected))
             if seen != expected:
@@ -52,4 +56,6 @@ def check_bytes(files: Sequence[tuple[Path, Digest]], progress: Progress) -> Non
 
 
 def broken(path: Path, seen: str, rule: str) -> InputError:
-    return InputError(Problem(str(path), f"{path}: {seen}", rule, "restore the file, or prepare the data again"))
+    return InputError(
+        Problem(str(path), f"{path}: {seen}", rule, "restore the file, or prepare the data again")
+    )

@@ -53,8 +53,10 @@ class Waste:
     lost: float  # of tokens: they see no beginning of their document, which an earlier window has
 
     def __str__(self) -> str:
-        return (f"of {self.documents:,} documents {self.cut:.1%} are cut ({self.longer:.1%} are longer than a window), so that "
-                f"{self.lost:.1%} of tokens do not see where their document begins")
+        return (
+            f"of {self.documents:,} documents {self.cut:.1%} are cut ({self.longer:.1%} are longer than a window), so that "
+            f"{self.lost:.1%} of tokens do not see where their document begins"
+        )
 
 
 def waste_of(source: TokenSource, end_of_text: int, sequence_length: int) -> Waste:
@@ -63,7 +65,9 @@ def waste_of(source: TokenSource, end_of_text: int, sequence_length: int) -> Was
     tokens = np.empty((1, min(LOOKED_AT, source.tokens)), dtype=np.int64)
     source.read(np.zeros(1, dtype=np.int64), tokens)
     lengths = np.diff(np.flatnonzero(tokens[0] == end_of_text), prepend=-1)
-    return waste(lengths if len(lengths) else np.array([tokens.size]), sequence_length)  # the last one, which is not whole, counts alone
+    return waste(
+        lengths if len(lengths) else np.array([tokens.size]), sequence_length
+    )  # the last one, which is not whole, counts alone
 
 
 def waste(lengths: npt.NDArray[Any], sequence_length: int) -> Waste:
@@ -83,4 +87,10 @@ def waste(lengths: npt.NDArray[Any], sequence_length: int) -> Waste:
         longer += int((some > size).sum())
         lost += int((edges * some - edges * (edges + 1) // 2).sum())
     documents = len(lengths)
-    return Waste(documents, tokens, cut / (size * max(documents, 1)), longer / max(documents, 1), lost / (size * max(tokens, 1)))
+    return Waste(
+        documents,
+        tokens,
+        cut / (size * max(documents, 1)),
+        longer / max(documents, 1),
+        lost / (size * max(tokens, 1)),
+    )

@@ -45,7 +45,9 @@ def evaluation_samples(source: TokenSource, sequence_length: int, batches: int, 
     return min(batches * global_batch, max(0, -(-(source.tokens - 1) // sequence_length)))
 
 
-def eval_batches(source: TokenSource, sequence_length: int, batches: int, batch: BatchPlan, data_rank: int) -> Iterator[list[Ints]]:
+def eval_batches(
+    source: TokenSource, sequence_length: int, batches: int, batch: BatchPlan, data_rank: int
+) -> Iterator[list[Ints]]:
     """Global batches over the split's first windows, always the same: this rank's micro-batches of each.
 
     A micro-batch is int64 [micro_batch, sequence_length + 1]. A split with fewer windows than ``batches`` global batches
@@ -71,7 +73,9 @@ def _read(source: TokenSource, windows: Ints, samples: int, sequence_length: int
     return rows
 
 
-def sample_batches(samples: Samples, batches: int, batch: BatchPlan, data_rank: int) -> Iterator[list[npt.NDArray[Any]]]:
+def sample_batches(
+    samples: Samples, batches: int, batch: BatchPlan, data_rank: int
+) -> Iterator[list[npt.NDArray[Any]]]:
     """``eval_batches`` of samples of any kind: the split's first ones, as many as it has.
 
     The last global batch may have fewer samples than places: its last micro-batches are shorter then, or empty, and all ranks still

@@ -121,7 +121,10 @@ class Pace:
         limits = self._limits
         with self._lock:
             often = limits.another_most_seconds if self._usual is None else limits.another_after * self._usual
-            patience = max(min(max(often, limits.another_least_seconds), limits.another_most_seconds), 2 * (self._usual or 0.0))
+            patience = max(
+                min(max(often, limits.another_least_seconds), limits.another_most_seconds),
+                2 * (self._usual or 0.0),
+            )
             allowed = limits.another_share and self.others < 8 + limits.another_share * self.requests
             due = bool(allowed) and waited_seconds > patience
             self.others += due
@@ -198,7 +201,11 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
         if job.retry_at is not None and now >= job.retry_at and active < pace.at_once:
             pace.repeat()
             begin(job)
-        elif 0 < len(job.running) < AT_ONCE and (began := job.running[-1].began) is not None and pace.another_due(now - began):
+        elif (
+            0 < len(job.running) < AT_ONCE
+            and (began := job.running[-1].began) is not None
+            and pace.another_due(now - began)
+        ):
             begin(job)
 
     try:

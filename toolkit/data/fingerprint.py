@@ -7,11 +7,19 @@ from collections.abc import Mapping
 from toolkit.errors import CheckpointError, Problem
 
 FORK = "or start a new run from that state: run.fork=PATH"
-Remedy = tuple[str, str]  # the key that an entry comes from, and what to do; {key} and {saved} stand for the entry's
+Remedy = tuple[
+    str, str
+]  # the key that an entry comes from, and what to do; {key} and {saved} stand for the entry's
 
 
-def check_same(mine: Mapping[str, object], saved: Mapping[str, object], remedies: Mapping[str, Remedy], *, otherwise: Remedy | None = None,
-               details: Mapping[str, str] | None = None) -> None:
+def check_same(
+    mine: Mapping[str, object],
+    saved: Mapping[str, object],
+    remedies: Mapping[str, Remedy],
+    *,
+    otherwise: Remedy | None = None,
+    details: Mapping[str, str] | None = None,
+) -> None:
     """Every entry of either is the same in both.
 
     Args:
@@ -29,6 +37,8 @@ def check_same(mine: Mapping[str, object], saved: Mapping[str, object], remedies
             continue
         seen = f"{name}={mine.get(name)}, the checkpoint has {name}={saved.get(name)}{(details or {}).get(name, '')}"
         key, words = (part.format(key=name, saved=saved.get(name)) for part in remedy)
-        problems.append(Problem(key, seen, "a run continues on the samples and in the order it began with", words))
+        problems.append(
+            Problem(key, seen, "a run continues on the samples and in the order it began with", words)
+        )
     if problems:
         raise CheckpointError(*problems)

@@ -41,7 +41,9 @@ def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | Non
     if name == "stdlib" and not (Path(config.data.path) / NAME).exists():
         return FirstRead(note=f"{config.data.path} is made when the first run starts")
     if name == "dataset":
-        return FirstRead(note="a dataset's files are looked for, and fetched from the hub, when the run starts")
+        return FirstRead(
+            note="a dataset's files are looked for, and fetched from the hub, when the run starts"
+        )
     began = time.perf_counter()
     try:
         folder = ready_for(config, vocab_size, Progress.silent())
@@ -56,6 +58,11 @@ def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | Non
     except UserError as error:
         return FirstRead(problems=error.problems)
     except OSError as error:  # a store that does not answer any more: toolkit/data/storage.py
-        problem = Problem("data.path", f"data.path: {error}", "the data can be read", "look at the network and the store, and try again")
+        problem = Problem(
+            "data.path",
+            f"data.path: {error}",
+            "the data can be read",
+            "look at the network and the store, and try again",
+        )
         return FirstRead(problems=(problem,))
     return FirstRead(open_seconds=opened - began, read_seconds=time.perf_counter() - opened)

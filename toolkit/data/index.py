@@ -45,7 +45,9 @@ def index_bytes(dtype: np.dtype[Any], lengths: npt.NDArray[np.int32]) -> bytes:
     np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
     documents = np.arange(len(lengths) + 1, dtype="<i8")
-    return b"".join((header, lengths.astype("<i4").tobytes(), (pointers * dtype.itemsize).tobytes(), documents.tobytes()))
+    return b"".join(
+        (header, lengths.astype("<i4").tobytes(), (pointers * dtype.itemsize).tobytes(), documents.tobytes())
+    )
 
 
 class IndexFile:
@@ -64,14 +66,22 @@ class IndexFile:
         with path.open("rb") as file:
             head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
-            raise broken(path, f"{size} bytes, starting with {head[:9]!r}", "an .idx file starts with Megatron's header")
+            raise broken(
+                path,
+                f"{size} bytes, starting with {head[:9]!r}",
+                "an .idx file starts with Megatron's header",
+            )
         _, version, code, sequences, ends = HEADER.unpack(head)
         if version != 1 or code not in CODES or ends < 1:
             seen = f"version={version}, dtype code={code}, document index of {ends}"
             raise broken(path, seen, "the header has version 1, a known dtype and a document index")
         expected = HEADER.size + sequences * 12 + ends * 8
         if size != expected:
-            raise broken(path, f"{size} bytes", f"with {sequences} sequences and {ends - 1} documents it has {expected} bytes")
+            raise broken(
+                path,
+                f"{size} bytes",
+                f"with {sequences} sequences and {ends - 1} documents it has {expected} bytes",
+            )
         self.dtype = CODES[code]
         content = np.memmap(path, dtype=np.uint8, mode="r")
         places = (HEADER.size, HEADER.size + 4 * sequences, HEADER.size + 12 * sequences)
@@ -85,7 +95,9 @@ class IndexFile:
     @property
     def bin_bytes(self) -> int:
         """The size that ``.bin`` must have."""
-        return int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self.lengths) else 0
+        return (
+            int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self.lengths) else 0
+        )
 
     def check_contiguous(self) -> None:
         """Every sequence starts where the one before ends: O(sequences). Raises InputError."""

@@ -29,9 +29,11 @@ KIND = "tokens"  # of a manifest that names none
 # What a folder holds -> the option that reads it.
 REMEDIES = {KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
 # What makes a folder of it.
-MADE_BY = {KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or import=FOLDER for Megatron's files) "
-                 "and name it with data.path=FOLDER",
-           "records": "make one: python -m toolkit.data.tiles FOLDER, or your own with toolkit.data.write_records (docs/data.md)"}
+MADE_BY = {
+    KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or import=FOLDER for Megatron's files) "
+    "and name it with data.path=FOLDER",
+    "records": "make one: python -m toolkit.data.tiles FOLDER, or your own with toolkit.data.write_records (docs/data.md)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,18 @@ class DataManifest:
     origin: Origin
     tokenizer: TokenizerInfo
     splits: Mapping[str, Split]
-    files: Mapping[str, Digest] = field(default_factory=dict)  # beside the shards: path below the folder -> what it must be
-    recipe: Mapping[str, Any] = field(default_factory=dict)  # the settings that decided the bytes, where launch/prepare.py made them
+    files: Mapping[str, Digest] = field(
+        default_factory=dict
+    )  # beside the shards: path below the folder -> what it must be
+    recipe: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the settings that decided the bytes, where launch/prepare.py made them
     versions: Mapping[str, str] = field(default_factory=dict)  # packages that made them
     # String of a special token of the tokenizer -> how often the documents contained it, where launch/prepare.py counted them.
     special_tokens: Mapping[str, int] = field(default_factory=dict)
-    bad_rows: Mapping[str, Any] = field(default_factory=dict)  # left out of it: how many, "count", and the "first" ones in words
+    bad_rows: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # left out of it: how many, "count", and the "first" ones in words
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -131,7 +139,11 @@ class DataManifest:
         """Raises InputError naming the splits that there are."""
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
-            raise InputError(Problem("data.path", f"split {name} of {self.place}", "the data folder holds the split", remedy))
+            raise InputError(
+                Problem(
+                    "data.path", f"split {name} of {self.place}", "the data folder holds the split", remedy
+                )
+            )
         return self.splits[name]
 
 
@@ -159,8 +171,14 @@ def file_in(folder: Path, name: str) -> Path:
     try:
         return inside(folder, name)
     except UnsafePath as error:
-        raise InputError(Problem("data.path", f"{folder}: {error}", "the files of a data folder lie in it",
-                                 "put the file itself there, or prepare the data again")) from error
+        raise InputError(
+            Problem(
+                "data.path",
+                f"{folder}: {error}",
+                "the files of a data folder lie in it",
+                "put the file itself there, or prepare the data again",
+            )
+        ) from error
 
 
 def kind_of(path: str | Path) -> str:
@@ -178,17 +196,33 @@ def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tupl
     found = content.get("kind", KIND)
     if found != kind:
         seen, rule = f"data.path={path} holds {found}", f"the kind of data chosen reads {kind}"
-        raise InputError(Problem("data.path", seen, rule, f"write {REMEDIES.get(str(found), 'the option of data= that reads it')}"))
+        raise InputError(
+            Problem(
+                "data.path",
+                seen,
+                rule,
+                f"write {REMEDIES.get(str(found), 'the option of data= that reads it')}",
+            )
+        )
     version = content.get("format_version")
     if version not in readable:
         known = " and ".join(map(str, readable))
-        seen, rule = f"format_version={version} in {file}", f"this toolkit reads data of format versions {known}"
+        seen, rule = (
+            f"format_version={version} in {file}",
+            f"this toolkit reads data of format versions {known}",
+        )
         raise InputError(Problem("data.path", seen, rule, "prepare the data again"))
     if version == readable[-1] or OWN_HASH in content:  # the formats before had none
         expected, seen = content.get(OWN_HASH), own_hash(content)
         if seen != expected:
-            raise InputError(Problem("data.path", f"{file}: its content has xxh3 {seen}", f"it says of itself: {OWN_HASH} {expected}",
-                                     f"restore {NAME} as it was written, or prepare the data again"))
+            raise InputError(
+                Problem(
+                    "data.path",
+                    f"{file}: its content has xxh3 {seen}",
+                    f"it says of itself: {OWN_HASH} {expected}",
+                    f"restore {NAME} as it was written, or prepare the data again",
+                )
+            )
     return file, content
 
 
@@ -198,11 +232,15 @@ def _content(path: str | Path, remedy: str = MADE_BY[KIND]) -> tuple[Place, dict
     try:
         text = open_folder(path).read_bytes(NAME) if isinstance(file, Url) else file.read_bytes()
     except OSError as error:
-        raise InputError(Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)) from error
+        raise InputError(
+            Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)
+        ) from error
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")) from error
+        raise InputError(
+            Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")
+        ) from error
     if not isinstance(content, dict):
         raise incomplete(file, TypeError(type(content).__name__))
     return file, content
@@ -211,7 +249,9 @@ def _content(path: str | Path, remedy: str = MADE_BY[KIND]) -> tuple[Place, dict
 def incomplete(file: Place, error: Exception) -> InputError:
     """Of a manifest that lacks a field, or has one that cannot be."""
     seen = f"{file}: {type(error).__name__} {error}"
-    return InputError(Problem("data.path", seen, "the manifest has every field of its format", "prepare the data again"))
+    return InputError(
+        Problem("data.path", seen, "the manifest has every field of its format", "prepare the data again")
+    )
 
 
 def read_manifest(path: str | Path) -> DataManifest:
@@ -247,7 +287,9 @@ def _fetch_tokenizer(manifest: DataManifest) -> None:
     assert manifest.url is not None, "a folder on this machine is read where it lies"
     below = f"{manifest.tokenizer.folder}/"
     # Before format 2 the manifest named none of them.
-    others = [name for name in manifest.files if name.startswith(below) and name != below + TOKENIZER] or [f"{below}tokenizer_config.json"]
+    others = [name for name in manifest.files if name.startswith(below) and name != below + TOKENIZER] or [
+        f"{below}tokenizer_config.json"
+    ]
     names = [*others, below + TOKENIZER]  # the last one written says that all are there
     if all((manifest.folder / name).is_file() for name in names):
         return
@@ -265,8 +307,15 @@ def _fetch_tokenizer(manifest: DataManifest) -> None:
             manifest.file(name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(manifest.file(name), content, durable=False)
     except OSError as error:
-        seen, remedy = f"{manifest.folder}: {error.strerror or error}", "name a folder that can be written: XDG_CACHE_HOME=FOLDER"
-        raise InputError(Problem("XDG_CACHE_HOME", seen, "the tokenizer of data in a store is copied to this machine", remedy)) from error
+        seen, remedy = (
+            f"{manifest.folder}: {error.strerror or error}",
+            "name a folder that can be written: XDG_CACHE_HOME=FOLDER",
+        )
+        raise InputError(
+            Problem(
+                "XDG_CACHE_HOME", seen, "the tokenizer of data in a store is copied to this machine", remedy
+            )
+        ) from error
 
 
 def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
@@ -284,12 +333,21 @@ def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
             manifest = read_manifest(folder)
             if manifest.tokenizer.hash == tokenizer:
                 return manifest
-    raise InputError(Problem("data.path", f"data.path={path} has no tokenizer of hash {tokenizer}",
-                             "text is made with the tokenizer that the model was trained with", "name the folder that has it"))
+    raise InputError(
+        Problem(
+            "data.path",
+            f"data.path={path} has no tokenizer of hash {tokenizer}",
+            "text is made with the tokenizer that the model was trained with",
+            "name the folder that has it",
+        )
+    )
 
 
 def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
-    splits = {name: Split(tuple(shard_of(shard) for shard in split["shards"])) for name, split in content["splits"].items()}
+    splits = {
+        name: Split(tuple(shard_of(shard) for shard in split["shards"]))
+        for name, split in content["splits"].items()
+    }
     origin, tokenizer = Origin(**content["origin"]), TokenizerInfo(**content["tokenizer"])
     relative_name(tokenizer.folder)
     if not re.fullmatch("[0-9a-f]{32}", tokenizer.hash):  # it names a folder of the cache
@@ -297,30 +355,50 @@ def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
     files = {relative_name(name): Digest(**seen) for name, seen in content.get("files", {}).items()}
     url = place if isinstance(place, Url) else None
     folder = place if isinstance(place, Path) else user_cache() / "tokenizers" / tokenizer.hash
-    return DataManifest(folder=folder, url=url, dtype=content["dtype"], origin=origin, tokenizer=tokenizer, splits=splits, files=files,
-                        recipe=content.get("recipe", {}), versions=content.get("versions", {}),
-                        special_tokens=content.get("special_tokens", {}), bad_rows=content.get("bad_rows", {}))
+    return DataManifest(
+        folder=folder,
+        url=url,
+        dtype=content["dtype"],
+        origin=origin,
+        tokenizer=tokenizer,
+        splits=splits,
+        files=files,
+        recipe=content.get("recipe", {}),
+        versions=content.get("versions", {}),
+        special_tokens=content.get("special_tokens", {}),
+        bad_rows=content.get("bad_rows", {}),
+    )
 
 
 def shard_of(content: Mapping[str, Any]) -> Shard:
     """From its fields as JSON. Raises UnsafePath if its name leads out of the folder, KeyError or TypeError if a field cannot be."""
     relative_name(content["name"])
     sums = Digest(**content["sums"]) if content.get("sums") is not None else None
-    return Shard(**{**content, "bin": Digest(**content["bin"]), "idx": Digest(**content["idx"]), "sums": sums})
+    return Shard(
+        **{**content, "bin": Digest(**content["bin"]), "idx": Digest(**content["idx"]), "sums": sums}
+    )
 
 
 def describe(manifest: DataManifest) -> list[str]:
     """Lines for people: text, tokenizer, splits, place."""
     origin, tokenizer = manifest.origin, manifest.tokenizer
-    lines = [f"text       {origin.description}: {origin.files:,} files, {origin.bytes:,} bytes, xxh3 {origin.xxh3_128} ({origin.licence})"]
+    lines = [
+        f"text       {origin.description}: {origin.files:,} files, {origin.bytes:,} bytes, xxh3 {origin.xxh3_128} ({origin.licence})"
+    ]
     lines.append(f"tokenizer  {tokenizer.size:,} tokens, xxh3 {tokenizer.hash}, {manifest.tokenizer_folder}")
     for name, split in manifest.splits.items():
         size = f"{sum(shard.bin.bytes for shard in split.shards):,} bytes of {manifest.dtype}"
-        lines.append(f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens, {size}, xxh3 {split.data_hash}")
+        lines.append(
+            f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens, {size}, xxh3 {split.data_hash}"
+        )
     if manifest.special_tokens:
         counts = ", ".join(f"{content} {count:,} times" for content, count in manifest.special_tokens.items())
-        lines.append(f"special    the documents contain {counts} (special_tokens={manifest.recipe.get('special_tokens')})")
+        lines.append(
+            f"special    the documents contain {counts} (special_tokens={manifest.recipe.get('special_tokens')})"
+        )
     if manifest.bad_rows:
-        lines.append(f"bad rows   {manifest.bad_rows['count']:,} were left out (on_bad_row=skip), the first of them:")
+        lines.append(
+            f"bad rows   {manifest.bad_rows['count']:,} were left out (on_bad_row=skip), the first of them:"
+        )
         lines += [f"           {seen}" for seen in manifest.bad_rows["first"]]
     return lines

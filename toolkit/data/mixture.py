@@ -59,20 +59,30 @@ class Mixture:
         assert phases, "a mixture has a phase"
         assert version in VERSIONS, version
         assert phases[0].first_sample == 0, f"a first phase from sample {phases[0].first_sample} on"
-        assert all(a.first_sample < b.first_sample for a, b in pairwise(phases)), "phases in order, none empty"
+        assert all(a.first_sample < b.first_sample for a, b in pairwise(phases)), (
+            "phases in order, none empty"
+        )
         self.sources = len(phases[0].weights)
         self.phases = tuple(phases)
         self.version, self._seed = version, seed
         self._firsts = np.array([phase.first_sample for phase in phases], dtype=np.int64)
         key = keyed(root_key(seed), -3)
         self._tables = [
-            _Table(phase.weights, following.first_sample - phase.first_sample if following else None, keyed(key, number),
-                   in_order=version != "blocks-1")
+            _Table(
+                phase.weights,
+                following.first_sample - phase.first_sample if following else None,
+                keyed(key, number),
+                in_order=version != "blocks-1",
+            )
             for number, (phase, following) in enumerate(zip(phases, [*phases[1:], None], strict=True))
         ]
         lengths = [b.first_sample - a.first_sample for a, b in pairwise(phases)]
-        ends = [table.before(np.array([length]))[0] for table, length in zip(self._tables, lengths, strict=False)]
-        self._given = list(accumulate(ends, initial=np.zeros(self.sources, dtype=np.int64)))  # of each source before each phase
+        ends = [
+            table.before(np.array([length]))[0] for table, length in zip(self._tables, lengths, strict=False)
+        ]
+        self._given = list(
+            accumulate(ends, initial=np.zeros(self.sources, dtype=np.int64))
+        )  # of each source before each phase
 
     def under(self, version: str) -> Mixture:
         """The same mixture in the order of another version."""
@@ -97,14 +107,21 @@ class Mixture:
 
 def digest(mixture: Mixture) -> str:
     """Of the phases: 16 hex digits."""
-    text = repr([(phase.first_sample, [str(weight / sum(phase.weights)) for weight in phase.weights]) for phase in mixture.phases])
+    text = repr(
+        [
+            (phase.first_sample, [str(weight / sum(phase.weights)) for weight in phase.weights])
+            for phase in mixture.phases
+        ]
+    )
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 class _Table:
     """One phase: slot -> (source, place since the phase began)."""
 
-    def __init__(self, weights: Sequence[Fraction], samples: int | None, key: npt.NDArray[np.uint64], *, in_order: bool) -> None:
+    def __init__(
+        self, weights: Sequence[Fraction], samples: int | None, key: npt.NDArray[np.uint64], *, in_order: bool
+    ) -> None:
         total = sum(weights)
         assert total > 0, "some source has a weight"
         rarest = min(weight for weight in weights if weight > 0) / total

@@ -1,7 +1,7 @@
 """From ``data.name`` to what a run reads: its stream of samples, and its evaluation sets. The loop knows nothing else of data.
 
-    data = open_data(config, batch, data_rank, ready_for(config, None, progress))
-    for micro_batches in data.stream.steps(first_step): ...
+data = open_data(config, batch, data_rank, ready_for(config, None, progress))
+for micro_batches in data.stream.steps(first_step): ...
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from toolkit.data.text import TEXT
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress
 
-KINDS: dict[str, DataKind] = {"stdlib": TEXT, "prepared": TEXT, "mixture": MIXTURE, "dataset": DATASET, "arrays": ARRAYS}
+KINDS: dict[str, DataKind] = {
+    "stdlib": TEXT,
+    "prepared": TEXT,
+    "mixture": MIXTURE,
+    "dataset": DATASET,
+    "arrays": ARRAYS,
+}
 
 
 def ready_for(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:

@@ -69,7 +69,11 @@ def permute(values: Ints, size: int, key: Words, *, inverse: bool = False) -> In
     if bits == 0:
         return values.copy()
     low_bits = (bits + 1) // 2
-    low_mask, high_mask, shift = np.uint64((1 << low_bits) - 1), np.uint64((1 << (bits - low_bits)) - 1), np.uint64(low_bits)
+    low_mask, high_mask, shift = (
+        np.uint64((1 << low_bits) - 1),
+        np.uint64((1 << (bits - low_bits)) - 1),
+        np.uint64(low_bits),
+    )
     count = ROUNDS if bits >= 8 else SMALL_ROUNDS
     rounds = range(count - 1, -1, -1) if inverse else range(count)
 
@@ -147,7 +151,9 @@ class Order:
         groups, within, size = _cut(places // LANES, length, -(-length // self._group))
         group_key = keyed(keyed(key[where], lanes), groups)
         chosen = np.empty_like(within)
-        for one in np.unique(size).tolist():  # three sizes at most: lanes differ by one sample, groups by one more
+        for one in np.unique(
+            size
+        ).tolist():  # three sizes at most: lanes differ by one sample, groups by one more
             at = size == one
             chosen[at] = permute(within[at], one, group_key[at])
         row = lanes * lane_samples + np.minimum(lanes, longer_lanes) + (places // LANES - within) + chosen

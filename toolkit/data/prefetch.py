@@ -94,8 +94,14 @@ class Prefetch(Iterator[T]):
     one has no more items.
     """
 
-    def __init__(self, chunks: Iterable[Sequence[T]], depth: int, name: str = "prefetch", *,
-                 finish: Callable[[T], T] = lambda item: item) -> None:
+    def __init__(
+        self,
+        chunks: Iterable[Sequence[T]],
+        depth: int,
+        name: str = "prefetch",
+        *,
+        finish: Callable[[T], T] = lambda item: item,
+    ) -> None:
         assert depth >= 1, f"depth {depth}"
         buffer: _Buffer[Sequence[T]] = _Buffer(depth)
         self._buffer = buffer

@@ -45,7 +45,20 @@ KIND = "records"
 FORMAT_VERSION = 2
 READABLE = (1, FORMAT_VERSION)  # format 1 had no sums of blocks and no hash of the manifest itself
 ENDING = ".records"
-DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64")
+DTYPES = (
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +114,9 @@ class RecordSplit:
     @property
     def files(self) -> dict[str, Digest]:
         """What each file of the shards must be, by name."""
-        return {shard.file_name: shard.file for shard in self.shards} | \
-            {shard.sums_name: shard.sums for shard in self.shards if shard.sums is not None}
+        return {shard.file_name: shard.file for shard in self.shards} | {
+            shard.sums_name: shard.sums for shard in self.shards if shard.sums is not None
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +139,24 @@ class RecordManifest:
     @property
     def dtype(self) -> np.dtype[np.void]:
         """Of a record."""
-        return np.dtype({
-            "names": [field.name for field in self.fields],
-            "formats": [(np.dtype(field.dtype).newbyteorder("<"), field.shape) for field in self.fields],
-            "offsets": [field.offset for field in self.fields],
-            "itemsize": self.record_bytes,
-        })
+        return np.dtype(
+            {
+                "names": [field.name for field in self.fields],
+                "formats": [(np.dtype(field.dtype).newbyteorder("<"), field.shape) for field in self.fields],
+                "offsets": [field.offset for field in self.fields],
+                "itemsize": self.record_bytes,
+            }
+        )
 
     def split(self, name: str) -> RecordSplit:
         """Raises InputError naming the splits that there are."""
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
-            raise InputError(Problem("data.path", f"split {name} of {self.folder}", "the data folder holds the split", remedy))
+            raise InputError(
+                Problem(
+                    "data.path", f"split {name} of {self.folder}", "the data folder holds the split", remedy
+                )
+            )
         return self.splits[name]
 
     def data_hash(self, name: str) -> str:
@@ -158,7 +178,9 @@ class Rows(Protocol):
 class MappedRows:
     """Local files, mapped: opening costs nothing that grows with the data, and ranks share the page cache."""
 
-    def __init__(self, folder: Path, shards: Sequence[RecordShard], row_bytes: int, *, checked: bool = False) -> None:
+    def __init__(
+        self, folder: Path, shards: Sequence[RecordShard], row_bytes: int, *, checked: bool = False
+    ) -> None:
         """
         Args:
             checked: all bytes of the split were compared with their hashes already; else each block is when it is first read.
@@ -169,21 +191,40 @@ class MappedRows:
         files = [(file_in(folder, shard.file_name), shard.file) for shard in shards]
         # Bytes rather than structs, which numpy may copy field by field; plain arrays, since indexing a memmap object costs more.
         self._shards = [
-            np.asarray(np.memmap(check_size(file, expected), dtype=np.uint8, mode="r", shape=(expected.bytes // row_bytes, row_bytes)))
+            np.asarray(
+                np.memmap(
+                    check_size(file, expected),
+                    dtype=np.uint8,
+                    mode="r",
+                    shape=(expected.bytes // row_bytes, row_bytes),
+                )
+            )
             for file, expected in files
         ]
         self._row_bytes = row_bytes
         self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
         self._firsts = np.concatenate([np.zeros(1, dtype=np.int64), self._ends[:-1]])
-        self._first_read = None if checked else FirstRead([
-            MappedFile(path, rows.reshape(-1).data, mapped_sums(file_in(folder, shard.sums_name), shard.sums))
-            for (path, _), rows, shard in zip(files, self._shards, shards, strict=True)])
+        self._first_read = (
+            None
+            if checked
+            else FirstRead(
+                [
+                    MappedFile(
+                        path, rows.reshape(-1).data, mapped_sums(file_in(folder, shard.sums_name), shard.sums)
+                    )
+                    for (path, _), rows, shard in zip(files, self._shards, shards, strict=True)
+                ]
+            )
+        )
 
     def take(self, numbers: Ints) -> npt.NDArray[np.uint8]:
         if self._first_read is not None:
             which = np.searchsorted(self._ends, numbers, side="right")
             places = (numbers - self._firsts[which]) * self._row_bytes
-            self._first_read.check(self._first_read.units(which, places), self._first_read.units(which, places + self._row_bytes - 1))
+            self._first_read.check(
+                self._first_read.units(which, places),
+                self._first_read.units(which, places + self._row_bytes - 1),
+            )
         if len(self._shards) == 1:
             return self._shards[0].take(numbers, axis=0)
         rows = np.empty((len(numbers), self._shards[0].shape[1]), dtype=np.uint8)
@@ -213,14 +254,18 @@ class Records:
 
     def read(self, epochs: Ints, numbers: Ints) -> npt.NDArray[np.void]:
         """The records ``numbers`` [n], the same in every epoch: [n] structs, whose fields are arrays [n, *shape]."""
-        assert not numbers.size or (numbers.min() >= 0 and numbers.max() < self.count), f"records of 0 .. {self.count}: {numbers}"
+        assert not numbers.size or (numbers.min() >= 0 and numbers.max() < self.count), (
+            f"records of 0 .. {self.count}: {numbers}"
+        )
         return self._rows.take(numbers).view(self.dtype)[:, 0]
 
     def fingerprint(self) -> dict[str, str | int]:
         return {"data": self.manifest.data_hash(self._name)}
 
 
-def open_records(path: str | Path, split: str, *, cache: BlockCache | None = None, surveyed: bool = False) -> Records:
+def open_records(
+    path: str | Path, split: str, *, cache: BlockCache | None = None, surveyed: bool = False
+) -> Records:
     """The records of ``split`` of the data folder ``path``, which may be a URL.
 
     Sizes are checked always, and on this machine all bytes of a split of up to 256 MiB. Of a larger split and of data in a store each
@@ -240,12 +285,16 @@ def open_records(path: str | Path, split: str, *, cache: BlockCache | None = Non
 
         if not surveyed:
             survey(manifest, [split])
-        return Records(manifest, split, StoreRows(manifest.folder, chosen.files, manifest.record_bytes, cache=cache))
+        return Records(
+            manifest, split, StoreRows(manifest.folder, chosen.files, manifest.record_bytes, cache=cache)
+        )
     files = [(file_in(manifest.folder, name), expected) for name, expected in chosen.files.items()]
     whole = sum(expected.bytes for _, expected in files) <= HASHED_AT_OPENING_BYTES
     if whole:
         check_bytes(files, Progress.silent())
-    return Records(manifest, split, MappedRows(manifest.folder, chosen.shards, manifest.record_bytes, checked=whole))
+    return Records(
+        manifest, split, MappedRows(manifest.folder, chosen.shards, manifest.record_bytes, checked=whole)
+    )
 
 
 def survey(manifest: RecordManifest, splits: Sequence[str]) -> None:
@@ -264,7 +313,14 @@ def verify_records(path: str | Path, progress: Progress) -> RecordManifest:
     """Read every byte of a data folder on this machine and compare. Raises InputError naming the first file that differs."""
     manifest = read_records(path)
     if isinstance(manifest.folder, Url):
-        raise InputError(Problem("inspect", f"{path} lies in a store", "records are verified on a disk", "copy the folder here first"))
+        raise InputError(
+            Problem(
+                "inspect",
+                f"{path} lies in a store",
+                "records are verified on a disk",
+                "copy the folder here first",
+            )
+        )
     names = [file for split in manifest.splits.values() for file in split.files.items()]
     check_bytes([(file_in(manifest.folder, name), expected) for name, expected in names], progress)
     return manifest
@@ -279,9 +335,12 @@ def read_records(path: str | Path) -> RecordManifest:
     file, content = read_content(path, KIND, READABLE)
     try:
         manifest = RecordManifest(
-            folder=place_of(path), origin=RecordOrigin(**content["origin"]), record_bytes=int(content["record_bytes"]),
+            folder=place_of(path),
+            origin=RecordOrigin(**content["origin"]),
+            record_bytes=int(content["record_bytes"]),
             fields=tuple(Field(**{**field, "shape": tuple(field["shape"])}) for field in content["fields"]),
-            splits={name: _split(split) for name, split in content["splits"].items()})
+            splits={name: _split(split) for name, split in content["splits"].items()},
+        )
         if not {field.dtype for field in manifest.fields} <= set(DTYPES):
             raise TypeError(f"dtype of {[field.dtype for field in manifest.fields]}")
         _ = manifest.dtype  # numpy refuses fields that reach beyond the record
@@ -291,8 +350,14 @@ def read_records(path: str | Path) -> RecordManifest:
         for shard in split.shards:
             if shard.records * manifest.record_bytes != shard.file.bytes or not shard.records:
                 seen = f"{shard.name} of split {name}: {shard.records} records of {manifest.record_bytes} bytes in {shard.file.bytes} bytes"
-                raise InputError(Problem("data.path", f"{file}: {seen}", "a shard is whole records, at least one",
-                                         "restore the file, or write the records again"))
+                raise InputError(
+                    Problem(
+                        "data.path",
+                        f"{file}: {seen}",
+                        "a shard is whole records, at least one",
+                        "restore the file, or write the records again",
+                    )
+                )
     return manifest
 
 
@@ -307,19 +372,40 @@ def describe(manifest: RecordManifest) -> list[str]:
     """Lines for people: origin, fields, splits."""
     origin = manifest.origin
     source = f" from {origin.source}" if origin.source else ""
-    lines = [f"records    {origin.description}{source} ({origin.licence}), {manifest.record_bytes:,} bytes each"]
+    lines = [
+        f"records    {origin.description}{source} ({origin.licence}), {manifest.record_bytes:,} bytes each"
+    ]
     for field in manifest.fields:
         lines.append(f"field      {field.name}: {field.dtype} {list(field.shape)}")
     for name, split in manifest.splits.items():
-        lines.append(f"{name:<10} {split.records:,} records in {len(split.shards)} files, xxh3 {manifest.data_hash(name)}")
+        lines.append(
+            f"{name:<10} {split.records:,} records in {len(split.shards)} files, xxh3 {manifest.data_hash(name)}"
+        )
         for of, found in split.statistics.items():
-            means = ", ".join(f"{mean:.4g} ± {std:.4g}" for mean, std in zip(found.mean[:16], found.std[:16], strict=True))
-            lines.append(f"{'':<10} {of} in {found.least:g} .. {found.most:g}; mean ± std {means}{' ...' * (len(found.mean) > 16)}")
+            means = ", ".join(
+                f"{mean:.4g} ± {std:.4g}" for mean, std in zip(found.mean[:16], found.std[:16], strict=True)
+            )
+            lines.append(
+                f"{'':<10} {of} in {found.least:g} .. {found.most:g}; mean ± std {means}{' ...' * (len(found.mean) > 16)}"
+            )
     return lines
 
 
 def _split(content: Mapping[str, Any]) -> RecordSplit:
-    shards = tuple(RecordShard(relative_name(shard["name"]), int(shard["records"]), Digest(**shard["file"]),
-                               Digest(**shard["sums"]) if shard.get("sums") else None) for shard in content["shards"])
+    shards = tuple(
+        RecordShard(
+            relative_name(shard["name"]),
+            int(shard["records"]),
+            Digest(**shard["file"]),
+            Digest(**shard["sums"]) if shard.get("sums") else None,
+        )
+        for shard in content["shards"]
+    )
     found = content["statistics"].items()
-    return RecordSplit(shards, {name: Statistics(tuple(of["mean"]), tuple(of["std"]), of["least"], of["most"]) for name, of in found})
+    return RecordSplit(
+        shards,
+        {
+            name: Statistics(tuple(of["mean"]), tuple(of["std"]), of["least"], of["most"])
+            for name, of in found
+        },
+    )

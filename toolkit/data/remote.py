@@ -42,7 +42,9 @@ class Piece:
 def pieces_of(starts: Ints, length: int, ends: Ints, token_bytes: int) -> list[Piece]:
     """The windows ``starts[j] .. starts[j] + length`` in shards that end at token ``ends``: a window may lie in several."""
     found: list[Piece] = []
-    for row, (start, first) in enumerate(zip(starts.tolist(), np.searchsorted(ends, starts, side="right").tolist(), strict=True)):
+    for row, (start, first) in enumerate(
+        zip(starts.tolist(), np.searchsorted(ends, starts, side="right").tolist(), strict=True)
+    ):
         shard, column = first, 0
         while column < length:
             begins = int(ends[shard - 1]) if shard else 0
@@ -83,7 +85,11 @@ def survey(manifest: DataManifest, names: Sequence[str]) -> None:
     heads = [Range(f"{shard.name}.idx", 0, HEADER.size) for shard in shards]
     # Some bytes of a file tell its size, and that it may be read. Not one byte alone: some servers take "bytes=0-0" for the whole file.
     files = Split(tuple(shards)).files
-    some = [Range(name, 0, min(HEADER.size, expected.bytes)) for name, expected in files.items() if not name.endswith(".idx")]
+    some = [
+        Range(name, 0, min(HEADER.size, expected.bytes))
+        for name, expected in files.items()
+        if not name.endswith(".idx")
+    ]
     contents = folder.read_ranges([*heads, *some])
     for name, expected in files.items():
         size = folder.size(name)
@@ -96,7 +102,11 @@ def survey(manifest: DataManifest, names: Sequence[str]) -> None:
 def _check_header(place: Url, head: bytes, manifest: DataManifest, shard: Shard) -> None:
     magic, version, code, sequences, ends = HEADER.unpack(head)
     if magic != MAGIC or version != 1 or code not in CODES:
-        raise _broken(place, f"starting with {magic!r}, version={version}, dtype code={code}", "an .idx file starts with Megatron's header")
+        raise _broken(
+            place,
+            f"starting with {magic!r}, version={version}, dtype code={code}",
+            "an .idx file starts with Megatron's header",
+        )
     seen = (CODES[code].name, ends - 1, HEADER.size + sequences * 12 + ends * 8)
     expected = (manifest.dtype, shard.documents, shard.idx.bytes)
     if seen != expected:
@@ -116,14 +126,22 @@ def _folder(manifest: DataManifest, limits: Limits | None = None) -> StoreFolder
 
 
 def _broken(place: Url, seen: str, rule: str) -> InputError:
-    return InputError(Problem("data.path", f"{place}: {seen}", rule, "restore the file, or prepare the data again"))
+    return InputError(
+        Problem("data.path", f"{place}: {seen}", rule, "restore the file, or prepare the data again")
+    )
 
 
 class RemoteTokens:
     """A split in a store: a ``TokenSource``. An answer about a file of another size than the manifest says is an InputError."""
 
     def __init__(
-        self, manifest: DataManifest, split: str, *, cache: BlockCache | None = None, repeated: bool = False, limits: Limits | None = None
+        self,
+        manifest: DataManifest,
+        split: str,
+        *,
+        cache: BlockCache | None = None,
+        repeated: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         """
         Args:
@@ -141,10 +159,14 @@ class RemoteTokens:
         self._shards = _filled(self.split)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
         self._names = [f"{shard.name}.bin" for shard in self._shards]
-        self._files = {name: CachedFile(name, shard.bin.xxh3_128, shard.bin.bytes)
-                       for name, shard in zip(self._names, self._shards, strict=True)}
+        self._files = {
+            name: CachedFile(name, shard.bin.xxh3_128, shard.bin.bytes)
+            for name, shard in zip(self._names, self._shards, strict=True)
+        }
         files = Split(tuple(self._shards)).files
-        self.folder = _folder(manifest, limits).for_reading({name: expected.bytes for name, expected in files.items()})
+        self.folder = _folder(manifest, limits).for_reading(
+            {name: expected.bytes for name, expected in files.items()}
+        )
         self._reader = checked_reader(self.folder, files)
         self._cache = cache
         self._room = KEPT_BYTES if repeated else 0
@@ -156,7 +178,9 @@ class RemoteTokens:
         if not out.size:
             return
         assert starts.min() >= 0, f"start {starts.min()}"
-        assert starts.max() + length <= self.tokens, f"window {starts.max()} + {length} of {self.tokens} tokens"
+        assert starts.max() + length <= self.tokens, (
+            f"window {starts.max()} + {length} of {self.tokens} tokens"
+        )
         pieces = pieces_of(starts, length, self._ends, self.token_bytes)
         spans, where = spans_of(pieces, self.token_bytes, self.folder.limits.part_bytes)
         contents = self._contents(spans)

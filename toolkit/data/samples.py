@@ -70,9 +70,13 @@ class TokenWindows:
 
     def starts(self, epochs: Ints, numbers: Ints) -> Ints:
         """The first token of each window."""
-        alike = epochs.size and (epochs == epochs[0]).all()  # nearly always, and sorting them costs more than all the rest
+        alike = (
+            epochs.size and (epochs == epochs[0]).all()
+        )  # nearly always, and sorting them costs more than all the rest
         present, where = (epochs[:1], 0) if alike else np.unique(epochs, return_inverse=True)
-        shifts = np.array([_shift(self._seed, epoch, self.source.tokens) for epoch in present.tolist()], dtype=np.int64)
+        shifts = np.array(
+            [_shift(self._seed, epoch, self.source.tokens) for epoch in present.tolist()], dtype=np.int64
+        )
         return (numbers * self._length + shifts[where]) % self.source.tokens
 
     def buffers(self, epochs: Ints, numbers: Ints) -> list[Buffer]:
@@ -85,8 +89,10 @@ class TokenWindows:
         found = self.source.windows(inside, length)
         for row in around.tolist():
             before_end = tokens - int(starts[row])
-            end, begin = (self.source.windows(np.array([first]), part)[0]
-                          for first, part in ((int(starts[row]), before_end), (0, length - before_end)))
+            end, begin = (
+                self.source.windows(np.array([first]), part)[0]
+                for first, part in ((int(starts[row]), before_end), (0, length - before_end))
+            )
             found[row] = b"".join((end, begin))
         return found
 
@@ -95,7 +101,11 @@ class TokenWindows:
         return joined(self.buffers(epochs, numbers), self.stored, self.shape)
 
     def fingerprint(self) -> dict[str, str | int]:
-        return {"data": self.source.data_hash, "tokenizer": self.source.tokenizer_hash, "sequence_length": self._length}
+        return {
+            "data": self.source.data_hash,
+            "tokenizer": self.source.tokenizer_hash,
+            "sequence_length": self._length,
+        }
 
 
 def joined(buffers: Sequence[Buffer], dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
@@ -112,4 +122,9 @@ def too_short(tokens: int, sequence_length: int, split: str = "train") -> Proble
     """The problem of a split that does not fill one window."""
     seen = f"train.sequence_length={sequence_length}, split {split} has {tokens} tokens"
     remedy = f"write train.sequence_length={max(1, tokens - 1)} or less, or prepare more text"
-    return Problem("train.sequence_length", seen, "the data fills at least one window of sequence_length + 1 tokens", remedy)
+    return Problem(
+        "train.sequence_length",
+        seen,
+        "the data fills at least one window of sequence_length + 1 tokens",
+        remedy,
+    )

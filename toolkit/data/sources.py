@@ -53,14 +53,23 @@ def data_problems(config: RunConfig, manifest: DataManifest, vocab_size: int | N
         vocab_size: rows of the embedding, where the plan knows better than ``model.vocab_size`` (``model.pretrained``).
     """
     path = config.data.path
-    problems = [vocabulary_problem(config, manifest, path, vocab_size), documents_problem(config, manifest, "data.path", path),
-                split_problem(config, manifest, "train", "data.path", path)]
-    problems += [split_problem(config, manifest, name, "eval.sets", path) for name in config.eval.sets if config.eval.every]
+    problems = [
+        vocabulary_problem(config, manifest, path, vocab_size),
+        documents_problem(config, manifest, "data.path", path),
+        split_problem(config, manifest, "train", "data.path", path),
+    ]
+    problems += [
+        split_problem(config, manifest, name, "eval.sets", path)
+        for name in config.eval.sets
+        if config.eval.every
+    ]
     problems.append(special_tokens_problem(config, manifest, path))
     return [problem for problem in problems if problem is not None]
 
 
-def vocabulary_problem(config: RunConfig, manifest: DataManifest, path: str, vocab_size: int | None) -> Problem | None:
+def vocabulary_problem(
+    config: RunConfig, manifest: DataManifest, path: str, vocab_size: int | None
+) -> Problem | None:
     rows = config.model.vocab_size if vocab_size is None else vocab_size
     size = manifest.tokenizer.size
     if rows is None or size <= rows:
@@ -80,9 +89,12 @@ def documents_problem(config: RunConfig, manifest: DataManifest, key: str, path:
     """Of the folder ``path`` that ``key`` names: windows are tokens alone, so documents end where a token says so."""
     if config.data.documents is Documents.joined or manifest.tokenizer.ends_documents:
         return None
-    return Problem("data.documents", f"data.documents=separate, {key}={path}, where not every document ends with end-of-text",
-                   "documents are kept apart where each ends with the tokenizer's end-of-text, which stands nowhere else",
-                   "prepare the data again with launch/prepare.py, or write data.documents=joined")
+    return Problem(
+        "data.documents",
+        f"data.documents=separate, {key}={path}, where not every document ends with end-of-text",
+        "documents are kept apart where each ends with the tokenizer's end-of-text, which stands nowhere else",
+        "prepare the data again with launch/prepare.py, or write data.documents=joined",
+    )
 
 
 def special_tokens_problem(config: RunConfig, manifest: DataManifest, path: str) -> Problem | None:
@@ -90,12 +102,17 @@ def special_tokens_problem(config: RunConfig, manifest: DataManifest, path: str)
     asked, made = config.data.special_tokens, manifest.recipe.get("special_tokens", SpecialTokens.text.name)
     if asked is SpecialTokens.refuse or asked.name == made:
         return None
-    return Problem("data.special_tokens", f"data.special_tokens={asked.name}, and {path} was prepared with special_tokens={made}",
-                   "what special tokens become is decided when text is tokenised",
-                   f"leave out data.special_tokens, or prepare the data again with special_tokens={asked.name}")
+    return Problem(
+        "data.special_tokens",
+        f"data.special_tokens={asked.name}, and {path} was prepared with special_tokens={made}",
+        "what special tokens become is decided when text is tokenised",
+        f"leave out data.special_tokens, or prepare the data again with special_tokens={asked.name}",
+    )
 
 
-def split_problem(config: RunConfig, manifest: DataManifest, split: str, key: str, path: str) -> Problem | None:
+def split_problem(
+    config: RunConfig, manifest: DataManifest, split: str, key: str, path: str
+) -> Problem | None:
     """Of one split of the folder ``path`` that ``key`` asks for: there, and long enough."""
     if split not in manifest.splits:
         there = ", ".join(sorted(manifest.splits))
@@ -107,5 +124,10 @@ def split_problem(config: RunConfig, manifest: DataManifest, split: str, key: st
         return too_short(tokens, config.train.sequence_length)
     if tokens < 2:
         seen = f"split {split} of {path} has {tokens} tokens"
-        return Problem(key, seen, "an evaluation set has a token to predict", "leave it out of eval.sets, or prepare more text")
+        return Problem(
+            key,
+            seen,
+            "an evaluation set has a token to predict",
+            "leave it out of eval.sets, or prepare more text",
+        )
     return None

@@ -19,9 +19,15 @@ class SpecialStrings:
     """The strings of a tokenizer's special tokens. Searching costs about a thousandth of tokenising."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special and token.content]
+        special = [
+            token.content
+            for token in tokenizer.get_added_tokens_decoder().values()
+            if token.special and token.content
+        ]
         # The longest first, as tokenizers matches them.
-        alternatives = "|".join(re.escape(content) for content in sorted(special, key=lambda content: (-len(content), content)))
+        alternatives = "|".join(
+            re.escape(content) for content in sorted(special, key=lambda content: (-len(content), content))
+        )
         self._pattern = re.compile(alternatives) if alternatives else None
 
     def count(self, text: str) -> Counter[str]:

@@ -42,7 +42,9 @@ WAIT_SECONDS = 600.0
 Texts = Sequence[tuple[str, bytes]]  # relative path, content
 
 
-def ensure(path: str | Path, vocab_size: int, progress: Progress | None = None, *, root: Path | None = None) -> DataManifest:
+def ensure(
+    path: str | Path, vocab_size: int, progress: Progress | None = None, *, root: Path | None = None
+) -> DataManifest:
     """Make the data folder ``path`` if its generation is not there; else find it, in a fraction of a second.
 
     Any number of processes may call it at once: one makes the data, the others wait. A killed one leaves nothing that is
@@ -68,7 +70,9 @@ def ensure(path: str | Path, vocab_size: int, progress: Progress | None = None, 
                 write_manifest(read_manifest(generation), path)
         except OSError as error:
             remedy = "name a folder that can be written and has room: data.path=FOLDER"
-            raise InputError(Problem("data.path", f"data.path={path}: {error}", "the data folder can be made", remedy)) from error
+            raise InputError(
+                Problem("data.path", f"data.path={path}: {error}", "the data folder can be made", remedy)
+            ) from error
     return read_manifest(generation)
 
 
@@ -80,7 +84,14 @@ def source_texts(root: Path) -> Texts:
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         remedy = "install a Python that brings its library as files, or train on your own text: data=prepared data.path=FOLDER"
-        raise InputError(Problem("data.name", f"no .py files in {root}", "data=stdlib reads the sources of the standard library", remedy))
+        raise InputError(
+            Problem(
+                "data.name",
+                f"no .py files in {root}",
+                "data=stdlib reads the sources of the standard library",
+                remedy,
+            )
+        )
     return sorted((file.relative_to(root).as_posix(), file.read_bytes()) for file in files)
 
 
@@ -100,7 +111,9 @@ def is_validation(content: bytes) -> bool:
 
 def _make(generation: Path, texts: Texts, fingerprint: str, vocab_size: int, progress: Progress) -> None:
     """Write the generation beside its place and rename it. The caller holds the lock."""
-    for left_over in generation.parent.glob("*.partial"):  # of a killed process: nobody else writes while we hold the lock
+    for left_over in generation.parent.glob(
+        "*.partial"
+    ):  # of a killed process: nobody else writes while we hold the lock
         shutil.rmtree(left_over)
     if generation.exists():  # without its manifest: somebody emptied it
         shutil.rmtree(generation)
@@ -126,7 +139,9 @@ def _make(generation: Path, texts: Texts, fingerprint: str, vocab_size: int, pro
             splits[name] = writer.close()
     python = ".".join(map(str, sys.version_info[:3]))
     origin = Origin(f"standard library of Python {python}", LICENCE, len(texts), size, fingerprint)
-    write_manifest(DataManifest(folder=partial, dtype=dtype.name, origin=origin, tokenizer=info, splits=splits), partial)
+    write_manifest(
+        DataManifest(folder=partial, dtype=dtype.name, origin=origin, tokenizer=info, splits=splits), partial
+    )
     partial.replace(generation)
     sync_folder(generation.parent)
 
@@ -164,6 +179,8 @@ def _locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     rule = f"a process that makes the data ends within {WAIT_SECONDS:.0f} s"
-                    raise InputError(Problem("data.path", f"{path} is held by another process", rule, "end that process")) from None
+                    raise InputError(
+                        Problem("data.path", f"{path} is held by another process", rule, "end that process")
+                    ) from None
                 time.sleep(0.1)
         yield

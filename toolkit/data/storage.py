@@ -32,7 +32,13 @@ T = TypeVar("T")
 Buffer = bytes | memoryview
 # A store on another port or machine may be named with http: the operator's own words in the environment, as for the AWS tools.
 _TOLD = ("AWS_", "AZURE_", "GOOGLE_")
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_ENDPOINTS = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT",
+    "AZURE_STORAGE_ENDPOINT",
+    "AZURE_ENDPOINT",
+)
 STAYS = "the files of a data folder stay as they are"
 RESTORE = "restore the file, or put new data into a folder of its own"
 _INSTANCE = ("169.254.169.254", "metadata.google.internal", "MissingAccount", "MissingCredentials")
@@ -140,10 +146,17 @@ class LocalFolder(Folder):
             return read(inside(self.place, name))
         except UnsafePath as error:
             seen, remedy = f"{self.place}: {error}", "put the file itself there, or prepare the data again"
-            raise InputError(Problem("data.path", seen, "the files of a data folder lie in it", remedy)) from error
+            raise InputError(
+                Problem("data.path", seen, "the files of a data folder lie in it", remedy)
+            ) from error
         except OSError as error:
-            seen, remedy = f"{self.place / name}: {error.strerror or error}", "restore it, or prepare the data again"
-            raise InputError(Problem("data.path", seen, "the file is there and can be read", remedy)) from error
+            seen, remedy = (
+                f"{self.place / name}: {error.strerror or error}",
+                "restore it, or prepare the data again",
+            )
+            raise InputError(
+                Problem("data.path", seen, "the file is there and can be read", remedy)
+            ) from error
 
 
 def _pread(file: Path, range: Range) -> bytes:
@@ -159,7 +172,9 @@ class StoreFolder(Folder):
 
     place: Url
 
-    def __init__(self, store: ObjectStore, place: Url, limits: Limits, sizes: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, store: ObjectStore, place: Url, limits: Limits, sizes: Mapping[str, int] | None = None
+    ) -> None:
         """
         Args:
             store: whose root is the folder.
@@ -169,7 +184,9 @@ class StoreFolder(Folder):
         self.limits = limits
         self.pace = Pace(limits)
         self._store = store
-        self._seen: dict[str, tuple[int, str | None]] = {name: (size, None) for name, size in (sizes or {}).items()}
+        self._seen: dict[str, tuple[int, str | None]] = {
+            name: (size, None) for name, size in (sizes or {}).items()
+        }
         self._reading = sizes is not None
 
     def for_reading(self, sizes: Mapping[str, int]) -> StoreFolder:
@@ -183,9 +200,14 @@ class StoreFolder(Folder):
 
     def read_files(self, names: Sequence[str]) -> list[bytes]:
         """The first request for each tells how much more there is."""
-        firsts = self._fetch([partial(self._get, name, 0, self.limits.part_bytes, whole=False) for name in names])
-        more = [Range(name, len(first), self._seen[name][0]) for name, first in zip(names, firsts, strict=True)
-                if len(first) < self._seen[name][0]]
+        firsts = self._fetch(
+            [partial(self._get, name, 0, self.limits.part_bytes, whole=False) for name in names]
+        )
+        more = [
+            Range(name, len(first), self._seen[name][0])
+            for name, first in zip(names, firsts, strict=True)
+            if len(first) < self._seen[name][0]
+        ]
         rest = dict(zip((one.name for one in more), self.read_ranges(more), strict=True))
         return [b"".join([first, rest.get(name, b"")]) for name, first in zip(names, firsts, strict=True)]
 
@@ -193,10 +215,16 @@ class StoreFolder(Folder):
         """A range longer than ``part_bytes`` is several requests."""
         part = self.limits.part_bytes
         cuts = [range(one.start, one.end, part) for one in ranges]
-        calls = [partial(self._get, one.name, start, min(start + part, one.end)) for one, starts in zip(ranges, cuts, strict=True)
-                 for start in starts]
+        calls = [
+            partial(self._get, one.name, start, min(start + part, one.end))
+            for one, starts in zip(ranges, cuts, strict=True)
+            for start in starts
+        ]
         contents = iter(self._fetch(calls))
-        return [next(contents) if len(starts) == 1 else b"".join(next(contents) for _ in starts) for starts in cuts]
+        return [
+            next(contents) if len(starts) == 1 else b"".join(next(contents) for _ in starts)
+            for starts in cuts
+        ]
 
     def listing(self) -> list[Listed]:
         """Every file below the folder, by name; empty where the store knows no such folder. HTTP has no listing."""
@@ -212,7 +240,9 @@ class StoreFolder(Folder):
         except Forked:
             rule = "a store is read by the process that opened it, or by one that was started and not forked"
             remedy = "leave out workers (num_workers=0): a stream reads ahead with threads"
-            raise InputError(Problem("data.path", f"{self.place} in a forked process", rule, remedy)) from None
+            raise InputError(
+                Problem("data.path", f"{self.place} in a forked process", rule, remedy)
+            ) from None
         if self._reading:
             raise StorageError(seen)
         remedy = f"check the address and the network; {credentials_remedy(self.place)}"
@@ -243,9 +273,13 @@ class StoreFolder(Folder):
         meta, seen, content = self._ask(name, ask)
         size = self._agree(name, meta)
         if whole and end > size:
-            raise _problem(f"{self.place / name}: {size} bytes", f"it has the bytes {start} to {end}", "restore the file")
+            raise _problem(
+                f"{self.place / name}: {size} bytes", f"it has the bytes {start} to {end}", "restore the file"
+            )
         if seen != (start, min(end, size)) or len(content) != seen[1] - seen[0]:
-            raise Transient(f"bytes {seen[0]} to {seen[0] + len(content)} came where {start} to {end} were asked for")
+            raise Transient(
+                f"bytes {seen[0]} to {seen[0] + len(content)} came where {start} to {end} were asked for"
+            )
         return content
 
     def _ask(self, name: str, call: Callable[[], T]) -> T:
@@ -261,9 +295,15 @@ class StoreFolder(Folder):
         if first_tag is None:
             self._seen[name] = (first_size, tag)
         elif tag is not None and tag != first_tag:
-            raise _problem(f"{self.place / name} changed while it was read: tag {first_tag}, now {tag}", STAYS, RESTORE)
+            raise _problem(
+                f"{self.place / name} changed while it was read: tag {first_tag}, now {tag}", STAYS, RESTORE
+            )
         if size != first_size:
-            raise _problem(f"{self.place / name}: {size} bytes, of {first_size} that it had or should have", STAYS, RESTORE)
+            raise _problem(
+                f"{self.place / name}: {size} bytes, of {first_size} that it had or should have",
+                STAYS,
+                RESTORE,
+            )
         return size
 
 
@@ -279,8 +319,14 @@ def _store(url: Url, limits: Limits, told: frozenset[tuple[str, str]]) -> Object
     """
     from obstore.store import from_url
 
-    plain = url.startswith("http://") or any(name in _ENDPOINTS and value.startswith("http://") for name, value in told)
-    seconds = {"connect_timeout": limits.connect_seconds, "read_timeout": limits.silence_seconds, "timeout": limits.request_seconds}
+    plain = url.startswith("http://") or any(
+        name in _ENDPOINTS and value.startswith("http://") for name, value in told
+    )
+    seconds = {
+        "connect_timeout": limits.connect_seconds,
+        "read_timeout": limits.silence_seconds,
+        "timeout": limits.request_seconds,
+    }
     options: Any = {name: timedelta(seconds=value) for name, value in seconds.items()} | {"allow_http": plain}
     try:
         return from_url(url, client_options=options, retry_config={"max_retries": 0})
@@ -288,7 +334,9 @@ def _store(url: Url, limits: Limits, told: frozenset[tuple[str, str]]) -> Object
         judged = _judged(error, url)
     if isinstance(judged, InputError):
         raise judged
-    raise _problem(f"{url}: {judged}", "the store can be opened with what the environment says", credentials_remedy(url))
+    raise _problem(
+        f"{url}: {judged}", "the store can be opened with what the environment says", credentials_remedy(url)
+    )
 
 
 def _judged(error: Exception, place: Url) -> InputError | Transient:
@@ -307,16 +355,26 @@ def _judged(error: Exception, place: Url) -> InputError | Transient:
         return _another_region(text, place)
     if isinstance(error, FileNotFoundError) or status == 404:  # of a listing it is no FileNotFoundError
         what = "no such bucket" if "NoSuchBucket" in text or "NoSuchContainer" in text else "absent"
-        return _problem(f"{place}: {what}", "the store holds the data folder with every file of its manifest",
-                        "check data.path, or copy the missing files there")
+        return _problem(
+            f"{place}: {what}",
+            "the store holds the data folder with every file of its manifest",
+            "check data.path, or copy the missing files there",
+        )
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
         rule = "the store lets this machine read the data (some answer 403 for a file that is absent, too)"
         return _problem(f"{place}: refused with status {status or 403}", rule, credentials_remedy(place))
     if isinstance(error, exceptions.NotSupportedError) or "non-partial response" in text:
-        return _problem(f"{place}: the whole file came where a range was asked for", "the server answers requests for ranges",
-                        "serve the folder with a server that does, or copy it to this machine")
+        return _problem(
+            f"{place}: the whole file came where a range was asked for",
+            "the server answers requests for ranges",
+            "serve the folder with a server that does, or copy it to this machine",
+        )
     if status == 416:
-        return _problem(f"{place}: ends before the bytes that were asked for", "the file is as long as its manifest says", RESTORE)
+        return _problem(
+            f"{place}: ends before the bytes that were asked for",
+            "the file is as long as its manifest says",
+            RESTORE,
+        )
     if status is not None and 300 <= status < 500 and status not in (408, 429):
         remedy = f"check the address, the region (AWS_REGION) and the clock; {credentials_remedy(place)}"
         return _problem(f"{place}: refused with status {status}", "the store answers with the file", remedy)
@@ -332,10 +390,17 @@ def _another_region(text: str, place: Url) -> InputError:
 
     The body of a 400 names the region. A 301 names it in a header, which obstore does not pass on: an unsigned request shows it.
     """
-    named, asked = re.search(r"<Region>([a-z0-9-]{1,40})</Region>", text), re.search(r"Error performing \w+ (https?://[^\s?]+)", text)
+    named, asked = (
+        re.search(r"<Region>([a-z0-9-]{1,40})</Region>", text),
+        re.search(r"Error performing \w+ (https?://[^\s?]+)", text),
+    )
     region = named[1] if named else _bucket_region(asked[1]) if asked else None
     told = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    seen = f"{place}: the bucket is in the region {region}" if region else f"{place}: the bucket is in another region"
+    seen = (
+        f"{place}: the bucket is in the region {region}"
+        if region
+        else f"{place}: the bucket is in another region"
+    )
     seen += f", AWS_REGION={told}" if told else ", and AWS_REGION is not set"
     remedy = f"write AWS_REGION={region or 'THE_REGION'} before the command"
     return InputError(Problem("AWS_REGION", seen, "requests are signed for the region of the bucket", remedy))

@@ -65,7 +65,9 @@ def rank_places(accumulation: int, data_parallel: int, micro_batch: int, data_ra
 
 def source_seed(seed: int, name: str | None) -> int:
     """The seed of one source of several, of its own, whatever the others are; ``name`` is None where there is only one."""
-    return seed if name is None else int(keyed(root_key(seed), xxhash.xxh3_64_intdigest(name.encode()) >> 1)[0])
+    return (
+        seed if name is None else int(keyed(root_key(seed), xxhash.xxh3_64_intdigest(name.encode()) >> 1)[0])
+    )
 
 
 class Stream:
@@ -75,7 +77,15 @@ class Stream:
     ``[0, 1]`` and ``[4, 5]``, rank 1 reads ``[2, 3]`` and ``[6, 7]``.
     """
 
-    def __init__(self, sources: Mapping[str, Samples], mixture: Mixture | None, *, seed: int, batch: BatchPlan, data_rank: int) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Samples],
+        mixture: Mixture | None,
+        *,
+        seed: int,
+        batch: BatchPlan,
+        data_rank: int,
+    ) -> None:
         """
         Args:
             sources: by name, in the order of the mixture's weights. Their samples are of one shape.
@@ -144,7 +154,12 @@ class Stream:
         if self._kept is None or self._kept[0] != first:
             if not again:
                 return self.places(positions)
-            self._kept = first, self.places(np.arange(first * ORDERED_AT_ONCE, (first + 1) * ORDERED_AT_ONCE, dtype=np.int64))
+            self._kept = (
+                first,
+                self.places(
+                    np.arange(first * ORDERED_AT_ONCE, (first + 1) * ORDERED_AT_ONCE, dtype=np.int64)
+                ),
+            )
         which, epochs, numbers = self._kept[1]
         at = positions - first * ORDERED_AT_ONCE
         return which[at], epochs[at], numbers[at]
@@ -157,7 +172,10 @@ class Stream:
         """Samples and epochs that the first ``step`` steps take of each source."""
         position = self.first_sample(step)
         counts = [position] if self._mixture is None else self._mixture.counts(position)
-        return {name: (count, count / samples.count) for (name, samples), count in zip(self._sources.items(), counts, strict=True)}
+        return {
+            name: (count, count / samples.count)
+            for (name, samples), count in zip(self._sources.items(), counts, strict=True)
+        }
 
     def fingerprint(self) -> dict[str, str | int]:
         """What, beside the consumed samples, decides every sample that follows. Plain JSON types, O(sources)."""
@@ -232,6 +250,8 @@ class Stream:
         buffers: list[Any] = [b""] * len(which)
         for source in np.unique(which).tolist():
             at = np.flatnonzero(which == source)
-            for row, buffer in zip(at.tolist(), self._samples[source].buffers(epochs[at], numbers[at]), strict=True):
+            for row, buffer in zip(
+                at.tolist(), self._samples[source].buffers(epochs[at], numbers[at]), strict=True
+            ):
                 buffers[row] = buffer
         return joined(buffers, one.stored, one.shape)

@@ -89,7 +89,11 @@ def mapped_sums(path: Path, expected: Digest | None) -> Sums | None:
     """The sums in the file ``path``, mapped; None where ``expected`` is None. Raises InputError if it has another size."""
     if expected is None:
         return None
-    return np.asarray(np.memmap(check_size(path, expected), dtype=SUM, mode="r")) if expected.bytes else np.empty(0, dtype=SUM)
+    return (
+        np.asarray(np.memmap(check_size(path, expected), dtype=SUM, mode="r"))
+        if expected.bytes
+        else np.empty(0, dtype=SUM)
+    )
 
 
 class FirstRead:
@@ -135,8 +139,11 @@ class FirstRead:
         for place, (seen, rule) in enumerate(zip(found, expected, strict=True)):
             if seen != rule:
                 at = start + place * BLOCK
-                raise broken(file.path, f"bytes {at} to {min(at + BLOCK, len(file.content))} have xxh3 {seen:016x}",
-                             f"{file.path.stem}{ENDING} beside it says {rule:016x}")
+                raise broken(
+                    file.path,
+                    f"bytes {at} to {min(at + BLOCK, len(file.content))} have xxh3 {seen:016x}",
+                    f"{file.path.stem}{ENDING} beside it says {rule:016x}",
+                )
 
 
 # -- files in a store
@@ -157,7 +164,12 @@ def joined(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
     where = [0] * len(ranges)
     for number in sorted(range(len(ranges)), key=lambda number: (ranges[number].name, ranges[number].start)):
         one, last = ranges[number], found[-1] if found else None
-        if last is not None and last.name == one.name and one.start <= last.end and max(one.end, last.end) - last.start <= LONGEST:
+        if (
+            last is not None
+            and last.name == one.name
+            and one.start <= last.end
+            and max(one.end, last.end) - last.start <= LONGEST
+        ):
             found[-1] = Range(one.name, last.start, max(one.end, last.end))
         else:
             found.append(one)
@@ -186,24 +198,37 @@ class CheckedReader:
         """Each range. Raises InputError naming the file and the bytes that are damaged, and whatever the folder raises."""
         whole, where = joined([self._widened(one) for one in ranges])
         contents, sums = self._read(whole, fresh=False)
-        wrong = [number for number, one in enumerate(whole) if self._damaged(one, contents[number], sums) is not None]
+        wrong = [
+            number
+            for number, one in enumerate(whole)
+            if self._damaged(one, contents[number], sums) is not None
+        ]
         again, sums = self._read([whole[number] for number in wrong], fresh=True)
         for number, content in zip(wrong, again, strict=True):
             at = self._damaged(whole[number], content, sums)
             if at is not None:
                 name, end = whole[number].name, min(at + BLOCK, self._sizes[whole[number].name])
-                raise InputError(Problem("data.path", f"{self._place / name}: bytes {at} to {end} came twice with another hash",
-                                         f"a block has the hash that stands in {_sums_name(name)}",
-                                         "restore the file, or prepare the data again"))
+                raise InputError(
+                    Problem(
+                        "data.path",
+                        f"{self._place / name}: bytes {at} to {end} came twice with another hash",
+                        f"a block has the hash that stands in {_sums_name(name)}",
+                        "restore the file, or prepare the data again",
+                    )
+                )
             contents[number] = content
-        return [memoryview(contents[number])[one.start - whole[number].start : one.end - whole[number].start]
-                for one, number in zip(ranges, where, strict=True)]
+        return [
+            memoryview(contents[number])[one.start - whole[number].start : one.end - whole[number].start]
+            for one, number in zip(ranges, where, strict=True)
+        ]
 
     def _widened(self, one: Range) -> Range:
         size = self._sizes.get(one.name)
         if size is None:
             return one
-        return Range(one.name, one.start // BLOCK * BLOCK, max(one.end, min(-(-one.end // BLOCK) * BLOCK, size)))
+        return Range(
+            one.name, one.start // BLOCK * BLOCK, max(one.end, min(-(-one.end // BLOCK) * BLOCK, size))
+        )
 
     def _pages(self, one: Range) -> list[Range]:
         """Of the sums of a range that is whole blocks."""
@@ -211,8 +236,10 @@ class CheckedReader:
         if size is None:
             return []
         covered, total = PAGE // SUM.itemsize * BLOCK, sums_bytes(size)
-        return [Range(_sums_name(one.name), number * PAGE, min((number + 1) * PAGE, total))
-                for number in range(one.start // covered, -(-one.end // covered))]
+        return [
+            Range(_sums_name(one.name), number * PAGE, min((number + 1) * PAGE, total))
+            for number in range(one.start // covered, -(-one.end // covered))
+        ]
 
     def _read(self, whole: Sequence[Range], *, fresh: bool) -> tuple[list[Buffer], dict[Range, Sums]]:
         """The ranges, which are whole blocks, and the pages of their sums. Fetches the pages that are not kept, or with ``fresh`` all."""
@@ -223,7 +250,10 @@ class CheckedReader:
             found = {} if fresh else {page: self._kept[page] for page in wanted if page in self._kept}
         missing = [page for page in wanted if page not in found]
         contents = self._folder.read_ranges([*whole, *missing])
-        found |= {page: np.frombuffer(content, dtype=SUM) for page, content in zip(missing, contents[len(whole) :], strict=True)}
+        found |= {
+            page: np.frombuffer(content, dtype=SUM)
+            for page, content in zip(missing, contents[len(whole) :], strict=True)
+        }
         with self._lock:
             self._kept |= {page: found[page] for page in missing}
             for page in list(self._kept)[: max(0, len(self._kept) - KEPT_PAGES)]:
@@ -238,7 +268,9 @@ class CheckedReader:
         sums = np.concatenate([found[page] for page in pages])
         first = (one.start - pages[0].start // SUM.itemsize * BLOCK) // BLOCK
         seen_sums = block_sums(content)
-        for number, (seen, expected) in enumerate(zip(seen_sums, sums[first : first + len(seen_sums)].tolist(), strict=True)):
+        for number, (seen, expected) in enumerate(
+            zip(seen_sums, sums[first : first + len(seen_sums)].tolist(), strict=True)
+        ):
             if seen != expected:
                 return one.start + number * BLOCK
         return None
@@ -246,7 +278,11 @@ class CheckedReader:
 
 def checked_reader(folder: StoreFolder, files: Mapping[str, Digest]) -> CheckedReader:
     """Over ``folder``, for data files and the sums beside some of them."""
-    sizes = {name: expected.bytes for name, expected in files.items() if not name.endswith(ENDING) and _sums_name(name) in files}
+    sizes = {
+        name: expected.bytes
+        for name, expected in files.items()
+        if not name.endswith(ENDING) and _sums_name(name) in files
+    }
     return CheckedReader(folder, folder.place, sizes)
 
 

@@ -35,27 +35,42 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
     manifest = read_manifest(folder)
     kept = cache_of(config.data.cache)
     training = open_split(manifest.place, "train", cache=kept, surveyed=True)
-    sets = {name: open_split(manifest.place, name, cache=kept, repeated=True, surveyed=True)
-            for name in (config.eval.sets if config.eval.every else [])}
+    sets = {
+        name: open_split(manifest.place, name, cache=kept, repeated=True, surveyed=True)
+        for name in (config.eval.sets if config.eval.every else [])
+    }
     seed = config.data.shuffle_seed
     windows = TokenWindows(training, config.train.sequence_length, seed)
     stream = Stream({"train": windows}, None, seed=seed, batch=batch, data_rank=data_rank)
     end_of_text = manifest.tokenizer.end_of_text
-    return RunData(stream, text_sets(sets, config, batch, data_rank), manifest.tokenizer_folder,
-                   cache(lambda: unigram(config, batch, training, sets)), end_of_text=end_of_text,
-                   waste=lambda: {"train": waste_of(training, end_of_text, config.train.sequence_length)})
+    return RunData(
+        stream,
+        text_sets(sets, config, batch, data_rank),
+        manifest.tokenizer_folder,
+        cache(lambda: unigram(config, batch, training, sets)),
+        end_of_text=end_of_text,
+        waste=lambda: {"train": waste_of(training, end_of_text, config.train.sequence_length)},
+    )
 
 
-def text_sets(sources: Mapping[str, TokenSource], config: RunConfig, batch: BatchPlan, data_rank: int) -> dict[str, EvalSet]:
+def text_sets(
+    sources: Mapping[str, TokenSource], config: RunConfig, batch: BatchPlan, data_rank: int
+) -> dict[str, EvalSet]:
     length, batches = config.train.sequence_length, config.eval.batches
-    return {name: EvalSet(source.data_hash, partial(eval_batches, source, length, batches, batch, data_rank))
-            for name, source in sources.items()}
+    return {
+        name: EvalSet(source.data_hash, partial(eval_batches, source, length, batches, batch, data_rank))
+        for name, source in sources.items()
+    }
 
 
-def unigram(config: RunConfig, batch: BatchPlan, training: TokenSource, sets: Mapping[str, TokenSource]) -> float | None:
+def unigram(
+    config: RunConfig, batch: BatchPlan, training: TokenSource, sets: Mapping[str, TokenSource]
+) -> float | None:
     """See ``RunData.unigram``."""
     for source in sets.values():
-        targets = evaluation_targets(source, config.train.sequence_length, config.eval.batches, batch.global_batch)
+        targets = evaluation_targets(
+            source, config.train.sequence_length, config.eval.batches, batch.global_batch
+        )
         return unigram_loss(training, targets)
     return None
 

@@ -25,12 +25,28 @@ from toolkit.progress import Progress
 CLASSES = 10
 
 
-def make_tiles(folder: str | Path, splits: dict[str, int], *, bands: int = 12, size: int = 64, classes: int = CLASSES,
-               progress: Progress | None = None) -> RecordManifest:
+def make_tiles(
+    folder: str | Path,
+    splits: dict[str, int],
+    *,
+    bands: int = 12,
+    size: int = 64,
+    classes: int = CLASSES,
+    progress: Progress | None = None,
+) -> RecordManifest:
     """Write ``splits`` (records of each) of ``image`` uint16 [bands, size, size] and ``label`` int64. Raises InputError."""
-    fields: dict[str, tuple[str, tuple[int, ...]]] = {"image": ("uint16", (bands, size, size)), "label": ("int64", ())}
+    fields: dict[str, tuple[str, tuple[int, ...]]] = {
+        "image": ("uint16", (bands, size, size)),
+        "label": ("int64", ()),
+    }
     progress = progress or Progress.silent()
-    with RecordWriter(folder, fields, description="made-up tiles of an image", licence="CC0-1.0", source="toolkit.data.tiles") as writer:
+    with RecordWriter(
+        folder,
+        fields,
+        description="made-up tiles of an image",
+        licence="CC0-1.0",
+        source="toolkit.data.tiles",
+    ) as writer:
         for number, (split, records) in enumerate(splits.items()):
             with progress.task(f"making {split}", total=records, unit="tiles") as task:
                 for record in range(records):
@@ -41,14 +57,18 @@ def make_tiles(folder: str | Path, splits: dict[str, int], *, bands: int = 12, s
     return writer.manifest
 
 
-def tile(label: int, random: np.random.Generator, bands: int, size: int, classes: int) -> npt.NDArray[np.uint16]:
+def tile(
+    label: int, random: np.random.Generator, bands: int, size: int, classes: int
+) -> npt.NDArray[np.uint16]:
     """uint16 [bands, size, size], in the usual ten-thousandths of reflectance."""
     other = (label + random.integers(1, classes)) % classes if classes > 1 else label
     mixed = random.uniform(0, 0.45)
     ground = (1 - mixed) * _spectrum(label, bands) + mixed * _spectrum(int(other), bands)
     rows, columns = np.mgrid[:size, :size] / size
     direction, waves = np.pi * label / classes, 3 + label % 3
-    stripes = np.sin(2 * np.pi * (waves * (rows * np.cos(direction) + columns * np.sin(direction)) + random.uniform()))
+    stripes = np.sin(
+        2 * np.pi * (waves * (rows * np.cos(direction) + columns * np.sin(direction)) + random.uniform())
+    )
     image = random.uniform(0.7, 1.3) * ground[:, None, None] * (1 + 0.3 * stripes)
     image += random.normal(0, 600, (bands, size, size))
     return image.clip(0, 10_000).astype(np.uint16)
@@ -62,13 +82,25 @@ def _spectrum(label: int, bands: int) -> npt.NDArray[np.float64]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder")
-    for name, default in (("train", 1024), ("validation", 256), ("bands", 12), ("size", 64), ("classes", CLASSES)):
+    for name, default in (
+        ("train", 1024),
+        ("validation", 256),
+        ("bands", 12),
+        ("size", 64),
+        ("classes", CLASSES),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args(arguments)
     try:
         with Progress() as progress:
-            manifest = make_tiles(given.folder, {"train": given.train, "validation": given.validation}, bands=given.bands, size=given.size,
-                                  classes=given.classes, progress=progress)
+            manifest = make_tiles(
+                given.folder,
+                {"train": given.train, "validation": given.validation},
+                bands=given.bands,
+                size=given.size,
+                classes=given.classes,
+                progress=progress,
+            )
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER

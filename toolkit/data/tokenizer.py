@@ -34,7 +34,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -45,7 +47,11 @@ def save(tokenizer: Tokenizer, folder: Path) -> TokenizerInfo:
     target.mkdir()
     write_whole(target / FILE, tokenizer.to_str(pretty=True))
     # A sequence may be of any length: the model's own limit is in the model's configuration.
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
     write_whole(target / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     assert end_of_text is not None, f"a tokenizer without {END_OF_TEXT}"
@@ -58,12 +64,22 @@ def load(folder: Path) -> Tokenizer:
 
     file = folder / FILE
     if not file.is_file():
-        raise InputError(Problem(str(file), f"{file}: absent", "a tokenizer folder holds tokenizer.json", "prepare the data again"))
+        raise InputError(
+            Problem(
+                str(file),
+                f"{file}: absent",
+                "a tokenizer folder holds tokenizer.json",
+                "prepare the data again",
+            )
+        )
     return Tokenizer.from_file(str(file))
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Sequence[str], end_of_text: int, special_tokens: SpecialTokens = SpecialTokens.text
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    end_of_text: int,
+    special_tokens: SpecialTokens = SpecialTokens.text,
 ) -> Iterator[npt.NDArray[np.int64]]:
     """Each text's tokens, and ``end_of_text`` after them. Which texts ``special_tokens`` refuses, the caller checks."""
     # The library's own threads encode. Without this setting it prints a warning in every later fork of this process.

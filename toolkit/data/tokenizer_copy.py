@@ -19,7 +19,15 @@ CONFIG = "tokenizer_config.json"
 COPIED = (FILE, CONFIG, "special_tokens_map.json", "chat_template.jinja")
 
 
-def place(name: str, end_of_text: str | None, folder: Path, *, key: str, end_key: str, trust_remote_code: bool = False) -> TokenizerInfo:
+def place(
+    name: str,
+    end_of_text: str | None,
+    folder: Path,
+    *,
+    key: str,
+    end_key: str,
+    trust_remote_code: bool = False,
+) -> TokenizerInfo:
     """Into ``folder/tokenizer``, which must not be there.
 
     Args:
@@ -52,8 +60,14 @@ def _inside(folder: Path, file: str, key: str) -> Path:
     try:
         return inside(folder, file)
     except UnsafePath as error:
-        raise InputError(Problem(key, f"{key}={folder}: {error}", "the files of a tokenizer lie in its folder",
-                                 "put the file itself there in place of the link")) from error
+        raise InputError(
+            Problem(
+                key,
+                f"{key}={folder}: {error}",
+                "the files of a tokenizer lie in its folder",
+                "put the file itself there in place of the link",
+            )
+        ) from error
 
 
 def info(folder: Path) -> TokenizerInfo:
@@ -70,12 +84,21 @@ def _check_end(name: str, end_of_text: str | None, target: Path, key: str, end_k
     config = json.loads((target / CONFIG).read_text(encoding="utf-8")) if (target / CONFIG).is_file() else {}
     word = end_of_text or _text(config.get("eos_token"))
     if word is None or tokenizer.token_to_id(word) is None:
-        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special][:20]
-        seen = f"{end_key}={end_of_text}" + ("" if end_of_text else f", and {name} names no token that ends a text")
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special][
+            :20
+        ]
+        seen = f"{end_key}={end_of_text}" + (
+            "" if end_of_text else f", and {name} names no token that ends a text"
+        )
         remedy = f"write {end_key}=TOKEN; its special tokens are: {', '.join(special) or 'none'}"
         raise InputError(Problem(end_key, seen, "every document ends with a token of the tokenizer", remedy))
     if _text(config.get("eos_token")) != word or "tokenizer_class" not in config:
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config, "eos_token": word}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **config,
+            "eos_token": word,
+        }
         write_whole(target / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
@@ -86,7 +109,9 @@ def _open(file: Path, seen: str, key: str = "tokenizer") -> Any:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         remedy = "name a tokenizer.json, or a folder or hub id that has one"
-        raise InputError(Problem(key, f"{seen}: {error}", "it is a tokenizer of the package tokenizers", remedy)) from error
+        raise InputError(
+            Problem(key, f"{seen}: {error}", "it is a tokenizer of the package tokenizers", remedy)
+        ) from error
 
 
 def _fetch(name: str, target: Path, key: str, *, trust_remote_code: bool) -> None:
@@ -107,8 +132,14 @@ def _fetch(name: str, target: Path, key: str, *, trust_remote_code: bool) -> Non
     except (OSError, ValueError, ImportError, KeyError) as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             allow = f"{key.rpartition('.')[0]}.trust_remote_code=true"
-            raise InputError(Problem(key, f"{key}={name} needs Python code that comes with it", "such code runs only if a key allows it",
-                                     f"read that code and write {allow}, or name a tokenizer that needs none")) from error
+            raise InputError(
+                Problem(
+                    key,
+                    f"{key}={name} needs Python code that comes with it",
+                    "such code runs only if a key allows it",
+                    f"read that code and write {allow}, or name a tokenizer that needs none",
+                )
+            ) from error
         words = " ".join(str(error).split())[:300] + ("" if here else hub.why_absent())
         remedy = "name a tokenizer.json, or a folder or hub id that has one"
         rule = "the tokenizer can be opened by transformers' AutoTokenizer"

@@ -71,9 +71,20 @@ class MappedTokens:
         self._bytes = [_map(manifest, shard).data.cast("B") for shard in shards]
         self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
         self._firsts = np.concatenate([np.zeros(1, dtype=np.int64), self._ends[:-1]])
-        self._first_read = None if checked else FirstRead([
-            MappedFile(manifest.file(f"{shard.name}.bin"), content, mapped_sums(manifest.file(f"{shard.name}.sums"), shard.sums))
-            for shard, content in zip(shards, self._bytes, strict=True)])
+        self._first_read = (
+            None
+            if checked
+            else FirstRead(
+                [
+                    MappedFile(
+                        manifest.file(f"{shard.name}.bin"),
+                        content,
+                        mapped_sums(manifest.file(f"{shard.name}.sums"), shard.sums),
+                    )
+                    for shard, content in zip(shards, self._bytes, strict=True)
+                ]
+            )
+        )
 
     def read(self, starts: Ints, out: npt.NDArray[Any]) -> None:
         assert len(starts) == len(out), f"{len(starts)} starts for {len(out)} rows"
@@ -86,16 +97,23 @@ class MappedTokens:
         if not len(starts):
             return []
         assert starts.min() >= 0, f"start {starts.min()}"
-        assert starts.max() + length <= self.tokens, f"window {starts.max()} + {length} of {self.tokens} tokens"
+        assert starts.max() + length <= self.tokens, (
+            f"window {starts.max()} + {length} of {self.tokens} tokens"
+        )
         numbers = np.searchsorted(self._ends, starts, side="right")
         places = (starts - self._firsts[numbers]) * self.token_bytes
         if self._first_read is not None:
             last = starts + length - 1
             lasts = np.searchsorted(self._ends, last, side="right")
-            self._first_read.check(self._first_read.units(numbers, places),
-                                   self._first_read.units(lasts, (last - self._firsts[lasts]) * self.token_bytes))
+            self._first_read.check(
+                self._first_read.units(numbers, places),
+                self._first_read.units(lasts, (last - self._firsts[lasts]) * self.token_bytes),
+            )
         firsts, size, files = places.tolist(), length * self.token_bytes, self._bytes
-        found: list[Buffer] = [files[number][first : first + size] for number, first in zip(numbers.tolist(), firsts, strict=True)]
+        found: list[Buffer] = [
+            files[number][first : first + size]
+            for number, first in zip(numbers.tolist(), firsts, strict=True)
+        ]
         for row in np.flatnonzero(starts + length > self._ends[numbers]).tolist():
             found[row] = self._across(int(numbers[row]), firsts[row], size)
         return found
@@ -112,7 +130,12 @@ class MappedTokens:
 
 
 def open_split(
-    path: str | Path, split: str, *, cache: BlockCache | None = None, repeated: bool = False, surveyed: bool = False
+    path: str | Path,
+    split: str,
+    *,
+    cache: BlockCache | None = None,
+    repeated: bool = False,
+    surveyed: bool = False,
 ) -> TokenSource:
     """The tokens of ``split`` of the data folder ``path``, which may be a URL.
 
@@ -145,7 +168,9 @@ def verify(path: str | Path, progress: Progress) -> DataManifest:
     """Read every byte of the data folder and compare. Raises InputError naming the first file that differs."""
     manifest = read_manifest(path)
     _check_tokenizer(manifest)
-    check_bytes([(manifest.file(name), expected) for name, expected in manifest.files.items()], Progress.silent())
+    check_bytes(
+        [(manifest.file(name), expected) for name, expected in manifest.files.items()], Progress.silent()
+    )
     whole = Split(tuple(shard for split in manifest.splits.values() for shard in split.shards))
     _check_bytes(manifest, whole, progress)
     for shard in whole.shards:
@@ -168,7 +193,12 @@ def _check_bytes(manifest: DataManifest, split: Split, progress: Progress) -> No
 
 def _index(manifest: DataManifest, shard: Shard) -> IndexFile:
     index = IndexFile(check_size(manifest.file(f"{shard.name}.idx"), shard.idx))
-    seen = (index.dtype.name, len(index.documents) - 1, index.bin_bytes // index.dtype.itemsize, index.bin_bytes)
+    seen = (
+        index.dtype.name,
+        len(index.documents) - 1,
+        index.bin_bytes // index.dtype.itemsize,
+        index.bin_bytes,
+    )
     expected = (manifest.dtype, shard.documents, shard.tokens, shard.bin.bytes)
     if seen != expected:
         words = "dtype {}, {} documents, {} tokens, {} bytes"
@@ -179,4 +209,6 @@ def _index(manifest: DataManifest, shard: Shard) -> IndexFile:
 def _map(manifest: DataManifest, shard: Shard) -> npt.NDArray[Any]:
     """The tokens of one shard. A plain array: slicing a memmap object costs more than reading a short window."""
     dtype = _index(manifest, shard).dtype
-    return np.asarray(np.memmap(check_size(manifest.file(f"{shard.name}.bin"), shard.bin), dtype=dtype, mode="r"))
+    return np.asarray(
+        np.memmap(check_size(manifest.file(f"{shard.name}.bin"), shard.bin), dtype=dtype, mode="r")
+    )

@@ -77,7 +77,11 @@ class StepDataset(IterableDataset[Array]):
 
     def state_at(self, step: int) -> dict[str, Any]:
         """After ``step`` steps. Plain JSON types, below 1 KB for a dozen sources."""
-        return {"step": step, "samples": self._stream.first_sample(step), "fingerprint": self._stream.fingerprint()}
+        return {
+            "step": step,
+            "samples": self._stream.first_sample(step),
+            "fingerprint": self._stream.fingerprint(),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return self.state_at(self._next)
@@ -87,7 +91,12 @@ class StepDataset(IterableDataset[Array]):
         self._stream.check_fingerprint(state["fingerprint"])
         step, samples = state["step"], self._stream.first_sample(state["step"])
         if samples != state["samples"]:
-            raise CheckpointError(Problem(
-                "train.global_batch", f"step {step} begins at sample {samples}, the state's at {state['samples']}",
-                "a run continues with the global batch that it began with", "bring the global batch and its ramp back"))
+            raise CheckpointError(
+                Problem(
+                    "train.global_batch",
+                    f"step {step} begins at sample {samples}, the state's at {state['samples']}",
+                    "a run continues with the global batch that it began with",
+                    "bring the global batch and its ramp back",
+                )
+            )
         self._next, self._resumed = step, get_worker_info() is not None

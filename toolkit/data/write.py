@@ -93,7 +93,9 @@ class SplitWriter:
     As a context manager: an error inside removes the shard under way.
     """
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self, folder: Path, split: str, dtype: np.dtype[Any], shard_bytes: int = SHARD_BYTES
+    ) -> None:
         self._folder = folder
         self._split = split
         self._dtype = dtype
@@ -102,7 +104,10 @@ class SplitWriter:
         self._current: ShardWriter | None = None
 
     def add(self, document: npt.NDArray[Any]) -> None:
-        if self._current is not None and self._current.bytes + document.size * self._dtype.itemsize > self._shard_bytes:
+        if (
+            self._current is not None
+            and self._current.bytes + document.size * self._dtype.itemsize > self._shard_bytes
+        ):
             self._end_shard()
         if self._current is None:
             self._current = ShardWriter(self._folder, f"{self._split}-{len(self._done):05}", self._dtype)

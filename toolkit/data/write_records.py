@@ -42,8 +42,16 @@ class RecordWriter:
     """As a context manager; see the module. Bounded memory: 1 MiB of each split, or one record where that is larger, and up to
     eight times as much while its statistics are computed."""
 
-    def __init__(self, folder: str | Path, fields: Mapping[str, tuple[npt.DTypeLike, Sequence[int]]], *, description: str, licence: str,
-                 source: str = "", shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        fields: Mapping[str, tuple[npt.DTypeLike, Sequence[int]]],
+        *,
+        description: str,
+        licence: str,
+        source: str = "",
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
         """
         Args:
             fields: of every record, in their order: dtype and shape by name.
@@ -55,7 +63,9 @@ class RecordWriter:
         """
         self._folder = Path(folder)
         if self._folder.exists() and (not self._folder.is_dir() or any(self._folder.iterdir())):
-            raise _problem(f"{folder} is there", "a writer makes a new folder", "name another folder, or remove this one")
+            raise _problem(
+                f"{folder} is there", "a writer makes a new folder", "name another folder, or remove this one"
+            )
         self._dtype, self._fields = _layout(fields)
         self._origin = RecordOrigin(description, licence, source)
         self._shard_bytes = shard_bytes
@@ -73,7 +83,11 @@ class RecordWriter:
         """
         if split not in self._splits:
             if not split.isidentifier():
-                raise _problem(f"split {split!r}", "a split's name is made of letters, digits and '_'", "name it train or validation")
+                raise _problem(
+                    f"split {split!r}",
+                    "a split's name is made of letters, digits and '_'",
+                    "name it train or validation",
+                )
             self._splits[split] = _SplitWriter(self._partial, split, self._dtype, self._shard_bytes)
         self._splits[split].add(values)
 
@@ -88,11 +102,15 @@ class RecordWriter:
         if self._manifest is not None:
             return
         if not self._splits:
-            raise _problem("no record", "a folder of records holds some", "add records before closing the writer")
+            raise _problem(
+                "no record", "a folder of records holds some", "add records before closing the writer"
+            )
         splits = {name: writer.close() for name, writer in self._splits.items()}
         self._splits = {}
         size = self._dtype.itemsize
-        manifest = RecordManifest(folder=self._partial, origin=self._origin, fields=self._fields, record_bytes=size, splits=splits)
+        manifest = RecordManifest(
+            folder=self._partial, origin=self._origin, fields=self._fields, record_bytes=size, splits=splits
+        )
         write_manifest(manifest)
         self._partial.replace(self._folder)
         sync_folder(self._folder.parent)
@@ -134,7 +152,11 @@ class _SplitWriter:
     def add(self, values: Mapping[str, npt.ArrayLike]) -> None:
         names = self._dtype.names or ()
         if values.keys() != set(names):
-            raise self._refusal(f"has {', '.join(values) or 'nothing'}", f"a record has the fields {', '.join(names)}", "give each of them")
+            raise self._refusal(
+                f"has {', '.join(values) or 'nothing'}",
+                f"a record has the fields {', '.join(names)}",
+                "give each of them",
+            )
         if self._filled == len(self._buffer):
             self._flush()
         for name in names:
@@ -154,18 +176,31 @@ class _SplitWriter:
         """``value`` in the field's dtype and shape."""
         dtype, shape = self._dtype[name].base, self._dtype[name].shape
         if value.shape != shape:
-            raise self._refusal(f"has a {name} of shape {list(value.shape)}", f"its shape is {list(shape)}", "cut or fill it before")
+            raise self._refusal(
+                f"has a {name} of shape {list(value.shape)}",
+                f"its shape is {list(shape)}",
+                "cut or fill it before",
+            )
         if value.dtype.kind not in "biuf":
-            raise self._refusal(f"has a {name} of dtype {value.dtype}", "a field holds numbers", "convert it before")
+            raise self._refusal(
+                f"has a {name} of dtype {value.dtype}", "a field holds numbers", "convert it before"
+            )
         if value.dtype.kind == "f" and not np.isfinite(value).all():
-            raise self._refusal(f"has a {name} with NaN or infinity", "numbers are finite, as losses must be", "fill what has no data")
+            raise self._refusal(
+                f"has a {name} with NaN or infinity",
+                "numbers are finite, as losses must be",
+                "fill what has no data",
+            )
         if value.dtype == dtype:
             return value
         with np.errstate(all="ignore"):  # what does not fit is told below
             fitting = value.astype(dtype)
         if not (np.isfinite(fitting).all() if dtype.kind == "f" else np.array_equal(fitting, value)):
-            raise self._refusal(f"has a {name} in {value.min()} .. {value.max()}", f"each number is one of {dtype}",
-                                "scale it, or take a wider dtype")
+            raise self._refusal(
+                f"has a {name} in {value.min()} .. {value.max()}",
+                f"each number is one of {dtype}",
+                "scale it, or take a wider dtype",
+            )
         return fitting
 
     def _flush(self) -> None:
@@ -187,7 +222,9 @@ class _SplitWriter:
 
     def _end_shard(self) -> None:
         if self._file is not None:
-            self._done.append(RecordShard(f"{self._split}-{len(self._done):05}", self._records, *self._file.close()))
+            self._done.append(
+                RecordShard(f"{self._split}-{len(self._done):05}", self._records, *self._file.close())
+            )
             self._file, self._records = None, 0
 
     def _refusal(self, seen: str, rule: str, remedy: str) -> InputError:
@@ -223,21 +260,27 @@ class _Sums:
         return Statistics(tuple(self._mean.tolist()), tuple(std.tolist()), self._least, self._most)
 
 
-def _layout(fields: Mapping[str, tuple[npt.DTypeLike, Sequence[int]]]) -> tuple[np.dtype[np.void], tuple[Field, ...]]:
+def _layout(
+    fields: Mapping[str, tuple[npt.DTypeLike, Sequence[int]]],
+) -> tuple[np.dtype[np.void], tuple[Field, ...]]:
     """The struct of these fields, aligned as C does it, little endian."""
     parts = []
     for name, (kind, shape) in fields.items():
         found = np.dtype(kind)
         if found.name not in DTYPES or not name.isidentifier() or any(size < 1 for size in shape):
-            raise _problem(f"field {name!r} of dtype {found} and shape {list(shape)}",
-                           f"a field has a name of letters, digits and '_', one of the dtypes {', '.join(DTYPES)}, and no empty dim",
-                           "describe it so: image=('uint16', (12, 64, 64))")
+            raise _problem(
+                f"field {name!r} of dtype {found} and shape {list(shape)}",
+                f"a field has a name of letters, digits and '_', one of the dtypes {', '.join(DTYPES)}, and no empty dim",
+                "describe it so: image=('uint16', (12, 64, 64))",
+            )
         parts.append((name, found.newbyteorder("<"), tuple(shape)))
     if not parts:
         raise _problem("no field", "a record has a field", "describe it so: image=('uint16', (12, 64, 64))")
     dtype = np.dtype(parts, align=True)
     assert dtype.fields is not None
-    return dtype, tuple(Field(name, kind.name, shape, int(dtype.fields[name][1])) for name, kind, shape in parts)
+    return dtype, tuple(
+        Field(name, kind.name, shape, int(dtype.fields[name][1])) for name, kind, shape in parts
+    )
 
 
 def _problem(seen: str, rule: str, remedy: str) -> InputError:

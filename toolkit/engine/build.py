@@ -12,12 +12,17 @@ from toolkit.monitor.parts import UNRECORDED, Recorder
 from toolkit.plan.types import RunPlan
 
 
-def build_engine(plan: RunPlan, objective: Objective, *, rank: int, local_rank: int, recorder: Recorder = UNRECORDED) -> Engine:
+def build_engine(
+    plan: RunPlan, objective: Objective, *, rank: int, local_rank: int, recorder: Recorder = UNRECORDED
+) -> Engine:
     """The engine with memory for weights but no weights in it: call ``engine.load(reader)`` next, with :func:`first_weights`
     or a checkpoint. On several ranks it is collective. It tells ``recorder`` where its steps' time goes."""
     # torch 2.13 renames these; DeepSpeed and Megatron-core, which run on older versions too, call them by their old names.
-    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated\. Please use `torch\.distributed\.\w+_single`",
-                            category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore",
+        r".*torch\.distributed\.\w+` is deprecated\. Please use `torch\.distributed\.\w+_single`",
+        category=FutureWarning,
+    )
     return ENGINES[plan.config.engine.name](plan, objective, rank, local_rank, recorder)
 
 

@@ -30,7 +30,9 @@ class CudaClock(Clock):
         return float(earlier.elapsed_time(later)) / 1e3
 
     def passed(self, stamp: torch.cuda.Event) -> bool:
-        if torch.cuda.current_device() != self._device:  # a new thread is on the first GPU, and asking would take memory there
+        if (
+            torch.cuda.current_device() != self._device
+        ):  # a new thread is on the first GPU, and asking would take memory there
             torch.cuda.set_device(self._device)
         return bool(stamp.query())
 
@@ -61,7 +63,10 @@ class SideStreams:
         self._main = clock.stream if isinstance(clock, CudaClock) else None
         self._carried: dict[int, AbstractContextManager[None]] = {}  # by the stream's handle
         if self._main is not None:
-            self._wait_stream, self._synchronize = torch.cuda.Stream.wait_stream, torch.cuda.Stream.synchronize
+            self._wait_stream, self._synchronize = (
+                torch.cuda.Stream.wait_stream,
+                torch.cuda.Stream.synchronize,
+            )
             side = self
 
             def wait_stream(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
@@ -86,4 +91,8 @@ class SideStreams:
 
     def _waiting_for(self, other: torch.cuda.Stream, matters: bool) -> AbstractContextManager[None]:
         part = self._carried.get(getattr(other, "cuda_stream", -1)) if matters else None
-        return part if part is not None and self._recorder is not None and self._recorder.mine() else nullcontext()
+        return (
+            part
+            if part is not None and self._recorder is not None and self._recorder.mine()
+            else nullcontext()
+        )

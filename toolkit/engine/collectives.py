@@ -66,7 +66,9 @@ ANYBODY = -1  # the rank to receive from, where it is not said
 REMEMBERED = 4096  # works that nobody has waited for, and words for tensors
 
 Part = AbstractContextManager[None]
-Note = Callable[[str, str, int, str, int | None, float, str], None]  # group, axis, number, operation, peer, begun, tensors: as in Call
+Note = Callable[
+    [str, str, int, str, int | None, float, str], None
+]  # group, axis, number, operation, peer, begun, tensors: as in Call
 
 _watched: _Watched | None = None
 _originals: dict[tuple[type, str], Any] = {}
@@ -168,8 +170,23 @@ class _Made:
 
     __slots__ = ("axis", "begun", "finished", "number", "operation", "peer", "size", "tensors", "wait")
 
-    def __init__(self, operation: str, axis: str, number: int, peer: int | None, tensors: tuple[Any, ...], size: int = 0) -> None:
-        self.operation, self.axis, self.number, self.peer, self.tensors, self.size = operation, axis, number, peer, tensors, size
+    def __init__(
+        self,
+        operation: str,
+        axis: str,
+        number: int,
+        peer: int | None,
+        tensors: tuple[Any, ...],
+        size: int = 0,
+    ) -> None:
+        self.operation, self.axis, self.number, self.peer, self.tensors, self.size = (
+            operation,
+            axis,
+            number,
+            peer,
+            tensors,
+            size,
+        )
         self.begun = time.monotonic()
         self.finished = False
         self.wait: Part | None = None
@@ -180,14 +197,24 @@ class _Watched:
         self._axes, self._recorder = axes, recorder
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.streams = SideStreams(recorder)
-        self._groups: dict[int, _Group] = {}  # by identity: as a key of a dictionary a group would live as long as that
+        self._groups: dict[
+            int, _Group
+        ] = {}  # by identity: as a key of a dictionary a group would live as long as that
         self._lock = threading.Lock()
-        self._works: OrderedDict[int, tuple[tuple[_Made, ...], Part | None]] = OrderedDict()  # by identity, too
+        self._works: OrderedDict[int, tuple[tuple[_Made, ...], Part | None]] = (
+            OrderedDict()
+        )  # by identity, too
         self._directions: dict[int, str] = {}
         self.told: Note | None = None
 
-    def call(self, operation: str, original: Callable[..., Any], process_group: ProcessGroup, arguments: tuple[Any, ...],
-             named: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        operation: str,
+        original: Callable[..., Any],
+        process_group: ProcessGroup,
+        arguments: tuple[Any, ...],
+        named: Mapping[str, Any],
+    ) -> Any:
         group = self._known(process_group)
         if operation == START:
             group.together = []
@@ -215,7 +242,9 @@ class _Watched:
                 self._works.popitem(last=False)
         return work
 
-    def wait(self, original: Callable[..., Any], work: Work, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def wait(
+        self, original: Callable[..., Any], work: Work, arguments: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> Any:
         made, part = self._works.pop(id(work), ((), None))
         if part is None or self._recorder is None or not self._recorder.mine():
             answer = original(work, *arguments, **named)
@@ -230,12 +259,17 @@ class _Watched:
             groups = list(self._groups.values())
         return [
             _in_public(group, made)
-            for group in groups if group.process_group() is not None for calls in list(group.calls.values()) for made in list(calls)
+            for group in groups
+            if group.process_group() is not None
+            for calls in list(group.calls.values())
+            for made in list(calls)
         ]
 
     def _known(self, process_group: ProcessGroup) -> _Group:
         found = self._groups.get(id(process_group))
-        if found is None or found.process_group() is not process_group:  # another one may have had its place in memory
+        if (
+            found is None or found.process_group() is not process_group
+        ):  # another one may have had its place in memory
             found = _Group(process_group, self._axes)
             with self._lock:
                 self._groups[id(process_group)] = found
@@ -277,7 +311,9 @@ class _Watched:
         if recorder is None or not made or not made[0].axis or not recorder.mine():
             return None, None
         if made[0].operation in PASSING:
-            return recorder.passing(made[0].axis), recorder.passed(made[0].axis, sum(one.size for one in made))
+            return recorder.passing(made[0].axis), recorder.passed(
+                made[0].axis, sum(one.size for one in made)
+            )
         return made[-1].wait, made[-1].wait
 
     def _direction(self, peer: int) -> str:
@@ -290,8 +326,17 @@ class _Watched:
 
 
 def _in_public(group: _Group, made: _Made) -> Call:
-    return Call(group=group.name, ranks=group.ranks, axis=made.axis, number=made.number, operation=made.operation,
-                tensors=_in_words(made.tensors), begun=made.begun, finished=made.finished, peer=made.peer)
+    return Call(
+        group=group.name,
+        ranks=group.ranks,
+        axis=made.axis,
+        number=made.number,
+        operation=made.operation,
+        tensors=_in_words(made.tensors),
+        begun=made.begun,
+        finished=made.finished,
+        peer=made.peer,
+    )
 
 
 def _finish(made: Sequence[_Made]) -> None:
@@ -322,5 +367,8 @@ def _described(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
 @functools.lru_cache(maxsize=REMEMBERED)  # a step's calls are those of the step before
 def _in_words(tensors: tuple[tuple[int, torch.Size, torch.dtype], ...]) -> str:
     """``[1024] float32``; ``2 x [512] float32, [1024] float32`` of results and what they are made of."""
-    described = [(f"{count} x " if count > 1 else "", list(shape), str(dtype).removeprefix("torch.")) for count, shape, dtype in tensors]
+    described = [
+        (f"{count} x " if count > 1 else "", list(shape), str(dtype).removeprefix("torch."))
+        for count, shape, dtype in tensors
+    ]
     return ", ".join(f"{several}{shape} {dtype}" for several, shape, dtype in described)

@@ -36,22 +36,35 @@ class DeepSpeedEngine:
     ZeRO's ranks are those that compute different parts of the loss: data and context ranks. Tensor ranks compute the same loss.
     """
 
-    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int,
-                 recorder: Recorder = UNRECORDED) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        objective: Objective,
+        *,
+        rank: int,
+        local_rank: int,
+        recorder: Recorder = UNRECORDED,
+    ) -> None:
         assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._stage = plan.config.zero.stage
         self._rank, self._ranks = rank // plan.axes.tensor, plan.axes.size // plan.axes.tensor  # among ZeRO's
         self._coordinates = plan.axes.coordinates(rank)
-        self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        )
         deepspeed = compat.load(plan.world.device, local_rank)
         settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed writes into what it is given
         built = build(deepspeed, plan, settings, self.device, rank=rank)
         module, self._places = built.module, built.places
-        self._ds, *_ = deepspeed.initialize(model=module, model_parameters=built.groups, config=settings, dist_init_required=False)
+        self._ds, *_ = deepspeed.initialize(
+            model=module, model_parameters=built.groups, config=settings, dist_init_required=False
+        )
         # Models of families/ use every parameter in every micro-batch; of any other model nothing is known.
         self._reach = plan.shape is None and self._stage in (1, 2)
-        self._begin_backward = gradients.in_order(self._ds.optimizer) if self._reach and self._stage == 2 else lambda: None
+        self._begin_backward = (
+            gradients.in_order(self._ds.optimizer) if self._reach and self._stage == 2 else lambda: None
+        )
         self._accumulation = int(self._ds.gradient_accumulation_steps())
         if self._stage == 0:
             self._ds.clip_fp32_gradients = lambda: None  # _clip_stage0 has done it
@@ -90,7 +103,9 @@ class DeepSpeedEngine:
         with self._recorder.part(OPTIMIZER):
             grad_norm = self._clip_stage0() if self._stage == 0 else None
             if grad_norm is not None:
-                self._ds.optimizer.overflow = not (math.isfinite(grad_norm) and self._muon_gradients_are_finite())
+                self._ds.optimizer.overflow = not (
+                    math.isfinite(grad_norm) and self._muon_gradients_are_finite()
+                )
             loss_scale = self._loss_scale()
             if grad_norm is not None and self._plan.config.optim.name is OptimizerName.muon:
                 with compat.muon_update_norms() as updates:
@@ -138,7 +153,9 @@ class DeepSpeedEngine:
         axes, rank = self._plan.axes, self._plan.axes.rank(self._coordinates)
         found = list(copies.weights(self._places, axes, rank)) if self._stage < 3 else []
         if (self._stage == 0 or axes.tensor > 1) and self._plan.config.offload.optimizer is not Where.nvme:
-            found += copies.state(self._ds.optimizer, self._partitions(), axes, rank, stage=self._stage, device=self.device)
+            found += copies.state(
+                self._ds.optimizer, self._partitions(), axes, rank, stage=self._stage, device=self.device
+            )
         return together(found)
 
     def scalars(self) -> dict[str, object]:
@@ -183,14 +200,19 @@ class DeepSpeedEngine:
         if micro_batches == self._accumulation:
             return
         self._accumulation = micro_batches
-        self._ds.set_train_batch_size(self._plan.batch.micro_batch * self._ds.dp_world_size * micro_batches)  # as DeepSpeed counts
+        self._ds.set_train_batch_size(
+            self._plan.batch.micro_batch * self._ds.dp_world_size * micro_batches
+        )  # as DeepSpeed counts
         if hasattr(self._ds.optimizer, "gradient_accumulation_steps"):
             self._ds.optimizer.gradient_accumulation_steps = micro_batches  # a copy that DeepSpeed forgets
 
     def _muon_gradients_are_finite(self) -> bool:
         """Without ZeRO. Muon's matrices count in the reported norm with their updates, which exist only after the step."""
-        gradients = [parameter.grad for parameter in self._places
-                     if parameter.grad is not None and getattr(parameter, "use_muon", False)]
+        gradients = [
+            parameter.grad
+            for parameter in self._places
+            if parameter.grad is not None and getattr(parameter, "use_muon", False)
+        ]
         return not gradients or bool(torch.nn.utils.get_total_norm(gradients).isfinite())
 
     def _clip_stage0(self) -> float:
@@ -198,8 +220,11 @@ class DeepSpeedEngine:
 
         The gradients are reduced by now and equal on all of ZeRO's ranks. Muon's matrices do not count here: their updates do.
         """
-        gradients = [parameter.grad for parameter, place in self._places.items()
-                     if parameter.grad is not None and place.replica == 0 and not getattr(parameter, "use_muon", False)]
+        gradients = [
+            parameter.grad
+            for parameter, place in self._places.items()
+            if parameter.grad is not None and place.replica == 0 and not getattr(parameter, "use_muon", False)
+        ]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._plan.axes.tensor > 1:
             squares = norm.double().square()  # of what no other tensor rank counts

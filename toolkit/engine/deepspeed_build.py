@@ -33,7 +33,9 @@ class Built:
     places: Mapping[torch.Tensor, Place]
 
 
-def build(deepspeed: ModuleType, plan: RunPlan, settings: Mapping[str, Any], device: torch.device, *, rank: int) -> Built:
+def build(
+    deepspeed: ModuleType, plan: RunPlan, settings: Mapping[str, Any], device: torch.device, *, rank: int
+) -> Built:
     """The model of ``rank``, on ``device``.
 
     Under ZeRO 3 each parameter is cut as soon as it has memory, so no rank ever holds more than its share and one whole
@@ -61,12 +63,16 @@ def build(deepspeed: ModuleType, plan: RunPlan, settings: Mapping[str, Any], dev
         if parameter not in made:
             memory = torch.empty(parameter.shape, dtype=_dtype(parameter, plan), device=device)
             made[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-            made[parameter].__dict__.update({mark: getattr(parameter, mark) for mark in MARKS if hasattr(parameter, mark)})
+            made[parameter].__dict__.update(
+                {mark: getattr(parameter, mark) for mark in MARKS if hasattr(parameter, mark)}
+            )
             shape = tuple(parameter.shape)
             places[made[parameter]] = _place(path, whole.get(path, shape), shape, plan, rank)
             if zero3 is not None:
                 zero3._convert_to_deepspeed_param(made[parameter])
-                made[parameter].partition()  # without the broadcast of ``zero.Init``: there is nothing in it yet
+                made[
+                    parameter
+                ].partition()  # without the broadcast of ``zero.Init``: there is nothing in it yet
         owner._parameters[name] = made[parameter]
     for group in groups:
         group["params"] = [made[parameter] for parameter in group["params"]]
@@ -74,7 +80,9 @@ def build(deepspeed: ModuleType, plan: RunPlan, settings: Mapping[str, Any], dev
     return Built(module, groups, places)
 
 
-def _apply_axes(module: nn.Module, plan: RunPlan, settings: Mapping[str, Any], rank: int) -> Callable[[], None]:
+def _apply_axes(
+    module: nn.Module, plan: RunPlan, settings: Mapping[str, Any], rank: int
+) -> Callable[[], None]:
     """Make of the whole model the rank's own; the returned function is called when its parameters have memory."""
     axes = plan.axes
     if axes.context > 1:

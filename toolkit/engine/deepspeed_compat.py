@@ -21,7 +21,9 @@ def load(device: Device, local_rank: int) -> ModuleType:
     assert dist.is_initialized(), "the process group is made before the engine"
     # Without it the accelerator is guessed from what happens to be installed: a CPU run on a GPU machine would not start.
     os.environ.setdefault("DS_ACCELERATOR", str(device))
-    os.environ["LOCAL_RANK"] = str(local_rank)  # ``zero.Init`` takes its device from it, and the engine refuses to start without
+    os.environ["LOCAL_RANK"] = str(
+        local_rank
+    )  # ``zero.Init`` takes its device from it, and the engine refuses to start without
 
     import deepspeed
     import deepspeed.comm
@@ -211,7 +213,9 @@ def number_from_zero() -> None:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0  # a mutable default argument is the counter
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = (
+        0  # a mutable default argument is the counter
+    )
     Init.param_id = 0
 
 

@@ -40,11 +40,23 @@ def spread(module: Any, *, ranks: int, index: int) -> None:
 def piece(batch: Mapping[str, torch.Tensor], *, ranks: int, index: int) -> dict[str, torch.Tensor]:
     """Piece ``index`` of ``ranks`` of a micro-batch whose tensors are [micro_batch, sequence, ...]. Positions stay whole: where
     documents begin in the whole sequence is what attention needs of them, and ``_place`` takes the piece's."""
-    return {name: tensor if name == POSITIONS else tensor.chunk(ranks, dim=1)[index] for name, tensor in batch.items()}
+    return {
+        name: tensor if name == POSITIONS else tensor.chunk(ranks, dim=1)[index]
+        for name, tensor in batch.items()
+    }
 
 
-def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
-              *, dropout: float = 0.0, scaling: float | None = None, **_: Any) -> tuple[torch.Tensor, None]:
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
     """Causal attention over the whole sequences.
 
     Args:
@@ -58,7 +70,9 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
     from deepspeed.sequence.layer import DistributedAttention
 
     group = parallel_state_sp.get_sequence_parallel_group()
-    if key.shape[1] % dist.get_world_size(group):  # a rank gets whole heads: each query head brings its own key and value
+    if key.shape[1] % dist.get_world_size(
+        group
+    ):  # a rank gets whole heads: each query head brings its own key and value
         shared = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     whole = DistributedAttention(_local, group, scatter_idx=2, gather_idx=1)
@@ -66,19 +80,38 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
     return whole(*parts, 0, mask=attention_mask, dropout=dropout, scaling=scaling), None
 
 
-def _local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None, dropout: float,
-           scaling: float | None) -> torch.Tensor:
+def _local(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
     """[batch, sequence, heads / ranks, head_dim] each, and so the result."""
-    if mask is not None and key.shape[2] != query.shape[2]:  # on GPUs no fused kernel takes a mask and grouped keys
+    if (
+        mask is not None and key.shape[2] != query.shape[2]
+    ):  # on GPUs no fused kernel takes a mask and grouped keys
         key, value = (part.repeat_interleave(query.shape[2] // part.shape[2], dim=2) for part in (key, value))
     grouped = key.shape[2] != query.shape[2]
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    found = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout,
-                                                    scale=scaling, enable_gqa=grouped)
+    found = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=grouped,
+    )
     return found.transpose(1, 2)
 
 
-def _place(index: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _place(
+    index: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A piece's tokens have their positions in the whole sequence, or in the documents that it is made of."""
     tokens, whole = named["input_ids"], named.get(POSITIONS)
     length = tokens.shape[1]
@@ -86,5 +119,8 @@ def _place(index: int, module: nn.Module, arguments: tuple[Any, ...], named: dic
     if whole is None:
         named[POSITIONS] = torch.arange(mine.start, mine.stop, device=tokens.device).unsqueeze(0)
     else:
-        named |= {POSITIONS: whole[:, mine], "attention_mask": visible(whole)}  # four-dimensional: transformers hands it on as it is
+        named |= {
+            POSITIONS: whole[:, mine],
+            "attention_mask": visible(whole),
+        }  # four-dimensional: transformers hands it on as it is
     return arguments, named

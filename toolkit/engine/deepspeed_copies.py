@@ -25,7 +25,9 @@ Found = tuple[str, tuple[int, ...], str, torch.Tensor]  # as copies.together tak
 ZEROS = (Axis.CONTEXT, Axis.DATA)  # along which ZeRO's ranks differ
 
 
-def weights(places: Mapping[torch.Tensor, Place], axes: Axes, rank: int, tied: Collection[torch.Tensor] = ()) -> Iterator[Found]:
+def weights(
+    places: Mapping[torch.Tensor, Place], axes: Axes, rank: int, tied: Collection[torch.Tensor] = ()
+) -> Iterator[Found]:
     """Of ZeRO 0 to 2.
 
     Args:
@@ -47,7 +49,15 @@ def weights(places: Mapping[torch.Tensor, Place], axes: Axes, rank: int, tied: C
             yield WEIGHTS, same, place.name, parameter
 
 
-def state(optimizer: Any, partitions: Sequence[Partition], axes: Axes, rank: int, *, stage: int, device: torch.device) -> Iterator[Found]:
+def state(
+    optimizer: Any,
+    partitions: Sequence[Partition],
+    axes: Axes,
+    rank: int,
+    *,
+    stage: int,
+    device: torch.device,
+) -> Iterator[Found]:
     """Of what the optimizer keeps on ``device``: nothing that is offloaded, and not Muon's whole matrices, of which several ranges have
     a part."""
     if any(partition.whole for partition in partitions):
@@ -57,7 +67,11 @@ def state(optimizer: Any, partitions: Sequence[Partition], axes: Axes, rank: int
     for shard in moving.shards(optimizer, partitions):
         if shard.data.device != device or (stage < 3 and shard.key.state == WEIGHT):
             continue
-        name = str(shard.key) if shard.box.shape == shard.global_shape else f"{shard.key} from {list(shard.box.offset)}"
+        name = (
+            str(shard.key)
+            if shard.box.shape == shard.global_shape
+            else f"{shard.key} from {list(shard.box.offset)}"
+        )
         if shard.replicas == len(wider) and axes.tensor > 1:
             yield uncut(STATE), wider, name, shard.data
         elif shard.replicas == len(same):

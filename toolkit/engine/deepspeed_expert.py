@@ -26,7 +26,11 @@ def cut(module: nn.Module, ranks: int) -> None:
     """Leave of each layer's experts, which are tensors [experts, ...] on meta, this rank's consecutive ones."""
     groups._create_expert_and_data_parallel(ranks)
     name = f"ep_size_{ranks}"
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "gate_up_proj") and hasattr(layer, "num_experts")]
+    layers: list[Any] = [
+        layer
+        for layer in module.modules()
+        if hasattr(layer, "gate_up_proj") and hasattr(layer, "num_experts")
+    ]
     assert layers, "the plan's model has experts"
     for experts in layers:
         for key, parameter in list(experts.named_parameters(recurse=False)):
@@ -34,7 +38,9 @@ def cut(module: nn.Module, ranks: int) -> None:
             # How DeepSpeed tells an expert's parameter, and the ranks that hold it too.
             mine.allreduce, mine.group_name = False, name  # type: ignore[attr-defined]
             setattr(experts, key, mine)
-        experts.exchange = Exchange(experts.forward, experts.num_experts, groups._get_expert_parallel_group(name))
+        experts.exchange = Exchange(
+            experts.forward, experts.num_experts, groups._get_expert_parallel_group(name)
+        )
         experts.forward = experts.exchange.forward
         experts.num_experts //= ranks
 

@@ -35,7 +35,9 @@ def in_order(optimizer: Any) -> Callable[[], None]:
     It reduces them as they come, side by side in buckets, and they come in another order where a branch is not taken: ranks
     would add up gradients of different parameters. With :func:`reach` each gradient comes, so none waits for ever.
     """
-    order = [(parameter, number) for number, group in enumerate(optimizer.bit16_groups) for parameter in group]
+    order = [
+        (parameter, number) for number, group in enumerate(optimizer.bit16_groups) for parameter in group
+    ]
     order.sort(key=lambda entry: -optimizer.get_param_id(entry[0]))
     reduce, ready = optimizer.reduce_ready_partitions_and_remove_grads, set[int]()
     following = 0

@@ -40,13 +40,18 @@ def shards(optimizer: Any, partitions: Sequence[Partition]) -> list[Shard]:
 def scalars(optimizer: Any, partitions: Sequence[Partition], averaged: int) -> dict[str, object]:
     """Plain JSON types; equal on all ranks. ``averaged``: by how much DeepSpeed's loss scale is smaller than the run's."""
     found: dict[str, object] = {}
-    steps = {int(state["step"]) for p in partitions if "step" in (state := base(optimizer).state.get(p.master, {}))}
+    steps = {
+        int(state["step"]) for p in partitions if "step" in (state := base(optimizer).state.get(p.master, {}))
+    }
     assert len(steps) <= 1, f"one optimizer, several step counts: {steps}"
     if steps:
         found[OPTIMIZER_STEP] = steps.pop()
     scaler = getattr(optimizer, "loss_scaler", None)
     if scaler is not None and scaler.dynamic:
-        found[LOSS_SCALER] = {**{name: getattr(scaler, name) for name in SCALER_STATE}, "cur_scale": scaler.cur_scale * averaged}
+        found[LOSS_SCALER] = {
+            **{name: getattr(scaler, name) for name in SCALER_STATE},
+            "cur_scale": scaler.cur_scale * averaged,
+        }
     return found
 
 
@@ -110,7 +115,10 @@ def _gather_persistent(optimizer: Any) -> None:
 def _masters(partition: Partition, reader: Reader) -> list[Shard]:
     """The partition's master as targets of a read."""
     found = partition.shards(WEIGHT, partition.master)
-    return [Shard(weight_key(reader, s.key.name), s.global_shape, s.box, s.data, s.replica, s.replicas) for s in found]
+    return [
+        Shard(weight_key(reader, s.key.name), s.global_shape, s.box, s.data, s.replica, s.replicas)
+        for s in found
+    ]
 
 
 def _materialise(inner: Any, partition: Partition, *, step: int, with_moments: bool) -> dict[str, Any]:
@@ -144,7 +152,9 @@ def _on_nvme(optimizer: Any, partition: Partition) -> bool:
     return swappable is not None and swappable(partition.number)
 
 
-def _load_nvme(optimizer: Any, partition: Partition, reader: Reader, *, with_moments: bool, step: int) -> None:
+def _load_nvme(
+    optimizer: Any, partition: Partition, reader: Reader, *, with_moments: bool, step: int
+) -> None:
     """As the rest, but the partition has elements only between the swap in and the swap out."""
     optimizer._optimizer_states_and_gradient_swap_in(partition.number)
     partition.master.zero_()

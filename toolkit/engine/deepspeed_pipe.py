@@ -31,12 +31,21 @@ from toolkit.plan.types import Device, RunPlan
 class DeepSpeedPipelineEngine:
     """One rank of a pipeline. Every method but ``shards``, ``scalars`` and ``close`` is collective."""
 
-    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int,
-                 recorder: Recorder = UNRECORDED) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        objective: Objective,
+        *,
+        rank: int,
+        local_rank: int,
+        recorder: Recorder = UNRECORDED,
+    ) -> None:
         assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
-        self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        )
         deepspeed = compat.load(plan.world.device, local_rank)
         from toolkit.engine import deepspeed_pipe_parts as parts
         from toolkit.engine.deepspeed_pipe_module import LastLoss, Pipeline
@@ -45,14 +54,20 @@ class DeepSpeedPipelineEngine:
         self._module = Pipeline(plan, self.device, self._loss)
         groups = parameter_groups(self._module, plan.config.optim)
         settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed writes into what it is given
-        self._ds, *_ = deepspeed.initialize(model=self._module, model_parameters=groups, config=settings, dist_init_required=False)
+        self._ds, *_ = deepspeed.initialize(
+            model=self._module, model_parameters=groups, config=settings, dist_init_required=False
+        )
         self._places = {
             parameter: state.Place(name, tuple(parameter.shape), Box.whole(tuple(parameter.shape)))
             for parameter, name in self._module.names.items()
         }
         compat.divide_loss_scale(self._ds.optimizer, plan.axes.data)
         self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
-        self._norm = mends.norm_of_all_stages(self._ds) if plan.config.zero.stage == 0 else self._ds.get_global_grad_norm
+        self._norm = (
+            mends.norm_of_all_stages(self._ds)
+            if plan.config.zero.stage == 0
+            else self._ds.get_global_grad_norm
+        )
         mends.keep_no_times(self._ds)
         parts.tell(self._ds, recorder)
         self._module.layer.register_forward_pre_hook(self._reseed)
@@ -89,7 +104,9 @@ class DeepSpeedPipelineEngine:
         samples = ((batch["input_ids"], batch) for batch in micro_batches)
         try:
             with seeding.unchanged(self.device):
-                self._ds.eval_batch(samples, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
+                self._ds.eval_batch(
+                    samples, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
+                )
         finally:
             self._module.train()
         units = self._sum_over_data(sum(self._objective.units(batch) for batch in micro_batches))
@@ -97,15 +114,25 @@ class DeepSpeedPipelineEngine:
 
     def shards(self) -> list[Shard]:
         """A tied weight and its moments come from the first stage, which holds the same as the last."""
-        repeated = {self._places[parameter].name for parameter in self._places if getattr(parameter, "ds_pipe_replicated", False)}
-        return [shard for shard in moving.shards(self._ds.optimizer, self._partitions()) if shard.key.name not in repeated]
+        repeated = {
+            self._places[parameter].name
+            for parameter in self._places
+            if getattr(parameter, "ds_pipe_replicated", False)
+        }
+        return [
+            shard
+            for shard in moving.shards(self._ds.optimizer, self._partitions())
+            if shard.key.name not in repeated
+        ]
 
     def copies(self) -> list[Copies]:
         axes, rank = self._plan.axes, self._plan.axes.rank(self._at)
         tied = [parameter for parameter, _ in self._module.get_tied_weights_and_groups()]
         found = list(copies.weights(self._places, axes, rank, tied))
         if self._plan.config.zero.stage == 0:
-            found += copies.state(self._ds.optimizer, self._partitions(), axes, rank, stage=0, device=self.device)
+            found += copies.state(
+                self._ds.optimizer, self._partitions(), axes, rank, stage=0, device=self.device
+            )
         return together(found)
 
     def scalars(self) -> dict[str, object]:
@@ -125,7 +152,9 @@ class DeepSpeedPipelineEngine:
         del self._ds, self._module, self._norm
 
     def _partitions(self) -> list[state.Partition]:
-        return state.partitions(self._ds.optimizer, self._places, rank=self._at.data, ranks=self._plan.axes.data)
+        return state.partitions(
+            self._ds.optimizer, self._places, rank=self._at.data, ranks=self._plan.axes.data
+        )
 
     def _expect(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Before a step. Stages tell each other the shape of activations once, and keep buffers of it."""

@@ -27,7 +27,11 @@ def norm_of_all_stages(engine: Any) -> Callable[[], float]:
         nonlocal norm
         parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
         # A tied weight is on two stages, with the same gradient.
-        square = torch.nn.utils.get_total_norm([p.grad for p in parameters if not p.ds_pipe_replicated]).double().square()
+        square = (
+            torch.nn.utils.get_total_norm([p.grad for p in parameters if not p.ds_pipe_replicated])
+            .double()
+            .square()
+        )
         dist.all_reduce(square, group=engine.grid.get_pipe_parallel_group())
         norm = float(square.sqrt())
         engine.optimizer.overflow = not math.isfinite(norm)
@@ -52,7 +56,9 @@ def keep_no_times(engine: Any) -> None:
 
 def set_accumulation(engine: Any, micro_batches: int) -> None:
     """For the next steps, in a batch ramp. ZeRO has a copy of the number that DeepSpeed forgets."""
-    engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * micro_batches * engine.dp_world_size)
+    engine.set_train_batch_size(
+        engine.train_micro_batch_size_per_gpu() * micro_batches * engine.dp_world_size
+    )
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = micro_batches
 

@@ -40,7 +40,9 @@ class StageLayer(nn.Module):
         super().__init__()
         self.stage: StageModel = build_stage(plan, device, stage)
         dtype = DTYPES[plan.config.precision.name]
-        replace_parameters(self.stage, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
+        replace_parameters(
+            self.stage, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device)
+        )
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.stage(given, next(self.positions))
@@ -84,8 +86,12 @@ class Pipeline(PipelineModule):
         count = plan.axes.pipeline
         specs = [LayerSpec(StageLayer, plan, device, stage) for stage in range(count)]
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints the topology and a layer a line
-            super().__init__(layers=specs, topology=PipeDataParallelTopology(num_pp=count, num_dp=plan.axes.data), loss_fn=loss,
-                             partition_method="uniform")
+            super().__init__(
+                layers=specs,
+                topology=PipeDataParallelTopology(num_pp=count, num_dp=plan.axes.data),
+                loss_fn=loss,
+                partition_method="uniform",
+            )
         self.layer: StageLayer = self.forward_funcs[0]
         tied = get(plan.shape.family).tied(plan.shape)
         self.names: Mapping[torch.Tensor, str] = {

@@ -28,7 +28,8 @@ PARTS = {
 def tell(engine: Any, recorder: Recorder) -> None:
     """Let ``engine`` tell the part of what it executes."""
     engine._INSTRUCTION_MAP = {
-        kind: _telling(execute, recorder, PARTS[kind]) if kind in PARTS else execute for kind, execute in engine._INSTRUCTION_MAP.items()
+        kind: _telling(execute, recorder, PARTS[kind]) if kind in PARTS else execute
+        for kind, execute in engine._INSTRUCTION_MAP.items()
     }
 
 

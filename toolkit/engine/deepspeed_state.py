@@ -23,7 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, Box, Shard, TensorKey, flat_boxes
+from toolkit.checkpoint.shard import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTUM,
+    WEIGHT,
+    Box,
+    Shard,
+    TensorKey,
+    flat_boxes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +69,14 @@ class Piece:
         place, at = self.place, self.at
         for box in flat_boxes(place.box.shape, self.start, self.start + self.numel):
             offset = tuple(low + first for low, first in zip(box.offset, place.box.offset, strict=True))
-            yield Shard(TensorKey(state, place.name), place.shape, Box(offset, box.shape), flat.narrow(0, at, box.numel).view(box.shape),
-                        self.replica * place.replicas + place.replica, self.replicas * place.replicas)
+            yield Shard(
+                TensorKey(state, place.name),
+                place.shape,
+                Box(offset, box.shape),
+                flat.narrow(0, at, box.numel).view(box.shape),
+                self.replica * place.replicas + place.replica,
+                self.replicas * place.replicas,
+            )
             at += box.numel
 
 
@@ -108,7 +124,9 @@ class Partition:
             yield from self.shards(MASTER, master)
 
 
-def partitions(optimizer: Any, places: Mapping[torch.Tensor, Place], *, rank: int, ranks: int) -> list[Partition]:
+def partitions(
+    optimizer: Any, places: Mapping[torch.Tensor, Place], *, rank: int, ranks: int
+) -> list[Partition]:
     """This rank's share, read from DeepSpeed's own optimizer wrapper (or a plain torch optimizer: stage 0).
 
     ``places`` is each parameter's; a tied parameter is one tensor and has one place. ``rank, ranks``: among ZeRO's ranks.
@@ -133,17 +151,25 @@ def _stage12(optimizer: Any, places: Mapping[torch.Tensor, Place]) -> list[Parti
     found = []
     for number, master in enumerate(optimizer.single_partition_of_fp32_groups):
         group, size = optimizer.param_groups[number], master.numel()
-        rank = dist.get_rank(optimizer.real_dp_process_group[number])  # a group of experts has fewer ranks than the others
+        rank = dist.get_rank(
+            optimizer.real_dp_process_group[number]
+        )  # a group of experts has fewer ranks than the others
         pieces: list[Piece] = []
         whole: list[Piece] = []
         # The flat order, which differs from the group's under round_robin_gradients; the offsets include any alignment.
-        for parameter, offset in zip(optimizer.round_robin_bit16_groups[number], optimizer.round_robin_bit16_offsets[number], strict=True):
+        for parameter, offset in zip(
+            optimizer.round_robin_bit16_groups[number],
+            optimizer.round_robin_bit16_offsets[number],
+            strict=True,
+        ):
             here = list(_cut(places[parameter], offset, rank * size, (rank + 1) * size))
             pieces += here
             if here and group.get("use_muon"):
                 first, last = offset // size, (offset + parameter.numel() - 1) // size
                 at = whole[-1].at + whole[-1].numel if whole else 0
-                whole.append(Piece(places[parameter], 0, at, parameter.numel(), rank - first, last - first + 1))
+                whole.append(
+                    Piece(places[parameter], 0, at, parameter.numel(), rank - first, last - first + 1)
+                )
         # In fp32 ZeRO still keeps a second copy of the weights; the partition is the one that the optimizer updates.
         bit16 = optimizer.parallel_partitioned_bit16_groups[number][rank]
         found.append(Partition(number, group, tuple(pieces), master, _if_16_bit(bit16), tuple(whole)))
@@ -201,7 +227,9 @@ def _if_16_bit(weights: torch.Tensor | None) -> torch.Tensor | None:
     return None if weights is None or weights.dtype == torch.float32 else weights
 
 
-def frozen(module: nn.Module, places: Mapping[torch.Tensor, Place], *, rank: int, ranks: int) -> Iterator[Shard]:
+def frozen(
+    module: nn.Module, places: Mapping[torch.Tensor, Place], *, rank: int, ranks: int
+) -> Iterator[Shard]:
     """Weights that no optimizer holds: ``requires_grad=False`` in a model of the user's own."""
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -210,4 +238,6 @@ def frozen(module: nn.Module, places: Mapping[torch.Tensor, Place], *, rank: int
             for piece in _own_range(parameter, places[parameter], rank, 0):
                 yield from piece.shards(WEIGHT, parameter.ds_tensor.detach())
         else:
-            yield from Piece(places[parameter], 0, 0, parameter.numel(), rank, ranks).shards(WEIGHT, parameter.detach().view(-1))
+            yield from Piece(places[parameter], 0, 0, parameter.numel(), rank, ranks).shards(
+                WEIGHT, parameter.detach().view(-1)
+            )

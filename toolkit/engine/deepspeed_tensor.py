@@ -32,9 +32,17 @@ def cut(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
     wanted = TPTrainingConfig(**settings["tensor_parallel"])
     set_autotp_mode(training=True)
     groups._init_tp_mesh_device(wanted.autotp_size)
-    auto = AutoTP(module=module, all_reduce_linears=(), prefix="", state_dict=None, linear_layer_setting=(nn.Linear, nn.Embedding),
-                  orig_layer_impl=None, partition_config=wanted.get_partition_config_object(), model_config=module.config,
-                  training_mode=True)
+    auto = AutoTP(
+        module=module,
+        all_reduce_linears=(),
+        prefix="",
+        state_dict=None,
+        linear_layer_setting=(nn.Linear, nn.Embedding),
+        orig_layer_impl=None,
+        partition_config=wanted.get_partition_config_object(),
+        model_config=module.config,
+        training_mode=True,
+    )
     auto.set_tensor_parallel_config(wanted.autotp_size, groups.get_tensor_model_parallel_group())
     auto.update_linear_policies()
     auto._replace_module(module)
@@ -46,11 +54,21 @@ def cut(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
 def _multiply_by_the_weight_itself(module: nn.Module) -> None:
     """DeepSpeed's layers multiply by ``weight.transpose``, and autograd keeps that view for backward: under ZeRO 3 every gathered
     weight stays in memory until then (measured: all that are cut). ``functional.linear``, which ZeRO 3 replaces, keeps the parameter."""
-    from deepspeed.module_inject.layers import ColumnParallel, GatherFromTensorParallelRegion, LinearAllreduce, LinearLayer, RowParallel
+    from deepspeed.module_inject.layers import (
+        ColumnParallel,
+        GatherFromTensorParallelRegion,
+        LinearAllreduce,
+        LinearLayer,
+        RowParallel,
+    )
 
     def column(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         found = functional.linear(ColumnParallel.apply(layer.mp_group, hidden), layer.weight, layer.bias)
-        return GatherFromTensorParallelRegion.apply(layer.mp_group, found, layer._partition_sizes) if layer.gather_output else found
+        return (
+            GatherFromTensorParallelRegion.apply(layer.mp_group, found, layer._partition_sizes)
+            if layer.gather_output
+            else found
+        )
 
     def row(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         assert layer.bias is None, "no family's projection into the residual stream is cut and has a bias"

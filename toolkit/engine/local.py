@@ -30,15 +30,30 @@ from toolkit.plan.types import Device, RunPlan
 class LocalEngine:
     """``_parameters`` are what forward uses; ``_masters`` what the optimizer updates: in fp32 the same tensors."""
 
-    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int = 0, local_rank: int = 0,
-                 recorder: Recorder = UNRECORDED) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        objective: Objective,
+        *,
+        rank: int = 0,
+        local_rank: int = 0,
+        recorder: Recorder = UNRECORDED,
+    ) -> None:
         assert plan.axes.size == 1, f"the local engine is one process, the plan has {plan.axes.size} ranks"
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
-        self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        )
         self._module = _cast(build_model(plan, self.device), plan)
-        self._parameters = {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
-        self._frozen = {name: parameter for name, parameter in self._module.named_parameters() if not parameter.requires_grad}
+        self._parameters = {
+            name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad
+        }
+        self._frozen = {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if not parameter.requires_grad
+        }
         self._has_masters = plan.config.precision.name is not Precision.fp32
         self._masters: dict[str, torch.Tensor] = dict(self._parameters)
         if self._has_masters:
@@ -124,10 +139,14 @@ class LocalEngine:
                         sums[name] += float(value)
         finally:
             self._module.train()
-        return EvalResult(sums.pop(LOSS), sum(self._objective.units(batch) for batch in micro_batches), dict(sums))
+        return EvalResult(
+            sums.pop(LOSS), sum(self._objective.units(batch) for batch in micro_batches), dict(sums)
+        )
 
     def shards(self) -> list[Shard]:
-        found = [_shard(WEIGHT, name, parameter) for name, parameter in (self._parameters | self._frozen).items()]
+        found = [
+            _shard(WEIGHT, name, parameter) for name, parameter in (self._parameters | self._frozen).items()
+        ]
         if self._has_masters:
             found += [_shard(MASTER, name, master) for name, master in self._masters.items()]
         return found + list(self._moments())
@@ -146,7 +165,12 @@ class LocalEngine:
 
     def scalars(self) -> dict[str, object]:
         found: dict[str, object] = {}
-        steps = {int(state["step"]) for optimizer in self._optimizers for state in optimizer.state.values() if "step" in state}
+        steps = {
+            int(state["step"])
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            if "step" in state
+        }
         assert len(steps) <= 1, f"one optimizer, several step counts: {steps}"
         if steps:
             found[OPTIMIZER_STEP] = steps.pop()

@@ -12,8 +12,14 @@ from typing import Any
 import torch
 
 STEPS = 5
-RESTART = 2  # the iteration on the Gram matrix alone loses precision; after this many steps it starts from X again
-A, B, C = 3.4445, -4.7750, 2.0315  # the quintic a x + b x^3 + c x^5, as steep at 0 as keeps singular values near 1
+RESTART = (
+    2  # the iteration on the Gram matrix alone loses precision; after this many steps it starts from X again
+)
+A, B, C = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # the quintic a x + b x^3 + c x^5, as steep at 0 as keeps singular values near 1
 
 
 class Muon(torch.optim.Optimizer):

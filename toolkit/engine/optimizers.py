@@ -28,7 +28,9 @@ def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, An
     return _groups((parameter for parameter in module.parameters() if parameter.requires_grad), optim)
 
 
-def torch_optimizers(parameters: Mapping[str, torch.Tensor], optim: OptimConfig) -> list[torch.optim.Optimizer]:
+def torch_optimizers(
+    parameters: Mapping[str, torch.Tensor], optim: OptimConfig
+) -> list[torch.optim.Optimizer]:
     """What the local engine steps: one optimizer, or under muon one for matrices and one for the rest.
 
     ``parameters`` are the trainable ones by canonical name: the tensors that are updated, in fp32.
@@ -43,7 +45,11 @@ def torch_optimizers(parameters: Mapping[str, torch.Tensor], optim: OptimConfig)
             optimizers.append(Muon(_groups(matrices, optim), lr=optim.lr, momentum=optim.momentum))
     if rest:
         first, second = optim.betas
-        optimizers.append(torch.optim.AdamW(_groups(rest.values(), optim), lr=optim.lr, betas=(first, second), eps=optim.eps))
+        optimizers.append(
+            torch.optim.AdamW(
+                _groups(rest.values(), optim), lr=optim.lr, betas=(first, second), eps=optim.eps
+            )
+        )
     return optimizers
 
 

@@ -20,8 +20,14 @@ def get(name: str) -> Family:
     """The family called ``name``; PlanError naming those that exist."""
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise PlanError(Problem("model.family", f"model.family={name}", f"a family is one of {known}",
-                                f"write model.family={known.split(', ')[1]}, or give any torch module as model.target=my.package.Model"))
+        raise PlanError(
+            Problem(
+                "model.family",
+                f"model.family={name}",
+                f"a family is one of {known}",
+                f"write model.family={known.split(', ')[1]}, or give any torch module as model.target=my.package.Model",
+            )
+        )
     return FAMILIES[name]
 
 

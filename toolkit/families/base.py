@@ -138,8 +138,12 @@ class Family(Protocol):
     name: str
     namespace: str  # of canonical names, recorded in manifests: "llama/1"
     traits: Traits
-    published: ClassVar[Mapping[str, ModelConfig]]  # well-known models, with the sizes that their authors published
-    tiny: ClassVar[Mapping[str, Any]]  # sizes that the family's model in toolkit/testing/tiny.py has besides those of all families
+    published: ClassVar[
+        Mapping[str, ModelConfig]
+    ]  # well-known models, with the sizes that their authors published
+    tiny: ClassVar[
+        Mapping[str, Any]
+    ]  # sizes that the family's model in toolkit/testing/tiny.py has besides those of all families
 
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
         """Fill what may be left out; raise PlanError naming every size that is missing or impossible."""

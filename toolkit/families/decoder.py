@@ -35,8 +35,12 @@ class Decoder:
         hidden = shape.hidden_size
         found = [ParameterSpec("model.embed_tokens.weight", (shape.vocab_size, hidden))]
         for layer in range(shape.num_hidden_layers):
-            inside = (*self.attention(shape), *self.feed_forward(shape),
-                      ("input_layernorm.weight", (hidden,)), ("post_attention_layernorm.weight", (hidden,)))
+            inside = (
+                *self.attention(shape),
+                *self.feed_forward(shape),
+                ("input_layernorm.weight", (hidden,)),
+                ("post_attention_layernorm.weight", (hidden,)),
+            )
             found += [ParameterSpec(f"model.layers.{layer}.{name}", size, layer) for name, size in inside]
         found.append(ParameterSpec("model.norm.weight", (hidden,)))
         if not shape.tie_word_embeddings:
@@ -81,8 +85,12 @@ class Decoder:
 
     def _megatron(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         table, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
-        block = (tables.same("input_layernorm.weight", "input_layernorm.weight", norm), *self.megatron_attention(shape),
-                 tables.same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm), *self.megatron_feed_forward(shape))
+        block = (
+            tables.same("input_layernorm.weight", "input_layernorm.weight", norm),
+            *self.megatron_attention(shape),
+            tables.same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm),
+            *self.megatron_feed_forward(shape),
+        )
         yield tables.same(EMBEDDING, "model.embed_tokens.weight", table, Cut.vocabulary)
         for layer in range(shape.num_hidden_layers):
             for tensor in block:
@@ -97,16 +105,27 @@ class Decoder:
         for kind, rest in (("weight", (shape.hidden_size,)), ("bias", ())):
             if kind == "weight" or self.traits.qkv_bias:
                 origin = (0,) * len(rest)
-                parts = tuple(Part(f"self_attn.{letter}_proj.{kind}", (first, *origin), (count, *rest), (row, *origin))
-                              for letter, first, count, row in tables.query_groups(shape))
+                parts = tuple(
+                    Part(f"self_attn.{letter}_proj.{kind}", (first, *origin), (count, *rest), (row, *origin))
+                    for letter, first, count, row in tables.query_groups(shape)
+                )
                 yield MegatronTensor(f"self_attention.linear_qkv.{kind}", (rows, *rest), parts, Cut.rows)
-        yield tables.same("self_attention.linear_proj.weight", "self_attn.o_proj.weight",
-                            (shape.hidden_size, shape.num_attention_heads * shape.head_dim), Cut.columns)
+        yield tables.same(
+            "self_attention.linear_proj.weight",
+            "self_attn.o_proj.weight",
+            (shape.hidden_size, shape.num_attention_heads * shape.head_dim),
+            Cut.columns,
+        )
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        yield tables.stacked("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), (inner, hidden), Cut.gated)
+        yield tables.stacked(
+            "mlp.linear_fc1.weight",
+            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            (inner, hidden),
+            Cut.gated,
+        )
         yield tables.same("mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, inner), Cut.columns)
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
@@ -119,9 +138,14 @@ class Decoder:
         layers, width = shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim
         up, down = self.feed_forward_weights_used(shape)
         return ForwardFlops(
-            projections=2.0 * layers * sum(size[0] * size[1] for _, size in self.attention(shape) if len(size) == 2),
-            scores=4.0 * layers * sequence_length * width, up=2.0 * layers * up, down=2.0 * layers * down,
-            head=2.0 * shape.hidden_size * shape.vocab_size)
+            projections=2.0
+            * layers
+            * sum(size[0] * size[1] for _, size in self.attention(shape) if len(size) == 2),
+            scores=4.0 * layers * sequence_length * width,
+            up=2.0 * layers * up,
+            down=2.0 * layers * down,
+            head=2.0 * shape.hidden_size * shape.vocab_size,
+        )
 
     def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
         return {

@@ -20,40 +20,82 @@ PREFIX = "transformer."
 class GPT2Family:
     name = "gpt2"
     namespace = "gpt2/1"
-    traits = Traits(norm=Norm.layer, rotary=False, gated=False, biases=True, linear=False, hidden_dropout=True,
-                    muon="DeepSpeed's Muon tells embeddings by the word embed, and gpt2's are wte and wpe")
+    traits = Traits(
+        norm=Norm.layer,
+        rotary=False,
+        gated=False,
+        biases=True,
+        linear=False,
+        hidden_dropout=True,
+        muon="DeepSpeed's Muon tells embeddings by the word embed, and gpt2's are wte and wpe",
+    )
     published: ClassVar[Mapping[str, ModelConfig]] = {
-        "gpt2": ModelConfig(family=name, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, vocab_size=50257,
-                            max_position_embeddings=1024)}
+        "gpt2": ModelConfig(
+            family=name,
+            hidden_size=768,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            vocab_size=50257,
+            max_position_embeddings=1024,
+        )
+    }
     tiny: ClassVar[Mapping[str, Any]] = {}
 
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
         inner = None if model.hidden_size is None else 4 * model.hidden_size
-        shape = resolve_shape.resolve(model, rotary=False, intermediate_size=inner, tie_word_embeddings=True, norm_eps=1e-5,
-                                      rope_theta=10000.0)
+        shape = resolve_shape.resolve(
+            model,
+            rotary=False,
+            intermediate_size=inner,
+            tie_word_embeddings=True,
+            norm_eps=1e-5,
+            rope_theta=10000.0,
+        )
         problems = []
         if shape.num_key_value_heads != shape.num_attention_heads:
-            problems.append(Problem("model.num_key_value_heads", f"model.num_key_value_heads={shape.num_key_value_heads}",
-                                    "gpt2 has as many key-value heads as query heads",
-                                    "write model.num_key_value_heads=null, or model=llama for grouped-query attention"))
+            problems.append(
+                Problem(
+                    "model.num_key_value_heads",
+                    f"model.num_key_value_heads={shape.num_key_value_heads}",
+                    "gpt2 has as many key-value heads as query heads",
+                    "write model.num_key_value_heads=null, or model=llama for grouped-query attention",
+                )
+            )
         if shape.head_dim * shape.num_attention_heads != shape.hidden_size:
-            problems.append(Problem("model.head_dim", f"model.head_dim={shape.head_dim}",
-                                    "in gpt2 a head is model.hidden_size / model.num_attention_heads wide", "write model.head_dim=null"))
+            problems.append(
+                Problem(
+                    "model.head_dim",
+                    f"model.head_dim={shape.head_dim}",
+                    "in gpt2 a head is model.hidden_size / model.num_attention_heads wide",
+                    "write model.head_dim=null",
+                )
+            )
         if problems:
             raise PlanError(*problems)
         return shape
 
     def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        found = [ParameterSpec(f"{PREFIX}wte.weight", (shape.vocab_size, hidden)),
-                 ParameterSpec(f"{PREFIX}wpe.weight", (shape.max_position_embeddings, hidden))]
-        block = (("ln_1", (hidden,)), ("attn.c_attn", (hidden, 3 * hidden)), ("attn.c_proj", (hidden, hidden)),
-                 ("ln_2", (hidden,)), ("mlp.c_fc", (hidden, inner)), ("mlp.c_proj", (inner, hidden)))
+        found = [
+            ParameterSpec(f"{PREFIX}wte.weight", (shape.vocab_size, hidden)),
+            ParameterSpec(f"{PREFIX}wpe.weight", (shape.max_position_embeddings, hidden)),
+        ]
+        block = (
+            ("ln_1", (hidden,)),
+            ("attn.c_attn", (hidden, 3 * hidden)),
+            ("attn.c_proj", (hidden, hidden)),
+            ("ln_2", (hidden,)),
+            ("mlp.c_fc", (hidden, inner)),
+            ("mlp.c_proj", (inner, hidden)),
+        )
         for layer in range(shape.num_hidden_layers):
             for name, size in block:
                 found.append(ParameterSpec(f"{PREFIX}h.{layer}.{name}.weight", size, layer))
                 found.append(ParameterSpec(f"{PREFIX}h.{layer}.{name}.bias", size[-1:], layer))
-        found += [ParameterSpec(f"{PREFIX}ln_f.weight", (hidden,)), ParameterSpec(f"{PREFIX}ln_f.bias", (hidden,))]
+        found += [
+            ParameterSpec(f"{PREFIX}ln_f.weight", (hidden,)),
+            ParameterSpec(f"{PREFIX}ln_f.bias", (hidden,)),
+        ]
         if not shape.tie_word_embeddings:
             found.append(ParameterSpec("lm_head.weight", (shape.vocab_size, hidden)))
         return tuple(found)
@@ -63,9 +105,17 @@ class GPT2Family:
 
     def hub(self, shape: ModelShape) -> tuple[HubTensor, ...]:
         """As in memory. The first releases were saved without the outer module, so their names lack its prefix."""
-        return tuple(HubTensor(spec.name, spec.shape, spec.name, (0,) * len(spec.shape), spec.shape,
-                               aliases=(spec.name.removeprefix(PREFIX),) if spec.name.startswith(PREFIX) else ())
-                     for spec in self.parameters(shape))
+        return tuple(
+            HubTensor(
+                spec.name,
+                spec.shape,
+                spec.name,
+                (0,) * len(spec.shape),
+                spec.shape,
+                aliases=(spec.name.removeprefix(PREFIX),) if spec.name.startswith(PREFIX) else (),
+            )
+            for spec in self.parameters(shape)
+        )
 
     def megatron(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
         return tuple(self._megatron(shape))
@@ -77,8 +127,11 @@ class GPT2Family:
         table, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
         block = tuple(self._megatron_block(shape))
         yield tables.same(EMBEDDING, f"{PREFIX}wte.weight", table, Cut.vocabulary)
-        yield tables.same("embedding.position_embeddings.weight", f"{PREFIX}wpe.weight",
-                            (shape.max_position_embeddings, shape.hidden_size))
+        yield tables.same(
+            "embedding.position_embeddings.weight",
+            f"{PREFIX}wpe.weight",
+            (shape.max_position_embeddings, shape.hidden_size),
+        )
         for layer in range(shape.num_hidden_layers):
             for tensor in block:
                 yield tables.in_layer(tensor, layer, f"{PREFIX}h.{layer}.")
@@ -94,16 +147,26 @@ class GPT2Family:
         for ours, theirs in (("ln_1", "input_layernorm"), ("ln_2", "pre_mlp_layernorm")):
             for kind in ("weight", "bias"):
                 yield tables.same(f"{theirs}.{kind}", f"{ours}.{kind}", (hidden,))
-        groups = [("qkv".index(letter) * hidden + first, count, row) for letter, first, count, row in tables.query_groups(shape)]
-        weight = tuple(Part("attn.c_attn.weight", (0, column), (hidden, count), (row, 0), True) for column, count, row in groups)
+        groups = [
+            ("qkv".index(letter) * hidden + first, count, row)
+            for letter, first, count, row in tables.query_groups(shape)
+        ]
+        weight = tuple(
+            Part("attn.c_attn.weight", (0, column), (hidden, count), (row, 0), True)
+            for column, count, row in groups
+        )
         bias = tuple(Part("attn.c_attn.bias", (column,), (count,), (row,)) for column, count, row in groups)
         yield MegatronTensor("self_attention.linear_qkv.weight", (3 * hidden, hidden), weight, Cut.rows)
         yield MegatronTensor("self_attention.linear_qkv.bias", (3 * hidden,), bias, Cut.rows)
-        for ours, theirs, size, cut in (("attn.c_proj", "self_attention.linear_proj", (hidden, hidden), Cut.columns),
-                                        ("mlp.c_fc", "mlp.linear_fc1", (inner, hidden), Cut.rows),
-                                        ("mlp.c_proj", "mlp.linear_fc2", (hidden, inner), Cut.columns)):
+        for ours, theirs, size, cut in (
+            ("attn.c_proj", "self_attention.linear_proj", (hidden, hidden), Cut.columns),
+            ("mlp.c_fc", "mlp.linear_fc1", (inner, hidden), Cut.rows),
+            ("mlp.c_proj", "mlp.linear_fc2", (hidden, inner), Cut.columns),
+        ):
             yield tables.same(f"{theirs}.weight", f"{ours}.weight", size, cut, transposed=True)
-            yield tables.same(f"{theirs}.bias", f"{ours}.bias", size[:1], cut if cut is Cut.rows else Cut.whole)
+            yield tables.same(
+                f"{theirs}.bias", f"{ours}.bias", size[:1], cut if cut is Cut.rows else Cut.whole
+            )
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
         """``l (8 h^2 + 4 h f + 4 s h) + 2 h V``, h being all heads' width in attention.
@@ -114,8 +177,12 @@ class GPT2Family:
         hidden, inner, layers = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers
         width = shape.num_attention_heads * shape.head_dim
         return ForwardFlops(
-            projections=8.0 * layers * hidden * width, scores=4.0 * layers * sequence_length * width, up=2.0 * layers * hidden * inner,
-            down=2.0 * layers * hidden * inner, head=2.0 * hidden * shape.vocab_size)
+            projections=8.0 * layers * hidden * width,
+            scores=4.0 * layers * sequence_length * width,
+            up=2.0 * layers * hidden * inner,
+            down=2.0 * layers * hidden * inner,
+            head=2.0 * hidden * shape.vocab_size,
+        )
 
     def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
         return {
@@ -137,8 +204,15 @@ class GPT2Family:
         }
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        resolve_shape.must_equal(config, self.name, activation_function="gelu_new", scale_attn_weights=True,
-                                 scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False, add_cross_attention=False)
+        resolve_shape.must_equal(
+            config,
+            self.name,
+            activation_function="gelu_new",
+            scale_attn_weights=True,
+            scale_attn_by_inverse_layer_idx=False,
+            reorder_and_upcast_attn=False,
+            add_cross_attention=False,
+        )
         rates = {config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
         return ModelConfig(
             family=self.name,

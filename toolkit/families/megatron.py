@@ -50,7 +50,9 @@ class Part:
     transposed: bool = False
 
     def __post_init__(self) -> None:
-        assert len(self.offset) == len(self.extent) >= len(self.at), f"{self.canonical}: box {self.offset} {self.extent} at {self.at}"
+        assert len(self.offset) == len(self.extent) >= len(self.at), (
+            f"{self.canonical}: box {self.offset} {self.extent} at {self.at}"
+        )
         assert set(self.extent[: self.dropped]) <= {1}, f"{self.canonical}: dims are dropped of {self.extent}"
         assert not self.transposed or len(self.at) == 2, f"{self.canonical}: only matrices are transposed"
 
@@ -105,17 +107,24 @@ def local(tensor: MegatronTensor, rank: int, size: int, rows: int | None = None)
         rows: of the padded vocabulary, all ranks together; None where it is not padded. For ``Cut.vocabulary`` only.
     """
     assert 0 <= rank < size, f"rank {rank} of {size}"
-    assert rows is None or (tensor.cut is Cut.vocabulary and rows >= tensor.shape[0]), f"{tensor.name}: padded to {rows} rows"
+    assert rows is None or (tensor.cut is Cut.vocabulary and rows >= tensor.shape[0]), (
+        f"{tensor.name}: padded to {rows} rows"
+    )
     boxes = shares(tensor, rank, size, tensor.shape[0] if rows is None else rows)
     parts: list[Part] = []
     height = 0
     for offset, shape in boxes:  # one below the other
-        parts += (replace(part, at=(part.at[0] + height, *part.at[1:])) for part in inside(tensor.parts, offset, shape))
+        parts += (
+            replace(part, at=(part.at[0] + height, *part.at[1:]))
+            for part in inside(tensor.parts, offset, shape)
+        )
         height += shape[0]
     return LocalTensor((height, *boxes[0][1][1:]), tuple(parts))
 
 
-def shares(tensor: MegatronTensor, rank: int, size: int, height: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def shares(
+    tensor: MegatronTensor, rank: int, size: int, height: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The boxes (offset, shape) of ``tensor`` that a rank holds one below the other; ``height`` counts its rows with padding."""
     rest = tensor.shape[1:]
     if tensor.cut is Cut.whole:
@@ -146,9 +155,15 @@ def inside(parts: Iterable[Part], offset: tuple[int, ...], shape: tuple[int, ...
         if part.transposed:
             skipped, kept = skipped[::-1], kept[::-1]
         lead = part.dropped
-        found.append(replace(
-            part, at=tuple(a - o for a, o in zip(low, offset, strict=True)), extent=part.extent[:lead] + kept,
-            offset=part.offset[:lead] + tuple(a + s for a, s in zip(part.offset[lead:], skipped, strict=True))))
+        found.append(
+            replace(
+                part,
+                at=tuple(a - o for a, o in zip(low, offset, strict=True)),
+                extent=part.extent[:lead] + kept,
+                offset=part.offset[:lead]
+                + tuple(a + s for a, s in zip(part.offset[lead:], skipped, strict=True)),
+            )
+        )
     return tuple(found)
 
 

@@ -23,13 +23,33 @@ class Mixtral(Decoder):
     name = "mixtral"
     namespace = "mixtral/1"
     architecture = "MixtralForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"tie_word_embeddings": False, "norm_eps": 1e-5, "rope_theta": 1_000_000.0}
-    traits = Traits(experts=True, muon="DeepSpeed's Muon covers matrices, and mixtral's experts are three-dimensional")
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "tie_word_embeddings": False,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+    }
+    traits = Traits(
+        experts=True, muon="DeepSpeed's Muon covers matrices, and mixtral's experts are three-dimensional"
+    )
     published: ClassVar[Mapping[str, ModelConfig]] = {
-        "mixtral-8x7b": ModelConfig(family=name, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                                    num_key_value_heads=8, vocab_size=32000, max_position_embeddings=32768, num_local_experts=8,
-                                    num_experts_per_tok=2)}
-    tiny: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+        "mixtral-8x7b": ModelConfig(
+            family=name,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=32000,
+            max_position_embeddings=32768,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        )
+    }
+    tiny: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     required = ("intermediate_size", "num_local_experts", "num_experts_per_tok")
     fixed: ClassVar[Mapping[str, Any]] = {"sliding_window": None, "router_jitter_noise": 0.0}
     published_norm_eps = 1e-5
@@ -38,11 +58,15 @@ class Mixtral(Decoder):
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
         shape = super().resolve_shape(model)
         if shape.num_experts_per_tok > shape.num_local_experts:
-            raise PlanError(Problem("model.num_experts_per_tok",
-                                    f"model.num_experts_per_tok={shape.num_experts_per_tok}, "
-                                    f"model.num_local_experts={shape.num_local_experts}",
-                                    "a token visits at most as many experts as a layer has",
-                                    f"write model.num_experts_per_tok={min(2, shape.num_local_experts)}"))
+            raise PlanError(
+                Problem(
+                    "model.num_experts_per_tok",
+                    f"model.num_experts_per_tok={shape.num_experts_per_tok}, "
+                    f"model.num_local_experts={shape.num_local_experts}",
+                    "a token visits at most as many experts as a layer has",
+                    f"write model.num_experts_per_tok={min(2, shape.num_local_experts)}",
+                )
+            )
         return shape
 
     def feed_forward(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -55,7 +79,10 @@ class Mixtral(Decoder):
     def feed_forward_weights_used(self, shape: ModelShape) -> tuple[int, int]:
         """Of the experts that it visits, and the router, which sees it once for all of them."""
         up, down = super().feed_forward_weights_used(shape)
-        return shape.num_experts_per_tok * up + shape.num_local_experts * shape.hidden_size, shape.num_experts_per_tok * down
+        return (
+            shape.num_experts_per_tok * up + shape.num_local_experts * shape.hidden_size,
+            shape.num_experts_per_tok * down,
+        )
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Within a block: router [E, H]; of each expert linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
@@ -63,18 +90,28 @@ class Mixtral(Decoder):
         yield tables.same("mlp.router.weight", "mlp.gate.weight", (shape.num_local_experts, hidden))
         for number in range(shape.num_local_experts):
             prefix = f"mlp.experts.local_experts.{number}"
-            yield tables.expert(f"{prefix}.linear_fc1.weight", "mlp.experts.gate_up_proj", (2 * inner, hidden), Cut.gated, number)
-            yield tables.expert(f"{prefix}.linear_fc2.weight", "mlp.experts.down_proj", (hidden, inner), Cut.columns, number)
+            yield tables.expert(
+                f"{prefix}.linear_fc1.weight",
+                "mlp.experts.gate_up_proj",
+                (2 * inner, hidden),
+                Cut.gated,
+                number,
+            )
+            yield tables.expert(
+                f"{prefix}.linear_fc2.weight", "mlp.experts.down_proj", (hidden, inner), Cut.columns, number
+            )
 
     def hub_tensors(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
         prefix, block, rest = spec.name.partition(".mlp.")
         if not block:
             yield from super().hub_tensors(spec, shape)
         elif rest == "gate.weight":
-            yield HubTensor(f"{prefix}.block_sparse_moe.gate.weight", spec.shape, spec.name, (0, 0), spec.shape)
+            yield HubTensor(
+                f"{prefix}.block_sparse_moe.gate.weight", spec.shape, spec.name, (0, 0), spec.shape
+            )
         else:
             hidden, inner = shape.hidden_size, shape.intermediate_size
-            matrices = ((("w1", 0), ("w3", inner)) if rest == "experts.gate_up_proj" else (("w2", 0),))
+            matrices = (("w1", 0), ("w3", inner)) if rest == "experts.gate_up_proj" else (("w2", 0),)
             size = (inner, hidden) if rest == "experts.gate_up_proj" else (hidden, inner)
             for expert in range(shape.num_local_experts):
                 for matrix, row in matrices:
@@ -90,9 +127,12 @@ class Mixtral(Decoder):
         }
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        return replace(super().from_hugging_face_config(config), num_local_experts=config["num_local_experts"],
-                       num_experts_per_tok=config["num_experts_per_tok"],
-                       router_aux_loss_coef=config.get("router_aux_loss_coef", 0.001))
+        return replace(
+            super().from_hugging_face_config(config),
+            num_local_experts=config["num_local_experts"],
+            num_experts_per_tok=config["num_experts_per_tok"],
+            router_aux_loss_coef=config.get("router_aux_loss_coef", 0.001),
+        )
 
 
 MIXTRAL = Mixtral()

@@ -15,8 +15,18 @@ from toolkit.families.base import Family, ModelShape
 
 RULE = "a model's file has each of its sizes, a whole number that a model can have"
 REMEDY = "correct the file, or download or export it again"
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-         "max_position_embeddings", "num_local_experts", "num_experts_per_tok")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_local_experts",
+    "num_experts_per_tok",
+)
 
 
 def model_of_config(family: Family, config: Mapping[str, Any], file: object) -> ModelConfig:
@@ -37,7 +47,9 @@ def shape_of(sizes: Mapping[str, Any], file: object) -> ModelShape:
     known = {name: value for name, value in sizes.items() if name in ModelShape.__dataclass_fields__}
     # In a shape, 0 experts say that there are none.
     experts = ("num_local_experts", "num_experts_per_tok")
-    given: dict[str, Any] = {name: value or None if name in experts else value for name, value in known.items()}
+    given: dict[str, Any] = {
+        name: value or None if name in experts else value for name, value in known.items()
+    }
     _checked(lambda: ModelConfig(**given), file)
     try:
         shape = ModelShape(**known)
@@ -54,9 +66,17 @@ def _checked(make: Callable[[], ModelConfig], file: object) -> ModelConfig:
         model = make()
     except InputError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # ConfigError of a bound is a ValueError
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:  # ConfigError of a bound is a ValueError
         problem = next(iter(getattr(error, "problems", ())), None)
-        seen = f"{problem.seen} ({problem.rule})" if problem is not None else f"{type(error).__name__}: {error}"
+        seen = (
+            f"{problem.seen} ({problem.rule})" if problem is not None else f"{type(error).__name__}: {error}"
+        )
         raise _wrong(file, seen) from error
     for name in SIZES:
         value = getattr(model, name)

@@ -12,7 +12,9 @@ from toolkit.families.base import ModelShape
 ALWAYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
-def resolve(model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool = True, **defaults: Any) -> ModelShape:
+def resolve(
+    model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool = True, **defaults: Any
+) -> ModelShape:
     """A shape from what the user wrote, then ``defaults``, then what follows from other sizes.
 
     Raises:
@@ -30,22 +32,38 @@ def resolve(model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool 
     problems: list[Problem] = []
     derived = sizes["head_dim"] is None
     if derived and hidden % heads:
-        problems.append(indivisible(hidden, heads, "model.hidden_size is divisible by model.num_attention_heads unless model.head_dim "
-                                    "is given"))
+        problems.append(
+            indivisible(
+                hidden,
+                heads,
+                "model.hidden_size is divisible by model.num_attention_heads unless model.head_dim is given",
+            )
+        )
     if sizes["num_key_value_heads"] is None:
         sizes["num_key_value_heads"] = heads
     if heads % sizes["num_key_value_heads"]:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        problems.append(Problem("model.num_key_value_heads",
-                                f"model.num_key_value_heads={sizes['num_key_value_heads']}, model.num_attention_heads={heads}",
-                                "model.num_key_value_heads divides model.num_attention_heads", f"write one of {fits}"))
+        problems.append(
+            Problem(
+                "model.num_key_value_heads",
+                f"model.num_key_value_heads={sizes['num_key_value_heads']}, model.num_attention_heads={heads}",
+                "model.num_key_value_heads divides model.num_attention_heads",
+                f"write one of {fits}",
+            )
+        )
     if derived:
         sizes["head_dim"] = max(1, hidden // heads)
     if rotary and sizes["head_dim"] % 2 and not (derived and hidden % heads):
-        problems.append(Problem("model.head_dim", f"model.head_dim={sizes['head_dim']}",
-                                "rotary position embedding pairs the elements of a head, so model.head_dim is even",
-                                "change model.hidden_size or model.num_attention_heads so that their quotient is even" if derived else
-                                f"write model.head_dim={sizes['head_dim'] + 1}"))
+        problems.append(
+            Problem(
+                "model.head_dim",
+                f"model.head_dim={sizes['head_dim']}",
+                "rotary position embedding pairs the elements of a head, so model.head_dim is even",
+                "change model.hidden_size or model.num_attention_heads so that their quotient is even"
+                if derived
+                else f"write model.head_dim={sizes['head_dim'] + 1}",
+            )
+        )
     if problems:
         raise PlanError(*problems)
     for name in ("num_local_experts", "num_experts_per_tok"):
@@ -54,13 +72,21 @@ def resolve(model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool 
 
 
 def indivisible(hidden: int, heads: int, rule: str) -> Problem:
-    return Problem("model.num_attention_heads", f"model.num_attention_heads={heads}, model.hidden_size={hidden}", rule,
-                   f"write model.hidden_size={-(-hidden // heads) * heads} or another number of heads")
+    return Problem(
+        "model.num_attention_heads",
+        f"model.num_attention_heads={heads}, model.hidden_size={hidden}",
+        rule,
+        f"write model.hidden_size={-(-hidden // heads) * heads} or another number of heads",
+    )
 
 
 def _missing(family: str, name: str) -> Problem:
-    return Problem(f"model.{name}", f"model.{name} is not given", f"the family {family} needs model.{name}",
-                   f"write model.{name}=NUMBER, or take all sizes of a published model: model=pretrained model.pretrained=FOLDER")
+    return Problem(
+        f"model.{name}",
+        f"model.{name} is not given",
+        f"the family {family} needs model.{name}",
+        f"write model.{name}=NUMBER, or take all sizes of a published model: model=pretrained model.pretrained=FOLDER",
+    )
 
 
 def must_equal(config: Mapping[str, Any], family: str, **wanted: Any) -> None:
@@ -75,9 +101,14 @@ def must_equal(config: Mapping[str, Any], family: str, **wanted: Any) -> None:
     for key, value in wanted.items():
         accepted = value if isinstance(value, tuple) else (value,)
         if key in config and config[key] not in accepted:
-            problems.append(Problem(f"config.json: {key}", f"{key}={config[key]!r}",
-                                    f"the family {family} covers {key}={' or '.join(map(repr, accepted))} only",
-                                    "train it as any module: model.target=my.package.Model"))
+            problems.append(
+                Problem(
+                    f"config.json: {key}",
+                    f"{key}={config[key]!r}",
+                    f"the family {family} covers {key}={' or '.join(map(repr, accepted))} only",
+                    "train it as any module: model.target=my.package.Model",
+                )
+            )
     if problems:
         raise InputError(*problems)
 
@@ -87,7 +118,12 @@ def rope_theta(config: Mapping[str, Any], family: str, default: float) -> float:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise InputError(Problem("config.json: rope_parameters", f"rope_type={kind!r}",
-                                 f"the family {family} covers plain rotary embeddings (rope_type 'default') only",
-                                 "train it as any module: model.target=my.package.Model"))
+        raise InputError(
+            Problem(
+                "config.json: rope_parameters",
+                f"rope_type={kind!r}",
+                f"the family {family} covers plain rotary embeddings (rope_type 'default') only",
+                "train it as any module: model.target=my.package.Model",
+            )
+        )
     return float(rope.get("rope_theta", config.get("rope_theta", default)))

@@ -10,10 +10,14 @@ from toolkit.families.base import ModelShape, Traits
 from toolkit.families.megatron import Cut, MegatronTensor, Part
 
 
-def same(name: str, canonical: str, shape: tuple[int, ...], cut: Cut = Cut.whole, *, transposed: bool = False) -> MegatronTensor:
+def same(
+    name: str, canonical: str, shape: tuple[int, ...], cut: Cut = Cut.whole, *, transposed: bool = False
+) -> MegatronTensor:
     """One canonical tensor under another name; ``shape`` is the Megatron-core tensor's."""
     extent = shape[::-1] if transposed else shape
-    return MegatronTensor(name, shape, (Part(canonical, (0,) * len(shape), extent, (0,) * len(shape), transposed),), cut)
+    return MegatronTensor(
+        name, shape, (Part(canonical, (0,) * len(shape), extent, (0,) * len(shape), transposed),), cut
+    )
 
 
 def stacked(name: str, canonical: tuple[str, ...], shape: tuple[int, int], cut: Cut) -> MegatronTensor:
@@ -25,7 +29,9 @@ def stacked(name: str, canonical: tuple[str, ...], shape: tuple[int, int], cut: 
 
 def expert(name: str, canonical: str, shape: tuple[int, int], cut: Cut, number: int) -> MegatronTensor:
     """Expert ``number`` of a canonical tensor ``[E, *shape]``."""
-    return MegatronTensor(name, shape, (Part(canonical, (number, 0, 0), (1, *shape), (0, 0)),), cut, expert=number)
+    return MegatronTensor(
+        name, shape, (Part(canonical, (number, 0, 0), (1, *shape), (0, 0)),), cut, expert=number
+    )
 
 
 def query_groups(shape: ModelShape) -> Iterator[tuple[str, int, int, int]]:
@@ -70,7 +76,9 @@ def config(shape: ModelShape, traits: Traits) -> dict[str, Any]:
             "moe_ffn_hidden_size": shape.intermediate_size,
             "moe_router_load_balancing_type": "aux_loss",
             # Megatron-core divides by the experts a token visits and adds up layers; the run's coefficient is of the layers' mean.
-            "moe_aux_loss_coeff": shape.router_aux_loss_coef * shape.num_experts_per_tok / shape.num_hidden_layers,
+            "moe_aux_loss_coeff": shape.router_aux_loss_coef
+            * shape.num_experts_per_tok
+            / shape.num_hidden_layers,
             "moe_grouped_gemm": False,
         }
     return found

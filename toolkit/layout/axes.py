@@ -78,7 +78,9 @@ class Axes:
         """The ranks that differ from ``rank`` along these axes only, itself among them, in rising order."""
         at = self.coordinates(rank)
         outer = tuple(reversed(ORDER))
-        places = product(*(range(getattr(self, axis)) if axis in along else (getattr(at, axis),) for axis in outer))
+        places = product(
+            *(range(getattr(self, axis)) if axis in along else (getattr(at, axis),) for axis in outer)
+        )
         return tuple(self.rank(Coordinates(**dict(zip(outer, place, strict=True)))) for place in places)
 
     def spanned(self, ranks: Iterable[int]) -> tuple[Axis, ...]:
@@ -121,7 +123,9 @@ def axis_names(axes: Axes) -> tuple[str, ...]:
     wide = _wide(axes)
     if not wide:
         return ()
-    several = ["+".join(chosen) for size in range(1, max(len(wide), 2)) for chosen in combinations(wide, size)]
+    several = [
+        "+".join(chosen) for size in range(1, max(len(wide), 2)) for chosen in combinations(wide, size)
+    ]
     return (*several, *([ALL] if len(wide) > 1 else []), *([EXPERT] if axes.expert > 1 else []), OTHER)
 
 

@@ -51,7 +51,9 @@ def _build_family(plan: RunPlan) -> nn.Module:
 
     assert plan.shape is not None
     settings = get(plan.shape.family).hugging_face_config(plan.shape)
-    config = AutoConfig.for_model(**{**settings, "use_cache": False, "dtype": "float32", "bos_token_id": None, "eos_token_id": None})
+    config = AutoConfig.for_model(
+        **{**settings, "use_cache": False, "dtype": "float32", "bos_token_id": None, "eos_token_id": None}
+    )
     with _parameters_on_meta():
         module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if plan.config.train.activation_checkpointing:
@@ -66,7 +68,9 @@ def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], torch.T
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 if parameter not in made:
-                    made[parameter] = nn.Parameter(make(parameter).detach(), requires_grad=parameter.requires_grad)
+                    made[parameter] = nn.Parameter(
+                        make(parameter).detach(), requires_grad=parameter.requires_grad
+                    )
                 part._parameters[name] = made[parameter]
 
 

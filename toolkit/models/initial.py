@@ -44,8 +44,14 @@ class InitialWeights:
             found = self.tensors.get(shard.key)
             if found is None or found.shape != shard.global_shape:
                 has = "nothing of that name" if found is None else f"shape {list(found.shape)}"
-                raise CheckpointError(Problem("model", f"{shard.key} of shape {list(shard.global_shape)}; the initial weights have {has}",
-                                              "the model in memory has the parameters of its description", "report this: it is a defect"))
+                raise CheckpointError(
+                    Problem(
+                        "model",
+                        f"{shard.key} of shape {list(shard.global_shape)}; the initial weights have {has}",
+                        "the model in memory has the parameters of its description",
+                        "report this: it is a defect",
+                    )
+                )
             wanted.setdefault(shard.key.name, []).append(shard)
         if self._plan.shape is None:
             _copy(self._own, wanted)
@@ -55,7 +61,10 @@ class InitialWeights:
             if any(name in wanted for name in names.values()):
                 with _materialised(module):
                     self._initialise(path, module)
-                    _copy({names[name]: weight for name, weight in module.named_parameters(recurse=False)}, wanted)
+                    _copy(
+                        {names[name]: weight for name, weight in module.named_parameters(recurse=False)},
+                        wanted,
+                    )
 
     @cached_property
     def _own(self) -> dict[str, torch.Tensor]:
@@ -98,5 +107,7 @@ def _seed(seed: int, path: str) -> int:
 def _copy(weights: Mapping[str, torch.Tensor], wanted: Mapping[str, Sequence[Shard]]) -> None:
     for name, weight in weights.items():
         for shard in wanted.get(name, ()):
-            place = tuple(slice(low, low + size) for low, size in zip(shard.box.offset, shard.box.shape, strict=True))
+            place = tuple(
+                slice(low, low + size) for low, size in zip(shard.box.offset, shard.box.shape, strict=True)
+            )
             shard.data.copy_(weight[place])

@@ -22,7 +22,11 @@ def open_pretrained(plan: RunPlan) -> Reader:
     assert name is not None, "the plan has pretrained weights"
     assert plan.shape is not None, "pretrained weights are of a family"
     folder = Path(name).expanduser()
-    return _Weights(open_reader(folder if folder.is_dir() else _download(name), get(plan.shape.family).namespace, plan.shape))
+    return _Weights(
+        open_reader(
+            folder if folder.is_dir() else _download(name), get(plan.shape.family).namespace, plan.shape
+        )
+    )
 
 
 class _Weights:
@@ -43,10 +47,20 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"],
-                                      ignore_patterns=["*/*"]))  # an optimizer's state, other formats
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"],
+                ignore_patterns=["*/*"],
+            )
+        )  # an optimizer's state, other formats
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).splitlines()[0]
-        raise InputError(Problem("model.pretrained", f"model.pretrained={name}: no such folder, and the hub answers: {why}",
-                                 "model.pretrained is a folder in Hugging Face's format with safetensors, or a hub id",
-                                 "write model.pretrained=./folder or model.pretrained=organisation/model")) from error
+        raise InputError(
+            Problem(
+                "model.pretrained",
+                f"model.pretrained={name}: no such folder, and the hub answers: {why}",
+                "model.pretrained is a folder in Hugging Face's format with safetensors, or a hub id",
+                "write model.pretrained=./folder or model.pretrained=organisation/model",
+            )
+        ) from error

@@ -71,7 +71,11 @@ def _places(model: Any, layers: int) -> tuple[list[str], nn.ModuleList, list[str
     """What stands before the blocks, the blocks, and what stands after them. transformers' models name their parts in the order
     in which they run; parts after the blocks without parameters (rotary embeddings) are every stage's."""
     children = list(model.base_model.named_children())
-    at = next(index for index, (_, part) in enumerate(children) if isinstance(part, nn.ModuleList) and len(part) == layers)
+    at = next(
+        index
+        for index, (_, part) in enumerate(children)
+        if isinstance(part, nn.ModuleList) and len(part) == layers
+    )
     inside = model.base_model_prefix
     before = [f"{inside}.{name}" for name, _ in children[:at]]
     after = [f"{inside}.{name}" for name, part in children[at + 1 :] if any(True for _ in part.parameters())]

@@ -36,9 +36,12 @@ def build_target(model: ModelConfig, seed: int, *, documents: Documents = Docume
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                 raise  # it comes from inside the user's code: the traceback is what helps
             given = ", ".join(model.arguments) or "none"
-            raise _problem(model, f"it does not accept the arguments given ({given}): {error}",
-                           "model.arguments are the arguments of the class",
-                           "write +model.arguments.NAME=VALUE for each that it needs, and none that it lacks") from error
+            raise _problem(
+                model,
+                f"it does not accept the arguments given ({given}): {error}",
+                "model.arguments are the arguments of the class",
+                "write +model.arguments.NAME=VALUE for each that it needs, and none that it lacks",
+            ) from error
     if not isinstance(module, nn.Module):
         raise _problem(model, f"it gives a {type(module).__name__}", GIVES, "return what the annotation says")
     _check(module, model)
@@ -53,7 +56,11 @@ def configuration(model: ModelConfig, seed: int) -> dict[str, Any] | None:
     config: Any = getattr(module, "config", None)
     if not hasattr(module, "save_pretrained") or not hasattr(config, "to_diff_dict"):
         return None
-    return {**config.to_diff_dict(), "model_type": config.model_type, "architectures": [type(module).__name__]}
+    return {
+        **config.to_diff_dict(),
+        "model_type": config.model_type,
+        "architectures": [type(module).__name__],
+    }
 
 
 def _find(model: ModelConfig) -> Callable[..., nn.Module]:
@@ -67,16 +74,35 @@ def _find(model: ModelConfig) -> Callable[..., nn.Module]:
     found = importlib.import_module(path)
     factory = getattr(found, name, None)
     if not isinstance(factory, type) and not inspect.isfunction(factory):
-        near = ", ".join(key for key, value in vars(found).items() if isinstance(value, type) and issubclass(value, nn.Module)) or "none"
-        raise _problem(model, f"{path} has no class {name}; its modules: {near}", "the part after the last dot is a class of that module",
-                       "correct the name")
+        near = (
+            ", ".join(
+                key
+                for key, value in vars(found).items()
+                if isinstance(value, type) and issubclass(value, nn.Module)
+            )
+            or "none"
+        )
+        raise _problem(
+            model,
+            f"{path} has no class {name}; its modules: {near}",
+            "the part after the last dot is a class of that module",
+            "correct the name",
+        )
     if isinstance(factory, type):
         if not issubclass(factory, nn.Module):
-            raise _problem(model, f"{name} is a class that is not derived from torch.nn.Module", GIVES,
-                           "name a class that is derived from it")
+            raise _problem(
+                model,
+                f"{name} is a class that is not derived from torch.nn.Module",
+                GIVES,
+                "name a class that is derived from it",
+            )
     elif not _gives_module(factory):
-        raise _problem(model, f"the function {name} does not say that it returns a torch.nn.Module", GIVES,
-                       f"annotate it: def {name}(...) -> torch.nn.Module; or name the class itself")
+        raise _problem(
+            model,
+            f"the function {name} does not say that it returns a torch.nn.Module",
+            GIVES,
+            f"annotate it: def {name}(...) -> torch.nn.Module; or name the class itself",
+        )
     return factory
 
 
@@ -84,28 +110,42 @@ def _gives_module(function: Callable[..., Any]) -> bool:
     """By the annotation of what it returns."""
     try:
         given = typing.get_type_hints(function).get("return")
-    except (NameError, TypeError, AttributeError):  # an annotation that names what is imported for type checkers only
+    except (
+        NameError,
+        TypeError,
+        AttributeError,
+    ):  # an annotation that names what is imported for type checkers only
         return False
     return isinstance(given, type) and issubclass(given, nn.Module)
 
 
 def _check(module: nn.Module, model: ModelConfig) -> None:
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise _problem(model, "it has no parameter that requires a gradient", "there is something to train",
-                       "register weights as torch.nn.Parameter")
+        raise _problem(
+            model,
+            "it has no parameter that requires a gradient",
+            "there is something to train",
+            "register weights as torch.nn.Parameter",
+        )
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
-            raise _problem(model, f"its {name} ({type(part).__name__}) keeps running statistics",
-                           "state that training changes is a parameter: ranks would disagree on other state, and checkpoints lack it",
-                           "take LayerNorm or GroupNorm, or write track_running_stats=False")
+            raise _problem(
+                model,
+                f"its {name} ({type(part).__name__}) keeps running statistics",
+                "state that training changes is a parameter: ranks would disagree on other state, and checkpoints lack it",
+                "take LayerNorm or GroupNorm, or write track_running_stats=False",
+            )
 
 
 def _check_takes_positions(module: nn.Module, model: ModelConfig) -> None:
     parameters = inspect.signature(module.forward).parameters
     if "position_ids" not in parameters:  # one that takes any name may as well ignore it
-        raise _problem(model, f"its forward({', '.join(parameters)}) has no position_ids, and data.documents=separate",
-                       "a model that keeps documents apart is told where they begin: position_ids is 0 at the first token of each",
-                       "write forward(input_ids, labels, position_ids) and mask attention by them, or data.documents=joined")
+        raise _problem(
+            model,
+            f"its forward({', '.join(parameters)}) has no position_ids, and data.documents=separate",
+            "a model that keeps documents apart is told where they begin: position_ids is 0 at the first token of each",
+            "write forward(input_ids, labels, position_ids) and mask attention by them, or data.documents=joined",
+        )
 
 
 def _problem(model: ModelConfig, seen: str, rule: str, remedy: str) -> ConfigError:

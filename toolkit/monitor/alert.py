@@ -45,4 +45,9 @@ class Alert:
     @staticmethod
     def of(row: Mapping[str, Any]) -> Alert:
         """The alert of which ``row`` is; what others added to the row, or an older version did not write, does not matter."""
-        return Alert(**{**{field.name: row[field.name] for field in fields(Alert) if field.name in row}, "level": Level(row["level"])})
+        return Alert(
+            **{
+                **{field.name: row[field.name] for field in fields(Alert) if field.name in row},
+                "level": Level(row["level"]),
+            }
+        )

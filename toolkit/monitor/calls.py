@@ -39,7 +39,9 @@ class Call:
     @property
     def what(self) -> str:
         """``all_reduce [1024] float32``; equal on all ranks of a collective, but for those that gather or scatter unequal shares."""
-        to = "" if self.peer is None else f" {'to' if 'send' in self.operation else 'from'} {_rank(self.peer)}"
+        to = (
+            "" if self.peer is None else f" {'to' if 'send' in self.operation else 'from'} {_rank(self.peer)}"
+        )
         return f"{self.operation}{to} {self.tensors}".rstrip()
 
     def to_json(self) -> dict[str, Any]:
@@ -67,11 +69,19 @@ def from_flight_recorder(trace: Mapping[str, Any], known: Iterable[Call], recent
         group, apart = groups.get(entry["process_group"][0]), entry["is_p2p"]
         if group is None:
             continue
-        found.setdefault((group.group, apart), []).append(Call(
-            group=group.group, ranks=group.ranks, axis=group.axis, number=entry["p2p_seq_id" if apart else "collective_seq_id"],
-            operation=_operation(entry), peer=_peer(entry, group.ranks) if apart else None,
-            tensors=_tensors(entry["input_sizes"], entry["input_dtypes"]), begun=entry["time_created_ns"] / 1e9,
-            finished=entry["retired"] or entry["state"] == "completed"))
+        found.setdefault((group.group, apart), []).append(
+            Call(
+                group=group.group,
+                ranks=group.ranks,
+                axis=group.axis,
+                number=entry["p2p_seq_id" if apart else "collective_seq_id"],
+                operation=_operation(entry),
+                peer=_peer(entry, group.ranks) if apart else None,
+                tensors=_tensors(entry["input_sizes"], entry["input_dtypes"]),
+                begun=entry["time_created_ns"] / 1e9,
+                finished=entry["retired"] or entry["state"] == "completed",
+            )
+        )
     return [call for calls in found.values() for call in calls[-recent:]]
 
 
@@ -92,4 +102,6 @@ def _rank(peer: int) -> str:
 
 def _tensors(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> str:
     first = [f"{list(size)} {kind}" for size, kind in zip(sizes, types, strict=False)]
-    return ", ".join(first[:MOST_TENSORS]) + (f" and {len(first) - MOST_TENSORS} more" if len(first) > MOST_TENSORS else "")
+    return ", ".join(first[:MOST_TENSORS]) + (
+        f" and {len(first) - MOST_TENSORS} more" if len(first) > MOST_TENSORS else ""
+    )

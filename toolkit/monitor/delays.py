@@ -23,8 +23,11 @@ class Delays:
     crowded: float = 0.0
 
     def __sub__(self, earlier: Delays) -> Delays:
-        return Delays(starved=self.starved - earlier.starved, stopped=self.stopped - earlier.stopped,
-                      crowded=self.crowded - earlier.crowded)
+        return Delays(
+            starved=self.starved - earlier.starved,
+            stopped=self.stopped - earlier.stopped,
+            crowded=self.crowded - earlier.crowded,
+        )
 
 
 NO_DELAYS = Delays()

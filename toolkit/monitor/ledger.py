@@ -82,13 +82,18 @@ class Assembly:
         ranks, slots = np.nonzero(blocks[:, :, STEP] != EMPTY)
         steps = base - blocks[ranks, slots, STEP].astype(np.int64)
         for step in np.unique(steps).tolist():
-            table = self._waiting.setdefault(step, np.full((self._ranks, self._vectors.width), np.nan, dtype=np.float32))
+            table = self._waiting.setdefault(
+                step, np.full((self._ranks, self._vectors.width), np.nan, dtype=np.float32)
+            )
             here = steps == step
             table[ranks[here]] = blocks[ranks[here], slots[here]]
         for step in self._waiting:
             self._gathers[step] = self._gathers.get(step, -1) + 1
-        ready = [step for step, table in self._waiting.items()
-                 if self._gathers[step] >= self._patience or not np.isnan(table[:, STEP]).any()]
+        ready = [
+            step
+            for step, table in self._waiting.items()
+            if self._gathers[step] >= self._patience or not np.isnan(table[:, STEP]).any()
+        ]
         return self._tell(ready)
 
     def rest(self) -> list[Row]:
@@ -120,7 +125,9 @@ def ledger_row(step: int, table: np.ndarray, names: Sequence[str]) -> Row:
     seconds = table[present, 1:].astype(np.float64)
     low, middle, high = seconds.min(0), np.median(seconds, 0), seconds.max(0)
     wall, busy = WALL - 1, BUSY - 1
-    own = np.maximum(0.0, seconds[:, busy] - seconds[:, DELAYS["starved"] - 1] - seconds[:, DELAYS["stopped"] - 1])
+    own = np.maximum(
+        0.0, seconds[:, busy] - seconds[:, DELAYS["starved"] - 1] - seconds[:, DELAYS["stopped"] - 1]
+    )
     slowest = int(own.argmax())
     first = HEAD - 1
     least = dict.fromkeys(OCCASIONAL, NEGLIGIBLE * middle[wall])
@@ -128,15 +135,23 @@ def ledger_row(step: int, table: np.ndarray, names: Sequence[str]) -> Row:
         "step": step,
         "ranks": len(present),
         "wall_seconds": _short(middle[wall]),
-        "parts": {name: [_short(low[first + number]), _short(middle[first + number]), _short(high[first + number])]
-                  for number, name in enumerate(names) if high[first + number] > least.get(name, 0.0)},
+        "parts": {
+            name: [_short(low[first + number]), _short(middle[first + number]), _short(high[first + number])]
+            for number, name in enumerate(names)
+            if high[first + number] > least.get(name, 0.0)
+        },
         "slowest_rank": int(present[slowest]),
         "slowest_busy_seconds": _short(own[slowest]),
         "median_busy_seconds": _short(middle[busy]),
         "data_rank": int(present[seconds[:, first + names.index(DATA)].argmax()]),
-        "delays": {name: [_short(high[place - 1]), int(present[seconds[:, place - 1].argmax()])] for name, place in DELAYS.items()
-                   if high[place - 1] > NEGLIGIBLE * middle[wall]},
-        "unexplained_share": _short(middle[first + names.index(UNEXPLAINED)] / middle[wall]) if middle[wall] > 0 else 0.0,
+        "delays": {
+            name: [_short(high[place - 1]), int(present[seconds[:, place - 1].argmax()])]
+            for name, place in DELAYS.items()
+            if high[place - 1] > NEGLIGIBLE * middle[wall]
+        },
+        "unexplained_share": _short(middle[first + names.index(UNEXPLAINED)] / middle[wall])
+        if middle[wall] > 0
+        else 0.0,
     }
 
 
@@ -146,7 +161,10 @@ def _short(number: np.floating) -> float:
 
 def shares(row: Row) -> dict[str, float]:
     """The median rank's share of the step for each part of a row."""
-    return {name: middle / row["wall_seconds"] if row["wall_seconds"] else 0.0 for name, (_, middle, _) in row["parts"].items()}
+    return {
+        name: middle / row["wall_seconds"] if row["wall_seconds"] else 0.0
+        for name, (_, middle, _) in row["parts"].items()
+    }
 
 
 def flat(row: Row) -> dict[str, Any]:
@@ -154,7 +172,12 @@ def flat(row: Row) -> dict[str, Any]:
     medians = {name: middle for name, (_, middle, _) in row["parts"].items()}
     maxima = {f"{name}/max": high for name, (_, _, high) in row["parts"].items()}
     delays = {name: seconds for name, (seconds, _) in row.get("delays", {}).items()}
-    return {**{name: value for name, value in row.items() if name not in ("parts", "delays")}, **medians, **maxima, **delays}
+    return {
+        **{name: value for name, value in row.items() if name not in ("parts", "delays")},
+        **medians,
+        **maxima,
+        **delays,
+    }
 
 
 class Totals:
@@ -174,5 +197,8 @@ class Totals:
     def words(self, least: float = 0.005) -> str:
         """The parts by size, those under ``least`` of the time left out; UNEXPLAINED always."""
         shares = {name: seconds / self._wall for name, seconds in self._parts.items()} if self._wall else {}
-        large = sorted((name for name in shares if shares[name] >= least and name != UNEXPLAINED), key=lambda name: -shares[name])
+        large = sorted(
+            (name for name in shares if shares[name] >= least and name != UNEXPLAINED),
+            key=lambda name: -shares[name],
+        )
         return ", ".join(f"{name} {shares.get(name, 0.0):.1%}" for name in (*large, UNEXPLAINED))

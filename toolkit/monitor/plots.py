@@ -1,6 +1,6 @@
 """The loss curve as a picture, drawn anew from the files each time: it shows all attempts, and can be drawn of any run.
 
-    python -c "from toolkit.monitor.plots import loss_curve; loss_curve('runs/RUN')"
+python -c "from toolkit.monitor.plots import loss_curve; loss_curve('runs/RUN')"
 """
 
 from __future__ import annotations
@@ -39,9 +39,18 @@ def loss_curve(run: str | Path, unigram: float | None = None, per: str = "a toke
     axes = figure.add_subplot()
     stride = -(-len(steps) // POINTS)
     axes.plot(steps[::stride], losses[::stride], color="C0", alpha=0.35, linewidth=1, label="training")
-    axes.plot(steps[::stride], running_mean(losses, len(steps) // SMOOTHED)[::stride], color="C0", linewidth=2)
+    axes.plot(
+        steps[::stride], running_mean(losses, len(steps) // SMOOTHED)[::stride], color="C0", linewidth=2
+    )
     for number, (name, points) in enumerate(sorted(eval_losses(folder / "eval.jsonl").items()), 1):
-        axes.plot(*zip(*points, strict=True), color=f"C{number}", marker="o", markersize=4, linewidth=1.5, label=name)
+        axes.plot(
+            *zip(*points, strict=True),
+            color=f"C{number}",
+            marker="o",
+            markersize=4,
+            linewidth=1.5,
+            label=name,
+        )
     if unigram is not None:
         axes.axhline(unigram, color="grey", linestyle="--", linewidth=1, label=f"unigram model {unigram:.3f}")
     axes.set(xlabel="step", ylabel=f"loss (nats {per})", title=folder.name)
@@ -57,7 +66,9 @@ def loss_curve(run: str | Path, unigram: float | None = None, per: str = "a toke
 
 def train_losses(file: Path) -> tuple[list[int], list[float]]:
     """Steps and losses; a step without a finite loss is a gap."""
-    rows = [(row["step"], float_of(row["loss"])) for row in read_rows(file) if "step" in row and "loss" in row]
+    rows = [
+        (row["step"], float_of(row["loss"])) for row in read_rows(file) if "step" in row and "loss" in row
+    ]
     return [step for step, _ in rows], [loss if math.isfinite(loss) else math.nan for _, loss in rows]
 
 

@@ -60,8 +60,18 @@ def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> floa
     return crossing * size / seconds
 
 
-def probe_row(axis: str, *, operation: str, ranks: int, latency_p50: float, latency_p99: float, large_bytes: int, slowest_large: float,
-              fastest_large: float, slowest_of: Sequence[int]) -> dict[str, Any]:
+def probe_row(
+    axis: str,
+    *,
+    operation: str,
+    ranks: int,
+    latency_p50: float,
+    latency_p99: float,
+    large_bytes: int,
+    slowest_large: float,
+    fastest_large: float,
+    slowest_of: Sequence[int],
+) -> dict[str, Any]:
     """One axis, as ``probe.json`` has it. Latencies are those of the slowest group.
 
     Args:
@@ -69,7 +79,11 @@ def probe_row(axis: str, *, operation: str, ranks: int, latency_p50: float, late
         slowest_of: the ranks of the slowest one.
     """
     return {
-        "axis": axis, "operation": operation, "ranks": ranks, "latency_p50_seconds": latency_p50, "latency_p99_seconds": latency_p99,
+        "axis": axis,
+        "operation": operation,
+        "ranks": ranks,
+        "latency_p50_seconds": latency_p50,
+        "latency_p99_seconds": latency_p99,
         "large_bytes": large_bytes,
         "bandwidth_bytes_per_second": bus_bandwidth(operation, ranks, large_bytes, slowest_large),
         "best_bandwidth_bytes_per_second": bus_bandwidth(operation, ranks, large_bytes, fastest_large),
@@ -86,9 +100,15 @@ def words(row: Mapping[str, Any]) -> str:
     if "missing" in row:
         return f"probe of axis {row['axis']} ({row['ranks']} ranks): not made, {row['missing']}"
     slow, fast = row["bandwidth_bytes_per_second"], row["best_bandwidth_bytes_per_second"]
-    spread = f", the fastest group {_speed(fast)}; the slowest: {_ranks(row['slowest_ranks'])}" if fast > 1.5 * slow else ""
-    return (f"probe of axis {row['axis']} ({row['ranks']} ranks): {row['operation']} {row['latency_p50_seconds'] * 1e6:,.0f} µs "
-            f"(p99 {row['latency_p99_seconds'] * 1e6:,.0f}), bus bandwidth {_speed(slow)}{spread}")
+    spread = (
+        f", the fastest group {_speed(fast)}; the slowest: {_ranks(row['slowest_ranks'])}"
+        if fast > 1.5 * slow
+        else ""
+    )
+    return (
+        f"probe of axis {row['axis']} ({row['ranks']} ranks): {row['operation']} {row['latency_p50_seconds'] * 1e6:,.0f} µs "
+        f"(p99 {row['latency_p99_seconds'] * 1e6:,.0f}), bus bandwidth {_speed(slow)}{spread}"
+    )
 
 
 def _speed(bytes_per_second: float) -> str:

@@ -17,7 +17,17 @@ from typing import Any, Protocol
 
 from toolkit.layout.axes import ALL, Axis
 from toolkit.monitor.delays import NO_DELAYS, Delays, ReadDelays
-from toolkit.monitor.parts import BUBBLE, CHECKPOINT, COMMUNICATION, DATA, EVALUATION, UNEXPLAINED, WHOLE, Recorder, communication
+from toolkit.monitor.parts import (
+    BUBBLE,
+    CHECKPOINT,
+    COMMUNICATION,
+    DATA,
+    EVALUATION,
+    UNEXPLAINED,
+    WHOLE,
+    Recorder,
+    communication,
+)
 
 Stamp = Any  # a moment, as its clock has it
 Mark = tuple[str, Stamp]  # from this moment on time belongs to this part
@@ -81,8 +91,12 @@ class StepTime:
     delays: Delays = NO_DELAYS
 
 
-def attribute(marks: Sequence[Mark], end: Stamp, seconds: Callable[[Stamp, Stamp], float],
-              transfers: Mapping[int, float] | None = None) -> dict[str, float]:
+def attribute(
+    marks: Sequence[Mark],
+    end: Stamp,
+    seconds: Callable[[Stamp, Stamp], float],
+    transfers: Mapping[int, float] | None = None,
+) -> dict[str, float]:
     """Seconds by part, from the first mark to ``end``.
 
     Args:
@@ -104,7 +118,9 @@ def attribute(marks: Sequence[Mark], end: Stamp, seconds: Callable[[Stamp, Stamp
 
 def step_time(step: int, parts: Mapping[str, float], delays: Delays = NO_DELAYS) -> StepTime:
     wall = sum(parts.values())
-    waited = sum(seconds for part, seconds in parts.items() if part in NOT_BUSY or part.startswith(COMMUNICATION))
+    waited = sum(
+        seconds for part, seconds in parts.items() if part in NOT_BUSY or part.startswith(COMMUNICATION)
+    )
     return StepTime(step, parts, wall, wall - waited, delays)
 
 
@@ -113,7 +129,9 @@ class _Over:
 
     __slots__ = ("delays", "end", "marks", "step", "transfers")
 
-    def __init__(self, step: int, marks: list[Mark], transfers: dict[int, float], end: Stamp, delays: Delays) -> None:
+    def __init__(
+        self, step: int, marks: list[Mark], transfers: dict[int, float], end: Stamp, delays: Delays
+    ) -> None:
         self.step, self.marks, self.transfers, self.end, self.delays = step, marks, transfers, end, delays
 
 
@@ -124,7 +142,9 @@ class StepRecorder(Recorder):
     Before the first ``next_step`` nothing is recorded.
     """
 
-    def __init__(self, clock: Clock, *, pipelined: bool = False, delays: ReadDelays = lambda: NO_DELAYS) -> None:
+    def __init__(
+        self, clock: Clock, *, pipelined: bool = False, delays: ReadDelays = lambda: NO_DELAYS
+    ) -> None:
         """
         Args:
             pipelined: whether the run has stages; without them a schedule has no bubble.
@@ -186,7 +206,9 @@ class StepRecorder(Recorder):
 
     def mine(self) -> bool:
         """Whether what this thread does is the step's, and can be timed."""
-        here = threading.get_ident() == self._thread or isinstance(threading.current_thread(), threading._DummyThread)
+        here = threading.get_ident() == self._thread or isinstance(
+            threading.current_thread(), threading._DummyThread
+        )
         return here and not self._idle()
 
     def exposed(self, axes: str) -> AbstractContextManager[None]:
@@ -236,7 +258,12 @@ class StepRecorder(Recorder):
                 over = self._over.popleft()
                 self._seen += len(over.marks)
                 self._read.append(
-                    step_time(over.step, attribute(over.marks, over.end, self.clock.seconds, over.transfers), over.delays))
+                    step_time(
+                        over.step,
+                        attribute(over.marks, over.end, self.clock.seconds, over.transfers),
+                        over.delays,
+                    )
+                )
                 self.clock.release(stamp for _, stamp in over.marks)  # its end is the next one's first mark
         finally:
             self._reading.release()

@@ -98,8 +98,16 @@ def differences(blocks: np.ndarray) -> list[Difference]:
         usual = np.frombuffer(common, dtype=np.int64)
         odd = (sums != usual).any(1)
         number = _number(usual, sums[odd])
-        found.append(Difference(what, leader, tuple(members.tolist()), tuple((members[odd] if majority else members).tolist()), majority,
-                                number))
+        found.append(
+            Difference(
+                what,
+                leader,
+                tuple(members.tolist()),
+                tuple((members[odd] if majority else members).tolist()),
+                majority,
+                number,
+            )
+        )
     return found
 
 
@@ -151,14 +159,21 @@ class Verdicts:
             cause = f"{known.what} of {who} differ from those of {others} that should be equal: {name}"
         else:
             cause = f"{known.what} of {who} should be equal and are not, and no majority tells which is right: {name}"
-        place = ", ".join(f"node {rank // self._ranks_per_node} GPU {rank % self._ranks_per_node}" for rank in found.odd[:4])
+        place = ", ".join(
+            f"node {rank // self._ranks_per_node} GPU {rank % self._ranks_per_node}" for rank in found.odd[:4]
+        )
         before = f"before step {equal + 1}" if equal is not None else "from before it"
         return Alert(
-            name="replicas-differ", where=who, level=Level.ERROR, step=step, cause=cause,
+            name="replicas-differ",
+            where=who,
+            level=Level.ERROR,
+            step=step,
+            cause=cause,
             evidence=f"64-bit hashes of {len(known.names)} tensors on {_ranks(found.ranks)} after step {step}; {since}",
             next_step=f"stop, and start the same command with resume=RUN_DIR/checkpoints/step-N of a checkpoint {before}; test the "
-                      f"hardware ({place}): dcgmi diag -r 3, and memtest for the host; leave it out if it comes again. Several tensors on "
-                      "many ranks at once: kernels that do not give the same result twice (debug.deterministic=true tells)")
+            f"hardware ({place}): dcgmi diag -r 3, and memtest for the host; leave it out if it comes again. Several tensors on "
+            "many ranks at once: kernels that do not give the same result twice (debug.deterministic=true tells)",
+        )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -96,7 +96,9 @@ class CompositeSink(Sink):
         self._each(lambda sink: self._close(sink, exit_code))
 
     def _close(self, sink: Sink, exit_code: int) -> None:
-        notice = threading.Timer(NOTICE_SECONDS, self._tell, [f"{sink.name} has not finished yet, and is waited for a while"])
+        notice = threading.Timer(
+            NOTICE_SECONDS, self._tell, [f"{sink.name} has not finished yet, and is waited for a while"]
+        )
         notice.daemon = True
         notice.start()
         try:
@@ -112,7 +114,9 @@ class CompositeSink(Sink):
                 if sink in self._sinks:  # another thread may have dropped it meanwhile
                     self._sinks.remove(sink)
                     words = " ".join(str(error).split())  # of a server, a page
-                    self._tell(f"{sink.name} failed and gets nothing more: {type(error).__name__}: {words[:REASON_LENGTH]}")
+                    self._tell(
+                        f"{sink.name} failed and gets nothing more: {type(error).__name__}: {words[:REASON_LENGTH]}"
+                    )
 
 
 class Only(NullSink):

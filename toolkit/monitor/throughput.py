@@ -40,8 +40,13 @@ class Throughput:
 
     @classmethod
     def of(cls, plan: RunPlan) -> Throughput:
-        return cls(unit=plan.unit, gpus=plan.world.ranks if plan.world.device is Device.CUDA else None, model_flops=model_flops(plan),
-                   hardware_flops=hardware_flops(plan), peak_flops=peak_flops(plan))
+        return cls(
+            unit=plan.unit,
+            gpus=plan.world.ranks if plan.world.device is Device.CUDA else None,
+            model_flops=model_flops(plan),
+            hardware_flops=hardware_flops(plan),
+            peak_flops=peak_flops(plan),
+        )
 
     def row(self, *, samples: int, units: int, computed: int, seconds: float) -> dict[str, float]:
         """Of one step of ``seconds``.
@@ -83,7 +88,10 @@ class Spent:
 def spent(rows: Iterable[Row]) -> Spent:
     """By the attempts of which these rows are some: each row has the sums up to it, so the largest are those of the last."""
     kept = [row for row in rows if "elapsed_seconds" in row]
-    return Spent(max((row["elapsed_seconds"] for row in kept), default=0.0), max((row.get("gpu_hours", 0.0) for row in kept), default=0.0))
+    return Spent(
+        max((row["elapsed_seconds"] for row in kept), default=0.0),
+        max((row.get("gpu_hours", 0.0) for row in kept), default=0.0),
+    )
 
 
 class Course:
@@ -134,7 +142,11 @@ class Course:
         sums = self.spent(now)
         words = duration(sums.seconds) + (" over all attempts" if self._before.seconds else "")
         if self._gpus:
-            words += f", {sums.gpu_hours:,.3g} GPU-hours" if sums.gpu_hours < 100 else f", {sums.gpu_hours:,.0f} GPU-hours"
+            words += (
+                f", {sums.gpu_hours:,.3g} GPU-hours"
+                if sums.gpu_hours < 100
+                else f", {sums.gpu_hours:,.0f} GPU-hours"
+            )
             if self._price is not None:
                 words += f", cost {sums.gpu_hours * self._price:,.2f} at {self._price:g} each"
         return words
@@ -146,4 +158,7 @@ class Course:
         out = -(-len(ordered) // round(1 / LEFT_OUT)) if len(ordered) > 2 else 0
         middle = ordered[out : len(ordered) - out]
         samples = self._samples - self._plan.batch.at(step).first_sample
-        return samples * sum(middle) / len(middle) + (self._plan.config.train.steps - step) * self._between / self._steps
+        return (
+            samples * sum(middle) / len(middle)
+            + (self._plan.config.train.steps - step) * self._between / self._steps
+        )

@@ -22,8 +22,19 @@ from toolkit.families.base import ModelShape, Norm
 FP32 = 4
 
 
-def activation_bytes(shape: ModelShape, *, micro_batch: int, sequence_length: int, element: int, checkpointing: bool,
-                     layers: int | None = None, in_flight: int = 1, head: bool = True, tensor: int = 1, seen: int = 0) -> int:
+def activation_bytes(
+    shape: ModelShape,
+    *,
+    micro_batch: int,
+    sequence_length: int,
+    element: int,
+    checkpointing: bool,
+    layers: int | None = None,
+    in_flight: int = 1,
+    head: bool = True,
+    tensor: int = 1,
+    seen: int = 0,
+) -> int:
     """Bytes on a rank at the peak: the beginning of backward.
 
     Args:
@@ -39,7 +50,11 @@ def activation_bytes(shape: ModelShape, *, micro_batch: int, sequence_length: in
     boundary = element * shape.hidden_size
     # Checkpointing keeps each block's input, and one block while it is recomputed.
     kept = in_flight * layers * boundary + layer if checkpointing else in_flight * layers * layer
-    return micro_batch * sequence_length * (kept + in_flight * seen + (head_bytes(shape, element) if head else 0))
+    return (
+        micro_batch
+        * sequence_length
+        * (kept + in_flight * seen + (head_bytes(shape, element) if head else 0))
+    )
 
 
 def layer_bytes(shape: ModelShape, element: int, tensor: int = 1, seen: int = 0) -> int:
@@ -50,10 +65,15 @@ def layer_bytes(shape: ModelShape, element: int, tensor: int = 1, seen: int = 0)
     attention = element * (2 * queries + 2 * (queries if seen else keys)) + FP32 * shape.num_attention_heads
     traits = get(shape.family).traits
     if traits.qk_norm:  # as rms_norm_bytes, less the outputs: rotating keeps none of what it rotates
-        attention += (FP32 + element) * (queries + keys) + FP32 * (shape.num_attention_heads + shape.num_key_value_heads)
+        attention += (FP32 + element) * (queries + keys) + FP32 * (
+            shape.num_attention_heads + shape.num_key_value_heads
+        )
     if traits.norm is Norm.layer:
         # Two layer norms keep input, output, mean and deviation; gelu as a formula of tensors keeps five of width f.
-        norms, inside = 2 * (2 * element * shape.hidden_size + 2 * FP32), attention + 5 * element * shape.intermediate_size
+        norms, inside = (
+            2 * (2 * element * shape.hidden_size + 2 * FP32),
+            attention + 5 * element * shape.intermediate_size,
+        )
     else:
         norms, inside = 2 * rms_norm_bytes(shape, element), attention + feed_forward_bytes(shape, element)
     return norms + -(-inside // tensor) + element * seen
@@ -75,6 +95,10 @@ def feed_forward_bytes(shape: ModelShape, element: int) -> int:
 
 def head_bytes(shape: ModelShape, element: int) -> int:
     """Embedding output, final norm, logits; the cross-entropy's fp32 log-softmax and the gradient that backward makes of it."""
-    norm = 2 * element * shape.hidden_size if get(shape.family).traits.norm is Norm.layer else rms_norm_bytes(shape, element)
+    norm = (
+        2 * element * shape.hidden_size
+        if get(shape.family).traits.norm is Norm.layer
+        else rms_norm_bytes(shape, element)
+    )
     logits = element if element != FP32 else 0  # in fp32 the logits are freed once their log-softmax is there
     return element * shape.hidden_size + norm + shape.vocab_size * (logits + 2 * FP32)

@@ -67,7 +67,9 @@ def boundary_bytes(shape: ModelShape, layout: Layout) -> int:
 def head_bytes(shape: ModelShape, layout: Layout, vocabulary: int) -> int:
     """Final norm, logits and cross-entropy of one micro-batch; ``vocabulary``: rows on this rank."""
     logits = FP32 + (layout.element if layout.element != FP32 else 0)
-    return layout.tokens * (_norm(shape.hidden_size, layout, get(shape.family).traits.norm) // layout.spread + vocabulary * logits)
+    return layout.tokens * (
+        _norm(shape.hidden_size, layout, get(shape.family).traits.norm) // layout.spread + vocabulary * logits
+    )
 
 
 def in_flight(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
@@ -89,12 +91,18 @@ def _attention(shape: ModelShape, layout: Layout, recomputed: frozenset[str]) ->
     traits, element = get(shape.family).traits, layout.element
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     if layout.context > 1:
-        kept = element * (2 * queries + 2 * queries * layout.context)  # queries and output; all ranks' keys and values
-    elif layout.documents and keys < queries:  # copies of keys and values; norms of keys in their own precision keep the fused projection
+        kept = element * (
+            2 * queries + 2 * queries * layout.context
+        )  # queries and output; all ranks' keys and values
+    elif (
+        layout.documents and keys < queries
+    ):  # copies of keys and values; norms of keys in their own precision keep the fused projection
         projection = queries + 2 * keys if traits.qk_norm and (element == FP32 or layout.fused_norms) else 0
         kept = element * (4 * queries + projection)
     elif traits.rotary:
-        kept = element * (3 * queries + 3 * keys)  # rotated queries and keys, the fused projection, the output
+        kept = element * (
+            3 * queries + 3 * keys
+        )  # rotated queries and keys, the fused projection, the output
     else:
         kept = element * (2 * queries + 2 * keys)
     if "core_attn" not in recomputed:
@@ -114,5 +122,9 @@ def _feed_forward(shape: ModelShape, layout: Layout, *, gated: bool) -> int:
     width = layout.element * shape.intermediate_size
     if not shape.num_local_experts:
         return (5 if gated else 2) * width // layout.tensor
-    router = (shape.num_local_experts * (1 + layout.element) + shape.num_experts_per_tok * 24) // layout.spread
-    return shape.num_experts_per_tok * (6 * width // layout.tensor + layout.element * shape.hidden_size) + router
+    router = (
+        shape.num_local_experts * (1 + layout.element) + shape.num_experts_per_tok * 24
+    ) // layout.spread
+    return (
+        shape.num_experts_per_tok * (6 * width // layout.tensor + layout.element * shape.hidden_size) + router
+    )

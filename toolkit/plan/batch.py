@@ -36,12 +36,22 @@ def plan_batch(config: RunConfig, data_parallel: int) -> BatchPlan:
         remedy = f"write train.batch_ramp.start and .increment as multiples of {unit}"
         if train.micro_batch is None:
             remedy += " or a smaller train.micro_batch"
-        raise PlanError(Problem("train.batch_ramp", f"global batches {sizes} with micro_batch={micro} and {data_parallel} data ranks",
-                                "every batch of the ramp is divisible by micro_batch * data ranks", remedy))
-    return BatchPlan(micro_batch=micro, global_batch=train.global_batch, data_parallel=data_parallel, stages=stages)
+        raise PlanError(
+            Problem(
+                "train.batch_ramp",
+                f"global batches {sizes} with micro_batch={micro} and {data_parallel} data ranks",
+                "every batch of the ramp is divisible by micro_batch * data ranks",
+                remedy,
+            )
+        )
+    return BatchPlan(
+        micro_batch=micro, global_batch=train.global_batch, data_parallel=data_parallel, stages=stages
+    )
 
 
-def continue_batch(batch: BatchPlan, train: TrainConfig, before: Sequence[RampStage], step: int, sample: int) -> BatchPlan:
+def continue_batch(
+    batch: BatchPlan, train: TrainConfig, before: Sequence[RampStage], step: int, sample: int
+) -> BatchPlan:
     """``batch`` for a run whose first ``step`` steps another run took: step ``step`` begins at ``sample``, where that run stopped.
 
     Args:
@@ -53,7 +63,12 @@ def continue_batch(batch: BatchPlan, train: TrainConfig, before: Sequence[RampSt
     every = [*(stage for stage in before if stage.first_step < step), *ramp_stages(train, step, sample)]
     kept = every[:1] + [stage for last, stage in pairwise(every) if stage.size != last.size]
     steps = [following.first_step - stage.first_step for stage, following in pairwise(kept)]
-    return replace(batch, stages=tuple(replace(stage, steps=length) for stage, length in zip(kept, [*steps, None], strict=True)))
+    return replace(
+        batch,
+        stages=tuple(
+            replace(stage, steps=length) for stage, length in zip(kept, [*steps, None], strict=True)
+        ),
+    )
 
 
 def ramp_stages(train: TrainConfig, step: int = 0, sample: int = 0) -> tuple[RampStage, ...]:
@@ -75,7 +90,9 @@ def ramp_stages(train: TrainConfig, step: int = 0, sample: int = 0) -> tuple[Ram
     stages: list[RampStage] = []
     for index in range(increments):
         size = ramp.start + index * ramp.increment
-        boundary = -(-(index + 1) * ramp.samples // increments)  # the first count of consumed samples that has a larger batch
+        boundary = -(
+            -(index + 1) * ramp.samples // increments
+        )  # the first count of consumed samples that has a larger batch
         steps = max(0, -(-(boundary - sample) // size))
         if steps:
             stages.append(RampStage(size=size, first_step=step, first_sample=sample, steps=steps))
@@ -93,28 +110,51 @@ def _ramp_problems(train: TrainConfig) -> list[Problem]:
     example = "write train.batch_ramp.start=8 train.batch_ramp.increment=8 train.batch_ramp.samples=10000, or none of the three"
     missing = [name for name, value in given.items() if value is None]
     if missing:
-        return [_ramp(ramp, f"a ramp needs start, increment and samples; {', '.join(missing)} is missing", example)]
+        return [
+            _ramp(
+                ramp, f"a ramp needs start, increment and samples; {', '.join(missing)} is missing", example
+            )
+        ]
     if any(value is not None and value < 1 for value in given.values()):
         return [_ramp(ramp, "start, increment and samples of a ramp are at least 1", example)]
     assert ramp.start is not None
     assert ramp.increment is not None
     if ramp.start >= final:
-        return [_ramp(ramp, f"a ramp starts below train.global_batch={final}", f"write train.batch_ramp.start={max(1, final // 4)}")]
+        return [
+            _ramp(
+                ramp,
+                f"a ramp starts below train.global_batch={final}",
+                f"write train.batch_ramp.start={max(1, final // 4)}",
+            )
+        ]
     if (final - ramp.start) % ramp.increment:
-        return [_ramp(ramp, f"the ramp reaches train.global_batch={final} in whole increments",
-                      f"write a divisor of {final - ramp.start} as train.batch_ramp.increment")]
+        return [
+            _ramp(
+                ramp,
+                f"the ramp reaches train.global_batch={final} in whole increments",
+                f"write a divisor of {final - ramp.start} as train.batch_ramp.increment",
+            )
+        ]
     return []
 
 
 def _ramp(ramp: BatchRampConfig, rule: str, remedy: str) -> Problem:
-    seen = ", ".join(f"train.batch_ramp.{name}={getattr(ramp, name)}" for name in ("start", "increment", "samples"))
+    seen = ", ".join(
+        f"train.batch_ramp.{name}={getattr(ramp, name)}" for name in ("start", "increment", "samples")
+    )
     return Problem("train.batch_ramp", seen, rule, remedy)
 
 
 def _identity(train: TrainConfig, size: int, micro: int, data_parallel: int) -> Problem:
     unit = micro * data_parallel
     below, above = size // unit * unit, -(-size // unit) * unit
-    sizes = f"train.global_batch={above}" if not below else f"train.global_batch={below} or train.global_batch={above}"
+    sizes = (
+        f"train.global_batch={above}"
+        if not below
+        else f"train.global_batch={below} or train.global_batch={above}"
+    )
     seen = f"train.global_batch={train.global_batch}, train.micro_batch={train.micro_batch}, {data_parallel} data ranks"
     rule = "train.global_batch = train.micro_batch x data ranks x a whole number of accumulation steps"
-    return Problem("train.global_batch", seen, rule, f"write {sizes}, or change train.micro_batch or the number of ranks")
+    return Problem(
+        "train.global_batch", seen, rule, f"write {sizes}, or change train.micro_batch or the number of ranks"
+    )

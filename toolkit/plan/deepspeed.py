@@ -29,7 +29,10 @@ TENSOR_SPECS: tuple[Mapping[str, Any], ...] = (
 
 def settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[int]) -> dict[str, Any]:
     """``sizes``: elements of each parameter; empty for ``model.target``."""
-    return merge(merge(_defaults(config, batch.data_parallel, sizes), config.engine.deepspeed), _derived(config, world, batch))
+    return merge(
+        merge(_defaults(config, batch.data_parallel, sizes), config.engine.deepspeed),
+        _derived(config, world, batch),
+    )
 
 
 def cut_by_tensor(name: str) -> bool:
@@ -42,7 +45,14 @@ def tensor_dim(name: str) -> int | None:
     output of its layer."""
     bias = name.endswith(".bias")
     weight = name.removesuffix(".bias") + ".weight" if bias else name
-    kind = next((spec["partition_type"] for spec in TENSOR_SPECS if any(re.match(pattern, weight) for pattern in spec["patterns"])), "skip")
+    kind = next(
+        (
+            spec["partition_type"]
+            for spec in TENSOR_SPECS
+            if any(re.match(pattern, weight) for pattern in spec["patterns"])
+        ),
+        "skip",
+    )
     if kind == "row":
         return None if bias else 1
     return 0 if kind == "column" else None
@@ -80,13 +90,17 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        merged[key] = merge(old if isinstance(old, Mapping) else {}, value) if isinstance(value, Mapping) else value
+        merged[key] = (
+            merge(old if isinstance(old, Mapping) else {}, value) if isinstance(value, Mapping) else value
+        )
     return merged
 
 
 def _defaults(config: RunConfig, ranks: int, sizes: Sequence[int]) -> dict[str, Any]:
     """What a user may tune."""
-    found: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}  # it waits for the device at every forward
+    found: dict[str, Any] = {
+        "timers": {"throughput": {"enabled": False}}
+    }  # it waits for the device at every forward
     if config.zero.stage and sizes:
         # The buckets are allocated whole, 2 GB in fp32: a small model needs no more than itself. Even, for alignment.
         size = min(BUCKET, sum(sizes) + sum(sizes) % 2)
@@ -135,7 +149,10 @@ def _axes(config: RunConfig) -> dict[str, Any]:
             "autotp_size": config.parallel.tensor,
             # The objective needs whole logits; AutoTP would keep a tied vocabulary cut, with a loss of its own.
             "vocab_parallel_lm_head": False,
-            "partition_config": {"use_default_specs": False, "layer_specs": [dict(spec) for spec in TENSOR_SPECS]},
+            "partition_config": {
+                "use_default_specs": False,
+                "layer_specs": [dict(spec) for spec in TENSOR_SPECS],
+            },
         }
     if config.parallel.context > 1:
         found["sequence_parallel_size"] = config.parallel.context
@@ -144,7 +161,10 @@ def _axes(config: RunConfig) -> dict[str, Any]:
 
 def _zero(config: RunConfig, world: World) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": config.zero.stage, "round_robin_gradients": False}
-    for key, place in (("offload_optimizer", config.offload.optimizer), ("offload_param", config.offload.parameters)):
+    for key, place in (
+        ("offload_optimizer", config.offload.optimizer),
+        ("offload_param", config.offload.parameters),
+    ):
         if place is not Place.none:
             zero[key] = {"device": place.value, "pin_memory": world.device is Device.CUDA}
             if place is Place.nvme:
@@ -156,9 +176,17 @@ def _zero(config: RunConfig, world: World) -> dict[str, Any]:
 
 def _optimizer(optim: OptimConfig, chosen: OptimizerKernel) -> dict[str, Any]:
     """The decay of each parameter group stands in the group; here is the default of those that have none."""
-    adam: dict[str, Any] = {"lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}
+    adam: dict[str, Any] = {
+        "lr": optim.lr,
+        "betas": list(optim.betas),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+    }
     if optim.name is OptimizerName.sgd:
-        return {"type": "SGD", "params": {"lr": optim.lr, "momentum": optim.momentum, "weight_decay": optim.weight_decay}}
+        return {
+            "type": "SGD",
+            "params": {"lr": optim.lr, "momentum": optim.momentum, "weight_decay": optim.weight_decay},
+        }
     if optim.name is OptimizerName.muon:
         # torch_adam: the AdamW for what is no matrix; DeepSpeed would compile its own, even on a CPU.
         return {"type": "Muon", "params": {**adam, "momentum": optim.momentum, "torch_adam": True}}

@@ -77,7 +77,11 @@ def _recomputed_by_torch(config: RunConfig, shape: ModelShape, forward: ForwardF
     the last matrix: only its inputs are kept. Its product is needed, or made all the same, with experts, whose outputs are weighted; with
     dropout; and under ZeRO 3, where DeepSpeed's own linear layer notes its inputs after it has multiplied them."""
     traits = get(shape.family).traits
-    whole = traits.experts or (traits.hidden_dropout and shape.dropout > 0) or (traits.linear and config.zero.stage == 3)
+    whole = (
+        traits.experts
+        or (traits.hidden_dropout and shape.dropout > 0)
+        or (traits.linear and config.zero.stage == 3)
+    )
     return forward.blocks if whole else forward.blocks - forward.down
 
 
@@ -88,12 +92,19 @@ def _recomputed_by_megatron(config: RunConfig, shape: ModelShape, forward: Forwa
     if granularity == "full":
         if given.get("recompute_method") != "block":
             return forward.blocks
-        chunks = [blocks for stage in stage_chunks(stage_layers(shape, config.parallel.pipeline, given), virtual_stages(config))
-                  for blocks in stage]
+        chunks = [
+            blocks
+            for stage in stage_chunks(
+                stage_layers(shape, config.parallel.pipeline, given), virtual_stages(config)
+            )
+            for blocks in stage
+        ]
         again = sum(min(len(blocks), int(given["recompute_num_layers"])) for blocks in chunks)
         return forward.blocks * again / shape.num_hidden_layers
     if granularity != "selective":
         return 0.0
     modules = given.get("recompute_modules") or ["core_attn"]
     feed_forward = "moe" if get(shape.family).traits.experts else "mlp"
-    return (forward.scores if "core_attn" in modules else 0.0) + (forward.up + forward.down if feed_forward in modules else 0.0)
+    return (forward.scores if "core_attn" in modules else 0.0) + (
+        forward.up + forward.down if feed_forward in modules else 0.0
+    )

@@ -33,13 +33,26 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
     settings = of_megatron = memory = None
     if batch is not None:
         if config.engine.name is EngineName.deepspeed:
-            settings = deepspeed.settings(vendor.usable(config), world, batch, _sizes(shape, parameters, axes))
+            settings = deepspeed.settings(
+                vendor.usable(config), world, batch, _sizes(shape, parameters, axes)
+            )
         if shape is not None and axes is not None and config.engine.name is EngineName.megatron:
             of_megatron = megatron.settings(vendor.usable(config), world, axes, shape)
         if shape is not None and axes is not None:
-            memory = plan_memory(vendor.usable(config), shape, parameters, axes, batch, world.device, settings)
-    problems += rules.check(RuleContext(config=config, world=world, shape=shape, parameters=parameters, axes=axes, batch=batch,
-                                        memory=memory))
+            memory = plan_memory(
+                vendor.usable(config), shape, parameters, axes, batch, world.device, settings
+            )
+    problems += rules.check(
+        RuleContext(
+            config=config,
+            world=world,
+            shape=shape,
+            parameters=parameters,
+            axes=axes,
+            batch=batch,
+            memory=memory,
+        )
+    )
     errors = [problem for problem in problems if problem.severity is Severity.ERROR]
     warnings = [problem for problem in problems if problem.severity is Severity.WARNING]
     if errors:
@@ -76,16 +89,24 @@ def _shape(config: RunConfig, problems: list[Problem]) -> ModelShape | None:
     if model.target is not None:
         return None
     if model.family is None:
-        problems.append(Problem("model.family", "model.family is null, and so are model.target and model.pretrained",
-                                "a model is a family with its sizes, any module, or a pretrained model",
-                                "choose model=..., or write model.target=my.package.Model or model.pretrained=FOLDER"))
+        problems.append(
+            Problem(
+                "model.family",
+                "model.family is null, and so are model.target and model.pretrained",
+                "a model is a family with its sizes, any module, or a pretrained model",
+                "choose model=..., or write model.target=my.package.Model or model.pretrained=FOLDER",
+            )
+        )
         return None
     try:
         return get(model.family).resolve_shape(model)
     except PlanError as error:
         # A pretrained model keeps its sizes, so no other ones are suggested.
         other = "take another model, or train it as a module of your own: model.target=my.package.Model"
-        problems += [problem if model.pretrained is None else replace(problem, remedy=other) for problem in error.problems]
+        problems += [
+            problem if model.pretrained is None else replace(problem, remedy=other)
+            for problem in error.problems
+        ]
         return None
 
 
@@ -93,13 +114,23 @@ def _axes(config: RunConfig, world: World, problems: list[Problem]) -> Axes | No
     parallel = config.parallel
     model_ranks = parallel.tensor * parallel.pipeline * parallel.context
     if world.ranks % model_ranks:
-        problems.append(Problem("parallel", f"{world.ranks} ranks, parallel.tensor={parallel.tensor}, "
-                                f"parallel.pipeline={parallel.pipeline}, parallel.context={parallel.context}",
-                                "the number of ranks is divisible by tensor x pipeline x context; the rest are data ranks",
-                                f"start {-(-world.ranks // model_ranks) * model_ranks} ranks, or change parallel.*"))
+        problems.append(
+            Problem(
+                "parallel",
+                f"{world.ranks} ranks, parallel.tensor={parallel.tensor}, "
+                f"parallel.pipeline={parallel.pipeline}, parallel.context={parallel.context}",
+                "the number of ranks is divisible by tensor x pipeline x context; the rest are data ranks",
+                f"start {-(-world.ranks // model_ranks) * model_ranks} ranks, or change parallel.*",
+            )
+        )
         return None
-    return Axes(data=world.ranks // model_ranks, tensor=parallel.tensor, pipeline=parallel.pipeline, context=parallel.context,
-                expert=parallel.expert)
+    return Axes(
+        data=world.ranks // model_ranks,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+    )
 
 
 def _batch(config: RunConfig, axes: Axes | None, problems: list[Problem]) -> BatchPlan | None:

@@ -28,7 +28,11 @@ def settings(config: RunConfig, world: World, axes: Axes, shape: ModelShape) -> 
     transformer, ddp, optimizer = megatron_keys(config)
     family = get(shape.family).megatron_config(shape)
     return {
-        "transformer": {**_transformer_defaults(config), **transformer, **_transformer(config, axes, shape, family)},
+        "transformer": {
+            **_transformer_defaults(config),
+            **transformer,
+            **_transformer(config, axes, shape, family),
+        },
         "ddp": {**_ddp_defaults(config, world), **ddp, **_ddp(config)},
         "optimizer": {**optimizer, **_optimizer(config, {**_ddp_defaults(config, world), **ddp})},
         "model": _model(axes, shape, family),
@@ -63,7 +67,9 @@ def _transformer_defaults(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def _transformer(config: RunConfig, axes: Axes, shape: ModelShape, family: Mapping[str, Any]) -> dict[str, Any]:
+def _transformer(
+    config: RunConfig, axes: Axes, shape: ModelShape, family: Mapping[str, Any]
+) -> dict[str, Any]:
     precision = config.precision.name
     found: dict[str, Any] = {
         **{key: value for key, value in family.items() if key not in OF_MODEL},
@@ -97,7 +103,11 @@ def _ddp_defaults(config: RunConfig, world: World) -> dict[str, Any]:
 
 
 def _ddp(config: RunConfig) -> dict[str, Any]:
-    return {"grad_reduce_in_fp32": True, "use_distributed_optimizer": config.zero.stage > 0, "average_in_collective": False}
+    return {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.zero.stage > 0,
+        "average_in_collective": False,
+    }
 
 
 def _optimizer(config: RunConfig, ddp: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,15 +91,23 @@ class Group:
         return list(accumulate(change[:-1]))
 
 
-def optimizer_groups(parameters: Iterable[ParameterSpec], optim: OptimConfig, ranks: int, expert: int = 1) -> tuple[Group, ...]:
+def optimizer_groups(
+    parameters: Iterable[ParameterSpec], optim: OptimConfig, ranks: int, expert: int = 1
+) -> tuple[Group, ...]:
     """With and without decay; Muon splits each again into matrices and the rest, as DeepSpeed tells them apart by name, and so does
     an expert axis of ``expert`` ranks, whose parameters are shared by fewer."""
     sizes: dict[tuple[bool, bool, bool], list[int]] = {}
     for spec in parameters:
-        muon = optim.name is OptimizerName.muon and spec.decays and not any(word in spec.name for word in ("embed", "lm_head"))
+        muon = (
+            optim.name is OptimizerName.muon
+            and spec.decays
+            and not any(word in spec.name for word in ("embed", "lm_head"))
+        )
         sizes.setdefault((spec.decays, muon, expert > 1 and is_expert_parameter(spec)), []).append(spec.numel)
-    return tuple(Group(tuple(numels), _state_bytes(optim, muon), max(1, ranks // expert) if apart else ranks, muon)
-                 for (_, muon, apart), numels in sizes.items())
+    return tuple(
+        Group(tuple(numels), _state_bytes(optim, muon), max(1, ranks // expert) if apart else ranks, muon)
+        for (_, muon, apart), numels in sizes.items()
+    )
 
 
 def _state_bytes(optim: OptimConfig, muon: bool) -> int:
@@ -132,15 +140,29 @@ class _Run:
         return self.optimizer_place is not Place.none
 
 
-def plan_memory(config: RunConfig, shape: ModelShape, parameters: Sequence[ParameterSpec], axes: Axes, batch: BatchPlan, device: Device,
-                settings: Mapping[str, Any] | None) -> MemoryPlan:
+def plan_memory(
+    config: RunConfig,
+    shape: ModelShape,
+    parameters: Sequence[ParameterSpec],
+    axes: Axes,
+    batch: BatchPlan,
+    device: Device,
+    settings: Mapping[str, Any] | None,
+) -> MemoryPlan:
     """Bytes on the fullest rank. ``settings`` is the dictionary DeepSpeed gets, None for the other engines."""
     stages = stage_memory(config, shape, parameters, axes, batch, device, settings)
     return max(stages, key=lambda memory: memory.device_total)
 
 
-def stage_memory(config: RunConfig, shape: ModelShape, parameters: Sequence[ParameterSpec], axes: Axes, batch: BatchPlan, device: Device,
-                 settings: Mapping[str, Any] | None) -> list[MemoryPlan]:
+def stage_memory(
+    config: RunConfig,
+    shape: ModelShape,
+    parameters: Sequence[ParameterSpec],
+    axes: Axes,
+    batch: BatchPlan,
+    device: Device,
+    settings: Mapping[str, Any] | None,
+) -> list[MemoryPlan]:
     """Of a rank of each pipeline stage; without a pipeline there is one."""
     if config.engine.name is EngineName.megatron:
         return memory_megatron.stage_memory(config, shape, axes, batch, device)
@@ -164,12 +186,30 @@ def stage_memory(config: RunConfig, shape: ModelShape, parameters: Sequence[Para
         )
         states = STAGES[config.zero.stage if config.engine.name is EngineName.deepspeed else 0](run)
         activations = activation_bytes(
-            shape, micro_batch=batch.micro_batch, sequence_length=max(1, config.train.sequence_length // axes.context), element=run.element,
-            checkpointing=config.train.activation_checkpointing, layers=layers, in_flight=min(len(held) - number, micro_batches),
-            head=number == len(held) - 1, tensor=axes.tensor,
-            seen=config.train.sequence_length * axes.context if config.data.documents is Documents.separate else 0)
-        found.append(MemoryPlan(parameters=states.parameters, gradients=states.gradients, optimizer=states.optimizer,
-                                activations=activations, host=states.host, nvme=states.nvme, buffers=states.buffers))
+            shape,
+            micro_batch=batch.micro_batch,
+            sequence_length=max(1, config.train.sequence_length // axes.context),
+            element=run.element,
+            checkpointing=config.train.activation_checkpointing,
+            layers=layers,
+            in_flight=min(len(held) - number, micro_batches),
+            head=number == len(held) - 1,
+            tensor=axes.tensor,
+            seen=config.train.sequence_length * axes.context
+            if config.data.documents is Documents.separate
+            else 0,
+        )
+        found.append(
+            MemoryPlan(
+                parameters=states.parameters,
+                gradients=states.gradients,
+                optimizer=states.optimizer,
+                activations=activations,
+                host=states.host,
+                nvme=states.nvme,
+                buffers=states.buffers,
+            )
+        )
     return found
 
 
@@ -204,7 +244,9 @@ def _stage12(run: _Run, *, partitioned_gradients: bool) -> States:
     total = sum(partitions)
     whole = sum(group.partition * group.ranks for group in run.groups)
     weights = whole * run.element
-    optimizer = total * FP32 + sum(_moments12(group, size, run) for group, size in zip(run.groups, partitions, strict=True))
+    optimizer = total * FP32 + sum(
+        _moments12(group, size, run) for group, size in zip(run.groups, partitions, strict=True)
+    )
     touched = max(map(sum, zip(*(_by_rank(group, run.ranks) for group in run.groups), strict=True)))
     # Buckets of gradients on their way; overlap_comm doubles them.
     bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
@@ -249,12 +291,20 @@ def stage3(run: _Run) -> States:
     total = sum(partitions)
     threshold = int(_either(run.settings, "param_persistence_threshold", PERSISTENCE))
     # One rank gathers without copying.
-    persistent = 0 if run.ranks == 1 else sum(_padded(spec.numel, run.ranks) for spec in run.parameters if spec.numel <= threshold)
-    optimizer = sum(size * (FP32 + group.state_bytes) for group, size in zip(run.groups, partitions, strict=True))
+    persistent = (
+        0
+        if run.ranks == 1
+        else sum(_padded(spec.numel, run.ranks) for spec in run.parameters if spec.numel <= threshold)
+    )
+    optimizer = sum(
+        size * (FP32 + group.state_bytes) for group, size in zip(run.groups, partitions, strict=True)
+    )
     gradients = total * (FP32 if run.fp32_accumulation else run.element)
     weights = (total + _secondary(run)) * run.element
     bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
-    buffers = (bucket + (_live(run) if run.ranks > 1 or run.parameter_place is not Place.none else 0)) * run.element
+    buffers = (
+        bucket + (_live(run) if run.ranks > 1 or run.parameter_place is not Place.none else 0)
+    ) * run.element
     host = nvme = 0
     if run.optimizer_place is Place.cpu:
         host += optimizer + total * FP32 + gradients
@@ -267,7 +317,9 @@ def stage3(run: _Run) -> States:
         host, weights = host + weights, 0
     elif run.parameter_place is Place.nvme:
         nvme, weights = nvme + weights, 0
-    return States(weights + persistent * run.element, gradients, optimizer, host=host, nvme=nvme, buffers=buffers)
+    return States(
+        weights + persistent * run.element, gradients, optimizer, host=host, nvme=nvme, buffers=buffers
+    )
 
 
 def _secondary(run: _Run) -> int:

@@ -43,25 +43,45 @@ FP32 = 4
 START, END = 64, 128  # elements: where a parameter begins, where a bucket ends
 
 
-def stage_memory(config: RunConfig, shape: ModelShape, axes: Axes, batch: BatchPlan, device: Device) -> list[MemoryPlan]:
+def stage_memory(
+    config: RunConfig, shape: ModelShape, axes: Axes, batch: BatchPlan, device: Device
+) -> list[MemoryPlan]:
     """Of a rank of each pipeline stage. Transfers work in place, so there are no buffers but what sequence parallelism gathers."""
     micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
     spread = axes.tensor if sequence_parallel(config) else 1
     layout = Layout(
-        tokens=max(1, batch.micro_batch * config.train.sequence_length // axes.context), sequences=batch.micro_batch,
-        context=axes.context, tensor=axes.tensor, spread=spread, element=FP32 if config.precision.name is Precision.fp32 else 2,
-        fused_norms=device is Device.CUDA, documents=config.data.documents is Documents.separate)
+        tokens=max(1, batch.micro_batch * config.train.sequence_length // axes.context),
+        sequences=batch.micro_batch,
+        context=axes.context,
+        tensor=axes.tensor,
+        spread=spread,
+        element=FP32 if config.precision.name is Precision.fp32 else 2,
+        fused_norms=device is Device.CUDA,
+        documents=config.data.documents is Documents.separate,
+    )
     gathered = 0 if spread == 1 else layout.tokens * layout.element * shape.hidden_size
     chunks = virtual_stages(config)
     found = []
     for number, stage in enumerate(states(config, shape, axes)):
         passes = in_flight(number, axes.pipeline, chunks, micro_batches)
         last = number == axes.pipeline - 1
-        head = head_bytes(shape, layout, padded_vocabulary(shape.vocab_size, axes.tensor) // axes.tensor) if last else 0
+        head = (
+            head_bytes(shape, layout, padded_vocabulary(shape.vocab_size, axes.tensor) // axes.tensor)
+            if last
+            else 0
+        )
         blocks = _blocks(config, shape, layout, stage.layers // chunks, passes)
-        found.append(MemoryPlan(
-            parameters=stage.parameters, gradients=stage.gradients, optimizer=stage.optimizer,
-            activations=blocks + passes * boundary_bytes(shape, layout) + head, host=0, nvme=0, buffers=gathered))
+        found.append(
+            MemoryPlan(
+                parameters=stage.parameters,
+                gradients=stage.gradients,
+                optimizer=stage.optimizer,
+                activations=blocks + passes * boundary_bytes(shape, layout) + head,
+                host=0,
+                nvme=0,
+                buffers=gathered,
+            )
+        )
     return found
 
 
@@ -75,7 +95,11 @@ def _blocks(config: RunConfig, shape: ModelShape, layout: Layout, layers: int, p
     size = 1 if whole_blocks else given.get("recompute_num_layers") or 1
     if granularity == "selective":
         modules = frozenset(given.get("recompute_modules") or ("core_attn",))
-        return passes * layers * block_bytes(shape, layout, modules) + whole - block_bytes(shape, layout, modules)
+        return (
+            passes * layers * block_bytes(shape, layout, modules)
+            + whole
+            - block_bytes(shape, layout, modules)
+        )
     if granularity != "full":
         return passes * layers * whole
     if method == "block":  # the first ``size`` of a chunk are recomputed, one by one
@@ -96,7 +120,10 @@ class StageStates:
 
 def stage_layers(shape: ModelShape, stages: int, given: Mapping[str, object]) -> list[int]:
     """How many blocks each stage has; ``given``: the user's own keys, which may size the first and the last."""
-    sized = {0: given.get("num_layers_in_first_pipeline_stage"), stages - 1: given.get("num_layers_in_last_pipeline_stage")}
+    sized = {
+        0: given.get("num_layers_in_first_pipeline_stage"),
+        stages - 1: given.get("num_layers_in_last_pipeline_stage"),
+    }
     fixed = {stage: size for stage, size in sized.items() if isinstance(size, int)}
     between = max(1, stages - len(fixed))
     even = -(-(shape.num_hidden_layers - sum(fixed.values())) // between)
@@ -126,12 +153,17 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStates
     for stage, count in enumerate(layers):
         parameters = gradients = optimizer = 0
         for number, blocks in enumerate(chunks[stage]):
-            ends = (stage == 0 and number == 0, stage == axes.pipeline - 1 and number == len(chunks[stage]) - 1)
+            ends = (
+                stage == 0 and number == 0,
+                stage == axes.pipeline - 1 and number == len(chunks[stage]) - 1,
+            )
             held = list(_chunk(tensors, blocks, *ends, shape=shape, axes=axes))
             for expert in (False, True):
                 sizes = [size for size, is_expert, _ in held if is_expert is expert]
                 ranks = axes.data * axes.context // (axes.expert if expert else 1)
-                own_bucket = {index for index, (_, _, tied) in enumerate(held) if tied} if not expert else set()
+                own_bucket = (
+                    {index for index, (_, _, tied) in enumerate(held) if tied} if not expert else set()
+                )
                 if not sizes:
                     continue
                 if not config.zero.stage:
@@ -139,12 +171,18 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStates
                 else:
                     numel = buffer_elements(sizes, max(1, ranks), own_bucket)
                     share = numel // max(1, ranks)
-                parameters, gradients, optimizer = parameters + numel * element, gradients + numel * FP32, optimizer + share * kept
+                parameters, gradients, optimizer = (
+                    parameters + numel * element,
+                    gradients + numel * FP32,
+                    optimizer + share * kept,
+                )
         found.append(StageStates(count, parameters, gradients, optimizer))
     return found
 
 
-def buffer_elements(sizes: Sequence[int], ranks: int, own_bucket: set[int] | frozenset[int] = frozenset()) -> int:
+def buffer_elements(
+    sizes: Sequence[int], ranks: int, own_bucket: set[int] | frozenset[int] = frozenset()
+) -> int:
     """Elements of the flat buffer of parameters of ``sizes``, in the model's order; those in ``own_bucket`` (a tied embedding) get a
     bucket of their own. The buckets that a large model is cut into besides pad it by less than 128 elements each, left out here."""
     bucket = math.lcm(ranks, END)
@@ -161,15 +199,22 @@ def buffer_elements(sizes: Sequence[int], ranks: int, own_bucket: set[int] | fro
     return _padded(end, bucket)
 
 
-def _chunk(tensors: Sequence[MegatronTensor], blocks: range, first: bool, last: bool, *, shape: ModelShape, axes: Axes,
-           ) -> Iterator[tuple[int, bool, bool]]:
+def _chunk(
+    tensors: Sequence[MegatronTensor],
+    blocks: range,
+    first: bool,
+    last: bool,
+    *,
+    shape: ModelShape,
+    axes: Axes,
+) -> Iterator[tuple[int, bool, bool]]:
     """Of each parameter of a model chunk on one rank: elements, whether it goes with the experts, whether it is a tied embedding."""
     experts = max(1, shape.num_local_experts) // axes.expert
     tied = shape.tie_word_embeddings
     for tensor in tensors:
         if tensor.layer is None:
             before = tensor.name.startswith("embedding.")
-            if (first if before else last):
+            if first if before else last:
                 yield _elements(tensor, axes.tensor), False, tied and tensor.name == EMBEDDING
         elif tensor.layer in blocks and (tensor.expert is None or tensor.expert < experts):
             # Without an expert axis Megatron-core treats an expert's weights as any other's.

@@ -84,16 +84,29 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     if plan.shape is not None:
         shape = plan.shape
         count = sum(spec.numel for spec in plan.parameters)
-        yield "model", (f"{shape.family}, {count:,} parameters: {shape.num_hidden_layers} layers of {shape.hidden_size}, "
-                        f"{shape.num_attention_heads}/{shape.num_key_value_heads} heads, vocabulary {shape.vocab_size:,}")
+        yield (
+            "model",
+            (
+                f"{shape.family}, {count:,} parameters: {shape.num_hidden_layers} layers of {shape.hidden_size}, "
+                f"{shape.num_attention_heads}/{shape.num_key_value_heads} heads, vocabulary {shape.vocab_size:,}"
+            ),
+        )
     else:
         yield "model", f"{config.model.target}"
     samples = "images" if config.data.images else f"sequences of {config.train.sequence_length}"
-    yield "batch", (f"{batch.global_batch} {samples} = micro-batch {batch.micro_batch} x {batch.data_parallel} data ranks x "
-                    f"accumulation {_accumulation(plan)}")
+    yield (
+        "batch",
+        (
+            f"{batch.global_batch} {samples} = micro-batch {batch.micro_batch} x {batch.data_parallel} data ranks x "
+            f"accumulation {_accumulation(plan)}"
+        ),
+    )
     if len(batch.stages) > 1:
         first, last = batch.stages[0], batch.stages[-1]
-        yield "batch ramp", f"from {first.size} in {len(batch.stages) - 1} stages; full from step {last.first_step:,} on"
+        yield (
+            "batch ramp",
+            f"from {first.size} in {len(batch.stages) - 1} stages; full from step {last.first_step:,} on",
+        )
     total = batch.at(config.train.steps).first_sample * plan.units_per_sample
     yield plan.unit, f"{plan.units_per_step:,} a step, {total:,} in {config.train.steps:,} steps"
     yield "learning rate", _rates(plan)
@@ -103,17 +116,32 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "memory", _fit(plan)
     if world.device is Device.CUDA:
         peak = peak_flops(plan)
-        yield "MFU", (f"none: {without_utilisation(plan)}" if peak is None else
-                      f"of {peak / 1e12:.1f} TFLOP/s a GPU, the dense 16-bit peak of {world.gpu}")
+        yield (
+            "MFU",
+            (
+                f"none: {without_utilisation(plan)}"
+                if peak is None
+                else f"of {peak / 1e12:.1f} TFLOP/s a GPU, the dense 16-bit peak of {world.gpu}"
+            ),
+        )
 
 
 def _flops(plan: RunPlan) -> dict[str, float | None]:
     """What throughput and utilisation are reckoned with (plan/flops.py): constants of all rows of metrics. What is unknown is null."""
-    return {"model_per_token": model_flops(plan), "hardware_per_token": hardware_flops(plan), "peak_per_gpu": peak_flops(plan)}
+    return {
+        "model_per_token": model_flops(plan),
+        "hardware_per_token": hardware_flops(plan),
+        "peak_per_gpu": peak_flops(plan),
+    }
 
 
 def _compute(plan: RunPlan) -> str:
-    a_step, a_token, done, peak = flops_per_step(plan), model_flops(plan), hardware_flops(plan), peak_flops(plan)
+    a_step, a_token, done, peak = (
+        flops_per_step(plan),
+        model_flops(plan),
+        hardware_flops(plan),
+        peak_flops(plan),
+    )
     assert a_step is not None, "a family says what its models compute"
     assert a_token is not None
     assert done is not None

@@ -36,9 +36,14 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     written = _read(model.pretrained)
     kind = written.get("model_type")
     if kind not in FAMILIES:
-        raise InputError(Problem("model.pretrained", f"model.pretrained={model.pretrained}, whose model_type is {kind!r}",
-                                 f"a pretrained model is of one of the families {', '.join(FAMILIES)}",
-                                 "wrap it in a module and train that: model.target=my.package.Model"))
+        raise InputError(
+            Problem(
+                "model.pretrained",
+                f"model.pretrained={model.pretrained}, whose model_type is {kind!r}",
+                f"a pretrained model is of one of the families {', '.join(FAMILIES)}",
+                "wrap it in a module and train that: model.target=my.package.Model",
+            )
+        )
     found = model_of_config(FAMILIES[kind], written, f"config.json of model.pretrained={model.pretrained}")
     filled: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -49,9 +54,14 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         if ours is None:
             filled[field.name] = theirs
         elif theirs is not None and ours != theirs:
-            problems.append(Problem(f"model.{field.name}", f"model.{field.name}={ours}, but {model.pretrained} has {theirs}",
-                                    "a pretrained model keeps its own sizes",
-                                    f"leave model.{field.name} out (model=pretrained), or drop model.pretrained: random weights"))
+            problems.append(
+                Problem(
+                    f"model.{field.name}",
+                    f"model.{field.name}={ours}, but {model.pretrained} has {theirs}",
+                    "a pretrained model keeps its own sizes",
+                    f"leave model.{field.name} out (model=pretrained), or drop model.pretrained: random weights",
+                )
+            )
     if problems:
         raise PlanError(*problems)
     return replace(model, **filled)
@@ -80,10 +90,17 @@ def _download(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise _unreadable(name, f"no such folder, and the hub answers: {str(error).splitlines()[0]}") from error
+        raise _unreadable(
+            name, f"no such folder, and the hub answers: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _unreadable(name: str, why: str) -> InputError:
-    return InputError(Problem("model.pretrained", f"model.pretrained={name}: {why}",
-                              "model.pretrained is a folder with a config.json in Hugging Face's format, or a hub id",
-                              "write model.pretrained=./folder or model.pretrained=organisation/model"))
+    return InputError(
+        Problem(
+            "model.pretrained",
+            f"model.pretrained={name}: {why}",
+            "model.pretrained is a folder with a config.json in Hugging Face's format, or a hub id",
+            "write model.pretrained=./folder or model.pretrained=organisation/model",
+        )
+    )

@@ -1,10 +1,10 @@
 """What of the model one rank holds under DeepSpeed's axes, in canonical tensors.
 
-    tensor     what plan/deepspeed.py has AutoTP cut: rows of q, k, v, gate, up and of an output layer that is not tied; columns of o
-               and down; everything else whole
-    pipeline   the stages of plan/stages.py
-    expert     some of the experts of each layer: the first dim of the fused tensors
-    context    everything
+tensor     what plan/deepspeed.py has AutoTP cut: rows of q, k, v, gate, up and of an output layer that is not tied; columns of o
+           and down; everything else whole
+pipeline   the stages of plan/stages.py
+expert     some of the experts of each layer: the first dim of the fused tensors
+context    everything
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from toolkit.plan.deepspeed import TENSOR_SPECS
 DIMS = {"column": 0, "row": 1}
 
 
-def rank_parameters(shape: ModelShape, parameters: Sequence[ParameterSpec], axes: Axes) -> list[tuple[int, tuple[ParameterSpec, ...]]]:
+def rank_parameters(
+    shape: ModelShape, parameters: Sequence[ParameterSpec], axes: Axes
+) -> list[tuple[int, tuple[ParameterSpec, ...]]]:
     """For each pipeline stage: how many blocks its ranks hold, and the parameters, with their sizes on a rank.
 
     What an axis does not divide is rounded up: a rule refuses it.
@@ -51,9 +53,15 @@ def _on_a_rank(spec: ParameterSpec, axes: Axes) -> ParameterSpec:
 def _cut_dim(name: str) -> int | None:
     """The dim of a weight, or of its bias, that the tensor axis cuts."""
     weight = re.sub(r"\.bias$", ".weight", name)
-    kinds = (spec["partition_type"] for spec in TENSOR_SPECS if any(re.match(pattern, weight) for pattern in spec["patterns"]))
+    kinds = (
+        spec["partition_type"]
+        for spec in TENSOR_SPECS
+        if any(re.match(pattern, weight) for pattern in spec["patterns"])
+    )
     return DIMS.get(next(kinds, ""))
 
 
 def _divided(spec: ParameterSpec, dim: int, ranks: int) -> ParameterSpec:
-    return replace(spec, shape=tuple(-(-size // ranks) if at == dim else size for at, size in enumerate(spec.shape)))
+    return replace(
+        spec, shape=tuple(-(-size // ranks) if at == dim else size for at, size in enumerate(spec.shape))
+    )

@@ -15,12 +15,16 @@ def replica_check_gaps(plan: RunPlan) -> list[str]:
         return ["anything: monitor.replicas_every=0"]
     found = ["gradients and activations, which are not kept", "buffers that are not trained"]
     megatron = config.engine.name is EngineName.megatron
-    ranged = megatron and plan.megatron is not None and bool(plan.megatron["ddp"].get("use_distributed_optimizer"))
+    ranged = (
+        megatron and plan.megatron is not None and bool(plan.megatron["ddp"].get("use_distributed_optimizer"))
+    )
     stage = 0 if megatron else config.zero.stage
     if stage == 3:
         found.append("weights: each data rank has a range of its own, which it sends to the others")
     if stage or ranged:
-        found.append("master weights and optimizer state: each data rank has a range of its own, and a wrong one reaches all alike")
+        found.append(
+            "master weights and optimizer state: each data rank has a range of its own, and a wrong one reaches all alike"
+        )
     if stage in (1, 2) or ranged:
         found.append("a flip in a copy of the weights that a gather has mended before a comparison")
     if axes.tensor > 1 and axes.data * axes.context == 1:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from toolkit.errors import Problem
-from toolkit.plan import rules_axes, rules_documents, rules_engine, rules_layout, rules_machine, rules_megatron, rules_training
+from toolkit.plan import (
+    rules_axes,
+    rules_documents,
+    rules_engine,
+    rules_layout,
+    rules_machine,
+    rules_megatron,
+    rules_training,
+)
 from toolkit.plan.rule_context import Rule, RuleContext
 
 RULES: tuple[Rule, ...] = (
-    *rules_engine.RULES, *rules_megatron.RULES, *rules_axes.RULES, *rules_layout.RULES, *rules_training.RULES, *rules_documents.RULES,
-    *rules_machine.RULES)
+    *rules_engine.RULES,
+    *rules_megatron.RULES,
+    *rules_axes.RULES,
+    *rules_layout.RULES,
+    *rules_training.RULES,
+    *rules_documents.RULES,
+    *rules_machine.RULES,
+)
 
 
 def check(ctx: RuleContext) -> list[Problem]:

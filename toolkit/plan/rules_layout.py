@@ -18,15 +18,27 @@ def heads_divide(ctx: RuleContext) -> Iterator[Problem]:
     tensor, shape = ctx.config.parallel.tensor, ctx.shape
     if shape is None or tensor == 1:
         return
-    for name in ("num_attention_heads", "intermediate_size", *(() if ctx.megatron or shape.tie_word_embeddings else ("vocab_size",))):
+    for name in (
+        "num_attention_heads",
+        "intermediate_size",
+        *(() if ctx.megatron or shape.tie_word_embeddings else ("vocab_size",)),
+    ):
         if getattr(shape, name) % tensor:
             yield _divides(ctx, f"model.{name}", "parallel.tensor", getattr(shape, name), tensor)
     keys = shape.num_key_value_heads
     if keys % tensor and (tensor % keys or not ctx.megatron):
-        whole = "a rank has whole key-value heads" + (", or shares one with its neighbours" if ctx.megatron else "")
-        yield Problem("model.num_key_value_heads", f"model.num_key_value_heads={keys}, parallel.tensor={tensor}",
-                      f"one of the two divides the other: {whole}" if ctx.megatron else f"parallel.tensor divides it: {whole}",
-                      f"write parallel.tensor={_divisor_near(keys, tensor)}" + ("" if ctx.megatron else ", or engine=megatron"))
+        whole = "a rank has whole key-value heads" + (
+            ", or shares one with its neighbours" if ctx.megatron else ""
+        )
+        yield Problem(
+            "model.num_key_value_heads",
+            f"model.num_key_value_heads={keys}, parallel.tensor={tensor}",
+            f"one of the two divides the other: {whole}"
+            if ctx.megatron
+            else f"parallel.tensor divides it: {whole}",
+            f"write parallel.tensor={_divisor_near(keys, tensor)}"
+            + ("" if ctx.megatron else ", or engine=megatron"),
+        )
 
 
 def layers_divide(ctx: RuleContext) -> Iterator[Problem]:
@@ -36,17 +48,26 @@ def layers_divide(ctx: RuleContext) -> Iterator[Problem]:
         return
     if shape.num_hidden_layers < stages:
         yield _divides(ctx, "model.num_hidden_layers", "parallel.pipeline", shape.num_hidden_layers, stages)
-    elif ctx.megatron and shape.num_hidden_layers % stages and not any(ctx.config.engine.megatron.get(name) for name in STAGES):
-        divided = _divides(ctx, "model.num_hidden_layers", "parallel.pipeline", shape.num_hidden_layers, stages)
+    elif (
+        ctx.megatron
+        and shape.num_hidden_layers % stages
+        and not any(ctx.config.engine.megatron.get(name) for name in STAGES)
+    ):
+        divided = _divides(
+            ctx, "model.num_hidden_layers", "parallel.pipeline", shape.num_hidden_layers, stages
+        )
         yield replace(divided, remedy=f"{divided.remedy}, or size a stage: +engine.megatron.{STAGES[0]}=N")
 
 
 def sequence_divides(ctx: RuleContext) -> Iterator[Problem]:
     context, length = ctx.config.parallel.context, ctx.config.train.sequence_length
     if ctx.megatron and context > 1 and length % (2 * context):
-        yield refuse(ctx.config, "train.sequence_length parallel.context",
-                     "train.sequence_length is divisible by 2 x parallel.context: a rank has one piece of each half of a causal sequence",
-                     f"write train.sequence_length={-(-length // (2 * context)) * 2 * context}")
+        yield refuse(
+            ctx.config,
+            "train.sequence_length parallel.context",
+            "train.sequence_length is divisible by 2 x parallel.context: a rank has one piece of each half of a causal sequence",
+            f"write train.sequence_length={-(-length // (2 * context)) * 2 * context}",
+        )
 
 
 def experts_divide(ctx: RuleContext) -> Iterator[Problem]:
@@ -54,14 +75,21 @@ def experts_divide(ctx: RuleContext) -> Iterator[Problem]:
     if expert == 1 or shape is None:
         return
     if not shape.num_local_experts:
-        yield refuse(ctx.config, "parallel.expert model.family", "an expert axis needs a model with experts",
-                     "write parallel.expert=1" + (", or model.family=mixtral" if ctx.sizes_are_free else ""))
+        yield refuse(
+            ctx.config,
+            "parallel.expert model.family",
+            "an expert axis needs a model with experts",
+            "write parallel.expert=1" + (", or model.family=mixtral" if ctx.sizes_are_free else ""),
+        )
     elif shape.num_local_experts % expert:
         yield _divides(ctx, "model.num_local_experts", "parallel.expert", shape.num_local_experts, expert)
     if ctx.axes is not None and (ctx.axes.data * ctx.axes.context) % expert:
-        yield Problem("parallel.expert", f"parallel.expert={expert} over {ctx.axes.data * ctx.axes.context} data and context ranks",
-                      "the expert axis regroups data and context ranks, so it divides their number",
-                      f"write parallel.expert={_divisor_near(ctx.axes.data * ctx.axes.context, expert)}")
+        yield Problem(
+            "parallel.expert",
+            f"parallel.expert={expert} over {ctx.axes.data * ctx.axes.context} data and context ranks",
+            "the expert axis regroups data and context ranks, so it divides their number",
+            f"write parallel.expert={_divisor_near(ctx.axes.data * ctx.axes.context, expert)}",
+        )
 
 
 def experts_are_aligned(ctx: RuleContext) -> Iterator[Problem]:
@@ -73,36 +101,56 @@ def experts_are_aligned(ctx: RuleContext) -> Iterator[Problem]:
     for name in ("hidden_size", "intermediate_size"):
         size = getattr(shape, name)
         if size % multiple:
-            yield Problem(f"model.{name}", f"model.{name}={size}, precision.name={ctx.config.precision.name.value}",
-                          f"rows of an expert are whole 16 bytes, so model.{name} is divisible by {multiple}",
-                          f"write model.{name}={-(-size // multiple) * multiple}" if ctx.sizes_are_free else
-                          "write engine=megatron, whose experts are layers")
+            yield Problem(
+                f"model.{name}",
+                f"model.{name}={size}, precision.name={ctx.config.precision.name.value}",
+                f"rows of an expert are whole 16 bytes, so model.{name} is divisible by {multiple}",
+                f"write model.{name}={-(-size // multiple) * multiple}"
+                if ctx.sizes_are_free
+                else "write engine=megatron, whose experts are layers",
+            )
 
 
 def tensor_axis_stays_in_a_node(ctx: RuleContext) -> Iterator[Problem]:
     tensor, per_node = ctx.config.parallel.tensor, ctx.world.ranks_per_node
     if tensor > 1 and per_node % tensor:
-        yield Problem("parallel.tensor", f"parallel.tensor={tensor}, {per_node} ranks a node",
-                      "the ranks that share a matrix are on one node: they talk several times a layer",
-                      f"write parallel.tensor={_divisor_near(per_node, tensor)} and raise parallel.pipeline or zero.stage instead")
+        yield Problem(
+            "parallel.tensor",
+            f"parallel.tensor={tensor}, {per_node} ranks a node",
+            "the ranks that share a matrix are on one node: they talk several times a layer",
+            f"write parallel.tensor={_divisor_near(per_node, tensor)} and raise parallel.pipeline or zero.stage instead",
+        )
 
 
 def model_parallelism_without_need(ctx: RuleContext) -> Iterator[Problem]:
     """States in 16 bits sharded over all ranks (18 bytes a parameter with fp32 gradients; Megatron-core keeps 6 of them whole) would
     leave half the device free."""
     parallel, memory = ctx.config.parallel, memory_bytes(ctx.world)
-    if parallel.tensor * parallel.pipeline == 1 or memory is None or ctx.world.device is not Device.CUDA or not ctx.numel:
+    if (
+        parallel.tensor * parallel.pipeline == 1
+        or memory is None
+        or ctx.world.device is not Device.CUDA
+        or not ctx.numel
+    ):
         return
     whole = 6 if ctx.megatron else 0
     if (whole + (18 - whole) / ctx.world.ranks) * ctx.numel < memory / 2:
-        yield warn(ctx.config, "parallel.tensor parallel.pipeline",
-                   "the model's states fit without model parallelism, which costs communication in every layer",
-                   f"write parallel.tensor=1 parallel.pipeline=1 with zero=stage{1 if ctx.megatron else 3}, and compare tokens/s")
+        yield warn(
+            ctx.config,
+            "parallel.tensor parallel.pipeline",
+            "the model's states fit without model parallelism, which costs communication in every layer",
+            f"write parallel.tensor=1 parallel.pipeline=1 with zero=stage{1 if ctx.megatron else 3}, and compare tokens/s",
+        )
 
 
 def _divides(ctx: RuleContext, whole: str, part: str, size: int, by: int) -> Problem:
-    return Problem(part, f"{part}={by}, {whole}={size}", f"{whole} is divisible by {part}",
-                   f"write {part}={_divisor_near(size, by)}" + (f", or {whole}={-(-size // by) * by}" if ctx.sizes_are_free else ""))
+    return Problem(
+        part,
+        f"{part}={by}, {whole}={size}",
+        f"{whole} is divisible by {part}",
+        f"write {part}={_divisor_near(size, by)}"
+        + (f", or {whole}={-(-size // by) * by}" if ctx.sizes_are_free else ""),
+    )
 
 
 def _divisor_near(size: int, wanted: int) -> int:
@@ -110,6 +158,11 @@ def _divisor_near(size: int, wanted: int) -> int:
 
 
 RULES: tuple[Rule, ...] = (
-    heads_divide, layers_divide, sequence_divides, experts_divide, experts_are_aligned, tensor_axis_stays_in_a_node,
+    heads_divide,
+    layers_divide,
+    sequence_divides,
+    experts_divide,
+    experts_are_aligned,
+    tensor_axis_stays_in_a_node,
     model_parallelism_without_need,
 )

@@ -17,67 +17,122 @@ GB = 1e9
 def gpu_is_known(ctx: RuleContext) -> Iterator[Problem]:
     name = ctx.config.cluster.gpu
     if name is not None and find(name) is None:
-        yield warn(ctx.config, "cluster.gpu", "memory and speed are known for the GPUs of toolkit/plan/devices.py only",
-                   f"write one of {', '.join(GPUS)}; without it the plan gives no memory verdict and metrics have no utilisation")
+        yield warn(
+            ctx.config,
+            "cluster.gpu",
+            "memory and speed are known for the GPUs of toolkit/plan/devices.py only",
+            f"write one of {', '.join(GPUS)}; without it the plan gives no memory verdict and metrics have no utilisation",
+        )
 
 
 def price_is_of_gpus(ctx: RuleContext) -> Iterator[Problem]:
     if ctx.config.monitor.price_per_gpu_hour is not None and ctx.world.device is Device.CPU:
-        yield refuse(ctx.config, "monitor.price_per_gpu_hour", "cost is counted in GPU-hours, and this run has CPU ranks only",
-                     "write monitor.price_per_gpu_hour=null")
+        yield refuse(
+            ctx.config,
+            "monitor.price_per_gpu_hour",
+            "cost is counted in GPU-hours, and this run has CPU ranks only",
+            "write monitor.price_per_gpu_hour=null",
+        )
 
 
 def precision_against_device(ctx: RuleContext) -> Iterator[Problem]:
     precision, gpu = ctx.config.precision.name, find(ctx.world.gpu)
     if precision is Precision.bf16 and gpu is not None and not gpu.has_bf16:
-        yield Problem("precision.name", f"precision.name=bf16 on {ctx.world.gpu}",
-                      "bf16 needs a GPU of compute capability 8.0 (Ampere) or later", "write precision=fp16, which scales the loss")
+        yield Problem(
+            "precision.name",
+            f"precision.name=bf16 on {ctx.world.gpu}",
+            "bf16 needs a GPU of compute capability 8.0 (Ampere) or later",
+            "write precision=fp16, which scales the loss",
+        )
     if precision is Precision.fp16 and ctx.world.device is Device.CPU:
-        yield Problem("precision.name", "precision.name=fp16 on a CPU", "CPUs compute fp16 slowly, many of them in software",
-                      "write precision=bf16, or precision=fp32 for small models", Severity.WARNING)
+        yield Problem(
+            "precision.name",
+            "precision.name=fp16 on a CPU",
+            "CPUs compute fp16 slowly, many of them in software",
+            "write precision=bf16, or precision=fp32 for small models",
+            Severity.WARNING,
+        )
     if precision is Precision.fp32 and ctx.world.device is Device.CUDA and ctx.numel > 100_000_000:
-        yield Problem("precision.name", f"precision.name=fp32 with {ctx.numel / GB:.1f} B parameters on a GPU",
-                      "fp32 does not use the 16-bit matrix units: several times slower, twice the bytes of weights and activations",
-                      "write precision=bf16", Severity.WARNING)
+        yield Problem(
+            "precision.name",
+            f"precision.name=fp32 with {ctx.numel / GB:.1f} B parameters on a GPU",
+            "fp32 does not use the 16-bit matrix units: several times slower, twice the bytes of weights and activations",
+            "write precision=bf16",
+            Severity.WARNING,
+        )
 
 
 def offload_against_stage(ctx: RuleContext) -> Iterator[Problem]:
     offload, stage = ctx.config.offload, ctx.config.zero.stage
     if not ctx.deepspeed:
         if offload.optimizer is not Place.none or offload.parameters is not Place.none:
-            why = "; Megatron-core offloads its optimizer on GPUs only, into states that are not saved" if ctx.megatron else ""
-            yield refuse(ctx.config, "offload.optimizer offload.parameters engine.name", f"offload is DeepSpeed's{why}",
-                         "write offload=none, or engine=deepspeed")
+            why = (
+                "; Megatron-core offloads its optimizer on GPUs only, into states that are not saved"
+                if ctx.megatron
+                else ""
+            )
+            yield refuse(
+                ctx.config,
+                "offload.optimizer offload.parameters engine.name",
+                f"offload is DeepSpeed's{why}",
+                "write offload=none, or engine=deepspeed",
+            )
         return
     if offload.parameters is not Place.none and stage != 3:
-        yield refuse(ctx.config, "offload.parameters zero.stage", "parameters are offloaded under ZeRO 3 only",
-                     "write zero=stage3, or offload=cpu_optimizer to offload the optimizer alone")
+        yield refuse(
+            ctx.config,
+            "offload.parameters zero.stage",
+            "parameters are offloaded under ZeRO 3 only",
+            "write zero=stage3, or offload=cpu_optimizer to offload the optimizer alone",
+        )
     if offload.optimizer is Place.cpu and stage == 0:
-        yield refuse(ctx.config, "offload.optimizer zero.stage", "optimizer states are offloaded under ZeRO 1 to 3",
-                     "write zero=stage1 or higher, or offload=none")
+        yield refuse(
+            ctx.config,
+            "offload.optimizer zero.stage",
+            "optimizer states are offloaded under ZeRO 1 to 3",
+            "write zero=stage1 or higher, or offload=none",
+        )
     if offload.optimizer is Place.nvme and stage != 3:
-        yield refuse(ctx.config, "offload.optimizer zero.stage",
-                     "NVMe offload needs ZeRO 3: under the other stages DeepSpeed keeps the states in host memory without saying so",
-                     "write zero=stage3, or offload=cpu_optimizer")
+        yield refuse(
+            ctx.config,
+            "offload.optimizer zero.stage",
+            "NVMe offload needs ZeRO 3: under the other stages DeepSpeed keeps the states in host memory without saying so",
+            "write zero=stage3, or offload=cpu_optimizer",
+        )
 
 
 def offload_to_nvme(ctx: RuleContext) -> Iterator[Problem]:
     offload = ctx.config.offload
     if Place.nvme not in (offload.optimizer, offload.parameters):
         if offload.nvme_path is not None:
-            yield warn(ctx.config, "offload.nvme_path offload.optimizer offload.parameters", "a path is used where a place is nvme",
-                       "write offload=nvme, or leave offload.nvme_path out")
+            yield warn(
+                ctx.config,
+                "offload.nvme_path offload.optimizer offload.parameters",
+                "a path is used where a place is nvme",
+                "write offload=nvme, or leave offload.nvme_path out",
+            )
         return
     if offload.nvme_path is None:
-        yield refuse(ctx.config, "offload.nvme_path offload.optimizer offload.parameters", "NVMe offload needs a folder on a local disk",
-                     "write offload.nvme_path=/local_nvme")
+        yield refuse(
+            ctx.config,
+            "offload.nvme_path offload.optimizer offload.parameters",
+            "NVMe offload needs a folder on a local disk",
+            "write offload.nvme_path=/local_nvme",
+        )
     if not ctx.world.has_libaio:
-        yield Problem("offload.optimizer" if offload.optimizer is Place.nvme else "offload.parameters",
-                      "offload to nvme on a machine without libaio", "DeepSpeed reads and writes NVMe through libaio",
-                      "install libaio's headers (apt-get install libaio-dev), or write offload=cpu")
+        yield Problem(
+            "offload.optimizer" if offload.optimizer is Place.nvme else "offload.parameters",
+            "offload to nvme on a machine without libaio",
+            "DeepSpeed reads and writes NVMe through libaio",
+            "install libaio's headers (apt-get install libaio-dev), or write offload=cpu",
+        )
     if not ctx.world.has_compiler:
-        yield Problem("offload.nvme_path", "offload to nvme on a machine without a C++ compiler",
-                      "DeepSpeed compiles its NVMe module on first use", "install g++, or write offload=cpu")
+        yield Problem(
+            "offload.nvme_path",
+            "offload to nvme on a machine without a C++ compiler",
+            "DeepSpeed compiles its NVMe module on first use",
+            "install g++, or write offload=cpu",
+        )
 
 
 def states_fit(ctx: RuleContext) -> Iterator[Problem]:
@@ -86,15 +141,30 @@ def states_fit(ctx: RuleContext) -> Iterator[Problem]:
         return
     name = ctx.world.gpu or "this GPU"
     if memory.states > have:
-        yield Problem("zero.stage", f"{memory.states / GB:.1f} GB of parameters, gradients and optimizer states a rank; "
-                      f"{name} has {have / GB:.1f} GB", "the states of a rank fit on its device", _more_room(ctx))
+        yield Problem(
+            "zero.stage",
+            f"{memory.states / GB:.1f} GB of parameters, gradients and optimizer states a rank; "
+            f"{name} has {have / GB:.1f} GB",
+            "the states of a rank fit on its device",
+            _more_room(ctx),
+        )
     elif memory.device_total > NEAR * have:
         seen = f"{memory.device_total / GB:.1f} GB a rank with activations and buffers; {name} has {have / GB:.1f} GB"
         if memory.device_total > have:
-            yield Problem("train.micro_batch", seen, "states, activations and buffers of a rank fit on its device", _smaller(ctx))
+            yield Problem(
+                "train.micro_batch",
+                seen,
+                "states, activations and buffers of a rank fit on its device",
+                _smaller(ctx),
+            )
         else:
-            yield Problem("train.micro_batch", seen, f"above {NEAR:.0%} of its memory a device usually runs out", _smaller(ctx),
-                          Severity.WARNING)
+            yield Problem(
+                "train.micro_batch",
+                seen,
+                f"above {NEAR:.0%} of its memory a device usually runs out",
+                _smaller(ctx),
+                Severity.WARNING,
+            )
 
 
 def host_fits(ctx: RuleContext) -> Iterator[Problem]:
@@ -107,10 +177,14 @@ def host_fits(ctx: RuleContext) -> Iterator[Problem]:
         needed += memory.device_total * ranks
     if needed > have:
         fewer = "take fewer cluster.cpu_ranks, a smaller model or a smaller train.micro_batch"
-        yield Problem("offload.optimizer" if memory.host else "cluster.cpu_ranks",
-                      f"{needed / GB:.1f} GB on a node of {ranks} ranks, which has {have / GB:.1f} GB of memory",
-                      "what a node's ranks keep in host memory fits there",
-                      fewer if ctx.world.device is Device.CPU else "take more nodes, a smaller model, or offload=nvme with zero=stage3")
+        yield Problem(
+            "offload.optimizer" if memory.host else "cluster.cpu_ranks",
+            f"{needed / GB:.1f} GB on a node of {ranks} ranks, which has {have / GB:.1f} GB of memory",
+            "what a node's ranks keep in host memory fits there",
+            fewer
+            if ctx.world.device is Device.CPU
+            else "take more nodes, a smaller model, or offload=nvme with zero=stage3",
+        )
 
 
 def _smaller(ctx: RuleContext) -> str:
@@ -143,4 +217,11 @@ def _more_room(ctx: RuleContext) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    gpu_is_known, price_is_of_gpus, precision_against_device, offload_against_stage, offload_to_nvme, states_fit, host_fits)
+    gpu_is_known,
+    price_is_of_gpus,
+    precision_against_device,
+    offload_against_stage,
+    offload_to_nvme,
+    states_fit,
+    host_fits,
+)

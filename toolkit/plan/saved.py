@@ -12,4 +12,7 @@ def checkpoint_bytes(plan: RunPlan) -> int | None:
         return None
     weight = element_bytes(plan.config.precision.name)
     master = FP32 if weight < FP32 else 0
-    return sum(group.numel * (weight + master + group.state_bytes) for group in optimizer_groups(plan.parameters, plan.config.optim, 1))
+    return sum(
+        group.numel * (weight + master + group.state_bytes)
+        for group in optimizer_groups(plan.parameters, plan.config.optim, 1)
+    )

@@ -33,7 +33,11 @@ def split(parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]
             blocks.setdefault(spec.layer, []).append(spec)
             last = index + 1
     before = list(parameters[:first])
-    after = [*parameters[last:], *(spec for spec in before if spec.name in tied)] if count > 1 else list(parameters[last:])
+    after = (
+        [*parameters[last:], *(spec for spec in before if spec.name in tied)]
+        if count > 1
+        else list(parameters[last:])
+    )
     sizes = [sum(spec.numel for spec in block) for block in blocks.values()]
     sizes[0] += sum(spec.numel for spec in before)
     sizes[-1] += sum(spec.numel for spec in after)

@@ -24,25 +24,46 @@ def check_target(model: ModelConfig) -> None:
     if model.target is None:
         return
     here = str(Path.cwd())
-    if here not in sys.path:  # a console script's sys.path lacks the working folder, where a user's own package lies
+    if (
+        here not in sys.path
+    ):  # a console script's sys.path lacks the working folder, where a user's own package lies
         sys.path.append(here)
     module = model.target.rpartition(".")[0]
     if module.partition(".")[0] in sys.stdlib_module_names:
-        raise ConfigError(Problem(
-            "model.target", f"model.target={model.target}", f"{module.partition('.')[0]} is of Python's own library, which has no models",
-            "write model.target=my.package.Model: a torch.nn.Module of a package or of a file in the working folder"))
+        raise ConfigError(
+            Problem(
+                "model.target",
+                f"model.target={model.target}",
+                f"{module.partition('.')[0]} is of Python's own library, which has no models",
+                "write model.target=my.package.Model: a torch.nn.Module of a package or of a file in the working folder",
+            )
+        )
     missing, found = _look_up(module)
     if missing is not None:
-        raise ConfigError(Problem(
-            "model.target", f"model.target={model.target}: there is no module {missing}",
-            "the part before the last dot is an importable module",
-            f"run from the folder that holds {module.partition('.')[0]}, install the package, or set PYTHONPATH"))
+        raise ConfigError(
+            Problem(
+                "model.target",
+                f"model.target={model.target}: there is no module {missing}",
+                "the part before the last dot is an importable module",
+                f"run from the folder that holds {module.partition('.')[0]}, install the package, or set PYTHONPATH",
+            )
+        )
     name, names = model.target.rpartition(".")[2], _names_in(found)
     if names is not None and name not in names:
         close = difflib.get_close_matches(name, names, n=1)
-        remedy = f"write model.target={module}.{close[0]}" if close else f"correct the name; {found} has the module"
-        raise ConfigError(Problem("model.target", f"model.target={model.target}: the module {module} has no {name}",
-                                  "the part after the last dot is a class or function of the module", remedy))
+        remedy = (
+            f"write model.target={module}.{close[0]}"
+            if close
+            else f"correct the name; {found} has the module"
+        )
+        raise ConfigError(
+            Problem(
+                "model.target",
+                f"model.target={model.target}: the module {module} has no {name}",
+                "the part after the last dot is a class or function of the module",
+                remedy,
+            )
+        )
 
 
 def _names_in(file: str | None) -> set[str] | None:
@@ -68,7 +89,16 @@ def _names_in(file: str | None) -> set[str] | None:
         elif isinstance(node, ast.Name):
             names.add(node.id)  # also those that are only read: too many are known rather than too few
         waiting += ast.iter_child_nodes(node)
-    unknown = {"*", "__getattr__", "sys", "globals", "locals", "vars", "setattr", "exec"}  # ways to bind names unseen
+    unknown = {
+        "*",
+        "__getattr__",
+        "sys",
+        "globals",
+        "locals",
+        "vars",
+        "setattr",
+        "exec",
+    }  # ways to bind names unseen
     return None if names & unknown else names
 
 
@@ -87,7 +117,9 @@ def _look_up(module: str) -> tuple[str | None, str | None]:
         if spec is None:
             return name, None
         file = spec.origin
-        locations = list(spec.submodule_search_locations or ())  # a module that is no package has none below it
+        locations = list(
+            spec.submodule_search_locations or ()
+        )  # a module that is no package has none below it
     return None, file
 
 

@@ -24,29 +24,55 @@ from toolkit.plan.make import make_plan
 from toolkit.plan.types import Device, World
 
 ENGINES = (EngineName.local, EngineName.deepspeed, EngineName.megatron)
-GROUPS = ("model", "zero", "offload", "precision", "optim", "schedule", "checkpoint", "data", "monitor", "debug")
+GROUPS = (
+    "model",
+    "zero",
+    "offload",
+    "precision",
+    "optim",
+    "schedule",
+    "checkpoint",
+    "data",
+    "monitor",
+    "debug",
+)
 # What an option leaves to the user.
 GIVEN: dict[str, dict[str, Any]] = {
-    "model=custom": {"target": "my.package.Model"}, "data=prepared": {"path": "data/mine"},
-    "data=arrays": {"path": "data/tiles"}, "data=mixture": {"sources": {"web": {"path": "data/web"}, "code": {"path": "data/code"}}},
-    "data=dataset": {"dataset": {"path": "allenai/c4", "name": "en", "tokenizer": "gpt2"}}, "offload=nvme": {"nvme_path": "/local_nvme"},
+    "model=custom": {"target": "my.package.Model"},
+    "data=prepared": {"path": "data/mine"},
+    "data=arrays": {"path": "data/tiles"},
+    "data=mixture": {"sources": {"web": {"path": "data/web"}, "code": {"path": "data/code"}}},
+    "data=dataset": {"dataset": {"path": "allenai/c4", "name": "en", "tokenizer": "gpt2"}},
+    "offload=nvme": {"nvme_path": "/local_nvme"},
 }
 DESCRIBED = ("model=pretrained",)  # a folder says what it is: as its family
 AXES = ("tensor", "pipeline", "context", "expert")
 LAYOUTS: tuple[tuple[str, ...], ...] = (
     *((f"parallel.{axis}=2",) for axis in AXES[:3]),
     ("model=mixtral", "parallel.expert=2"),
-    *((f"parallel.{one}=2", f"parallel.{other}=2") for index, one in enumerate(AXES[:3]) for other in AXES[index + 1 : 3]),
+    *(
+        (f"parallel.{one}=2", f"parallel.{other}=2")
+        for index, one in enumerate(AXES[:3])
+        for other in AXES[index + 1 : 3]
+    ),
     *(("model=mixtral", f"parallel.{axis}=2", "parallel.expert=2") for axis in AXES[:3]),
     ("parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"),
 )
 KEYS: tuple[tuple[str, ...], ...] = (
     ("train.activation_checkpointing=true",),
     ("train.batch_ramp.start=16", "train.batch_ramp.increment=16", "train.batch_ramp.samples=100"),
-    ("model.dropout=0.1",), ("model=mixtral", "model.router_aux_loss_coef=0.02"),
-    ("model.tie_word_embeddings=true",), ("model.vocab_size=4099",), ("optim.clip=0.0",),
-    ("optim=sgd", "optim.momentum=0.9"), ("optim.kernel=torch",), ("optim.kernel=fused",), ("optim.kernel=cpu",),
-    ("checkpoint.background=true",), ("checkpoint.export=true",), ("data.documents=separate",),
+    ("model.dropout=0.1",),
+    ("model=mixtral", "model.router_aux_loss_coef=0.02"),
+    ("model.tie_word_embeddings=true",),
+    ("model.vocab_size=4099",),
+    ("optim.clip=0.0",),
+    ("optim=sgd", "optim.momentum=0.9"),
+    ("optim.kernel=torch",),
+    ("optim.kernel=fused",),
+    ("optim.kernel=cpu",),
+    ("checkpoint.background=true",),
+    ("checkpoint.export=true",),
+    ("data.documents=separate",),
 )
 MACHINE = World(ranks=8, ranks_per_node=8, device=Device.CUDA, gpu="h100", has_libaio=True, has_compiler=True)
 CLUSTER = replace(MACHINE, ranks=64)
@@ -84,7 +110,9 @@ def answer(words: Sequence[str], engine: EngineName) -> Answer:
     return follow(tuple(words), lambda typed: described(typed, engine), _world(engine), depth=2)
 
 
-def follow(words: tuple[str, ...], compose_words: Callable[[tuple[str, ...]], RunConfig], world: World, *, depth: int) -> Answer:
+def follow(
+    words: tuple[str, ...], compose_words: Callable[[tuple[str, ...]], RunConfig], world: World, *, depth: int
+) -> Answer:
     """Plan ``words``; where they are refused, type up to ``depth`` of the overrides that refusals print, none of them about ``words``."""
     config = compose_words(words)
     errors = refusals(config, world)
@@ -134,14 +162,20 @@ def _section(section: str, words: tuple[str, ...]) -> Any:
         *path, leaf = name.split(".")[1:] or [""]
         if not leaf:
             text = (search.ROOT / section / f"{value}.yaml").read_text(encoding="utf-8")
-            tree = {key: given for key, given in (yaml.safe_load(text) or {}).items() if given != "???"} | GIVEN.get(word, {})
+            tree = {
+                key: given for key, given in (yaml.safe_load(text) or {}).items() if given != "???"
+            } | GIVEN.get(word, {})
         else:
             tree = _with(tree, path, leaf, yaml.safe_load(value))
     return getattr(from_yaml(yaml.safe_dump({section: tree})), section)
 
 
 def options(group: str) -> list[str]:
-    return [name for name in sorted(path.stem for path in (search.ROOT / group).glob("*.yaml")) if f"{group}={name}" not in DESCRIBED]
+    return [
+        name
+        for name in sorted(path.stem for path in (search.ROOT / group).glob("*.yaml"))
+        if f"{group}={name}" not in DESCRIBED
+    ]
 
 
 def experiments() -> list[str]:
@@ -150,7 +184,12 @@ def experiments() -> list[str]:
 
 def experiment(name: str, engine: EngineName) -> Answer:
     """On 64 H100s (the quickstart on two CPU ranks): as it stands, or with one of the overrides that its refusal prints."""
-    return follow((f"+exp={name}", f"engine={engine.value}"), compose, TWO_CORES if name == "quickstart" else CLUSTER, depth=1)
+    return follow(
+        (f"+exp={name}", f"engine={engine.value}"),
+        compose,
+        TWO_CORES if name == "quickstart" else CLUSTER,
+        depth=1,
+    )
 
 
 def document() -> str:

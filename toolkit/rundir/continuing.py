@@ -34,16 +34,21 @@ def check_work(config: RunConfig, directory: RunDirectory) -> None:
     if saved == steps and not (ended_well and _same_ending(config, directory)):
         return
     done = f"{saved} of {steps} steps" if saved == steps else f"{saved} steps, more than train.steps={steps},"
-    raise NothingToDo(f"nothing to do: {done} of {directory.path} are done; write train.steps={2 * saved} to train longer, or "
-                      "run.name=ANOTHER for a new run")
+    raise NothingToDo(
+        f"nothing to do: {done} of {directory.path} are done; write train.steps={2 * saved} to train longer, or "
+        "run.name=ANOTHER for a new run"
+    )
 
 
 def _same_ending(config: RunConfig, directory: RunDirectory) -> bool:
     from toolkit.config.compose import from_yaml
 
     before = from_yaml(directory.config_file.read_text(encoding="utf-8"))
-    return (config.eval == before.eval and config.checkpoint.export == before.checkpoint.export
-            and config.monitor.prompt == before.monitor.prompt)
+    return (
+        config.eval == before.eval
+        and config.checkpoint.export == before.checkpoint.export
+        and config.monitor.prompt == before.monitor.prompt
+    )
 
 
 def schedule_warning(config: RunConfig, directory: RunDirectory) -> Problem | None:
@@ -53,7 +58,11 @@ def schedule_warning(config: RunConfig, directory: RunDirectory) -> Problem | No
         return None
     folder = run_directory_of(source.path.absolute())
     row = last_row(RunDirectory(folder).metrics_file) if folder is not None else None
-    return changed_schedule(config, row["step"], row["lr"], folder) if folder is not None and row is not None else None
+    return (
+        changed_schedule(config, row["step"], row["lr"], folder)
+        if folder is not None and row is not None
+        else None
+    )
 
 
 def changed_schedule(config: RunConfig, step: int, lr: float, run: Path) -> Problem | None:
@@ -68,8 +77,11 @@ def changed_schedule(config: RunConfig, step: int, lr: float, run: Path) -> Prob
     schedule = config.schedule
     length, past = decay_span(schedule, config.train.steps)[1], max(1, step - schedule.warmup)
     return Problem(
-        "train.steps", f"train.steps={config.train.steps}: the learning rate of step {step} was {lr:.4g}, and is {now:.4g} in the "
-        f"{schedule.name.value} schedule of this start", "the schedule ends at train.steps unless schedule.decay gives its length",
+        "train.steps",
+        f"train.steps={config.train.steps}: the learning rate of step {step} was {lr:.4g}, and is {now:.4g} in the "
+        f"{schedule.name.value} schedule of this start",
+        "the schedule ends at train.steps unless schedule.decay gives its length",
         f"continue if the jump is intended; to avoid it, write schedule.decay={length} at the first start of a run, whatever its "
         f"train.steps; to keep the rate low from here on, start a new run with run.fork={run} schedule.decay={past}",
-        Severity.WARNING)
+        Severity.WARNING,
+    )

@@ -14,12 +14,29 @@ from toolkit.checkpoint_folder import Newest, disagreement, find_newest, step_of
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem, file_errors
 from toolkit.files import write_whole
-from toolkit.goodput import SAVES, Attempt, Times, compute_goodput, end_times, read_attempt, read_saves, read_times, write_times
+from toolkit.goodput import (
+    SAVES,
+    Attempt,
+    Times,
+    compute_goodput,
+    end_times,
+    read_attempt,
+    read_saves,
+    read_times,
+    write_times,
+)
 from toolkit.paths import MOST_NAME_BYTES
 from toolkit.rows import last_row
 from toolkit.rundir.lock import lock_file
 from toolkit.rundir.rows import move_rows
-from toolkit.rundir.source import SourceKind, check_fork, check_identity, check_same_run, parent_of, resolve_source
+from toolkit.rundir.source import (
+    SourceKind,
+    check_fork,
+    check_identity,
+    check_same_run,
+    parent_of,
+    resolve_source,
+)
 from toolkit.rundir.status import RunState, Status, read_status, write_status
 
 LOST_END = "all its processes ended before one of them could record why (killed, or the machine failed)"
@@ -32,19 +49,35 @@ def check_folder(path: Path) -> None:
     """A run writes into a folder of its own. Raises InputError for a file, and for a folder that holds other things than a run."""
     for part in path.parts:
         if (size := len(os.fsencode(part))) > MOST_NAME_BYTES:
-            raise InputError(Problem("run.dir", f"run.dir={str(path)[:80]}... has a name of {size} bytes",
-                                     f"a folder's name has at most {MOST_NAME_BYTES} bytes", "write a shorter run.name or run.dir=FOLDER"))
+            raise InputError(
+                Problem(
+                    "run.dir",
+                    f"run.dir={str(path)[:80]}... has a name of {size} bytes",
+                    f"a folder's name has at most {MOST_NAME_BYTES} bytes",
+                    "write a shorter run.name or run.dir=FOLDER",
+                )
+            )
     if not path.exists():
         return
     if not path.is_dir():
-        raise InputError(Problem("run.dir", f"run.dir={path} is not a folder", "a run has a folder of its own", OTHER_FOLDER))
+        raise InputError(
+            Problem(
+                "run.dir", f"run.dir={path} is not a folder", "a run has a folder of its own", OTHER_FOLDER
+            )
+        )
     if (path / "attempts").is_dir() or (path / "status.json").is_file():
         return
     foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in BEFORE)
     if foreign:
         more = f" and {len(foreign) - 3} more" if foreign[3:] else ""
-        raise InputError(Problem("run.dir", f"run.dir={path} holds {', '.join(foreign[:3])}{more}, and no run",
-                                 "a run begins in a folder that is new, empty or the run's own", f"write run.dir={path / 'NEW'}"))
+        raise InputError(
+            Problem(
+                "run.dir",
+                f"run.dir={path} holds {', '.join(foreign[:3])}{more}, and no run",
+                "a run begins in a folder that is new, empty or the run's own",
+                f"write run.dir={path / 'NEW'}",
+            )
+        )
 
 
 class RunDirectory:
@@ -120,7 +153,11 @@ class RunDirectory:
     def attempts(self) -> list[int]:
         """Numbers of the attempts so far, in order."""
         folder = self.path / "attempts"
-        return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
+        return (
+            sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
+            if folder.is_dir()
+            else []
+        )
 
     @property
     def fork_file(self) -> Path:
@@ -186,7 +223,9 @@ class RunDirectory:
         """``config`` for a start that nobody typed: the last ``starts`` attempts were of the same command, and what they got to is
         continued. A ``resume`` that is a path, or never, was meant for the first of them, and has been followed once one of them got to
         train."""
-        before = (read_attempt(self.attempt_folder(number)) for number in self.attempts()[-starts:] if starts > 0)
+        before = (
+            read_attempt(self.attempt_folder(number)) for number in self.attempts()[-starts:] if starts > 0
+        )
         went = any(attempt is not None and attempt.times.first is not None for attempt in before)
         return replace(config, resume="auto") if went else config
 
@@ -216,8 +255,16 @@ class RunDirectory:
         """None where no run has begun."""
         return read_status(self.status_file)
 
-    def finish(self, state: RunState, exit_code: int, reason: str | None, *, attempt: int, anew: bool = False,
-               at: float | None = None) -> None:
+    def finish(
+        self,
+        state: RunState,
+        exit_code: int,
+        reason: str | None,
+        *,
+        attempt: int,
+        anew: bool = False,
+        at: float | None = None,
+    ) -> None:
         """Record the end of an attempt. Keeps the step and checkpoint recorded so far and, unless ``anew``, an end already recorded.
 
         Args:
@@ -226,19 +273,41 @@ class RunDirectory:
         last = self.status()
         if last is not None and last.attempt == attempt and not last.state.live and not anew:
             return
-        step, checkpoint = (last.step, last.checkpoint) if last is not None and last.attempt == attempt else (None, None)
-        end_times(self.attempt_folder(attempt), time.time() if at is None else at, state=state.value, reason=reason, anew=anew)
+        step, checkpoint = (
+            (last.step, last.checkpoint) if last is not None and last.attempt == attempt else (None, None)
+        )
+        end_times(
+            self.attempt_folder(attempt),
+            time.time() if at is None else at,
+            state=state.value,
+            reason=reason,
+            anew=anew,
+        )
         total = compute_goodput(self.tried(), kept=None if state is RunState.DONE else self.saved_step() or 0)
-        self.write_status(Status(state=state, attempt=attempt, exit_code=exit_code, step=step, checkpoint=checkpoint, reason=reason,
-                                 goodput=total.to_json() if total is not None else None))
+        self.write_status(
+            Status(
+                state=state,
+                attempt=attempt,
+                exit_code=exit_code,
+                step=step,
+                checkpoint=checkpoint,
+                reason=reason,
+                goodput=total.to_json() if total is not None else None,
+            )
+        )
 
     def _record_lost_end(self) -> None:
         """Record that the last attempt failed if all its processes died before one of them could record it."""
         last = self.status()
         if last is not None and last.state.live:
             times = read_times(self.attempt_folder(last.attempt))
-            self.finish(RunState.FAILED, int(ExitCode.FAILURE), LOST_END, attempt=last.attempt,
-                        at=times.seen if times is not None else None)
+            self.finish(
+                RunState.FAILED,
+                int(ExitCode.FAILURE),
+                LOST_END,
+                attempt=last.attempt,
+                at=times.seen if times is not None else None,
+            )
 
     def tried(self, before: int | None = None) -> list[Attempt]:
         """What is known of the attempts' time, in their order; of those that left nothing to read, nothing.
@@ -247,7 +316,11 @@ class RunDirectory:
             before: only attempts before this one.
         """
         numbers = (number for number in self.attempts() if before is None or number < before)
-        return [attempt for number in numbers if (attempt := read_attempt(self.attempt_folder(number))) is not None]
+        return [
+            attempt
+            for number in numbers
+            if (attempt := read_attempt(self.attempt_folder(number))) is not None
+        ]
 
     def saved_step(self) -> int | None:
         """Of the newest checkpoint of this run's own folder; None if there is none."""
@@ -264,7 +337,13 @@ class RunDirectory:
         found = find_newest(self.checkpoints, self._claims())
         row = last_row(self.metrics_file)
         if found.checkpoint is None and row is not None and not self.status_file.exists():
-            found = replace(found, disagreements=(*found.disagreements, f"{self.metrics_file.name} has rows up to step {row.get('step')}"))
+            found = replace(
+                found,
+                disagreements=(
+                    *found.disagreements,
+                    f"{self.metrics_file.name} has rows up to step {row.get('step')}",
+                ),
+            )
         return found
 
     def _claims(self) -> dict[str, int]:
@@ -273,17 +352,25 @@ class RunDirectory:
         claims: dict[str, int | None] = {}
         if status is not None and status.checkpoint is not None:
             claims[self.status_file.name] = step_of(Path(status.checkpoint))
-        trained = [number for number in self.attempts() if (times := read_times(self.attempt_folder(number))) and times.first is not None]
+        trained = [
+            number
+            for number in self.attempts()
+            if (times := read_times(self.attempt_folder(number))) and times.first is not None
+        ]
         if trained:
             folder = self.attempt_folder(trained[-1])
-            claims[f"attempts/{folder.name}/{SAVES}"] = max((save.step for save in read_saves(folder)), default=None)
+            claims[f"attempts/{folder.name}/{SAVES}"] = max(
+                (save.step for save in read_saves(folder)), default=None
+            )
         return {who: step for who, step in claims.items() if step is not None and step not in moved}
 
     # ---- what is run again
 
     def folder_of_older(self, attempt: int) -> Path:
         """Of the attempt before ``attempt``: where what it left for steps that ``attempt`` runs again is kept."""
-        return self.attempt_folder(max((number for number in self.attempts() if number < attempt), default=attempt))
+        return self.attempt_folder(
+            max((number for number in self.attempts() if number < attempt), default=attempt)
+        )
 
     def trim_after(self, step: int, attempt: int) -> None:
         """Move rows of steps after ``step`` to the attempt before ``attempt``: they will be run again, and a step stands once."""
@@ -304,6 +391,12 @@ class RunDirectory:
         if descriptor is None:
             who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
             remedy = f"wait for it or stop it (kill {owner['pid']})" if owner else "wait for it or stop it"
-            raise ConfigError(Problem("run.dir", f"run.dir={self.path}, where {who} is running", "one run at a time uses a directory",
-                                      f"{remedy}, or give this run its own run.name or run.dir"))
+            raise ConfigError(
+                Problem(
+                    "run.dir",
+                    f"run.dir={self.path}, where {who} is running",
+                    "one run at a time uses a directory",
+                    f"{remedy}, or give this run its own run.name or run.dir",
+                )
+            )
         self._lock = descriptor

@@ -22,10 +22,21 @@ def find_run(path: str | Path, key: str) -> Path:
     path = Path(path).expanduser()
     if path.exists() or not path.name or not path.parent.is_dir():
         return path
-    found = sorted(folder for folder in path.parent.iterdir() if folder.name.startswith(path.name)
-                   and _IDENTITY.fullmatch(folder.name.removeprefix(path.name)) and (folder / "config.yaml").is_file())
+    found = sorted(
+        folder
+        for folder in path.parent.iterdir()
+        if folder.name.startswith(path.name)
+        and _IDENTITY.fullmatch(folder.name.removeprefix(path.name))
+        and (folder / "config.yaml").is_file()
+    )
     if len(found) > 1:
         newest = max(found, key=lambda folder: (folder / "config.yaml").stat().st_mtime)
-        raise InputError(Problem(key, f"{key}={path}, which {len(found)} runs are named: {', '.join(map(str, found))}",
-                                 "a run's name stands for its directory if one run has that name", f"write {key}={newest}, the newest"))
+        raise InputError(
+            Problem(
+                key,
+                f"{key}={path}, which {len(found)} runs are named: {', '.join(map(str, found))}",
+                "a run's name stands for its directory if one run has that name",
+                f"write {key}={newest}, the newest",
+            )
+        )
     return found[0] if found else path

@@ -24,7 +24,9 @@ def lock_file(path: Path) -> tuple[int | None, dict[str, Any] | None]:
     if not _locked(descriptor, owner):
         os.close(descriptor)
         return None, owner
-    record = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+    record = json.dumps(
+        {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    )
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, record.encode(), 0)
     return descriptor, None

@@ -39,12 +39,24 @@ def resolve_source(config: RunConfig, newest: Path | None) -> Source:
     fork, resume = config.run.fork, config.resume
     if resume not in ("auto", "never"):
         if fork is not None:
-            raise ConfigError(Problem("resume", f"resume={resume} with run.fork={fork}", "a run continues from one state",
-                                      "leave out resume to fork, or run.fork to resume"))
+            raise ConfigError(
+                Problem(
+                    "resume",
+                    f"resume={resume} with run.fork={fork}",
+                    "a run continues from one state",
+                    "leave out resume to fork, or run.fork to resume",
+                )
+            )
         return Source(SourceKind.RESUME, _existing("resume", resume))
     if newest is not None and resume == "never":
-        raise ConfigError(Problem("resume", f"resume=never, and {newest} is there", "resume=never refuses to continue a run",
-                                  "write resume=auto to continue, or run.name=ANOTHER for a new run"))
+        raise ConfigError(
+            Problem(
+                "resume",
+                f"resume=never, and {newest} is there",
+                "resume=never refuses to continue a run",
+                "write resume=auto to continue, or run.name=ANOTHER for a new run",
+            )
+        )
     if newest is not None:
         return Source(SourceKind.RESUME, newest)
     if fork is not None:
@@ -57,8 +69,14 @@ def _existing(key: str, value: str) -> Path:
         path = find_run(value, key)
         there = path.is_dir()
     if not there:
-        raise InputError(Problem(key, f"{key}={value}", f"{key} names a checkpoint or a run directory that exists",
-                                 f"correct the path; {path.absolute()} is not a folder"))
+        raise InputError(
+            Problem(
+                key,
+                f"{key}={value}",
+                f"{key} names a checkpoint or a run directory that exists",
+                f"correct the path; {path.absolute()} is not a folder",
+            )
+        )
     return path
 
 
@@ -77,10 +95,15 @@ def check_identity(config: RunConfig, file: Path) -> None:
     if identity(before) == identity(config):
         return
     differences = "; ".join(identity_differences(before, config))
-    raise ConfigError(Problem(
-        "run.dir", f"run.dir={file.parent} holds another run ({differences})",
-        "a run directory belongs to one model, data, optimizer, schedule and batch",
-        "leave out run.dir, write another one, or start a new run from this one's state with run.fork=" + str(file.parent)))
+    raise ConfigError(
+        Problem(
+            "run.dir",
+            f"run.dir={file.parent} holds another run ({differences})",
+            "a run directory belongs to one model, data, optimizer, schedule and batch",
+            "leave out run.dir, write another one, or start a new run from this one's state with run.fork="
+            + str(file.parent),
+        )
+    )
 
 
 def parent_of(fork: str) -> str:
@@ -105,9 +128,13 @@ def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path |
     if fork_file.exists():
         recorded = json.loads(fork_file.read_text(encoding="utf-8"))["parent"]
         if recorded != parent:
-            raise ConfigError(Problem("run.fork", f"{seen}, which began from {recorded}", "a run has one parent", remedy))
+            raise ConfigError(
+                Problem("run.fork", f"{seen}, which began from {recorded}", "a run has one parent", remedy)
+            )
     elif newest is not None:
-        raise ConfigError(Problem("run.fork", f"{seen}, which has steps of its own", "run.fork starts a new run", remedy))
+        raise ConfigError(
+            Problem("run.fork", f"{seen}, which has steps of its own", "run.fork starts a new run", remedy)
+        )
 
 
 def run_directory_of(path: Path) -> Path | None:
@@ -130,8 +157,15 @@ def check_same_run(config: RunConfig, path: Path) -> None:
     from toolkit.config.compose import from_yaml
     from toolkit.config.identity import identity_differences
 
-    differences = identity_differences(from_yaml((folder / "config.yaml").read_text(encoding="utf-8")), config)
+    differences = identity_differences(
+        from_yaml((folder / "config.yaml").read_text(encoding="utf-8")), config
+    )
     if differences:
-        raise CheckpointError(Problem("resume", f"resume={path} is of another run ({'; '.join(differences)})",
-                                      "resume continues the same model, data, optimizer, schedule and batch",
-                                      f"write run.fork={path} to start a new run from its state"))
+        raise CheckpointError(
+            Problem(
+                "resume",
+                f"resume={path} is of another run ({'; '.join(differences)})",
+                "resume continues the same model, data, optimizer, schedule and batch",
+                f"write run.fork={path} to start a new run from its state",
+            )
+        )

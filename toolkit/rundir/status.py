@@ -45,8 +45,14 @@ def write_status(file: Path, status: Status) -> None:
     write_whole(file, json.dumps(asdict(status)) + "\n", durable=not status.state.live)
 
 
-FIELD_TYPES = {"attempt": int, "exit_code": int | None, "step": int | None, "checkpoint": str | None, "reason": str | None,
-               "goodput": dict | None}
+FIELD_TYPES = {
+    "attempt": int,
+    "exit_code": int | None,
+    "step": int | None,
+    "checkpoint": str | None,
+    "reason": str | None,
+    "goodput": dict | None,
+}
 
 
 def read_status(file: Path) -> Status | None:
@@ -65,6 +71,11 @@ def read_status(file: Path) -> Status | None:
             raise TypeError(f"{', '.join(wrong)} of another type")
         return Status(**{**fields, "state": RunState(fields["state"])})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(Problem(
-            str(file), f"{file} cannot be read ({type(error).__name__}: {error})", f"{file.name} is as a run of this toolkit wrote it",
-            f"move the file away: mv {file} {file}.damaged")) from error
+        raise InputError(
+            Problem(
+                str(file),
+                f"{file} cannot be read ({type(error).__name__}: {error})",
+                f"{file.name} is as a run of this toolkit wrote it",
+                f"move the file away: mv {file} {file}.damaged",
+            )
+        ) from error

@@ -38,7 +38,9 @@ from toolkit.plan.types import Device
 PRELOAD = (
     "deepspeed",
     "toolkit.engine.deepspeed",
-    *(["toolkit.engine.megatron.build"] if find_spec("megatron") else []),  # an extra: DeepSpeed's cells run without it
+    *(
+        ["toolkit.engine.megatron.build"] if find_spec("megatron") else []
+    ),  # an extra: DeepSpeed's cells run without it
     "toolkit.testing.parity",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
 )
@@ -63,7 +65,9 @@ class RankPool:
         self._source: _Source = _forking() if device is Device.CPU else _Fresh()
         self._members: list[tuple[int, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None, timeout: float = 120.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None, timeout: float = 120.0
+    ) -> list[Any]:
         """What each of the first ``ranks`` ranks (all, if None) returned, by rank.
 
         Raises:
@@ -76,7 +80,9 @@ class RankPool:
         pipes = [pipe for _, pipe in self._members[:ranks]]
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             for rank, pipe in enumerate(pipes):
-                call = pickle.dumps((function, arguments))  # apart: it can be read only where sys.path finds the function
+                call = pickle.dumps(
+                    (function, arguments)
+                )  # apart: it can be read only where sys.path finds the function
                 task = (sys.path, rank, ranks, str(Path(folder) / "store"), timeout, self._device, call)
                 pipe.send_bytes(pickle.dumps(task))
             return self._collect(pipes, timeout)
@@ -92,7 +98,9 @@ class RankPool:
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout
         while len(answers) + len(failures) < len(pipes):
-            open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in answers and rank not in failures]
+            open_pipes = [
+                pipe for rank, pipe in enumerate(pipes) if rank not in answers and rank not in failures
+            ]
             ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -148,7 +156,11 @@ class _Fresh:
 
     def start(self) -> tuple[int, Connection]:
         ours, theirs = socket.socketpair()
-        process = _python(f"from toolkit.testing.dist import Connection, _work; _work(Connection({theirs.fileno()}))", theirs, **ON_GPU)
+        process = _python(
+            f"from toolkit.testing.dist import Connection, _work; _work(Connection({theirs.fileno()}))",
+            theirs,
+            **ON_GPU,
+        )
         self._processes[process.pid] = process
         return process.pid, Connection(ours.detach())
 
@@ -164,7 +176,9 @@ class _Forking:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self._process = _python(f"from toolkit.testing.dist import _serve; _serve({theirs.fileno()})", theirs, **ON_CPU)
+        self._process = _python(
+            f"from toolkit.testing.dist import _serve; _serve({theirs.fileno()})", theirs, **ON_CPU
+        )
         self._socket = ours
 
     def start(self) -> tuple[int, Connection]:
@@ -188,7 +202,12 @@ def _forking() -> _Forking:
 def _python(code: str, keep: socket.socket, **environment: str) -> subprocess.Popen[bytes]:
     """An interpreter that runs ``code`` and inherits ``keep``, which this process closes."""
     command = [sys.executable, "-c", code]
-    process = subprocess.Popen(command, pass_fds=[keep.fileno()], env=os.environ | ENVIRONMENT | environment, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command,
+        pass_fds=[keep.fileno()],
+        env=os.environ | ENVIRONMENT | environment,
+        stdin=subprocess.DEVNULL,
+    )
     keep.close()
     return process
 
@@ -254,12 +273,23 @@ def _case(task: bytes) -> Any:
     path, rank, ranks, store, timeout, device, call = pickle.loads(task)
     sys.path[:] = path
     function, arguments = pickle.loads(call)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     backend = "gloo"
     if device is Device.CUDA:
         torch.cuda.set_device(rank)
         backend = "nccl"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout),
+    )
     try:
         answer = function(rank, ranks, *arguments)
         dist.barrier()

@@ -20,7 +20,10 @@ Ints = npt.NDArray[np.int64]
 
 LENGTH = 2048
 GLOBAL_BATCH, RANKS, MICRO_BATCH = 1024, 128, 8
-WEIGHTS = ((0.7, 0.2, 0.1), (0.4, 0.3, 0.3))  # of the three sources of a mixture, before and after half of the first epoch
+WEIGHTS = (
+    (0.7, 0.2, 0.1),
+    (0.4, 0.3, 0.3),
+)  # of the three sources of a mixture, before and after half of the first epoch
 
 
 class Invented:
@@ -58,7 +61,9 @@ def invented_stream(samples: int, *, mixed: bool) -> Stream:
     tables = [tuple(Fraction(str(weight)) for weight in weights) for weights in WEIGHTS]
     mixture = Mixture([Phase(0, tables[0]), Phase(samples // 2, tables[1])], 0)
     names = ("code", "maths", "web")
-    sources = {name: TokenWindows(Invented(samples // 3 * LENGTH), LENGTH, source_seed(0, name)) for name in names}
+    sources = {
+        name: TokenWindows(Invented(samples // 3 * LENGTH), LENGTH, source_seed(0, name)) for name in names
+    }
     return Stream(sources, mixture, seed=0, batch=batch, data_rank=3)
 
 

@@ -36,7 +36,12 @@ class Case(StrEnum):
     def settings(self) -> dict[str, Any]:
         if self is Case.ADAM:
             return {"optim__lr": 2e-3}
-        return {"optim__name": OptimizerName.sgd, "optim__clip": 0.0, "optim__lr": 0.1, "optim__weight_decay": 0.0}
+        return {
+            "optim__name": OptimizerName.sgd,
+            "optim__clip": 0.0,
+            "optim__lr": 0.1,
+            "optim__weight_decay": 0.0,
+        }
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,9 @@ class Cell:
     vocabulary: int = VOCABULARY
     experts: int = 0  # of a layer; 0: as many as the tiny model of the family has
     batch: int = GLOBAL_BATCH
-    idle: bool = False  # routers are biased so that most experts, and so whole ranks of the expert axis, get no token
+    idle: bool = (
+        False  # routers are biased so that most experts, and so whole ranks of the expert axis, get no token
+    )
     recompute: bool = False
     documents: bool = False  # kept apart, in samples that are made of them
     eps: float = EPS  # Adam's
@@ -76,7 +83,13 @@ class Cell:
     @property
     def layout(self) -> str:
         """``tp2-pp2-dp2-zero1``; ``one`` for a single rank."""
-        sizes = (("tp", self.tensor), ("cp", self.context), ("ep", self.expert), ("pp", self.pipeline), ("dp", self.data))
+        sizes = (
+            ("tp", self.tensor),
+            ("cp", self.context),
+            ("ep", self.expert),
+            ("pp", self.pipeline),
+            ("dp", self.data),
+        )
         parts = [f"{short}{size}" for short, size in sizes if size > 1]
         if self.engine is EngineName.deepspeed or self.zero:
             parts.append(f"zero{self.zero}")
@@ -95,10 +108,18 @@ class Cell:
     def plan(self, case: Case, device: Device = Device.CPU, **more: Any) -> RunPlan:
         """With ``more`` keys as ``testing/tiny.py`` takes them. Raises PlanError: the engine cannot carry this cell out."""
         changes: dict[str, Any] = {
-            "engine__name": self.engine, "zero__stage": self.zero, "parallel__tensor": self.tensor, "parallel__pipeline": self.pipeline,
-            "parallel__context": self.context, "parallel__expert": self.expert, "model__num_hidden_layers": self.layers,
-            "model__vocab_size": self.vocabulary, "train__global_batch": self.batch, "train__activation_checkpointing": self.recompute,
-            "data__documents": Documents.separate if self.documents else Documents.joined, "optim__eps": self.eps,
+            "engine__name": self.engine,
+            "zero__stage": self.zero,
+            "parallel__tensor": self.tensor,
+            "parallel__pipeline": self.pipeline,
+            "parallel__context": self.context,
+            "parallel__expert": self.expert,
+            "model__num_hidden_layers": self.layers,
+            "model__vocab_size": self.vocabulary,
+            "train__global_batch": self.batch,
+            "train__activation_checkpointing": self.recompute,
+            "data__documents": Documents.separate if self.documents else Documents.joined,
+            "optim__eps": self.eps,
             **case.settings,
             **more,
         }
@@ -111,8 +132,17 @@ class Cell:
 
     def oracle(self) -> Cell:
         """The same model, samples and first weights on ``local``: equal for all layouts of a family with the same sizes."""
-        return Cell(engine=EngineName.local, family=self.family, layers=self.layers, vocabulary=self.vocabulary, experts=self.experts,
-                    batch=self.batch, idle=self.idle, documents=self.documents, eps=self.eps)
+        return Cell(
+            engine=EngineName.local,
+            family=self.family,
+            layers=self.layers,
+            vocabulary=self.vocabulary,
+            experts=self.experts,
+            batch=self.batch,
+            idle=self.idle,
+            documents=self.documents,
+            eps=self.eps,
+        )
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -130,7 +160,8 @@ class Cell:
 
 ROUNDING = Excess(
     replace(TOLERANCE, weight=1e-3),
-    "with eps 1e-8 a weight whose gradient is nothing but rounding moves by a part of the learning rate, 2e-3, in any direction")
+    "with eps 1e-8 a weight whose gradient is nothing but rounding moves by a part of the learning rate, 2e-3, in any direction",
+)
 
 
 def default_eps(cell: Cell) -> Cell:
@@ -146,7 +177,9 @@ def megatron(family: str, label: str = "", own: Sequence[tuple[str, Any]] = (), 
     return Cell(engine=EngineName.megatron, family=family, label=label, own=tuple(own), **sizes)
 
 
-def deepspeed(family: str, zero: int, label: str = "", own: Sequence[tuple[str, Any]] = (), **sizes: Any) -> Cell:
+def deepspeed(
+    family: str, zero: int, label: str = "", own: Sequence[tuple[str, Any]] = (), **sizes: Any
+) -> Cell:
     return Cell(engine=EngineName.deepspeed, family=family, zero=zero, label=label, own=tuple(own), **sizes)
 
 
@@ -252,7 +285,9 @@ FURTHER: tuple[Cell, ...] = (
     megatron("mixtral", pipeline=2),
     megatron("mixtral", data=2, zero=1),
     megatron("mixtral", data=2, expert=2, zero=1),
-    megatron("mixtral", data=2, expert=2, label="allgather", own=(("moe_token_dispatcher_type", "allgather"),)),
+    megatron(
+        "mixtral", data=2, expert=2, label="allgather", own=(("moe_token_dispatcher_type", "allgather"),)
+    ),
     *(deepspeed(family, stage, data=2) for family in ("gpt2", "qwen2", "mixtral") for stage in range(4)),
     *(deepspeed("qwen3", stage, data=2) for stage in range(3)),
     deepspeed("llama", 3, data=4),
@@ -285,11 +320,21 @@ FURTHER: tuple[Cell, ...] = (
     deepspeed("gpt2", 2, context=2, documents=True),
     deepspeed("qwen3", 2, context=2, label="full", recompute=True, documents=True),
     deepspeed("mixtral", 2, data=2, expert=2, documents=True),
-    *(default_eps(cell) for cell in (
-        megatron("llama"), megatron("llama", pipeline=2), megatron("llama", data=2, zero=1), megatron("qwen3", context=2),
-        megatron("gpt2", tensor=2, pipeline=2, label="sp"), *(deepspeed("llama", stage, data=2) for stage in range(3)),
-        deepspeed("llama", 1, tensor=2), deepspeed("qwen2", 2, context=2), deepspeed("gpt2", 3, data=2),
-        deepspeed("mixtral", 1, data=2, expert=2))),
+    *(
+        default_eps(cell)
+        for cell in (
+            megatron("llama"),
+            megatron("llama", pipeline=2),
+            megatron("llama", data=2, zero=1),
+            megatron("qwen3", context=2),
+            megatron("gpt2", tensor=2, pipeline=2, label="sp"),
+            *(deepspeed("llama", stage, data=2) for stage in range(3)),
+            deepspeed("llama", 1, tensor=2),
+            deepspeed("qwen2", 2, context=2),
+            deepspeed("gpt2", 3, data=2),
+            deepspeed("mixtral", 1, data=2, expert=2),
+        )
+    ),
     *IDLE,
 )
 
@@ -304,11 +349,17 @@ def choose(words: Iterable[str]) -> tuple[Cell, ...]:
     """
     chosen: list[Cell] = []
     for word in words:
-        found = {"core": CORE, "all": ALL}.get(word) or tuple(cell for cell in ALL if fnmatchcase(cell.name, word))
+        found = {"core": CORE, "all": ALL}.get(word) or tuple(
+            cell for cell in ALL if fnmatchcase(cell.name, word)
+        )
         if not found:
-            raise InputError(Problem("--cells", f"--cells {word}", "cells are core, all, a name, or a pattern of names with *",
-                                     "python launch/verify.py --list shows the names"))
+            raise InputError(
+                Problem(
+                    "--cells",
+                    f"--cells {word}",
+                    "cells are core, all, a name, or a pattern of names with *",
+                    "python launch/verify.py --list shows the names",
+                )
+            )
         chosen += found
     return tuple(dict.fromkeys(chosen))
-
-

@@ -67,7 +67,10 @@ class Measured:
             loss=distance.loss if distance else 0.0,
             norm=distance.norm if distance else 0.0,
             gradient=relative(self.gradients, oracle.gradients) if oracle.gradients else None,
-            weight=max(float((self.trace.weights[name] - right).abs().max()) for name, right in oracle.trace.weights.items()),
+            weight=max(
+                float((self.trace.weights[name] - right).abs().max())
+                for name, right in oracle.trace.weights.items()
+            ),
             evaluation=abs(self.evaluation - oracle.evaluation),
         )
 
@@ -88,8 +91,18 @@ def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return apart / largest if largest else (0.0 if apart == 0 else float("inf"))
 
 
-def measure(rank: int, ranks: int, plan: RunPlan, *, steps: int = STEPS, gradients: bool = False, gaps: bool = False,
-            first: FirstWeights = first_weights, task: Objective | None = None, batches: Batches = micro_batches) -> Measured:
+def measure(
+    rank: int,
+    ranks: int,
+    plan: RunPlan,
+    *,
+    steps: int = STEPS,
+    gradients: bool = False,
+    gaps: bool = False,
+    first: FirstWeights = first_weights,
+    task: Objective | None = None,
+    batches: Batches = micro_batches,
+) -> Measured:
     """A run from its first weights, on this rank of ``testing/dist.py``. Collective.
 
     Args:
@@ -111,15 +124,26 @@ def measure(rank: int, ranks: int, plan: RunPlan, *, steps: int = STEPS, gradien
         evaluated = engine.eval_step(samples(engine, plan, EVALUATION_STEP, rank))
     finally:
         engine.close()
-    return Measured(Trace(tuple(results), weights), evaluated.loss_sum / evaluated.tokens, found,
-                    tuple(watch.gaps[step] for step in range(steps)) if watch is not None else ())
+    return Measured(
+        Trace(tuple(results), weights),
+        evaluated.loss_sum / evaluated.tokens,
+        found,
+        tuple(watch.gaps[step] for step in range(steps)) if watch is not None else (),
+    )
 
 
-def first_gradients(engine: Engine, plan: RunPlan, rank: int, batches: Batches = micro_batches,
-                    first: FirstWeights = first_weights) -> dict[str, torch.Tensor]:
+def first_gradients(
+    engine: Engine,
+    plan: RunPlan,
+    rank: int,
+    batches: Batches = micro_batches,
+    first: FirstWeights = first_weights,
+) -> dict[str, torch.Tensor]:
     """Those of the first step, whole, on rank 0. Leaves useless weights: load again. Collective."""
     optim = plan.config.optim
-    assert optim.momentum == optim.weight_decay == optim.clip == 0, "the first step of plain SGD is the gradient"
+    assert optim.momentum == optim.weight_decay == optim.clip == 0, (
+        "the first step of plain SGD is the gradient"
+    )
     engine.load(first(plan))
     before = whole_weights(engine, plan, rank)
     engine.train_step(samples(engine, plan, 0, rank, batches), StepSettings(0, GRADIENT_LR))

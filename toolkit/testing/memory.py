@@ -21,7 +21,9 @@ class MemoryReader:
     @staticmethod
     def of(engine: Engine) -> MemoryReader:
         """A copy of the state of an engine of one rank."""
-        return MemoryReader({shard.key: shard.data.detach().clone() for shard in engine.shards()}, engine.scalars())
+        return MemoryReader(
+            {shard.key: shard.data.detach().clone() for shard in engine.shards()}, engine.scalars()
+        )
 
     @property
     def state(self) -> Mapping[TensorKey, torch.Tensor]:
@@ -29,14 +31,25 @@ class MemoryReader:
 
     @property
     def tensors(self) -> Mapping[TensorKey, TensorInfo]:
-        return {key: TensorInfo(str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in self._state.items()}
+        return {
+            key: TensorInfo(str(value.dtype).removeprefix("torch."), tuple(value.shape))
+            for key, value in self._state.items()
+        }
 
     @torch.no_grad()
     def read(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
             held = self._state.get(shard.key)
             if held is None or tuple(held.shape) != shard.global_shape:
-                raise CheckpointError(Problem(str(shard.key), f"{shard.key} of shape {shard.global_shape}", "what is read was saved",
-                                              "save it first"))
-            place = tuple(slice(low, low + size) for low, size in zip(shard.box.offset, shard.box.shape, strict=True))
+                raise CheckpointError(
+                    Problem(
+                        str(shard.key),
+                        f"{shard.key} of shape {shard.global_shape}",
+                        "what is read was saved",
+                        "save it first",
+                    )
+                )
+            place = tuple(
+                slice(low, low + size) for low, size in zip(shard.box.offset, shard.box.shape, strict=True)
+            )
             shard.data.copy_(held[place])

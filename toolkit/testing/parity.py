@@ -64,11 +64,20 @@ class Trace:
     def distance(self, other: Trace) -> Distance:
         assert len(self.results) == len(other.results), "traces of the same steps"
         assert self.weights.keys() == other.weights.keys(), self.weights.keys() ^ other.weights.keys()
-        weight = max(float((self.weights[name] - theirs).abs().max()) for name, theirs in other.weights.items())
+        weight = max(
+            float((self.weights[name] - theirs).abs().max()) for name, theirs in other.weights.items()
+        )
         return Distance(_largest(self.losses, other.losses), _largest(self.norms, other.norms), weight)
 
 
-def run(plan: RunPlan, *, rank: int = 0, steps: int = STEPS, task: Objective | None = None, batches: Batches = micro_batches) -> Trace:
+def run(
+    plan: RunPlan,
+    *,
+    rank: int = 0,
+    steps: int = STEPS,
+    task: Objective | None = None,
+    batches: Batches = micro_batches,
+) -> Trace:
     """A run from its first weights. Collective on several ranks."""
     engine = build_engine(plan, task or text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
@@ -91,14 +100,26 @@ def trace_on_rank(rank: int, ranks: int, plan: RunPlan, **settings: Any) -> Trac
     return run(plan, rank=rank, **settings)
 
 
-def step_all(engine: Engine, plan: RunPlan, steps: range, *, rank: int = 0, batches: Batches = micro_batches) -> list[StepResult]:
-    return [engine.train_step(samples(engine, plan, step, rank, batches), StepSettings(step, learning_rate(plan, step))) for step in steps]
+def step_all(
+    engine: Engine, plan: RunPlan, steps: range, *, rank: int = 0, batches: Batches = micro_batches
+) -> list[StepResult]:
+    return [
+        engine.train_step(
+            samples(engine, plan, step, rank, batches), StepSettings(step, learning_rate(plan, step))
+        )
+        for step in steps
+    ]
 
 
-def samples(engine: Engine, plan: RunPlan, step: int, rank: int, batches: Batches = micro_batches) -> list[MicroBatch]:
+def samples(
+    engine: Engine, plan: RunPlan, step: int, rank: int, batches: Batches = micro_batches
+) -> list[MicroBatch]:
     """What ``rank`` gets in ``step``, on the engine's device: ranks that differ only in other axes than data get the same."""
     data_rank = plan.axes.coordinates(rank).data
-    return [{name: tensor.to(engine.device) for name, tensor in batch.items()} for batch in batches(plan, step, data_rank)]
+    return [
+        {name: tensor.to(engine.device) for name, tensor in batch.items()}
+        for batch in batches(plan, step, data_rank)
+    ]
 
 
 def check(trace: Trace, oracle: Trace, tolerance: Distance = TOLERANCE) -> None:
@@ -134,8 +155,11 @@ def gather(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, to
     Raises:
         AssertionError: an element is not covered by exactly the copies that its shards promise.
     """
-    mine = [(shard.key, shard.global_shape, shard.box, shard.data.detach().cpu().clone(), shard.replicas)
-            for shard in shards if not shard.mirror]
+    mine = [
+        (shard.key, shard.global_shape, shard.box, shard.data.detach().cpu().clone(), shard.replicas)
+        for shard in shards
+        if not shard.mirror
+    ]
     every: list[Any] | None = [None] * ranks if rank == 0 else None
     if ranks == 1:
         every = [mine]
@@ -148,7 +172,9 @@ def gather(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, to
         found.setdefault(key, torch.empty(shape, dtype=data.dtype))[place] = data
         covered.setdefault(key, torch.zeros(shape, dtype=torch.float64))[place] += 1 / replicas
     for key, share in covered.items():
-        assert torch.allclose(share, torch.ones_like(share)), f"{key} is covered {share.min():g} to {share.max():g} times"
+        assert torch.allclose(share, torch.ones_like(share)), (
+            f"{key} is covered {share.min():g} to {share.max():g} times"
+        )
     return found
 
 

@@ -83,12 +83,23 @@ may choose another expert where two are as close as rounding: from that step on 
 
 def _of_device(device: str, rows: Sequence[Row]) -> str:
     ran = [row for row in rows if row.differences is not None]
-    counts = ", ".join(f"{sum(row.verdict is verdict for row in rows)} {verdict}" for verdict in Verdict
-                       if any(row.verdict is verdict for row in rows))
-    lines = [f"## On {device}", "", f"{len(rows)} runs of {len({row.cell for row in rows})} cells: {counts}.", ""]
+    counts = ", ".join(
+        f"{sum(row.verdict is verdict for row in rows)} {verdict}"
+        for verdict in Verdict
+        if any(row.verdict is verdict for row in rows)
+    )
+    lines = [
+        f"## On {device}",
+        "",
+        f"{len(rows)} runs of {len({row.cell for row in rows})} cells: {counts}.",
+        "",
+    ]
     if ran:
         lines += [_provenance(ran), "", f"Largest: {_largest(ran)}.", ""]
-        lines += ["| cell | case | loss | norm | gradient | weights | evaluation | verdict |", "|---|---|---|---|---|---|---|---|"]
+        lines += [
+            "| cell | case | loss | norm | gradient | weights | evaluation | verdict |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
         for row in ran:
             figures = " | ".join(_figure(row.differences, name) for name in FIGURES)
             lines.append(f"| `{row.cell}` | {row.case} | {figures} | {row.verdict} |")
@@ -134,8 +145,14 @@ def _one_line(text: str) -> str:
 
 def _row(held: dict[str, Any]) -> Row:
     differences = held["differences"]
-    return Row(**{**held, "verdict": Verdict(held["verdict"]), "tolerance": Differences(**held["tolerance"]),
-                  "differences": None if differences is None else Differences(**differences)})
+    return Row(
+        **{
+            **held,
+            "verdict": Verdict(held["verdict"]),
+            "tolerance": Differences(**held["tolerance"]),
+            "differences": None if differences is None else Differences(**differences),
+        }
+    )
 
 
 def _key(row: Row) -> tuple[str, str, str]:

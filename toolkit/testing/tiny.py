@@ -8,7 +8,16 @@ import torch
 
 from toolkit import families
 from toolkit.config.data import DataConfig, Documents
-from toolkit.config.schema import EngineConfig, EngineName, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, ScheduleName, TrainConfig
+from toolkit.config.schema import (
+    EngineConfig,
+    EngineName,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    ScheduleName,
+    TrainConfig,
+)
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
@@ -37,7 +46,9 @@ def tiny_config(family: str | None = "llama", **changes: Any) -> RunConfig:
         model=ModelConfig(family=family, **SIZES, **FAMILIES[family]) if family else ModelConfig(),
         engine=EngineConfig(name=EngineName.local),
         data=DataConfig(vocab_size=257),
-        train=TrainConfig(steps=20, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, sequence_length=LENGTH, seed=3),
+        train=TrainConfig(
+            steps=20, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, sequence_length=LENGTH, seed=3
+        ),
         optim=OptimConfig(lr=1e-3, eps=1e-4),
         schedule=ScheduleConfig(name=ScheduleName.constant),
     )
@@ -50,13 +61,19 @@ def tiny_config(family: str | None = "llama", **changes: Any) -> RunConfig:
 def tiny_plan(family: str | None = "llama", *, ranks: int = 1, **changes: Any) -> RunPlan:
     """On ``ranks`` CPU ranks; ``local`` on one and ``deepspeed`` on several, unless ``engine__name`` says otherwise."""
     changes = {"engine__name": EngineName.local if ranks == 1 else EngineName.deepspeed, **changes}
-    return make_plan(tiny_config(family, **changes), World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True))
+    return make_plan(
+        tiny_config(family, **changes),
+        World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True),
+    )
 
 
 def sample(number: int) -> dict[str, torch.Tensor]:
     """Inputs and labels, int64 [LENGTH]: counting in steps of 1 to 3; how many labels are masked differs by sample."""
     generator = torch.Generator().manual_seed(7919 * number + 1)
-    first, stride, masked = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 256), (1, 4), (0, LENGTH - 4)))
+    first, stride, masked = (
+        int(torch.randint(low, high, (), generator=generator))
+        for low, high in ((0, 256), (1, 4), (0, LENGTH - 4))
+    )
     return _shifted((first + stride * torch.arange(LENGTH + 1)) % 256, masked)
 
 
@@ -66,7 +83,10 @@ def sample_of_documents(number: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7919 * number + 1)
     rows: list[torch.Tensor] = []
     while sum(map(len, rows)) <= LENGTH:
-        first, stride, length = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 256), (1, 4), (1, 13)))
+        first, stride, length = (
+            int(torch.randint(low, high, (), generator=generator))
+            for low, high in ((0, 256), (1, 4), (1, 13))
+        )
         rows.append((first + stride * torch.arange(length)) % 256)
         rows[-1][-1] = END_OF_TEXT
     masked = int(torch.randint(0, LENGTH // 2, (), generator=generator))

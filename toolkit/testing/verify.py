@@ -75,8 +75,16 @@ Judgement = tuple[Verdict, str, Differences]
 Report = Callable[[Row], None]
 
 
-def verify(cells: Sequence[Cell], pool: RankPool, *, devices: int, device: Device, progress: Progress, report: Report = lambda row: None,
-           steps: int = STEPS) -> list[Row]:
+def verify(
+    cells: Sequence[Cell],
+    pool: RankPool,
+    *,
+    devices: int,
+    device: Device,
+    progress: Progress,
+    report: Report = lambda row: None,
+    steps: int = STEPS,
+) -> list[Row]:
     """Run ``cells`` with their optimizer cases, those that share an oracle next to each other.
 
     Args:
@@ -100,21 +108,44 @@ def verify(cells: Sequence[Cell], pool: RankPool, *, devices: int, device: Devic
     return rows
 
 
-def one(cell: Cell, case: Case, pool: RankPool, oracle: Callable[[Cell, Case], Measured], *, devices: int, device: Device,
-        steps: int = STEPS) -> Row:
+def one(
+    cell: Cell,
+    case: Case,
+    pool: RankPool,
+    oracle: Callable[[Cell, Case], Measured],
+    *,
+    devices: int,
+    device: Device,
+    steps: int = STEPS,
+) -> Row:
     started = time.monotonic()
     differences = None
     if cell.ranks > devices:
         verdict, cause = Verdict.NOT_RUN, f"needs {cell.ranks} devices, here are {devices}"
     else:
         try:
-            verdict, cause, differences = judge(cell, measured(cell, case, pool, device, steps), oracle(cell.oracle(), case))
+            verdict, cause, differences = judge(
+                cell, measured(cell, case, pool, device, steps), oracle(cell.oracle(), case)
+            )
         except (PlanError, RanksFailed) as error:
             verdict, cause = Verdict.FAILED, str(error)
     return Row(
-        cell=cell.name, engine=cell.engine.value, family=cell.family, layout=cell.layout, ranks=cell.ranks, case=case.value,
-        device=device.value, hardware=hardware(device), versions=versions(cell.engine), day=datetime.now(UTC).date().isoformat(),
-        seconds=round(time.monotonic() - started, 2), verdict=verdict, cause=cause, differences=differences, tolerance=cell.allowed)
+        cell=cell.name,
+        engine=cell.engine.value,
+        family=cell.family,
+        layout=cell.layout,
+        ranks=cell.ranks,
+        case=case.value,
+        device=device.value,
+        hardware=hardware(device),
+        versions=versions(cell.engine),
+        day=datetime.now(UTC).date().isoformat(),
+        seconds=round(time.monotonic() - started, 2),
+        verdict=verdict,
+        cause=cause,
+        differences=differences,
+        tolerance=cell.allowed,
+    )
 
 
 def measured(cell: Cell, case: Case, pool: RankPool, device: Device, steps: int = STEPS) -> Measured:
@@ -123,11 +154,21 @@ def measured(cell: Cell, case: Case, pool: RankPool, device: Device, steps: int 
     assert plan.shape is not None, "cells are of families"
     watched = cell.engine is EngineName.local and plan.shape.num_local_experts > 0
     found: Measured = pool.run(
-        measure_on_rank, plan, steps, case is Case.SGD, watched, cell.first_weights, ranks=cell.ranks, timeout=SECONDS)[0]
+        measure_on_rank,
+        plan,
+        steps,
+        case is Case.SGD,
+        watched,
+        cell.first_weights,
+        ranks=cell.ranks,
+        timeout=SECONDS,
+    )[0]
     return found
 
 
-def measure_on_rank(rank: int, ranks: int, plan: Any, steps: int, gradients: bool, gaps: bool, first: FirstWeights) -> Measured:
+def measure_on_rank(
+    rank: int, ranks: int, plan: Any, steps: int, gradients: bool, gaps: bool, first: FirstWeights
+) -> Measured:
     return measure(rank, ranks, plan, steps=steps, gradients=gradients, gaps=gaps, first=first)
 
 
@@ -140,19 +181,30 @@ def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:
     over = differences.over(cell.allowed)
     if not over:
         above = differences.over(Cell(engine=cell.engine, family=cell.family).allowed)
-        return (Verdict.BOUND, cell.excess.cause, differences) if above and cell.excess else (Verdict.EQUAL, "", differences)
+        return (
+            (Verdict.BOUND, cell.excess.cause, differences)
+            if above and cell.excess
+            else (Verdict.EQUAL, "", differences)
+        )
     step = found.departure(right, cell.allowed.loss)
     if step and right.gaps and (gap := min(right.gaps[step - 1 : step + 1])) <= FLIP_GAP:
         before = found.differences(right, step)
         if not {"loss", "norm", "gradient"} & set(before.over(cell.allowed)):
             cause = f"at step {step} two experts are {gap:.1e} apart for a token and rounding chooses; loss and norm are of before"
             return Verdict.FLIP, cause, before
-    worst = ", ".join(f"{name} {getattr(differences, name):.1e} (allowed {getattr(cell.allowed, name):.0e})" for name in over)
+    worst = ", ".join(
+        f"{name} {getattr(differences, name):.1e} (allowed {getattr(cell.allowed, name):.0e})"
+        for name in over
+    )
     return Verdict.APART, f"{worst}; loss first apart at step {step}", differences
 
 
 def versions(engine: EngineName) -> dict[str, str]:
-    names = {EngineName.deepspeed: ["deepspeed"], EngineName.megatron: ["megatron-core"], EngineName.local: []}[engine]
+    names = {
+        EngineName.deepspeed: ["deepspeed"],
+        EngineName.megatron: ["megatron-core"],
+        EngineName.local: [],
+    }[engine]
     found = {"toolkit": toolkit.__version__, "python": platform.python_version()}
     return found | {name: metadata.version(name) for name in ("torch", *names, "transformers")}
 

@@ -22,8 +22,13 @@ def rotated_groups(tensors: tuple[MegatronTensor, ...]) -> tuple[MegatronTensor,
     def rotated(tensor: MegatronTensor) -> MegatronTensor:
         group = sum(part.shape[0] for part in tensor.parts[:3])  # queries, key, value
         assert group < tensor.shape[0], f"{tensor.name} has one query group: there is nothing to rotate"
-        return replace(tensor, parts=tuple(
-            replace(part, at=((part.at[0] + group) % tensor.shape[0], *part.at[1:])) for part in tensor.parts))
+        return replace(
+            tensor,
+            parts=tuple(
+                replace(part, at=((part.at[0] + group) % tensor.shape[0], *part.at[1:]))
+                for part in tensor.parts
+            ),
+        )
 
     return tuple(rotated(tensor) if ".linear_qkv." in tensor.name else tensor for tensor in tensors)
 
@@ -34,7 +39,10 @@ def gate_and_up_swapped(tensors: tuple[MegatronTensor, ...]) -> tuple[MegatronTe
     def swapped(tensor: MegatronTensor) -> MegatronTensor:
         half = (tensor.shape[0] // 2, *tensor.shape[1:])
         below = inside(tensor.parts, (half[0], 0), half)
-        above = tuple(replace(part, at=(part.at[0] + half[0], *part.at[1:])) for part in inside(tensor.parts, (0, 0), half))
+        above = tuple(
+            replace(part, at=(part.at[0] + half[0], *part.at[1:]))
+            for part in inside(tensor.parts, (0, 0), half)
+        )
         return replace(tensor, parts=(*below, *above))
 
     return tuple(swapped(tensor) if tensor.cut is Cut.gated else tensor for tensor in tensors)

@@ -27,16 +27,29 @@ def measure_links(axes: Axes | None, device: torch.device, rank: int, ranks: int
     all_reduce_flags = make_flag_reduce(ranks)
     rows: list[Row] = []
     for name, groups in _along(axes, ranks):
-        made = {group: dist.new_group(list(group)) for group in groups}  # every rank makes all of them, in one order
+        made = {
+            group: dist.new_group(list(group)) for group in groups
+        }  # every rank makes all of them, in one order
         own = next(group for group in groups if rank in group)
         timed = time_all_reduces(made[own], device)
-        p50, p99, large = (round(seconds * NANO) for seconds in (timed.latency_p50, timed.latency_p99, timed.large_median))
+        p50, p99, large = (
+            round(seconds * NANO) for seconds in (timed.latency_p50, timed.latency_p99, timed.large_median)
+        )
         worst_p50, worst_p99, slowest, fastest = all_reduce_flags([p50, p99, large, -large])
         named = all_reduce_flags([own[0] if large == slowest else -1])[0]
-        rows.append(probe_row(
-            name, operation=timed.operation, ranks=timed.ranks, latency_p50=worst_p50 / NANO, latency_p99=worst_p99 / NANO,
-            large_bytes=timed.large_bytes, slowest_large=slowest / NANO, fastest_large=-fastest / NANO,
-            slowest_of=next(group for group in groups if named in group)))
+        rows.append(
+            probe_row(
+                name,
+                operation=timed.operation,
+                ranks=timed.ranks,
+                latency_p50=worst_p50 / NANO,
+                latency_p99=worst_p99 / NANO,
+                large_bytes=timed.large_bytes,
+                slowest_large=slowest / NANO,
+                fastest_large=-fastest / NANO,
+                slowest_of=next(group for group in groups if named in group),
+            )
+        )
         dist.destroy_process_group(made[own])
     return rows
 

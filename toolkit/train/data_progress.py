@@ -14,7 +14,9 @@ SamplesConsumed = Mapping[str, tuple[int, float]]  # samples and epochs by sourc
 
 def format_consumed(consumed: SamplesConsumed) -> str:
     """``code 1,200 (0.31 epochs), web 3,600 (0.02 epochs)``."""
-    return ", ".join(f"{name} {samples:,} ({epochs:.3g} epochs)" for name, (samples, epochs) in consumed.items())
+    return ", ".join(
+        f"{name} {samples:,} ({epochs:.3g} epochs)" for name, (samples, epochs) in consumed.items()
+    )
 
 
 class DataProgress(Hook):

@@ -34,11 +34,28 @@ class Evaluation(Hook):
 
     part = EVALUATION
 
-    def __init__(self, engine: Engine, task: Task, sets: Mapping[str, Callable[[], Batches]], *, every: int, steps: int,
-                 missing: Callable[[int], bool], announce: Callable[[Row], None], unit: str = "tokens",
-                 progress: Callable[[str], None] = lambda what: None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        sets: Mapping[str, Callable[[], Batches]],
+        *,
+        every: int,
+        steps: int,
+        missing: Callable[[int], bool],
+        announce: Callable[[Row], None],
+        unit: str = "tokens",
+        progress: Callable[[str], None] = lambda what: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._engine, self._task, self._sets, self._every, self._steps = engine, task, sets, every, steps
-        self._missing, self._announce, self._unit, self._progress, self._clock = missing, announce, unit, progress, clock
+        self._missing, self._announce, self._unit, self._progress, self._clock = (
+            missing,
+            announce,
+            unit,
+            progress,
+            clock,
+        )
 
     def on_start(self, step: int) -> None:
         if step and self._due(step) and self._missing(step):
@@ -60,10 +77,19 @@ class Evaluation(Hook):
         loss_sum, units = 0.0, 0
         others: defaultdict[str, float] = defaultdict(float)
         for samples in batches:
-            result = self._engine.eval_step([self._task.collate(micro_batch, self._engine.device) for micro_batch in samples])
+            result = self._engine.eval_step(
+                [self._task.collate(micro_batch, self._engine.device) for micro_batch in samples]
+            )
             loss_sum, units = loss_sum + result.loss_sum, units + result.tokens
             for other, total in result.others.items():
                 others[other] += total
             self._progress(f"a batch of the evaluation of {name} after step {step}")
         means = {other: total / units for other, total in others.items()}
-        return {"step": step, "set": name, "loss": loss_sum / units, **means, self._unit: units, "seconds": self._clock() - began}
+        return {
+            "step": step,
+            "set": name,
+            "loss": loss_sum / units,
+            **means,
+            self._unit: units,
+            "seconds": self._clock() - began,
+        }

@@ -21,8 +21,20 @@ Say = Callable[[str], None]
 TEMPERATURE = 0.7
 
 
-def finalize_run(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None, sink: Sink, unigram: float | None,
-                 consumed: SamplesConsumed, *, time: str, goodput: float | None, say: Say, tell: Say, stop: Callable[[], object]) -> None:
+def finalize_run(
+    plan: RunPlan,
+    directory: RunDirectory,
+    tokenizer: Path | None,
+    sink: Sink,
+    unigram: float | None,
+    consumed: SamplesConsumed,
+    *,
+    time: str,
+    goodput: float | None,
+    say: Say,
+    tell: Say,
+    stop: Callable[[], object],
+) -> None:
     """After the last step of a run.
 
     Args:
@@ -56,7 +68,9 @@ def finalize_run(plan: RunPlan, directory: RunDirectory, tokenizer: Path | None,
         say(line)
 
 
-def summary(rows: Sequence[Row], plan: RunPlan, *, time: str, goodput: float | None, consumed: SamplesConsumed) -> str:
+def summary(
+    rows: Sequence[Row], plan: RunPlan, *, time: str, goodput: float | None, consumed: SamplesConsumed
+) -> str:
     """Of a run that is done, in a line: its time, median speed without the first step (warm-up and compilation), and what it read.
 
     Args:
@@ -69,11 +83,15 @@ def summary(rows: Sequence[Row], plan: RunPlan, *, time: str, goodput: float | N
     if steady:
         used = [row["mfu"] for row in steady if "mfu" in row]
         utilisation = f" (MFU {statistics.median(used):.1%})" if used else ""
-        parts.append(f"{statistics.median(row[f'{plan.unit}_per_second'] for row in steady):,.0f} {plan.unit}/s{utilisation}")
+        parts.append(
+            f"{statistics.median(row[f'{plan.unit}_per_second'] for row in steady):,.0f} {plan.unit}/s{utilisation}"
+        )
         stalled = [row for row in steady if "data_seconds" in row]
         seconds = sum(row["step_seconds"] for row in stalled)
         if seconds:
-            parts.append(f"{sum(row['data_seconds'] for row in stalled) / seconds:.2%} of it waiting for data")
+            parts.append(
+                f"{sum(row['data_seconds'] for row in stalled) / seconds:.2%} of it waiting for data"
+            )
     if goodput is not None:
         parts.append(f"goodput {goodput:.1%}")
     return f"{', '.join(parts)}; samples: {format_consumed(consumed)}"
@@ -93,7 +111,9 @@ def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, 
         say(line)
 
 
-def _continuation(plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None, prompt: str, stop: Callable[[], object]) -> str:
+def _continuation(
+    plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None, prompt: str, stop: Callable[[], object]
+) -> str:
     from toolkit.data.sources import special_tokens_of, text_folder
     from toolkit.data.tokenizer import load
     from toolkit.train.generate import continue_text, load_model
@@ -105,18 +125,33 @@ def _continuation(plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None
     if checkpoint is None or step_of(checkpoint) != plan.config.train.steps:
         raise ValueError("monitor.prompt needs the weights of the last step: checkpoint.at_end=true")
     model = load_model(plan.shape, open_reader(checkpoint, model=plan.shape))
-    return continue_text(model, load(tokenizer), prompt, temperature=TEMPERATURE, seed=plan.config.train.seed,
-                         context=plan.shape.max_position_embeddings, stop=stop,
-                         special_tokens=special_tokens_of(plan.config.data, text_folder(plan.config.data)))
+    return continue_text(
+        model,
+        load(tokenizer),
+        prompt,
+        temperature=TEMPERATURE,
+        seed=plan.config.train.seed,
+        context=plan.shape.max_position_embeddings,
+        stop=stop,
+        special_tokens=special_tokens_of(plan.config.data, text_folder(plan.config.data)),
+    )
 
 
 def next_commands(plan: RunPlan, directory: RunDirectory) -> list[str]:
     """Where everything is, and three commands to try next."""
     path, steps = directory.path, plan.config.train.steps
-    there = [name for name in ("metrics.jsonl", "checkpoints", "plots/loss.png", "export") if (path / name).exists()]
+    there = [
+        name
+        for name in ("metrics.jsonl", "checkpoints", "plots/loss.png", "export")
+        if (path / name).exists()
+    ]
     if plan.shape is None:
         use = f"    weights:       toolkit.checkpoint.open_reader('{path}')"
     else:
-        use = f"    generate text: python launch/generate.py {path} \"import os\""
-    return [f"saved in {path}: {', '.join(there)}", f"    report:        python launch/report.py {path}", use,
-            f"    train longer:  the same command with train.steps={2 * steps}, and another layout if you like: zero=stage3"]
+        use = f'    generate text: python launch/generate.py {path} "import os"'
+    return [
+        f"saved in {path}: {', '.join(there)}",
+        f"    report:        python launch/report.py {path}",
+        use,
+        f"    train longer:  the same command with train.steps={2 * steps}, and another layout if you like: zero=stage3",
+    ]

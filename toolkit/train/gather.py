@@ -78,8 +78,12 @@ def _group(name: str, ranks: Sequence[int], rank: int) -> ProcessGroupGloo:
 def _devices() -> list[Any]:
     """What this process's gloo listens on: there is one, if only for the exchange of each step (``train/rank_sync.py``)."""
     cpu = torch.device("cpu")
-    backends: list[Any] = [group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map if cpu in group._device_types]
-    backends = [getattr(backend, "wrapped_pg", backend) for backend in backends]  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them
+    backends: list[Any] = [
+        group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map if cpu in group._device_types
+    ]
+    backends = [
+        getattr(backend, "wrapped_pg", backend) for backend in backends
+    ]  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them
     listens: Any = next(backend for backend in backends if isinstance(backend, dist.ProcessGroupGloo))
     return list(listens.options._devices)
 

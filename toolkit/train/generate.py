@@ -27,7 +27,9 @@ TOKENS = 64
 SECONDS = 60.0
 
 
-def load_model(shape: ModelShape, reader: Reader, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+def load_model(
+    shape: ModelShape, reader: Reader, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """The family's Hugging Face module, without dropout, with the reader's weights.
 
     Raises:
@@ -37,8 +39,12 @@ def load_model(shape: ModelShape, reader: Reader, device: torch.device | None = 
 
     config = AutoConfig.for_model(**families.get(shape.family).hugging_face_config(shape))
     model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    reader.read([Shard(TensorKey(WEIGHT, name), tuple(parameter.shape), Box.whole(parameter.shape), parameter.data)
-                 for name, parameter in model.named_parameters()])
+    reader.read(
+        [
+            Shard(TensorKey(WEIGHT, name), tuple(parameter.shape), Box.whole(parameter.shape), parameter.data)
+            for name, parameter in model.named_parameters()
+        ]
+    )
     return model.to(device or torch.device("cpu"))
 
 
@@ -55,9 +61,19 @@ def load_tokenizer(data_folder: str | Path, reader: Reader) -> Tokenizer:
 
 
 @torch.no_grad()
-def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, *, tokens: int = TOKENS, temperature: float = 0.8, seed: int = 0,
-                  context: int | None = None, seconds: float = SECONDS, special_tokens: SpecialTokens = SpecialTokens.refuse,
-                  stop: Callable[[], object] = lambda: None) -> str:
+def continue_text(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int = TOKENS,
+    temperature: float = 0.8,
+    seed: int = 0,
+    context: int | None = None,
+    seconds: float = SECONDS,
+    special_tokens: SpecialTokens = SpecialTokens.refuse,
+    stop: Callable[[], object] = lambda: None,
+) -> str:
     """Up to ``tokens`` further tokens as text; fewer where ``seconds`` pass or ``stop`` answers.
 
     The same seed gives the same text on the same device.
@@ -75,9 +91,11 @@ def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, *, tokens
     prepare_tokenizer(tokenizer, special_tokens)
     ids = tokenizer.encode(prompt).ids
     if not ids:
-        raise InputError(Problem("prompt", f"prompt={prompt!r}", "a prompt has at least one token", "write some text"))
+        raise InputError(
+            Problem("prompt", f"prompt={prompt!r}", "a prompt has at least one token", "write some text")
+        )
     if context is not None:
-        ids = ids[-max(1, context // 2, context - tokens):]
+        ids = ids[-max(1, context // 2, context - tokens) :]
         tokens = min(tokens, context - len(ids))
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -86,11 +104,15 @@ def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, *, tokens
     inputs, past = torch.tensor([ids], device=device), None
     while len(new) < tokens and time.monotonic() < deadline and not stop():
         output = model(input_ids=inputs, past_key_values=past, use_cache=True)
-        logits = output.logits[0, -1, : tokenizer.get_vocab_size()].float()  # the embedding may have more rows than the tokenizer
+        logits = output.logits[
+            0, -1, : tokenizer.get_vocab_size()
+        ].float()  # the embedding may have more rows than the tokenizer
         if temperature == 0:
             inputs = logits.argmax().reshape(1, 1)
         else:
-            inputs = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator).reshape(1, 1)
+            inputs = torch.multinomial(
+                torch.softmax(logits / temperature, dim=-1), 1, generator=generator
+            ).reshape(1, 1)
         past = output.past_key_values
         new.append(int(inputs))
     return tokenizer.decode(new)

@@ -8,7 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.goodput import Attempt, Goodput, Save, Times, add_save, compute_goodput, read_saves, read_times, write_times
+from toolkit.goodput import (
+    Attempt,
+    Goodput,
+    Save,
+    Times,
+    add_save,
+    compute_goodput,
+    read_saves,
+    read_times,
+    write_times,
+)
 from toolkit.monitor.sink import Row
 from toolkit.train.hooks import STATUS_SECONDS, Hook, StepDone
 from toolkit.train.saving import Costs
@@ -24,7 +34,13 @@ class GoodputTracker(Hook, Costs):
         clock: seconds since 1970.
     """
 
-    def __init__(self, folder: Path, before: Sequence[Attempt], say: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        before: Sequence[Attempt],
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._folder, self._before, self._say, self._clock = folder, tuple(before), say, clock
         now = clock()
         self._times = read_times(folder) or Times(began=now, seen=now)
@@ -35,7 +51,9 @@ class GoodputTracker(Hook, Costs):
     def on_start(self, step: int) -> None:
         self._change(first=step, step=step)
         self._write()
-        self._next = 0.0  # the first step stands there at once: whether there was one decides what follows a failure
+        self._next = (
+            0.0  # the first step stands there at once: whether there was one decides what follows a failure
+        )
 
     def on_step(self, done: StepDone) -> None:
         times, now = self._times, self._clock()
@@ -45,7 +63,9 @@ class GoodputTracker(Hook, Costs):
             waited = ""
             if self._before:
                 waited = f", and {max(0.0, now - self._before[-1].times.end):.1f} s after the end of the attempt before"
-            self._say(f"the first step (step {done.step}) is done {now - times.began:.1f} s after the start{waited}")
+            self._say(
+                f"the first step (step {done.step}) is done {now - times.began:.1f} s after the start{waited}"
+            )
         self._change(step=done.step, stepping=times.stepping + done.seconds, active=now)
         if now >= self._next:
             self._write()
@@ -85,7 +105,10 @@ class GoodputTracker(Hook, Costs):
 
     def goodput(self, kept: int | None = None) -> Goodput | None:
         """``kept``: the newest checkpoint's step where the run ends before its last one, and later steps will be lost."""
-        now = Attempt(replace(self._times, seen=self._clock()), tuple(read_saves(self._folder)) if kept is not None else ())
+        now = Attempt(
+            replace(self._times, seen=self._clock()),
+            tuple(read_saves(self._folder)) if kept is not None else (),
+        )
         return compute_goodput([*self._before, now], kept=kept)
 
     def status(self) -> Mapping[str, Any] | None:

@@ -30,7 +30,9 @@ class Alerts:
         with self._lock:
             told = self._limiter.admit(alert, self._clock())
         if told is not None:
-            self._sink.log(Kind.ALERT, replace(told, next_step=told.next_step.replace("RUN_DIR", self._run_dir)).row())
+            self._sink.log(
+                Kind.ALERT, replace(told, next_step=told.next_step.replace("RUN_DIR", self._run_dir)).row()
+            )
 
 
 class HealthSink(NullSink):
@@ -39,7 +41,9 @@ class HealthSink(NullSink):
     Behind a queue, so that it is called by one thread and costs the training none of its time.
     """
 
-    def __init__(self, detectors: Sequence[Detector], alert: Callable[[Alert], None], tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, detectors: Sequence[Detector], alert: Callable[[Alert], None], tell: Callable[[str], None]
+    ) -> None:
         self._detectors, self._alert, self._tell = list(detectors), alert, tell
 
     def log(self, kind: Kind, row: Row) -> None:
@@ -50,7 +54,9 @@ class HealthSink(NullSink):
                 found = detector.see(kind, row)
             except Exception as error:  # noqa: BLE001  a detector only watches
                 self._detectors.remove(detector)
-                self._tell(f"{type(detector).__name__} failed and looks no more: {type(error).__name__}: {error}")
+                self._tell(
+                    f"{type(detector).__name__} failed and looks no more: {type(error).__name__}: {error}"
+                )
             else:
                 if found is not None:
                     self._alert(found)

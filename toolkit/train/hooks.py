@@ -103,14 +103,26 @@ class Hooks(Hook):
 class Metrics(Hook):
     """One row a step and one an evaluation, to the sinks."""
 
-    def __init__(self, plan: RunPlan, sink: Sink, consumed: Callable[[int], Mapping[str, tuple[int, float]]], course: Course,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        sink: Sink,
+        consumed: Callable[[int], Mapping[str, tuple[int, float]]],
+        course: Course,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """
         Args:
             consumed: samples and epochs of each source after a step. Rows have the epochs where there are several sources.
             clock: that of ``course``.
         """
-        self._plan, self._sink, self._consumed, self._course, self._clock = plan, sink, consumed, course, clock
+        self._plan, self._sink, self._consumed, self._course, self._clock = (
+            plan,
+            sink,
+            consumed,
+            course,
+            clock,
+        )
         self._scaled = plan.config.precision.name is Precision.fp16
         self._throughput = Throughput.of(plan)
 
@@ -118,10 +130,21 @@ class Metrics(Hook):
         result, plan = done.result, self._plan
         samples = plan.batch.at(done.step - 1).size
         row = {
-            "step": done.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": done.lr, plan.unit: result.tokens,
-            "step_seconds": done.seconds, "data_seconds": done.agreed.data_seconds, "gc_seconds": done.agreed.gc_seconds,
+            "step": done.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": done.lr,
+            plan.unit: result.tokens,
+            "step_seconds": done.seconds,
+            "data_seconds": done.agreed.data_seconds,
+            "gc_seconds": done.agreed.gc_seconds,
             "host_bytes": done.agreed.host_bytes,
-            **self._throughput.row(samples=samples, units=result.tokens, computed=samples * plan.units_per_sample, seconds=done.seconds),
+            **self._throughput.row(
+                samples=samples,
+                units=result.tokens,
+                computed=samples * plan.units_per_sample,
+                seconds=done.seconds,
+            ),
             **self._course.row(step=done.step, seconds=done.seconds, now=self._clock()),
         }
         device = {"device_bytes": done.agreed.device_bytes} if plan.world.device is Device.CUDA else {}
@@ -129,7 +152,9 @@ class Metrics(Hook):
         if done.agreed.nonfinite:  # the only rows with these keys, but for fp16's
             scaling |= {"skipped": result.skipped, "weights_finite": not done.agreed.bad_weights}
         consumed = self._consumed(done.step)
-        epochs = {f"epochs/{name}": epochs for name, (_, epochs) in consumed.items()} if len(consumed) > 1 else {}
+        epochs = (
+            {f"epochs/{name}": epochs for name, (_, epochs) in consumed.items()} if len(consumed) > 1 else {}
+        )
         self._sink.log(Kind.STEP, {**row, **device, **scaling, **epochs})
 
     def on_eval(self, row: Row) -> None:
@@ -139,8 +164,14 @@ class Metrics(Hook):
 class StatusFile(Hook):
     """``status.json`` while the run is under way, at a bounded rate; how it ended is written by whoever started it. For rank 0."""
 
-    def __init__(self, directory: RunDirectory, attempt: int, newest: Path | None, clock: Callable[[], float] = time.monotonic,
-                 goodput: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        attempt: int,
+        newest: Path | None,
+        clock: Callable[[], float] = time.monotonic,
+        goodput: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    ) -> None:
         self._directory, self._attempt, self._clock, self._goodput = directory, attempt, clock, goodput
         self._checkpoint = newest
         self._step = 0
@@ -165,21 +196,37 @@ class StatusFile(Hook):
         self._step, self._next = step, self._clock() + STATUS_SECONDS
         checkpoint = str(self._checkpoint) if self._checkpoint is not None else None
         self._directory.write_status(
-            Status(state=RunState.RUNNING, attempt=self._attempt, step=step, checkpoint=checkpoint, goodput=self._goodput()))
+            Status(
+                state=RunState.RUNNING,
+                attempt=self._attempt,
+                step=step,
+                checkpoint=checkpoint,
+                goodput=self._goodput(),
+            )
+        )
 
 
 class Plots(Hook):
     """Draws at the end, and where checkpoints are complete, at a bounded rate and in a thread: training does not wait for a
     picture. For rank 0."""
 
-    def __init__(self, draw: Callable[[], object], tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        draw: Callable[[], object],
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._draw, self._tell, self._clock = draw, tell, clock
         self._thread: threading.Thread | None = None
         self._next = clock() + PLOT_SECONDS
         self._broken = False
 
     def on_checkpoint(self, path: Path) -> None:
-        if self._broken or self._clock() < self._next or (self._thread is not None and self._thread.is_alive()):
+        if (
+            self._broken
+            or self._clock() < self._next
+            or (self._thread is not None and self._thread.is_alive())
+        ):
             return
         self._next = self._clock() + PLOT_SECONDS
         self._thread = threading.Thread(target=self._work, name="plots", daemon=True)

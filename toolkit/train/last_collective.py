@@ -45,9 +45,13 @@ class LastCollective:
         os.ftruncate(self.descriptor, RECORD_BYTES)
         self._memory = mmap.mmap(self.descriptor, RECORD_BYTES)
 
-    def note(self, group: str, axis: str, number: int, operation: str, peer: int | None, begun: float, tensors: str) -> None:
+    def note(
+        self, group: str, axis: str, number: int, operation: str, peer: int | None, begun: float, tensors: str
+    ) -> None:
         """As in ``Call``."""
-        text = f"{group}\n{axis}\n{number}\n{operation}\n{peer}\n{begun}\n{tensors}"[: RECORD_BYTES - 1].encode()
+        text = f"{group}\n{axis}\n{number}\n{operation}\n{peer}\n{begun}\n{tensors}"[
+            : RECORD_BYTES - 1
+        ].encode()
         self._memory[: len(text) + 1] = text + b"\0"
 
     def close(self) -> None:
@@ -70,8 +74,17 @@ def read_last_collective(box: int) -> Call | None:
     group, *rest = os.pread(box, RECORD_BYTES, 0).partition(b"\0")[0].decode(errors="replace").split("\n")
     try:
         axis, number, operation, peer, begun, tensors = rest
-        return Call(group=group, ranks=(), axis=axis, number=int(number), operation=operation, tensors=tensors, begun=float(begun),
-                    finished=False, peer=None if peer == "None" else int(peer))
+        return Call(
+            group=group,
+            ranks=(),
+            axis=axis,
+            number=int(number),
+            operation=operation,
+            tensors=tensors,
+            begun=float(begun),
+            finished=False,
+            peer=None if peer == "None" else int(peer),
+        )
     except ValueError:  # empty, or the process ended while it wrote
         return None
 

@@ -41,9 +41,20 @@ class Ledger(Hook):
         say, tell: for results, for trouble; on rank 0.
     """
 
-    def __init__(self, taken: Callable[[], Iterable[StepTime]], vectors: Vectors, gather: Gather, log: Callable[[Row], None], *,
-                 rank: int, ranks: int, say: Callable[[str], None], tell: Callable[[str], None], end_seconds: float = END_SECONDS,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        taken: Callable[[], Iterable[StepTime]],
+        vectors: Vectors,
+        gather: Gather,
+        log: Callable[[Row], None],
+        *,
+        rank: int,
+        ranks: int,
+        say: Callable[[str], None],
+        tell: Callable[[str], None],
+        end_seconds: float = END_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._taken, self._vectors, self._gather, self._log = taken, vectors, gather, log
         self._rank, self._say, self._tell = rank, say, tell
         self._end_seconds, self._clock = end_seconds, clock
@@ -98,7 +109,9 @@ class Ledger(Hook):
         if self._rank != 0:
             return
         if self._thread.is_alive():
-            self._tell(f"the ledger lacks the last steps: some rank did not send them within {self._end_seconds:g} s")
+            self._tell(
+                f"the ledger lacks the last steps: some rank did not send them within {self._end_seconds:g} s"
+            )
         elif self._totals.steps:
             self._say(f"where the time went, by the median rank: {self._totals.words()}")
 
@@ -144,9 +157,24 @@ class Ledger(Hook):
                 self._totals.add(row)
 
 
-def ledger_of(plan: RunPlan, recorder: StepRecorder, log: Callable[[Row], None], *, rank: int, say: Callable[[str], None],
-              tell: Callable[[str], None]) -> Ledger:
+def ledger_of(
+    plan: RunPlan,
+    recorder: StepRecorder,
+    log: Callable[[Row], None],
+    *,
+    rank: int,
+    say: Callable[[str], None],
+    tell: Callable[[str], None],
+) -> Ledger:
     """Collective."""
     ranks = plan.world.ranks
-    return Ledger(recorder.taken, Vectors(part_names(plan.axes)), gather_of(rank, ranks, plan.world.ranks_per_node), log, rank=rank,
-                  ranks=ranks, say=say, tell=tell if rank == 0 else lambda words: None)
+    return Ledger(
+        recorder.taken,
+        Vectors(part_names(plan.axes)),
+        gather_of(rank, ranks, plan.world.ranks_per_node),
+        log,
+        rank=rank,
+        ranks=ranks,
+        say=say,
+        tell=tell if rank == 0 else lambda words: None,
+    )

@@ -19,9 +19,17 @@ from toolkit.train.state import TrainState
 from toolkit.train.task import Task
 
 
-def train(plan: RunPlan, engine: Engine, task: Task, stream: Iterable[Sequence[np.ndarray]], state: TrainState, hooks: Hook,
-          agree: Callable[[float, StepResult], StepConsensus], clock: Callable[[], float] = time.perf_counter,
-          recorder: Recorder = UNRECORDED) -> ExitCode:
+def train(
+    plan: RunPlan,
+    engine: Engine,
+    task: Task,
+    stream: Iterable[Sequence[np.ndarray]],
+    state: TrainState,
+    hooks: Hook,
+    agree: Callable[[float, StepResult], StepConsensus],
+    clock: Callable[[], float] = time.perf_counter,
+    recorder: Recorder = UNRECORDED,
+) -> ExitCode:
     """From ``state`` to the plan's last step, or to an agreed stop.
 
     A step's ``seconds`` run from when it begins to wait for its samples to when its result is known and the ranks have agreed;

@@ -72,8 +72,15 @@ class Watch:
 
 
 @contextmanager
-def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, all_reduce_flags: FlagReduce, *, rank: int,
-             attempt: int) -> Iterator[Watch]:
+def watching(
+    plan: RunPlan,
+    directory: RunDirectory,
+    sink: Sink,
+    all_reduce_flags: FlagReduce,
+    *,
+    rank: int,
+    attempt: int,
+) -> Iterator[Watch]:
     """From before the engine is built until the run is over, whatever ends it."""
     monitor, attempt_folder = plan.config.monitor, directory.attempt_folder(attempt)
     recorder: Recorder = UNRECORDED
@@ -89,40 +96,81 @@ def watching(plan: RunPlan, directory: RunDirectory, sink: Sink, all_reduce_flag
             processor = stack.enter_context(closing(Processor()))
             processor.start()
             recorder = taking = StepRecorder(
-                clock_of(plan.world.device), pipelined=plan.axes.pipeline > 1, delays=processor.read)
+                clock_of(plan.world.device), pipelined=plan.axes.pipeline > 1, delays=processor.read
+            )
             log_row = partial(sink.log, Kind.LEDGER)
-            ledger = made = stack.enter_context(closing(ledger_of(plan, taking, log_row, rank=rank, say=say, tell=tell)))
+            ledger = made = stack.enter_context(
+                closing(ledger_of(plan, taking, log_row, rank=rank, say=say, tell=tell))
+            )
             makers.append(lambda engine: made)
         if monitor.ledger or monitor.hang_seconds:
             stack.enter_context(collectives.watched(plan.axes, taking))
         if monitor.replicas_every and plan.axes.size > 1:
             compare = gather_of(rank, plan.axes.size, plan.world.ranks_per_node)
-            makers.append(lambda engine: stack.enter_context(closing(
-                Replicas(plan, engine, all_reduce_flags, compare, rank=rank, every=monitor.replicas_every, alert=alert, tell=tell))))
+            makers.append(
+                lambda engine: stack.enter_context(
+                    closing(
+                        Replicas(
+                            plan,
+                            engine,
+                            all_reduce_flags,
+                            compare,
+                            rank=rank,
+                            every=monitor.replicas_every,
+                            alert=alert,
+                            tell=tell,
+                        )
+                    )
+                )
+            )
         if monitor.probe:
-            makers.append(lambda engine: Probe(plan, engine.device, all_reduce_flags, rank=rank, file=attempt_folder / "probe.json",
-                                               sink=sink,
-                                               take=recorder.transfers_take, say=say))
+            makers.append(
+                lambda engine: Probe(
+                    plan,
+                    engine.device,
+                    all_reduce_flags,
+                    rank=rank,
+                    file=attempt_folder / "probe.json",
+                    sink=sink,
+                    take=recorder.transfers_take,
+                    say=say,
+                )
+            )
         if monitor.profile_step is not None and rank % plan.world.ranks_per_node == 0:
             first, file = monitor.profile_step, attempt_folder / f"trace-rank-{rank}.json.gz"
-            makers.append(lambda engine: Profile(first, monitor.profile_steps, file, engine.device, say=say, tell=tell))
+            makers.append(
+                lambda engine: Profile(first, monitor.profile_steps, file, engine.device, say=say, tell=tell)
+            )
 
-        stepping = stack.enter_context(sampling(plan, directory, sink, all_reduce_flags, alert, rank=rank, say=say, tell=tell))
+        stepping = stack.enter_context(
+            sampling(plan, directory, sink, all_reduce_flags, alert, rank=rank, say=say, tell=tell)
+        )
         makers.append(lambda engine: stepping)
 
         # The last to be entered is the first to be left: it asks the others while calls are still remembered.
-        progress = stack.enter_context(watchdog(plan, directory, sink, alert, taking, rank=rank, attempt=attempt))
+        progress = stack.enter_context(
+            watchdog(plan, directory, sink, alert, taking, rank=rank, attempt=attempt)
+        )
         makers.insert(0, lambda engine: progress)
         yield Watch(sink, recorder, alert, ledger, makers, process_stats, progress)
 
 
-def judge(plan: RunPlan, alert: Callable[[Alert], None], stack: ExitStack, makers: list[Callable[[Engine], Hook]]) -> Sink:
+def judge(
+    plan: RunPlan, alert: Callable[[Alert], None], stack: ExitStack, makers: list[Callable[[Engine], Hook]]
+) -> Sink:
     """On rank 0: looks at the rows of the run, in a thread of its own."""
     late = LateCheckpoint(parse_cadence(plan.config.checkpoint.every), time.monotonic)
     makers.append(lambda engine: Saves(late.saved))
     judges = [*detectors(plan), late]
-    queued = QueuedSink(lambda: HealthSink(judges, alert, tell), "health", lag_seconds=JUDGING_LAG_SECONDS, close_seconds=JUDGED_SECONDS)
+    queued = QueuedSink(
+        lambda: HealthSink(judges, alert, tell),
+        "health",
+        lag_seconds=JUDGING_LAG_SECONDS,
+        close_seconds=JUDGED_SECONDS,
+    )
     wanted = {kind for one in judges for kind in one.kinds}
-    health = CompositeSink([Only(queued, lambda kind, row: kind in wanted)])  # trouble of its own is told, and ends nothing
+    health = CompositeSink(
+        [Only(queued, lambda kind, row: kind in wanted)]
+    )  # trouble of its own is told, and ends nothing
     stack.callback(health.close, int(ExitCode.DONE))
     return health

@@ -38,13 +38,23 @@ class Diverged(Exception):
         """
         weights = "the weights are finite" if self.weights_finite else "the weights are not finite either"
         if checkpoint is None:
-            return (f"{self}; {weights}; there is no checkpoint.\n    remedy: start again with a smaller optim.lr, or "
-                    "with optim.clip=1")
-        sound = self.weights_finite or checked  # what was loaded from it was finite, or what was written to it
+            return (
+                f"{self}; {weights}; there is no checkpoint.\n    remedy: start again with a smaller optim.lr, or "
+                "with optim.clip=1"
+            )
+        sound = (
+            self.weights_finite or checked
+        )  # what was loaded from it was finite, or what was written to it
         named = f"the newest {'sound ' if sound else ''}checkpoint is {checkpoint}"
-        first = "" if sound else f"see whether it is sound: python launch/reshard.py action=verify source={checkpoint}; "
-        return (f"{self}; {weights}; {named}.\n    remedy: {first}go on from it with a smaller learning rate, as a new "
-                f"run: run.fork={checkpoint} optim.lr=...; or skip such steps: train.on_nonfinite=continue")
+        first = (
+            ""
+            if sound
+            else f"see whether it is sound: python launch/reshard.py action=verify source={checkpoint}; "
+        )
+        return (
+            f"{self}; {weights}; {named}.\n    remedy: {first}go on from it with a smaller learning rate, as a new "
+            f"run: run.fork={checkpoint} optim.lr=...; or skip such steps: train.on_nonfinite=continue"
+        )
 
 
 class StopOnNonfinite(Hook):
@@ -59,8 +69,11 @@ class StopOnNonfinite(Hook):
             return
         result = done.result
         what = "the gradient norm" if math.isfinite(result.loss) else "the loss"
-        raise Diverged(f"step {done.step}: {what} is not finite (loss {result.loss:g}, gradient norm "
-                       f"{result.grad_norm:g})", weights_finite=not done.agreed.bad_weights)
+        raise Diverged(
+            f"step {done.step}: {what} is not finite (loss {result.loss:g}, gradient norm "
+            f"{result.grad_norm:g})",
+            weights_finite=not done.agreed.bad_weights,
+        )
 
 
 def finite_on_all_ranks(shards: Iterable[Shard], all_reduce_flags: FlagReduce) -> bool:

@@ -39,8 +39,18 @@ class Probe(Hook):
         take: is given how long a transfer of so many bytes takes along the pipeline axis.
     """
 
-    def __init__(self, plan: RunPlan, device: torch.device, all_reduce_flags: FlagReduce, *, rank: int, file: Path, sink: Sink,
-                 take: Callable[[Callable[[int], float]], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        device: torch.device,
+        all_reduce_flags: FlagReduce,
+        *,
+        rank: int,
+        file: Path,
+        sink: Sink,
+        take: Callable[[Callable[[int], float]], None],
+        say: Callable[[str], None],
+    ) -> None:
         self._plan, self._device, self._all_reduce_flags, self._rank = plan, device, all_reduce_flags, rank
         self._file, self._sink, self._take, self._say = file, sink, take, say
 
@@ -50,7 +60,10 @@ class Probe(Hook):
         if self._rank != 0 or not rows:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._file, json.dumps({"step": step, "seconds": time.perf_counter() - began, "axes": rows}, indent=1) + "\n")
+        write_whole(
+            self._file,
+            json.dumps({"step": step, "seconds": time.perf_counter() - began, "axes": rows}, indent=1) + "\n",
+        )
         for row in rows:
             self._say(words(row))
         self._sink.log_summary("probe", "\n".join(words(row) for row in rows))
@@ -58,7 +71,9 @@ class Probe(Hook):
     def _row(self, axis: Axis) -> Row:
         peers = peers_along(self._plan.axes, axis, self._rank)
         group = find_group(peers, axis, self._device)
-        if self._all_reduce_flags([group is None])[0]:  # on no rank where it lacks on one: the others would wait for it
+        if self._all_reduce_flags([group is None])[
+            0
+        ]:  # on no rank where it lacks on one: the others would wait for it
             return missing_row(axis, len(peers))
         assert group is not None
         if axis is Axis.PIPELINE:
@@ -79,18 +94,33 @@ class Probe(Hook):
         for phase in (0, 1):
             other = place + 1 if place % 2 == phase else place - 1
             if 0 <= other < len(peers):
-                link = Link(peers[other], first=place < other, group=group if batched else None, batched=batched, device=self._device)
+                link = Link(
+                    peers[other],
+                    first=place < other,
+                    group=group if batched else None,
+                    batched=batched,
+                    device=self._device,
+                )
                 found.append(link.timed(len(peers)))
         return max(found, key=lambda timed: timed.large_median)
 
     def _compare(self, axis: Axis, peers: Sequence[int], timed: Timed) -> Row:
-        p50, p99, large = (round(seconds * NANO) for seconds in (timed.latency_p50, timed.latency_p99, timed.large_median))
+        p50, p99, large = (
+            round(seconds * NANO) for seconds in (timed.latency_p50, timed.latency_p99, timed.large_median)
+        )
         worst_p50, worst_p99, slowest, fastest = self._all_reduce_flags([p50, p99, large, -large])
         named = self._all_reduce_flags([peers[0] if large == slowest else -1])[0]
         return probe_row(
-            axis, operation=timed.operation, ranks=timed.ranks, latency_p50=worst_p50 / NANO, latency_p99=worst_p99 / NANO,
-            large_bytes=timed.large_bytes, slowest_large=slowest / NANO, fastest_large=-fastest / NANO,
-            slowest_of=peers_along(self._plan.axes, axis, named))
+            axis,
+            operation=timed.operation,
+            ranks=timed.ranks,
+            latency_p50=worst_p50 / NANO,
+            latency_p99=worst_p99 / NANO,
+            large_bytes=timed.large_bytes,
+            slowest_large=slowest / NANO,
+            fastest_large=-fastest / NANO,
+            slowest_of=peers_along(self._plan.axes, axis, named),
+        )
 
 
 def peers_along(axes: Axes, axis: Axis, rank: int) -> tuple[int, ...]:
@@ -105,12 +135,19 @@ def find_group(ranks: Sequence[int], axis: Axis, device: torch.device) -> Proces
     axis', so that none is made that training would not make itself.
     """
     backend = dist.get_backend()
-    fitting = [group for group, numbers in distributed_c10d._world.pg_group_ranks.items()
-               if list(numbers) == list(ranks) and dist.get_backend(group) == backend]
+    fitting = [
+        group
+        for group, numbers in distributed_c10d._world.pg_group_ranks.items()
+        if list(numbers) == list(ranks) and dist.get_backend(group) == backend
+    ]
 
     def preference(group: ProcessGroup) -> tuple[bool, bool]:
-        connected = getattr(group._get_backend(device), "_is_initialized", None)  # NCCL's; gloo connects when a group is made
-        return not (connected is not None and connected()), not group.group_desc.upper().startswith(axis.upper())
+        connected = getattr(
+            group._get_backend(device), "_is_initialized", None
+        )  # NCCL's; gloo connects when a group is made
+        return not (connected is not None and connected()), not group.group_desc.upper().startswith(
+            axis.upper()
+        )
 
     return min(fitting, key=preference, default=None)
 
@@ -126,10 +163,17 @@ def time_all_reduces(group: ProcessGroup, device: torch.device) -> Timed:
         once(small)
     small_seconds = [once(small) for _ in range(SMALL_REPEATS)]
     slowest = torch.tensor([once(large)], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # ranks that counted differently would wait for each other
+    dist.all_reduce(
+        slowest, dist.ReduceOp.MAX, group=group
+    )  # ranks that counted differently would wait for each other
     large_seconds = [once(large) for _ in range(_repeats(float(slowest)))]
-    return Timed(operation=ALL_REDUCE, ranks=group.size(), small_seconds=small_seconds, large_bytes=large.nbytes,
-                 large_seconds=large_seconds)
+    return Timed(
+        operation=ALL_REDUCE,
+        ranks=group.size(),
+        small_seconds=small_seconds,
+        large_bytes=large.nbytes,
+        large_seconds=large_seconds,
+    )
 
 
 def _repeats(seconds: float) -> int:
@@ -139,8 +183,16 @@ def _repeats(seconds: float) -> int:
 class Link:
     """To one neighbour in the pipeline, ``first`` being the one that sends first. Seconds are half of there and back."""
 
-    def __init__(self, peer: int, *, first: bool, group: ProcessGroup | None, batched: bool, device: torch.device) -> None:
-        self._peer, self._first, self._group, self._batched, self._device = peer, first, group, batched, device
+    def __init__(
+        self, peer: int, *, first: bool, group: ProcessGroup | None, batched: bool, device: torch.device
+    ) -> None:
+        self._peer, self._first, self._group, self._batched, self._device = (
+            peer,
+            first,
+            group,
+            batched,
+            device,
+        )
 
     def timed(self, ranks: int) -> Timed:
         small = torch.zeros(SMALL_NUMBERS, device=self._device)
@@ -148,8 +200,12 @@ class Link:
         for tensor in (*[small] * WARM_UP, large):
             self._there_and_back(tensor)
         return Timed(
-            operation=SEND, ranks=ranks, small_seconds=[self._there_and_back(small) / 2 for _ in range(SMALL_REPEATS)],
-            large_bytes=large.nbytes, large_seconds=[self._there_and_back(large) / 2 for _ in range(LARGE_REPEATS)])
+            operation=SEND,
+            ranks=ranks,
+            small_seconds=[self._there_and_back(small) / 2 for _ in range(SMALL_REPEATS)],
+            large_bytes=large.nbytes,
+            large_seconds=[self._there_and_back(large) / 2 for _ in range(LARGE_REPEATS)],
+        )
 
     def _there_and_back(self, tensor: torch.Tensor) -> float:
         turns = (self._send, self._receive) if self._first else (self._receive, self._send)

@@ -21,7 +21,9 @@ def process_group(plan: RunPlan, rank: int, local_rank: int) -> Iterator[None]:
     """``torch.distributed``, unless the caller has started it: of the addresses in the environment, or of this rank alone."""
     ranks = plan.world.ranks
     if dist.is_initialized() or (ranks == 1 and plan.config.engine.name is EngineName.local):
-        assert ranks == 1 or dist.get_world_size() == ranks, f"planned for {ranks} ranks, here are {dist.get_world_size()}"
+        assert ranks == 1 or dist.get_world_size() == ranks, (
+            f"planned for {ranks} ranks, here are {dist.get_world_size()}"
+        )
         yield
         return
     backend = "gloo"

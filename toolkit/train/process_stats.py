@@ -26,7 +26,9 @@ class ProcessStats:
         """Microseconds of garbage collection since the last reading; bytes of the process that belong to no file (what it maps of data and
         libraries comes and goes with the page cache); bytes that tensors hold on ``device``, 0 on CPU."""
         collected, self._collected = self._collected, 0.0
-        _, resident, shared, *_ = os.pread(self._statm, 128, 0).split()  # proc(5): pages; shared are those of files and shared memory
+        _, resident, shared, *_ = os.pread(
+            self._statm, 128, 0
+        ).split()  # proc(5): pages; shared are those of files and shared memory
         held = 0
         if device.type == "cuda":
             held = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]

@@ -30,8 +30,13 @@ class Processor:
         clock, used: seconds, and the processor time of all threads of the process.
     """
 
-    def __init__(self, *, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic,
-                 used: Callable[[], float] = time.process_time) -> None:
+    def __init__(
+        self,
+        *,
+        root: Path = Path("/"),
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.process_time,
+    ) -> None:
         self._root, self._clock, self._used = root, clock, used
         self._waits = _open(root / f"proc/self/task/{threading.get_native_id()}/schedstat")
         self._lock = threading.Lock()

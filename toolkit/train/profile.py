@@ -28,8 +28,16 @@ class Profile(Hook):
         say, tell: for results, for trouble.
     """
 
-    def __init__(self, first: int, steps: int, file: Path, device: torch.device, *, say: Callable[[str], None],
-                 tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        first: int,
+        steps: int,
+        file: Path,
+        device: torch.device,
+        *,
+        say: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> None:
         self._window, self._file, self._device = range(first, first + steps), file, device
         self._plain = file.with_suffix("")
         self._say, self._tell = say, tell
@@ -86,7 +94,11 @@ class Profile(Hook):
             with self._plain.open("rb") as source, gzip.open(self._file, "wb", compresslevel=5) as packed:
                 shutil.copyfileobj(source, packed)
             self._plain.unlink()
-            steps = f"steps {self._seen[0]} to {self._seen[-1]}" if len(self._seen) > 1 else f"step {self._seen[0]}"
+            steps = (
+                f"steps {self._seen[0]} to {self._seen[-1]}"
+                if len(self._seen) > 1
+                else f"step {self._seen[0]}"
+            )
             self._say(f"trace of {steps}: {self._file} (for ui.perfetto.dev)")
         except Exception as error:  # noqa: BLE001  a trace is no reason to end a training
             self._tell(f"the trace of the steps could not be written: {type(error).__name__}: {error}")

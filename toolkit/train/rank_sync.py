@@ -19,7 +19,9 @@ from toolkit.errors import InputError, Problem
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FlagReduce = Callable[[Sequence[int]], list[int]]  # this rank's small integers -> the largest of all ranks, place by place
+FlagReduce = Callable[
+    [Sequence[int]], list[int]
+]  # this rank's small integers -> the largest of all ranks, place by place
 FINALIZE_SECONDS = 1800.0  # how long the other ranks wait for what rank 0 does alone at the end
 
 
@@ -29,8 +31,12 @@ class StepConsensus:
 
     stop: bool = False  # some rank was asked to stop
     save: bool = False  # by rank 0's clock a checkpoint is due
-    no_time: bool = False  # a rank that was asked to stop has less time than a save takes: ``train/save_deadline.py``
-    data_seconds: float = 0.0  # that the rank which waited longest for its samples waited: the others wait for it
+    no_time: bool = (
+        False  # a rank that was asked to stop has less time than a save takes: ``train/save_deadline.py``
+    )
+    data_seconds: float = (
+        0.0  # that the rank which waited longest for its samples waited: the others wait for it
+    )
     ledger: int = 0  # how many steps each rank sends to the ledger now: ``train/ledger.py``
     gc_seconds: float = 0.0  # that the rank which collected garbage longest since the step before did so: the others wait for it
     nonfinite: bool = False  # the loss or the gradient norm is infinite or NaN: ``StepResult.nonfinite``
@@ -49,7 +55,9 @@ class GlooFlagReduce:
 
     def __init__(self) -> None:
         whole = dist.get_backend() == "gloo"
-        self._group: ProcessGroup | None = None if whole else dist.new_group(backend="gloo", timeout=timedelta(seconds=FINALIZE_SECONDS))
+        self._group: ProcessGroup | None = (
+            None if whole else dist.new_group(backend="gloo", timeout=timedelta(seconds=FINALIZE_SECONDS))
+        )
 
     def __call__(self, values: Sequence[int]) -> list[int]:
         flags = torch.tensor(values, dtype=torch.int64)
@@ -79,9 +87,16 @@ def check_same_data(fingerprint: Mapping[str, str | int], ranks: int) -> None:
     for rank, (host, found) in enumerate(everyone):
         differing = [key for key in first.keys() | found.keys() if found.get(key) != first.get(key)]
         if differing:
-            seen = [f"rank {number} on {name} reads {', '.join(f'{key}={data.get(key)}' for key in sorted(differing))}"
-                    for number, name, data in ((0, first_host, first), (rank, host, found))]
-            raise InputError(Problem(
-                "data.path", "; ".join(seen), "every rank reads the same data",
-                "copy one node's data folder to the others, or name one that all nodes see: data.path=FOLDER (data=stdlib differs with "
-                "the version of Python)"))
+            seen = [
+                f"rank {number} on {name} reads {', '.join(f'{key}={data.get(key)}' for key in sorted(differing))}"
+                for number, name, data in ((0, first_host, first), (rank, host, found))
+            ]
+            raise InputError(
+                Problem(
+                    "data.path",
+                    "; ".join(seen),
+                    "every rank reads the same data",
+                    "copy one node's data folder to the others, or name one that all nodes see: data.path=FOLDER (data=stdlib differs with "
+                    "the version of Python)",
+                )
+            )

@@ -24,7 +24,9 @@ from toolkit.train.rank_sync import FlagReduce
 
 END_SECONDS = 5.0  # how long the end waits for the last comparison
 
-Job = tuple[int, list[Set], "_Pending", int, bytes | None]  # step, sets, their hashes, sets of the rank that has most, new names
+Job = tuple[
+    int, list[Set], "_Pending", int, bytes | None
+]  # step, sets, their hashes, sets of the rank that has most, new names
 
 
 class Replicas(Hook):
@@ -37,9 +39,25 @@ class Replicas(Hook):
         tell: for trouble.
     """
 
-    def __init__(self, plan: RunPlan, engine: Engine, all_reduce_flags: FlagReduce, gather: Gather, *, rank: int, every: int,
-                 alert: Callable[[Alert], None], tell: Callable[[str], None], end_seconds: float = END_SECONDS) -> None:
-        self._plan, self._engine, self._all_reduce_flags, self._gather = plan, engine, all_reduce_flags, gather
+    def __init__(
+        self,
+        plan: RunPlan,
+        engine: Engine,
+        all_reduce_flags: FlagReduce,
+        gather: Gather,
+        *,
+        rank: int,
+        every: int,
+        alert: Callable[[Alert], None],
+        tell: Callable[[str], None],
+        end_seconds: float = END_SECONDS,
+    ) -> None:
+        self._plan, self._engine, self._all_reduce_flags, self._gather = (
+            plan,
+            engine,
+            all_reduce_flags,
+            gather,
+        )
         self._rank, self._every, self._alert, self._tell = rank, every, alert, tell
         self._end_seconds = end_seconds
         self._sets: list[Set] = []  # whose names rank 0 has
@@ -58,7 +76,9 @@ class Replicas(Hook):
         self._sets = sets
         if not slots:
             return  # no rank holds what another one holds
-        pending = _Pending(hashes([tensor for one in copies for tensor in one.tensors.values()], self._engine.device))
+        pending = _Pending(
+            hashes([tensor for one in copies for tensor in one.tensors.values()], self._engine.device)
+        )
         if self._thread.ident is None:
             self._thread.start()
         if self._thread.is_alive():
@@ -84,7 +104,9 @@ class Replicas(Hook):
                 return  # a rank is gone: that is everybody's trouble, and rank 0 tells it
             self._tell(f"copies are compared no more: {type(error).__name__}: {error}")
 
-    def _compare(self, step: int, sets: Sequence[Set], pending: _Pending, slots: int, names: bytes | None) -> None:
+    def _compare(
+        self, step: int, sets: Sequence[Set], pending: _Pending, slots: int, names: bytes | None
+    ) -> None:
         if names is not None:
             everyones = self._gather(np.frombuffer(names, dtype=np.uint8).copy())
             for rank, row in enumerate(() if everyones is None else everyones):
@@ -113,4 +135,3 @@ class _Pending:
         if self._passed is not None:
             self._passed.synchronize()  # of the thread, not of training
         return self._values.numpy()
-

@@ -31,7 +31,9 @@ class ResumePoint:
     forked: bool = False
 
 
-def set_aside_later_checkpoints(plan: RunPlan, directory: RunDirectory, resume_point: ResumePoint, attempt: int) -> list[str]:
+def set_aside_later_checkpoints(
+    plan: RunPlan, directory: RunDirectory, resume_point: ResumePoint, attempt: int
+) -> list[str]:
     """After ``resume=PATH`` the run continues from there, and after ``resume=never`` from the beginning: later starts too, should this
     one end before its first save.
 
@@ -48,7 +50,9 @@ def set_aside_later_checkpoints(plan: RunPlan, directory: RunDirectory, resume_p
     if not moved:
         return []
     names = ", ".join(folder.name for folder in moved)
-    return [f"{names} of the steps that are run again {'are' if len(moved) > 1 else 'is'} now in {aside}, and no later save removes them"]
+    return [
+        f"{names} of the steps that are run again {'are' if len(moved) > 1 else 'is'} now in {aside}, and no later save removes them"
+    ]
 
 
 def find_resume_point(plan: RunPlan, directory: RunDirectory) -> ResumePoint:
@@ -58,10 +62,16 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory) -> ResumePoint:
         UserError: there is nothing to continue from, or it must not be continued from.
     """
     # resume=never: RunDirectory.check has seen that nothing is there, or nothing that files agree on.
-    source = resolve_source(plan.config, newest(directory.checkpoints) if plan.config.resume == "auto" else None)
+    source = resolve_source(
+        plan.config, newest(directory.checkpoints) if plan.config.resume == "auto" else None
+    )
     if source.path is None:
         pretrained = plan.config.model.pretrained
-        words = f"random weights of train.seed={plan.config.train.seed}" if pretrained is None else f"the weights of {pretrained}"
+        words = (
+            f"random weights of train.seed={plan.config.train.seed}"
+            if pretrained is None
+            else f"the weights of {pretrained}"
+        )
         return ResumePoint(first_weights(plan), TrainState(), None, words, plan.batch)
     checkpoint = checkpoint_at(source.path) or source.path
     reader = open_reader(checkpoint, state.namespace(plan), plan.shape)
@@ -79,8 +89,10 @@ def restore_stream(resume_point: ResumePoint, stream: SampleStream) -> None:
     """
     if resume_point.checkpoint is None:
         return
-    recorded, data_state = (value if isinstance(value := resume_point.reader.scalars.get(name), Mapping) else {}
-                            for name in (state.DATA, state.DATA_STATE))
+    recorded, data_state = (
+        value if isinstance(value := resume_point.reader.scalars.get(name), Mapping) else {}
+        for name in (state.DATA, state.DATA_STATE)
+    )
     if resume_point.forked:
         stream.fork(recorded, data_state)
         return

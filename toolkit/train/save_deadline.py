@@ -34,7 +34,9 @@ class SaveDeadline(NoCosts):
     def __init__(self, plan: RunPlan, earlier: Iterable[Save] = ()) -> None:
         self._size, self._assumed = rank_bytes(plan), assumed_speed(plan.world)
         self._left: float | None = None  # when it was found to be too late
-        self._saves = deque(((save.seconds, save.bytes) for save in earlier if save.bytes and save.seconds), maxlen=SAVES)
+        self._saves = deque(
+            ((save.seconds, save.bytes) for save in earlier if save.bytes and save.seconds), maxlen=SAVES
+        )
 
     def saved(self, step: int, seconds: float, size: int) -> None:
         if seconds and size:
@@ -45,13 +47,20 @@ class SaveDeadline(NoCosts):
         """Of a save now; None where nothing is known of it."""
         if self._saves:
             speed = median(size / seconds for seconds, size in self._saves)
-            seconds = self._size / speed if self._size is not None else median(took for took, _ in self._saves)
-            return SaveEstimate(seconds, f"a save takes about {seconds:.3g} s, by the speed of the last {len(self._saves)}")
+            seconds = (
+                self._size / speed if self._size is not None else median(took for took, _ in self._saves)
+            )
+            return SaveEstimate(
+                seconds, f"a save takes about {seconds:.3g} s, by the speed of the last {len(self._saves)}"
+            )
         if self._size is None:
             return None
         seconds = self._size / self._assumed
-        return SaveEstimate(seconds, f"a save of {quantity(self._size, 'B')} a rank takes about {seconds:.3g} s, if a rank writes "
-                                 f"{quantity(self._assumed, 'B')} a second, which nobody has measured here")
+        return SaveEstimate(
+            seconds,
+            f"a save of {quantity(self._size, 'B')} a rank takes about {seconds:.3g} s, if a rank writes "
+            f"{quantity(self._assumed, 'B')} a second, which nobody has measured here",
+        )
 
     def too_late(self, seconds_left: float | None) -> bool:
         """``seconds_left`` is None where this rank was not asked to stop, or nobody ends it."""
@@ -70,9 +79,17 @@ class SaveDeadline(NoCosts):
             work: seconds of the steps since then.
         """
         estimate = self.estimate()
-        known = estimate is not None and self._left is not None  # else another rank, which was asked, has found it
-        why = f"{estimate.words}, and {self._left:.3g} s were left" if estimate is not None and known else "there was no time for it"
+        known = (
+            estimate is not None and self._left is not None
+        )  # else another rank, which was asked, has found it
+        why = (
+            f"{estimate.words}, and {self._left:.3g} s were left"
+            if estimate is not None and known
+            else "there was no time for it"
+        )
         kept = f"the newest checkpoint is of step {saved}" if saved is not None else "there is no checkpoint"
         steps = step - (saved or 0)
-        return (f"{reason}; not saved: {why}; {kept}, so {steps} step{'s' * (steps != 1)} and {duration(work)} of work will be done again. "
-                f"checkpoint.every decides how much that is")
+        return (
+            f"{reason}; not saved: {why}; {kept}, so {steps} step{'s' * (steps != 1)} and {duration(work)} of work will be done again. "
+            f"checkpoint.every decides how much that is"
+        )

@@ -97,15 +97,33 @@ class Checkpoints(Hook):
 
     part = CHECKPOINT
 
-    def __init__(self, plan: RunPlan, engine: Engine, store: CheckpointStore, stream: SampleStream, timer: Timer, *,
-                 rank: int, attempt: int, all_reduce_flags: FlagReduce, flush: Callable[[], None],
-                 announce: Callable[[Path], None], tell: Callable[[str], None], costs: Costs | None = None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        engine: Engine,
+        store: CheckpointStore,
+        stream: SampleStream,
+        timer: Timer,
+        *,
+        rank: int,
+        attempt: int,
+        all_reduce_flags: FlagReduce,
+        flush: Callable[[], None],
+        announce: Callable[[Path], None],
+        tell: Callable[[str], None],
+        costs: Costs | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._costs, self._clock = costs or NoCosts(), clock
         self.given_up = False
         self._plan, self._engine, self._store, self._timer = plan, engine, store, timer
         self._stream, self._rank, self._attempt = stream, rank, attempt
-        self._all_reduce_flags, self._flush, self._announce, self._tell = all_reduce_flags, flush, announce, tell
+        self._all_reduce_flags, self._flush, self._announce, self._tell = (
+            all_reduce_flags,
+            flush,
+            announce,
+            tell,
+        )
         self._every_steps = parse_cadence(plan.config.checkpoint.every).steps
         self._pending: PendingSave | None = None
         self._failed = False
@@ -141,11 +159,23 @@ class Checkpoints(Hook):
         self._flush()
         self._costs.save_begun(step)
         scalars = state.scalars(
-            self._plan, state.TrainState(step), self._stream.fingerprint(), self._stream.state(step), self._engine.scalars())
+            self._plan,
+            state.TrainState(step),
+            self._stream.fingerprint(),
+            self._stream.state(step),
+            self._engine.scalars(),
+        )
         background = self._plan.config.checkpoint.background and not last and not self._failed
         self._pending = self._store.save(
-            step, shards, scalars, namespace=state.namespace(self._plan), rank=self._rank, ranks=self._plan.world.ranks,
-            attempt=self._attempt, background=background)
+            step,
+            shards,
+            scalars,
+            namespace=state.namespace(self._plan),
+            rank=self._rank,
+            ranks=self._plan.world.ranks,
+            attempt=self._attempt,
+            background=background,
+        )
         self._timer.restart()
         if not background:
             self._settle()
@@ -160,7 +190,9 @@ class Checkpoints(Hook):
             pending.wait()
         except Exception as error:  # noqa: BLE001  whatever it was, the next save shows whether it lasts
             self._failed = True
-            self._tell(f"{pending.path} could not be saved, the next one is not made in the background: {type(error).__name__}: {error}")
+            self._tell(
+                f"{pending.path} could not be saved, the next one is not made in the background: {type(error).__name__}: {error}"
+            )
         else:
             self._failed = False
             step = step_of(pending.path)

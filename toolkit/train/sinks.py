@@ -34,8 +34,16 @@ FILE_LAG_SECONDS = 0.5  # a thread that is woken for each row costs training mor
 WANDB_LAG_SECONDS = 1.0  # a row makes six threads of three processes do something
 
 
-def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, attempt: int, data: Mapping[str, str | int],
-               launcher: str | None = None) -> Sink:
+def open_sinks(
+    plan: RunPlan,
+    directory: RunDirectory,
+    done: int,
+    rank: int,
+    *,
+    attempt: int,
+    data: Mapping[str, str | int],
+    launcher: str | None = None,
+) -> Sink:
     """Rank 0's has the run, the first of each other node what is of that node; nothing on the rest. None of them is waited for.
 
     Args:
@@ -51,19 +59,29 @@ def open_sinks(plan: RunPlan, directory: RunDirectory, done: int, rank: int, *, 
     files = {Kind.SYSTEM: directory.system_file(node), Kind.ALERT: directory.node_alerts_file(node)}
     if node == 0:
         _keep(directory, attempt, known)
-        files |= {Kind.STEP: directory.metrics_file, Kind.EVAL: directory.eval_file, Kind.LEDGER: directory.ledger_file}
+        files |= {
+            Kind.STEP: directory.metrics_file,
+            Kind.EVAL: directory.eval_file,
+            Kind.LEDGER: directory.ledger_file,
+        }
     sinks: list[Sink] = [QueuedSink(lambda: JsonlSink(files), "JSONL", lag_seconds=FILE_LAG_SECONDS)]
     if monitor.wandb is not WandbMode.disabled:
         arguments = wandb_arguments(plan, known, node)
-        process = QueuedSink(lambda: SubprocessSink(WandbSink, arguments, WANDB), WANDB, lag_seconds=WANDB_LAG_SECONDS,
-                             close_seconds=CLOSE_SECONDS + 5.0)
+        process = QueuedSink(
+            lambda: SubprocessSink(WandbSink, arguments, WANDB),
+            WANDB,
+            lag_seconds=WANDB_LAG_SECONDS,
+            close_seconds=CLOSE_SECONDS + 5.0,
+        )
         sinks.append(RateLimitedSink(process))
     console = QueuedSink(lambda: _console(plan, done, node), "console", lag_seconds=FILE_LAG_SECONDS)
     sinks.append(Only(console, lambda kind, row: kind in SHOWN))
     whole = CompositeSink(sinks)
     if node == 0:
         return whole
-    return Only(whole, lambda kind, row: kind in files)  # every rank knows the run's rows, and they are told once
+    return Only(
+        whole, lambda kind, row: kind in files
+    )  # every rank knows the run's rows, and they are told once
 
 
 def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[str, Any]:
@@ -75,10 +93,22 @@ def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[
     monitor, world = plan.config.monitor, plan.world
     mine = part(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
     own = {name: known[name] for name in ("git", "environment")}
-    config = {**described(plan), "data": known["data"], **({f"node-{node}": own} if mine.shared and node else own)}
-    return {"part": mine, "mode": monitor.wandb, "project": monitor.project, "entity": monitor.entity, "tags": list(monitor.tags),
-            "group": monitor.group or run_id(Path(plan.run_dir), plan.identity), "config": config, "trainer": os.getpid(),
-            "command": sys.argv}
+    config = {
+        **described(plan),
+        "data": known["data"],
+        **({f"node-{node}": own} if mine.shared and node else own),
+    }
+    return {
+        "part": mine,
+        "mode": monitor.wandb,
+        "project": monitor.project,
+        "entity": monitor.entity,
+        "tags": list(monitor.tags),
+        "group": monitor.group or run_id(Path(plan.run_dir), plan.identity),
+        "config": config,
+        "trainer": os.getpid(),
+        "command": sys.argv,
+    }
 
 
 def described(plan: RunPlan) -> dict[str, Any]:
@@ -107,8 +137,14 @@ def _console(plan: RunPlan, done: int, node: int) -> Sink:
         return AlertLines()
     on_gpus = plan.world.device is Device.CUDA
     table = Table(plan.unit, device=on_gpus, utilisation=on_gpus and peak_flops(plan) is not None)
-    return CompositeSink([ConsoleSink(Progress(), table, steps=plan.config.train.steps, done=done, every=plan.config.monitor.every),
-                          AlertLines()])
+    return CompositeSink(
+        [
+            ConsoleSink(
+                Progress(), table, steps=plan.config.train.steps, done=done, every=plan.config.monitor.every
+            ),
+            AlertLines(),
+        ]
+    )
 
 
 def _keep(directory: RunDirectory, attempt: int, known: Mapping[str, Any]) -> None:

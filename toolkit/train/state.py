@@ -26,7 +26,9 @@ from toolkit.rundir.source import SourceKind
 
 DATA, IDENTITY, SEED, VERSIONS = "data", "identity", "seed", "versions"
 DATA_STATE = "data_state"  # of a stream whose place does not follow from the step
-BATCH_STAGES = "batch_stages"  # [size, first step, first sample] of each size of the global batch until this step
+BATCH_STAGES = (
+    "batch_stages"  # [size, first step, first sample] of each size of the global batch until this step
+)
 _RECORDED_PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers")
 
 
@@ -42,21 +44,42 @@ class TrainState:
 
 def namespace(plan: RunPlan) -> str:
     """Of the canonical names in this run's checkpoints: ``llama/1``, or ``module/my.package.Model`` for ``model.target``."""
-    return families.get(plan.shape.family).namespace if plan.shape is not None else f"module/{plan.config.model.target}"
+    return (
+        families.get(plan.shape.family).namespace
+        if plan.shape is not None
+        else f"module/{plan.config.model.target}"
+    )
 
 
-def scalars(plan: RunPlan, state: TrainState, fingerprint: Mapping[str, Any], data_state: Mapping[str, Any],
-            engine: Mapping[str, object]) -> dict[str, object]:
+def scalars(
+    plan: RunPlan,
+    state: TrainState,
+    fingerprint: Mapping[str, Any],
+    data_state: Mapping[str, Any],
+    engine: Mapping[str, object],
+) -> dict[str, object]:
     """What a checkpoint holds besides tensors: plain JSON types. The engine's own keys stand beside the run's."""
     own: dict[str, object] = {
-        STEP: state.step, CONSUMED: state.consumed_samples(plan), DATA: dict(fingerprint),
-        BATCH_STAGES: [[stage.size, stage.first_step, stage.first_sample] for stage in plan.batch.stages if stage.first_step < state.step],
-        DATA_STATE: dict(data_state), IDENTITY: plan.identity, SEED: plan.config.train.seed, VERSIONS: versions(),
-        OPTIM: {name: getattr(plan.config.optim, name) for name in OPTIM_SETTINGS} | {"lr": learning_rate(plan, state.step)},
+        STEP: state.step,
+        CONSUMED: state.consumed_samples(plan),
+        DATA: dict(fingerprint),
+        BATCH_STAGES: [
+            [stage.size, stage.first_step, stage.first_sample]
+            for stage in plan.batch.stages
+            if stage.first_step < state.step
+        ],
+        DATA_STATE: dict(data_state),
+        IDENTITY: plan.identity,
+        SEED: plan.config.train.seed,
+        VERSIONS: versions(),
+        OPTIM: {name: getattr(plan.config.optim, name) for name in OPTIM_SETTINGS}
+        | {"lr": learning_rate(plan, state.step)},
     }
     if plan.shape is not None:
         own[MODEL] = asdict(plan.shape)
-    assert not own.keys() & engine.keys(), f"the engine's scalars take the run's names {sorted(own.keys() & engine.keys())}"
+    assert not own.keys() & engine.keys(), (
+        f"the engine's scalars take the run's names {sorted(own.keys() & engine.keys())}"
+    )
     return {**own, **engine}
 
 
@@ -84,19 +107,34 @@ def restore(plan: RunPlan, reader: Reader, kind: SourceKind, path: Path) -> tupl
     key = seen.partition("=")[0]
     step, consumed = found.get(STEP), found.get(CONSUMED)
     if not isinstance(step, int):
-        raise CheckpointError(Problem(key, f"{seen}, which is of no training step", "a run continues from a checkpoint of a run",
-                                      f"start from published weights with model=pretrained model.pretrained={path}"))
+        raise CheckpointError(
+            Problem(
+                key,
+                f"{seen}, which is of no training step",
+                "a run continues from a checkpoint of a run",
+                f"start from published weights with model=pretrained model.pretrained={path}",
+            )
+        )
     before, batch = _stages(found), plan.batch
     if isinstance(consumed, int) and (before or kind is SourceKind.FORK):
         batch = continue_batch(batch, plan.config.train, before, step, consumed)
     if kind is SourceKind.FORK:
         return TrainState(step), batch
     own = {IDENTITY: plan.identity, SEED: plan.config.train.seed, CONSUMED: batch.at(step).first_sample}
-    differing = [f"{name}={found[name]}, here {value}" for name, value in own.items() if name in found and found[name] != value]
+    differing = [
+        f"{name}={found[name]}, here {value}"
+        for name, value in own.items()
+        if name in found and found[name] != value
+    ]
     if differing:
-        raise CheckpointError(Problem(
-            key, f"{seen} has {'; '.join(differing)}", "a run continues with the same model, data, optimizer, schedule and batch",
-            f"bring back what differs, or start a new run from this state with run.fork={path}"))
+        raise CheckpointError(
+            Problem(
+                key,
+                f"{seen} has {'; '.join(differing)}",
+                "a run continues with the same model, data, optimizer, schedule and batch",
+                f"bring back what differs, or start a new run from this state with run.fork={path}",
+            )
+        )
     return TrainState(step), batch
 
 
@@ -105,4 +143,7 @@ def _stages(found: Mapping[str, object]) -> list[RampStage]:
     recorded = found.get(BATCH_STAGES)
     if not isinstance(recorded, list):
         return []
-    return [RampStage(size=size, first_step=step, first_sample=sample, steps=None) for size, step, sample in recorded]
+    return [
+        RampStage(size=size, first_step=step, first_sample=sample, steps=None)
+        for size, step, sample in recorded
+    ]

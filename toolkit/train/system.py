@@ -44,8 +44,17 @@ def nvml_of(plan: RunPlan) -> Any:
 
 
 @contextmanager
-def sampling(plan: RunPlan, directory: RunDirectory, sink: Sink, all_reduce_flags: FlagReduce, alert: Callable[[Alert], None], *, rank: int,
-             say: Callable[[str], None], tell: Callable[[str], None]) -> Iterator[Hook]:
+def sampling(
+    plan: RunPlan,
+    directory: RunDirectory,
+    sink: Sink,
+    all_reduce_flags: FlagReduce,
+    alert: Callable[[Alert], None],
+    *,
+    rank: int,
+    say: Callable[[str], None],
+    tell: Callable[[str], None],
+) -> Iterator[Hook]:
     """Every rank calls this. The first of each node samples, until the run is over; the hook is to be added on all.
 
     Args:
@@ -62,21 +71,38 @@ def sampling(plan: RunPlan, directory: RunDirectory, sink: Sink, all_reduce_flag
     if place != 0:
         yield Hook()
         return
-    host = Host(directory.path, {number: pids[number] for number in range(rank, min(rank + per_node, len(pids)))})
+    host = Host(
+        directory.path, {number: pids[number] for number in range(rank, min(rank + per_node, len(pids)))}
+    )
     detector = NodeDetector(node, CHECKPOINT_BYTES * sum(parameter.numel for parameter in plan.parameters))
     module = nvml_of(plan)
 
     def open_gpus() -> Gpus | None:
-        return gpu.open_gpus(module, per_node, os.environ.get("CUDA_VISIBLE_DEVICES")) if module is not None else None
+        return (
+            gpu.open_gpus(module, per_node, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            if module is not None
+            else None
+        )
 
     def on_xid(card: Card | None, number: int) -> None:
         place, uuid = (card.place, card.uuid) if card is not None else (None, "")
         alert(nodes.xid(number, place, node, sampler.step, uuid))
 
-    gpus = GpuSource(open_gpus, lambda opened: XidEvents(module, opened.cards), xid=on_xid, say=lambda words: say(f"node {node}: {words}"))
+    gpus = GpuSource(
+        open_gpus,
+        lambda opened: XidEvents(module, opened.cards),
+        xid=on_xid,
+        say=lambda words: say(f"node {node}: {words}"),
+    )
     sampler = Sampler(
-        node=node, seconds=seconds, sources=[Source("host", host.read, tell), Source("gpu", gpus.read, tell, gpus.close)],
-        log=partial(sink.log, Kind.SYSTEM), detect=detector.see, alert=alert, tell=tell)
+        node=node,
+        seconds=seconds,
+        sources=[Source("host", host.read, tell), Source("gpu", gpus.read, tell, gpus.close)],
+        log=partial(sink.log, Kind.SYSTEM),
+        detect=detector.see,
+        alert=alert,
+        tell=tell,
+    )
     sampler.start()
     try:
         yield NewestStep(sampler)

@@ -55,7 +55,9 @@ class NextToken(Text):
         experts_per_token: experts that each token visits; 0 in a model without experts.
     """
 
-    def __init__(self, router_coefficient: float = 0.0, end_of_text: int | None = None, *, experts_per_token: int = 0) -> None:
+    def __init__(
+        self, router_coefficient: float = 0.0, end_of_text: int | None = None, *, experts_per_token: int = 0
+    ) -> None:
         super().__init__(end_of_text)
         self._router_coefficient, self._experts_per_token = router_coefficient, experts_per_token
 
@@ -64,10 +66,14 @@ class NextToken(Text):
         extra = {"output_router_logits": True} if balanced else {}
         output = model(input_ids=batch["input_ids"], use_cache=False, **_positions(batch), **extra)
         logits = output.logits.float().flatten(0, 1)
-        loss = functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = functional.cross_entropy(
+            logits, batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
         if not balanced:
             return loss
-        return loss + self._router_coefficient * load_balance(output.router_logits, self._experts_per_token) * self.units(batch)
+        return loss + self._router_coefficient * load_balance(
+            output.router_logits, self._experts_per_token
+        ) * self.units(batch)
 
 
 def load_balance(router_logits: Sequence[torch.Tensor], experts_per_token: int) -> torch.Tensor:
@@ -101,18 +107,30 @@ class OwnLoss(Text):
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         output = model(input_ids=batch["input_ids"], labels=batch["labels"], **_positions(batch))
-        loss = output["loss"] if isinstance(output, dict) and "loss" in output else getattr(output, "loss", output)
+        loss = (
+            output["loss"]
+            if isinstance(output, dict) and "loss" in output
+            else getattr(output, "loss", output)
+        )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise self._refusal(loss)
         units = self.units(batch)
         return loss.float().reshape(()) * units if units else torch.nan_to_num(loss.float().reshape(())) * 0
 
     def _refusal(self, output: Any) -> ConfigError:
-        seen = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
-        return ConfigError(Problem(
-            "model.target", f"model.target={self._target}, whose forward returned {seen}",
-            "forward(input_ids, labels) returns one mean loss: a scalar tensor, or an object or dict with it as loss",
-            "return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) from forward"))
+        seen = (
+            f"a tensor of shape {tuple(output.shape)}"
+            if isinstance(output, torch.Tensor)
+            else type(output).__name__
+        )
+        return ConfigError(
+            Problem(
+                "model.target",
+                f"model.target={self._target}, whose forward returned {seen}",
+                "forward(input_ids, labels) returns one mean loss: a scalar tensor, or an object or dict with it as loss",
+                "return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) from forward",
+            )
+        )
 
 
 def _positions(batch: MicroBatch) -> MicroBatch:
@@ -126,4 +144,6 @@ def text_task(plan: RunPlan, end_of_text: int | None = None) -> Task:
     if plan.shape is None:
         assert model.target is not None, "a plan without a shape is of model.target"
         return OwnLoss(model.target, end_of_text)
-    return NextToken(plan.shape.router_aux_loss_coef, end_of_text, experts_per_token=plan.shape.num_experts_per_tok)
+    return NextToken(
+        plan.shape.router_aux_loss_coef, end_of_text, experts_per_token=plan.shape.num_experts_per_tok
+    )

@@ -31,7 +31,9 @@ class Vision(Task):
         self._classes = classes(manifest)
         statistics = manifest.split("train").statistics[IMAGE]
         self._mean = _by_band(statistics.mean)
-        self._scale = _by_band([1 / std if std else 1.0 for std in statistics.std])  # a band of one value says nothing
+        self._scale = _by_band(
+            [1 / std if std else 1.0 for std in statistics.std]
+        )  # a band of one value says nothing
 
     def collate(self, samples: np.ndarray, device: torch.device) -> MicroBatch:
         """Samples are structs [images] with ``image`` and ``label``; of none, a masked image is made: all ranks pass through the model."""
@@ -52,20 +54,41 @@ class Vision(Task):
 
     def eval_sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, torch.Tensor]:
         logits = self._logits(model, batch)
-        return {LOSS: _loss_sum(logits, batch["labels"]), "accuracy": (logits.argmax(dim=1) == batch["labels"]).sum()}
+        return {
+            LOSS: _loss_sum(logits, batch["labels"]),
+            "accuracy": (logits.argmax(dim=1) == batch["labels"]).sum(),
+        }
 
     def _logits(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         """fp32 [images, classes]."""
         dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         output: Any = model(pixel_values=batch["pixel_values"].to(dtype))
-        logits = output["logits"] if isinstance(output, dict) and "logits" in output else getattr(output, "logits", output)
+        logits = (
+            output["logits"]
+            if isinstance(output, dict) and "logits" in output
+            else getattr(output, "logits", output)
+        )
         images = len(batch["labels"])
-        if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) != images or logits.shape[1] < self._classes:
-            seen = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-            raise ConfigError(Problem(
-                "model.target", f"model.target={self._target}, whose forward returned {seen} for {images} images",
-                f"forward(pixel_values) returns logits [images, classes], as a tensor or as logits of an object; the labels need "
-                f"{self._classes} classes", f"return them so, and make the model's classes {self._classes} or more"))
+        if (
+            not isinstance(logits, torch.Tensor)
+            or logits.dim() != 2
+            or len(logits) != images
+            or logits.shape[1] < self._classes
+        ):
+            seen = (
+                f"a tensor of shape {list(logits.shape)}"
+                if isinstance(logits, torch.Tensor)
+                else type(logits).__name__
+            )
+            raise ConfigError(
+                Problem(
+                    "model.target",
+                    f"model.target={self._target}, whose forward returned {seen} for {images} images",
+                    f"forward(pixel_values) returns logits [images, classes], as a tensor or as logits of an object; the labels need "
+                    f"{self._classes} classes",
+                    f"return them so, and make the model's classes {self._classes} or more",
+                )
+            )
         return logits.float()
 
 

@@ -38,7 +38,9 @@ from toolkit.train.emergency_io import append_row, run_with_timeout, write_file,
 from toolkit.train.hooks import Hook, StepDone
 from toolkit.train.rank_messages import RankMessages
 
-START_SECONDS = 600.0  # until a start has made its first step, which compiles, the limit is no shorter than this
+START_SECONDS = (
+    600.0  # until a start has made its first step, which compiles, the limit is no shorter than this
+)
 POLL_SECONDS = 1.0  # between two looks; a tenth of a short limit
 PAUSE_SECONDS = 3.0  # a look that comes so much too late says that this process itself did not run
 COLLECT_SECONDS = 4.0  # for the other ranks' words
@@ -48,7 +50,10 @@ TRACE_SECONDS = 2.0  # for NCCL's flight recorder, which may ask a device that d
 FLUSH_SECONDS = 4.0  # for sinks to write what they have
 LINGER_SECONDS = 2.0  # that rank 0, which may serve the store, stays for other nodes
 LAST_SECONDS = 30.0  # after that the process ends, whatever it is at
-PAUSE_NODE, PAUSE_NODES = 0.1, 0.5  # between two looks for other ranks' words: on one node, and where a thousand may look
+PAUSE_NODE, PAUSE_NODES = (
+    0.1,
+    0.5,
+)  # between two looks for other ranks' words: on one node, and where a thousand may look
 MOST_COMPARED = 8  # ranks whose calls a failing rank looks at
 
 OWN_THREADS = ("watchdog", "mailbox", "processor")  # which only measure and report
@@ -82,13 +87,38 @@ class Watchdog(Progress):
         end: what ends the process.
     """
 
-    def __init__(self, limit_seconds: float, *, rank: int, processes: Sequence[ProcessId], messages: RankMessages, directory: RunDirectory,
-                 attempt: int, alert: Callable[[Alert], None], sink: Sink, part: Callable[[], str], boxes: Mapping[int, int] | None = None,
-                 calls: Callable[[], list[Call]] = last_calls, trace: Callable[[], str] | None = None,
-                 end: Callable[[int], object] = os._exit, clock: Callable[[], float] = time.monotonic) -> None:
-        self._steady_limit, self._rank, self._processes, self._messages = limit_seconds, rank, processes, messages
+    def __init__(
+        self,
+        limit_seconds: float,
+        *,
+        rank: int,
+        processes: Sequence[ProcessId],
+        messages: RankMessages,
+        directory: RunDirectory,
+        attempt: int,
+        alert: Callable[[Alert], None],
+        sink: Sink,
+        part: Callable[[], str],
+        boxes: Mapping[int, int] | None = None,
+        calls: Callable[[], list[Call]] = last_calls,
+        trace: Callable[[], str] | None = None,
+        end: Callable[[int], object] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steady_limit, self._rank, self._processes, self._messages = (
+            limit_seconds,
+            rank,
+            processes,
+            messages,
+        )
         self._limit = max(limit_seconds, START_SECONDS)
-        self._directory, self._attempt, self._alert, self._sink, self._part = directory, attempt, alert, sink, part
+        self._directory, self._attempt, self._alert, self._sink, self._part = (
+            directory,
+            attempt,
+            alert,
+            sink,
+            part,
+        )
         self._boxes = dict(boxes or {})
         self._calls, self._trace, self._end, self._clock = calls, trace, end, clock
         self._poll = min(POLL_SECONDS, limit_seconds / 10)
@@ -149,12 +179,18 @@ class Watchdog(Progress):
         self._ask(FAILURE)
         with_it = [rank for rank in call.ranks if rank != self._rank][:MOST_COMPARED]
         reports = self._collect(FAILURE, own, with_it, FAILURE_SECONDS)
-        reports |= {rank: word for rank in with_it if rank not in reports and (word := self._last_word(rank, call)) is not None}
+        reports |= {
+            rank: word
+            for rank in with_it
+            if rank not in reports and (word := self._last_word(rank, call)) is not None
+        }
         found = found_of(reports, self._processes, {}, asked=(self._rank, *with_it))
         said = diagnosis.mismatch(found)
         if said is not None:
             error.add_note(f"{said.cause} ({said.evidence})")
-            self._try(lambda: self._write_report(said, found, f"Rank {self._rank} failed after {own.last}: {words}"))
+            self._try(
+                lambda: self._write_report(said, found, f"Rank {self._rank} failed after {own.last}: {words}")
+            )
             if self._rank == 0 or self._gone(0):
                 self._raise(replace(said.alert(self._step), name=MISMATCH))
 
@@ -212,8 +248,10 @@ class Watchdog(Progress):
             self._conclude(own)
         verdict = self._await(VERDICT, VERDICT_SECONDS)
         if verdict is None:
-            write_stderr(f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no word of the rank that should say "
-                         f"why")
+            write_stderr(
+                f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no word of the rank that should say "
+                f"why"
+            )
         else:
             self._end_neighbours(json.loads(verdict)["silent"])
         run_with_timeout(self._close_sinks, FLUSH_SECONDS)
@@ -241,15 +279,27 @@ class Watchdog(Progress):
         return all(self._messages.read(f"{HANG}-{rank}") is None for rank in range(self._rank))
 
     def _conclude(self, own: Report) -> None:
-        found = self._found(self._collect(HANG, own, range(len(self._processes)), COLLECT_SECONDS if self._rank == 0 else self._pause))
+        found = self._found(
+            self._collect(
+                HANG, own, range(len(self._processes)), COLLECT_SECONDS if self._rank == 0 else self._pause
+            )
+        )
         said = diagnosis.diagnose(found)
-        head = (f"No progress for {own.idle:.0f} s after {own.last} (monitor.hang_seconds={self._steady_limit:g}); told by "
-                f"rank {self._rank} at {time.strftime('%Y-%m-%d %H:%M:%S')}.")
+        head = (
+            f"No progress for {own.idle:.0f} s after {own.last} (monitor.hang_seconds={self._steady_limit:g}); told by "
+            f"rank {self._rank} at {time.strftime('%Y-%m-%d %H:%M:%S')}."
+        )
         file = self._directory.hang_file(self._attempt)
         alert = replace(said.alert(self._step), evidence=f"{said.evidence}; stacks of all ranks: {file}")
         self._try(lambda: self._write_report(said, found, head))
-        self._try(lambda: self._directory.finish(RunState.FAILED, int(ExitCode.FAILURE), f"hang: {said.cause}; see {file}",
-                                                 attempt=self._attempt))
+        self._try(
+            lambda: self._directory.finish(
+                RunState.FAILED,
+                int(ExitCode.FAILURE),
+                f"hang: {said.cause}; see {file}",
+                attempt=self._attempt,
+            )
+        )
         write_stderr(f"the run hangs after {own.last}: {said.cause}. It ends; see {file}")
         self._post(VERDICT, json.dumps({"cause": said.cause, "report": str(file), "silent": found.silent}))
         self._raise(alert)  # sinks may take their time, and the others need not wait for them
@@ -262,7 +312,10 @@ class Watchdog(Progress):
             self._try(lambda: append_row(self._directory.alerts_file, alert.row()))
 
     def _write_report(self, said: diagnosis.Diagnosis, found: Found, head: str) -> None:
-        write_file(self._directory.hang_file(self._attempt), hang_text.report_text(said, found, head, linecache.getline))
+        write_file(
+            self._directory.hang_file(self._attempt),
+            hang_text.report_text(said, found, head, linecache.getline),
+        )
 
     def _at_last(self) -> None:
         if not self._left.wait(LAST_SECONDS):
@@ -278,30 +331,55 @@ class Watchdog(Progress):
         calls = tuple(replace(call, begun=call.begun - now + wall) for call in self._calls())
         threads = tuple(thread for thread in stacks.threads() if not thread.name.startswith(OWN_THREADS))
         return Report(
-            rank=self._rank, host=own.host, pid=own.pid, at=wall, step=self._step, last=what, idle=self._clock() - at, part=self._part(),
-            threads=threads, calls=calls, neighbours=self._neighbours(), failure=failure,
-            whole=why == FAILURE or self._trace is None)
+            rank=self._rank,
+            host=own.host,
+            pid=own.pid,
+            at=wall,
+            step=self._step,
+            last=what,
+            idle=self._clock() - at,
+            part=self._part(),
+            threads=threads,
+            calls=calls,
+            neighbours=self._neighbours(),
+            failure=failure,
+            whole=why == FAILURE or self._trace is None,
+        )
 
     def _with_trace(self, own: Report, trace: Callable[[], str]) -> Report:
         """NCCL's own record takes the place of the process's: it knows what the GPU has finished."""
         text = run_with_timeout(trace, TRACE_SECONDS)
         if text is None:
             return replace(own, whole=True)
-        self._try(lambda: write_file(self._directory.hang_folder(self._attempt) / f"rank-{self._rank}.nccl.json", text))
+        self._try(
+            lambda: write_file(
+                self._directory.hang_folder(self._attempt) / f"rank-{self._rank}.nccl.json", text
+            )
+        )
         calls = from_flight_recorder(json.loads(text), own.calls)
         there = {call.group for call in calls}
-        return replace(own, calls=(*(call for call in own.calls if call.group not in there), *calls), whole=True)
+        return replace(
+            own, calls=(*(call for call in own.calls if call.group not in there), *calls), whole=True
+        )
 
     def _neighbours(self) -> dict[int, Neighbour]:
         """Ranks of this host that cannot speak for themselves."""
         own = self._processes[self._rank]
-        seen = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if process.beside(own) and rank != self._rank}
+        seen = {
+            rank: self._seen(rank)
+            for rank, process in enumerate(self._processes)
+            if process.beside(own) and rank != self._rank
+        }
         return {rank: neighbour for rank, neighbour in seen.items() if neighbour.silent}
 
     def _seen(self, rank: int) -> Neighbour:
         process = self._processes[rank]
         last = last_collective.read_last_collective(self._boxes[rank]) if rank in self._boxes else None
-        return Neighbour(stacks.process_state(process), stacks.notes_of(process), call_words(last) if last is not None else "")
+        return Neighbour(
+            stacks.process_state(process),
+            stacks.notes_of(process),
+            call_words(last) if last is not None else "",
+        )
 
     def _last_word(self, rank: int, call: Call) -> Report | None:
         """Of a rank that ended without one: its last call, if that was one of the group of ``call``."""
@@ -309,8 +387,16 @@ class Watchdog(Progress):
         if last is None or last.group != call.group:
             return None
         process = self._processes[rank]
-        return Report(rank=rank, host=process.host, pid=process.pid, at=time.time(), step=self._step, last=self._beat[0], idle=0.0,
-                      calls=(replace(last, ranks=call.ranks),))
+        return Report(
+            rank=rank,
+            host=process.host,
+            pid=process.pid,
+            at=time.time(),
+            step=self._step,
+            last=self._beat[0],
+            idle=0.0,
+            calls=(replace(last, ranks=call.ranks),),
+        )
 
     def _gone(self, rank: int) -> bool:
         process = self._processes[rank]
@@ -322,7 +408,9 @@ class Watchdog(Progress):
         deadline = self._clock() + seconds
         while True:
             for rank in ranks:
-                if (rank not in reports or not reports[rank].whole) and (text := self._messages.read(f"{why}-{rank}")) is not None:
+                if (rank not in reports or not reports[rank].whole) and (
+                    text := self._messages.read(f"{why}-{rank}")
+                ) is not None:
                     reports[rank] = Report.from_json(text)
             open_ones = [rank for rank in ranks if rank not in reports or not reports[rank].whole]
             if all(map(self._gone, open_ones)) or self._clock() > deadline:
@@ -331,11 +419,18 @@ class Watchdog(Progress):
 
     def _found(self, reports: Mapping[int, Report]) -> Found:
         """With the last words of ranks that have failed before."""
-        gone = {rank: Report.from_json(text) for rank in range(len(self._processes))
-                if rank not in reports and (text := self._messages.read(f"{FAILURE}-{rank}")) is not None}
+        gone = {
+            rank: Report.from_json(text)
+            for rank in range(len(self._processes))
+            if rank not in reports and (text := self._messages.read(f"{FAILURE}-{rank}")) is not None
+        }
         failed = {rank: report for rank, report in gone.items() if report.failure}
         own = self._processes[self._rank]
-        states = {rank: self._seen(rank) for rank, process in enumerate(self._processes) if rank not in reports and process.beside(own)}
+        states = {
+            rank: self._seen(rank)
+            for rank, process in enumerate(self._processes)
+            if rank not in reports and process.beside(own)
+        }
         return found_of({**reports, **failed}, self._processes, states)
 
     def _await(self, name: str, seconds: float) -> str | None:
@@ -361,8 +456,16 @@ class Watchdog(Progress):
 
 
 @contextmanager
-def watchdog(plan: RunPlan, directory: RunDirectory, sink: Sink, alert: Callable[[Alert], None], recorder: StepRecorder | None, *,
-             rank: int, attempt: int) -> Iterator[Progress]:
+def watchdog(
+    plan: RunPlan,
+    directory: RunDirectory,
+    sink: Sink,
+    alert: Callable[[Alert], None],
+    recorder: StepRecorder | None,
+    *,
+    rank: int,
+    attempt: int,
+) -> Iterator[Progress]:
     """From before the engine is built until the run is over. All ranks enter it together."""
     limit, ranks = plan.config.monitor.hang_seconds, plan.world.ranks
     if limit == 0:
@@ -380,8 +483,19 @@ def watchdog(plan: RunPlan, directory: RunDirectory, sink: Sink, alert: Callable
         tell_each(box.note)
     store = last_collective.clone_store() if plan.world.nodes > 1 else None
     trace = last_collective.dump_nccl_trace if plan.world.device is Device.CUDA else None
-    watch = Watchdog(limit, rank=rank, processes=processes, messages=RankMessages(directory.hang_folder(attempt), store),
-                     directory=directory, attempt=attempt, alert=alert, sink=sink, part=part, boxes=boxes, trace=trace)
+    watch = Watchdog(
+        limit,
+        rank=rank,
+        processes=processes,
+        messages=RankMessages(directory.hang_folder(attempt), store),
+        directory=directory,
+        attempt=attempt,
+        alert=alert,
+        sink=sink,
+        part=part,
+        boxes=boxes,
+        trace=trace,
+    )
     watch.start()
     try:
         yield watch

@@ -5,5 +5,12 @@ from __future__ import annotations
 from sides.streams import floor, hf, litdata_tokens, megatron, mosaic, ours, webdataset_tar
 from sides.streams.common import Side
 
-SIDES: dict[str, Side] = {**floor.SIDES, **ours.SIDES, **hf.SIDES, **megatron.SIDES, **litdata_tokens.SIDES, **mosaic.SIDES,
-                          **webdataset_tar.SIDES}
+SIDES: dict[str, Side] = {
+    **floor.SIDES,
+    **ours.SIDES,
+    **hf.SIDES,
+    **megatron.SIDES,
+    **litdata_tokens.SIDES,
+    **mosaic.SIDES,
+    **webdataset_tar.SIDES,
+}

@@ -62,8 +62,17 @@ def _side(label: str, settings: str, batches) -> Side:  # type: ignore[no-untype
 
 
 SIDES = {
-    "slice": _side("memmap, one slice a batch", "8 neighbouring windows at once: the least that reading can cost; nothing can be chosen",
-                   slices),
-    "floor": _side("memmap, windows in sequence (floor)", "each window sliced and widened into its row of the batch", in_sequence),
-    "floor-random": _side("memmap, windows at random", "the same in the order of numpy's permutation, kept in memory", at_random),
+    "slice": _side(
+        "memmap, one slice a batch",
+        "8 neighbouring windows at once: the least that reading can cost; nothing can be chosen",
+        slices,
+    ),
+    "floor": _side(
+        "memmap, windows in sequence (floor)",
+        "each window sliced and widened into its row of the batch",
+        in_sequence,
+    ),
+    "floor-random": _side(
+        "memmap, windows at random", "the same in the order of numpy's permutation, kept in memory", at_random
+    ),
 }

@@ -22,7 +22,9 @@ def make(corpus: Corpus, folder: Path) -> None:
     schema = pa.schema({"tokens": pa.list_(pa.uint16(), LENGTH)})
     for first in range(0, len(windows), SHARD):
         with pa.ipc.new_stream(str(folder / f"shard-{first // SHARD:05}.arrow"), schema) as writer:
-            for rows in np.array_split(windows[first : first + SHARD], max(1, SHARD // 1000)):  # batches of about 1,000, its own default
+            for rows in np.array_split(
+                windows[first : first + SHARD], max(1, SHARD // 1000)
+            ):  # batches of about 1,000, its own default
                 array = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), LENGTH)
                 writer.write_batch(pa.record_batch([array], schema=schema))
 
@@ -70,7 +72,9 @@ def open_batches(corpus: Corpus, folder: Path, place: Place, state: bytes | None
 
 def open_rows(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
     dataset = _streamed(folder, place, buffer=BUFFER).with_format("torch")
-    return _open(dataset, lambda: (batch["tokens"] for batch in dataset.iter(place.batch, drop_last_batch=True)), state)
+    return _open(
+        dataset, lambda: (batch["tokens"] for batch in dataset.iter(place.batch, drop_last_batch=True)), state
+    )
 
 
 def open_mapped(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
@@ -78,7 +82,9 @@ def open_mapped(corpus: Corpus, folder: Path, place: Place, state: bytes | None)
     import datasets
 
     files = [datasets.Dataset.from_file(file) for file in _files(folder)]
-    dataset = datasets.concatenate_datasets(files).shuffle(seed=SEED, keep_in_memory=True).with_format("arrow")
+    dataset = (
+        datasets.concatenate_datasets(files).shuffle(seed=SEED, keep_in_memory=True).with_format("arrow")
+    )
     taken = json.loads(state)["batch"] if state else 0
     batches = len(dataset) // GLOBAL_BATCH
 
@@ -96,10 +102,30 @@ def open_mapped(corpus: Corpus, folder: Path, place: Place, state: bytes | None)
 _MODULES = ("torch", "datasets", "pyarrow")
 _SHARDS = f"arrow shards of {SHARD:,} samples"
 SIDES = {
-    "datasets-arrow": Side("datasets, arrow batches", f"{_SHARDS}, streaming, with_format('arrow').iter(8), values taken without a copy; "
-                           "not shuffled: a buffer would make rows of them", ("datasets", "pyarrow"), _MODULES, open_batches, make),
-    "datasets-rows": Side("datasets, rows", f"{_SHARDS}, streaming, shuffle(buffer_size={BUFFER:,}).with_format('torch').iter(8)",
-                          ("datasets", "pyarrow"), _MODULES, open_rows, make),
-    "datasets-mapped": Side("datasets, mapped", f"{_SHARDS}, mapped, shuffle() with its list of indices in memory, slices of 8 in arrow; "
-                            "batches asked for by number", ("datasets", "pyarrow"), _MODULES, open_mapped, make),
+    "datasets-arrow": Side(
+        "datasets, arrow batches",
+        f"{_SHARDS}, streaming, with_format('arrow').iter(8), values taken without a copy; "
+        "not shuffled: a buffer would make rows of them",
+        ("datasets", "pyarrow"),
+        _MODULES,
+        open_batches,
+        make,
+    ),
+    "datasets-rows": Side(
+        "datasets, rows",
+        f"{_SHARDS}, streaming, shuffle(buffer_size={BUFFER:,}).with_format('torch').iter(8)",
+        ("datasets", "pyarrow"),
+        _MODULES,
+        open_rows,
+        make,
+    ),
+    "datasets-mapped": Side(
+        "datasets, mapped",
+        f"{_SHARDS}, mapped, shuffle() with its list of indices in memory, slices of 8 in arrow; "
+        "batches asked for by number",
+        ("datasets", "pyarrow"),
+        _MODULES,
+        open_mapped,
+        make,
+    ),
 }

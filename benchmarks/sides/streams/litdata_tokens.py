@@ -32,17 +32,31 @@ def make(corpus: Corpus, folder: Path) -> None:
     inputs = list(range(-(-corpus.tokens // CHUNK)))
     # optimize deletes both of these folders before it begins. Their defaults are TMPDIR/chunks and TMPDIR/data, which may be anybody's.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="litdata-") as scratch:
-        caches = {"DATA_OPTIMIZER_CACHE_FOLDER": f"{scratch}/chunks", "DATA_OPTIMIZER_DATA_CACHE_FOLDER": f"{scratch}/data"}
+        caches = {
+            "DATA_OPTIMIZER_CACHE_FOLDER": f"{scratch}/chunks",
+            "DATA_OPTIMIZER_DATA_CACHE_FOLDER": f"{scratch}/data",
+        }
         with mock.patch.dict(os.environ, caches):
-            litdata.optimize(functools.partial(_documents, folder=str(corpus.folder)), inputs, str(folder), chunk_size=CHUNK,
-                             num_workers=1, item_loader=litdata.TokensLoader())
+            litdata.optimize(
+                functools.partial(_documents, folder=str(corpus.folder)),
+                inputs,
+                str(folder),
+                chunk_size=CHUNK,
+                num_workers=1,
+                item_loader=litdata.TokensLoader(),
+            )
 
 
 def open_tokens(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
     import litdata
 
-    dataset = litdata.StreamingDataset(str(folder), item_loader=litdata.TokensLoader(block_size=LENGTH), shuffle=True, drop_last=True,
-                                       seed=SEED)
+    dataset = litdata.StreamingDataset(
+        str(folder),
+        item_loader=litdata.TokensLoader(block_size=LENGTH),
+        shuffle=True,
+        drop_last=True,
+        seed=SEED,
+    )
     loader = litdata.StreamingDataLoader(dataset, batch_size=place.batch, num_workers=0, drop_last=True)
     if state:
         loader.load_state_dict(json.loads(state))
@@ -56,6 +70,12 @@ def open_tokens(corpus: Corpus, folder: Path, place: Place, state: bytes | None)
 
 
 SIDES = {
-    "litdata": Side("litdata TokensLoader", f"chunks of {CHUNK:,} uint16 tokens, StreamingDataLoader, shuffle=True, drop_last=True",
-                    ("litdata",), ("torch", "litdata"), open_tokens, make),
+    "litdata": Side(
+        "litdata TokensLoader",
+        f"chunks of {CHUNK:,} uint16 tokens, StreamingDataLoader, shuffle=True, drop_last=True",
+        ("litdata",),
+        ("torch", "litdata"),
+        open_tokens,
+        make,
+    )
 }

@@ -22,10 +22,18 @@ def _dataset(corpus: Corpus, folder: Path) -> Any:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     config = GPTDatasetConfig(
-        random_seed=SEED, sequence_length=LENGTH, blend=([str(corpus.bin.with_suffix(""))], None), split="1,0,0",
-        path_to_cache=str(folder / CACHE), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        random_seed=SEED,
+        sequence_length=LENGTH,
+        blend=([str(corpus.bin.with_suffix(""))], None),
+        split="1,0,0",
+        path_to_cache=str(folder / CACHE),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
         create_attention_mask=False,
-        tokenizer=SimpleNamespace(vocab_size=VOCABULARY, eod=END_OF_TEXT, pad=-1, unique_identifiers={"fabricated": True}),  # type: ignore[arg-type]
+        tokenizer=SimpleNamespace(
+            vocab_size=VOCABULARY, eod=END_OF_TEXT, pad=-1, unique_identifiers={"fabricated": True}
+        ),  # type: ignore[arg-type]
     )
     samples = EPOCHS * (corpus.tokens // LENGTH)
     return BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
@@ -52,7 +60,9 @@ def open_gpt(corpus: Corpus, folder: Path, place: Place, state: bytes | None) ->
     def endless() -> Iterator[torch.Tensor]:
         consumed = taken * GLOBAL_BATCH
         while True:
-            loader = torch.utils.data.DataLoader(dataset, batch_sampler=_Consumed(len(dataset), consumed, place), num_workers=0)
+            loader = torch.utils.data.DataLoader(
+                dataset, batch_sampler=_Consumed(len(dataset), consumed, place), num_workers=0
+            )
             for batch in loader:
                 yield batch["tokens"]
             consumed = 0
@@ -63,6 +73,11 @@ def open_gpt(corpus: Corpus, folder: Path, place: Place, state: bytes | None) ->
 
 SIDES = {
     "megatron": Side(
-        "Megatron GPTDataset", f"mmap, index of {EPOCHS} epochs cached on disk (built at the first start, found at a resume), no attention "
-        "mask, torch DataLoader", ("megatron-core",), ("torch", "megatron.core.datasets.gpt_dataset"), open_gpt),
+        "Megatron GPTDataset",
+        f"mmap, index of {EPOCHS} epochs cached on disk (built at the first start, found at a resume), no attention "
+        "mask, torch DataLoader",
+        ("megatron-core",),
+        ("torch", "megatron.core.datasets.gpt_dataset"),
+        open_gpt,
+    )
 }

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     import torch
 
 
-_STANDINS = {"torchvision": (), "torchvision.datasets": ("VisionDataset",), "torchvision.transforms": (),
-             "torchvision.transforms.functional": ("to_tensor",)}
+_STANDINS = {
+    "torchvision": (),
+    "torchvision.datasets": ("VisionDataset",),
+    "torchvision.transforms": (),
+    "torchvision.transforms.functional": ("to_tensor",),
+}
 
 
 def _streaming() -> Any:
@@ -49,7 +53,9 @@ def open_mds(corpus: Corpus, folder: Path, place: Place, state: bytes | None) ->
     streaming = _streaming()
     if place.rank == 0 and place.ranks == 1:
         streaming.base.util.clean_stale_shared_memory()  # as its documentation asks for after a crash
-    dataset = streaming.StreamingDataset(local=str(folder), shuffle=True, shuffle_seed=SEED, batch_size=place.batch)
+    dataset = streaming.StreamingDataset(
+        local=str(folder), shuffle=True, shuffle_seed=SEED, batch_size=place.batch
+    )
     loader = streaming.StreamingDataLoader(dataset, batch_size=place.batch, num_workers=0, drop_last=True)
     if state:
         loader.load_state_dict(json.loads(state))
@@ -64,6 +70,12 @@ def open_mds(corpus: Corpus, folder: Path, place: Place, state: bytes | None) ->
 
 SIDES = {
     "mosaicml-streaming": Side(
-        "mosaicml-streaming MDS", "ndarray:uint16:2048, no compression, StreamingDataLoader, shuffle=True (py1e) and other defaults",
-        ("mosaicml-streaming",), ("torch",), open_mds, make, prepare=_streaming),
+        "mosaicml-streaming MDS",
+        "ndarray:uint16:2048, no compression, StreamingDataLoader, shuffle=True (py1e) and other defaults",
+        ("mosaicml-streaming",),
+        ("torch",),
+        open_mds,
+        make,
+        prepare=_streaming,
+    )
 }

@@ -23,8 +23,12 @@ WEIGHTS = (3, 2, 1)
 def batch_plan(place: Place) -> BatchPlan:
     from toolkit.plan.types import BatchPlan, RampStage
 
-    return BatchPlan(micro_batch=place.batch, global_batch=GLOBAL_BATCH, data_parallel=place.ranks,
-                     stages=(RampStage(GLOBAL_BATCH, 0, 0, None),))
+    return BatchPlan(
+        micro_batch=place.batch,
+        global_batch=GLOBAL_BATCH,
+        data_parallel=place.ranks,
+        stages=(RampStage(GLOBAL_BATCH, 0, 0, None),),
+    )
 
 
 def _windows(folder: Path) -> TokenWindows:
@@ -42,7 +46,9 @@ def open_mixture(corpus: Corpus, folder: Path, place: Place, state: bytes | None
     return _open({part: corpus.folder / part for part in PARTS}, WEIGHTS, place, state)
 
 
-def _open(folders: dict[str, Path], weights: tuple[int, ...] | None, place: Place, state: bytes | None) -> Opened:
+def _open(
+    folders: dict[str, Path], weights: tuple[int, ...] | None, place: Place, state: bytes | None
+) -> Opened:
     import torch
 
     from toolkit.data.mixture import Mixture, Phase
@@ -61,14 +67,36 @@ def _open(folders: dict[str, Path], weights: tuple[int, ...] | None, place: Plac
                 yield torch.from_numpy(rows[:, :LENGTH])
 
     counted = Counted(batches(), saved["step"])
-    return Opened(counted, lambda: json.dumps({"step": counted.taken, "fingerprint": stream.fingerprint()}).encode())
+    return Opened(
+        counted, lambda: json.dumps({"step": counted.taken, "fingerprint": stream.fingerprint()}).encode()
+    )
 
 
-_MODULES = ("numpy", "torch", "toolkit.data.mixture", "toolkit.data.stream", "toolkit.data.tokens", "toolkit.plan.types")
+_MODULES = (
+    "numpy",
+    "torch",
+    "toolkit.data.mixture",
+    "toolkit.data.stream",
+    "toolkit.data.tokens",
+    "toolkit.plan.types",
+)
 SIDES = {
-    "toolkit": Side("this toolkit", "data/stream.py as a run opens it: one source, read ahead by its thread, windows of 2,049 of which "
-                    "2,048 are counted", ("numpy",), _MODULES, open_one, peer=False),
+    "toolkit": Side(
+        "this toolkit",
+        "data/stream.py as a run opens it: one source, read ahead by its thread, windows of 2,049 of which "
+        "2,048 are counted",
+        ("numpy",),
+        _MODULES,
+        open_one,
+        peer=False,
+    ),
     "toolkit-mixture": Side(
-        "this toolkit, mixture of three", f"thirds of the corpus, weights {WEIGHTS}; folders of up to 256 MiB, as these are, are hashed "
-        "when they are opened", ("numpy",), _MODULES, open_mixture, peer=False),
+        "this toolkit, mixture of three",
+        f"thirds of the corpus, weights {WEIGHTS}; folders of up to 256 MiB, as these are, are hashed "
+        "when they are opened",
+        ("numpy",),
+        _MODULES,
+        open_mixture,
+        peer=False,
+    ),
 }

@@ -37,7 +37,9 @@ def open_tar(corpus: Corpus, folder: Path, place: Place, state: bytes | None) ->
     import webdataset
 
     urls = sorted(str(file) for file in folder.glob("shard-*.tar"))
-    dataset = webdataset.WebDataset(urls, shardshuffle=len(urls), detshuffle=True, seed=SEED, nodesplitter=webdataset.split_by_node)
+    dataset = webdataset.WebDataset(
+        urls, shardshuffle=len(urls), detshuffle=True, seed=SEED, nodesplitter=webdataset.split_by_node
+    )
     dataset = dataset.compose(webdataset.detshuffle(BUFFER, initial=BUFFER, seed=SEED)).map(_row)
     dataset = dataset.batched(place.batch, collation_fn=_batch, partial=False)
 
@@ -46,13 +48,20 @@ def open_tar(corpus: Corpus, folder: Path, place: Place, state: bytes | None) ->
             yield from dataset
 
     counted = Counted(endless())
-    for _ in range(json.loads(state)["batch"] if state else 0):  # it has no state: the way back is to read again
+    for _ in range(
+        json.loads(state)["batch"] if state else 0
+    ):  # it has no state: the way back is to read again
         next(counted)
     return Opened(counted, lambda: json.dumps({"batch": counted.taken}).encode())
 
 
 SIDES = {
     "webdataset": Side(
-        "webdataset", f"tar shards of {SHARD:,} raw uint16 samples, detshuffle of shards and of {BUFFER:,} samples; resume reads again",
-        ("webdataset",), ("torch", "webdataset"), open_tar, make),
+        "webdataset",
+        f"tar shards of {SHARD:,} raw uint16 samples, detshuffle of shards and of {BUFFER:,} samples; resume reads again",
+        ("webdataset",),
+        ("torch", "webdataset"),
+        open_tar,
+        make,
+    )
 }

@@ -30,12 +30,28 @@ class Browser:
         to_browser, ours_out = os.pipe()
         ours_in, from_browser = os.pipe()
         # bash puts the pipes where the browser looks for them, whatever their numbers are here.
-        argv = [binary, "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                "--no-first-run", "--disable-background-networking", "--disable-extensions", "--disable-component-update",
-                "--hide-scrollbars", f"--user-data-dir={profile}"]
+        argv = [
+            binary,
+            "--headless=new",
+            "--remote-debugging-pipe",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-extensions",
+            "--disable-component-update",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+        ]
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash", *argv], pass_fds=(to_browser, from_browser),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash", *argv],
+            pass_fds=(to_browser, from_browser),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         os.close(to_browser)
         os.close(from_browser)
         self._in, self._out = ours_in, ours_out
@@ -55,7 +71,12 @@ class Browser:
     def ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """The result of a command; events that come before it are kept."""
         self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters, **({"sessionId": session} if session else {})}
+        message = {
+            "id": self._number,
+            "method": method,
+            "params": parameters,
+            **({"sessionId": session} if session else {}),
+        }
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._receive()
@@ -83,7 +104,9 @@ class Browser:
 class Page:
     """A tab of ``browser`` with one file open, ``scheme`` being light or dark."""
 
-    def __init__(self, browser: Browser, file: Path, scheme: str = "light", width: int = 1400, height: int = 1000) -> None:
+    def __init__(
+        self, browser: Browser, file: Path, scheme: str = "light", width: int = 1400, height: int = 1000
+    ) -> None:
         self._browser = browser
         browser.events = []
         target = browser.ask("Target.createTarget", url="about:blank")["targetId"]
@@ -91,7 +114,13 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._ask(f"{domain}.enable")
         self._ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self._ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         browser.events = []
         self._ask("Page.navigate", url=file.absolute().as_uri())
         browser.wait_for("Page.loadEventFired")
@@ -103,8 +132,14 @@ class Page:
         return answer["result"].get("value")
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
-        for kind, (x, y), pressed in (("mousePressed", start, 1), ("mouseMoved", end, 1), ("mouseReleased", end, 0)):
-            self._ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=pressed, clickCount=1)
+        for kind, (x, y), pressed in (
+            ("mousePressed", start, 1),
+            ("mouseMoved", end, 1),
+            ("mouseReleased", end, 0),
+        ):
+            self._ask(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=pressed, clickCount=1
+            )
 
     def move(self, x: float, y: float) -> None:
         self._ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -136,7 +171,11 @@ class Page:
         return found
 
     def requests(self) -> list[str]:
-        return [event["params"]["request"]["url"] for event in self._browser.events if event.get("method") == "Network.requestWillBeSent"]
+        return [
+            event["params"]["request"]["url"]
+            for event in self._browser.events
+            if event.get("method") == "Network.requestWillBeSent"
+        ]
 
     def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.ask(method, self._session, **parameters)

@@ -53,7 +53,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def charts(shown: Page) -> dict[str, dict[str, Any]]:
-    return {chart["id"]: chart for chart in shown.value('JSON.parse(document.getElementById("charts").textContent)')}
+    return {
+        chart["id"]: chart
+        for chart in shown.value('JSON.parse(document.getElementById("charts").textContent)')
+    }
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -79,7 +82,9 @@ def test_every_chart_is_drawn(browser: Browser, report: Path, scheme: str) -> No
         assert drawn[name]["ticks"] >= 4, name
         assert drawn[name]["marks"] == len(chart["marks"]), name
     assert shown.value("window.hurt") is None
-    bright = [int(part) for part in shown.value("getComputedStyle(document.body).backgroundColor")[4:-1].split(",")]
+    bright = [
+        int(part) for part in shown.value("getComputedStyle(document.body).backgroundColor")[4:-1].split(",")
+    ]
     assert (sum(bright) > 600) == (scheme == "light")
     assert shown.value("document.documentElement.scrollWidth") <= 1400  # nothing hangs out at the side
     if folder := os.environ.get("REPORT_PICTURES"):
@@ -91,7 +96,9 @@ def test_every_chart_is_drawn(browser: Browser, report: Path, scheme: str) -> No
 def test_it_is_zoomed_and_read(browser: Browser, report: Path) -> None:
     shown = Page(browser, report)
     place = 'JSON.parse(JSON.stringify(document.querySelector("#chart-loss svg").getBoundingClientRect()))'
-    shown.value('document.querySelector("#chart-loss").scrollIntoView({block: "center", behavior: "instant"})')
+    shown.value(
+        'document.querySelector("#chart-loss").scrollIntoView({block: "center", behavior: "instant"})'
+    )
     box = shown.value(place)
 
     def at(share: float) -> tuple[float, float]:

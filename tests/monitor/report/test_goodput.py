@@ -1,6 +1,6 @@
 """The attempts' section of the report: how each start ended, how long it took to its first step, and where the rest of the time went.
 
-    pytest tests/monitor/report/test_goodput.py
+pytest tests/monitor/report/test_goodput.py
 """
 
 from __future__ import annotations
@@ -15,9 +15,29 @@ from toolkit.monitor.report.data import Run, read_run
 from toolkit.monitor.report.verdict import tiles
 from toolkit.progress import Progress
 
-FIRST = Times(began=1000.0, seen=1060.0, ended=1060.0, first=0, first_step=1012.5, starting=10.0, step=20, stepping=40.0, active=1055.0,
-              state="failed", reason="rank 1 was ended by signal 9 (SIGKILL); see s3://user:secret@bucket/x")
-SECOND = Times(began=1090.0, seen=1180.0, first=10, first_step=1100.0, starting=8.0, step=50, stepping=80.0, active=1180.0)
+FIRST = Times(
+    began=1000.0,
+    seen=1060.0,
+    ended=1060.0,
+    first=0,
+    first_step=1012.5,
+    starting=10.0,
+    step=20,
+    stepping=40.0,
+    active=1055.0,
+    state="failed",
+    reason="rank 1 was ended by signal 9 (SIGKILL); see s3://user:secret@bucket/x",
+)
+SECOND = Times(
+    began=1090.0,
+    seen=1180.0,
+    first=10,
+    first_step=1100.0,
+    starting=8.0,
+    step=50,
+    stepping=80.0,
+    active=1180.0,
+)
 
 
 def written(folder: Path) -> Run:
@@ -34,7 +54,9 @@ def written(folder: Path) -> Run:
 def test_goodput_is_told_with_what_it_was_lost_to(tmp_path: Path) -> None:
     run = written(tmp_path / "run")
     found = attempts(run)
-    assert found.intro == ("Goodput 55.6%: of 3:00 since the first start, between attempts too, 1:40 went into steps that stand.",)
+    assert found.intro == (
+        "Goodput 55.6%: of 3:00 since the first start, between attempts too, 1:40 went into steps that stand.",
+    )
     losses = {row[0]: row[1:] for row in found.tables[1].rows}
     assert losses["steps that were run again, or will have to be"] == ("0:20", "11.1%")
     assert losses["between two attempts"] == ("0:30", "16.7%")
@@ -47,7 +69,9 @@ def test_each_start_says_how_it_ended_and_how_long_it_took_to_its_first_step(tmp
     assert first[1] == "1970-01-01 00:16:40"
     assert first[3] == "1:00"
     assert second[4] == "10 s"
-    assert not any(name in first[7] for name in ("times.json", "saves.jsonl")), "what every attempt leaves is not worth a word"
+    assert not any(name in first[7] for name in ("times.json", "saves.jsonl")), (
+        "what every attempt leaves is not worth a word"
+    )
 
 
 def test_without_accounts_there_is_no_goodput_and_files_tell_the_times(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The page of a run is whole, true to the files, harmless whatever the files say, and made of whatever files there are.
 
-    pytest tests/monitor/report/test_page.py
-    pytest tests/monitor/report/test_page.py -m full      a million steps, too
+pytest tests/monitor/report/test_page.py
+pytest tests/monitor/report/test_page.py -m full      a million steps, too
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from typing import Any
 
 import pytest
 
-from tests.monitor.report.runs import ALERTS, BEGAN, HOSTILE, PARTS, eval_rows, ledger_rows, step_rows, system_rows, write_run
+from tests.monitor.report.runs import (
+    ALERTS,
+    BEGAN,
+    HOSTILE,
+    PARTS,
+    eval_rows,
+    ledger_rows,
+    step_rows,
+    system_rows,
+    write_run,
+)
 from toolkit.errors import InputError
 from toolkit.monitor.report import data
 from toolkit.monitor.report.data import Attempt, Run, read_run, standing_from
@@ -33,7 +43,19 @@ from toolkit.rows import read_rows
 
 STEPS = 300
 # Attributes whose value a browser fetches, and the same in CSS.
-LOADING = {"src", "href", "srcset", "action", "data", "poster", "background", "formaction", "xlink:href", "manifest", "ping"}
+LOADING = {
+    "src",
+    "href",
+    "srcset",
+    "action",
+    "data",
+    "poster",
+    "background",
+    "formaction",
+    "xlink:href",
+    "manifest",
+    "ping",
+}
 
 
 class Parsed(HTMLParser):
@@ -75,8 +97,12 @@ class Parsed(HTMLParser):
 
 def loads(parsed: Parsed) -> list[str]:
     """What a browser would fetch, or run."""
-    return [f"{tag} {name}" for tag, attributes in parsed.elements for name, value in attributes.items()
-            if name.startswith("on") or (name in LOADING and not (value or "").startswith(("#", "data:")))]
+    return [
+        f"{tag} {name}"
+        for tag, attributes in parsed.elements
+        for name, value in attributes.items()
+        if name.startswith("on") or (name in LOADING and not (value or "").startswith(("#", "data:")))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +129,9 @@ def test_it_is_whole(parsed: Parsed) -> None:
     assert parsed.ends_open == []
     ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    links = [attributes["href"][1:] for tag, attributes in parsed.elements if tag == "a" and attributes["href"]]
+    links = [
+        attributes["href"][1:] for tag, attributes in parsed.elements if tag == "a" and attributes["href"]
+    ]
     assert links == ["training", "ledger", "alerts", "plan", "hardware", "attempts", "configuration"]
     assert set(links) <= set(ids)
     assert len(links) == len(SECTIONS)
@@ -127,8 +155,14 @@ def test_it_asks_the_network_for_nothing(html: str, parsed: Parsed) -> None:
     css = "".join(text for tag, text in parsed.texts if tag == "style")
     assert not re.search(r"url\(|@import", css)
     script = "".join(text for tag, text in parsed.texts if tag == "script" and not text.startswith("["))
-    assert not re.search(r"https?:|//[a-z0-9-]+\.[a-z]|fetch\(|XMLHttpRequest|import\(|WebSocket|innerHTML|eval\(", script)
-    policy = [attributes["content"] for tag, attributes in parsed.elements if attributes.get("http-equiv") == "Content-Security-Policy"]
+    assert not re.search(
+        r"https?:|//[a-z0-9-]+\.[a-z]|fetch\(|XMLHttpRequest|import\(|WebSocket|innerHTML|eval\(", script
+    )
+    policy = [
+        attributes["content"]
+        for tag, attributes in parsed.elements
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy
     assert policy[0] is not None
     assert policy[0].startswith("default-src 'none'")
@@ -164,7 +198,13 @@ def test_its_figures_are_those_of_the_files(folder: Path, parsed: Parsed) -> Non
     assert series("loss")["x"] == [row["step"] for row in steps]
     assert series("loss")["mid"] == [row["loss"] if math.isfinite(row["loss"]) else None for row in steps]
     assert series("loss")["low"] is None
-    shown = {"grad_norm": "grad_norm", "lr": "lr", "speed": "tokens_per_second", "mfu": "mfu", "seconds": "step_seconds"}
+    shown = {
+        "grad_norm": "grad_norm",
+        "lr": "lr",
+        "speed": "tokens_per_second",
+        "mfu": "mfu",
+        "seconds": "step_seconds",
+    }
     for chart, figure in shown.items():
         assert series(chart)["mid"] == [row[figure] for row in steps]
     for number, name in ((1, "code"), (2, "validation")):
@@ -189,10 +229,14 @@ def test_shares_of_the_ledger_make_a_whole(folder: Path, run: Run, parsed: Parse
         whole = sum(middle for row in pair for _, middle, _ in row["parts"].values())
         assert sum(layer[number] for layer in layers.values()) == pytest.approx(1)
         for name, layer in layers.items():
-            assert layer[number] == pytest.approx(sum(row["parts"].get(name, [0, 0, 0])[1] for row in pair) / whole)
+            assert layer[number] == pytest.approx(
+                sum(row["parts"].get(name, [0, 0, 0])[1] for row in pair) / whole
+            )
     wall = sum(row["wall_seconds"] for row in rows)
     assert run.ledger.share("backward") == pytest.approx(STEPS * PARTS["backward"] * 2 / wall)
-    assert run.ledger.share("checkpoint") == pytest.approx(3 * 10.0 / wall)  # though no median step has a save
+    assert run.ledger.share("checkpoint") == pytest.approx(
+        3 * 10.0 / wall
+    )  # though no median step has a save
     assert run.ledger.slowest.most_common(1)[0][0] == 5
     assert run.ledger.starved == {3: STEPS}
 
@@ -200,31 +244,64 @@ def test_shares_of_the_ledger_make_a_whole(folder: Path, run: Run, parsed: Parse
 def test_verdict_says_how_it_is(run: Run, parsed: Parsed) -> None:
     words = " ".join(verdict(run))
     text = parsed.text()
-    for said in ("The run failed at step 300 of 600: rank 3 died", "It took 2 attempts, in which 2 steps were run twice.",
-                 "In 1 step it was not finite.", "The validation loss is", "3 alerts: throttling (2), non-finite (1).",
-                 "of the time went into forward, backward and optimizer"):
+    for said in (
+        "The run failed at step 300 of 600: rank 3 died",
+        "It took 2 attempts, in which 2 steps were run twice.",
+        "In 1 step it was not finite.",
+        "The validation loss is",
+        "3 alerts: throttling (2), non-finite (1).",
+        "of the time went into forward, backward and optimizer",
+    ):
         assert said in words
     for alert in ALERTS:
         for key in ("cause", "evidence", "next_step", "where"):
             assert alert[key] in text
-    for shown in ("exit code 1", "2.5", "node 1, GPU 2", "hardware-thermal", "NVIDIA H100 80GB HBM3", "rank 1 is missing", "zero.stage=0",
-                  "git.commit", "packages.torch: 2.11"):
+    for shown in (
+        "exit code 1",
+        "2.5",
+        "node 1, GPU 2",
+        "hardware-thermal",
+        "NVIDIA H100 80GB HBM3",
+        "rank 1 is missing",
+        "zero.stage=0",
+        "git.commit",
+        "packages.torch: 2.11",
+    ):
         assert shown in text
 
 
 def test_plan_against_reality(run: Run, parsed: Parsed) -> None:
     assert bubble_planned(whole(run)) == pytest.approx(3 / (2 * 16))
-    assert bubble_measured(whole(run)) == pytest.approx(PARTS["bubble"] / (PARTS["forward"] + PARTS["backward"]))
+    assert bubble_measured(whole(run)) == pytest.approx(
+        PARTS["bubble"] / (PARTS["forward"] + PARTS["backward"])
+    )
     text = parsed.text()
-    for shown in ("11.000 GB", "11.500 GB", "65.000 GB", "71.700 GB", "4,194,304", "at least 1.83 s", "310.00 GB/s",
-                  "no process group of just the ranks"):
+    for shown in (
+        "11.000 GB",
+        "11.500 GB",
+        "65.000 GB",
+        "71.700 GB",
+        "4,194,304",
+        "at least 1.83 s",
+        "310.00 GB/s",
+        "no process group of just the ranks",
+    ):
         assert shown in text
 
 
 # ---- runs that lack something
 
-EVERYTHING = ("metrics.jsonl", "eval.jsonl", "ledger.jsonl", "alerts.jsonl", "config.yaml", "plan.json", "status.json", "system",
-              "attempts")
+EVERYTHING = (
+    "metrics.jsonl",
+    "eval.jsonl",
+    "ledger.jsonl",
+    "alerts.jsonl",
+    "config.yaml",
+    "plan.json",
+    "status.json",
+    "system",
+    "attempts",
+)
 
 
 @pytest.mark.parametrize("missing", EVERYTHING)
@@ -257,13 +334,27 @@ def test_of_an_older_version(tmp_path: Path) -> None:
     _write(tmp_path / "metrics.jsonl", [{key: row[key] for key in keys} for row in step_rows(20)])
     (tmp_path / "status.json").write_text('{"state": "done", "attempt": 1, "step": 20}')
     text = _check(tmp_path).text()
-    for said in ("The run is done: 20 steps.", "Of the steps' time 2.00% was spent waiting for samples.", "There is no ledger",
-                 "There was no alert."):
+    for said in (
+        "The run is done: 20 steps.",
+        "Of the steps' time 2.00% was spent waiting for samples.",
+        "There is no ledger",
+        "There was no alert.",
+    ):
         assert said in text
 
 
-@pytest.mark.parametrize("damage", [
-    '{"step": 3, "lo', "nonsense\n", "[1, 2]\n", '{"step": "three"}\n', '{"loss": 1.0}\n', '{"step": null}\n', "\x00\x00\n"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        '{"step": 3, "lo',
+        "nonsense\n",
+        "[1, 2]\n",
+        '{"step": "three"}\n',
+        '{"loss": 1.0}\n',
+        '{"step": null}\n',
+        "\x00\x00\n",
+    ],
+)
 def test_rows_that_are_torn_or_strange_are_passed_over(tmp_path: Path, damage: str) -> None:
     names = ("metrics.jsonl", "eval.jsonl", "ledger.jsonl", "system/node-0.jsonl")
     good = (step_rows(9), eval_rows(9, 3), ledger_rows(9, 2, 5), system_rows(0, 18, 2, 1))
@@ -287,7 +378,9 @@ def test_under_way_done_and_dead(tmp_path: Path) -> None:
     status.write_text('{"state": "running", "attempt": 1, "step": 12}')
     run = read_run(tmp_path, Progress.silent())
     assert (state(run), dead(run)) == (("running", "good"), False)
-    assert verdict(run)[0].startswith("The run is under way, at step 12 of 90; about 2:42 left.")  # the status is newer than the rows
+    assert verdict(run)[0].startswith(
+        "The run is under way, at step 12 of 90; about 2:42 left."
+    )  # the status is newer than the rows
     os.utime(status, (time.time() - 700, time.time() - 700))
     run = read_run(tmp_path, Progress.silent())
     assert (state(run), dead(run)) == (("not alive", "error"), True)
@@ -342,7 +435,10 @@ def test_a_million_steps(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
     html = page(read_run(tmp_path, Progress.silent()))
-    seconds, kilobytes = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    seconds, kilobytes = (
+        time.process_time() - began,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before,
+    )
     print(f"{seconds:.0f} s, {kilobytes / 1000:.0f} MB more memory, a page of {len(html) / 1e6:.1f} MB")
     assert len(html) < 8e6
     assert kilobytes < 300_000
@@ -376,7 +472,9 @@ def test_a_link_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
         read_run(here, Progress.silent())
 
 
-@pytest.mark.parametrize("name", ["wandb/offline-run/logs/debug-core.log", "nodes/node-1/wandb/offline-run/logs/debug-core.log"])
+@pytest.mark.parametrize(
+    "name", ["wandb/offline-run/logs/debug-core.log", "nodes/node-1/wandb/offline-run/logs/debug-core.log"]
+)
 def test_links_of_wandb_into_its_cache_are_not_looked_at(tmp_path: Path, name: str) -> None:
     folder, log = tmp_path / "run", tmp_path / "core-debug.log"
     write_run(folder)
@@ -391,24 +489,47 @@ def test_each_attempt_is_compared_with_its_own_plan(run: Run) -> None:
     (newest, second), (older, first) = attempts_held(run)
     assert newest.startswith(f"Attempt 2, from step {STEPS // 2 + 1}, planned and measured: Engine megatron")
     assert older.startswith("Attempt 1, from step 1, planned and measured: Engine deepspeed")
-    assert (first.plan["batch"]["tokens_per_step"], second.plan["batch"]["tokens_per_step"]) == (4_194_304, 2 * 4_194_304)
+    assert (first.plan["batch"]["tokens_per_step"], second.plan["batch"]["tokens_per_step"]) == (
+        4_194_304,
+        2 * 4_194_304,
+    )
     assert first.total("step_seconds").count == STEPS // 2 == second.total("step_seconds").count
-    assert first.total("step_seconds").sum + second.total("step_seconds").sum == pytest.approx(run.steps.total("step_seconds").sum)
+    assert first.total("step_seconds").sum + second.total("step_seconds").sum == pytest.approx(
+        run.steps.total("step_seconds").sum
+    )
     assert bubble_measured(first) == pytest.approx(PARTS["bubble"] / (PARTS["forward"] + PARTS["backward"]))
 
 
 def test_attempts_and_alerts_are_labelled_on_the_curves(parsed: Parsed) -> None:
     over_steps = parsed.charts()["loss"]["marks"]
     assert [(mark["x"], mark["level"], mark["label"]) for mark in over_steps] == [
-        (STEPS // 2, "attempt", "attempt 2"), (150, "error", "non-finite"), (240, "warning", "throttling"), (270, "warning", "throttling")]
+        (STEPS // 2, "attempt", "attempt 2"),
+        (150, "error", "non-finite"),
+        (240, "warning", "throttling"),
+        (270, "warning", "throttling"),
+    ]
     over_time = next(chart for chart in parsed.charts().values() if chart["xFormat"] == "time")["marks"]
     assert [(mark["x"], mark["label"]) for mark in over_time] == [(BEGAN + 9000, "attempt 2")]
 
 
 def test_an_attempt_whose_steps_were_all_run_again_is_no_border() -> None:
     def attempt(number: int, first: int | None) -> Attempt:
-        return Attempt(number=number, began=None, ended=None, end="", start_seconds=None, log_end="", first=first, repeated=0, plan={},
-                       config={}, environment={}, probe={}, hang="", files=())
+        return Attempt(
+            number=number,
+            began=None,
+            ended=None,
+            end="",
+            start_seconds=None,
+            log_end="",
+            first=first,
+            repeated=0,
+            plan={},
+            config={},
+            environment={},
+            probe={},
+            hang="",
+            files=(),
+        )
 
     every = [attempt(1, 0), attempt(2, 50), attempt(3, None), attempt(4, 20)]
     assert [(one.number, first) for one, first in standing_from(every)] == [(1, 0), (4, 20)]

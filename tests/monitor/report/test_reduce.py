@@ -1,6 +1,6 @@
 """Millions of rows become bounded curves: nothing extreme is lost, and what is few stays as it is.
 
-    pytest tests/monitor/report/test_reduce.py
+pytest tests/monitor/report/test_reduce.py
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ def test_few_rows_stay_as_they_are() -> None:
     curves = reduce(kept, 1, bucket_width(1, 500))
     assert curves.width == 1
     assert curves.x == [step for step, _ in kept]
-    for part in (curves.curves["loss"].low, curves.curves["loss"].mid, curves.curves["loss"].high, curves.curves["loss"].sum):
+    for part in (
+        curves.curves["loss"].low,
+        curves.curves["loss"].mid,
+        curves.curves["loss"].high,
+        curves.curves["loss"].sum,
+    ):
         assert part == [figures["loss"] for _, figures in kept]
     assert curves.curves["save"].mid == [figures.get("save") for _, figures in kept]
 
@@ -56,7 +61,12 @@ def test_many_rows_are_told_by_least_median_and_most() -> None:
     total = curves.total("loss")
     everything = [figures["loss"] for _, figures in kept]
     assert (total.count, total.low, total.high, total.first, total.last) == (
-        count, min(everything), max(everything), everything[0], everything[-1])
+        count,
+        min(everything),
+        max(everything),
+        everything[0],
+        everything[-1],
+    )
     assert total.sum == pytest.approx(sum(everything))
     assert total.median == pytest.approx(statistics.median(everything))
     assert curves.total("save").count == count // 7
@@ -64,12 +74,22 @@ def test_many_rows_are_told_by_least_median_and_most() -> None:
 
 
 def test_what_is_not_finite_is_a_gap_and_counted() -> None:
-    kept = [(1.0, {"loss": 1.0}), (2.0, {"loss": math.nan}), (3.0, {"loss": math.inf}), (4.0, {}), (5.0, {"loss": 2.0})]
+    kept = [
+        (1.0, {"loss": 1.0}),
+        (2.0, {"loss": math.nan}),
+        (3.0, {"loss": math.inf}),
+        (4.0, {}),
+        (5.0, {"loss": 2.0}),
+    ]
     curves = reduce(kept, 1, 1)
     assert curves.curves["loss"].mid == [1.0, None, None, None, 2.0]
     assert curves.total("loss").not_finite == 2
     whole = reduce(kept, 1, 10)
-    assert (whole.curves["loss"].low, whole.curves["loss"].mid, whole.curves["loss"].high) == ([1.0], [1.5], [2.0])
+    assert (whole.curves["loss"].low, whole.curves["loss"].mid, whole.curves["loss"].high) == (
+        [1.0],
+        [1.5],
+        [2.0],
+    )
 
 
 def test_memory_of_a_median_is_bounded_and_the_median_near() -> None:
@@ -97,9 +117,13 @@ def test_time_in_which_nothing_ran_takes_no_buckets(tmp_path: Path) -> None:
     times = [10 * number + (3 * 86_400 if number >= 3000 else 0) for number in range(6000)]
     file = tmp_path / "node-0.jsonl"
     file.write_text("".join(json.dumps({"time": 1e9 + at, "value": at % 7}) + "\n" for at in times))
-    curves = curves_of(file, "time", lambda row: {"value": row["value"]}, nothing, width=width_in_time, points=300)
+    curves = curves_of(
+        file, "time", lambda row: {"value": row["value"]}, nothing, width=width_in_time, points=300
+    )
     assert curves.rows == 6000
     assert 280 <= len(curves.x) <= 310
     assert sum(x < 1e9 + 40_000 for x in curves.x) == pytest.approx(len(curves.x) / 2, abs=2)
-    few = curves_of(file, "time", lambda row: {"value": row["value"]}, nothing, width=width_in_time, points=6000)
+    few = curves_of(
+        file, "time", lambda row: {"value": row["value"]}, nothing, width=width_in_time, points=6000
+    )
     assert few.x == [1e9 + at for at in times]

@@ -72,20 +72,42 @@ def _source(folder: Path, metadata: Metadata, shape: ModelShape) -> Source:
         dcp_metadata.check_whole(key, metadata.tensors[key])
 
     def pieces(keys: Mapping[TensorKey, str]) -> Made:
-        infos = {key: TensorInfo(metadata.tensors[name].dtype, shapes[key.name]) for key, name in keys.items()}
+        infos = {
+            key: TensorInfo(metadata.tensors[name].dtype, shapes[key.name]) for key, name in keys.items()
+        }
         return Made(infos, lambda key: tuple(_pieces(folder, key, metadata.tensors[keys[key]])))
 
-    tensors = {key: TensorInfo(metadata.tensors[name].dtype, shapes[key.name]) for key, name in firsts.items()}
-    scalars = _scalars(folder, metadata, found.counts, {name for name, size in shapes.items() if len(size) > 1})
+    tensors = {
+        key: TensorInfo(metadata.tensors[name].dtype, shapes[key.name]) for key, name in firsts.items()
+    }
+    scalars = _scalars(
+        folder, metadata, found.counts, {name for name, size in shapes.items() if len(size) > 1}
+    )
     step = scalars.get(STEP)
     if len(tensors) > len(shapes) and step is None:
-        raise Damage(METADATA, f"{folder} has the optimizer's states and no {COUNT}", "Adam corrects by the number of its steps")
+        raise Damage(
+            METADATA,
+            f"{folder} has the optimizer's states and no {COUNT}",
+            "Adam corrects by the number of its steps",
+        )
     chunks = max(len(stored.chunks) for stored in metadata.tensors.values())
-    others = sorted({key.partition(".")[0] for key in metadata.objects if not _SETTING.match(key) and ".param_groups." not in key})
+    others = sorted(
+        {
+            key.partition(".")[0]
+            for key in metadata.objects
+            if not _SETTING.match(key) and ".param_groups." not in key
+        }
+    )
     return Source(
-        format=NAME, catalog=Catalog(folder, tensors, pieces(firsts), scalars, pieces(seconds)), namespace=family.namespace,
-        step=step if isinstance(step, int) else None, shape=shape, left_out=(*others, *found.rest), refuse=vendors_refusal,
-        facts={"written by": "torch.distributed.checkpoint", "layout": f"tensors in up to {chunks} chunks"})
+        format=NAME,
+        catalog=Catalog(folder, tensors, pieces(firsts), scalars, pieces(seconds)),
+        namespace=family.namespace,
+        step=step if isinstance(step, int) else None,
+        shape=shape,
+        left_out=(*others, *found.rest),
+        refuse=vendors_refusal,
+        facts={"written by": "torch.distributed.checkpoint", "layout": f"tensors in up to {chunks} chunks"},
+    )
 
 
 def _sort(folder: Path, keys: Collection[str], names: Collection[str]) -> _Sorted:
@@ -98,10 +120,14 @@ def _sort(folder: Path, keys: Collection[str], names: Collection[str]) -> _Sorte
         if name is None and (of_state := _STATE.match(key)):
             path, state = of_state.groups()
             if path.isdecimal():
-                raise CheckpointError(Problem(
-                    str(folder), f"{folder} has {key}: the optimizer's state by numbers of parameters",
-                    "state is found by names of parameters",
-                    "save torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer), whose keys have names"))
+                raise CheckpointError(
+                    Problem(
+                        str(folder),
+                        f"{folder} has {key}: the optimizer's state by numbers of parameters",
+                        "state is found by names of parameters",
+                        "save torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer), whose keys have names",
+                    )
+                )
             name = _named(path, names)
         if name is None:
             rest.append(key)
@@ -110,8 +136,14 @@ def _sort(folder: Path, keys: Collection[str], names: Collection[str]) -> _Sorte
         else:
             other = tensors.setdefault(TensorKey(state, name), key)
             if other != key:
-                raise CheckpointError(Problem(str(folder), f"{folder} has both {other} and {key}", "a checkpoint holds one model",
-                                              "save the one to be read alone"))
+                raise CheckpointError(
+                    Problem(
+                        str(folder),
+                        f"{folder} has both {other} and {key}",
+                        "a checkpoint holds one model",
+                        "save the one to be read alone",
+                    )
+                )
     return _Sorted(tensors, counts, rest)
 
 
@@ -123,7 +155,9 @@ def _named(key: str, names: Collection[str]) -> str | None:
     return rest or None
 
 
-def _by_name(tensors: Mapping[TensorKey, str], tied: Mapping[str, str]) -> tuple[dict[TensorKey, str], dict[TensorKey, str]]:
+def _by_name(
+    tensors: Mapping[TensorKey, str], tied: Mapping[str, str]
+) -> tuple[dict[TensorKey, str], dict[TensorKey, str]]:
     """Keys by canonical tensor, and of what is there a second time under a tied name. One that is there under that name only is it."""
     own = {key: name for key, name in tensors.items() if key.name not in tied}
     second = {}
@@ -135,34 +169,57 @@ def _by_name(tensors: Mapping[TensorKey, str], tied: Mapping[str, str]) -> tuple
     return own, second
 
 
-def _check_model(folder: Path, keys: Mapping[TensorKey, str], metadata: Metadata, shapes: Mapping[str, tuple[int, ...]],
-                 shape: ModelShape) -> None:
+def _check_model(
+    folder: Path,
+    keys: Mapping[TensorKey, str],
+    metadata: Metadata,
+    shapes: Mapping[str, tuple[int, ...]],
+    shape: ModelShape,
+) -> None:
     """Raises CheckpointError naming what is missing or of another shape."""
     remedy = "describe the model that the checkpoint was made of"
     of_model = f"of a model of family {shape.family} with these sizes"
-    problems = [Problem("model", f"{folder} has no {name}", f"it is a tensor {of_model}", remedy)
-                for name in shapes if TensorKey(WEIGHT, name) not in keys]
+    problems = [
+        Problem("model", f"{folder} has no {name}", f"it is a tensor {of_model}", remedy)
+        for name in shapes
+        if TensorKey(WEIGHT, name) not in keys
+    ]
     for key, name in keys.items():
         stored = metadata.tensors[name]
         if stored.shape != shapes[key.name] or stored.dtype not in DTYPES:
-            problems.append(Problem("model", f"{folder} has {name}: {stored.dtype} {stored.shape}",
-                                    f"{of_model} it is {shapes[key.name]}", remedy))
+            problems.append(
+                Problem(
+                    "model",
+                    f"{folder} has {name}: {stored.dtype} {stored.shape}",
+                    f"{of_model} it is {shapes[key.name]}",
+                    remedy,
+                )
+            )
     if problems:
         raise CheckpointError(*problems[:MOST_PROBLEMS])
 
 
 def _pieces(folder: Path, key: TensorKey, stored: Stored) -> Iterator[Piece]:
     for chunk in stored.chunks:
-        yield from torch_zip.pieces_of(dcp_metadata.open_chunk(folder, chunk, stored.dtype), key, stored.shape, chunk.box)
+        yield from torch_zip.pieces_of(
+            dcp_metadata.open_chunk(folder, chunk, stored.dtype), key, stored.shape, chunk.box
+        )
 
 
-def _scalars(folder: Path, metadata: Metadata, counts: Mapping[str, str], matrices: Collection[str]) -> dict[str, object]:
+def _scalars(
+    folder: Path, metadata: Metadata, counts: Mapping[str, str], matrices: Collection[str]
+) -> dict[str, object]:
     """Raises Damage: the optimizer's counts differ."""
     steps: dict[int, str] = {}
     for name, key in counts.items():
         stored = metadata.tensors[key]
         if stored.chunks:
-            steps.setdefault(int(torch_zip.number(folder, dcp_metadata.open_chunk(folder, stored.chunks[0], stored.dtype))), name)
+            steps.setdefault(
+                int(
+                    torch_zip.number(folder, dcp_metadata.open_chunk(folder, stored.chunks[0], stored.dtype))
+                ),
+                name,
+            )
     if len(steps) > 1:
         seen = " and ".join(f"{name} at step {step}" for step, name in list(steps.items())[:2])
         raise Damage(METADATA, f"{folder} has {seen}", "all parameters have taken the same steps")
@@ -183,7 +240,13 @@ def _settings(folder: Path, metadata: Metadata, matrices: Collection[str]) -> di
     for group in chosen:
         if len(group) == len(OPTIM_SETTINGS):
             blobs = {name: metadata.objects[group[name]] for name in OPTIM_SETTINGS}
-            values = {name: torch_zip.load(folder, blob.file, blob.begin, blob.end) for name, blob in blobs.items()}
-            found.append({name: list(value) if isinstance(value, (list, tuple)) else torch_zip.number(folder, value)
-                          for name, value in values.items()})
+            values = {
+                name: torch_zip.load(folder, blob.file, blob.begin, blob.end) for name, blob in blobs.items()
+            }
+            found.append(
+                {
+                    name: list(value) if isinstance(value, (list, tuple)) else torch_zip.number(folder, value)
+                    for name, value in values.items()
+                }
+            )
     return max(found, key=lambda group: float(str(group["weight_decay"])), default={})

@@ -72,7 +72,16 @@ def load(folder: Path) -> Metadata:
         metadata = _metadata(found)
     except FileNotFoundError as error:
         raise Damage(METADATA, f"{path} is missing", RULE) from error
-    except (pickle.UnpicklingError, OSError, KeyError, AttributeError, IndexError, TypeError, ValueError, AssertionError) as error:
+    except (
+        pickle.UnpicklingError,
+        OSError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        TypeError,
+        ValueError,
+        AssertionError,
+    ) as error:
         raise Damage(METADATA, f"{path} cannot be read ({type(error).__name__}: {error})", RULE) from error
     _check_files(folder, metadata)
     return metadata
@@ -126,7 +135,10 @@ def _dtype(properties: Foreign) -> str:
 
 def _check_files(folder: Path, metadata: Metadata) -> None:
     ends: dict[str, int] = {}
-    for blob in (*metadata.objects.values(), *(chunk.blob for tensor in metadata.tensors.values() for chunk in tensor.chunks)):
+    for blob in (
+        *metadata.objects.values(),
+        *(chunk.blob for tensor in metadata.tensors.values() for chunk in tensor.chunks),
+    ):
         ends[blob.file] = max(ends.get(blob.file, 0), blob.end)
     for file, end in ends.items():
         path = file_in(folder, file)
@@ -139,8 +151,10 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
 def check_whole(key: str, tensor: Stored) -> None:
     """Raises Damage: its chunks do not hold each of its elements exactly once."""
     name = TensorKey("tensor", key)
-    pieces = [Piece(name, tensor.dtype, tensor.shape, chunk.box, chunk.blob.file, chunk.blob.begin, chunk.blob.end)
-              for chunk in tensor.chunks]
+    pieces = [
+        Piece(name, tensor.dtype, tensor.shape, chunk.box, chunk.blob.file, chunk.blob.begin, chunk.blob.end)
+        for chunk in tensor.chunks
+    ]
     wrong = uncovered({name: pieces}) if pieces else [f"{key} has no chunks"]
     if wrong:
         raise Damage(METADATA, "; ".join(wrong), "chunks hold each element of their tensor once")
@@ -152,8 +166,11 @@ def open_chunk(folder: Path, chunk: Chunk, dtype: str) -> StoredTensor:
     found = torch_zip.load(folder, blob.file, blob.begin, blob.end)
     if not isinstance(found, StoredTensor) or found.shape != chunk.box.shape or found.dtype != dtype:
         seen = f"{found.dtype} {found.shape}" if isinstance(found, StoredTensor) else type(found).__name__
-        raise Damage(blob.file, f"{folder / blob.file} has {seen} in bytes {blob.begin}..{blob.end}",
-                     f"{METADATA} says {dtype} {chunk.box.shape}")
+        raise Damage(
+            blob.file,
+            f"{folder / blob.file} has {seen} in bytes {blob.begin}..{blob.end}",
+            f"{METADATA} says {dtype} {chunk.box.shape}",
+        )
     return found
 
 
@@ -169,13 +186,21 @@ def encode(metadata: Metadata) -> bytes:
         return sizes.setdefault(of, Call(Name("torch", "Size"), (of,)))
 
     def info(blob: Blob) -> Call:
-        return Call(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), (blob.file, blob.begin, blob.end - blob.begin))
+        return Call(
+            Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            (blob.file, blob.begin, blob.end - blob.begin),
+        )
 
     about: dict[str, Call] = {}
     places: dict[Any, Call] = {}
     for key, tensor in metadata.tensors.items():
-        chunks = [Call(Name(_MODULE, "ChunkStorageMetadata"), (size(chunk.box.offset), size(chunk.box.shape))) for chunk in tensor.chunks]
-        of_dtype = properties.setdefault(tensor.dtype, Call(Name(_MODULE, "TensorProperties"), (Name("torch", tensor.dtype),)))
+        chunks = [
+            Call(Name(_MODULE, "ChunkStorageMetadata"), (size(chunk.box.offset), size(chunk.box.shape)))
+            for chunk in tensor.chunks
+        ]
+        of_dtype = properties.setdefault(
+            tensor.dtype, Call(Name(_MODULE, "TensorProperties"), (Name("torch", tensor.dtype),))
+        )
         about[key] = Call(Name(_MODULE, "TensorStorageMetadata"), (of_dtype, size(tensor.shape), chunks))
         for chunk in tensor.chunks:
             places[Call(Name(_MODULE, "MetadataIndex"), (key, size(chunk.box.offset)))] = info(chunk.blob)

@@ -21,16 +21,46 @@ from toolkit.checkpoint.formats.deepspeed_catalog import Ranks, catalog_of
 from toolkit.checkpoint.formats.deepspeed_files import File, Saved
 from toolkit.checkpoint.formats.deepspeed_held import Local, Shape, Whole
 from toolkit.checkpoint.formats.pickles import Foreign, StoredTensor
-from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIM, OPTIM_SETTINGS, OPTIMIZER_STEP, SCALER_STATE, STEP, WEIGHTS_DTYPE
+from toolkit.checkpoint.scalars import (
+    CONSUMED,
+    LOSS_SCALER,
+    OPTIM,
+    OPTIM_SETTINGS,
+    OPTIMIZER_STEP,
+    SCALER_STATE,
+    STEP,
+    WEIGHTS_DTYPE,
+)
 from toolkit.checkpoint.source import Source, named_in, vendors_refusal
 from toolkit.families.base import ModelShape
 
 # What DeepSpeed puts into a model's file; anything else is the user's.
-_KNOWN = frozenset((
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "lr_scheduler",
-    "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
-    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts",
-    "ds_autoep_layers"))
+_KNOWN = frozenset(
+    (
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+        "num_experts",
+        "ds_autoep_layers",
+    )
+)
 
 
 def find(path: Path) -> Path | None:
@@ -38,7 +68,9 @@ def find(path: Path) -> Path | None:
     folders = [path]
     if (path / files.LATEST).is_file():
         folders.insert(0, named_in(path, files.LATEST))
-    return next((folder for folder in folders if not (folder / "zero").is_dir() and files.is_checkpoint(folder)), None)
+    return next(
+        (folder for folder in folders if not (folder / "zero").is_dir() and files.is_checkpoint(folder)), None
+    )
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> Source:
@@ -54,13 +86,23 @@ def open_source(folder: Path, model: ModelShape | None = None) -> Source:
     return source_of("deepspeed", catalog, model, facts_of(saved), saved.models)
 
 
-def source_of(name: str, catalog: Catalog, model: ModelShape, facts: Mapping[str, str], models: Sequence[File]) -> Source:
+def source_of(
+    name: str, catalog: Catalog, model: ModelShape, facts: Mapping[str, str], models: Sequence[File]
+) -> Source:
     """What both of DeepSpeed's formats say of themselves."""
     step = catalog.scalars[STEP]
     assert isinstance(step, int)
     facts = {"written by": f"deepspeed {models[0].content.get('ds_version')}", **facts}
-    return Source(format=name, catalog=catalog, namespace=families.get(model.family).namespace, step=step, shape=model, facts=facts,
-                  left_out=tuple(left_out_of(models)), refuse=vendors_refusal)
+    return Source(
+        format=name,
+        catalog=catalog,
+        namespace=families.get(model.family).namespace,
+        step=step,
+        shape=model,
+        facts=facts,
+        left_out=tuple(left_out_of(models)),
+        refuse=vendors_refusal,
+    )
 
 
 # ---- tensors
@@ -69,16 +111,29 @@ def source_of(name: str, catalog: Catalog, model: ModelShape, facts: Mapping[str
 def stages_of(saved: Saved) -> list[Ranks]:
     """What every rank holds. A pipeline's layers stand apart from its stages' optimizers: their files say of no stage."""
     buffers = _buffers(saved)
-    layers = [{name: local for number, files_ in saved.layers.items()
-               for name, local in _weights(files_[rank].content, buffers, f"{number}.")} for rank in range(saved.tensor)]
+    layers = [
+        {
+            name: local
+            for number, files_ in saved.layers.items()
+            for name, local in _weights(files_[rank].content, buffers, f"{number}.")
+        }
+        for rank in range(saved.tensor)
+    ]
     stages: list[Ranks] = [layers] if saved.layers else []
     for stage, ranks in enumerate(weights_of(saved)):
         for tensor, held in enumerate(ranks):
             number = stage * saved.tensor + tensor
-            shapes = {name: local.shape for name, local in (held or _of_stage(saved, layers[tensor], stage)).items()}
+            shapes = {
+                name: local.shape for name, local in (held or _of_stage(saved, layers[tensor], stage)).items()
+            }
             for name, local in _optimizers_part(saved, number, shapes).items():
                 known = held.setdefault(name, local)
-                known.shape, known.master, known.moments, known.copies = local.shape, local.master, local.moments, local.copies
+                known.shape, known.master, known.moments, known.copies = (
+                    local.shape,
+                    local.master,
+                    local.moments,
+                    local.copies,
+                )
                 if saved.stage3:
                     known.model = None  # a placeholder
         first = saved.models[stage * saved.tensor].content  # rank 0 alone tells what is shared
@@ -114,7 +169,9 @@ def _buffers(saved: Saved) -> set[str]:
     return {name for file in saved.models for name in file.content.get("buffer_names") or ()}
 
 
-def _weights(module: Mapping[str, object], buffers: set[str], prefix: str = "") -> Iterator[tuple[str, Local]]:
+def _weights(
+    module: Mapping[str, object], buffers: set[str], prefix: str = ""
+) -> Iterator[tuple[str, Local]]:
     """Of a state dict. A name whose tensor another one has already is left out: it is tied, and stored once."""
     seen = set()
     for name, value in module.items():
@@ -146,8 +203,11 @@ def _of_stage(saved: Saved, layers: Mapping[str, Local], stage: int) -> Mapping[
         return layers
     counts = [plain.parameters_in(file) for file in saved.models[:: saved.tensor]]
     if sum(counts) != len(layers):
-        raise files.unreadable(saved.folder, "is of a pipeline without ZeRO whose optimizers have other parameters than its layers",
-                               "save it with ZeRO 1, which records names")
+        raise files.unreadable(
+            saved.folder,
+            "is of a pipeline without ZeRO whose optimizers have other parameters than its layers",
+            "save it with ZeRO 1, which records names",
+        )
     first = sum(counts[:stage])
     return dict(list(layers.items())[first : first + counts[stage]])
 
@@ -162,8 +222,11 @@ def _frozen(saved: Saved, number: int) -> Iterator[tuple[str, Local]]:
     every = [saved.model_of(number, rank) for rank in range(saved.data)]
     for name, shape in shapes.items():
         if name not in fragments:
-            raise Damage(saved.models[number].name, f"{saved.models[number].name} has no fragment of {name}, which is frozen",
-                         "frozen parameters are saved too, unless DeepSpeed was told to leave them out")
+            raise Damage(
+                saved.models[number].name,
+                f"{saved.models[number].name} has no fragment of {name}, which is frozen",
+                "frozen parameters are saved too, unless DeepSpeed was told to leave them out",
+            )
         shares = [(file.name, (file.content.get("frozen_param_fragments") or {}).get(name)) for file in every]
         frozen = zero.frozen_shares(shares, shape)
         yield name, Local(shape, model=frozen, model_dtype=frozen.dtype)
@@ -175,16 +238,31 @@ def _frozen(saved: Saved, number: int) -> Iterator[tuple[str, Local]]:
 def scalars_of(saved: Saved) -> dict[str, object]:
     """What training resumes from besides tensors. Raises Damage where ranks or parameters disagree."""
     found = counts_of(saved)
-    counts = {torch_zip.number(saved.folder, step) for ranks in saved.partitions for rank in ranks for step in zero.steps_of(rank)}
+    counts = {
+        torch_zip.number(saved.folder, step)
+        for ranks in saved.partitions
+        for rank in ranks
+        for step in zero.steps_of(rank)
+    }
     if not saved.partitions:
-        counts = {torch_zip.number(saved.folder, step) for file in saved.models for step in plain.steps_of(file)}
+        counts = {
+            torch_zip.number(saved.folder, step) for file in saved.models for step in plain.steps_of(file)
+        }
     if len(counts) > 1:
-        raise Damage(saved.models[0].name, f"the optimizer's steps are {sorted(counts)}", "all parameters have taken the same steps")
+        raise Damage(
+            saved.models[0].name,
+            f"the optimizer's steps are {sorted(counts)}",
+            "all parameters have taken the same steps",
+        )
     if counts:
         found[OPTIMIZER_STEP] = int(counts.pop())
-    groups = zero.settings_of(saved.partitions[0][0]) if saved.partitions else plain.settings_of(saved.models[0])
+    groups = (
+        zero.settings_of(saved.partitions[0][0]) if saved.partitions else plain.settings_of(saved.models[0])
+    )
     found.update(optim_of(groups))
-    scaler = loss_scaler_of(saved.partitions[0][0].content if saved.partitions else saved.models[0].content.get("optimizer") or {})
+    scaler = loss_scaler_of(
+        saved.partitions[0][0].content if saved.partitions else saved.models[0].content.get("optimizer") or {}
+    )
     return {**found, LOSS_SCALER: scaler} if scaler else found
 
 
@@ -222,8 +300,14 @@ def loss_scaler_of(optimizer: Mapping[str, object]) -> dict[str, object] | None:
 def _agreed(models: Sequence[File], key: str) -> int:
     values = {file.content.get(key) for file in models}
     value = values.pop()
-    if values or not isinstance(value, (int, float)) or value != int(value):  # with a context axis DeepSpeed counts samples in floats
-        raise Damage(models[0].name, f"{key} is {sorted(map(str, {value, *values}))} in the models' files", "all files are of one step")
+    if (
+        values or not isinstance(value, (int, float)) or value != int(value)
+    ):  # with a context axis DeepSpeed counts samples in floats
+        raise Damage(
+            models[0].name,
+            f"{key} is {sorted(map(str, {value, *values}))} in the models' files",
+            "all files are of one step",
+        )
     return int(value)
 
 
@@ -237,8 +321,12 @@ def facts_of(saved: Saved) -> dict[str, str]:
 def left_out_of(models: Sequence[File]) -> Iterator[str]:
     yield "settings of parameter groups (learning rate, decay)"
     content = models[0].content
-    for key, words in (("lr_scheduler", "the scheduler's state"), ("data_sampler", "the data sampler's state"),
-                       ("random_ltd", "random layer token drop"), ("buffer_names", "buffers of the model")):
+    for key, words in (
+        ("lr_scheduler", "the scheduler's state"),
+        ("data_sampler", "the data sampler's state"),
+        ("random_ltd", "random layer token drop"),
+        ("buffer_names", "buffers of the model"),
+    ):
         if content.get(key):
             yield words
     own = sorted(str(key) for key in content.keys() - _KNOWN)

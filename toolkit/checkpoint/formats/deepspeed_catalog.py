@@ -33,11 +33,17 @@ class _Gathered:
 
     def settle(self) -> Iterator[tuple[str, list[Held], list[Held]]]:
         """Each state, what is read and what is a copy of it."""
-        ordered = {state: [held for _, held in sorted(found, key=lambda item: item[0])] for state, found in self.states.items()}
+        ordered = {
+            state: [held for _, held in sorted(found, key=lambda item: item[0])]
+            for state, found in self.states.items()
+        }
         masters, models = ordered.get(MASTER, []), ordered.get(WEIGHT, [])
         dtype = models[0].content.dtype if models else self.model_dtype
         if masters and masters[0].content.dtype == dtype:
-            ordered = {WEIGHT: masters + models, **{state: held for state, held in ordered.items() if state not in (WEIGHT, MASTER)}}
+            ordered = {
+                WEIGHT: masters + models,
+                **{state: held for state, held in ordered.items() if state not in (WEIGHT, MASTER)},
+            }
         for state, found in ordered.items():
             read: dict[Box, Held] = {}
             copies = []
@@ -47,7 +53,9 @@ class _Gathered:
             yield state, list(read.values()), copies
 
 
-def catalog_of(folder: Path, shape: ModelShape, stages: Sequence[Ranks], scalars: Mapping[str, object]) -> Catalog:
+def catalog_of(
+    folder: Path, shape: ModelShape, stages: Sequence[Ranks], scalars: Mapping[str, object]
+) -> Catalog:
     """The catalog of ``stages``: a parameter that several of them have is a copy.
 
     Raises:
@@ -79,35 +87,50 @@ def _gather(found: _Gathered, part: Part, box: Box, local: Local) -> None:
         found.add(state, part, Held(box, content))
 
 
-def _finish(folder: Path, shape: ModelShape, gathered: Mapping[str, _Gathered], scalars: Mapping[str, object]) -> Catalog:
+def _finish(
+    folder: Path, shape: ModelShape, gathered: Mapping[str, _Gathered], scalars: Mapping[str, object]
+) -> Catalog:
     tensors: dict[TensorKey, TensorInfo] = {}
     read: dict[TensorKey, list[Held]] = {}
     copies: dict[TensorKey, list[Held]] = {}
     missing = []
     for spec in families.get(shape.family).parameters(shape):
-        states = {state: rest for state, *rest in gathered[spec.name].settle()} if spec.name in gathered else {}
+        states = (
+            {state: rest for state, *rest in gathered[spec.name].settle()} if spec.name in gathered else {}
+        )
         if not states.keys() & {WEIGHT, MASTER}:
             missing.append(spec.name)
         for state, (held, more) in states.items():
             key, dtypes = TensorKey(state, spec.name), {one.content.dtype for one in held}
             numel = sum(one.box.numel for one in held)
             if len(dtypes) > 1 or numel != spec.numel:
-                raise Damage("", f"{folder} holds {numel} of {spec.numel} elements of {key}, as {', '.join(sorted(dtypes))}",
-                             "the files of all ranks hold every element once, in one dtype")
+                raise Damage(
+                    "",
+                    f"{folder} holds {numel} of {spec.numel} elements of {key}, as {', '.join(sorted(dtypes))}",
+                    "the files of all ranks hold every element once, in one dtype",
+                )
             tensors[key], read[key] = TensorInfo(dtypes.pop(), spec.shape), held
             if more:
                 copies[key] = more
     if missing:
         listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise CheckpointError(Problem(str(folder), f"{folder} holds no weight of {listed}", "a checkpoint has every parameter of its model",
-                                      "give the model that the checkpoint was made of"))
+        raise CheckpointError(
+            Problem(
+                str(folder),
+                f"{folder} holds no weight of {listed}",
+                "a checkpoint has every parameter of its model",
+                "give the model that the checkpoint was made of",
+            )
+        )
     return Catalog(folder, tensors, _made(tensors, read), scalars, _made(tensors, copies))
 
 
 def _made(tensors: Mapping[TensorKey, TensorInfo], held: Mapping[TensorKey, Sequence[Held]]) -> Made:
     """Pieces, when they are asked for."""
-    return Made({key: tensors[key] for key in held},
-                lambda key: tuple(piece for one in held[key] for piece in one.pieces(key, tensors[key].shape)))
+    return Made(
+        {key: tensors[key] for key in held},
+        lambda key: tuple(piece for one in held[key] for piece in one.pieces(key, tensors[key].shape)),
+    )
 
 
 def _refuse_two(held: Mapping[str, Local], parts: Mapping[str, Part], folder: Path) -> None:
@@ -120,6 +143,11 @@ def _refuse_two(held: Mapping[str, Local], parts: Mapping[str, Part], folder: Pa
         for claim in ((part,), *([(part.name, part.offset, part.extent)] if trained else [])):
             other = taken.setdefault(claim, name)
             if held[other] is not local:
-                raise CheckpointError(Problem(
-                    str(folder), f"{folder} has {other} and {name}, each for itself", f"this model has one {part.name}",
-                    "give the model that the checkpoint was made of: model.tie_word_embeddings=false where they are not tied"))
+                raise CheckpointError(
+                    Problem(
+                        str(folder),
+                        f"{folder} has {other} and {name}, each for itself",
+                        f"this model has one {part.name}",
+                        "give the model that the checkpoint was made of: model.tie_word_embeddings=false where they are not tied",
+                    )
+                )

@@ -80,7 +80,11 @@ class Saved:
     def weights_dtype(self) -> str | None:
         """As the settings have it; None where they do not say."""
         named = {"bf16": "bfloat16", "fp16": "float16"}
-        on = [dtype for key, dtype in named.items() if isinstance(self.settings.get(key), Mapping) and self.settings[key].get("enabled")]
+        on = [
+            dtype
+            for key, dtype in named.items()
+            if isinstance(self.settings.get(key), Mapping) and self.settings[key].get("enabled")
+        ]
         return (on[0] if on else "float32") if self.settings else None
 
     def model_of(self, model_rank: int, data_rank: int) -> File:
@@ -115,7 +119,11 @@ def read_models(folder: Path, *, both: bool = False) -> tuple[tuple[File, ...], 
     kinds = {name.startswith("zero") for name in names}
     if not kinds or (len(kinds) > 1 and not both):
         seen = "model states of ZeRO 3 and of other stages" if kinds else "no model states"
-        raise Damage("mp_rank_00_model_states.pt", f"{folder} has {seen}", "a folder holds one checkpoint, with all model states")
+        raise Damage(
+            "mp_rank_00_model_states.pt",
+            f"{folder} has {seen}",
+            "a folder holds one checkpoint, with all model states",
+        )
     stage3 = min(kinds)
     first = load(folder, _model_name(0, 0, stage3))
     count = _count(first, "mp_world_size")
@@ -133,25 +141,40 @@ def read(folder: Path) -> Saved:
     layers = _read_layers(folder, names)
     tensor = len(next(iter(layers.values()))) if layers else len(models)
     if len(models) % tensor:
-        raise Damage(models[0].name, f"{folder} is of {len(models)} model-parallel ranks, its layers of {tensor} tensor ranks", WHOLE)
+        raise Damage(
+            models[0].name,
+            f"{folder} is of {len(models)} model-parallel ranks, its layers of {tensor} tensor ranks",
+            WHOLE,
+        )
     prefixes = {match[1] for name in names if (match := _OPTIMIZER.fullmatch(name))}
     if len(prefixes) > 1:
-        raise Damage("", f"{folder} has optimizer states of several runs, whose names begin with {sorted(prefixes)}",
-                     "a folder holds one checkpoint")
+        raise Damage(
+            "",
+            f"{folder} has optimizer states of several runs, whose names begin with {sorted(prefixes)}",
+            "a folder holds one checkpoint",
+        )
     needs = stage3 or models[0].content.get("param_shapes") is not None
     partitions: tuple[tuple[File, ...], ...] = ()
     if prefixes or needs:
         prefix = prefixes.pop() if prefixes else ""
         partitions = tuple(
-            tuple(_partition(folder, f"{prefix}zero_pp_rank_{rank}_mp_rank_{model:02d}_optim_states.pt") for rank in range(data))
-            for model in range(len(models)))
-    return Saved(folder=folder, models=models, partitions=partitions, layers=layers, tensor=tensor, stage3=stage3)
+            tuple(
+                _partition(folder, f"{prefix}zero_pp_rank_{rank}_mp_rank_{model:02d}_optim_states.pt")
+                for rank in range(data)
+            )
+            for model in range(len(models))
+        )
+    return Saved(
+        folder=folder, models=models, partitions=partitions, layers=layers, tensor=tensor, stage3=stage3
+    )
 
 
 def _partition(folder: Path, name: str) -> File:
     content = load(folder, name).content.get("optimizer_state_dict")
     if not isinstance(content, Mapping):
-        raise Damage(name, f"{folder / name} has no optimizer_state_dict", "ZeRO's file holds the optimizer's state")
+        raise Damage(
+            name, f"{folder / name} has no optimizer_state_dict", "ZeRO's file holds the optimizer's state"
+        )
     return File(name, content)
 
 
@@ -164,9 +187,13 @@ def _read_layers(folder: Path, names: Sequence[str]) -> dict[int, tuple[File, ..
     for of_layer in found.values():
         for rank in range(ranks):
             if rank not in of_layer:
-                missing = next(iter(of_layer.values())).replace(f"-model_{max(of_layer):02d}", f"-model_{rank:02d}")
+                missing = next(iter(of_layer.values())).replace(
+                    f"-model_{max(of_layer):02d}", f"-model_{rank:02d}"
+                )
                 raise Damage(missing, f"{folder / missing} is missing", WHOLE)
-    return {number: tuple(load(folder, found[number][rank]) for rank in range(ranks)) for number in sorted(found)}
+    return {
+        number: tuple(load(folder, found[number][rank]) for rank in range(ranks)) for number in sorted(found)
+    }
 
 
 def _model_name(model_rank: int, data_rank: int, stage3: bool) -> str:
@@ -176,14 +203,21 @@ def _model_name(model_rank: int, data_rank: int, stage3: bool) -> str:
 def _count(file: File, key: str) -> int:
     found = file.content.get(key)
     if not isinstance(found, int) or found < 1:
-        raise Damage(file.name, f"{file.name} has {key}={found}", "a model's file says how many ranks its checkpoint is of")
+        raise Damage(
+            file.name,
+            f"{file.name} has {key}={found}",
+            "a model's file says how many ranks its checkpoint is of",
+        )
     return found
 
 
 def _refuse_unreadable(folder: Path, names: Sequence[str]) -> None:
     if "offloaded_tensors" in names:
-        raise unreadable(folder, "has its optimizer's state on NVMe, in files of each rank's swapper",
-                         "save it from a run whose optimizer is not offloaded to NVMe")
+        raise unreadable(
+            folder,
+            "has its optimizer's state on NVMe, in files of each rank's swapper",
+            "save it from a run whose optimizer is not offloaded to NVMe",
+        )
     experts = next((name for name in names if _EXPERT.fullmatch(name)), None)
     if experts is not None:
         raise _experts(folder, experts)
@@ -195,10 +229,15 @@ def _refuse_experts(folder: Path, file: File) -> None:
 
 
 def _experts(folder: Path, name: str) -> CheckpointError:
-    return unreadable(folder, f"is of a model with DeepSpeed's own experts ({name})",
-                      "train it with parallel.expert of this toolkit, whose checkpoints are read in any layout")
+    return unreadable(
+        folder,
+        f"is of a model with DeepSpeed's own experts ({name})",
+        "train it with parallel.expert of this toolkit, whose checkpoints are read in any layout",
+    )
 
 
 def unreadable(folder: Path, what: str, remedy: str) -> CheckpointError:
     """For checkpoints that are whole, and of a kind that this reader does not know."""
-    return CheckpointError(Problem(str(folder), f"{folder} {what}", "such checkpoints of DeepSpeed cannot be read", remedy))
+    return CheckpointError(
+        Problem(str(folder), f"{folder} {what}", "such checkpoints of DeepSpeed cannot be read", remedy)
+    )

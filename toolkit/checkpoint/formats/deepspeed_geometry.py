@@ -72,8 +72,14 @@ def runs_of_shares(at: int, numel: int, ranks: int) -> Iterator[Run]:
         yield Run(rank, start, at, min(share, numel - start))
 
 
-def pieces_of_runs(key: TensorKey, dtype: str, global_shape: tuple[int, ...], box: Box, runs: Iterable[Run],
-                   locate: Callable[[int], tuple[str, int, Record | None]]) -> tuple[Piece, ...]:
+def pieces_of_runs(
+    key: TensorKey,
+    dtype: str,
+    global_shape: tuple[int, ...],
+    box: Box,
+    runs: Iterable[Run],
+    locate: Callable[[int], tuple[str, int, Record | None]],
+) -> tuple[Piece, ...]:
     """Runs of a parameter as pieces: a few boxes each.
 
     Args:
@@ -92,7 +98,9 @@ def pieces_of_runs(key: TensorKey, dtype: str, global_shape: tuple[int, ...], bo
 
 
 @lru_cache(maxsize=2**14)
-def _boxes(shape: tuple[int, ...], offset: tuple[int, ...], start: int, stop: int) -> tuple[tuple[Box, int], ...]:
+def _boxes(
+    shape: tuple[int, ...], offset: tuple[int, ...], start: int, stop: int
+) -> tuple[tuple[Box, int], ...]:
     """A flat range of the box ``offset, shape``, in boxes with their sizes. Layers' tensors have the same ones: a large run asks for
     few, millions of times."""
     return tuple((shifted(inner, offset), inner.numel) for inner in flat_boxes(shape, start, stop))

@@ -43,8 +43,11 @@ class Whole:
             elif stored.numel == box.numel and (stored.numel < 2 or stored.strides == (1,)):
                 strides = row_major(box.shape)
             else:
-                raise Damage(stored.storage.file, f"{key} has shape {stored.shape} in {stored.storage.file}, not {box.shape}",
-                             "a parameter's states have its shape")
+                raise Damage(
+                    stored.storage.file,
+                    f"{key} has shape {stored.shape} in {stored.storage.file}, not {box.shape}",
+                    "a parameter's states have its shape",
+                )
             stored = StoredTensor(stored.storage, stored.offset, box.shape, strides)
         return tuple(torch_zip.pieces_of(stored, key, global_shape, box))
 
@@ -99,14 +102,32 @@ class Held:
 
 def flat(value: object, file: str, what: str, least: int) -> StoredTensor:
     """``value`` as a flat buffer of at least ``least`` elements. Raises Damage where it is none."""
-    if not isinstance(value, StoredTensor) or len(value.shape) != 1 or (value.numel > 1 and value.strides != (1,)):
-        seen = f"a tensor of shape {value.shape}" if isinstance(value, StoredTensor) else f"{type(value).__name__}"
-        raise Damage(file, f"{what} in {file} is {seen}", "ZeRO keeps its partitions as flat tensors in the file")
+    if (
+        not isinstance(value, StoredTensor)
+        or len(value.shape) != 1
+        or (value.numel > 1 and value.strides != (1,))
+    ):
+        seen = (
+            f"a tensor of shape {value.shape}"
+            if isinstance(value, StoredTensor)
+            else f"{type(value).__name__}"
+        )
+        raise Damage(
+            file, f"{what} in {file} is {seen}", "ZeRO keeps its partitions as flat tensors in the file"
+        )
     if value.numel < least:
-        raise Damage(file, f"{what} in {file} has {value.numel} of {least} elements", "a partition has its part of every parameter")
+        raise Damage(
+            file,
+            f"{what} in {file} has {value.numel} of {least} elements",
+            "a partition has its part of every parameter",
+        )
     return value
 
 
 def place(tensor: StoredTensor) -> tuple[str, int, Record | None]:
     """The file of a flat buffer, its first byte, and the record of the archive that has it."""
-    return tensor.storage.file, tensor.storage.begin + tensor.offset * DTYPES[tensor.dtype].itemsize, tensor.storage.record
+    return (
+        tensor.storage.file,
+        tensor.storage.begin + tensor.offset * DTYPES[tensor.dtype].itemsize,
+        tensor.storage.record,
+    )

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from toolkit import families
-from toolkit.checkpoint.formats.deepspeed_geometry import Run, partition_numel, runs_of_range, runs_of_shares, share_numel, sub_groups
+from toolkit.checkpoint.formats.deepspeed_geometry import (
+    Run,
+    partition_numel,
+    runs_of_range,
+    runs_of_shares,
+    share_numel,
+    sub_groups,
+)
 from toolkit.checkpoint.shard import Box
 from toolkit.config.reshard import TargetParallelConfig
 from toolkit.families.base import ModelShape, ParameterSpec
@@ -68,13 +75,21 @@ def model_ranks(shape: ModelShape, parallel: TargetParallelConfig) -> tuple[Mode
     family = families.get(shape.family)
     parameters, tied = family.parameters(shape), family.tied(shape)
     if parallel.pipeline > 1:
-        return tuple(_stage(number, stage.parameters, tied, parallel.pipeline)
-                     for number, stage in enumerate(split(parameters, parallel.pipeline, tied.values())))
+        return tuple(
+            _stage(number, stage.parameters, tied, parallel.pipeline)
+            for number, stage in enumerate(split(parameters, parallel.pipeline, tied.values()))
+        )
     return tuple(_tensor_rank(number, parameters, tied, parallel.tensor) for number in range(parallel.tensor))
 
 
-def _tensor_rank(number: int, specs: Sequence[ParameterSpec], tied: Mapping[str, str], ranks: int) -> ModelRank:
-    return ModelRank(number, tuple(Parameter(spec.name, spec.name, spec.shape, _cut(spec, number, ranks)) for spec in specs), tied)
+def _tensor_rank(
+    number: int, specs: Sequence[ParameterSpec], tied: Mapping[str, str], ranks: int
+) -> ModelRank:
+    return ModelRank(
+        number,
+        tuple(Parameter(spec.name, spec.name, spec.shape, _cut(spec, number, ranks)) for spec in specs),
+        tied,
+    )
 
 
 def _cut(spec: ParameterSpec, rank: int, ranks: int) -> Box:
@@ -83,8 +98,10 @@ def _cut(spec: ParameterSpec, rank: int, ranks: int) -> Box:
         return Box.whole(spec.shape)
     assert spec.shape[dim] % ranks == 0, f"{spec.name} {spec.shape} on {ranks} tensor ranks"
     share = spec.shape[dim] // ranks
-    return Box(tuple(rank * share if at == dim else 0 for at in range(len(spec.shape))),
-               tuple(share if at == dim else size for at, size in enumerate(spec.shape)))
+    return Box(
+        tuple(rank * share if at == dim else 0 for at in range(len(spec.shape))),
+        tuple(share if at == dim else size for at, size in enumerate(spec.shape)),
+    )
 
 
 def _stage(number: int, specs: Sequence[ParameterSpec], tied: Mapping[str, str], stages: int) -> ModelRank:
@@ -92,8 +109,14 @@ def _stage(number: int, specs: Sequence[ParameterSpec], tied: Mapping[str, str],
     one has of a tied weight the other name, and nothing is tied within it."""
     other = {stored: alias for alias, stored in tied.items()} if number == stages - 1 else {}
     names = [f"{number}.stage.model.{other.get(spec.name, spec.name)}" for spec in specs]
-    return ModelRank(number, tuple(Parameter(name, spec.name, spec.shape, Box.whole(spec.shape))
-                                   for name, spec in zip(names, specs, strict=True)), {})
+    return ModelRank(
+        number,
+        tuple(
+            Parameter(name, spec.name, spec.shape, Box.whole(spec.shape))
+            for name, spec in zip(names, specs, strict=True)
+        ),
+        {},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +147,16 @@ def flats(rank: ModelRank, stage: int, ranks: int, sub_group: int) -> tuple[Flat
     for number, group in enumerate(rank.groups):
         sizes = [one.box.numel for one in group]
         if stage < 3:
-            found.append(Flat(number, number, tuple(group), _starts(sizes), partition_numel(sizes, ranks, 2 * ranks)))
+            found.append(
+                Flat(number, number, tuple(group), _starts(sizes), partition_numel(sizes, ranks, 2 * ranks))
+            )
             continue
         shares = [share_numel(size, ranks) for size in sizes]
         for part in sub_groups(shares, sub_group):
             inside = shares[part.start : part.stop]
-            found.append(Flat(len(found), number, tuple(group[part.start : part.stop]), _starts(inside), sum(inside)))
+            found.append(
+                Flat(len(found), number, tuple(group[part.start : part.stop]), _starts(inside), sum(inside))
+            )
     return tuple(found)
 
 
@@ -140,7 +167,11 @@ def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
 def runs(flat: Flat, index: int, stage: int, ranks: int) -> Iterator[Run]:
     """Where the elements of the buffer's parameter ``index`` lie."""
     numel = flat.parameters[index].box.numel
-    return runs_of_range(flat.starts[index], numel, flat.numel) if stage < 3 else runs_of_shares(flat.starts[index], numel, ranks)
+    return (
+        runs_of_range(flat.starts[index], numel, flat.numel)
+        if stage < 3
+        else runs_of_shares(flat.starts[index], numel, ranks)
+    )
 
 
 def padding(flat: Flat, rank: int) -> int:

@@ -70,7 +70,9 @@ def table_of(shape: ModelShape) -> dict[str, Part]:
     found = {}
     for tensor in family.hub(shape):
         for name in (tensor.name, *tensor.aliases):
-            found[name] = Part(tensor.canonical, whole[tensor.canonical], tensor.offset, tensor.extent, tensor.shape)
+            found[name] = Part(
+                tensor.canonical, whole[tensor.canonical], tensor.offset, tensor.extent, tensor.shape
+            )
     for name, size in whole.items():
         found[name] = Part(name, size, (0,) * len(size), size, size)
     for alias, name in family.tied(shape).items():
@@ -82,7 +84,9 @@ def table_of(shape: ModelShape) -> dict[str, Part]:
 def _by_suffix(name: str, table: Mapping[str, Part]) -> Part | None:
     """The longest end of ``name``, from a dot on, that is in the table."""
     parts = name.split(".")
-    return next((table[end] for start in range(len(parts)) if (end := ".".join(parts[start:])) in table), None)
+    return next(
+        (table[end] for start in range(len(parts)) if (end := ".".join(parts[start:])) in table), None
+    )
 
 
 def _by_layers(shape: ModelShape, stored: Mapping[str, Shape], table: Mapping[str, Part]) -> dict[str, Part]:
@@ -101,13 +105,19 @@ def _by_layers(shape: ModelShape, stored: Mapping[str, Shape], table: Mapping[st
     if len(blocks) != shape.num_hidden_layers:
         return {}
     prefix = next(spec.name for spec in specs if spec.layer == 0).split(".0.", 1)[0]
-    found = {name: table[f"{prefix}.{layer}.{end}"] for layer, inside in enumerate(blocks.values()) for name, end in inside.items()}
+    found = {
+        name: table[f"{prefix}.{layer}.{end}"]
+        for layer, inside in enumerate(blocks.values())
+        for name, end in inside.items()
+    }
     before, after = _outside(specs, table)
     first, last = min(blocks), max(blocks)
     for number, names in layers.items():
         if number not in blocks:
             for name, _ in names:
-                part = _fitting(name, stored[name], before if number < first else after if number > last else ())
+                part = _fitting(
+                    name, stored[name], before if number < first else after if number > last else ()
+                )
                 if part is not None:
                     found[name] = part
     for name, size in stored.items():
@@ -116,7 +126,9 @@ def _by_layers(shape: ModelShape, stored: Mapping[str, Shape], table: Mapping[st
     return found
 
 
-def _outside(specs: Sequence[ParameterSpec], table: Mapping[str, Part]) -> tuple[list[tuple[str, Part]], list[tuple[str, Part]]]:
+def _outside(
+    specs: Sequence[ParameterSpec], table: Mapping[str, Part]
+) -> tuple[list[tuple[str, Part]], list[tuple[str, Part]]]:
     """What comes before the blocks and after them, by name; a tied output layer is after them too."""
     at = next(index for index, spec in enumerate(specs) if spec.layer is not None)
     before = [(spec.name, table[spec.name]) for spec in specs[:at]]
@@ -133,9 +145,11 @@ def _fitting(name: str, size: Shape, candidates: Sequence[tuple[str, Part]]) -> 
     """The one candidate that a layer's parameter can be: by the end of its name, else by what it is and its shape, else by a shape that
     the tensor axis may have cut."""
     words = name.split(".")
-    tests = (lambda known, part: words[-2:] == known.split(".")[-2:],
-             lambda known, part: words[-1] == known.split(".")[-1] and size == part.shape,
-             lambda known, part: words[-1] == known.split(".")[-1] and _cut_of(size, part.shape))
+    tests = (
+        lambda known, part: words[-2:] == known.split(".")[-2:],
+        lambda known, part: words[-1] == known.split(".")[-1] and size == part.shape,
+        lambda known, part: words[-1] == known.split(".")[-1] and _cut_of(size, part.shape),
+    )
     for test in tests:
         found = {part for known, part in candidates if test(known, part) and _cut_of(size, part.shape)}
         if len(found) == 1:
@@ -145,8 +159,11 @@ def _fitting(name: str, size: Shape, candidates: Sequence[tuple[str, Part]]) -> 
 
 def _cut_of(size: Shape, whole: Shape) -> bool:
     """Equal but in one dim, which may be shorter."""
-    return len(size) == len(whole) and sum(a != b for a, b in zip(size, whole, strict=True)) <= 1 and all(
-        a <= b for a, b in zip(size, whole, strict=True))
+    return (
+        len(size) == len(whole)
+        and sum(a != b for a, b in zip(size, whole, strict=True)) <= 1
+        and all(a <= b for a, b in zip(size, whole, strict=True))
+    )
 
 
 def boxes(part: Part, stored: str, sizes: Sequence[Shape | None], folder: Path) -> list[Box | None]:
@@ -161,16 +178,25 @@ def boxes(part: Part, stored: str, sizes: Sequence[Shape | None], folder: Path) 
     lead = len(part.extent) - len(part.shape)
     if all(size == part.shape for size in shapes):
         return [None if size is None else Box(part.offset, part.extent) for size in sizes]
-    dims = {dim for size in shapes for dim, (here, whole) in enumerate(zip(size, part.shape, strict=False)) if here != whole}
+    dims = {
+        dim
+        for size in shapes
+        for dim, (here, whole) in enumerate(zip(size, part.shape, strict=False))
+        if here != whole
+    }
     if all(len(size) == len(part.shape) for size in shapes) and len(dims) == 1:
         (dim,) = dims
         fused = stored.endswith(_FUSED) and dim == len(part.shape) - (2 if "gate_up" in stored else 1)
         if sum(size[dim] for size in shapes) == part.shape[dim] and not fused:
             return list(_consecutive(part, sizes, dim, lead + dim))
-    raise CheckpointError(Problem(
-        str(folder), f"{stored} has shapes {', '.join(map(str, dict.fromkeys(shapes)))} on {len(sizes)} tensor ranks of {folder}",
-        f"{part.name} of this model is {part.shape}, whole or cut along one dim",
-        "give the model that the checkpoint was made of, or save it from a run without a tensor axis"))
+    raise CheckpointError(
+        Problem(
+            str(folder),
+            f"{stored} has shapes {', '.join(map(str, dict.fromkeys(shapes)))} on {len(sizes)} tensor ranks of {folder}",
+            f"{part.name} of this model is {part.shape}, whole or cut along one dim",
+            "give the model that the checkpoint was made of, or save it from a run without a tensor axis",
+        )
+    )
 
 
 def _consecutive(part: Part, sizes: Sequence[Shape | None], dim: int, at: int) -> Iterator[Box | None]:
@@ -188,7 +214,12 @@ def _consecutive(part: Part, sizes: Sequence[Shape | None], dim: int, at: int) -
 def _unknown(folder: Path, shape: ModelShape, names: Mapping[str, Shape]) -> CheckpointError:
     listed = ", ".join(f"{name} {size}" for name, size in list(names.items())[:3])
     listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return CheckpointError(Problem(
-        str(folder), f"{folder} holds {listed}, which is no parameter of {shape.family}",
-        "parameters have the names that transformers gives them, with anything before; layers of a pipeline are an embedding, blocks, a "
-        "norm and an output layer", "give the model that the checkpoint was made of, or save it from transformers' own"))
+    return CheckpointError(
+        Problem(
+            str(folder),
+            f"{folder} holds {listed}, which is no parameter of {shape.family}",
+            "parameters have the names that transformers gives them, with anything before; layers of a pipeline are an embedding, blocks, a "
+            "norm and an output layer",
+            "give the model that the checkpoint was made of, or save it from transformers' own",
+        )
+    )

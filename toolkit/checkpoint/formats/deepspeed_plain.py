@@ -43,13 +43,19 @@ def of_model_file(folder: Path, file: File, shapes: Mapping[str, Shape]) -> dict
     recorded = [group.get("param_names") for group in groups]
     named = recorded if all(recorded) else names_of_groups(shapes, kept)
     if named is None:
-        raise unreadable(folder, f"has the optimizer's state in {file.name} by number, and more than one order of names (or none) fits its "
-                         "shapes", "save it with ZeRO 1, which records names")
+        raise unreadable(
+            folder,
+            f"has the optimizer's state in {file.name} by number, and more than one order of names (or none) fits its "
+            "shapes",
+            "save it with ZeRO 1, which records names",
+        )
     found: dict[str, Local] = {}
     for names, group in zip(named, places, strict=True):
         for name, number in zip(names, group, strict=True):
             found[name] = Local(shapes[name], master=Whole(masters[number]) if number in masters else None)
-            found[name].moments.update((state, Whole(value)) for state, value in _tensors(states.get(number, {})))
+            found[name].moments.update(
+                (state, Whole(value)) for state, value in _tensors(states.get(number, {}))
+            )
     return found
 
 
@@ -74,7 +80,9 @@ def parameters_in(file: File) -> int:
     return sum(len(group["params"]) for group in settings_of(file))
 
 
-def names_of_groups(shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | None]]) -> list[list[str]] | None:
+def names_of_groups(
+    shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | None]]
+) -> list[list[str]] | None:
     """The names of each group, where one way of picking from ``shapes``, in order, fits; None where none or several do.
 
     Args:
@@ -96,7 +104,7 @@ def names_of_groups(shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape
             for number, group in enumerate(groups):
                 at = filled[number]
                 if at < len(group) and group[at] in (None, shape):
-                    then = (*filled[:number], at + 1, *filled[number + 1:])
+                    then = (*filled[:number], at + 1, *filled[number + 1 :])
                     after[then] = after.get(then, 0) + count
                     choices[then] = (filled, number)
             if taken - sum(filled) <= left:  # it may be in no group: frozen
@@ -117,35 +125,54 @@ def names_of_groups(shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape
     return [names[::-1] for names in found]
 
 
-def _fused(folder: Path, file: File, masters: Sequence[object], states: Mapping[int, Any],
-           shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Local]]:
+def _fused(
+    folder: Path,
+    file: File,
+    masters: Sequence[object],
+    states: Mapping[int, Any],
+    shapes: Mapping[str, Shape],
+) -> Iterator[tuple[str, Local]]:
     """``FP16_Optimizer``: a flat buffer a group. Its length is all that is known, so one group is all parameters, and two are the
     matrices and the rest."""
     matrices = [name for name, shape in shapes.items() if len(shape) > 1]
     rest = [name for name, shape in shapes.items() if len(shape) <= 1]
     lengths = [value.numel if isinstance(value, StoredTensor) else -1 for value in masters]
-    fitting = [groups for groups in ([list(shapes)], [matrices, rest], [rest, matrices])
-               if [sum(math.prod(shapes[name]) for name in names) for names in groups] == lengths]
+    fitting = [
+        groups
+        for groups in ([list(shapes)], [matrices, rest], [rest, matrices])
+        if [sum(math.prod(shapes[name]) for name in names) for names in groups] == lengths
+    ]
     if len(fitting) != 1:
-        raise unreadable(folder, f"has groups of {lengths} elements without names in {file.name}",
-                         "save it with ZeRO 1, which records names")
+        raise unreadable(
+            folder,
+            f"has groups of {lengths} elements without names in {file.name}",
+            "save it with ZeRO 1, which records names",
+        )
     for number, names in enumerate(fitting[0]):
         numels = [math.prod(shapes[name]) for name in names]
         tensors = {"": masters[number], **dict(_tensors(states.get(number, {})))}
-        buffers = {state: flat(value, file.name, f"group {number}", sum(numels)) for state, value in tensors.items()}
+        buffers = {
+            state: flat(value, file.name, f"group {number}", sum(numels)) for state, value in tensors.items()
+        }
         for name, at, length in zip(names, accumulate(numels, initial=0), numels, strict=False):
-            spread = {state: Spread(buffer.dtype, partial(tuple, [Run(0, 0, at, length)]), [place(buffer)])
-                      for state, buffer in buffers.items()}
+            spread = {
+                state: Spread(buffer.dtype, partial(tuple, [Run(0, 0, at, length)]), [place(buffer)])
+                for state, buffer in buffers.items()
+            }
             yield name, Local(shapes[name], master=spread.pop(""), moments=dict(spread))
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
-    yield from ((name, value) for name, value in state.items() if isinstance(value, StoredTensor) and name != "step")
+    yield from (
+        (name, value) for name, value in state.items() if isinstance(value, StoredTensor) and name != "step"
+    )
 
 
 def _shape(master: StoredTensor | None, state: Mapping[str, Any]) -> Shape | None:
     """Of a parameter, as what is kept for it shows."""
     found = {value.shape for _, value in _tensors(state)} | ({master.shape} if master is not None else set())
     if len(found) > 1:
-        raise Damage("", f"one parameter has state of shapes {sorted(found)}", "moments have their parameter's shape")
+        raise Damage(
+            "", f"one parameter has state of shapes {sorted(found)}", "moments have their parameter's shape"
+        )
     return next(iter(found), None)

@@ -90,8 +90,13 @@ def module(rank: ModelRank, of: Written, records: Records) -> dict[str, StoredTe
     return OrderedDict(found | {alias: found[stored] for alias, stored in rank.aliases.items()})
 
 
-def model_state(rank: ModelRank, of: Written, weights: Mapping[str, StoredTensor] | None, optimizer: Mapping[str, Any] | None,
-                buffers: Sequence[Flat]) -> dict[str, Any]:
+def model_state(
+    rank: ModelRank,
+    of: Written,
+    weights: Mapping[str, StoredTensor] | None,
+    optimizer: Mapping[str, Any] | None,
+    buffers: Sequence[Flat],
+) -> dict[str, Any]:
     """``mp_rank_*_model_states.pt``.
 
     Args:
@@ -99,7 +104,10 @@ def model_state(rank: ModelRank, of: Written, weights: Mapping[str, StoredTensor
         optimizer: of ``plain_optimizer``, without ZeRO.
     """
     zero = of.stage > 0
-    frozen: dict[str, Any] = {key: OrderedDict() if of.stage >= 2 else None for key in ("frozen_param_shapes", "frozen_param_fragments")}
+    frozen: dict[str, Any] = {
+        key: OrderedDict() if of.stage >= 2 else None
+        for key in ("frozen_param_shapes", "frozen_param_fragments")
+    }
     return {
         "module": weights,
         "buffer_names": [],
@@ -129,7 +137,12 @@ def scheduler(steps: int) -> dict[str, Any]:
 
     torch's SequentialLR and CyclicLR have state that does not follow from the count; they fail on a missing key.
     """
-    return {"last_epoch": steps, "_step_count": steps + 1, "last_batch_iteration": steps - 1, "lr_lambdas": []}
+    return {
+        "last_epoch": steps,
+        "_step_count": steps + 1,
+        "last_batch_iteration": steps - 1,
+        "lr_lambdas": [],
+    }
 
 
 def shapes(parameters: Iterable[Parameter | ParameterSpec]) -> OrderedDict[str, Call]:
@@ -139,7 +152,10 @@ def shapes(parameters: Iterable[Parameter | ParameterSpec]) -> OrderedDict[str, 
 
 def config(of: Written) -> dict[str, Any]:
     """What of the run's configuration decides the layout of its files."""
-    return {"zero_optimization": {"stage": of.stage, "round_robin_gradients": False}, "bf16": {"enabled": of.dtype == "bfloat16"}}
+    return {
+        "zero_optimization": {"stage": of.stage, "round_robin_gradients": False},
+        "bf16": {"enabled": of.dtype == "bfloat16"},
+    }
 
 
 # ---- the optimizer
@@ -150,25 +166,37 @@ def plain_optimizer(rank: ModelRank, of: Written, records: Records) -> dict[str,
     torch keeps and does not use: else nobody could know whose state is whose."""
     ordered = [one for group in rank.groups for one in group]
     numbers = {one.name: number for number, one in enumerate(ordered)}
-    state = {numbers[one.name]: _state(of, {name: records.tensor((name, one.name), "float32", one.box.shape) for name in of.moments})
-             for one in ordered if of.moments}
-    groups = [_group(of, group[0].decays, [numbers[one.name] for one in group]) | {"param_names": [one.name for one in group]}
-              for group in rank.groups]
+    state = {
+        numbers[one.name]: _state(
+            of, {name: records.tensor((name, one.name), "float32", one.box.shape) for name in of.moments}
+        )
+        for one in ordered
+        if of.moments
+    }
+    groups = [
+        _group(of, group[0].decays, [numbers[one.name] for one in group])
+        | {"param_names": [one.name for one in group]}
+        for group in rank.groups
+    ]
     return {"state": state, "param_groups": groups}
 
 
 def zero12(buffers: Sequence[Flat], of: Written, rank: int, records: Records) -> dict[str, Any]:
     """``zero_pp_rank_*_optim_states.pt`` of ZeRO 1 and 2; labels are (state, number of the buffer)."""
     kept = {
-        "single_partition_of_fp32_groups": [records.tensor((FP32, flat.number), "float32", (flat.numel - padding(flat, rank),))
-                                            for flat in buffers],
+        "single_partition_of_fp32_groups": [
+            records.tensor((FP32, flat.number), "float32", (flat.numel - padding(flat, rank),))
+            for flat in buffers
+        ],
         "zero_stage": Call(_STAGE, (of.stage,)),
         "group_paddings": [padding(flat, rank) for flat in buffers],
         "param_alignment_paddings": [[0] * len(flat.parameters) for flat in buffers],
         "partition_count": [of.data] * len(buffers),
         "ds_version": VERSION,
-        "param_slice_mappings": [OrderedDict((one.name, _fragment(numel, at)) for one, at, numel in _slices(flat, of, rank))
-                                 for flat in buffers],
+        "param_slice_mappings": [
+            OrderedDict((one.name, _fragment(numel, at)) for one, at, numel in _slices(flat, of, rank))
+            for flat in buffers
+        ],
     }
     return _file({"base_optimizer_state": _flat_optimizer(buffers, of, records), **kept}, of)
 
@@ -176,15 +204,20 @@ def zero12(buffers: Sequence[Flat], of: Written, rank: int, records: Records) ->
 def zero3(buffers: Sequence[Flat], of: Written, records: Records) -> dict[str, Any]:
     """The same of ZeRO 3: equal on all ranks but for the tensors."""
     scaler = Call(_SCALER, (1.0,), {"cur_scale": 1.0, "dynamic": False})
-    return _file({
-        "zero_stage": Call(_STAGE, (3,)),
-        "loss_scaler": scaler,
-        "dynamic_loss_scale": False,
-        "overflow": False,
-        "partition_count": of.data,
-        "optimizer_state_dict": _flat_optimizer(buffers, of, records),
-        "fp32_flat_groups": [records.tensor((FP32, flat.number), "float32", (flat.numel,)) for flat in buffers],
-    }, of)
+    return _file(
+        {
+            "zero_stage": Call(_STAGE, (3,)),
+            "loss_scaler": scaler,
+            "dynamic_loss_scale": False,
+            "overflow": False,
+            "partition_count": of.data,
+            "optimizer_state_dict": _flat_optimizer(buffers, of, records),
+            "fp32_flat_groups": [
+                records.tensor((FP32, flat.number), "float32", (flat.numel,)) for flat in buffers
+            ],
+        },
+        of,
+    )
 
 
 def _file(state: Mapping[str, Any], of: Written) -> dict[str, Any]:
@@ -193,12 +226,22 @@ def _file(state: Mapping[str, Any], of: Written) -> dict[str, Any]:
 
 def _flat_optimizer(buffers: Sequence[Flat], of: Written, records: Records) -> dict[str, Any]:
     """torch's state dict, a tensor a buffer."""
-    state = {flat.number: _state(of, {name: records.tensor((name, flat.number), "float32", (flat.numel,)) for name in of.moments})
-             for flat in buffers if of.moments}
+    state = {
+        flat.number: _state(
+            of, {name: records.tensor((name, flat.number), "float32", (flat.numel,)) for name in of.moments}
+        )
+        for flat in buffers
+        if of.moments
+    }
     groups: dict[int, list[Flat]] = {}
     for flat in buffers:
         groups.setdefault(flat.group, []).append(flat)
-    return {"state": state, "param_groups": [_group(of, group[0].decays, [flat.number for flat in group]) for group in groups.values()]}
+    return {
+        "state": state,
+        "param_groups": [
+            _group(of, group[0].decays, [flat.number for flat in group]) for group in groups.values()
+        ],
+    }
 
 
 def _state(of: Written, moments: Mapping[str, StoredTensor]) -> dict[str, Any]:
@@ -207,10 +250,23 @@ def _state(of: Written, moments: Mapping[str, StoredTensor]) -> dict[str, Any]:
 
 def _group(of: Written, decays: bool, numbers: list[int]) -> dict[str, Any]:
     """With what torch's AdamW and DeepSpeed's Adams look up in a group."""
-    settings = {"lr": of.optim["lr"], "betas": tuple(of.optim["betas"]), "eps": of.optim["eps"],
-                "weight_decay": of.optim["weight_decay"] if decays else 0.0}
-    return settings | {"bias_correction": True, "amsgrad": False, "maximize": False, "foreach": None, "capturable": False,
-                       "differentiable": False, "fused": None, "decoupled_weight_decay": True, "params": numbers}
+    settings = {
+        "lr": of.optim["lr"],
+        "betas": tuple(of.optim["betas"]),
+        "eps": of.optim["eps"],
+        "weight_decay": of.optim["weight_decay"] if decays else 0.0,
+    }
+    return settings | {
+        "bias_correction": True,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+        "params": numbers,
+    }
 
 
 def _slices(flat: Flat, of: Written, rank: int) -> Iterator[tuple[Parameter, int, int]]:

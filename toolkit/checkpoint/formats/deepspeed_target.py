@@ -36,9 +36,11 @@ from toolkit.families.base import ModelShape
 from toolkit.plan.deepspeed import tensor_dim
 
 NAME = "deepspeed"
-SCHEDULER = ("a learning-rate scheduler of the program continues at the checkpoint's step: DeepSpeed's own, and of torch those whose "
-             "state is a count, LambdaLR (transformers' schedules), StepLR and CosineAnnealingLR among them. For SequentialLR, CyclicLR "
-             "and schedulers that wrap others call load_checkpoint with load_lr_scheduler_states=False and set it yourself")
+SCHEDULER = (
+    "a learning-rate scheduler of the program continues at the checkpoint's step: DeepSpeed's own, and of torch those whose "
+    "state is a count, LambdaLR (transformers' schedules), StepLR and CosineAnnealingLR among them. For SequentialLR, CyclicLR "
+    "and schedulers that wrap others call load_checkpoint with load_lr_scheduler_states=False and set it yourself"
+)
 
 
 def lay_out(source: Source, config: TargetConfig, *, sub_group: int = SUB_GROUP) -> Target:
@@ -55,8 +57,14 @@ def lay_out(source: Source, config: TargetConfig, *, sub_group: int = SUB_GROUP)
         raise model_unknown(source.folder)
     of = _written(source, source.shape, config)
     ranks = deepspeed_layout.model_ranks(source.shape, config.parallel)
-    laid = _Laid(of, f"global_step{of.step}", {rank.number: deepspeed_layout.flats(rank, of.stage, of.data, sub_group) if of.stage else ()
-                                              for rank in ranks})
+    laid = _Laid(
+        of,
+        f"global_step{of.step}",
+        {
+            rank.number: deepspeed_layout.flats(rank, of.stage, of.data, sub_group) if of.stage else ()
+            for rank in ranks
+        },
+    )
     for rank in ranks:
         laid.model_files(rank)
         if of.stage:
@@ -65,11 +73,23 @@ def lay_out(source: Source, config: TargetConfig, *, sub_group: int = SUB_GROUP)
     tensors = _tensors(source.shape, of)
     scalars = {key: value for key, value in source.catalog.scalars.items() if key != LOSS_SCALER}
     return Target(
-        format=NAME, namespace=source.namespace, step=of.step, tensors=tensors, pieces=Made(tensors, laid.pieces),
-        copies=Made(tensors, laid.copies), files=[*laid.files, TargetFile("latest", len(tag), {0: tag})], manifest=manifest.BESIDE,
+        format=NAME,
+        namespace=source.namespace,
+        step=of.step,
+        tensors=tensors,
+        pieces=Made(tensors, laid.pieces),
+        copies=Made(tensors, laid.copies),
+        files=[*laid.files, TargetFile("latest", len(tag), {0: tag})],
+        manifest=manifest.BESIDE,
         scalars=scalars | {MODEL: asdict(source.shape), OPTIM: dict(of.optim), WEIGHTS_DTYPE: of.dtype},
-        identity=f"{of} {source.shape} {config.parallel} {sub_group}", notes=(
-            adam.words_of_groups(of.optim, families.get(source.shape.family).parameters(source.shape), "DeepSpeed"), SCHEDULER))
+        identity=f"{of} {source.shape} {config.parallel} {sub_group}",
+        notes=(
+            adam.words_of_groups(
+                of.optim, families.get(source.shape.family).parameters(source.shape), "DeepSpeed"
+            ),
+            SCHEDULER,
+        ),
+    )
 
 
 # ---- deciding what is written
@@ -88,33 +108,65 @@ def _written(source: Source, shape: ModelShape, config: TargetConfig) -> Written
     step, samples = source.step or 0, source.catalog.scalars.get(CONSUMED)
     counted = adam.steps(source) if kept else step
     assert counted is not None
-    return Written(stage=stage, data=parallel.data, tensor=parallel.tensor, pipeline=parallel.pipeline, dtype=dtype, step=step,
-                   samples=samples if isinstance(samples, int) else 0, optimizer_step=counted, moments=kept,
-                   optim=adam.settings(source, config))
+    return Written(
+        stage=stage,
+        data=parallel.data,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        dtype=dtype,
+        step=step,
+        samples=samples if isinstance(samples, int) else 0,
+        optimizer_step=counted,
+        moments=kept,
+        optim=adam.settings(source, config),
+    )
 
 
 def _layout_problems(shape: ModelShape, config: TargetConfig, stage: int, dtype: str) -> Iterator[Problem]:
     """What the toolkit's engines refuse too (``plan/rules_engine.py``, ``plan/rules_axes.py``), and what is not written yet."""
     parallel, zero = config.parallel, f"target.zero={config.zero.name}"
     if parallel.expert > 1:
-        yield Problem("target.parallel.expert", f"target.parallel.expert={parallel.expert}", "files of an expert axis are not written",
-                      "write target.parallel.expert=1, or train from the source itself: resume=PATH")
+        yield Problem(
+            "target.parallel.expert",
+            f"target.parallel.expert={parallel.expert}",
+            "files of an expert axis are not written",
+            "write target.parallel.expert=1, or train from the source itself: resume=PATH",
+        )
     if parallel.tensor > 1 and parallel.pipeline > 1:
-        yield Problem("target.parallel.tensor",
-                      f"target.parallel.tensor={parallel.tensor} with target.parallel.pipeline={parallel.pipeline}",
-                      "under DeepSpeed the toolkit has one axis beside data at a time", "write one of them as 1, or target.format=megatron")
+        yield Problem(
+            "target.parallel.tensor",
+            f"target.parallel.tensor={parallel.tensor} with target.parallel.pipeline={parallel.pipeline}",
+            "under DeepSpeed the toolkit has one axis beside data at a time",
+            "write one of them as 1, or target.format=megatron",
+        )
     if parallel.pipeline > 1 and stage > 1:
-        yield Problem("target.zero", f"{zero} with target.parallel.pipeline={parallel.pipeline}", "a pipeline of DeepSpeed has ZeRO 0 or 1",
-                      "write target.zero=stage1")
+        yield Problem(
+            "target.zero",
+            f"{zero} with target.parallel.pipeline={parallel.pipeline}",
+            "a pipeline of DeepSpeed has ZeRO 0 or 1",
+            "write target.zero=stage1",
+        )
     if parallel.pipeline > shape.num_hidden_layers:
-        yield Problem("target.parallel.pipeline", f"target.parallel.pipeline={parallel.pipeline}, {shape.num_hidden_layers} layers",
-                      "each stage has a layer", f"write target.parallel.pipeline={shape.num_hidden_layers} or less")
+        yield Problem(
+            "target.parallel.pipeline",
+            f"target.parallel.pipeline={parallel.pipeline}, {shape.num_hidden_layers} layers",
+            "each stage has a layer",
+            f"write target.parallel.pipeline={shape.num_hidden_layers} or less",
+        )
     if dtype == "float16":
-        yield Problem("target.precision", f"weights in {dtype}", "files of fp16, with its loss scaler, are not written",
-                      "write target.precision=bf16 or fp32, or train from the source itself: resume=PATH")
+        yield Problem(
+            "target.precision",
+            f"weights in {dtype}",
+            "files of fp16, with its loss scaler, are not written",
+            "write target.precision=bf16 or fp32, or train from the source itself: resume=PATH",
+        )
     elif dtype != "float32" and stage == 0:
-        yield Problem("target.zero", f"{zero} with weights in {dtype}", "in 16 bits DeepSpeed's stage 0 takes a hidden optimizer step",
-                      "write target.zero=stage1, which computes what stage 0 should")
+        yield Problem(
+            "target.zero",
+            f"{zero} with weights in {dtype}",
+            "in 16 bits DeepSpeed's stage 0 takes a hidden optimizer step",
+            "write target.zero=stage1, which computes what stage 0 should",
+        )
     if parallel.tensor > 1:
         yield from _tensor_problems(shape, parallel.tensor)
 
@@ -122,17 +174,29 @@ def _layout_problems(shape: ModelShape, config: TargetConfig, stage: int, dtype:
 def _tensor_problems(shape: ModelShape, ranks: int) -> Iterator[Problem]:
     seen = f"target.parallel.tensor={ranks}"
     if shape.num_key_value_heads % ranks:
-        yield Problem("target.parallel.tensor", f"{seen}, {shape.num_key_value_heads} key-value heads",
-                      "a tensor rank of DeepSpeed has whole key-value heads", "write a divisor of their number")
+        yield Problem(
+            "target.parallel.tensor",
+            f"{seen}, {shape.num_key_value_heads} key-value heads",
+            "a tensor rank of DeepSpeed has whole key-value heads",
+            "write a divisor of their number",
+        )
     for spec in families.get(shape.family).parameters(shape):
         dim = tensor_dim(spec.name)
         if dim is None and spec.layer is not None and spec.decays:
-            yield Problem("target.parallel.tensor", f"{seen} with a model of family {shape.family}",
-                          f"DeepSpeed's tensor axis cuts linear layers, and {spec.name} is none", "write target.parallel.tensor=1")
+            yield Problem(
+                "target.parallel.tensor",
+                f"{seen} with a model of family {shape.family}",
+                f"DeepSpeed's tensor axis cuts linear layers, and {spec.name} is none",
+                "write target.parallel.tensor=1",
+            )
             return
         if dim is not None and spec.shape[dim] % ranks:
-            yield Problem("target.parallel.tensor", f"{seen}, {spec.name} {list(spec.shape)}",
-                          f"tensor ranks have equal parts of dim {dim}", "write a number that divides it")
+            yield Problem(
+                "target.parallel.tensor",
+                f"{seen}, {spec.name} {list(spec.shape)}",
+                f"tensor ranks have equal parts of dim {dim}",
+                "write a number that divides it",
+            )
             return
 
 
@@ -144,7 +208,11 @@ def _tensors(shape: ModelShape, of: Written) -> dict[TensorKey, TensorInfo]:
     if not wide:
         held.append((MASTER, "float32"))
     held += [(state, "float32") for state in of.moments]
-    return {TensorKey(state, spec.name): TensorInfo(dtype, spec.shape) for state, dtype in held for spec in parameters}
+    return {
+        TensorKey(state, spec.name): TensorInfo(dtype, spec.shape)
+        for state, dtype in held
+        for spec in parameters
+    }
 
 
 # ---- files and the places in them
@@ -159,8 +227,12 @@ class _Laid:
     flats: dict[int, tuple[Flat, ...]]  # by model rank
     files: list[TargetFile] = field(default_factory=list)
     _whole: dict[TensorKey, list[tuple[Parameter, str, int]]] = field(default_factory=dict)  # file and byte
-    _in_flats: dict[str, list[tuple[int, Flat, int]]] = field(default_factory=dict)  # model rank, buffer, number in it; by canonical name
-    _begins: dict[tuple[int, str, int], list[tuple[str, int]]] = field(default_factory=dict)  # rank, label, buffer -> by ZeRO's rank
+    _in_flats: dict[str, list[tuple[int, Flat, int]]] = field(
+        default_factory=dict
+    )  # model rank, buffer, number in it; by canonical name
+    _begins: dict[tuple[int, str, int], list[tuple[str, int]]] = field(
+        default_factory=dict
+    )  # rank, label, buffer -> by ZeRO's rank
 
     def model_files(self, rank: ModelRank) -> None:
         """Those of the weights."""
@@ -171,16 +243,25 @@ class _Laid:
         state = deepspeed_states.model_state(rank, of, weights, optimizer, self.flats[rank.number])
         begins = self._add(name if of.stage < 3 else self._zero_name(0, rank.number, "model"), state, records)
         if of.stage == 3:
-            self.files += [replace(self.files[-1], name=self._zero_name(number, rank.number, "model")) for number in range(1, of.data)]
+            self.files += [
+                replace(self.files[-1], name=self._zero_name(number, rank.number, "model"))
+                for number in range(1, of.data)
+            ]
             return
         if optimizer is not None:
             for one in rank.parameters:
                 for moment in of.moments:
-                    self._whole.setdefault(TensorKey(moment, one.canonical), []).append((one, name, begins[moment, one.name]))
+                    self._whole.setdefault(TensorKey(moment, one.canonical), []).append(
+                        (one, name, begins[moment, one.name])
+                    )
         if of.pipeline > 1:
             records, name = Records(), f"{self.folder}/layer_{rank.number:02d}-model_states.pt"
-            layer = OrderedDict((one.name.removeprefix(f"{rank.number}."), tensor)
-                                for one, tensor in zip(rank.parameters, deepspeed_states.module(rank, of, records).values(), strict=True))
+            layer = OrderedDict(
+                (one.name.removeprefix(f"{rank.number}."), tensor)
+                for one, tensor in zip(
+                    rank.parameters, deepspeed_states.module(rank, of, records).values(), strict=True
+                )
+            )
             begins = self._add(name, layer, records)
         for one in rank.parameters:
             self._whole.setdefault(TensorKey(WEIGHT, one.canonical), []).append((one, name, begins[one.name]))
@@ -193,7 +274,11 @@ class _Laid:
                 self._in_flats.setdefault(one.canonical, []).append((rank.number, flat, index))
         for number in range(of.data):
             name, records = self._zero_name(number, rank.number, "optim"), Records()
-            value = deepspeed_states.zero12(buffers, of, number, records) if of.stage < 3 else deepspeed_states.zero3(buffers, of, records)
+            value = (
+                deepspeed_states.zero12(buffers, of, number, records)
+                if of.stage < 3
+                else deepspeed_states.zero3(buffers, of, records)
+            )
             # As torch.save does of a path: files of two ranks that change places are found by it.
             begins = self._add(name, value, records, root=PurePosixPath(name).stem)
             for (label, buffer), begin in begins.items():
@@ -221,7 +306,10 @@ class _Laid:
         seen: set[Box] = set()
         of = self.of
         for one, file, begin in self._whole.get(key, ()):
-            yield one.box not in seen, partial(_whole_piece, key, of.dtype if key.state == WEIGHT else "float32", one, file, begin)
+            yield (
+                one.box not in seen,
+                partial(_whole_piece, key, of.dtype if key.state == WEIGHT else "float32", one, file, begin),
+            )
             seen.add(one.box)
         updated = WEIGHT if of.dtype == "float32" else MASTER
         label = FP32 if key.state == updated else key.state
@@ -237,6 +325,8 @@ def _whole_piece(key: TensorKey, dtype: str, one: Parameter, file: str, begin: i
     return (Piece(key, dtype, one.whole, one.box, file, begin, begin + byte_length(dtype, one.box.shape)),)
 
 
-def _flat_pieces(key: TensorKey, flat: Flat, index: int, of: Written, where: Sequence[tuple[str, int]]) -> tuple[Piece, ...]:
+def _flat_pieces(
+    key: TensorKey, flat: Flat, index: int, of: Written, where: Sequence[tuple[str, int]]
+) -> tuple[Piece, ...]:
     one, runs = flat.parameters[index], deepspeed_layout.runs(flat, index, of.stage, of.data)
     return pieces_of_runs(key, "float32", one.whole, one.box, runs, lambda rank: (*where[rank], None))

@@ -21,7 +21,9 @@ from toolkit.checkpoint.formats.deepspeed_held import Content, Local, Shape, Spr
 from toolkit.checkpoint.formats.pickles import StoredTensor
 from toolkit.checkpoint.shard import MASTER, MOMENTUM
 
-Shapes = Sequence[Mapping[str, Shape]]  # of each group (ZeRO 3: sub-group), parameters by name in the buffers' order
+Shapes = Sequence[
+    Mapping[str, Shape]
+]  # of each group (ZeRO 3: sub-group), parameters by name in the buffers' order
 
 
 def of_partitions(ranks: Sequence[File], groups: Shapes) -> dict[str, Local]:
@@ -31,7 +33,9 @@ def of_partitions(ranks: Sequence[File], groups: Shapes) -> dict[str, Local]:
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
             if name in found:
-                raise Damage(ranks[0].name, f"{ranks[0].name} has {name} in two groups", "a parameter is in one group")
+                raise Damage(
+                    ranks[0].name, f"{ranks[0].name} has {name} in two groups", "a parameter is in one group"
+                )
             found[name] = Local(shape)
         for name, state, content in read(ranks, number, shapes):
             if state == MASTER:
@@ -58,26 +62,47 @@ def settings_of(rank: File) -> Sequence[Mapping[str, object]]:
     return inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
 
 
-def _stage12(ranks: Sequence[File], number: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, Content]]:
+def _stage12(
+    ranks: Sequence[File], number: int, shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, str, Content]]:
     """ZeRO 1, 2 and ``BF16_Optimizer``: a group's parameters back to back, with gaps where they are aligned, cut into equal parts."""
     first = ranks[0].content
     numels = [math.prod(shape) for shape in shapes.values()]
-    gaps = first["param_alignment_paddings"][number] if "param_alignment_paddings" in first else [0] * len(numels)
+    gaps = (
+        first["param_alignment_paddings"][number]
+        if "param_alignment_paddings" in first
+        else [0] * len(numels)
+    )
     if len(gaps) != len(numels):
-        raise Damage(ranks[0].name, f"{ranks[0].name} has {len(gaps)} parameters in group {number}, the model's file {len(numels)}",
-                     "both are of one run")
+        raise Damage(
+            ranks[0].name,
+            f"{ranks[0].name} has {len(gaps)} parameters in group {number}, the model's file {len(numels)}",
+            "both are of one run",
+        )
     *offsets, total = accumulate((length + gap for length, gap in zip(numels, gaps, strict=True)), initial=0)
     partition = _partition_numel(ranks, number, total)
     least = [min(partition, max(0, total - rank * partition)) for rank in range(len(ranks))]
-    states = {MASTER: [_of_group(rank, "single_partition_of_fp32_groups", number) for rank in ranks], **_moments(ranks, number)}
+    states = {
+        MASTER: [_of_group(rank, "single_partition_of_fp32_groups", number) for rank in ranks],
+        **_moments(ranks, number),
+    }
     for state, values in states.items():
-        if state == MOMENTUM and any(_numel(value) not in (partition, low) for value, low in zip(values, least, strict=True)):
+        if state == MOMENTUM and any(
+            _numel(value) not in (partition, low) for value, low in zip(values, least, strict=True)
+        ):
             yield from _whole_matrices(ranks, shapes, offsets, values, partition)
             continue
-        buffers = [flat(value, rank.name, f"{state} of group {number}", low) for value, rank, low in zip(values, ranks, least, strict=True)]
+        buffers = [
+            flat(value, rank.name, f"{state} of group {number}", low)
+            for value, rank, low in zip(values, ranks, least, strict=True)
+        ]
         places = list(map(place, buffers))
         for name, offset, length in zip(shapes, offsets, numels, strict=True):
-            yield name, state, Spread(buffers[0].dtype, partial(runs_of_range, offset, length, partition), places)
+            yield (
+                name,
+                state,
+                Spread(buffers[0].dtype, partial(runs_of_range, offset, length, partition), places),
+            )
 
 
 def _partition_numel(ranks: Sequence[File], number: int, total: int) -> int:
@@ -91,45 +116,79 @@ def _partition_numel(ranks: Sequence[File], number: int, total: int) -> int:
     count = ranks[0].content["partition_count"]
     count = count[number] if isinstance(count, list) else count
     if len(found) != 1 or count != len(ranks) or max(found) * len(ranks) < total:
-        raise Damage(ranks[0].name, f"parts of group {number} have {sorted(found)} elements on {len(ranks)} ranks (saved by {count}), its "
-                     f"parameters {total}", "a group is cut into equal parts, one a rank of the run that saved it")
+        raise Damage(
+            ranks[0].name,
+            f"parts of group {number} have {sorted(found)} elements on {len(ranks)} ranks (saved by {count}), its "
+            f"parameters {total}",
+            "a group is cut into equal parts, one a rank of the run that saved it",
+        )
     return found.pop()
 
 
-def _whole_matrices(ranks: Sequence[File], shapes: Mapping[str, Shape], offsets: Sequence[int], values: Sequence[object],
-                    partition: int) -> Iterator[tuple[str, str, Content]]:
+def _whole_matrices(
+    ranks: Sequence[File],
+    shapes: Mapping[str, Shape],
+    offsets: Sequence[int],
+    values: Sequence[object],
+    partition: int,
+) -> Iterator[tuple[str, str, Content]]:
     """Muon under ZeRO 1 and 2: momentum of every matrix that a rank has a part of, whole, one after another."""
     buffers = [flat(value, rank.name, MOMENTUM, 0) for value, rank in zip(values, ranks, strict=True)]
     places, at = list(map(place, buffers)), [0] * len(ranks)
     for (name, shape), offset in zip(shapes.items(), offsets, strict=True):
         length = math.prod(shape)
         for rank in range(offset // partition, -(-(offset + length) // partition)):
-            yield name, MOMENTUM, Spread(buffers[0].dtype, partial(tuple, [Run(rank, 0, at[rank], length)]), places)
+            yield (
+                name,
+                MOMENTUM,
+                Spread(buffers[0].dtype, partial(tuple, [Run(rank, 0, at[rank], length)]), places),
+            )
             at[rank] += length
     for file, buffer, used in zip(ranks, buffers, at, strict=True):
         if used != buffer.numel:
-            raise Damage(file.name, f"{MOMENTUM} in {file.name} has {buffer.numel} elements, its matrices {used}",
-                         "Muon keeps momentum of the matrices that a rank has a part of")
+            raise Damage(
+                file.name,
+                f"{MOMENTUM} in {file.name} has {buffer.numel} elements, its matrices {used}",
+                "Muon keeps momentum of the matrices that a rank has a part of",
+            )
 
 
-def _stage3(ranks: Sequence[File], number: int, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, Content]]:
+def _stage3(
+    ranks: Sequence[File], number: int, shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, str, Content]]:
     """Each parameter's equal shares, of which the last are padded, one after another."""
     numels = [math.prod(shape) for shape in shapes.values()]
     *starts, total = accumulate((share_numel(length, len(ranks)) for length in numels), initial=0)
-    for state, values in {MASTER: [_of_group(rank, "fp32_flat_groups", number) for rank in ranks], **_moments(ranks, number)}.items():
-        buffers = [flat(value, rank.name, f"{state} of sub-group {number}", total) for value, rank in zip(values, ranks, strict=True)]
+    for state, values in {
+        MASTER: [_of_group(rank, "fp32_flat_groups", number) for rank in ranks],
+        **_moments(ranks, number),
+    }.items():
+        buffers = [
+            flat(value, rank.name, f"{state} of sub-group {number}", total)
+            for value, rank in zip(values, ranks, strict=True)
+        ]
         if buffers[0].numel != total:
-            raise Damage(ranks[0].name, f"{state} of sub-group {number} has {buffers[0].numel} elements in {ranks[0].name}, its parameters "
-                         f"have {total} on each of {len(ranks)} ranks", "a checkpoint is read with the files of all its ranks")
+            raise Damage(
+                ranks[0].name,
+                f"{state} of sub-group {number} has {buffers[0].numel} elements in {ranks[0].name}, its parameters "
+                f"have {total} on each of {len(ranks)} ranks",
+                "a checkpoint is read with the files of all its ranks",
+            )
         places = list(map(place, buffers))
         for name, start, length in zip(shapes, starts, numels, strict=True):
-            yield name, state, Spread(buffers[0].dtype, partial(runs_of_shares, start, length, len(ranks)), places)
+            yield (
+                name,
+                state,
+                Spread(buffers[0].dtype, partial(runs_of_shares, start, length, len(ranks)), places),
+            )
 
 
 def frozen_shares(fragments: Sequence[tuple[str, object]], shape: Shape) -> Content:
     """ZeRO 3: a parameter that no optimizer holds, of which each rank's model file has a share. ``fragments``: file and tensor."""
     length, ranks = math.prod(shape), len(fragments)
-    shares = [flat(value, file, "a frozen parameter", share_numel(length, ranks)) for file, value in fragments]
+    shares = [
+        flat(value, file, "a frozen parameter", share_numel(length, ranks)) for file, value in fragments
+    ]
     return Spread(shares[0].dtype, partial(runs_of_shares, 0, length, ranks), list(map(place, shares)))
 
 
@@ -141,7 +200,11 @@ def shapes_by_slices(ranks: Sequence[File], shapes: Mapping[str, Shape]) -> Shap
         names = dict.fromkeys(name for rank in ranks for name in rank.content["param_slice_mappings"][number])
         unknown = next((name for name in names if name not in shapes), None)
         if unknown is not None:
-            raise Damage(ranks[0].name, f"{ranks[0].name} has state of {unknown}, which no model's file has", "both are of one run")
+            raise Damage(
+                ranks[0].name,
+                f"{ranks[0].name} has state of {unknown}, which no model's file has",
+                "both are of one run",
+            )
         found.append({name: shapes[name] for name in names})
     return found
 
@@ -149,7 +212,11 @@ def shapes_by_slices(ranks: Sequence[File], shapes: Mapping[str, Shape]) -> Shap
 def _of_group(rank: File, key: str, number: int) -> object:
     groups = rank.content.get(key)
     if not isinstance(groups, list) or number >= len(groups):
-        raise Damage(rank.name, f"{rank.name} has no group {number} in {key}", "the optimizer's files are of the model's groups")
+        raise Damage(
+            rank.name,
+            f"{rank.name} has no group {number} in {key}",
+            "the optimizer's files are of the model's groups",
+        )
     return groups[number]
 
 
@@ -158,13 +225,21 @@ def _moments(ranks: Sequence[File], number: int) -> dict[str, list[object]]:
     of_ranks = []
     for rank in ranks:
         inner = rank.content.get("base_optimizer_state", rank.content.get("optimizer_state_dict"))
-        states = inner["state"] if isinstance(inner, Mapping) else dict(enumerate(inner or ()))  # elastic checkpoints: a list
+        states = (
+            inner["state"] if isinstance(inner, Mapping) else dict(enumerate(inner or ()))
+        )  # elastic checkpoints: a list
         state = states.get(number, {})
-        of_ranks.append({name: value for name, value in state.items() if isinstance(value, StoredTensor) and value.shape})
+        of_ranks.append(
+            {name: value for name, value in state.items() if isinstance(value, StoredTensor) and value.shape}
+        )
     for rank, state in zip(ranks, of_ranks, strict=True):
         if state.keys() != of_ranks[0].keys():
-            raise Damage(rank.name, f"group {number} has optimizer state {sorted(state)} in {rank.name} and {sorted(of_ranks[0])} in "
-                         f"{ranks[0].name}", "all ranks of a run have the same optimizer")
+            raise Damage(
+                rank.name,
+                f"group {number} has optimizer state {sorted(state)} in {rank.name} and {sorted(of_ranks[0])} in "
+                f"{ranks[0].name}",
+                "all ranks of a run have the same optimizer",
+            )
     return {name: [state[name] for state in of_ranks] for name in of_ranks[0]}
 
 

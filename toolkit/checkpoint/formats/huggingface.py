@@ -64,9 +64,14 @@ def _open(folder: Path) -> Source:
     config = _read_json(folder, CONFIG)
     family = families.FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        raise InputError(Problem(str(folder / CONFIG), f"model_type={config.get('model_type')} in {folder / CONFIG}",
-                                 f"a folder is of a family that the toolkit knows: {', '.join(families.FAMILIES)}",
-                                 "give the model as model.target=my.package.Model"))
+        raise InputError(
+            Problem(
+                str(folder / CONFIG),
+                f"model_type={config.get('model_type')} in {folder / CONFIG}",
+                f"a folder is of a family that the toolkit knows: {', '.join(families.FAMILIES)}",
+                "give the model as model.target=my.package.Model",
+            )
+        )
     shape = family.resolve_shape(model_of_config(family, config, folder / CONFIG))
     published = _Published.of(family, shape)
     weights = _slots(folder, _files(folder))
@@ -76,13 +81,23 @@ def _open(folder: Path) -> Source:
         pieces |= published.state(state, slots)
     tensors = {key: TensorInfo(of_key[0].dtype, of_key[0].global_shape) for key, of_key in pieces.items()}
     step = scalars.get(STEP)
-    return Source(format="huggingface", catalog=Catalog(folder, tensors, pieces, scalars, published.copies(weights)),
-                  namespace=family.namespace, step=step if isinstance(step, int) else None, shape=shape, facts=_facts(config),
-                  left_out=published.left_out(weights), refuse=_refuse)
+    return Source(
+        format="huggingface",
+        catalog=Catalog(folder, tensors, pieces, scalars, published.copies(weights)),
+        namespace=family.namespace,
+        step=step if isinstance(step, int) else None,
+        shape=shape,
+        facts=_facts(config),
+        left_out=published.left_out(weights),
+        refuse=_refuse,
+    )
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, str]:
-    said = {"architecture": ", ".join(config.get("architectures") or ()), "transformers": config.get("transformers_version")}
+    said = {
+        "architecture": ", ".join(config.get("architectures") or ()),
+        "transformers": config.get("transformers_version"),
+    }
     return {name: str(value) for name, value in said.items() if value}
 
 
@@ -105,10 +120,16 @@ def _files(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file():
         return [SINGLE]
     if not (folder / INDEX).is_file():
-        raise Damage(SINGLE, f"{folder} has neither {SINGLE} nor {INDEX}", "weights are read from safetensors files")
+        raise Damage(
+            SINGLE, f"{folder} has neither {SINGLE} nor {INDEX}", "weights are read from safetensors files"
+        )
     names = _read_json(folder, INDEX).get("weight_map")
     if not isinstance(names, dict) or not _are_names(names.values()):
-        raise Damage(INDEX, f"{folder / INDEX} has no weight_map of files beside it", "an index names the file of each tensor")
+        raise Damage(
+            INDEX,
+            f"{folder / INDEX} has no weight_map of files beside it",
+            "an index names the file of each tensor",
+        )
     return sorted(set(names.values()))
 
 
@@ -138,14 +159,19 @@ def _optimizer(folder: Path) -> tuple[dict[str, Any], dict[str, Slots]]:
         return {}, {}
     content = _read_json(folder, STATE)
     if (content.get("format"), content.get("format_version")) != (STATE_FORMAT, STATE_VERSION):
-        raise Damage(STATE, f"{path} has format={content.get('format')} and format_version={content.get('format_version')}",
-                     f"this toolkit reads {STATE_FORMAT} of version {STATE_VERSION}")
+        raise Damage(
+            STATE,
+            f"{path} has format={content.get('format')} and format_version={content.get('format_version')}",
+            f"this toolkit reads {STATE_FORMAT} of version {STATE_VERSION}",
+        )
     scalars, states = content.get("scalars"), content.get("states")
     if not isinstance(scalars, dict) or not isinstance(states, dict):
         raise Damage(STATE, f"{path} has no scalars or no states", STATE_RULE)
     if not all(isinstance(files, list) and _are_names(files) for files in states.values()):
         raise Damage(STATE, f"{path} does not name the files of each state", STATE_RULE)
-    return scalars, {state: _slots(folder, [f"{OPTIMIZER}/{file}" for file in files]) for state, files in states.items()}
+    return scalars, {
+        state: _slots(folder, [f"{OPTIMIZER}/{file}" for file in files]) for state, files in states.items()
+    }
 
 
 def _refuse(folder: Path, damage: Damage) -> CheckpointError:
@@ -168,7 +194,11 @@ class _Published:
 
     @staticmethod
     def of(family: Family, shape: ModelShape) -> _Published:
-        return _Published(family.hub(shape), {spec.name: spec.shape for spec in family.parameters(shape)}, family.tied(shape))
+        return _Published(
+            family.hub(shape),
+            {spec.name: spec.shape for spec in family.parameters(shape)},
+            family.tied(shape),
+        )
 
     def weights(self, folder: Path, slots: Slots) -> Pieces:
         """Raises CheckpointError naming every tensor that is missing or of another shape."""
@@ -178,15 +208,26 @@ class _Published:
             key = TensorKey(WEIGHT, tensor.canonical)
             found = next((slots[name] for name in (tensor.name, *tensor.aliases) if name in slots), None)
             if found is None:
-                problems.append(Problem(str(folder), f"{folder} has no tensor {tensor.name}",
-                                        "a folder has every tensor of its config.json",
-                                        "download or export it again, or correct config.json"))
+                problems.append(
+                    Problem(
+                        str(folder),
+                        f"{folder} has no tensor {tensor.name}",
+                        "a folder has every tensor of its config.json",
+                        "download or export it again, or correct config.json",
+                    )
+                )
                 continue
             file, slot = found
             dtype = pieces[key][0].dtype if key in pieces else slot.dtype
             if slot.shape != tensor.shape or slot.dtype != dtype:
-                problems.append(Problem(str(folder / file), f"{tensor.name} is {slot.dtype} {slot.shape} in {folder / file}",
-                                        f"config.json makes it {dtype} {tensor.shape}", "correct config.json or take the folder's own"))
+                problems.append(
+                    Problem(
+                        str(folder / file),
+                        f"{tensor.name} is {slot.dtype} {slot.shape} in {folder / file}",
+                        f"config.json makes it {dtype} {tensor.shape}",
+                        "correct config.json or take the folder's own",
+                    )
+                )
                 continue
             pieces[key] = (*pieces.get(key, ()), self._piece(key, tensor, file, slot))
         if problems:
@@ -201,7 +242,11 @@ class _Published:
                 continue
             key, (file, slot) = TensorKey(state, tensor.canonical), slots[tensor.name]
             if slot.shape != tensor.shape:
-                raise Damage(file, f"{state} of {tensor.name} is {slot.shape} in {file}, its weight {tensor.shape}", STATE_RULE)
+                raise Damage(
+                    file,
+                    f"{state} of {tensor.name} is {slot.shape} in {file}, its weight {tensor.shape}",
+                    STATE_RULE,
+                )
             pieces[key] = (*pieces.get(key, ()), self._piece(key, tensor, file, slot))
         for sentence in uncovered(pieces):
             raise Damage(STATE, sentence, STATE_RULE)
@@ -214,10 +259,17 @@ class _Published:
             key, names = TensorKey(WEIGHT, tensor.canonical), (tensor.name, *tensor.aliases)
             stored = [name for name in names if name in slots][1:]
             whole = tensor.shape == self.sizes[tensor.canonical]
-            stored += [name for name, canonical in self.tied.items() if canonical == tensor.canonical and whole and name in slots]
+            stored += [
+                name
+                for name, canonical in self.tied.items()
+                if canonical == tensor.canonical and whole and name in slots
+            ]
             same = [slots[name] for name in stored if slots[name][1].shape == tensor.shape]
             if same:
-                found[key] = (*found.get(key, ()), *(self._piece(key, tensor, file, slot) for file, slot in same))
+                found[key] = (
+                    *found.get(key, ()),
+                    *(self._piece(key, tensor, file, slot) for file, slot in same),
+                )
         return found
 
     def left_out(self, slots: Slots) -> tuple[str, ...]:

@@ -18,7 +18,15 @@ from toolkit import families
 from toolkit.checkpoint import manifest, nearby, states
 from toolkit.checkpoint.catalog import Piece, byte_length
 from toolkit.checkpoint.formats import safetensors
-from toolkit.checkpoint.formats.huggingface import CONFIG, INDEX, OPTIMIZER, SINGLE, STATE, STATE_FORMAT, STATE_VERSION
+from toolkit.checkpoint.formats.huggingface import (
+    CONFIG,
+    INDEX,
+    OPTIMIZER,
+    SINGLE,
+    STATE,
+    STATE_FORMAT,
+    STATE_VERSION,
+)
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import MODEL, Source
@@ -29,14 +37,29 @@ from toolkit.families.base import ModelShape
 from toolkit.files import sync_folder
 from toolkit.paths import UnsafePath, inside
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-                   "tokenizer.model", "chat_template.jinja", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 SHARD_BYTES = 5 * 10**9  # of one file, as transformers does it
 _STEM = "model"
 
 
-def lay_out(source: Source, config: TargetConfig, *, tokenizer: Path | None = None, hub_config: Mapping[str, Any] | None = None,
-            shard_bytes: int = SHARD_BYTES) -> Target:
+def lay_out(
+    source: Source,
+    config: TargetConfig,
+    *,
+    tokenizer: Path | None = None,
+    hub_config: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Target:
     """A folder that ``AutoModelForCausalLM.from_pretrained`` opens; a model of no family becomes the files of its state dict.
 
     Args:
@@ -55,7 +78,15 @@ def lay_out(source: Source, config: TargetConfig, *, tokenizer: Path | None = No
     files, placed = _files(_STEM, _published(tensors, shape, WEIGHT), shard_bytes)
     if len(files) > 1:
         total = sum(piece.end - piece.begin for _, piece in placed)
-        files.append(_text(INDEX, {"metadata": {"total_size": total}, "weight_map": {name: piece.file for name, piece in placed}}))
+        files.append(
+            _text(
+                INDEX,
+                {
+                    "metadata": {"total_size": total},
+                    "weight_map": {name: piece.file for name, piece in placed},
+                },
+            )
+        )
     scalars: dict[str, object] = {}
     if config.optimizer:
         scalars = {name: value for name, value in source.catalog.scalars.items() if name != MODEL}
@@ -65,21 +96,42 @@ def lay_out(source: Source, config: TargetConfig, *, tokenizer: Path | None = No
             listed[state] = [Path(file.name).name for file in of_state]
             files += of_state
             placed += more
-        files.append(_text(STATE, {"format": STATE_FORMAT, "format_version": STATE_VERSION, "states": listed, "scalars": scalars}))
+        files.append(
+            _text(
+                STATE,
+                {
+                    "format": STATE_FORMAT,
+                    "format_version": STATE_VERSION,
+                    "states": listed,
+                    "scalars": scalars,
+                },
+            )
+        )
     if shape is not None:
         scalars = {**scalars, MODEL: asdict(shape)}
         hub_config = families.get(shape.family).hugging_face_config(shape)
     if hub_config is not None:
         dtypes = [info.dtype for key, info in tensors.items() if key.state == WEIGHT]
-        files.append(_text(CONFIG, {**hub_config, "dtype": max(sorted(set(dtypes)), key=dtypes.count)}, free=True))
+        files.append(
+            _text(CONFIG, {**hub_config, "dtype": max(sorted(set(dtypes)), key=dtypes.count)}, free=True)
+        )
     if tokenizer is None and source.format == Format.huggingface.name:
         tokenizer = source.folder
     files += _tokenizer_files(tokenizer) if tokenizer is not None else ()
     pieces: dict[TensorKey, list[Piece]] = {key: [] for key in tensors}
     for _, piece in placed:
         pieces[piece.key].append(piece)
-    return Target(format=Format.huggingface.name, namespace=source.namespace, step=source.step or 0, tensors=tensors, pieces=pieces,
-                  files=files, identity="\n".join(map(_identity, files)), manifest=manifest.BESIDE, scalars=scalars)
+    return Target(
+        format=Format.huggingface.name,
+        namespace=source.namespace,
+        step=source.step or 0,
+        tensors=tensors,
+        pieces=pieces,
+        files=files,
+        identity="\n".join(map(_identity, files)),
+        manifest=manifest.BESIDE,
+        scalars=scalars,
+    )
 
 
 def _tensors(source: Source, config: TargetConfig, shape: ModelShape | None) -> dict[TensorKey, TensorInfo]:
@@ -90,7 +142,9 @@ def _tensors(source: Source, config: TargetConfig, shape: ModelShape | None) -> 
     sizes = {spec.name: spec.shape for spec in families.get(shape.family).parameters(shape)}
     dtype = states.weights_dtype(source, config.precision)
     weights = {TensorKey(WEIGHT, name): TensorInfo(dtype, size) for name, size in sizes.items()}
-    return weights | {key: TensorInfo(info.dtype, sizes[key.name]) for key, info in found.items() if key.name in sizes}
+    return weights | {
+        key: TensorInfo(info.dtype, sizes[key.name]) for key, info in found.items() if key.name in sizes
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +158,9 @@ class _Tensor:
     box: Box
 
 
-def _published(tensors: Mapping[TensorKey, TensorInfo], shape: ModelShape | None, state: str) -> Iterator[_Tensor]:
+def _published(
+    tensors: Mapping[TensorKey, TensorInfo], shape: ModelShape | None, state: str
+) -> Iterator[_Tensor]:
     if shape is None:
         for key, info in tensors.items():
             if key.state == state:
@@ -116,7 +172,9 @@ def _published(tensors: Mapping[TensorKey, TensorInfo], shape: ModelShape | None
             yield _Tensor(hub.name, hub.shape, key, tensors[key], Box(hub.offset, hub.extent))
 
 
-def _files(stem: str, tensors: Iterator[_Tensor], shard_bytes: int) -> tuple[list[TargetFile], list[tuple[str, Piece]]]:
+def _files(
+    stem: str, tensors: Iterator[_Tensor], shard_bytes: int
+) -> tuple[list[TargetFile], list[tuple[str, Piece]]]:
     """``stem.safetensors``, or as many files as are needed; and the piece of each tensor, by its published name."""
     groups: list[list[_Tensor]] = [[]]
     filled = 0
@@ -130,12 +188,23 @@ def _files(stem: str, tensors: Iterator[_Tensor], shard_bytes: int) -> tuple[lis
     files: list[TargetFile] = []
     placed: list[tuple[str, Piece]] = []
     for number, group in enumerate(groups, 1):
-        name = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
+        name = (
+            f"{stem}.safetensors"
+            if len(groups) == 1
+            else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
+        )
         of_group = {tensor.name: tensor for tensor in group}
-        header, slots = safetensors.encode([(tensor.name, tensor.info.dtype, tensor.shape) for tensor in group], {"format": "pt"})
+        header, slots = safetensors.encode(
+            [(tensor.name, tensor.info.dtype, tensor.shape) for tensor in group], {"format": "pt"}
+        )
         for slot in slots:
             tensor = of_group[slot.name]
-            placed.append((slot.name, Piece(tensor.key, slot.dtype, tensor.info.shape, tensor.box, name, slot.begin, slot.end)))
+            placed.append(
+                (
+                    slot.name,
+                    Piece(tensor.key, slot.dtype, tensor.info.shape, tensor.box, name, slot.begin, slot.end),
+                )
+            )
         files.append(TargetFile(name, slots[-1].end if slots else len(header), {0: header}))
     return files, placed
 
@@ -156,8 +225,14 @@ def _inside(folder: Path, name: str) -> Path:
     try:
         return inside(folder, name)
     except UnsafePath as error:
-        raise InputError(Problem(str(folder), f"{folder}: {error}", "the files of a tokenizer lie in its folder",
-                                 "put the file itself there in place of the link")) from error
+        raise InputError(
+            Problem(
+                str(folder),
+                f"{folder}: {error}",
+                "the files of a tokenizer lie in its folder",
+                "put the file itself there in place of the link",
+            )
+        ) from error
 
 
 def _identity(file: TargetFile) -> str:
@@ -167,8 +242,15 @@ def _identity(file: TargetFile) -> str:
 # ---- at the end of a run
 
 
-def export(source: Source, folder: str | Path, *, dtype: str | None = None, tokenizer: Path | None = None,
-           config: Mapping[str, Any] | None = None, shard_bytes: int = SHARD_BYTES) -> Path:
+def export(
+    source: Source,
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    tokenizer: Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
     """The weights of ``source`` as a folder that ``AutoModelForCausalLM.from_pretrained`` opens. They are written as they are, whatever
     they are: the training is done.
 
@@ -188,15 +270,29 @@ def export(source: Source, folder: str | Path, *, dtype: str | None = None, toke
     folder = Path(folder)
     precision = next((precision for precision, name in states.DTYPES.items() if name == dtype), None)
     if dtype is not None and precision is None:
-        raise InputError(Problem("dtype", f"dtype={dtype}", "weights are exported as floating point", "write bfloat16, float16 or float32"))
+        raise InputError(
+            Problem(
+                "dtype",
+                f"dtype={dtype}",
+                "weights are exported as floating point",
+                "write bfloat16, float16 or float32",
+            )
+        )
     _check_replaceable(folder)
-    target = lay_out(source, TargetConfig(format=Format.huggingface, precision=precision), tokenizer=tokenizer, hub_config=config,
-                     shard_bytes=shard_bytes)
+    target = lay_out(
+        source,
+        TargetConfig(format=Format.huggingface, precision=precision),
+        tokenizer=tokenizer,
+        hub_config=config,
+        shard_bytes=shard_bytes,
+    )
     made, old = folder.with_name(f".{folder.name}.made"), folder.with_name(f".{folder.name}.replaced")
     for left in (made, old):  # by a killed attempt
         if left.exists():
             shutil.rmtree(left)
-    conversion = Conversion(source.catalog, target, made, origin=source.origin(), refuse=source.refuse, examine=False)
+    conversion = Conversion(
+        source.catalog, target, made, origin=source.origin(), refuse=source.refuse, examine=False
+    )
     try:
         conversion.run()
     except BaseException:
@@ -214,7 +310,17 @@ def export(source: Source, folder: str | Path, *, dtype: str | None = None, toke
 def _check_replaceable(folder: Path) -> None:
     known: Sequence[str] = (CONFIG, SINGLE, INDEX, manifest.BESIDE, *TOKENIZER_FILES)
     present = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    foreign = [name for name in present if name not in known and not (name.startswith(f"{_STEM}-") and name.endswith(".safetensors"))]
+    foreign = [
+        name
+        for name in present
+        if name not in known and not (name.startswith(f"{_STEM}-") and name.endswith(".safetensors"))
+    ]
     if foreign or (folder.exists() and not folder.is_dir()):
-        raise InputError(Problem(str(folder), f"{folder} holds {', '.join(foreign[:3]) or 'a file'}",
-                                 "an export replaces an earlier export only", "export to a new folder"))
+        raise InputError(
+            Problem(
+                str(folder),
+                f"{folder} holds {', '.join(foreign[:3]) or 'a file'}",
+                "an export replaces an earlier export only",
+                "export to a new folder",
+            )
+        )

@@ -75,12 +75,22 @@ def _check_backend(folder: Path) -> None:
     try:
         found = json.loads(path.read_bytes())["sharded_backend"]
     except FileNotFoundError as error:
-        raise Damage(FORMAT, f"{path} is missing", f"Megatron-core's checkpoints are read in its format {BACKEND}") from error
+        raise Damage(
+            FORMAT, f"{path} is missing", f"Megatron-core's checkpoints are read in its format {BACKEND}"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise Damage(FORMAT, f"{path} is not what Megatron-core writes ({error})", "it names the format") from error
+        raise Damage(
+            FORMAT, f"{path} is not what Megatron-core writes ({error})", "it names the format"
+        ) from error
     if found != BACKEND:
-        raise CheckpointError(Problem(str(folder), f"{folder} is in Megatron-core's format {found}", f"its format {BACKEND} is read",
-                                      f"save it with --ckpt-format {BACKEND}"))
+        raise CheckpointError(
+            Problem(
+                str(folder),
+                f"{folder} is in Megatron-core's format {found}",
+                f"its format {BACKEND} is read",
+                f"save it with --ckpt-format {BACKEND}",
+            )
+        )
 
 
 def _check_sharding(folder: Path, metadata: Metadata) -> None:
@@ -91,11 +101,15 @@ def _check_sharding(folder: Path, metadata: Metadata) -> None:
 
 
 def _sharded(folder: Path, kind: str) -> CheckpointError:
-    return CheckpointError(Problem(
-        str(folder), f"{folder} has the distributed optimizer's state sharded as {kind}",
-        f"it is read where it was saved as {RESHARDABLE}: other kinds depend on the layout of the run that saved it",
-        f"let that run save once more with distrib_optim_sharding_type='{RESHARDABLE}' (Megatron-LM: "
-        "--dist-ckpt-optim-fully-reshardable), or without the distributed optimizer"))
+    return CheckpointError(
+        Problem(
+            str(folder),
+            f"{folder} has the distributed optimizer's state sharded as {kind}",
+            f"it is read where it was saved as {RESHARDABLE}: other kinds depend on the layout of the run that saved it",
+            f"let that run save once more with distrib_optim_sharding_type='{RESHARDABLE}' (Megatron-LM: "
+            "--dist-ckpt-optim-fully-reshardable), or without the distributed optimizer",
+        )
+    )
 
 
 # ---- which chunk has what
@@ -120,7 +134,9 @@ class _Held:
 _Places = dict[tuple[str, str], dict[str, list[_Held]]]
 
 
-def _places(folder: Path, metadata: Metadata, shape: ModelShape, tables: Mapping[str, MegatronTensor]) -> tuple[_Places, list[str]]:
+def _places(
+    folder: Path, metadata: Metadata, shape: ModelShape, tables: Mapping[str, MegatronTensor]
+) -> tuple[_Places, list[str]]:
     """Where everything lies, and keys of state that has no meaning here.
 
     Raises:
@@ -129,7 +145,9 @@ def _places(folder: Path, metadata: Metadata, shape: ModelShape, tables: Mapping
     places: _Places = {}
     left_out, problems = [], []
     keys = {name: parse(name) for name in metadata.tensors}
-    for name, key in sorted(keys.items(), key=lambda item: item[1] is None or item[1].weight != item[0]):  # the model's own come first
+    for name, key in sorted(
+        keys.items(), key=lambda item: item[1] is None or item[1].weight != item[0]
+    ):  # the model's own come first
         stored = metadata.tensors[name]
         if key is None:
             left_out.append(name)
@@ -148,7 +166,9 @@ def _places(folder: Path, metadata: Metadata, shape: ModelShape, tables: Mapping
             for member, place, box in key.members(chunk.box):
                 if rows:
                     box = Box((box.offset[0] + rows, *box.offset[1:]), box.shape)
-                places.setdefault((state, member), {}).setdefault(key.source, []).append(_Held(chunk, stored.dtype, place, box))
+                places.setdefault((state, member), {}).setdefault(key.source, []).append(
+                    _Held(chunk, stored.dtype, place, box)
+                )
     if problems:
         raise CheckpointError(*problems[:MOST_PROBLEMS])
     return places, left_out
@@ -157,11 +177,17 @@ def _places(folder: Path, metadata: Metadata, shape: ModelShape, tables: Mapping
 def _fits(key: Key, stored: Stored, tensor: MegatronTensor, shape: ModelShape) -> bool:
     wanted = key.whole_shape(tensor.shape, shape)
     if tensor.cut is Cut.vocabulary:  # rows of padding follow
-        return len(stored.shape) == len(wanted) and stored.shape[0] >= wanted[0] and stored.shape[1:] == wanted[1:]
+        return (
+            len(stored.shape) == len(wanted)
+            and stored.shape[0] >= wanted[0]
+            and stored.shape[1:] == wanted[1:]
+        )
     return stored.shape == wanted
 
 
-def _unfitting(folder: Path, name: str, stored: Stored, key: Key, tensor: MegatronTensor | None, shape: ModelShape) -> Problem:
+def _unfitting(
+    folder: Path, name: str, stored: Stored, key: Key, tensor: MegatronTensor | None, shape: ModelShape
+) -> Problem:
     of_model = f"a model of family {shape.family} with these sizes"
     if tensor is None:
         rule = f"{of_model} has no such tensor"
@@ -169,14 +195,20 @@ def _unfitting(folder: Path, name: str, stored: Stored, key: Key, tensor: Megatr
         rule = f"tensors are of {', '.join(DTYPES)}"
     else:
         rule = f"{of_model} has it as {key.whole_shape(tensor.shape, shape)}"
-    return Problem("model", f"{folder} has {name}: {stored.dtype} {stored.shape}", rule,
-                   "describe the model that the checkpoint was made of")
+    return Problem(
+        "model",
+        f"{folder} has {name}: {stored.dtype} {stored.shape}",
+        rule,
+        "describe the model that the checkpoint was made of",
+    )
 
 
 class _Pieces:
     """Pieces of canonical tensors, made when they are asked for: a chunk's tensor begins where its own header says."""
 
-    def __init__(self, folder: Path, shape: ModelShape, tables: Mapping[str, MegatronTensor], places: _Places) -> None:
+    def __init__(
+        self, folder: Path, shape: ModelShape, tables: Mapping[str, MegatronTensor], places: _Places
+    ) -> None:
         self._folder, self._tables = folder, tables
         self._stored = {place: _distinct(by_key) for place, by_key in places.items()}
         self._open = lru_cache(maxsize=KEPT_CHUNKS)(self._open_chunk)
@@ -191,15 +223,29 @@ class _Pieces:
         found: dict[TensorKey, TensorInfo] = {}
         for state in states:
             for name, shape in self.shapes.items():
-                dtypes = {held.dtype for owner in self.owners[name] for of_key in self._stored.get((state, owner), ()) for held in of_key}
+                dtypes = {
+                    held.dtype
+                    for owner in self.owners[name]
+                    for of_key in self._stored.get((state, owner), ())
+                    for held in of_key
+                }
                 absent = [owner for owner in self.owners[name] if (state, owner) not in self._stored]
                 if absent == self.owners[name] and state != WEIGHT:
                     continue  # frozen
                 if absent or len(dtypes) > 1:
-                    seen = f"no {state} of {', '.join(absent[:3])}" if absent else f"{state} of {name} in {', '.join(sorted(dtypes))}"
-                    raise CheckpointError(Problem("model", f"{self._folder} has {seen}",
-                                                  "a checkpoint has every tensor of the model, each in one dtype",
-                                                  "describe the model that the checkpoint was made of"))
+                    seen = (
+                        f"no {state} of {', '.join(absent[:3])}"
+                        if absent
+                        else f"{state} of {name} in {', '.join(sorted(dtypes))}"
+                    )
+                    raise CheckpointError(
+                        Problem(
+                            "model",
+                            f"{self._folder} has {seen}",
+                            "a checkpoint has every tensor of the model, each in one dtype",
+                            "describe the model that the checkpoint was made of",
+                        )
+                    )
                 found[TensorKey(state, name)] = TensorInfo(dtypes.pop(), shape)
         return found
 
@@ -210,8 +256,12 @@ class _Pieces:
         return tuple(piece for owner in self.owners[key.name] for piece in self._of(key, owner, 0))
 
     def copies(self, key: TensorKey) -> tuple[Piece, ...]:
-        return tuple(piece for owner in self.owners[key.name]
-                     for number in range(1, len(self._stored[key.state, owner])) for piece in self._of(key, owner, number))
+        return tuple(
+            piece
+            for owner in self.owners[key.name]
+            for number in range(1, len(self._stored[key.state, owner]))
+            for piece in self._of(key, owner, number)
+        )
 
     def _of(self, key: TensorKey, owner: str, number: int) -> Iterator[Piece]:
         """What is there of ``key`` in a tensor of Megatron-core's, the ``number``-th time that it is stored."""
@@ -237,13 +287,17 @@ def _distinct(by_key: Mapping[str, list[_Held]]) -> list[list[_Held]]:
 def _member(tensor: StoredTensor, place: tuple[int, ...]) -> StoredTensor:
     """One of those that are stacked along the first dims."""
     offset = tensor.offset + sum(index * stride for index, stride in zip(place, tensor.strides, strict=False))
-    return StoredTensor(tensor.storage, offset, tensor.shape[len(place):], tensor.strides[len(place):])
+    return StoredTensor(tensor.storage, offset, tensor.shape[len(place) :], tensor.strides[len(place) :])
 
 
 def _view(tensor: StoredTensor, part: Part) -> StoredTensor:
     """``part``, whose ``at`` counts from the tensor's corner, in the canonical tensor's order of dims."""
-    offset = tensor.offset + sum(index * stride for index, stride in zip(part.at, tensor.strides, strict=True))
-    shape, strides = (part.shape[::-1], tensor.strides[::-1]) if part.transposed else (part.shape, tensor.strides)
+    offset = tensor.offset + sum(
+        index * stride for index, stride in zip(part.at, tensor.strides, strict=True)
+    )
+    shape, strides = (
+        (part.shape[::-1], tensor.strides[::-1]) if part.transposed else (part.shape, tensor.strides)
+    )
     lead = part.dropped
     return StoredTensor(tensor.storage, offset, (1,) * lead + shape, (0,) * lead + strides)
 
@@ -258,25 +312,48 @@ def _source(folder: Path, common: Common, metadata: Metadata, shape: ModelShape)
     tensors = made.tensors(list(dict.fromkeys([WEIGHT, *(state for state, _ in places)])))
     moments = {key.state for key in tensors} & {EXP_AVG, EXP_AVG_SQ}
     if moments and OPTIMIZER_STEP not in common.scalars:
-        raise Damage(COMMON, f"{folder / COMMON} does not say how many steps the optimizer has taken",
-                     "Adam corrects by the number of its steps")
+        raise Damage(
+            COMMON,
+            f"{folder / COMMON} does not say how many steps the optimizer has taken",
+            "Adam corrects by the number of its steps",
+        )
     scalars = dict(common.scalars) if common.step is None else {STEP: common.step, **common.scalars}
     twice = {key: info for key, info in tensors.items() if made.copied(key)}
     objects = sorted({key.partition("/")[0] for key in metadata.objects if EXTRA not in key})
     return Source(
-        format=NAME, catalog=Catalog(folder, tensors, Made(tensors, made.pieces), scalars, Made(twice, made.copies)),
-        namespace=families.get(shape.family).namespace, step=common.step, shape=shape, facts=_facts(metadata),
-        left_out=(*common.left_out, *objects, *strange), refuse=vendors_refusal)
+        format=NAME,
+        catalog=Catalog(folder, tensors, Made(tensors, made.pieces), scalars, Made(twice, made.copies)),
+        namespace=families.get(shape.family).namespace,
+        step=common.step,
+        shape=shape,
+        facts=_facts(metadata),
+        left_out=(*common.left_out, *objects, *strange),
+        refuse=vendors_refusal,
+    )
 
 
 def _facts(metadata: Metadata) -> dict[str, str]:
     keys = [key for name in metadata.tensors if (key := parse(name)) is not None]
     stacked = any(key.stacked for key in keys)
     halved = any(key.half is not None for key in keys)
-    projection = next((stored for name, stored in metadata.tensors.items() if name.endswith("self_attention.linear_qkv.weight")), None)
+    projection = next(
+        (
+            stored
+            for name, stored in metadata.tensors.items()
+            if name.endswith("self_attention.linear_qkv.weight")
+        ),
+        None,
+    )
     ranks = len({chunk.box.offset[-2] for chunk in projection.chunks}) if projection is not None else 1
     states = [name.split(".")[2] for name in metadata.tensors if name.startswith("optimizer.state.")]
     kinds = {"param": "distributed", "fp32_param": "of 16 bits"}
-    optimizer = " or ".join(kind for state, kind in kinds.items() if state in states) or ("of fp32" if states else "none")
-    return {"written by": "Megatron-core, torch_dist", "layout": f"tensor {ranks}",
-            "keys": ("stacked" if stacked else "one by one") + (", gate and up projection apart" if halved else ""), "optimizer": optimizer}
+    optimizer = " or ".join(kind for state, kind in kinds.items() if state in states) or (
+        "of fp32" if states else "none"
+    )
+    return {
+        "written by": "Megatron-core, torch_dist",
+        "layout": f"tensor {ranks}",
+        "keys": ("stacked" if stacked else "one by one")
+        + (", gate and up projection apart" if halved else ""),
+        "optimizer": optimizer,
+    }

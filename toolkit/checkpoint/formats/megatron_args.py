@@ -15,14 +15,25 @@ from toolkit.families.base import ModelShape
 
 # Fields of TransformerConfig that tell families apart -> Megatron-LM's argument.
 _TRAITS = {
-    "normalization": "normalization", "gated_linear_unit": "swiglu", "add_bias_linear": "add_bias_linear", "add_qkv_bias": "add_qkv_bias",
-    "qk_layernorm": "qk_layernorm", "position_embedding_type": "position_embedding_type", "num_moe_experts": "num_experts",
+    "normalization": "normalization",
+    "gated_linear_unit": "swiglu",
+    "add_bias_linear": "add_bias_linear",
+    "add_qkv_bias": "add_qkv_bias",
+    "qk_layernorm": "qk_layernorm",
+    "position_embedding_type": "position_embedding_type",
+    "num_moe_experts": "num_experts",
 }
 # Our key -> Megatron-LM's argument.
 _SIZES = {
-    "hidden_size": "hidden_size", "intermediate_size": "ffn_hidden_size", "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_attention_heads", "head_dim": "kv_channels", "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings", "num_local_experts": "num_experts", "norm_eps": "norm_epsilon",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "head_dim": "kv_channels",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "num_local_experts": "num_experts",
+    "norm_eps": "norm_epsilon",
 }
 
 
@@ -32,17 +43,26 @@ def model_of(args: Mapping[str, Any]) -> ModelShape | None:
     if sizes["vocab_size"] is None or "untie_embeddings_and_output_weights" not in args:
         return None
     if args.get("num_experts"):
-        sizes |= {"intermediate_size": args.get("moe_ffn_hidden_size") or sizes["intermediate_size"],
-                  "num_experts_per_tok": args.get("moe_router_topk"), "router_aux_loss_coef": _router_coefficient(args)}
+        sizes |= {
+            "intermediate_size": args.get("moe_ffn_hidden_size") or sizes["intermediate_size"],
+            "num_experts_per_tok": args.get("moe_router_topk"),
+            "router_aux_loss_coef": _router_coefficient(args),
+        }
     if args.get("group_query_attention"):
         sizes["num_key_value_heads"] = args.get("num_query_groups")
     if args.get("position_embedding_type") == "rope":
         sizes["rope_theta"] = float(args.get("rotary_base") or 10000.0)
     for family in FAMILIES.values():
         try:
-            shape = family.resolve_shape(ModelConfig(
-                family=family.name, tie_word_embeddings=not args["untie_embeddings_and_output_weights"],
-                initializer_range=args.get("init_method_std") or 0.02, dropout=args.get("attention_dropout") or 0.0, **sizes))
+            shape = family.resolve_shape(
+                ModelConfig(
+                    family=family.name,
+                    tie_word_embeddings=not args["untie_embeddings_and_output_weights"],
+                    initializer_range=args.get("init_method_std") or 0.02,
+                    dropout=args.get("attention_dropout") or 0.0,
+                    **sizes,
+                )
+            )
         except PlanError:
             continue
         config = family.megatron_config(shape)

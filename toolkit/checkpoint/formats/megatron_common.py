@@ -63,12 +63,21 @@ def load(folder: Path) -> Common:
     arguments = args.fields if isinstance(args, Foreign) else {}
     parts = _parts(found.get("optimizer"))
     sharding = [part["param_state_sharding_type"] for part in parts if "param_state_sharding_type" in part]
-    sharding += [content] if (content := (found.get("content_metadata") or {}).get("distrib_optim_sharding_type")) else []
+    sharding += (
+        [content]
+        if (content := (found.get("content_metadata") or {}).get("distrib_optim_sharding_type"))
+        else []
+    )
     iteration = found.get("iteration")
     samples = found.get(_SAMPLES, arguments.get(_SAMPLES))
     scalars: dict[str, object] = {CONSUMED: samples} if isinstance(samples, int) else {}
-    return Common(step=iteration if isinstance(iteration, int) else None, args=arguments, sharding=sharding[0] if sharding else None,
-                  scalars=scalars | _of_optimizer(folder, parts), left_out=tuple(str(key) for key in found if key not in _KNOWN))
+    return Common(
+        step=iteration if isinstance(iteration, int) else None,
+        args=arguments,
+        sharding=sharding[0] if sharding else None,
+        scalars=scalars | _of_optimizer(folder, parts),
+        left_out=tuple(str(key) for key in found if key not in _KNOWN),
+    )
 
 
 def _parts(optimizer: Any) -> list[Mapping[Any, Any]]:
@@ -86,18 +95,36 @@ def _of_optimizer(folder: Path, parts: Sequence[Mapping[Any, Any]]) -> dict[str,
     said += [group["step"] for group in groups if group.get("step") is not None]
     steps = sorted({int(torch_zip.number(folder, step)) for step in said})
     if len(steps) > 1:
-        raise Damage(COMMON, f"{folder / COMMON} has the optimizer's parameters at steps {', '.join(map(str, steps))}",
-                     "all parameters have taken the same steps")
+        raise Damage(
+            COMMON,
+            f"{folder / COMMON} has the optimizer's parameters at steps {', '.join(map(str, steps))}",
+            "all parameters have taken the same steps",
+        )
     found: dict[str, object] = {OPTIMIZER_STEP: steps[0]} if steps else {}
-    decaying = next((group for group in groups if group.get("wd_mult", 1.0) and all(name in group for name in OPTIM_SETTINGS)), None)
+    decaying = next(
+        (
+            group
+            for group in groups
+            if group.get("wd_mult", 1.0) and all(name in group for name in OPTIM_SETTINGS)
+        ),
+        None,
+    )
     if decaying is not None:
-        found[OPTIM] = {"lr": float(decaying["lr"]), "betas": [float(beta) for beta in decaying["betas"]], "eps": float(decaying["eps"]),
-                        "weight_decay": float(decaying["weight_decay"])}
+        found[OPTIM] = {
+            "lr": float(decaying["lr"]),
+            "betas": [float(beta) for beta in decaying["betas"]],
+            "eps": float(decaying["eps"]),
+            "weight_decay": float(decaying["weight_decay"]),
+        }
     scaler = next((part["grad_scaler"] for part in parts if "scale" in (part.get("grad_scaler") or {})), None)
     if scaler is not None and "growth_tracker" in scaler:
         # It counts steps since an overflow or a growth; so do we, from an overflow before the first of them on.
-        found[LOSS_SCALER] = {"cur_scale": torch_zip.number(folder, scaler["scale"]), "cur_iter": int(scaler["growth_tracker"]),
-                              "last_overflow_iter": -1, "cur_hysteresis": 1}
+        found[LOSS_SCALER] = {
+            "cur_scale": torch_zip.number(folder, scaler["scale"]),
+            "cur_iter": int(scaler["growth_tracker"]),
+            "last_overflow_iter": -1,
+            "cur_hysteresis": 1,
+        }
     return found
 
 
@@ -124,7 +151,9 @@ class _Numbers:
         return StoredTensor.whole(self.storages[-1], shape)
 
 
-def lay_out(name: str, *, step: int | None, consumed_samples: int | None, adam: Adam | None, apart: bool) -> TargetFile:
+def lay_out(
+    name: str, *, step: int | None, consumed_samples: int | None, adam: Adam | None, apart: bool
+) -> TargetFile:
     """``common.pt``.
 
     Args:
@@ -140,9 +169,14 @@ def lay_out(name: str, *, step: int | None, consumed_samples: int | None, adam: 
         value[_SAMPLES] = consumed_samples
     if adam is not None:
         dense = _part(adam, [_group(adam, decays, expert=False) for decays in (True, False)], numbers)
-        value["optimizer"] = {0: dense, 1: _part(adam, [_group(adam, True, expert=True)], numbers)} if apart else dense
-    value["content_metadata"] = {"distrib_optim_sharding_type": RESHARDABLE, "singleton_local_shards": False,
-                                 "chained_optim_avoid_prefix": True}
+        value["optimizer"] = (
+            {0: dense, 1: _part(adam, [_group(adam, True, expert=True)], numbers)} if apart else dense
+        )
+    value["content_metadata"] = {
+        "distrib_optim_sharding_type": RESHARDABLE,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
     return torch_zip.lay_out(name, value, numbers.storages).file
 
 
@@ -150,11 +184,19 @@ def _part(adam: Adam, groups: list[dict[str, Any]], numbers: _Numbers) -> dict[s
     def state() -> dict[str, Any]:
         return {"common_step": numbers.tensor(adam.step)}
 
-    part = {"state": state(), "param_groups": groups, "optimizer": {"state": state(), "param_groups": [dict(group) for group in groups]},
-            "param_state_sharding_type": RESHARDABLE}
+    part = {
+        "state": state(),
+        "param_groups": groups,
+        "optimizer": {"state": state(), "param_groups": [dict(group) for group in groups]},
+        "param_state_sharding_type": RESHARDABLE,
+    }
     if adam.scaler is not None:
         # Its growth is counted anew: how far it had come depends on the window of the run that was.
-        part["grad_scaler"] = {"scale": numbers.tensor(adam.scaler["cur_scale"], (1,)), "growth_tracker": 0, "hysteresis_tracker": 1}
+        part["grad_scaler"] = {
+            "scale": numbers.tensor(adam.scaler["cur_scale"], (1,)),
+            "growth_tracker": 0,
+            "hysteresis_tracker": 1,
+        }
     return part
 
 
@@ -162,9 +204,22 @@ def _group(adam: Adam, decays: bool, *, expert: bool) -> dict[str, Any]:
     """What torch's, Apex's and Transformer Engine's Adam keep in a group. ``max_lr`` and ``min_lr`` are left to the run's schedule."""
     first, second = adam.settings["betas"]
     return {
-        "wd_mult": 1.0 if decays else 0.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": expert, "default_config": True,
-        "lr": adam.settings["lr"], "betas": (first, second), "eps": adam.settings["eps"],
-        "weight_decay": adam.settings["weight_decay"] if decays else 0.0, "step": adam.step, "bias_correction": True,
-        "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+        "wd_mult": 1.0 if decays else 0.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "is_expert_parallel": expert,
+        "default_config": True,
+        "lr": adam.settings["lr"],
+        "betas": (first, second),
+        "eps": adam.settings["eps"],
+        "weight_decay": adam.settings["weight_decay"] if decays else 0.0,
+        "step": adam.step,
+        "bias_correction": True,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
         "decoupled_weight_decay": True,
     }

@@ -20,7 +20,13 @@ from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIG
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import FUSED_NORMS, MegatronTensor
 
-STATE_OF = {"param": MASTER, "fp32_param": MASTER, EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ, MOMENTUM: MOMENTUM}
+STATE_OF = {
+    "param": MASTER,
+    "fp32_param": MASTER,
+    EXP_AVG: EXP_AVG,
+    EXP_AVG_SQ: EXP_AVG_SQ,
+    MOMENTUM: MOMENTUM,
+}
 # The fp32 weights of the distributed optimizer, and of the one without: the same values under two names.
 MASTERS = ("param", "fp32_param")
 EXTRA = "_extra_state"
@@ -66,7 +72,10 @@ class Key:
         lead = len(self.stacked)
         inner = Box(box.offset[lead:], box.shape[lead:])
         for place in product(*map(range, box.shape[:lead])):
-            numbers = {kind: first + index for kind, first, index in zip(self.stacked, box.offset, place, strict=False)}
+            numbers = {
+                kind: first + index
+                for kind, first, index in zip(self.stacked, box.offset, place, strict=False)
+            }
             yield self.name.format(**numbers), place, inner
 
 
@@ -95,7 +104,14 @@ def parse(key: str) -> Key | None:
         if expert[1] is None:
             stacked.append("expert")
         rest = f"mlp.experts.local_experts.{'{expert}' if expert[1] is None else expert[1]}.{expert[2]}"
-    return Key(state, weight, source, f"decoder.layers.{'{layer}' if number is None else number}.{rest}", tuple(stacked), half)
+    return Key(
+        state,
+        weight,
+        source,
+        f"decoder.layers.{'{layer}' if number is None else number}.{rest}",
+        tuple(stacked),
+        half,
+    )
 
 
 # ---- writing

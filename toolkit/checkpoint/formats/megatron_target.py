@@ -39,42 +39,85 @@ from toolkit.families.base import ModelShape
 from toolkit.families.megatron import Cut, MegatronTensor, Part, inside, shares
 
 FILE_BYTES = 4 * 2**30  # of one file, except for a single larger chunk
-SCHEDULER = ("it has neither a state of a learning rate scheduler (opt_param_scheduler) nor Megatron-LM's arguments (args): loaders of "
-             "megatron.core do not ask for them, the training loop of Megatron-LM does")
+SCHEDULER = (
+    "it has neither a state of a learning rate scheduler (opt_param_scheduler) nor Megatron-LM's arguments (args): loaders of "
+    "megatron.core do not ask for them, the training loop of Megatron-LM does"
+)
 
 
 def lay_out(source: Source, config: TargetConfig) -> Target:
     """Raises CheckpointError: the model is not one that Megatron-core has, its layout does not fit, or the optimizer's is not known."""
     shape = source.shape
     if shape is None:
-        raise CheckpointError(Problem("target.format", f"{source.folder} is of no family of models", "Megatron-core has models of families",
-                                      "write target.format=native, or deepspeed"))
+        raise CheckpointError(
+            Problem(
+                "target.format",
+                f"{source.folder} is of no family of models",
+                "Megatron-core has models of families",
+                "write target.format=native, or deepspeed",
+            )
+        )
     wrong = [*_layout_problems(shape, config), *adam.problems(source, config, "Megatron-core")]
     if wrong:
         raise CheckpointError(*wrong)
     kept = adam.moments(source, config)
     tensors = _tensors(source, config, shape, optimizer=bool(kept))
     iteration = folder_of("release" if source.step is None else str(source.step))
-    laid = _Laid(iteration, shape, config.parallel.tensor, config.parallel.pipeline, tensors, with_masters=bool(kept))
+    laid = _Laid(
+        iteration, shape, config.parallel.tensor, config.parallel.pipeline, tensors, with_masters=bool(kept)
+    )
     laid.lay_out()
-    scaler = source.catalog.scalars.get(LOSS_SCALER) if states.weights_dtype(source, config.precision) == "float16" else None
+    scaler = (
+        source.catalog.scalars.get(LOSS_SCALER)
+        if states.weights_dtype(source, config.precision) == "float16"
+        else None
+    )
     state = None
     if kept:
-        state = megatron_common.Adam(step=adam.steps(source) or 0, settings=adam.settings(source, config),
-                                     scaler=scaler if isinstance(scaler, Mapping) else None)
+        state = megatron_common.Adam(
+            step=adam.steps(source) or 0,
+            settings=adam.settings(source, config),
+            scaler=scaler if isinstance(scaler, Mapping) else None,
+        )
     samples = source.catalog.scalars.get(CONSUMED)
-    common = megatron_common.lay_out(f"{iteration}/{COMMON}", step=source.step, adam=state, apart=config.parallel.expert > 1,
-                                     consumed_samples=samples if isinstance(samples, int) else None)
-    backend = {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-    small = {f"{iteration}/{METADATA}": dcp_metadata.encode(Metadata(laid.stored(), laid.objects())),
-             f"{iteration}/{FORMAT}": json.dumps(backend).encode(),
-             TRACKER: b"release" if source.step is None else str(source.step).encode()}
-    scalars = {**source.catalog.scalars, MODEL: asdict(shape)} | ({OPTIM: dict(state.settings)} if state else {})
-    files = [*laid.files(), common, *(TargetFile(name, len(content), {0: content}) for name, content in small.items())]
+    common = megatron_common.lay_out(
+        f"{iteration}/{COMMON}",
+        step=source.step,
+        adam=state,
+        apart=config.parallel.expert > 1,
+        consumed_samples=samples if isinstance(samples, int) else None,
+    )
+    backend = {
+        "sharded_backend": BACKEND,
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    small = {
+        f"{iteration}/{METADATA}": dcp_metadata.encode(Metadata(laid.stored(), laid.objects())),
+        f"{iteration}/{FORMAT}": json.dumps(backend).encode(),
+        TRACKER: b"release" if source.step is None else str(source.step).encode(),
+    }
+    scalars = {**source.catalog.scalars, MODEL: asdict(shape)} | (
+        {OPTIM: dict(state.settings)} if state else {}
+    )
+    files = [
+        *laid.files(),
+        common,
+        *(TargetFile(name, len(content), {0: content}) for name, content in small.items()),
+    ]
     return Target(
-        format=NAME, namespace=source.namespace, step=source.step or 0, tensors=tensors, pieces=laid.pieces, files=files,
+        format=NAME,
+        namespace=source.namespace,
+        step=source.step or 0,
+        tensors=tensors,
+        pieces=laid.pieces,
+        files=files,
         identity=f"{shape} {config.parallel} {state} {sorted((str(key), info.dtype) for key, info in tensors.items())}",
-        manifest=manifest.BESIDE, scalars=scalars, notes=_notes(shape, config, state.settings) if state else ())
+        manifest=manifest.BESIDE,
+        scalars=scalars,
+        notes=_notes(shape, config, state.settings) if state else (),
+    )
 
 
 # ---- deciding what is written
@@ -85,32 +128,55 @@ def _notes(shape: ModelShape, config: TargetConfig, settings: Mapping[str, Any])
     if not shape.num_local_experts:
         return groups, SCHEDULER
     which = "above 1" if config.parallel.expert > 1 else "of 1"
-    return (groups, SCHEDULER,
-            f"its optimizer state is for runs with expert parallelism {which}: there experts have an optimizer of their own")
+    return (
+        groups,
+        SCHEDULER,
+        f"its optimizer state is for runs with expert parallelism {which}: there experts have an optimizer of their own",
+    )
 
 
 def _layout_problems(shape: ModelShape, config: TargetConfig) -> Iterator[Problem]:
     tensor, pipeline, expert = config.parallel.tensor, config.parallel.pipeline, config.parallel.expert
     for table in families.get(shape.family).megatron(shape):
-        length = {Cut.rows: table.shape[0], Cut.gated: table.shape[0] // 2, Cut.columns: table.shape[-1]}.get(table.cut, 0)
+        length = {Cut.rows: table.shape[0], Cut.gated: table.shape[0] // 2, Cut.columns: table.shape[-1]}.get(
+            table.cut, 0
+        )
         if length % tensor:
-            yield Problem("target.parallel.tensor", f"target.parallel.tensor={tensor}, {table.name} {table.shape}",
-                          f"each tensor rank has as many of its {length} {table.cut}", "write a divisor of it")
+            yield Problem(
+                "target.parallel.tensor",
+                f"target.parallel.tensor={tensor}, {table.name} {table.shape}",
+                f"each tensor rank has as many of its {length} {table.cut}",
+                "write a divisor of it",
+            )
             break
     if pipeline > shape.num_hidden_layers:
-        yield Problem("target.parallel.pipeline", f"target.parallel.pipeline={pipeline}, {shape.num_hidden_layers} layers",
-                      "each stage has a layer", f"write target.parallel.pipeline={shape.num_hidden_layers} or less")
+        yield Problem(
+            "target.parallel.pipeline",
+            f"target.parallel.pipeline={pipeline}, {shape.num_hidden_layers} layers",
+            "each stage has a layer",
+            f"write target.parallel.pipeline={shape.num_hidden_layers} or less",
+        )
     if expert > 1 and (not shape.num_local_experts or shape.num_local_experts % expert):
-        yield Problem("target.parallel.expert", f"target.parallel.expert={expert}, {shape.num_local_experts or 'no'} experts",
-                      "each expert rank has as many experts", "write a divisor of their number, or leave it out")
+        yield Problem(
+            "target.parallel.expert",
+            f"target.parallel.expert={expert}, {shape.num_local_experts or 'no'} experts",
+            "each expert rank has as many experts",
+            "write a divisor of their number, or leave it out",
+        )
 
 
-def _tensors(source: Source, config: TargetConfig, shape: ModelShape, *, optimizer: bool) -> dict[TensorKey, TensorInfo]:
+def _tensors(
+    source: Source, config: TargetConfig, shape: ModelShape, *, optimizer: bool
+) -> dict[TensorKey, TensorInfo]:
     """What is written, of the model's own tensors. A weight that the source lacks is among them, so that it is asked for by name."""
     found = states.tensors_of(source, config.precision, optimizer=optimizer)
     dtype = states.weights_dtype(source, config.precision)
     specs = {spec.name: spec.shape for spec in families.get(shape.family).parameters(shape)}
-    weights = {key: found.get(key, TensorInfo(dtype, size)) for name, size in specs.items() for key in (TensorKey(WEIGHT, name),)}
+    weights = {
+        key: found.get(key, TensorInfo(dtype, size))
+        for name, size in specs.items()
+        for key in (TensorKey(WEIGHT, name),)
+    }
     return weights | {key: info for key, info in found.items() if key.state != WEIGHT and key.name in specs}
 
 
@@ -142,9 +208,15 @@ def _form(dtype: str, shape: tuple[int, ...]) -> _Form:
     layout = torch_zip.lay_out("", StoredTensor.whole(storage, shape), [storage])
     begin, numbytes = layout.storages["0"], storage.numel * DTYPES[dtype].itemsize
     parts = sorted(layout.file.fixed.items())
-    head, tail = (b"".join(content for at, content in parts if (at < begin) is before) for before in (True, False))
-    assert (len(head), begin + numbytes + len(tail)) == (begin, layout.file.numbytes), "fixed bytes follow each other"
-    return _Form(head, numbytes, tail, tuple(place for check in layout.file.checksums for place in check.places))
+    head, tail = (
+        b"".join(content for at, content in parts if (at < begin) is before) for before in (True, False)
+    )
+    assert (len(head), begin + numbytes + len(tail)) == (begin, layout.file.numbytes), (
+        "fixed bytes follow each other"
+    )
+    return _Form(
+        head, numbytes, tail, tuple(place for check in layout.file.checksums for place in check.places)
+    )
 
 
 @dataclass(slots=True)
@@ -168,7 +240,9 @@ class _Files:
         self._fixed[begin] = form.head
         self._fixed[data + form.numbytes] = form.tail
         if form.places:
-            self._checks.append(Checksum(data, data + form.numbytes, tuple(begin + place for place in form.places)))
+            self._checks.append(
+                Checksum(data, data + form.numbytes, tuple(begin + place for place in form.places))
+            )
         self._end = begin + form.length
         return Blob(self._name, begin, self._end), data
 
@@ -180,7 +254,9 @@ class _Files:
 
     def close(self) -> None:
         if self._end:
-            self.done.append(TargetFile(f"{self.folder}/{self._name}", self._end, self._fixed, tuple(self._checks)))
+            self.done.append(
+                TargetFile(f"{self.folder}/{self._name}", self._end, self._fixed, tuple(self._checks))
+            )
         self._fixed, self._checks, self._end = {}, [], 0
 
     @property
@@ -195,8 +271,16 @@ class _Laid:
         with_masters: keys of the optimizer's fp32 weights too, which are the model's own in fp32.
     """
 
-    def __init__(self, folder: str, shape: ModelShape, tensor: int, pipeline: int, tensors: Mapping[TensorKey, TensorInfo], *,
-                 with_masters: bool) -> None:
+    def __init__(
+        self,
+        folder: str,
+        shape: ModelShape,
+        tensor: int,
+        pipeline: int,
+        tensors: Mapping[TensorKey, TensorInfo],
+        *,
+        with_masters: bool,
+    ) -> None:
         self._shape, self._ranks, self._stages = shape, tensor, pipeline
         self._tables = families.get(shape.family).megatron(shape)
         self._tensors, self._with_masters = tensors, with_masters
@@ -221,7 +305,9 @@ class _Laid:
         return [file for files in self._files for file in files.done]
 
     def stored(self) -> dict[str, Stored]:
-        return {key: Stored(dtype, shape, tuple(self._chunks[key])) for key, (dtype, shape) in self._about.items()}
+        return {
+            key: Stored(dtype, shape, tuple(self._chunks[key])) for key, (dtype, shape) in self._about.items()
+        }
 
     def objects(self) -> dict[str, Blob]:
         assert self._nothing is not None, "asked for after lay_out"
@@ -252,7 +338,9 @@ class _Laid:
             blob, begin = files.add(info.dtype, whole.shape)
             file = f"{files.folder}/{blob.file}"
             for part in parts:
-                self.pieces[TensorKey(state, part.canonical)].append(self._piece(state, info.dtype, part, box, file, begin))
+                self.pieces[TensorKey(state, part.canonical)].append(
+                    self._piece(state, info.dtype, part, box, file, begin)
+                )
             for key in self._keys(state, info.dtype, slots):
                 self._about[key] = (info.dtype, (*slots[0].counts, *table.shape))
                 self._chunks.setdefault(key, []).append(Chunk(whole, blob))
@@ -261,8 +349,16 @@ class _Laid:
         assert part.shape[1:] == box.shape[1:], f"{part.canonical} is not whole rows"
         itemsize, row = DTYPES[dtype].itemsize, math.prod(box.shape[1:])
         first = begin + part.at[0] * row * itemsize
-        return Piece(TensorKey(state, part.canonical), dtype, self._sizes[part.canonical], Box(part.offset, part.extent), file, first,
-                     first + math.prod(part.shape) * itemsize, transposed=part.transposed)
+        return Piece(
+            TensorKey(state, part.canonical),
+            dtype,
+            self._sizes[part.canonical],
+            Box(part.offset, part.extent),
+            file,
+            first,
+            first + math.prod(part.shape) * itemsize,
+            transposed=part.transposed,
+        )
 
     def _keys(self, state: str, dtype: str, slots: Sequence[Slot]) -> Iterator[str]:
         for slot in slots:
@@ -273,4 +369,3 @@ class _Laid:
             elif state == MASTER:
                 names = list(MASTERS)
             yield from (f"optimizer.state.{name}.{slot.key}" for name in names)
-

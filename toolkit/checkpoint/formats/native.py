@@ -20,7 +20,9 @@ FILE_BYTES = 4 * 2**30  # of one file, except for a single larger tensor
 
 def find(path: Path) -> Path | None:
     found = directory.checkpoint_at(path)
-    ours = found is not None and ((found / manifest.NAME).exists() or checkpoint_folder.step_of(found) is not None)
+    ours = found is not None and (
+        (found / manifest.NAME).exists() or checkpoint_folder.step_of(found) is not None
+    )
     return found if ours else None
 
 
@@ -46,14 +48,27 @@ def lay_out(source: Source, tensors: dict[TensorKey, TensorInfo], *, file_bytes:
         name = f"part-{number:05d}.safetensors"
         named = {f"{key}:{','.join('0' for _ in tensors[key].shape)}": key for key in group}
         metadata = {"format": manifest.FORMAT, "namespace": source.namespace, "step": str(source.step or 0)}
-        header, slots = safetensors.encode([(label, tensors[key].dtype, tensors[key].shape) for label, key in named.items()], metadata)
+        header, slots = safetensors.encode(
+            [(label, tensors[key].dtype, tensors[key].shape) for label, key in named.items()], metadata
+        )
         for slot in slots:
             key = named[slot.name]
-            pieces[key] = (Piece(key, slot.dtype, slot.shape, Box.whole(slot.shape), name, slot.begin, slot.end),)
+            pieces[key] = (
+                Piece(key, slot.dtype, slot.shape, Box.whole(slot.shape), name, slot.begin, slot.end),
+            )
         files.append(TargetFile(name, slots[-1].end if slots else len(header), {0: header}))
     scalars = dict(source.catalog.scalars)
     if source.shape is not None:
         scalars[MODEL] = asdict(source.shape)
     identity = "\n".join(f"{key} {info.dtype} {info.shape}" for key, info in tensors.items())
-    return Target(format=manifest.NATIVE, namespace=source.namespace, step=source.step or 0, tensors=tensors, pieces=pieces, files=files,
-                  identity=f"{file_bytes}\n{identity}", manifest=manifest.NAME, scalars=scalars)
+    return Target(
+        format=manifest.NATIVE,
+        namespace=source.namespace,
+        step=source.step or 0,
+        tensors=tensors,
+        pieces=pieces,
+        files=files,
+        identity=f"{file_bytes}\n{identity}",
+        manifest=manifest.NAME,
+        scalars=scalars,
+    )

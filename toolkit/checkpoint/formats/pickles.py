@@ -23,20 +23,40 @@ from toolkit.checkpoint.catalog import Record
 
 # Storage classes of torch by the dtype of their elements.
 STORAGES: Mapping[str, str] = {
-    "DoubleStorage": "float64", "FloatStorage": "float32", "BFloat16Storage": "bfloat16", "HalfStorage": "float16",
-    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
-    "BoolStorage": "bool", "Float8_e4m3fnStorage": "float8_e4m3fn", "Float8_e5m2Storage": "float8_e5m2",
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "BFloat16Storage": "bfloat16",
+    "HalfStorage": "float16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "Float8_e4m3fnStorage": "float8_e4m3fn",
+    "Float8_e5m2Storage": "float8_e5m2",
 }
 STORAGE_OF_DTYPE: Mapping[str, str] = {dtype: name for name, dtype in STORAGES.items()}
 
 
 MOST_DEPTH = 100  # levels of containers
-MOST_NODES_PER_BYTE = 16  # objects that stand in several places count in each: names and shapes of a pickle are said once
+MOST_NODES_PER_BYTE = (
+    16  # objects that stand in several places count in each: names and shapes of a pickle are said once
+)
 MOST_CLASSES = 10_000
 MOST_KEY = 16  # parts of a tuple that is a key
 # Operations that no checkpoint needs: those of protocols 0 and 1 that make instances, registered extensions, and buffers outside.
-_REFUSED = (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8, pickle.NEXT_BUFFER,
-            pickle.READONLY_BUFFER)
+_REFUSED = (
+    pickle.INST,
+    pickle.OBJ,
+    pickle.NEWOBJ_EX,
+    pickle.EXT1,
+    pickle.EXT2,
+    pickle.EXT4,
+    pickle.BYTEARRAY8,
+    pickle.NEXT_BUFFER,
+    pickle.READONLY_BUFFER,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +155,19 @@ def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) 
     """Raises UnpicklingError: it is no view of its storage, all of whose elements lie in it."""
     shape, strides = tuple(size), tuple(stride)
     counts = (offset, *shape, *strides)
-    if not isinstance(storage, Storage) or len(shape) != len(strides) or any(type(count) is not int or count < 0 for count in counts):
-        raise pickle.UnpicklingError(f"a tensor of shape {shape} and strides {strides} at element {offset} of a storage")
+    if (
+        not isinstance(storage, Storage)
+        or len(shape) != len(strides)
+        or any(type(count) is not int or count < 0 for count in counts)
+    ):
+        raise pickle.UnpicklingError(
+            f"a tensor of shape {shape} and strides {strides} at element {offset} of a storage"
+        )
     last = offset + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
     if math.prod(shape) and last >= storage.numel:
-        raise pickle.UnpicklingError(f"a tensor ends at element {last} of storage {storage.key}, which has {storage.numel}")
+        raise pickle.UnpicklingError(
+            f"a tensor ends at element {last} of storage {storage.key}, which has {storage.numel}"
+        )
     return StoredTensor(storage, offset, shape, strides)
 
 
@@ -211,9 +239,18 @@ _SCALARS = (str, int, float, bool, bytes, complex, type(None))
 ALLOWED: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _ordered,
     ("collections", "defaultdict"): _default,
-    ("builtins", "set"): _set, ("builtins", "frozenset"): _frozenset, ("builtins", "list"): list, ("builtins", "dict"): _dict,
-    ("builtins", "tuple"): tuple, ("builtins", "int"): int, ("builtins", "float"): float, ("builtins", "str"): _text,
-    ("builtins", "bool"): bool, ("builtins", "bytearray"): _bytearray, ("builtins", "complex"): complex, ("builtins", "slice"): slice,
+    ("builtins", "set"): _set,
+    ("builtins", "frozenset"): _frozenset,
+    ("builtins", "list"): list,
+    ("builtins", "dict"): _dict,
+    ("builtins", "tuple"): tuple,
+    ("builtins", "int"): int,
+    ("builtins", "float"): float,
+    ("builtins", "str"): _text,
+    ("builtins", "bool"): bool,
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "complex"): complex,
+    ("builtins", "slice"): slice,
     ("_codecs", "encode"): _encode,
     ("torch", "Size"): tuple,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
@@ -229,8 +266,11 @@ _PythonUnpickler: Any = pickle._Unpickler  # unlike the one in C, its operations
 class _Unpickler(_PythonUnpickler):
     """Memory and time are in proportion to the pickle's length, whatever is in it."""
 
-    dispatch: ClassVar[dict[int, Any]] = {code: operation for code, operation in _PythonUnpickler.dispatch.items()
-                                          if bytes((code,)) not in _REFUSED}
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: operation
+        for code, operation in _PythonUnpickler.dispatch.items()
+        if bytes((code,)) not in _REFUSED
+    }
 
     def __init__(self, data: bytes, storage: Callable[[str, str, int], Storage]) -> None:
         super().__init__(io.BytesIO(data))
@@ -257,7 +297,9 @@ class _Unpickler(_PythonUnpickler):
         state, built = self.stack.pop(), self.stack[-1]
         if isinstance(built, Foreign):
             built.state = state
-        elif not isinstance(built, OrderedDict):  # whose attributes (``_metadata`` of a module) mean nothing here
+        elif not isinstance(
+            built, OrderedDict
+        ):  # whose attributes (``_metadata`` of a module) mean nothing here
             raise pickle.UnpicklingError(f"state for an object of type {type(built).__name__}")
 
     def load_setitem(self) -> None:
@@ -293,7 +335,9 @@ class _Unpickler(_PythonUnpickler):
     dispatch[pickle.FROZENSET[0]] = load_frozenset
 
     def find_class(self, module: str, name: str) -> Any:
-        module, name = _compat_pickle.NAME_MAPPING.get((module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name))
+        module, name = _compat_pickle.NAME_MAPPING.get(
+            (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+        )
         if (module, name) in ALLOWED:
             return ALLOWED[module, name]
         if module in ("torch", "torch.storage") and name in STORAGES:
@@ -321,8 +365,18 @@ def loads(data: bytes, storage: Callable[[str, str, int], Storage]) -> Any:
     """
     try:
         found = _Unpickler(data, storage).load()
-    except (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
-            struct.error) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
         raise pickle.UnpicklingError(f"{type(error).__name__}: {str(error)[:200]}") from error
     _check_tree(found, MOST_NODES_PER_BYTE * len(data) + 10**6)
     return found
@@ -342,7 +396,10 @@ def _check_tree(root: Any, most: int) -> None:
         if leaving:
             inside.discard(id(node))
             of_parts = [done.get(id(part), (0, 1)) for part in parts]
-            depth, nodes = 1 + max((depth for depth, _ in of_parts), default=0), 1 + sum(nodes for _, nodes in of_parts)
+            depth, nodes = (
+                1 + max((depth for depth, _ in of_parts), default=0),
+                1 + sum(nodes for _, nodes in of_parts),
+            )
             if depth > MOST_DEPTH or nodes > most:
                 raise pickle.UnpicklingError(f"its objects are nested {depth} deep and {nodes} in number")
             done[id(node)] = depth, nodes
@@ -357,7 +414,11 @@ def _check_tree(root: Any, most: int) -> None:
 def _parts(node: Any) -> Sequence[Any] | None:
     """What an object holds; None if it is none that holds others."""
     if isinstance(node, Foreign):
-        return (node.args, node.kwargs, node.state, node.items) if hasattr(node, "items") else (node.args, node.state)
+        return (
+            (node.args, node.kwargs, node.state, node.items)
+            if hasattr(node, "items")
+            else (node.args, node.state)
+        )
     if isinstance(node, dict):
         return [*node.keys(), *node.values()]
     if isinstance(node, slice):

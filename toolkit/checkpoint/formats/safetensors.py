@@ -31,7 +31,9 @@ class Slot:
     end: int
 
 
-def encode(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, list[Slot]]:
+def encode(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[Slot]]:
     """The header for tensors of (name, dtype, shape), and where each of them goes.
 
     Wide dtypes come first, so that every tensor is aligned to its itemsize; otherwise the order is kept.
@@ -49,7 +51,9 @@ def encode(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mappin
     length = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
     header = struct.pack("<Q", length - 8) + text.ljust(length - 8)
     assert length <= MOST_HEADER_BYTES, f"a header of {length} bytes"
-    return header, [Slot(slot.name, slot.dtype, slot.shape, slot.begin + length, slot.end + length) for slot in relative]
+    return header, [
+        Slot(slot.name, slot.dtype, slot.shape, slot.begin + length, slot.end + length) for slot in relative
+    ]
 
 
 def decode(path: Path) -> tuple[list[Slot], dict[str, str]]:
@@ -72,10 +76,18 @@ def decode(path: Path) -> tuple[list[Slot], dict[str, str]]:
     at = 8 + length
     for slot in sorted(slots, key=lambda slot: (slot.begin, slot.end)):
         if slot.begin != at:
-            raise Damage(path.name, f"{slot.name} in {path} begins at byte {slot.begin}, the tensor before it ends at {at}", RULE)
+            raise Damage(
+                path.name,
+                f"{slot.name} in {path} begins at byte {slot.begin}, the tensor before it ends at {at}",
+                RULE,
+            )
         at = slot.end
         if slot.end - slot.begin != byte_length(slot.dtype, slot.shape):
-            raise Damage(path.name, f"{slot.name} in {path} has {slot.end - slot.begin} bytes for {slot.dtype} {slot.shape}", RULE)
+            raise Damage(
+                path.name,
+                f"{slot.name} in {path} has {slot.end - slot.begin} bytes for {slot.dtype} {slot.shape}",
+                RULE,
+            )
     if size != at:
         raise Damage(path.name, f"{path} has {size} bytes where its header says {at}", RULE)
     return slots, metadata

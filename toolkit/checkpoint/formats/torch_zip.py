@@ -52,16 +52,28 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
     path = folder / file
     try:
         with path.open("rb") as stream:
-            window = stream if begin == 0 and end is None else _Window(stream, begin, path.stat().st_size if end is None else end)
+            window = (
+                stream
+                if begin == 0 and end is None
+                else _Window(stream, begin, path.stat().st_size if end is None else end)
+            )
             with zipfile.ZipFile(window) as archive:
                 records = {info.filename: info for info in archive.infolist()}
-                packed = [info.filename for info in archive.infolist() if info.compress_size != info.file_size or info.compress_type]
+                packed = [
+                    info.filename
+                    for info in archive.infolist()
+                    if info.compress_size != info.file_size or info.compress_type
+                ]
                 if packed or len(records) != len(archive.infolist()):
                     seen = f"{packed[0][:200]} is compressed" if packed else "two records have one name"
                     raise Damage(file, f"{path}: {seen}", RULE)
                 root = next(name for name in records if name.endswith("/data.pkl")).removesuffix("data.pkl")
                 if named and root not in (f"{ROOT}/", f"{Path(file).stem}/"):
-                    raise Damage(file, f"{path} was saved as {root[:-1][:200]}.pt", "files have the names under which they were saved")
+                    raise Damage(
+                        file,
+                        f"{path} was saved as {root[:-1][:200]}.pt",
+                        "files have the names under which they were saved",
+                    )
                 if records.get(f"{root}byteorder") and archive.read(f"{root}byteorder") != b"little":
                     raise Damage(file, f"{path} is big endian", "checkpoints are little endian")
                 text = archive.read(f"{root}data.pkl")
@@ -69,21 +81,46 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
             def storage(dtype: str, key: str, numel: int) -> Storage:
                 info = records[f"{root}data/{key}"]
                 if info.file_size < numel * DTYPES[dtype].itemsize:
-                    raise Damage(file, f"{path}: record {info.filename} has {info.file_size} bytes for {numel} of {dtype}", RULE)
+                    raise Damage(
+                        file,
+                        f"{path}: record {info.filename} has {info.file_size} bytes for {numel} of {dtype}",
+                        RULE,
+                    )
                 stream.seek(begin + info.header_offset)
                 header = stream.read(30)
                 names, extra = struct.unpack("<HH", header[26:30])
                 start = begin + info.header_offset + 30 + names + extra
                 if header[:4] != struct.pack("<I", _LOCAL) or start + info.file_size > path.stat().st_size:
-                    raise Damage(file, f"{path}: record {info.filename} is not where the directory says", RULE)
-                return Storage(key, dtype, numel, file, start, record=Record(file, start, start + info.file_size, info.CRC))
+                    raise Damage(
+                        file, f"{path}: record {info.filename} is not where the directory says", RULE
+                    )
+                return Storage(
+                    key,
+                    dtype,
+                    numel,
+                    file,
+                    start,
+                    record=Record(file, start, start + info.file_size, info.CRC),
+                )
 
             return pickles.loads(text, storage)
     except FileNotFoundError as error:
         raise Damage(file, f"{path} is missing", "a checkpoint has all files of its layout") from error
-    except (zipfile.BadZipFile, pickle.UnpicklingError, struct.error, EOFError, KeyError, OSError, OverflowError, RuntimeError,
-            StopIteration, ValueError) as error:
-        raise Damage(file, f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error})", RULE) from error
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        struct.error,
+        EOFError,
+        KeyError,
+        OSError,
+        OverflowError,
+        RuntimeError,
+        StopIteration,
+        ValueError,
+    ) as error:
+        raise Damage(
+            file, f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error})", RULE
+        ) from error
 
 
 def number(folder: Path, value: Any, file: str = "") -> float:
@@ -105,8 +142,14 @@ def number(folder: Path, value: Any, file: str = "") -> float:
             files.fill(file, value.storage.begin + value.offset * itemsize, content)
         found = float(np.frombuffer(content, numpy_dtype(value.dtype))[0])
     if not isinstance(found, (int, float)) or not math.isfinite(found):
-        seen = f"a tensor of shape {value.shape}" if found is value and isinstance(value, StoredTensor) else repr(found)[:200]
-        raise Damage(file, f"{folder / file} has {seen} for a number", "what a checkpoint counts is a finite number")
+        seen = (
+            f"a tensor of shape {value.shape}"
+            if found is value and isinstance(value, StoredTensor)
+            else repr(found)[:200]
+        )
+        raise Damage(
+            file, f"{folder / file} has {seen} for a number", "what a checkpoint counts is a finite number"
+        )
     return float(found)
 
 
@@ -145,8 +188,15 @@ def pieces_of(tensor: StoredTensor, key: TensorKey, global_shape: tuple[int, ...
     return list(_cut(tensor.storage, key, global_shape, box, tensor.strides, tensor.offset, 0))
 
 
-def _cut(storage: Storage, key: TensorKey, global_shape: tuple[int, ...], box: Box, strides: tuple[int, ...], at: int,
-         dim: int) -> Iterator[Piece]:
+def _cut(
+    storage: Storage,
+    key: TensorKey,
+    global_shape: tuple[int, ...],
+    box: Box,
+    strides: tuple[int, ...],
+    at: int,
+    dim: int,
+) -> Iterator[Piece]:
     """Fix dims from ``dim`` on until what is left is row-major or transposed."""
     if box.numel == 0:
         return
@@ -155,15 +205,30 @@ def _cut(storage: Storage, key: TensorKey, global_shape: tuple[int, ...], box: B
         if transposed and len(box.shape) < 2:
             continue
         shape, ordered = (turned(box.shape), turned(strides)) if transposed else (box.shape, strides)
-        if all(size == 1 or have == want for size, have, want in zip(shape, ordered, row_major(shape), strict=True)):
+        if all(
+            size == 1 or have == want
+            for size, have, want in zip(shape, ordered, row_major(shape), strict=True)
+        ):
             begin = storage.begin + at * itemsize
-            yield Piece(key, storage.dtype, global_shape, box, storage.file, begin, begin + box.numel * itemsize, transposed=transposed,
-                        record=storage.record)
+            yield Piece(
+                key,
+                storage.dtype,
+                global_shape,
+                box,
+                storage.file,
+                begin,
+                begin + box.numel * itemsize,
+                transposed=transposed,
+                record=storage.record,
+            )
             return
     while box.shape[dim] == 1:
         dim += 1
     for index in range(box.shape[dim]):
-        inner = Box((*box.offset[:dim], box.offset[dim] + index, *box.offset[dim + 1:]), (*box.shape[:dim], 1, *box.shape[dim + 1:]))
+        inner = Box(
+            (*box.offset[:dim], box.offset[dim] + index, *box.offset[dim + 1 :]),
+            (*box.shape[:dim], 1, *box.shape[dim + 1 :]),
+        )
         yield from _cut(storage, key, global_shape, inner, strides, at + index * strides[dim], dim + 1)
 
 
@@ -205,7 +270,20 @@ def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT
         padding = -(begin + unpadded) % ALIGNMENT
         extra = wide + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
         size = _MOST_32 if wide else numbytes
-        header = struct.pack("<IHHHHHIIIHH", _LOCAL, 45 if wide else 20, 0x800, 0, 0, 0x21, crc, size, size, len(path), len(extra))
+        header = struct.pack(
+            "<IHHHHHIIIHH",
+            _LOCAL,
+            45 if wide else 20,
+            0x800,
+            0,
+            0,
+            0x21,
+            crc,
+            size,
+            size,
+            len(path),
+            len(extra),
+        )
         fixed[begin + at] = header + path + extra + (content or b"")
         data_at = at + len(header) + len(path) + len(extra)
         entries.append((path, crc, numbytes, header_at))
@@ -217,7 +295,9 @@ def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT
     add("byteorder", 6, b"little")
     for storage in storages:
         numbytes = storage.numel * DTYPES[storage.dtype].itemsize
-        assert len(storage.content) in (0, numbytes), f"{len(storage.content)} bytes for {storage.numel} of {storage.dtype}"
+        assert len(storage.content) in (0, numbytes), (
+            f"{len(storage.content)} bytes for {storage.numel} of {storage.dtype}"
+        )
         header_at = at
         data_at = add(f"data/{storage.key}", numbytes, storage.content or None)
         starts[storage.key] = begin + data_at
@@ -238,16 +318,52 @@ def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT
             wide = struct.pack("<HH", 1, len(wide)) + wide
         size = min(numbytes, _MOST_32)
         crc_places.append(begin + central_at + len(directory) + 16)
-        directory += struct.pack("<IHHHHHHIIIHHHHHII", _CENTRAL, 45, 45 if wide else 20, 0x800, 0, 0, 0x21, crc, size, size, len(path),
-                                 len(wide), 0, 0, 0, 0, min(offset, _MOST_32)) + path + wide
+        directory += (
+            struct.pack(
+                "<IHHHHHHIIIHHHHHII",
+                _CENTRAL,
+                45,
+                45 if wide else 20,
+                0x800,
+                0,
+                0,
+                0x21,
+                crc,
+                size,
+                size,
+                len(path),
+                len(wide),
+                0,
+                0,
+                0,
+                0,
+                min(offset, _MOST_32),
+            )
+            + path
+            + wide
+        )
     length = len(directory)
     if central_at >= _MOST_32 or length >= _MOST_32 or len(entries) >= _MOST_16:
-        directory += struct.pack("<IQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, len(entries), len(entries), length, central_at)
+        directory += struct.pack(
+            "<IQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, len(entries), len(entries), length, central_at
+        )
         directory += struct.pack("<IIQI", _LOCATOR64, 0, central_at + length, 1)
-    directory += struct.pack("<IHHHHIIH", _END, 0, 0, min(len(entries), _MOST_16), min(len(entries), _MOST_16), min(length, _MOST_32),
-                             min(central_at, _MOST_32), 0)
+    directory += struct.pack(
+        "<IHHHHIIH",
+        _END,
+        0,
+        0,
+        min(len(entries), _MOST_16),
+        min(len(entries), _MOST_16),
+        min(length, _MOST_32),
+        min(central_at, _MOST_32),
+        0,
+    )
     fixed[begin + central_at] = bytes(directory)
     places = dict(zip((path for path, *_ in entries), crc_places, strict=True))
-    checksums = tuple(Checksum(first, last, (local, places[f"{root}/data/{key}".encode()]))
-                      for key, first, last, local in checks if last > first)
+    checksums = tuple(
+        Checksum(first, last, (local, places[f"{root}/data/{key}".encode()]))
+        for key, first, last, local in checks
+        if last > first
+    )
     return Layout(TargetFile(name, begin + central_at + len(directory), fixed, checksums), starts)

@@ -40,7 +40,9 @@ MAXIMA = "max_exp_avg_sq"  # AMSGrad's largest averages of squared gradients so 
 def find(path: Path) -> Path | None:
     """The folder itself, or what ``latest`` or ``latest_universal`` in ``path`` names."""
     folders = [path, *(named_in(path, name) for name in (files.LATEST, LATEST) if (path / name).is_file())]
-    return next((folder for folder in folders if (folder / PARAMETERS).is_dir() and files.is_checkpoint(folder)), None)
+    return next(
+        (folder for folder in folders if (folder / PARAMETERS).is_dir() and files.is_checkpoint(folder)), None
+    )
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> Source:
@@ -49,11 +51,21 @@ def open_source(folder: Path, model: ModelShape | None = None) -> Source:
         raise nearby.model_unknown(folder)
     try:
         models, stage3 = files.read_models(folder, both=True)  # one folder may serve all stages
-        saved = Saved(folder=folder, models=models, partitions=(), layers={}, tensor=_tensor_ranks(models), stage3=stage3)
+        saved = Saved(
+            folder=folder,
+            models=models,
+            partitions=(),
+            layers={},
+            tensor=_tensor_ranks(models),
+            stage3=stage3,
+        )
         _refuse_scrambled(saved)
         shapes = _shapes(folder, models)
         steps: list[object] = []
-        held = [{name: _parameter(folder, name, shape, steps) for name, shape in of_rank.items()} for of_rank in shapes]
+        held = [
+            {name: _parameter(folder, name, shape, steps) for name, shape in of_rank.items()}
+            for of_rank in shapes
+        ]
         stages = deepspeed.weights_of(saved)
         for name, local in ((name, local) for of_rank in held for name, local in of_rank.items()):
             known = (ranks[name].model_dtype for stage in stages for ranks in stage if name in ranks)
@@ -61,7 +73,12 @@ def open_source(folder: Path, model: ModelShape | None = None) -> Source:
         settings = files.load(folder, SETTINGS)
         _refuse_without_maxima(folder, settings, held)
         scalars = deepspeed.counts_of(saved) | _optimizers(folder, settings, steps)
-        catalog = catalog_of(folder, model, [*([of_rank] for of_rank in held), *map(deepspeed.without_placeholders, stages)], scalars)
+        catalog = catalog_of(
+            folder,
+            model,
+            [*([of_rank] for of_rank in held), *map(deepspeed.without_placeholders, stages)],
+            scalars,
+        )
     except Damage as damage:
         raise vendors_refusal(folder, damage) from damage
     return deepspeed.source_of("universal", catalog, model, {"layout": "none: every parameter whole"}, models)
@@ -71,17 +88,31 @@ def _refuse_scrambled(saved: Saved) -> None:
     """Raises CheckpointError for what the converter made of ``round_robin_gradients``: it goes by the recorded slices, which have each
     parameter's place in another order, and so wrote parameters that are pieces of others."""
     settings = saved.settings.get("zero_optimization")
-    if isinstance(settings, Mapping) and settings.get("round_robin_gradients") and not saved.stage3 and saved.data > 1:
-        raise files.unreadable(saved.folder, "was made from a run with round_robin_gradients, which ds_to_universal scrambles",
-                               "take the checkpoint that it was made from: that is read as it is")
+    if (
+        isinstance(settings, Mapping)
+        and settings.get("round_robin_gradients")
+        and not saved.stage3
+        and saved.data > 1
+    ):
+        raise files.unreadable(
+            saved.folder,
+            "was made from a run with round_robin_gradients, which ds_to_universal scrambles",
+            "take the checkpoint that it was made from: that is read as it is",
+        )
 
 
 def _refuse_without_maxima(folder: Path, settings: File, held: Sequence[Mapping[str, Local]]) -> None:
     """Raises CheckpointError for AMSGrad without its third state, which DeepSpeed's converter leaves out without a word."""
-    amsgrad = any(group.get("amsgrad") for group in (*zero.settings_of(settings), *(settings.content.get("param_groups") or ())))
+    amsgrad = any(
+        group.get("amsgrad")
+        for group in (*zero.settings_of(settings), *(settings.content.get("param_groups") or ()))
+    )
     if amsgrad and not all(MAXIMA in local.moments for of_rank in held for local in of_rank.values()):
-        raise files.unreadable(folder, f"is of AMSGrad and lacks its third state, {MAXIMA}, which ds_to_universal leaves out",
-                               "take the checkpoint that it was made from: all of its states are read")
+        raise files.unreadable(
+            folder,
+            f"is of AMSGrad and lacks its third state, {MAXIMA}, which ds_to_universal leaves out",
+            "take the checkpoint that it was made from: all of its states are read",
+        )
 
 
 def _tensor_ranks(models: tuple[File, ...]) -> int:
@@ -94,12 +125,20 @@ def _shapes(folder: Path, models: tuple[File, ...]) -> list[dict[str, Shape]]:
     before its own files are read. Raises Damage."""
     found: list[dict[str, Shape]] = []
     for file in models:
-        shapes = {name: shape for group in file.content.get("param_shapes") or () for name, shape in group.items()}
-        found.append({name: shape for name, shape in shapes.items() if not any(name in other for other in found)})
+        shapes = {
+            name: shape for group in file.content.get("param_shapes") or () for name, shape in group.items()
+        }
+        found.append(
+            {name: shape for name, shape in shapes.items() if not any(name in other for other in found)}
+        )
     if not any(found):
         found = [{path.parent.name: () for path in sorted((folder / PARAMETERS).glob(f"*/{MASTER_FILE}"))}]
     if not any(found):
-        raise Damage(models[0].name, f"{models[0].name} names no parameters", "a universal checkpoint is made of one of ZeRO")
+        raise Damage(
+            models[0].name,
+            f"{models[0].name} names no parameters",
+            "a universal checkpoint is made of one of ZeRO",
+        )
     return found
 
 
@@ -107,7 +146,11 @@ def _parameter(folder: Path, name: str, shape: Shape, steps: list[object]) -> Lo
     """All states of a parameter. ``shape`` is taken where the tensors are flat. Adds its count of steps, if it has one."""
     place = f"{PARAMETERS}/{name}"
     if not file_in(folder, f"{place}/{MASTER_FILE}").is_file():
-        raise Damage(f"{place}/{MASTER_FILE}", f"{folder / place / MASTER_FILE} is missing", "every parameter has its files")
+        raise Damage(
+            f"{place}/{MASTER_FILE}",
+            f"{folder / place / MASTER_FILE} is missing",
+            "every parameter has its files",
+        )
     found = Local(shape)
     for path in sorted((folder / place).glob("*.pt")):
         file = f"{place}/{path.name}"
@@ -139,7 +182,11 @@ def _optimizers(folder: Path, settings: File, steps: list[object]) -> dict[str, 
     found: dict[str, object] = {}
     counts = {torch_zip.number(folder, step) for step in (*steps, *_steps_of(settings))}
     if len(counts) > 1:
-        raise Damage(SETTINGS, f"the optimizer's steps are {sorted(counts)}", "all parameters have taken the same steps")
+        raise Damage(
+            SETTINGS,
+            f"the optimizer's steps are {sorted(counts)}",
+            "all parameters have taken the same steps",
+        )
     if counts:
         found[OPTIMIZER_STEP] = int(counts.pop())
     found.update(deepspeed.optim_of(settings.content.get("param_groups") or ()))

@@ -63,8 +63,11 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
     assert steps is not None, "a source without a count was refused"
     dtype = states.weights_dtype(source, None)
     specs = families.get(source.shape.family).parameters(source.shape)
-    tensors = {TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
-               for state in (WEIGHT if dtype == "float32" else MASTER, *moments) for spec in specs}
+    tensors = {
+        TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
+        for state in (WEIGHT if dtype == "float32" else MASTER, *moments)
+        for spec in specs
+    }
     step = source.step or 0
     folder = f"global_step{step}_universal"
     files = [_fixed("latest_universal", folder.encode()), *_counts(source, folder, steps, dtype, specs)]
@@ -76,36 +79,66 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
         layout = torch_zip.lay_out(name, content, [storage])
         begin = layout.storages["0"]
         files.append(layout.file)
-        pieces[key] = (Piece(key, "float32", info.shape, Box.whole(info.shape), name, begin, begin + 4 * storage.numel),)
+        pieces[key] = (
+            Piece(key, "float32", info.shape, Box.whole(info.shape), name, begin, begin + 4 * storage.numel),
+        )
     files += [_counter(f"{folder}/zero/{spec.name}/step.pt", steps) for spec in specs]
     scalars = {key: value for key, value in source.catalog.scalars.items() if key != LOSS_SCALER}
-    return Target(format=NAME, namespace=source.namespace, step=step, tensors=tensors, pieces=pieces, files=files,
-                  manifest=manifest.BESIDE, scalars=scalars | {MODEL: asdict(source.shape), WEIGHTS_DTYPE: dtype},
-                  identity=f"{source.shape} {moments} {step} {steps}", notes=NOTES)
+    return Target(
+        format=NAME,
+        namespace=source.namespace,
+        step=step,
+        tensors=tensors,
+        pieces=pieces,
+        files=files,
+        manifest=manifest.BESIDE,
+        scalars=scalars | {MODEL: asdict(source.shape), WEIGHTS_DTYPE: dtype},
+        identity=f"{source.shape} {moments} {step} {steps}",
+        notes=NOTES,
+    )
 
 
 def _fixed(name: str, content: bytes) -> TargetFile:
     return TargetFile(name, len(content), {0: content})
 
 
-def _counts(source: Source, folder: str, steps: int, dtype: str, specs: Sequence[ParameterSpec]) -> list[TargetFile]:
+def _counts(
+    source: Source, folder: str, steps: int, dtype: str, specs: Sequence[ParameterSpec]
+) -> list[TargetFile]:
     """The files of no parameter. ``dtype``: of the weights in the run that it comes from."""
     samples, step = source.catalog.scalars.get(CONSUMED), source.step or 0
     model: dict[str, Any] = {
-        "module": {}, "buffer_names": [], "optimizer": None, "param_shapes": [deepspeed_states.shapes(specs)],
+        "module": {},
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [deepspeed_states.shapes(specs)],
         "lr_scheduler": deepspeed_states.scheduler(steps),
-        "data_sampler": None, "random_ltd": None, "skipped_steps": step - steps, "global_steps": step,
-        "global_samples": samples if isinstance(samples, int) else 0, "dp_world_size": 1, "mp_world_size": 1,
-        "ds_config": {"bf16": {"enabled": dtype == "bfloat16"}, "fp16": {"enabled": dtype == "float16"}}, "ds_version": VERSION,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": step - steps,
+        "global_steps": step,
+        "global_samples": samples if isinstance(samples, int) else 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {"bf16": {"enabled": dtype == "bfloat16"}, "fp16": {"enabled": dtype == "float16"}},
+        "ds_version": VERSION,
     }
     counter = _storage(steps)
     # Groups are zipped with the run's: more are left over, none are missing. ZeRO 3 asks for the inner dictionary.
     group: dict[str, Any] = {"params": [0]}
-    optimizer = {"ds_version": VERSION, "param_groups": [group, group],
-                 "optimizer_state_dict": {"state": {0: {"step": StoredTensor.whole(counter, ())}}, "param_groups": [group]}}
+    optimizer = {
+        "ds_version": VERSION,
+        "param_groups": [group, group],
+        "optimizer_state_dict": {
+            "state": {0: {"step": StoredTensor.whole(counter, ())}},
+            "param_groups": [group],
+        },
+    }
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    return [*(torch_zip.lay_out(f"{folder}/{name}", model, []).file for name in names),
-            torch_zip.lay_out(f"{folder}/zero/optimizer_state.pt", optimizer, [counter]).file]
+    return [
+        *(torch_zip.lay_out(f"{folder}/{name}", model, []).file for name in names),
+        torch_zip.lay_out(f"{folder}/zero/optimizer_state.pt", optimizer, [counter]).file,
+    ]
 
 
 def _counter(name: str, steps: int) -> TargetFile:

@@ -58,9 +58,19 @@ class Conversion:
         examine, advance: see ``Filler``.
     """
 
-    def __init__(self, source: Catalog, target: Target, path: Path, *, origin: str, refuse: Callable[[Path, Damage], CheckpointError],
-                 workers: int = 2, examine: bool = True, advance: Callable[[int], None] = lambda numbytes: None,
-                 on_phase: Callable[[Phase], None] = lambda phase: None) -> None:
+    def __init__(
+        self,
+        source: Catalog,
+        target: Target,
+        path: Path,
+        *,
+        origin: str,
+        refuse: Callable[[Path, Damage], CheckpointError],
+        workers: int = 2,
+        examine: bool = True,
+        advance: Callable[[int], None] = lambda numbytes: None,
+        on_phase: Callable[[Phase], None] = lambda phase: None,
+    ) -> None:
         self.source, self.target, self.path = source, target, path
         self.units, self.unused = units_of(source, target)
         self.temporary = path.with_name(f".{path.name}{UNFINISHED}")
@@ -138,9 +148,14 @@ class Conversion:
             each(lambda unit: work(unit, files), self.units, self._workers)
             changed = files.changed(self._stamps)
         if changed:
-            raise CheckpointError(Problem("source", f"{self.source.folder / changed[0]} changed while it was read",
-                                          "a source stays as it is until its conversion is done",
-                                          "let what writes it end, and start the same command again"))
+            raise CheckpointError(
+                Problem(
+                    "source",
+                    f"{self.source.folder / changed[0]} changed while it was read",
+                    "a source stays as it is until its conversion is done",
+                    "let what writes it end, and start the same command again",
+                )
+            )
         done.sync(output, self._on_phase)
 
     def _commit(self, output: Output, done: _Done) -> None:
@@ -172,23 +187,41 @@ class Conversion:
             written = iter(done.written(unit))
             for key in unit.targets:
                 pieces += (replace(piece, hashes=next(written).hashes) for piece in target.pieces[key])
-                copies += (replace(piece, hashes=next(written).hashes) for piece in target.copies.get(key, ()))
+                copies += (
+                    replace(piece, hashes=next(written).hashes) for piece in target.copies.get(key, ())
+                )
         files = tuple(_record(file, sealed[file.name]) for file in target.files if not file.free)
         return manifest.Manifest(
-            namespace=target.namespace, step=target.step, ranks=1, scalars=target.scalars, files=files,
-            pieces=tuple(pieces), copies=tuple(copies), software=manifest.software_versions(), written_as=target.format)
+            namespace=target.namespace,
+            step=target.step,
+            ranks=1,
+            scalars=target.scalars,
+            files=files,
+            pieces=tuple(pieces),
+            copies=tuple(copies),
+            software=manifest.software_versions(),
+            written_as=target.format,
+        )
 
     def _taken(self) -> CheckpointError:
-        return CheckpointError(Problem("target", f"{self.path} is there already", "a conversion makes a folder and replaces none",
-                                       "name another target=PATH, or move that one away"))
+        return CheckpointError(
+            Problem(
+                "target",
+                f"{self.path} is there already",
+                "a conversion makes a folder and replaces none",
+                "name another target=PATH, or move that one away",
+            )
+        )
 
     def _no_room_or_access(self, error: OSError) -> CheckpointError:
         if _is_taken(self.path):  # since we began
             return self._taken()
         needed = sum(file.numbytes for file in self.target.files)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = (f"free room there (the whole target takes {needed / 1e9:.3g} GB) and start the same command again: it goes on with "
-                      f"what is in {self.temporary}")
+            remedy = (
+                f"free room there (the whole target takes {needed / 1e9:.3g} GB) and start the same command again: it goes on with "
+                f"what is in {self.temporary}"
+            )
         else:
             remedy = "make it readable and writable, and start the same command again"
         seen = f"{error.filename or self.temporary}: {error.strerror or error}"
@@ -197,7 +230,9 @@ class Conversion:
 
 def _is_taken(path: Path) -> bool:
     """Whether a folder cannot be renamed to ``path``: only over an empty one, of the same file system."""
-    return path.is_symlink() or path.is_mount() or (path.exists() and (not path.is_dir() or any(path.iterdir())))
+    return (
+        path.is_symlink() or path.is_mount() or (path.exists() and (not path.is_dir() or any(path.iterdir())))
+    )
 
 
 def _allow_open(files: int) -> None:
@@ -206,8 +241,14 @@ def _allow_open(files: int) -> None:
     if soft == resource.RLIM_INFINITY or files <= soft:
         return
     if hard != resource.RLIM_INFINITY and files > hard:
-        raise CheckpointError(Problem("target", f"{files} files of source and target, of which this process may open {hard}",
-                                      "every file is open while tensors move", f"start it where more are allowed: ulimit -n {files}"))
+        raise CheckpointError(
+            Problem(
+                "target",
+                f"{files} files of source and target, of which this process may open {hard}",
+                "every file is open while tensors move",
+                f"start it where more are allowed: ulimit -n {files}",
+            )
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
@@ -225,8 +266,13 @@ class _Done:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._units = {name: [Written(tuple(hashes), tuple((begin, length, crc) for begin, length, crc in segments))
-                              for hashes, segments in record] for name, record in journal.done.items()}
+        self._units = {
+            name: [
+                Written(tuple(hashes), tuple((begin, length, crc) for begin, length, crc in segments))
+                for hashes, segments in record
+            ]
+            for name, record in journal.done.items()
+        }
         self._lock = threading.Lock()  # of what follows
         self._syncing = threading.Lock()
         self._waiting: dict[str, list[Written]] = {}
@@ -262,5 +308,10 @@ class _Done:
                 self._lost = True
                 on_phase(Phase.SYNC)
                 output.sync(dirty)
-                self._journal.record({name: [[one.hashes, one.segments] for one in written] for name, written in waiting.items()})
+                self._journal.record(
+                    {
+                        name: [[one.hashes, one.segments] for one in written]
+                        for name, written in waiting.items()
+                    }
+                )
                 self._lost = False

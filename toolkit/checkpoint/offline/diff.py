@@ -38,7 +38,9 @@ class Outcome(StrEnum):
     EQUAL = "equal"  # in every bit
     ABSENT = "absent"  # one side has nothing of it
     SHAPE = "shape"
-    DTYPE = "dtype"  # what one side has cannot hold what the other has; values are compared in the narrower dtype
+    DTYPE = (
+        "dtype"  # what one side has cannot hold what the other has; values are compared in the narrower dtype
+    )
     VALUES = "values"
 
 
@@ -80,9 +82,15 @@ class Difference:
         what = str(left) if left == right else f"{left} on the left, {right} on the right"
         if self.outcome is Outcome.SHAPE:
             return f"{what}: {self.shapes[0]} on the left, {self.shapes[1]} on the right"
-        as_stored = self.dtypes[0] if self.dtypes[0] == self.dtypes[1] else f"{self.dtypes[0]} and {self.dtypes[1]}"
-        values = f"{self.differing} of {Box.whole(self.shapes[0]).numel} values differ, by {self.max_abs:.3g} at most, relatively by " \
-                 f"{self.max_relative:.3g}" if self.differing else "equal"
+        as_stored = (
+            self.dtypes[0] if self.dtypes[0] == self.dtypes[1] else f"{self.dtypes[0]} and {self.dtypes[1]}"
+        )
+        values = (
+            f"{self.differing} of {Box.whole(self.shapes[0]).numel} values differ, by {self.max_abs:.3g} at most, relatively by "
+            f"{self.max_relative:.3g}"
+            if self.differing
+            else "equal"
+        )
         if self.outcome is Outcome.DTYPE:
             return f"{what}: {as_stored}; {values} in the narrower"
         return f"{what}: {as_stored}, {values}"
@@ -116,22 +124,43 @@ class Diff:
             if len(of_kind) > most:
                 lines.append(f"and {len(of_kind) - most} more: {outcome}")
         same = [one for one in self.tensors if one.outcome is Outcome.EQUAL]
-        stand_ins = sorted({(one.pair.left.state, one.pair.right.state, *one.dtypes) for one in same
-                            if one.pair.left and one.pair.right and (one.pair.left != one.pair.right or one.dtypes[0] != one.dtypes[1])})
+        stand_ins = sorted(
+            {
+                (one.pair.left.state, one.pair.right.state, *one.dtypes)
+                for one in same
+                if one.pair.left
+                and one.pair.right
+                and (one.pair.left != one.pair.right or one.dtypes[0] != one.dtypes[1])
+            }
+        )
         lines += [f"{a} ({of_a}) of the left is {b} ({of_b}) of the right" for a, b, of_a, of_b in stand_ins]
         verdict = "equal" if self.equal else "not equal"
         numbers = f"; of what else training resumes from, {len(self.scalars)} differ" if self.scalars else ""
-        return [*lines, f"{verdict}: {len(same)} of {len(self.tensors)} tensors are the same in {self.left} and {self.right}{numbers}"]
+        return [
+            *lines,
+            f"{verdict}: {len(same)} of {len(self.tensors)} tensors are the same in {self.left} and {self.right}{numbers}",
+        ]
 
 
-def diff(left: str | Path, right: str | Path, model: ModelShape | None = None, *, workers: int = WORKERS,
-         advance: Callable[[int, int], None] = lambda done, total: None) -> Diff:
+def diff(
+    left: str | Path,
+    right: str | Path,
+    model: ModelShape | None = None,
+    *,
+    workers: int = WORKERS,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Diff:
     """Compare what two paths are or point to. See ``diff_sources``."""
     return diff_sources(open_source(left, model), open_source(right, model), workers=workers, advance=advance)
 
 
-def diff_sources(left: Source, right: Source, *, workers: int = WORKERS,
-                 advance: Callable[[int, int], None] = lambda done, total: None) -> Diff:
+def diff_sources(
+    left: Source,
+    right: Source,
+    *,
+    workers: int = WORKERS,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Diff:
     """Every tensor of both. Hashes are not looked at: what differs is said, whatever the reason.
 
     Args:
@@ -141,16 +170,30 @@ def diff_sources(left: Source, right: Source, *, workers: int = WORKERS,
         InputError: they are of different kinds of models. CheckpointError: a file cannot be read.
     """
     if left.namespace != right.namespace:
-        raise InputError(Problem("target", f"{left.folder} has the names of {left.namespace}, {right.folder} those of {right.namespace}",
-                                 "tensors are compared by their names", "compare checkpoints of one family"))
+        raise InputError(
+            Problem(
+                "target",
+                f"{left.folder} has the names of {left.namespace}, {right.folder} those of {right.namespace}",
+                "tensors are compared by their names",
+                "compare checkpoints of one family",
+            )
+        )
     found = pairs(left.catalog.tensors, right.catalog.tensors)
-    total = sum(_bytes(pair.left, left.catalog.tensors) + _bytes(pair.right, right.catalog.tensors) for pair in found if _both(pair))
+    total = sum(
+        _bytes(pair.left, left.catalog.tensors) + _bytes(pair.right, right.catalog.tensors)
+        for pair in found
+        if _both(pair)
+    )
     with ExitStack() as opened:
         sides = [_Side(source, opened.enter_context(Files(source.folder))) for source in (left, right)]
         work = _Comparison(sides[0], sides[1], ByteProgress(advance, total))
         differences = each(work.of, found, workers)
     of_left, of_right = left.catalog.scalars, right.catalog.scalars
-    scalars = tuple((name, of_left.get(name), of_right.get(name)) for name in RESUMED if of_left.get(name) != of_right.get(name))
+    scalars = tuple(
+        (name, of_left.get(name), of_right.get(name))
+        for name in RESUMED
+        if of_left.get(name) != of_right.get(name)
+    )
     return Diff(left.folder, right.folder, tuple(differences), scalars)
 
 
@@ -221,7 +264,9 @@ class _Comparison:
         outcome = Outcome.DTYPE if pair.lossy else Outcome.VALUES if differing else Outcome.EQUAL
         return Difference(pair, outcome, dtypes, shapes, differing, most, relative)
 
-    def _tiles(self, left: TensorKey, right: TensorKey, a: TensorInfo, b: TensorInfo) -> Iterator[tuple[int, float, float]]:
+    def _tiles(
+        self, left: TensorKey, right: TensorKey, a: TensorInfo, b: TensorInfo
+    ) -> Iterator[tuple[int, float, float]]:
         """Of each tile: see ``apart``."""
         both_turned = self._left.turned(left) and self._right.turned(right)
         for box in boxes(Box.whole(a.shape), a.dtype, b.dtype, by_columns=both_turned):

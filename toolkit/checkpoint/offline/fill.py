@@ -14,7 +14,16 @@ from toolkit.checkpoint.blocks import Block, Check, Files, numpy_dtype, slices
 from toolkit.checkpoint.catalog import DTYPES, Catalog, Piece, byte_length, flat_span
 from toolkit.checkpoint.executor import read_piece
 from toolkit.checkpoint.offline.output import Output, PieceWriter, Segment, as_bytes
-from toolkit.checkpoint.planner import PieceRead, ReadPlanner, SpanIndex, check, shifted, source_key, span_index, uncovered
+from toolkit.checkpoint.planner import (
+    PieceRead,
+    ReadPlanner,
+    SpanIndex,
+    check,
+    shifted,
+    source_key,
+    span_index,
+    uncovered,
+)
 from toolkit.checkpoint.planner import Target as Wanted
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.target import Target
@@ -23,7 +32,9 @@ from toolkit.checkpoint.values import MASTER_RULE, faults, not_cast
 from toolkit.errors import CheckpointError, Problem
 
 TILE_BYTES = 4 * 2**20  # less than a block: it stays in the processor's cache from reading to writing
-TURNED_TILES = 4  # times as much by columns: each such tile passes over all rows of a source that has them in order
+TURNED_TILES = (
+    4  # times as much by columns: each such tile passes over all rows of a source that has them in order
+)
 
 
 def tile_elements(dtype: str, *, by_columns: bool) -> int:
@@ -54,7 +65,9 @@ def units_of(source: Catalog, target: Target) -> tuple[list[Unit], list[TensorKe
         found = source_key(key, info.dtype, source.tensors)
         assert found is not None
         wanted.setdefault(found, []).append(key)
-    return [Unit(key, tuple(wanted[key])) for key in source.tensors if key in wanted], [key for key in source.tensors if key not in wanted]
+    return [Unit(key, tuple(wanted[key])) for key in source.tensors if key in wanted], [
+        key for key in source.tensors if key not in wanted
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,9 @@ class Filler:
         advance: told of the bytes of source tensors that are done, one call at a time.
     """
 
-    def __init__(self, source: Catalog, target: Target, *, examine: bool, advance: Callable[[int], None]) -> None:
+    def __init__(
+        self, source: Catalog, target: Target, *, examine: bool, advance: Callable[[int], None]
+    ) -> None:
         self._source, self._target, self._examine, self._advance = source, target, examine, advance
         self._planner = ReadPlanner(source)
         self._rooms = threading.local()
@@ -95,10 +110,14 @@ class Filler:
         wrong = uncovered({key: self._target.pieces[key] for key in unit.targets})
         assert not wrong, f"a target that is not whole: {'; '.join(wrong)}"
         by_columns = any(piece.transposed for piece in pieces)
-        assert not by_columns or all(piece.transposed for piece in pieces), f"{unit.source}: a target has it both ways"
+        assert not by_columns or all(piece.transposed for piece in pieces), (
+            f"{unit.source}: a target has it both ways"
+        )
         index, writers = span_index(pieces), {id(piece): PieceWriter(piece, output) for piece in pieces}
         copies, check = span_index(self._source.copies.get(unit.source, ())), Check(by_columns=by_columns)
-        for tile in tiles(info.shape, tile_elements(info.dtype, by_columns=by_columns), by_columns=by_columns):
+        for tile in tiles(
+            info.shape, tile_elements(info.dtype, by_columns=by_columns), by_columns=by_columns
+        ):
             values = self._read(unit.source, tile, files, check, "tile")
             if self._examine:
                 self._look_at(unit.source, tile, values, files, check)
@@ -112,7 +131,9 @@ class Filler:
                     casts[piece.dtype] = self._cast(unit.source, values, piece.dtype)
                 part = casts[piece.dtype][slices(shifted(common, [-offset for offset in tile.offset]))]
                 part = np.ascontiguousarray(part.swapaxes(-1, -2) if piece.transposed else part)
-                begin = piece.begin + place_in(piece.box, common, transposed=piece.transposed) * piece.itemsize
+                begin = (
+                    piece.begin + place_in(piece.box, common, transposed=piece.transposed) * piece.itemsize
+                )
                 writers[id(piece)].write(begin, as_bytes(part))
             with self._telling:
                 self._advance(values.nbytes)
@@ -130,8 +151,14 @@ class Filler:
         with np.errstate(over="ignore"):
             found = values.astype(numpy_dtype(dtype))
         if self._examine and not np.isfinite(found).all():
-            raise CheckpointError(Problem("target.precision", f"{key} of {self._source.folder} has values that {dtype} cannot hold",
-                                          "weights keep their values, rounded", "write target.precision=bf16"))
+            raise CheckpointError(
+                Problem(
+                    "target.precision",
+                    f"{key} of {self._source.folder} has values that {dtype} cannot hold",
+                    "weights keep their values, rounded",
+                    "write target.precision=bf16",
+                )
+            )
         return found
 
     def _read(self, key: TensorKey, tile: Box, files: Files, check: Check, use: str) -> Any:
@@ -167,24 +194,44 @@ class Filler:
         stored = self._read(weight, tile, files, check, "second")
         differing = int(np.count_nonzero(not_cast(values, stored)))
         if differing:
-            raise _refused(folder, f"{weight}: {differing} of {tile.numel} values at {tile.offset} are not their master weights, cast to "
-                           f"{stored.dtype}", MASTER_RULE)
+            raise _refused(
+                folder,
+                f"{weight}: {differing} of {tile.numel} values at {tile.offset} are not their master weights, cast to "
+                f"{stored.dtype}",
+                MASTER_RULE,
+            )
 
-    def _compare(self, key: TensorKey, copies: SpanIndex[Piece], tile: Box, values: Any, files: Files, check: Check) -> None:
+    def _compare(
+        self, key: TensorKey, copies: SpanIndex[Piece], tile: Box, values: Any, files: Files, check: Check
+    ) -> None:
         """Raises CheckpointError: what is stored a second time is not the same."""
         for copy in copies.meeting(*flat_span(self._source.tensors[key].shape, tile)):
             common = copy.box.intersect(tile)
             if common is None:
                 continue
             other = self._room("second", copy.dtype, common)
-            read_piece(PieceRead(copy, (Wanted(Shard(key, copy.global_shape, common, other), common),)), files, self._block(),
-                       check)
-            differing = int(np.count_nonzero(values[slices(shifted(common, [-offset for offset in tile.offset]))] != other))
+            read_piece(
+                PieceRead(copy, (Wanted(Shard(key, copy.global_shape, common, other), common),)),
+                files,
+                self._block(),
+                check,
+            )
+            differing = int(
+                np.count_nonzero(
+                    values[slices(shifted(common, [-offset for offset in tile.offset]))] != other
+                )
+            )
             if differing:
-                raise _refused(self._source.folder, f"{key}: {differing} of {common.numel} values at {common.offset} are others in "
-                               f"{copy.file}", "what is stored twice is the same")
+                raise _refused(
+                    self._source.folder,
+                    f"{key}: {differing} of {common.numel} values at {common.offset} are others in "
+                    f"{copy.file}",
+                    "what is stored twice is the same",
+                )
 
 
 def _refused(folder: Path, seen: str, rule: str) -> CheckpointError:
-    remedy = "take a checkpoint from before; action=verify looks at all of it; examine=false converts it as it is"
+    remedy = (
+        "take a checkpoint from before; action=verify looks at all of it; examine=false converts it as it is"
+    )
     return CheckpointError(Problem("source", f"{folder} is corrupt: {seen}", rule, remedy))

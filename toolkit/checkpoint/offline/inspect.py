@@ -30,7 +30,10 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
     yield "names", source.namespace
     if source.shape is not None:
         sizes = {name: value for name, value in asdict(source.shape).items() if name != "family" and value}
-        yield "model", f"{source.shape.family}: " + ", ".join(f"{name}={value}" for name, value in sizes.items())
+        yield (
+            "model",
+            f"{source.shape.family}: " + ", ".join(f"{name}={value}" for name, value in sizes.items()),
+        )
     yield "parameters", _parameters(source)
     yield "step", "of no training step" if source.step is None else str(source.step)
     for name, value in source.catalog.scalars.items():
@@ -49,7 +52,11 @@ def _parameters(source: Source) -> str:
         return text
     wanted = {spec.name for spec in families.get(source.shape.family).parameters(source.shape)}
     absent = wanted - shapes.keys()
-    return f"{text}; {named(TensorKey(WEIGHT, name) for name in sorted(absent))} missing" if absent else f"{text}: the whole model"
+    return (
+        f"{text}; {named(TensorKey(WEIGHT, name) for name in sorted(absent))} missing"
+        if absent
+        else f"{text}: the whole model"
+    )
 
 
 def _tensors(source: Source) -> list[str]:
@@ -58,15 +65,26 @@ def _tensors(source: Source) -> list[str]:
     kinds: dict[tuple[str, tuple[int, ...]], dict[str, list[TensorKey]]] = {}
     for key, info in tensors.items():
         kinds.setdefault((_kind(key.name), info.shape), {}).setdefault(key.state, []).append(key)
-    rows = [("tensor", "count", "shape", "states"), *(
-        (kind, str(max(map(len, states.values()))), str(list(shape)), " ".join(_in_order(states)))
-        for (kind, shape), states in kinds.items())]
+    rows = [
+        ("tensor", "count", "shape", "states"),
+        *(
+            (kind, str(max(map(len, states.values()))), str(list(shape)), " ".join(_in_order(states)))
+            for (kind, shape), states in kinds.items()
+        ),
+    ]
     lines = _columns(rows)
     totals = [("state", "tensors", "bytes", "dtypes")]
     for state in _in_order(key.state for key in tensors):
         infos = [info for key, info in tensors.items() if key.state == state]
         numbytes = sum(byte_length(info.dtype, info.shape) for info in infos)
-        totals.append((state, str(len(infos)), quantity(numbytes, "B"), " ".join(sorted({info.dtype for info in infos}))))
+        totals.append(
+            (
+                state,
+                str(len(infos)),
+                quantity(numbytes, "B"),
+                " ".join(sorted({info.dtype for info in infos})),
+            )
+        )
     return [*lines, "", *_columns(totals)]
 
 
@@ -77,7 +95,9 @@ def _in_order(states: Iterable[str]) -> list[str]:
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def named(keys: Iterable[TensorKey], among: Collection[TensorKey] = ()) -> str:
@@ -92,8 +112,13 @@ def named(keys: Iterable[TensorKey], among: Collection[TensorKey] = ()) -> str:
             shown.append(f"{state} (all {len(of_state)})")
             continue
         counts = Counter(_kind(key.name) for key in of_state)
-        shown += [f"{state}:{kind} ({count})" if "*" in kind else f"{state}:{kind}" for kind, count in counts.items()]
-    return ", ".join(shown[:MOST_NAMES]) + (f" and {len(shown) - MOST_NAMES} more kinds" if len(shown) > MOST_NAMES else "")
+        shown += [
+            f"{state}:{kind} ({count})" if "*" in kind else f"{state}:{kind}"
+            for kind, count in counts.items()
+        ]
+    return ", ".join(shown[:MOST_NAMES]) + (
+        f" and {len(shown) - MOST_NAMES} more kinds" if len(shown) > MOST_NAMES else ""
+    )
 
 
 def _kind(name: str) -> str:

@@ -36,8 +36,14 @@ class Journal:
                 raise BlockingIOError  # what we locked was removed meanwhile, and another process made a new one
         except (BlockingIOError, FileNotFoundError):
             os.close(self._descriptor)
-            raise CheckpointError(Problem("target", f"another process is writing {path.parent}", "one process writes a target",
-                                          "wait for it to end, or name another target=PATH")) from None
+            raise CheckpointError(
+                Problem(
+                    "target",
+                    f"another process is writing {path.parent}",
+                    "one process writes a target",
+                    "wait for it to end, or name another target=PATH",
+                )
+            ) from None
         self.done: dict[str, Any] = {}
         lines, end = _whole_lines(path)
         resumed = _begins(lines, identity)

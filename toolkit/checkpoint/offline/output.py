@@ -133,7 +133,11 @@ class PieceWriter:
             crc = isal_zlib.crc32(data)
             if self.segments:
                 first, length, before = self.segments[0]
-                self.segments[0] = (first, length + len(data), isal_zlib.crc32_combine(before, crc, len(data)))
+                self.segments[0] = (
+                    first,
+                    length + len(data),
+                    isal_zlib.crc32_combine(before, crc, len(data)),
+                )
             else:
                 self.segments.append((begin, len(data), crc))
         self._at += len(data)

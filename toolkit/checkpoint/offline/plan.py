@@ -92,9 +92,14 @@ def plan_reshard(source: Catalog, target: Target, *, examine: bool = True) -> Re
         casts = sum(DTYPES[dtype].itemsize for dtype in dtypes) / DTYPES[info.dtype].itemsize
         # Tiles and a block, the casts of a tile, and a part of it made contiguous.
         tile_bytes = tile * DTYPES[info.dtype].itemsize
-        plan.worker_bytes = max(plan.worker_bytes, int(tile_bytes * (max(len(looked_at), 2 if copied else 1) + casts + 1)) + BLOCK_BYTES)
+        plan.worker_bytes = max(
+            plan.worker_bytes,
+            int(tile_bytes * (max(len(looked_at), 2 if copied else 1) + casts + 1)) + BLOCK_BYTES,
+        )
     plan.files_written = len(target.files)
-    plan.fixed_bytes, plan.padding_bytes = made.conclude("the target", {file.name: file for file in target.files})
+    plan.fixed_bytes, plan.padding_bytes = made.conclude(
+        "the target", {file.name: file for file in target.files}
+    )
     return plan
 
 
@@ -147,9 +152,13 @@ class _Described:
             if len(self._wrong) < MOST_PROBLEMS:
                 self._wrong += uncovered({key: pieces}) if pieces else [f"{key}: no piece has any of it"]
             return len(pieces)
-        differing = next((piece for piece in pieces if piece.dtype != info.dtype or piece.global_shape != info.shape), None)
+        differing = next(
+            (piece for piece in pieces if piece.dtype != info.dtype or piece.global_shape != info.shape), None
+        )
         if differing is not None:
-            self._wrong.append(f"{key} is {info.dtype} {info.shape} and {differing.dtype} {differing.global_shape} in {differing.file}")
+            self._wrong.append(
+                f"{key} is {info.dtype} {info.shape} and {differing.dtype} {differing.global_shape} in {differing.file}"
+            )
         self._lie(pieces, known.numbytes)
         return len(pieces)
 
@@ -164,7 +173,9 @@ class _Described:
         known = self._known.get(cut)
         if known is None:
             wrong = uncovered({key: pieces}) if pieces else ["none"] * (math.prod(info.shape) > 0)
-            known = self._known[cut] = _Known(cut, wrong, tuple(box.numel * cut.itemsize for box in cut.boxes))
+            known = self._known[cut] = _Known(
+                cut, wrong, tuple(box.numel * cut.itemsize for box in cut.boxes)
+            )
         return known
 
     def _lie(self, pieces: Sequence[Piece], numbytes: Sequence[int]) -> None:
@@ -189,7 +200,9 @@ class _Described:
             found = np.array(self.ranges.get(file, ()), np.int64).reshape(-1, 2)
             described = files.get(file)
             if described is not None:
-                own = np.array([(at, at + len(content)) for at, content in described.fixed.items()], np.int64).reshape(-1, 2)
+                own = np.array(
+                    [(at, at + len(content)) for at, content in described.fixed.items()], np.int64
+                ).reshape(-1, 2)
                 fixed += int((own[:, 1] - own[:, 0]).sum())
                 found = np.concatenate([found, own])
             elif files:
@@ -204,10 +217,17 @@ class _Described:
                     self._wrong.append(f"a piece lies outside the {described.numbytes} bytes of {file}")
                 padding += described.numbytes - int((found[:, 1] - found[:, 0]).sum())
         if self._wrong:
-            raise CheckpointError(*(
-                Problem(self._side, f"{name}: {sentence}", "each element of each tensor lies in one place",
-                        "bring all files of the checkpoint together, or report this: it is a defect of the format's reader or writer")
-                for sentence in self._wrong[:MOST_PROBLEMS]))
+            raise CheckpointError(
+                *(
+                    Problem(
+                        self._side,
+                        f"{name}: {sentence}",
+                        "each element of each tensor lies in one place",
+                        "bring all files of the checkpoint together, or report this: it is a defect of the format's reader or writer",
+                    )
+                    for sentence in self._wrong[:MOST_PROBLEMS]
+                )
+            )
         return fixed, padding
 
     def reads(self, key: TensorKey, tile: int, by_columns: bool) -> tuple[int, int]:
@@ -221,20 +241,29 @@ class _Described:
         return _counted(self._look_up(key, pieces), "writes", tile, by_columns, _count_writes)[0]
 
 
-def _counted(known: _Known, what: str, tile: int, by_columns: bool, count: Callable[[_Cut, int, bool], tuple[int, int]]) -> tuple[int, int]:
+def _counted(
+    known: _Known, what: str, tile: int, by_columns: bool, count: Callable[[_Cut, int, bool], tuple[int, int]]
+) -> tuple[int, int]:
     if (what, tile, by_columns) not in known.counts:
         known.counts[what, tile, by_columns] = count(known.cut, tile, by_columns)
     return known.counts[what, tile, by_columns]
 
 
 def _cut(info: TensorInfo, pieces: Sequence[Piece]) -> _Cut:
-    return _Cut(info.shape, info.dtype, tuple([piece.box for piece in pieces]), tuple([piece.transposed for piece in pieces]),
-                bool(pieces and pieces[0].hashes))
+    return _Cut(
+        info.shape,
+        info.dtype,
+        tuple([piece.box for piece in pieces]),
+        tuple([piece.transposed for piece in pieces]),
+        bool(pieces and pieces[0].hashes),
+    )
 
 
 def _meetings(cut: _Cut, tile: int, by_columns: bool) -> Iterator[tuple[int, Box]]:
     """(Number of a piece, what it has of a tile), tile by tile."""
-    index = SpanIndex((*flat_span(cut.shape, box), number) for number, box in enumerate(cut.boxes) if box.numel)
+    index = SpanIndex(
+        (*flat_span(cut.shape, box), number) for number, box in enumerate(cut.boxes) if box.numel
+    )
     for one in tiles(cut.shape, tile, by_columns=by_columns):
         for number in index.meeting(*flat_span(cut.shape, one)):
             common = cut.boxes[number].intersect(one)

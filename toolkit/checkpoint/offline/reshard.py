@@ -30,8 +30,12 @@ from toolkit.plan.pretrained import resolve_model
 from toolkit.progress import Progress, Task, duration, quantity
 
 # Modules of ``formats/`` with ``lay_out(source, config)``.
-WRITERS: Mapping[Format, str] = {Format.deepspeed: "deepspeed_target", Format.universal: "universal_target",
-                                Format.megatron: "megatron_target", Format.huggingface: "huggingface_target"}
+WRITERS: Mapping[Format, str] = {
+    Format.deepspeed: "deepspeed_target",
+    Format.universal: "universal_target",
+    Format.megatron: "megatron_target",
+    Format.huggingface: "huggingface_target",
+}
 PROBE_BYTES = 64 * 2**20
 
 
@@ -45,8 +49,14 @@ def shape_said(model: ModelConfig) -> ModelShape | None:
         return None
     model = resolve_model(model)
     if model.family is None:
-        raise ConfigError(Problem("model.family", "model.family=null, with other keys of model", "sizes are those of a family",
-                                  f"write model=FAMILY too, one of {', '.join(families.FAMILIES)}"))
+        raise ConfigError(
+            Problem(
+                "model.family",
+                "model.family=null, with other keys of model",
+                "sizes are those of a family",
+                f"write model=FAMILY too, one of {', '.join(families.FAMILIES)}",
+            )
+        )
     return families.get(model.family).resolve_shape(model)
 
 
@@ -68,14 +78,31 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
         check(source.catalog, [(TensorKey(WEIGHT, spec.name), dtype, spec.shape) for spec in parameters])
     states = {key.state for key in source.catalog.tensors} - {WEIGHT, MASTER}
     if config.optimizer and not states:
-        raise CheckpointError(Problem("target.optimizer", f"target.optimizer=true, and {source.folder} has no optimizer's state",
-                                      "a target holds what its source holds", "leave it out, or take a checkpoint that training saved"))
+        raise CheckpointError(
+            Problem(
+                "target.optimizer",
+                f"target.optimizer=true, and {source.folder} has no optimizer's state",
+                "a target holds what its source holds",
+                "leave it out, or take a checkpoint that training saved",
+            )
+        )
     if config.format is Format.native:
-        return native.lay_out(source, tensors_of(source, config.precision, optimizer=config.optimizer is not False, uniform=False))
+        return native.lay_out(
+            source,
+            tensors_of(source, config.precision, optimizer=config.optimizer is not False, uniform=False),
+        )
     if config.format not in WRITERS:
-        raise InputError(Problem("target.format", f"target.format={config.format.name}", "that format is read only, so far",
-                                 f"write one of {', '.join(['native', *(one.name for one in WRITERS)])}"))
-    target: Target = import_module(f"toolkit.checkpoint.formats.{WRITERS[config.format]}").lay_out(source, config)
+        raise InputError(
+            Problem(
+                "target.format",
+                f"target.format={config.format.name}",
+                "that format is read only, so far",
+                f"write one of {', '.join(['native', *(one.name for one in WRITERS)])}",
+            )
+        )
+    target: Target = import_module(f"toolkit.checkpoint.formats.{WRITERS[config.format]}").lay_out(
+        source, config
+    )
     return target
 
 
@@ -103,15 +130,30 @@ def convert(config: ReshardConfig, progress: Progress) -> Converted:
     path = Path(config.target.path).expanduser().absolute()
     source = open_asked(config)
     target = lay_out(source, config.target)
-    conversion = Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse, workers=config.workers,
-                            examine=config.examine, advance=lambda numbytes: task.advance(numbytes))
+    conversion = Conversion(
+        source.catalog,
+        target,
+        path,
+        origin=source.origin(),
+        refuse=source.refuse,
+        workers=config.workers,
+        examine=config.examine,
+        advance=lambda numbytes: task.advance(numbytes),
+    )
     target_bytes = sum(file.numbytes for file in target.files)
     _check_room(path, target_bytes - _allocated(conversion.temporary))
     with progress.task("resharding", total=conversion.source_bytes, unit="B") as task:
         resumed = conversion.run()
-    return Converted(path=path, source=source, target=target, source_bytes=conversion.source_bytes,
-                     target_bytes=target_bytes, seconds=time.monotonic() - began, resumed=resumed,
-                     unused=conversion.unused)
+    return Converted(
+        path=path,
+        source=source,
+        target=target,
+        source_bytes=conversion.source_bytes,
+        target_bytes=target_bytes,
+        seconds=time.monotonic() - began,
+        resumed=resumed,
+        unused=conversion.unused,
+    )
 
 
 def _allocated(folder: Path) -> int:
@@ -124,20 +166,31 @@ def _check_room(path: Path, numbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if numbytes > free:
         seen = f"target={path} takes {quantity(numbytes, 'B')}, and {folder} has {quantity(free, 'B')} free"
-        raise CheckpointError(Problem("target", seen, "a target is written whole", "free room there, or name another target=PATH"))
+        raise CheckpointError(
+            Problem(
+                "target", seen, "a target is written whole", "free room there, or name another target=PATH"
+            )
+        )
 
 
 def words_of(done: Converted) -> list[str]:
     """Of a conversion, for people."""
     seconds = max(done.seconds, 1e-3)
     rate = quantity(done.target_bytes / seconds, "B")
-    lines = [f"source     {done.source.format}: {done.source.folder}", f"target     {done.target.format}: {done.path}",
-             f"step       {'of no training step' if done.source.step is None else done.source.step}",
-             f"bytes      {quantity(done.source_bytes, 'B')} of tensors read, {quantity(done.target_bytes, 'B')} written in "
-             f"{duration(seconds)} ({rate}/s), each block hashed"]
+    lines = [
+        f"source     {done.source.format}: {done.source.folder}",
+        f"target     {done.target.format}: {done.path}",
+        f"step       {'of no training step' if done.source.step is None else done.source.step}",
+        f"bytes      {quantity(done.source_bytes, 'B')} of tensors read, {quantity(done.target_bytes, 'B')} written in "
+        f"{duration(seconds)} ({rate}/s), each block hashed",
+    ]
     if done.resumed:
         lines.append("resumed    an attempt before this one was ended; what it had written was taken over")
-    return [*lines, *_dropped(done.unused, done.source), *(f"mind       {words}" for words in done.target.notes)]
+    return [
+        *lines,
+        *_dropped(done.unused, done.source),
+        *(f"mind       {words}" for words in done.target.notes),
+    ]
 
 
 def _dropped(unused: Sequence[TensorKey], source: Source) -> list[str]:
@@ -153,36 +206,56 @@ def plan(config: ReshardConfig) -> list[str]:
     source = open_asked(config)
     target = lay_out(source, config.target)
     found = plan_reshard(source.catalog, target, examine=config.examine)
-    folder = Path(config.target.path).expanduser().absolute().parent if config.target.path is not None else None
+    folder = (
+        Path(config.target.path).expanduser().absolute().parent if config.target.path is not None else None
+    )
     rate, how = (config.rate * 1e9, "as stated") if config.rate is not None else probe(source.folder, folder)
-    return [f"source     {source.format}: {source.folder}",
-            f"target     {target.format}: {config.target.path or 'not named'}, {len(target.files)} files, {found.tensors} tensors",
-            *_numbers(found, config.workers, rate, how), *_dropped(found.unused, source),
-            *(f"mind       {words}" for words in target.notes),
-            "proven     every element of the source is in one place, every byte of the target is written once"]
+    return [
+        f"source     {source.format}: {source.folder}",
+        f"target     {target.format}: {config.target.path or 'not named'}, {len(target.files)} files, {found.tensors} tensors",
+        *_numbers(found, config.workers, rate, how),
+        *_dropped(found.unused, source),
+        *(f"mind       {words}" for words in target.notes),
+        "proven     every element of the source is in one place, every byte of the target is written once",
+    ]
 
 
 def _numbers(found: ReshardPlan, workers: int, rate: float | None, how: str) -> list[str]:
-    estimate = f"about {duration(max(found.bytes_read, found.target_bytes) / rate)} at {quantity(rate, 'B')}/s, {how}" if rate else how
-    return [f"reads      {quantity(found.bytes_read, 'B')} in {found.reads:,} reads of {found.files_read:,} files "
-            f"({found.source_pieces:,} pieces)",
-            f"writes     {quantity(found.bytes_written, 'B')} in {found.writes:,} writes ({found.target_pieces:,} pieces); "
-            f"{quantity(found.fixed_bytes, 'B')} of headers, {quantity(found.padding_bytes, 'B')} of padding",
-            f"memory     {workers} workers of at most {quantity(found.worker_bytes, 'B')} each, besides Python and the list of pieces",
-            f"time       {estimate}"]
+    estimate = (
+        f"about {duration(max(found.bytes_read, found.target_bytes) / rate)} at {quantity(rate, 'B')}/s, {how}"
+        if rate
+        else how
+    )
+    return [
+        f"reads      {quantity(found.bytes_read, 'B')} in {found.reads:,} reads of {found.files_read:,} files "
+        f"({found.source_pieces:,} pieces)",
+        f"writes     {quantity(found.bytes_written, 'B')} in {found.writes:,} writes ({found.target_pieces:,} pieces); "
+        f"{quantity(found.fixed_bytes, 'B')} of headers, {quantity(found.padding_bytes, 'B')} of padding",
+        f"memory     {workers} workers of at most {quantity(found.worker_bytes, 'B')} each, besides Python and the list of pieces",
+        f"time       {estimate}",
+    ]
 
 
 def probe(source: Path, target: Path | None) -> tuple[float | None, str]:
     """Bytes a second that are copied from ``source`` to the folder ``target``, fsync included, and how that was found. Leaves nothing."""
-    largest = max((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size, default=None)
+    largest = max(
+        (path for path in source.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+        default=None,
+    )
     while target is not None and not target.is_dir():
         target = target.parent
     if target is None or largest is None or not os.access(target, os.W_OK):
-        return None, "unknown: write target=PATH, where 64 MiB are copied to measure it, or rate=GB_PER_SECOND"
+        return (
+            None,
+            "unknown: write target=PATH, where 64 MiB are copied to measure it, or rate=GB_PER_SECOND",
+        )
     place = target / f".{os.getpid()}.reshard-probe"
     count = 0
     with largest.open("rb", buffering=0) as read:
-        os.posix_fadvise(read.fileno(), 0, PROBE_BYTES, os.POSIX_FADV_DONTNEED)  # as a source that nobody has looked at
+        os.posix_fadvise(
+            read.fileno(), 0, PROBE_BYTES, os.POSIX_FADV_DONTNEED
+        )  # as a source that nobody has looked at
         began = time.monotonic()
         try:
             with place.open("wb", buffering=0) as written:
@@ -207,7 +280,9 @@ def inspect(config: ReshardConfig) -> list[str]:
 def verify(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]]:
     """Whether ``source`` is sound, and what is wrong with it."""
     assert config.source is not None
-    findings = looking.verify(config.source, shape_said(config.model), workers=config.workers, advance=_shown(progress, "verifying"))
+    findings = looking.verify(
+        config.source, shape_said(config.model), workers=config.workers, advance=_shown(progress, "verifying")
+    )
     if findings:
         return ExitCode.FAILURE, [f"{config.source} is not sound:", *map(str, findings)]
     return ExitCode.DONE, [f"{config.source} is sound: every byte was looked at"]
@@ -217,8 +292,13 @@ def diff(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]
     """Whether ``source`` (the left) and ``target`` (the right) hold the same, and what differs."""
     assert config.source is not None
     assert config.target.path is not None
-    found = comparing.diff(config.source, config.target.path, shape_said(config.model), workers=config.workers,
-                           advance=_shown(progress, "comparing"))
+    found = comparing.diff(
+        config.source,
+        config.target.path,
+        shape_said(config.model),
+        workers=config.workers,
+        advance=_shown(progress, "comparing"),
+    )
     return ExitCode.DONE if found.equal else ExitCode.FAILURE, found.lines()
 
 

@@ -83,7 +83,11 @@ class Save:
 
     def presence(self, rank: int) -> Path:
         """The file that a rank holds locked during the save. It lies outside of ``temporary``, which the commit renames."""
-        return self.directory / f"{checkpoint_folder.TEMPORARY}ranks-{_attempt(self.attempt)}-{self.number}" / f"{rank:05d}"
+        return (
+            self.directory
+            / f"{checkpoint_folder.TEMPORARY}ranks-{_attempt(self.attempt)}-{self.number}"
+            / f"{rank:05d}"
+        )
 
 
 def _attempt(attempt: int) -> str:
@@ -108,7 +112,11 @@ def carry_out(save: Save) -> None:
             else:
                 _await_commit(save)
     except Exception as error:
-        reason = error.problems[0].seen if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        reason = (
+            error.problems[0].seen
+            if isinstance(error, CheckpointError)
+            else f"{type(error).__name__}: {error}"
+        )
         told = _not_written(save, error) if isinstance(error, OSError) else error
         _give_up(save, reason, error, mistake=isinstance(told, CheckpointError))
         if told is not error:
@@ -125,13 +133,21 @@ def _write_part(save: Save) -> None:
     pieces: list[Piece] = []
     if save.outgoing:
         record, pieces = write_file(
-            save.data_file(save.rank), save.outgoing, {"format": manifest.FORMAT, "namespace": save.namespace, "step": str(save.step)},
-            on_piece=lambda: save.on_phase(Phase.PIECES), on_sync=lambda: save.on_phase(Phase.FSYNC))
+            save.data_file(save.rank),
+            save.outgoing,
+            {"format": manifest.FORMAT, "namespace": save.namespace, "step": str(save.step)},
+            on_piece=lambda: save.on_phase(Phase.PIECES),
+            on_sync=lambda: save.on_phase(Phase.FSYNC),
+        )
         files = [record]
     else:
         save.on_phase(Phase.FSYNC)
-    report = {"rank": save.rank, "ranks": save.ranks, "files": [asdict(record) for record in files],
-              "pieces": [manifest.piece_to_json(piece) for piece in pieces]}
+    report = {
+        "rank": save.rank,
+        "ranks": save.ranks,
+        "files": [asdict(record) for record in files],
+        "pieces": [manifest.piece_to_json(piece) for piece in pieces],
+    }
     # A message to rank 0, and gone before the commit: only the data that it speaks of must be durable, and they are.
     write_whole(save.report(save.rank), json.dumps(report), durable=False)
 
@@ -153,12 +169,16 @@ def _give_up(save: Save, reason: str, error: Exception, mistake: bool) -> None:
     told = json.dumps({"rank": save.rank, "reason": reason, "mistake": mistake})
     try:
         save.data_file(save.rank).unlink(missing_ok=True)
-        write_whole(save.temporary / FAILED if save.rank == 0 else save.report(save.rank), told, durable=False)
+        write_whole(
+            save.temporary / FAILED if save.rank == 0 else save.report(save.rank), told, durable=False
+        )
     except OSError as silent:
         error.add_note(f"the other ranks could not be told: {silent}")
 
 
-def _wait(save: Save, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]], missing: Callable[[], str]) -> None:
+def _wait(
+    save: Save, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]], missing: Callable[[], str]
+) -> None:
     """Wait until ``ready``.
 
     Args:
@@ -174,7 +194,9 @@ def _wait(save: Save, ready: Callable[[], bool], awaited: Callable[[], Sequence[
         if now > next_look:
             dead = [rank for rank in awaited() if _has_died(save.presence(rank))]
             if dead and not ready():  # a rank that has done its part leaves too
-                raise _failed(save, f"rank {', '.join(map(str, dead))} died while step {save.step} was being saved")
+                raise _failed(
+                    save, f"rank {', '.join(map(str, dead))} died while step {save.step} was being saved"
+                )
             next_look = now + LOOK_SECONDS
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
@@ -238,9 +260,17 @@ def _clean(save: Save) -> None:
     """
     if not save.directory.is_dir():
         return
-    found, pointer = checkpoint_folder.find_newest(save.directory), checkpoint_folder.read_pointer(save.directory)
+    found, pointer = (
+        checkpoint_folder.find_newest(save.directory),
+        checkpoint_folder.read_pointer(save.directory),
+    )
     newest = found.checkpoint
-    if newest is not None and not found.disagreements and newest.parent == save.directory and newest.name != pointer:
+    if (
+        newest is not None
+        and not found.disagreements
+        and newest.parent == save.directory
+        and newest.name != pointer
+    ):
         write_whole(save.directory / checkpoint_folder.POINTER, newest.name + "\n")
     own = {f"-{_attempt(save.attempt)}-{number}" for number in (save.number, save.number - 1)}
     for entry in save.directory.iterdir():
@@ -259,13 +289,19 @@ def _gather(save: Save) -> list[dict[str, Any]]:
                 found[rank] = json.loads(save.report(rank).read_text(encoding="utf-8"))
                 if "reason" in found[rank]:
                     raise _told(save, found[rank])
-                assert found[rank]["ranks"] == save.ranks, f"rank {rank} saves with {found[rank]['ranks']} ranks, not {save.ranks}"
+                assert found[rank]["ranks"] == save.ranks, (
+                    f"rank {rank} saves with {found[rank]['ranks']} ranks, not {save.ranks}"
+                )
         return len(found) == save.ranks
 
     def missing() -> str:
         absent = [rank for rank in range(save.ranks) if rank not in found]
         listed = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        return f"rank {listed} did not write its part" if len(absent) == 1 else f"ranks {listed} did not write their parts"
+        return (
+            f"rank {listed} did not write its part"
+            if len(absent) == 1
+            else f"ranks {listed} did not write their parts"
+        )
 
     _wait(save, all_there, lambda: [rank for rank in range(save.ranks) if rank not in found], missing)
     return [found[rank] for rank in range(save.ranks)]
@@ -273,19 +309,29 @@ def _gather(save: Save) -> list[dict[str, Any]]:
 
 def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
     written = Manifest(
-        namespace=save.namespace, step=save.step, ranks=save.ranks, scalars=save.scalars, software=manifest.software_versions(),
+        namespace=save.namespace,
+        step=save.step,
+        ranks=save.ranks,
+        scalars=save.scalars,
+        software=manifest.software_versions(),
         files=tuple(manifest.file_from_json(record) for report in reports for record in report["files"]),
-        pieces=tuple(manifest.piece_from_json(entry) for report in reports for entry in report["pieces"]))
+        pieces=tuple(manifest.piece_from_json(entry) for report in reports for entry in report["pieces"]),
+    )
     wrong = uncovered(written.by_tensor())
     if wrong:
         raise _incomplete(save, f"step {save.step} does not add up: {'; '.join(wrong[:MOST_PROBLEMS])}")
     manifest.check_files(save.temporary, written.files)
     for rank in range(save.ranks):
         save.report(rank).unlink()
-    write_whole(save.temporary / manifest.NAME, manifest.encode(written))  # syncs the folder: the data files' names are durable too
+    write_whole(
+        save.temporary / manifest.NAME, manifest.encode(written)
+    )  # syncs the folder: the data files' names are durable too
 
     save.on_phase(Phase.RENAME)
-    removed = save.directory / f"{checkpoint_folder.REMOVED}{save.temporary.name.removeprefix(checkpoint_folder.TEMPORARY)}"
+    removed = (
+        save.directory
+        / f"{checkpoint_folder.REMOVED}{save.temporary.name.removeprefix(checkpoint_folder.TEMPORARY)}"
+    )
     if _keeps(save):
         save.temporary.rename(removed)
     else:
@@ -317,9 +363,14 @@ def _keeps(save: Save) -> bool:
     except Damage:
         return False
     if there.namespace != save.namespace:
-        raise CheckpointError(Problem(
-            str(save.target), f"{save.target} has namespace={there.namespace}", f"a run directory holds one run, here of {save.namespace}",
-            "give this run its own run.name or run.dir"))
+        raise CheckpointError(
+            Problem(
+                str(save.target),
+                f"{save.target} has namespace={there.namespace}",
+                f"a run directory holds one run, here of {save.namespace}",
+                "give this run its own run.name or run.dir",
+            )
+        )
     return True
 
 
@@ -330,7 +381,9 @@ def _retain(save: Save) -> None:
     """
     there = checkpoint_folder.committed(save.directory)
     whole = {step for step, folder in there.items() if directory.is_whole(folder)}
-    for step in directory.removable(there, whole, saved=save.step, keep_last=save.keep_last, keep_every=save.keep_every):
+    for step in directory.removable(
+        there, whole, saved=save.step, keep_last=save.keep_last, keep_every=save.keep_every
+    ):
         gone = save.directory / f"{checkpoint_folder.REMOVED}{there[step].name}"
         there[step].rename(gone)
         save.on_phase(Phase.RETENTION)
@@ -348,7 +401,9 @@ def _told(save: Save, told: Mapping[str, Any]) -> CheckpointError | SaveFailed:
 
 def _newest(save: Save) -> str:
     newest = checkpoint_folder.find_newest(save.directory).checkpoint
-    return f"the newest complete checkpoint is {newest}" if newest else "no checkpoint was saved before this one"
+    return (
+        f"the newest complete checkpoint is {newest}" if newest else "no checkpoint was saved before this one"
+    )
 
 
 def _failed(save: Save, seen: str) -> SaveFailed:
@@ -356,7 +411,9 @@ def _failed(save: Save, seen: str) -> SaveFailed:
 
 
 def _incomplete(save: Save, seen: str) -> CheckpointError:
-    return CheckpointError(Problem("checkpoint", seen, WHOLE, f"mend the cause and start again: {_newest(save)}"))
+    return CheckpointError(
+        Problem("checkpoint", seen, WHOLE, f"mend the cause and start again: {_newest(save)}")
+    )
 
 
 def _not_written(save: Save, error: OSError) -> CheckpointError | SaveFailed:
@@ -366,7 +423,9 @@ def _not_written(save: Save, error: OSError) -> CheckpointError | SaveFailed:
     then = f"then start again: {_newest(save)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         numbytes = sum(item.data.numel() * item.data.element_size() for item in save.outgoing)
-        remedy = f"free {numbytes / 1e9:.3g} GB for this rank there, or keep fewer: checkpoint.keep_last=1; {then}"
+        remedy = (
+            f"free {numbytes / 1e9:.3g} GB for this rank there, or keep fewer: checkpoint.keep_last=1; {then}"
+        )
     else:
         remedy = f"make it writable; {then}"
     return CheckpointError(Problem("checkpoint", seen, WHOLE, remedy))

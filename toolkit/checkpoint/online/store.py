@@ -66,8 +66,15 @@ class CheckpointStore:
         on_phase: told of each phase from the writing thread: what crash tests hook into.
     """
 
-    def __init__(self, directory: str | Path, keep_last: int = 2, keep_every: int = 0, *, timeout_seconds: float = 1800,
-                 on_phase: Callable[[Phase], None] | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        keep_last: int = 2,
+        keep_every: int = 0,
+        *,
+        timeout_seconds: float = 1800,
+        on_phase: Callable[[Phase], None] | None = None,
+    ) -> None:
         self.directory = Path(directory)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._timeout_seconds = timeout_seconds
@@ -76,8 +83,18 @@ class CheckpointStore:
         self._saves = 0
         self._pending: PendingSave | None = None
 
-    def save(self, step: int, shards: Sequence[Shard], scalars: Mapping[str, object], *, namespace: str, rank: int, ranks: int,
-             attempt: int, background: bool = False) -> PendingSave:
+    def save(
+        self,
+        step: int,
+        shards: Sequence[Shard],
+        scalars: Mapping[str, object],
+        *,
+        namespace: str,
+        rank: int,
+        ranks: int,
+        attempt: int,
+        background: bool = False,
+    ) -> PendingSave:
         """Save the state after ``step`` optimizer steps. Every rank of the run calls it, the same number of times.
 
         Where a complete checkpoint of that step is there (the run went back and came here again), it is kept if all its
@@ -97,14 +114,35 @@ class CheckpointStore:
         self.wait()
         target = self.directory / checkpoint_folder.step_name(step)
         if self._pending is not None and self._pending.path == target and self._pending.error is None:
-            return self._pending  # this very state is saved: a cadence and the end of the run may fall together
-        outgoing = [Outgoing(shard.key, shard.global_shape, box, part(shard.data.detach(), shifted(box, [-o for o in shard.box.offset])))
-                    for shard in shards for box in boxes_to_write(shard)]
+            return (
+                self._pending
+            )  # this very state is saved: a cadence and the end of the run may fall together
+        outgoing = [
+            Outgoing(
+                shard.key,
+                shard.global_shape,
+                box,
+                part(shard.data.detach(), shifted(box, [-o for o in shard.box.offset])),
+            )
+            for shard in shards
+            for box in boxes_to_write(shard)
+        ]
         self._saves += 1
         save = Save(
-            directory=self.directory, step=step, namespace=namespace, rank=rank, ranks=ranks, attempt=attempt, number=self._saves,
-            outgoing=self._snapshot.take(outgoing) if background else outgoing, scalars=dict(scalars), keep_last=self._keep_last,
-            keep_every=self._keep_every, timeout_seconds=self._timeout_seconds, on_phase=self._on_phase)
+            directory=self.directory,
+            step=step,
+            namespace=namespace,
+            rank=rank,
+            ranks=ranks,
+            attempt=attempt,
+            number=self._saves,
+            outgoing=self._snapshot.take(outgoing) if background else outgoing,
+            scalars=dict(scalars),
+            keep_last=self._keep_last,
+            keep_every=self._keep_every,
+            timeout_seconds=self._timeout_seconds,
+            on_phase=self._on_phase,
+        )
         size = sum(item.data.numel() * item.data.element_size() for item in outgoing)
         self._pending = PendingSave(target, _in_thread(lambda: carry_out(save), f"checkpoint-{step}"), size)
         if not background:

@@ -36,8 +36,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_file(path: Path, outgoing: Sequence[Outgoing], metadata: Mapping[str, str],
-               on_piece: Callable[[], None], on_sync: Callable[[], None]) -> tuple[FileRecord, list[Piece]]:
+def write_file(
+    path: Path,
+    outgoing: Sequence[Outgoing],
+    metadata: Mapping[str, str],
+    on_piece: Callable[[], None],
+    on_sync: Callable[[], None],
+) -> tuple[FileRecord, list[Piece]]:
     """Write a safetensors file, hashing on the way, and make it durable.
 
     Args:
@@ -45,7 +50,9 @@ def write_file(path: Path, outgoing: Sequence[Outgoing], metadata: Mapping[str, 
         on_sync: called between the last byte and the sync.
     """
     by_name = {item.name: item for item in outgoing}
-    header, slots = safetensors.encode([(item.name, dtype_name(item.data.dtype), item.box.shape) for item in outgoing], metadata)
+    header, slots = safetensors.encode(
+        [(item.name, dtype_name(item.data.dtype), item.box.shape) for item in outgoing], metadata
+    )
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         _write_all(descriptor, memoryview(header))
@@ -59,7 +66,18 @@ def write_file(path: Path, outgoing: Sequence[Outgoing], metadata: Mapping[str, 
             for block in blocks_of(item.data, staging):
                 hashes.append(xxhash.xxh3_128_hexdigest(block))
                 _write_all(descriptor, block)
-            pieces.append(Piece(item.key, slot.dtype, item.global_shape, item.box, path.name, slot.begin, slot.end, tuple(hashes)))
+            pieces.append(
+                Piece(
+                    item.key,
+                    slot.dtype,
+                    item.global_shape,
+                    item.box,
+                    path.name,
+                    slot.begin,
+                    slot.end,
+                    tuple(hashes),
+                )
+            )
             on_piece()
         on_sync()
         os.fsync(descriptor)

@@ -37,7 +37,9 @@ USER = 1000  # of the image, as Dockerfile makes it
 CONTAINER = "trainer"
 NODES = "node"  # the replicated job: pods are called NAME-node-0-INDEX
 PORT = 29400  # of the rendezvous; a pod has all ports to itself
-END_SECONDS = 30  # besides cluster.grace_seconds: launchers end after their ranks, and the pod reads status.json
+END_SECONDS = (
+    30  # besides cluster.grace_seconds: launchers end after their ranks, and the pod reads status.json
+)
 GIB = "Gi"
 
 # 63 characters are a pod's host name at most (RFC 1123); JobSet adds "-node-0-", the pod's index and five characters of its own.
@@ -53,21 +55,31 @@ def render(job: Job) -> dict[str, str]:
 
 def argv(job: Job) -> list[str]:
     """Server-side, so that the cluster itself refuses a field that its JobSet does not know."""
-    return ["kubectl", "apply", "--server-side", "--field-manager=deepspeed-megatron-toolkit", f"--filename={job.folder / MANIFEST_FILE}"]
+    return [
+        "kubectl",
+        "apply",
+        "--server-side",
+        "--field-manager=deepspeed-megatron-toolkit",
+        f"--filename={job.folder / MANIFEST_FILE}",
+    ]
 
 
 def manifests(job: Job) -> str:
     """Both objects, as YAML. Golden files: tests/golden/kubernetes."""
     head = f"# {job.name}, job {job.number}: one distributed training, one pod a node ({job.world.nodes}). Made by launch/submit.py.\n"
     documents = (config_map(job), job_set(job))
-    return head + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=140, allow_unicode=True, explicit_start=True)
+    return head + yaml.dump_all(
+        documents, Dumper=_Dumper, sort_keys=False, width=140, allow_unicode=True, explicit_start=True
+    )
 
 
 def object_name(job: Job) -> str:
     """Of both objects: a DNS label, its own for each job of each run directory."""
     readable = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
     own = hashlib.sha256(f"{job.run_dir}\0{job.number}".encode()).hexdigest()[:8]
-    readable = (readable if readable[:1].isalpha() else f"run-{readable}")[: MOST_NAME - len(own) - 1].rstrip("-")
+    readable = (readable if readable[:1].isalpha() else f"run-{readable}")[: MOST_NAME - len(own) - 1].rstrip(
+        "-"
+    )
     return f"{readable}-{own}"
 
 
@@ -76,13 +88,23 @@ def metadata(job: Job) -> dict[str, Any]:
         "name": object_name(job),
         "namespace": job.config.cluster.kubernetes.namespace,
         "labels": {"app.kubernetes.io/managed-by": "deepspeed-megatron-toolkit"},
-        "annotations": {**job.config.cluster.kubernetes.annotations,
-                        "toolkit/run": job.name, "toolkit/run-dir": job.run_dir, "toolkit/job": str(job.number)},
+        "annotations": {
+            **job.config.cluster.kubernetes.annotations,
+            "toolkit/run": job.name,
+            "toolkit/run-dir": job.run_dir,
+            "toolkit/job": str(job.number),
+        },
     }
 
 
 def config_map(job: Job) -> dict[str, Any]:
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job), "immutable": True, "data": {CONFIG_FILE: job.yaml}}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job),
+        "immutable": True,
+        "data": {CONFIG_FILE: job.yaml},
+    }
 
 
 def job_set(job: Job) -> dict[str, Any]:
@@ -110,17 +132,23 @@ def job_set(job: Job) -> dict[str, Any]:
                 "restartStrategy": "BlockingRecreate",
                 "rules": _job_set_rules(),
             },
-            "replicatedJobs": [{
-                "name": NODES,
-                "replicas": 1,
-                "template": {"spec": {
-                    "completionMode": "Indexed", "completions": nodes, "parallelism": nodes,
-                    "backoffLimit": 0,  # a pod is never started again alone: its peers have lost it
-                    "podReplacementPolicy": "Failed",
-                    "podFailurePolicy": {"rules": _pod_rules()},
-                    "template": {"metadata": {"annotations": pod_annotations}, "spec": pod(job)},
-                }},
-            }],
+            "replicatedJobs": [
+                {
+                    "name": NODES,
+                    "replicas": 1,
+                    "template": {
+                        "spec": {
+                            "completionMode": "Indexed",
+                            "completions": nodes,
+                            "parallelism": nodes,
+                            "backoffLimit": 0,  # a pod is never started again alone: its peers have lost it
+                            "podReplacementPolicy": "Failed",
+                            "podFailurePolicy": {"rules": _pod_rules()},
+                            "template": {"metadata": {"annotations": pod_annotations}, "spec": pod(job)},
+                        }
+                    },
+                }
+            ],
         },
     }
 
@@ -135,29 +163,46 @@ def pod(job: Job) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,  # variables named after the namespace's Services, which could be torch's own
         "securityContext": {
-            "runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER,
-            "fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch",  # else a large volume is walked at every start
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",  # else a large volume is walked at every start
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [{
-            "name": CONTAINER,
-            "image": kubernetes.image,
-            "command": command(job),
-            "workingDir": WORKING_DIR,
-            "env": _environment(kubernetes),
-            "resources": _resources(job),
-            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-            "volumeMounts": [
-                {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
-                {"name": "shared-memory", "mountPath": "/dev/shm"},
-                *({"name": f"claim-{claims.index(claim)}", "mountPath": place} for place, claim in kubernetes.volumes.items()),
-                *({"name": f"extra-{index}", "mountPath": place} for index, (place, _) in enumerate(extra)),
-            ],
-        }],
+        "containers": [
+            {
+                "name": CONTAINER,
+                "image": kubernetes.image,
+                "command": command(job),
+                "workingDir": WORKING_DIR,
+                "env": _environment(kubernetes),
+                "resources": _resources(job),
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                "volumeMounts": [
+                    {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
+                    {"name": "shared-memory", "mountPath": "/dev/shm"},
+                    *(
+                        {"name": f"claim-{claims.index(claim)}", "mountPath": place}
+                        for place, claim in kubernetes.volumes.items()
+                    ),
+                    *(
+                        {"name": f"extra-{index}", "mountPath": place}
+                        for index, (place, _) in enumerate(extra)
+                    ),
+                ],
+            }
+        ],
         "volumes": [
             {"name": "config", "configMap": {"name": object_name(job)}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{kubernetes.shared_memory_gib}{GIB}"}},
-            *({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}} for index, claim in enumerate(claims)),
+            {
+                "name": "shared-memory",
+                "emptyDir": {"medium": "Memory", "sizeLimit": f"{kubernetes.shared_memory_gib}{GIB}"},
+            },
+            *(
+                {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}}
+                for index, claim in enumerate(claims)
+            ),
             *({"name": f"extra-{index}", **source} for index, (_, source) in enumerate(extra)),
         ],
     }
@@ -170,7 +215,11 @@ def pod(job: Job) -> dict[str, Any]:
     if kubernetes.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
     # Nodes with GPUs are commonly kept from pods that do not ask for one.
-    gpus = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if cluster.gpus_per_node else []
+    gpus = (
+        [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        if cluster.gpus_per_node
+        else []
+    )
     if tolerations := [*gpus, *kubernetes.tolerations]:
         spec["tolerations"] = tolerations
     if affinity := _affinity(job):
@@ -184,13 +233,25 @@ def _affinity(job: Job) -> dict[str, Any]:
     if kubernetes.topology is None or kubernetes.queue is not None:
         return kubernetes.affinity
     own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": object_name(job)}}
-    together = {"requiredDuringSchedulingIgnoredDuringExecution": [{"labelSelector": own, "topologyKey": kubernetes.topology}]}
+    together = {
+        "requiredDuringSchedulingIgnoredDuringExecution": [
+            {"labelSelector": own, "topologyKey": kubernetes.topology}
+        ]
+    }
     return {**kubernetes.affinity, "podAffinity": together}
 
 
 def command(job: Job) -> list[str]:
     """Of the container: an init, and the pod's own parent. No text of the user is in it: Kubernetes would expand $(NAME)."""
-    words = ["tini", "--", "python", "-u", "-m", "toolkit.cluster.pod", f"--config={CONFIG_FOLDER}/{CONFIG_FILE}"]
+    words = [
+        "tini",
+        "--",
+        "python",
+        "-u",
+        "-m",
+        "toolkit.cluster.pod",
+        f"--config={CONFIG_FOLDER}/{CONFIG_FILE}",
+    ]
     if job.world.nodes > 1:
         name = object_name(job)
         words += [f"--meet={name}-{NODES}-0-0.{name}:{PORT}", f"--ranks={job.world.ranks_per_node}"]
@@ -199,8 +260,12 @@ def command(job: Job) -> list[str]:
 
 def _pod_rules() -> list[dict[str, Any]]:
     """The first that fits ends the Job, with a message that _job_set_rules looks at; any other failure ends it by backoffLimit."""
+
     def code(value: ExitCode) -> dict[str, Any]:
-        return {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [int(value)]}}
+        return {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [int(value)]},
+        }
 
     disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     return [code(ExitCode.USER), code(ExitCode.STOPPED), disrupted]
@@ -209,13 +274,23 @@ def _pod_rules() -> list[dict[str, Any]]:
 def _job_set_rules() -> list[dict[str, Any]]:
     """By the message that the Job's controller writes (kubernetes/pkg/controller/job/pod_failure_policy.go); what no rule fits is
     started again and counted."""
+
     def rule(name: str, action: str, *patterns: str) -> dict[str, Any]:
-        return {"name": name, "action": action, "onJobFailureReasons": ["PodFailurePolicy"], "onJobFailureMessagePatterns": list(patterns)}
+        return {
+            "name": name,
+            "action": action,
+            "onJobFailureReasons": ["PodFailurePolicy"],
+            "onJobFailureMessagePatterns": list(patterns),
+        }
 
     return [
         rule("givenUp", "FailJobSet", f"failed with exit code {ExitCode.USER} "),
-        rule("goesOn", "RestartJobSetAndIgnoreMaxRestarts", f"failed with exit code {ExitCode.STOPPED} ",
-             "has condition DisruptionTarget "),
+        rule(
+            "goesOn",
+            "RestartJobSetAndIgnoreMaxRestarts",
+            f"failed with exit code {ExitCode.STOPPED} ",
+            "has condition DisruptionTarget ",
+        ),
     ]
 
 
@@ -224,7 +299,10 @@ def _environment(kubernetes: KubernetesConfig) -> list[dict[str, Any]]:
     count = {"fieldRef": {"fieldPath": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"}}
     found: list[dict[str, Any]] = [{"name": "JOBSET_RESTART", "valueFrom": count}]
     # Kubernetes would expand $(NAME); $$ stands for one dollar.
-    found += [{"name": variable, "value": value.replace("$(", "$$(")} for variable, value in kubernetes.environment.items()]
+    found += [
+        {"name": variable, "value": value.replace("$(", "$$(")}
+        for variable, value in kubernetes.environment.items()
+    ]
     for variable, reference in kubernetes.secrets.items():
         secret, _, key = reference.partition("/")
         found.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
@@ -265,6 +343,7 @@ _Dumper.add_representer(str, _text)
 
 # ---- kubectl
 
+
 def submit(job: Job) -> JobId:
     _kubectl(argv(job))
     return JobId(Where.kubernetes, f"{job.config.cluster.kubernetes.namespace}/{object_name(job)}")
@@ -272,7 +351,9 @@ def submit(job: Job) -> JobId:
 
 def state(id: JobId) -> JobState:
     namespace, _, name = id.id.partition("/")
-    text = _kubectl(["kubectl", f"--namespace={namespace}", "get", "jobset", name, "--ignore-not-found", "--output=json"])
+    text = _kubectl(
+        ["kubectl", f"--namespace={namespace}", "get", "jobset", name, "--ignore-not-found", "--output=json"]
+    )
     return read_state(json.loads(text) if text.strip() else None)
 
 
@@ -284,7 +365,9 @@ def read_state(found: Mapping[str, Any] | None) -> JobState:
     if found is None:
         return JobState.ENDED
     status = found.get("status", {})
-    held = {condition["type"] for condition in status.get("conditions", ()) if condition.get("status") == "True"}
+    held = {
+        condition["type"] for condition in status.get("conditions", ()) if condition.get("status") == "True"
+    }
     if held & {"Completed", "Failed"}:
         return JobState.ENDED
     if found["spec"].get("suspend") or "Suspended" in held:
@@ -296,21 +379,55 @@ def read_state(found: Mapping[str, Any] | None) -> JobState:
 def cancel(id: JobId) -> None:
     """Its pods get SIGTERM, and the grace period to save in."""
     namespace, _, name = id.id.partition("/")
-    _kubectl(["kubectl", f"--namespace={namespace}", "delete", f"jobset/{name}", f"configmap/{name}", "--ignore-not-found", "--wait=false"])
+    _kubectl(
+        [
+            "kubectl",
+            f"--namespace={namespace}",
+            "delete",
+            f"jobset/{name}",
+            f"configmap/{name}",
+            "--ignore-not-found",
+            "--wait=false",
+        ]
+    )
 
 
 def _kubectl(words: Sequence[str]) -> str:
     seen = shlex.join(words)
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            check=False,
+        )
     except FileNotFoundError:
-        raise InputError(Problem("cluster", "kubectl is not here", "cluster=kubernetes talks to the cluster by kubectl",
-                                 "install it, or apply the files that dry_run=true shows from where it is")) from None
+        raise InputError(
+            Problem(
+                "cluster",
+                "kubectl is not here",
+                "cluster=kubernetes talks to the cluster by kubectl",
+                "install it, or apply the files that dry_run=true shows from where it is",
+            )
+        ) from None
     except subprocess.TimeoutExpired:
-        raise InputError(Problem("cluster", f"{seen} took more than {COMMAND_SECONDS:g} s", "the cluster answers",
-                                 "look at it with: kubectl cluster-info")) from None
+        raise InputError(
+            Problem(
+                "cluster",
+                f"{seen} took more than {COMMAND_SECONDS:g} s",
+                "the cluster answers",
+                "look at it with: kubectl cluster-info",
+            )
+        ) from None
     if done.returncode:
-        raise InputError(Problem("cluster", f"{seen}: {done.stderr.strip() or f'exit code {done.returncode}'}",
-                                 "the cluster accepts the command, and has JobSet 0.10 or newer",
-                                 "change what it names, or the context (kubectl config current-context)"))
+        raise InputError(
+            Problem(
+                "cluster",
+                f"{seen}: {done.stderr.strip() or f'exit code {done.returncode}'}",
+                "the cluster accepts the command, and has JobSet 0.10 or newer",
+                "change what it names, or the context (kubectl config current-context)",
+            )
+        )
     return done.stdout

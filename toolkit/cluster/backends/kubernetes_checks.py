@@ -13,10 +13,23 @@ from toolkit.errors import Problem
 WORKING_DIR = "/workspace"  # of the image, as Dockerfile makes it
 CONFIG_FOLDER = "/etc/toolkit"
 OWN_FOLDERS = ("/dev/shm", CONFIG_FOLDER, "/opt/toolkit")  # that no volume may hide
-OWN_VARIABLES = ("JOBSET_RESTART", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OWN_VARIABLES = (
+    "JOBSET_RESTART",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 AFFINITIES = ("nodeAffinity", "podAffinity", "podAntiAffinity")
 TOLERATION_KEYS = ("key", "operator", "value", "effect", "tolerationSeconds")
-LASTING_SOURCES = {"nfs", "cephfs", "glusterfs", "csi"}  # volumes that all pods of a run and its next attempt see
+LASTING_SOURCES = {
+    "nfs",
+    "cephfs",
+    "glusterfs",
+    "csi",
+}  # volumes that all pods of a run and its next attempt see
 MOST_CONFIG_BYTES = 1_000_000  # a ConfigMap holds 1 MiB (kubernetes.io, ConfigMaps)
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -31,8 +44,12 @@ _SECRET_NAME = re.compile(r"(_KEY|_TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)$", 
 def problems_of(job: Job) -> Iterator[Problem]:
     kubernetes = job.config.cluster.kubernetes
     if kubernetes.image is None:
-        yield Problem("cluster.kubernetes.image", "cluster=kubernetes without cluster.kubernetes.image", "pods are started from an image",
-                      "build one (the first lines of Dockerfile), and write cluster.kubernetes.image=REGISTRY/NAME:TAG")
+        yield Problem(
+            "cluster.kubernetes.image",
+            "cluster=kubernetes without cluster.kubernetes.image",
+            "pods are started from an image",
+            "build one (the first lines of Dockerfile), and write cluster.kubernetes.image=REGISTRY/NAME:TAG",
+        )
     elif re.fullmatch(r"[^\s/][^\s]*", kubernetes.image) is None:
         yield _wrong("image", kubernetes.image, "an image is one word: REGISTRY/NAME:TAG")
     for name in ("namespace", "queue", "priority_class", "service_account"):
@@ -45,8 +62,12 @@ def problems_of(job: Job) -> Iterator[Problem]:
     yield from _places(job)
     size = len(job.yaml.encode())
     if size > MOST_CONFIG_BYTES:
-        yield Problem("cluster", f"a configuration of {size} bytes", f"a ConfigMap holds {MOST_CONFIG_BYTES} of them",
-                      "leave out what is long in it, for example lists of files")
+        yield Problem(
+            "cluster",
+            f"a configuration of {size} bytes",
+            f"a ConfigMap holds {MOST_CONFIG_BYTES} of them",
+            "leave out what is long in it, for example lists of files",
+        )
 
 
 def _numbers(kubernetes: KubernetesConfig) -> Iterator[Problem]:
@@ -55,87 +76,162 @@ def _numbers(kubernetes: KubernetesConfig) -> Iterator[Problem]:
         if value is not None and value < least:
             yield _wrong(name, value, f"{name} is at least {least}")
     if kubernetes.memory_gib is not None and kubernetes.memory_gib <= kubernetes.shared_memory_gib:
-        yield Problem("cluster.kubernetes.memory_gib",
-                      f"cluster.kubernetes.memory_gib={kubernetes.memory_gib} and shared_memory_gib={kubernetes.shared_memory_gib}",
-                      "shared memory is part of the pod's memory", "ask for more memory_gib, or less shared_memory_gib")
+        yield Problem(
+            "cluster.kubernetes.memory_gib",
+            f"cluster.kubernetes.memory_gib={kubernetes.memory_gib} and shared_memory_gib={kubernetes.shared_memory_gib}",
+            "shared memory is part of the pod's memory",
+            "ask for more memory_gib, or less shared_memory_gib",
+        )
     for device, count in kubernetes.rdma.items():
         if re.fullmatch(_RESOURCE, device) is None or count < 1:
-            yield _wrong("rdma", f"{{{device}: {count}}}", "devices are counted by their resource's name: {rdma/hca_shared_devices: 8}")
+            yield _wrong(
+                "rdma",
+                f"{{{device}: {count}}}",
+                "devices are counted by their resource's name: {rdma/hca_shared_devices: 8}",
+            )
 
 
 def _variables(kubernetes: KubernetesConfig) -> Iterator[Problem]:
     for variable, reference in kubernetes.secrets.items():
         if re.fullmatch(_VARIABLE, variable) is None or re.fullmatch(_SECRET, reference) is None:
             # Not shown: who misunderstands this key writes the secret itself.
-            yield Problem("cluster.kubernetes.secrets", f"cluster.kubernetes.secrets: {variable}", "a secret is named, and never written: "
-                          "VARIABLE: SECRET/KEY of a Secret in the namespace",
-                          "make one with kubectl create secret generic, and write {WANDB_API_KEY: wandb/api-key}")
+            yield Problem(
+                "cluster.kubernetes.secrets",
+                f"cluster.kubernetes.secrets: {variable}",
+                "a secret is named, and never written: VARIABLE: SECRET/KEY of a Secret in the namespace",
+                "make one with kubectl create secret generic, and write {WANDB_API_KEY: wandb/api-key}",
+            )
     for variable in kubernetes.environment:
         if re.fullmatch(_VARIABLE, variable) is None or variable in OWN_VARIABLES:
-            yield _wrong("environment", f"{{{variable}: ...}}", f"variables are letters, digits and underscores, and not one of those that "
-                         f"launchers set ({', '.join(OWN_VARIABLES)})")
+            yield _wrong(
+                "environment",
+                f"{{{variable}: ...}}",
+                f"variables are letters, digits and underscores, and not one of those that "
+                f"launchers set ({', '.join(OWN_VARIABLES)})",
+            )
         elif variable in kubernetes.secrets:
-            yield _wrong("environment", f"{{{variable}: ...}}", f"{variable} is in cluster.kubernetes.secrets too: a variable is set once")
+            yield _wrong(
+                "environment",
+                f"{{{variable}: ...}}",
+                f"{variable} is in cluster.kubernetes.secrets too: a variable is set once",
+            )
         elif _SECRET_NAME.search(variable) is not None:
-            yield Problem("cluster.kubernetes.environment", f"cluster.kubernetes.environment: {variable}",
-                          "a manifest holds no secrets, and the variable's name is that of one",
-                          f"write cluster.kubernetes.secrets={{{variable}: SECRET/KEY}}")
+            yield Problem(
+                "cluster.kubernetes.environment",
+                f"cluster.kubernetes.environment: {variable}",
+                "a manifest holds no secrets, and the variable's name is that of one",
+                f"write cluster.kubernetes.secrets={{{variable}: SECRET/KEY}}",
+            )
 
 
 def _scheduling(kubernetes: KubernetesConfig) -> Iterator[Problem]:
     """Where pods may run. The cluster checks the rest of what is passed on as written (kubectl apply --server-side)."""
     for label, value in kubernetes.node_selector.items():
         if re.fullmatch(f"{_RESOURCE}|{_VALUE}", label) is None or re.fullmatch(_VALUE, value) is None:
-            yield _wrong("node_selector", f"{{{label}: {value}}}", "labels are letters, digits, dashes, dots, underscores: at most 63")
+            yield _wrong(
+                "node_selector",
+                f"{{{label}: {value}}}",
+                "labels are letters, digits, dashes, dots, underscores: at most 63",
+            )
     if kubernetes.topology is not None and re.fullmatch(f"{_RESOURCE}|{_VALUE}", kubernetes.topology) is None:
-        yield _wrong("topology", kubernetes.topology, "a topology is the label of nodes: topology.kubernetes.io/zone")
+        yield _wrong(
+            "topology", kubernetes.topology, "a topology is the label of nodes: topology.kubernetes.io/zone"
+        )
     if kubernetes.topology is not None and kubernetes.queue is None and "podAffinity" in kubernetes.affinity:
-        yield Problem("cluster.kubernetes.topology", f"cluster.kubernetes.topology={kubernetes.topology} and affinity.podAffinity",
-                      "without a queue, the topology is written as the pods' podAffinity",
-                      "leave out cluster.kubernetes.topology, or podAffinity of cluster.kubernetes.affinity")
+        yield Problem(
+            "cluster.kubernetes.topology",
+            f"cluster.kubernetes.topology={kubernetes.topology} and affinity.podAffinity",
+            "without a queue, the topology is written as the pods' podAffinity",
+            "leave out cluster.kubernetes.topology, or podAffinity of cluster.kubernetes.affinity",
+        )
     for key in kubernetes.affinity.keys() - set(AFFINITIES):
         yield _wrong("affinity", f"{{{key}: ...}}", f"an affinity is one of {', '.join(AFFINITIES)}")
     for toleration in kubernetes.tolerations:
         if not isinstance(toleration, dict) or not toleration or toleration.keys() - set(TOLERATION_KEYS):
-            yield _wrong("tolerations", toleration, f"a toleration has some of the keys {', '.join(TOLERATION_KEYS)}")
+            yield _wrong(
+                "tolerations", toleration, f"a toleration has some of the keys {', '.join(TOLERATION_KEYS)}"
+            )
     for name in kubernetes.image_pull_secrets:
         if re.fullmatch(_SUBDOMAIN, name) is None:
-            yield _wrong("image_pull_secrets", name, "a Secret is named by small letters, digits, dots and dashes")
+            yield _wrong(
+                "image_pull_secrets", name, "a Secret is named by small letters, digits, dots and dashes"
+            )
     for name in kubernetes.annotations:
         if re.fullmatch(f"{_RESOURCE}|{_VALUE}", name) is None or name.startswith("toolkit/"):
-            yield _wrong("annotations", f"{{{name}: ...}}",
-                         "annotations are named as labels are, and those of toolkit/ are the toolkit's own")
+            yield _wrong(
+                "annotations",
+                f"{{{name}: ...}}",
+                "annotations are named as labels are, and those of toolkit/ are the toolkit's own",
+            )
 
 
 def _places(job: Job) -> Iterator[Problem]:
     """Volumes, and that the run's directory outlasts its pods."""
     kubernetes = job.config.cluster.kubernetes
-    for key, place, source in [*(("volumes", place, claim) for place, claim in kubernetes.volumes.items()),
-                               *(("extra_volumes", place, source) for place, source in kubernetes.extra_volumes.items())]:
+    for key, place, source in [
+        *(("volumes", place, claim) for place, claim in kubernetes.volumes.items()),
+        *(("extra_volumes", place, source) for place, source in kubernetes.extra_volumes.items()),
+    ]:
         path = PurePosixPath(place)
-        if not path.is_absolute() or path == PurePosixPath("/") or ".." in path.parts or ":" in place or not place.isprintable():
-            yield _wrong(key, f"{{{place}: {source}}}", "a volume is mounted at an absolute path: {/workspace: training}")
-        elif any(path == own or path in own.parents or own in path.parents for own in map(PurePosixPath, OWN_FOLDERS)):
+        if (
+            not path.is_absolute()
+            or path == PurePosixPath("/")
+            or ".." in path.parts
+            or ":" in place
+            or not place.isprintable()
+        ):
+            yield _wrong(
+                key,
+                f"{{{place}: {source}}}",
+                "a volume is mounted at an absolute path: {/workspace: training}",
+            )
+        elif any(
+            path == own or path in own.parents or own in path.parents
+            for own in map(PurePosixPath, OWN_FOLDERS)
+        ):
             yield _wrong(key, f"{{{place}: {source}}}", f"{', '.join(OWN_FOLDERS)} are the pod's own")
     for place in kubernetes.volumes.keys() & kubernetes.extra_volumes.keys():
-        yield _wrong("extra_volumes", f"{{{place}: ...}}", f"{place} is in cluster.kubernetes.volumes too: a path has one volume")
+        yield _wrong(
+            "extra_volumes",
+            f"{{{place}: ...}}",
+            f"{place} is in cluster.kubernetes.volumes too: a path has one volume",
+        )
     for place, source in kubernetes.extra_volumes.items():
         if not isinstance(source, dict) or len(source) != 1 or "persistentVolumeClaim" in source:
-            yield _wrong("extra_volumes", f"{{{place}: {source}}}",
-                         "an extra volume is one source of Kubernetes, {hostPath: {path: /mnt/nvme}}; claims belong to "
-                         "cluster.kubernetes.volumes")
+            yield _wrong(
+                "extra_volumes",
+                f"{{{place}: {source}}}",
+                "an extra volume is one source of Kubernetes, {hostPath: {path: /mnt/nvme}}; claims belong to "
+                "cluster.kubernetes.volumes",
+            )
     for place, claim in kubernetes.volumes.items():
         if re.fullmatch(_SUBDOMAIN, claim) is None:
-            yield _wrong("volumes", f"{{{place}: {claim}}}", "a PersistentVolumeClaim is named by small letters, digits and dashes")
+            yield _wrong(
+                "volumes",
+                f"{{{place}: {claim}}}",
+                "a PersistentVolumeClaim is named by small letters, digits and dashes",
+            )
     run_dir = PurePosixPath(WORKING_DIR) / job.run_dir
-    lasting = [place for place, source in kubernetes.extra_volumes.items() if isinstance(source, dict) and source.keys() & LASTING_SOURCES]
+    lasting = [
+        place
+        for place, source in kubernetes.extra_volumes.items()
+        if isinstance(source, dict) and source.keys() & LASTING_SOURCES
+    ]
     mounts = [PurePosixPath(place) for place in (*kubernetes.volumes, *lasting)]
     if ".." in run_dir.parts or not any(mount == run_dir or mount in run_dir.parents for mount in mounts):
-        yield Problem("cluster.kubernetes.volumes", f"run.dir={job.run_dir}, which is {run_dir} in the pods, on none of the volumes "
-                      f"({', '.join(kubernetes.volumes) or 'there are none'})",
-                      "what a pod writes elsewhere is lost with it, the checkpoints too",
-                      f'write "cluster.kubernetes.volumes={{{WORKING_DIR}: CLAIM}}", or a run.dir that lies on a volume')
+        yield Problem(
+            "cluster.kubernetes.volumes",
+            f"run.dir={job.run_dir}, which is {run_dir} in the pods, on none of the volumes "
+            f"({', '.join(kubernetes.volumes) or 'there are none'})",
+            "what a pod writes elsewhere is lost with it, the checkpoints too",
+            f'write "cluster.kubernetes.volumes={{{WORKING_DIR}: CLAIM}}", or a run.dir that lies on a volume',
+        )
 
 
 def _wrong(name: str, value: object, rule: str) -> Problem:
-    return Problem(f"cluster.kubernetes.{name}", f"cluster.kubernetes.{name}={value}", rule, f"correct cluster.kubernetes.{name}")
+    return Problem(
+        f"cluster.kubernetes.{name}",
+        f"cluster.kubernetes.{name}={value}",
+        rule,
+        f"correct cluster.kubernetes.{name}",
+    )

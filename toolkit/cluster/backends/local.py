@@ -23,7 +23,9 @@ def argv(job: Job) -> list[str]:
     return [sys.executable, "-u", *job.command()]
 
 
-def start(job: Job, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def start(
+    job: Job, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """The job as a process of its own session, which this one may outlive or not; what it prints is added to ``output.txt``.
 
     Args:
@@ -32,8 +34,14 @@ def start(job: Job, environ: Mapping[str, str] = os.environ, keep: Sequence[int]
     """
     with (job.folder / OUTPUT).open("ab") as output:
         return subprocess.Popen(
-            argv(job), env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            pass_fds=tuple(keep))
+            argv(job),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=tuple(keep),
+        )
 
 
 def submit(job: Job) -> JobId:

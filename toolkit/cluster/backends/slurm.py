@@ -34,19 +34,47 @@ MOST_SIGNAL_SECONDS = 65535  # sbatch(1): --signal's time is an integer of 16 bi
 FIRST_PORT, PORTS = 20000, 10000
 
 # States of squeue(1), section JOB STATE CODES; every other one is an end.
-QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+QUEUED = {
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_FED",
+    "REQUEUE_HOLD",
+    "RESV_DEL_HOLD",
+    "SPECIAL_EXIT",
+}
 RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
 
 # What this file asks sbatch for by itself, and the key that decides it.
 KEYS = {
-    "job-name": "run.name", "nodes": "cluster.nodes", "ntasks": "cluster.nodes", "ntasks-per-node": "cluster.cpu_ranks",
-    "signal": "cluster.grace_seconds", "requeue": "cluster.slurm.requeue", "no-requeue": "cluster.slurm.requeue", "output": "run.dir",
-    "chdir": "run.dir", "open-mode": "run.dir", "parsable": "run.dir", "account": "cluster.slurm.account",
-    "partition": "cluster.slurm.partition", "qos": "cluster.slurm.qos", "time": "cluster.slurm.time",
-    "priority": "cluster.slurm.priority", "constraint": "cluster.slurm.constraint", "exclude": "cluster.slurm.exclude",
-    "reservation": "cluster.slurm.reservation", "cpus-per-task": "cluster.slurm.cpus_per_task", "mem": "cluster.slurm.memory",
+    "job-name": "run.name",
+    "nodes": "cluster.nodes",
+    "ntasks": "cluster.nodes",
+    "ntasks-per-node": "cluster.cpu_ranks",
+    "signal": "cluster.grace_seconds",
+    "requeue": "cluster.slurm.requeue",
+    "no-requeue": "cluster.slurm.requeue",
+    "output": "run.dir",
+    "chdir": "run.dir",
+    "open-mode": "run.dir",
+    "parsable": "run.dir",
+    "account": "cluster.slurm.account",
+    "partition": "cluster.slurm.partition",
+    "qos": "cluster.slurm.qos",
+    "time": "cluster.slurm.time",
+    "priority": "cluster.slurm.priority",
+    "constraint": "cluster.slurm.constraint",
+    "exclude": "cluster.slurm.exclude",
+    "reservation": "cluster.slurm.reservation",
+    "cpus-per-task": "cluster.slurm.cpus_per_task",
+    "mem": "cluster.slurm.memory",
 }
-GPU_OPTIONS = {"gres", "gpus", "gpus-per-node", "gpus-per-task"}  # written by the user, they stand for --gres=gpu:N
+GPU_OPTIONS = {
+    "gres",
+    "gpus",
+    "gpus-per-node",
+    "gpus-per-task",
+}  # written by the user, they stand for --gres=gpu:N
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 
 
@@ -65,13 +93,30 @@ def options(job: Job) -> list[str]:
     """What is asked of sbatch, in its long options. ``--chdir`` makes relative paths of the configuration mean what they meant here."""
     cluster, slurm = job.config.cluster, job.config.cluster.slurm
     asked: list[tuple[str, object]] = [
-        ("job-name", job.name), ("nodes", job.world.nodes), ("ntasks-per-node", 1),
-        ("gres", f"gpu:{cluster.gpus_per_node}" if cluster.gpus_per_node and not GPU_OPTIONS & slurm.options.keys() else None),
-        ("cpus-per-task", slurm.cpus_per_task), ("mem", slurm.memory), ("time", slurm.time), ("account", slurm.account),
-        ("partition", slurm.partition), ("qos", slurm.qos), ("priority", slurm.priority), ("constraint", slurm.constraint),
-        ("exclude", slurm.exclude), ("reservation", slurm.reservation),
-        ("signal", f"B:TERM@{cluster.grace_seconds + END_SECONDS}"), ("requeue" if slurm.requeue else "no-requeue", ""),
-        ("open-mode", "append"), ("output", str(job.folder / OUTPUT).replace("%", "%%")), ("chdir", Path.cwd()),
+        ("job-name", job.name),
+        ("nodes", job.world.nodes),
+        ("ntasks-per-node", 1),
+        (
+            "gres",
+            f"gpu:{cluster.gpus_per_node}"
+            if cluster.gpus_per_node and not GPU_OPTIONS & slurm.options.keys()
+            else None,
+        ),
+        ("cpus-per-task", slurm.cpus_per_task),
+        ("mem", slurm.memory),
+        ("time", slurm.time),
+        ("account", slurm.account),
+        ("partition", slurm.partition),
+        ("qos", slurm.qos),
+        ("priority", slurm.priority),
+        ("constraint", slurm.constraint),
+        ("exclude", slurm.exclude),
+        ("reservation", slurm.reservation),
+        ("signal", f"B:TERM@{cluster.grace_seconds + END_SECONDS}"),
+        ("requeue" if slurm.requeue else "no-requeue", ""),
+        ("open-mode", "append"),
+        ("output", str(job.folder / OUTPUT).replace("%", "%%")),
+        ("chdir", Path.cwd()),
         *slurm.options.items(),
     ]
     return [f"--{name}={value}" if value != "" else f"--{name}" for name, value in asked if value is not None]
@@ -86,8 +131,14 @@ def script(job: Job, python: str = sys.executable) -> str:
     cluster, slurm = job.config.cluster, job.config.cluster.slurm
     # A node that ended first leaves the others the time to save; and a task may use all cores of the job on its node, which srun
     # learns from sbatch no more since Slurm 22.05.
-    srun = [f"--nodes={job.world.nodes}", "--ntasks-per-node=1", "--cpu-bind=none", "--input=none", "--kill-on-bad-exit=0",
-            f"--wait={cluster.grace_seconds + END_SECONDS}"]
+    srun = [
+        f"--nodes={job.world.nodes}",
+        "--ntasks-per-node=1",
+        "--cpu-bind=none",
+        "--input=none",
+        "--kill-on-bad-exit=0",
+        f"--wait={cluster.grace_seconds + END_SECONDS}",
+    ]
     if slurm.cpus_per_task is not None:
         srun.append(f"--cpus-per-task={slurm.cpus_per_task}")
     nodes = job.world.nodes
@@ -102,8 +153,16 @@ def script(job: Job, python: str = sys.executable) -> str:
         f"folder={shlex.quote(str(job.folder))}",
         f"train=({_words(job.command())})",
         f"srun=({_words(srun)})",
-        _ONE if nodes == 1 else _SEVERAL.format(nodes=nodes, ranks=job.world.ranks_per_node, first=FIRST_PORT, ports=PORTS,
-                                                restarts=cluster.restarts, leave=cluster.grace_seconds + END_SECONDS // 2),
+        _ONE
+        if nodes == 1
+        else _SEVERAL.format(
+            nodes=nodes,
+            ranks=job.world.ranks_per_node,
+            first=FIRST_PORT,
+            ports=PORTS,
+            restarts=cluster.restarts,
+            leave=cluster.grace_seconds + END_SECONDS // 2,
+        ),
         _RUN,
     ]
     return "\n".join(parts)
@@ -160,15 +219,29 @@ trap '' TERM INT  # from here on it is decided, whoever asks
 
 def submit(job: Job) -> JobId:
     printed = _run(argv(job), clean(os.environ))
-    return JobId(Where.slurm, printed.strip().partition(";")[0])  # --parsable: the number, with several clusters ;NAME
+    return JobId(
+        Where.slurm, printed.strip().partition(";")[0]
+    )  # --parsable: the number, with several clusters ;NAME
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment that the job begins with, which is the submitting shell's: but for what a job around that shell, or a
     launcher, has set for itself. It would decide how srun and the ranks of the new job are started."""
-    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    return {name: value for name, value in environ.items()
-            if name == "SLURM_CONF" or not (name in launcher or name.startswith(("SLURM_", "SRUN_", "PMI", "PET_", "TORCHELASTIC_")))}
+    launcher = {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+    return {
+        name: value
+        for name, value in environ.items()
+        if name == "SLURM_CONF"
+        or not (name in launcher or name.startswith(("SLURM_", "SRUN_", "PMI", "PET_", "TORCHELASTIC_")))
+    }
 
 
 def state(id: JobId) -> JobState:
@@ -198,16 +271,36 @@ def _of_known_job(*command: str) -> str:
 def _run(command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
     seen = shlex.join(command)
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+        )
     except FileNotFoundError:
-        raise InputError(Problem("cluster", f"{command[0]} is not here", "cluster=slurm talks to Slurm by its own commands",
-                                 "submit from a login node of the cluster; dry_run=true works anywhere")) from None
+        raise InputError(
+            Problem(
+                "cluster",
+                f"{command[0]} is not here",
+                "cluster=slurm talks to Slurm by its own commands",
+                "submit from a login node of the cluster; dry_run=true works anywhere",
+            )
+        ) from None
     except subprocess.TimeoutExpired:
-        raise InputError(Problem("cluster", f"{seen} took more than {COMMAND_SECONDS:g} s", "Slurm answers",
-                                 "look at it with: scontrol ping")) from None
+        raise InputError(
+            Problem(
+                "cluster",
+                f"{seen} took more than {COMMAND_SECONDS:g} s",
+                "Slurm answers",
+                "look at it with: scontrol ping",
+            )
+        ) from None
     if done.returncode:
-        raise InputError(Problem("cluster", f"{seen}: {done.stderr.strip() or f'exit code {done.returncode}'}",
-                                 "Slurm accepts the command", "change what it names; launch/submit.py dry_run=true shows all of it"))
+        raise InputError(
+            Problem(
+                "cluster",
+                f"{seen}: {done.stderr.strip() or f'exit code {done.returncode}'}",
+                "Slurm accepts the command",
+                "change what it names; launch/submit.py dry_run=true shows all of it",
+            )
+        )
     return done.stdout
 
 
@@ -233,34 +326,61 @@ def _problems(cluster: ClusterConfig) -> Iterator[Problem]:
     slurm = cluster.slurm
     warned = cluster.grace_seconds + END_SECONDS
     if warned > MOST_SIGNAL_SECONDS:
-        yield Problem("cluster.grace_seconds", f"cluster.grace_seconds={cluster.grace_seconds}",
-                      f"Slurm warns a job at most {MOST_SIGNAL_SECONDS} s before its end",
-                      f"write cluster.grace_seconds={MOST_SIGNAL_SECONDS - END_SECONDS} or less")
+        yield Problem(
+            "cluster.grace_seconds",
+            f"cluster.grace_seconds={cluster.grace_seconds}",
+            f"Slurm warns a job at most {MOST_SIGNAL_SECONDS} s before its end",
+            f"write cluster.grace_seconds={MOST_SIGNAL_SECONDS - END_SECONDS} or less",
+        )
     if slurm.time is not None:
         limit = limit_seconds(slurm.time)
         seen = f"cluster.slurm.time={slurm.time}"
         if limit is None:
-            yield Problem("cluster.slurm.time", seen, "a limit is MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS",
-                          'write cluster.slurm.time="1-12:00:00", with the quotes for the colons')
+            yield Problem(
+                "cluster.slurm.time",
+                seen,
+                "a limit is MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS",
+                'write cluster.slurm.time="1-12:00:00", with the quotes for the colons',
+            )
         elif limit <= warned:
-            yield Problem("cluster.slurm.time", seen, f"a job is asked to end {warned} s before its limit (cluster.grace_seconds="
-                          f"{cluster.grace_seconds} and {END_SECONDS} s), so a limit of {limit} s leaves nothing to train in",
-                          "write a longer limit, or a smaller cluster.grace_seconds")
+            yield Problem(
+                "cluster.slurm.time",
+                seen,
+                f"a job is asked to end {warned} s before its limit (cluster.grace_seconds="
+                f"{cluster.grace_seconds} and {END_SECONDS} s), so a limit of {limit} s leaves nothing to train in",
+                "write a longer limit, or a smaller cluster.grace_seconds",
+            )
     yield from _texts(slurm)
     for name, value in slurm.options.items():
         seen = f"cluster.slurm.options={{{name}: {value}}}"
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            yield Problem("cluster.slurm.options", seen, "an option is a long one of sbatch, without its dashes", "write {mail-type: END}")
+            yield Problem(
+                "cluster.slurm.options",
+                seen,
+                "an option is a long one of sbatch, without its dashes",
+                "write {mail-type: END}",
+            )
         elif name in KEYS:
-            yield Problem("cluster.slurm.options", seen, f"{KEYS[name]} decides --{name}", f"leave it out, and write {KEYS[name]}")
+            yield Problem(
+                "cluster.slurm.options",
+                seen,
+                f"{KEYS[name]} decides --{name}",
+                f"leave it out, and write {KEYS[name]}",
+            )
 
 
 def _texts(slurm: SlurmConfig) -> Iterator[Problem]:
     """Every text is one word of sbatch's argv; a line end in it can only be a slip."""
-    texts: dict[str, str | None] = {name: getattr(slurm, name) for name in (
-        "account", "partition", "qos", "constraint", "exclude", "reservation", "memory")}
+    texts: dict[str, str | None] = {
+        name: getattr(slurm, name)
+        for name in ("account", "partition", "qos", "constraint", "exclude", "reservation", "memory")
+    }
     texts |= {f"options.{name}": value for name, value in slurm.options.items()}
     for name, text in texts.items():
         if text is not None and not text.isprintable():
-            yield Problem(f"cluster.slurm.{name}", f"cluster.slurm.{name}={text!r}", "options of sbatch are one line of printable text",
-                          "write it without line ends, tabs and control characters")
+            yield Problem(
+                f"cluster.slurm.{name}",
+                f"cluster.slurm.{name}={text!r}",
+                "options of sbatch are one line of printable text",
+                "write it without line ends, tabs and control characters",
+            )

@@ -46,7 +46,9 @@ class Measurements:
     """What is measured by parts of the toolkit that this one does not import."""
 
     first_read: Callable[[RunConfig, int | None, BatchPlan | None], FirstRead]  # toolkit/data/first_read.py
-    links: Callable[[Axes | None, torch.device, int, int], Sequence[Mapping[str, Any]]]  # toolkit/train/comm_benchmark.py
+    links: Callable[
+        [Axes | None, torch.device, int, int], Sequence[Mapping[str, Any]]
+    ]  # toolkit/train/comm_benchmark.py
 
 
 class DoctorCommand:
@@ -57,10 +59,22 @@ class DoctorCommand:
         script: what every rank runs, where this process starts them.
     """
 
-    def __init__(self, launch: Launch, words: Sequence[str], exit_handler: ExitHandler, measurements: Measurements, *, script: str,
-                 as_json: bool,
-                 ) -> None:
-        self._launch, self._words, self._exit_handler, self._measurements = launch, list(words), exit_handler, measurements
+    def __init__(
+        self,
+        launch: Launch,
+        words: Sequence[str],
+        exit_handler: ExitHandler,
+        measurements: Measurements,
+        *,
+        script: str,
+        as_json: bool,
+    ) -> None:
+        self._launch, self._words, self._exit_handler, self._measurements = (
+            launch,
+            list(words),
+            exit_handler,
+            measurements,
+        )
         self._script, self._as_json = script, as_json
         self._machines: list[MachineReport] = []
         self._together: list[Finding] = []
@@ -81,7 +95,11 @@ class DoctorCommand:
         if found.world.ranks > 1 and found.plan is not None and self._launch.launcher is Launcher.NONE:
             return self._start_ranks(found, stop)
         self._machines = [look(found.need(self._launch), checks=self._checks(found))]
-        met = cross_node.single_rank() if found.plan is not None else cross_node.not_tried("the run cannot be planned")
+        met = (
+            cross_node.single_rank()
+            if found.plan is not None
+            else cross_node.not_tried("the run cannot be planned")
+        )
         self._together = [*cross_node.of_plan(found.plan, found.problems), *met]
         return self._tell()
 
@@ -89,12 +107,16 @@ class DoctorCommand:
 
     def _among_ranks(self, machine: Machine | None, silence: str) -> ExitCode:
         launch = self._launch
-        set_thread_default(os.environ, launch.ranks_per_node, os.cpu_count() or 1)  # before the meeting imports torch
+        set_thread_default(
+            os.environ, launch.ranks_per_node, os.cpu_count() or 1
+        )  # before the meeting imports torch
         meeting = self._exit_handler.meeting = Meeting(launch, self._words, seconds=MEET_SECONDS)
         try:
             if launch.rank == 0:
                 found = self._own(machine, silence)
-                place = look(found.need(launch), checks=[network.PLACE])  # before the meeting opens and this process takes the port
+                place = look(
+                    found.need(launch), checks=[network.PLACE]
+                )  # before the meeting opens and this process takes the port
                 self._machines, self._together = [place], cross_node.of_plan(found.plan, found.problems)
                 if any(finding.verdict is Verdict.FAIL for finding in place.findings):
                     self._machines = [self._look_here(found)]
@@ -117,8 +139,11 @@ class DoctorCommand:
 
     def _own(self, machine: Machine | None, silence: str) -> ExaminedRun:
         handover = self._launch.handover
-        return requirements.from_start(Start.read(handover)) if handover is not None else \
-            requirements.from_words(self._words, self._launch, machine, silence)
+        return (
+            requirements.from_start(Start.read(handover))
+            if handover is not None
+            else requirements.from_words(self._words, self._launch, machine, silence)
+        )
 
     def _look_at_all(self, meeting: Meeting, found: ExaminedRun) -> None:
         """Each machine by its first rank. Raises Silent on rank 0, or torch's errors."""
@@ -126,7 +151,9 @@ class DoctorCommand:
         if launch.local_rank == 0:
             self._machines = [self._look_here(found)]
         try:  # not all need have met so far: a machine may start late
-            machines = gather(self._machines[0] if launch.local_rank == 0 else None, launch, meeting, MEET_SECONDS)
+            machines = gather(
+                self._machines[0] if launch.local_rank == 0 else None, launch, meeting, MEET_SECONDS
+            )
         except Silent as silent:
             self._machines = silent.heard
             raise
@@ -136,7 +163,9 @@ class DoctorCommand:
         self._together += [*cross_node.alike(machines), *times]
 
     def _look_here(self, found: ExaminedRun) -> MachineReport:
-        seen = tuple(finding for machine in self._machines for finding in machine.findings)  # of rank 0: the place
+        seen = tuple(
+            finding for machine in self._machines for finding in machine.findings
+        )  # of rank 0: the place
         checks = [check for check in self._checks(found) if not (seen and check is network.PLACE)]
         own = look(found.need(self._launch), self._launch.node, checks)
         return replace(own, findings=(*own.findings, *seen))
@@ -144,7 +173,13 @@ class DoctorCommand:
     def _measure(self, meeting: Meeting, found: ExaminedRun, machine: Machine | None) -> ExitCode:
         """The process group, the links, and the same exit code on all ranks."""
         launch = self._launch
-        set_defaults(os.environ, launch, found.world, machine or Machine(cores=os.cpu_count() or 1), found.config.debug.threads)
+        set_defaults(
+            os.environ,
+            launch,
+            found.world,
+            machine or Machine(cores=os.cpu_count() or 1),
+            found.config.debug.threads,
+        )
         import torch
 
         guard = threading.Timer(LINK_SECONDS + (ENDS_SECONDS if launch.rank else 0), self._hangs)
@@ -152,10 +187,16 @@ class DoctorCommand:
         guard.start()
         began = time.perf_counter()
         with meeting.process_group(found.world.device):
-            device = torch.device("cpu") if found.world.device is Device.CPU else torch.device("cuda", launch.local_rank)
+            device = (
+                torch.device("cpu")
+                if found.world.device is Device.CPU
+                else torch.device("cuda", launch.local_rank)
+            )
             torch.distributed.all_reduce(torch.zeros(1, device=device))
             met_seconds = time.perf_counter() - began
-            rows = self._measurements.links(found.plan.axes if found.plan is not None else None, device, launch.rank, launch.ranks)
+            rows = self._measurements.links(
+                found.plan.axes if found.plan is not None else None, device, launch.rank, launch.ranks
+            )
             guard.cancel()
             if launch.rank == 0:
                 self._together += cross_node.links(rows, met_seconds)
@@ -175,7 +216,9 @@ class DoctorCommand:
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
             handover = Path(folder) / "handover.json"
             found.start().write(handover)
-            ranks = Ranks([self._script, f"{HANDOVER}{handover}", *([JSON] if self._as_json else [])], found.world)
+            ranks = Ranks(
+                [self._script, f"{HANDOVER}{handover}", *([JSON] if self._as_json else [])], found.world
+            )
 
             def abort(reason: str, code: ExitCode) -> None:
                 """The process ends in this call, so nothing else removes the folder."""
@@ -194,7 +237,9 @@ class DoctorCommand:
         def read() -> FirstRead:
             plan = found.plan
             vocab_size = plan.shape.vocab_size if plan is not None and plan.shape is not None else None
-            return self._measurements.first_read(found.config, vocab_size, plan.batch if plan is not None else None)
+            return self._measurements.first_read(
+                found.config, vocab_size, plan.batch if plan is not None else None
+            )
 
         return [*CHECKS, data_check(read)]
 

@@ -38,11 +38,15 @@ def _plan(plan: RunPlan | None, problems: Sequence[Problem]) -> Iterator[Finding
         return
     have = memory_bytes(plan.world) if plan.world.device is Device.CUDA else plan.world.host_memory_bytes
     if plan.memory is None or have is None:
-        yield unknown(f"{plan.world.ranks} ranks; {'bytes of model.target' if plan.memory is None else 'memory of the devices'} not known")
+        yield unknown(
+            f"{plan.world.ranks} ranks; {'bytes of model.target' if plan.memory is None else 'memory of the devices'} not known"
+        )
         return
     need = plan.memory.device_total
     unit = "a GPU" if plan.world.device is Device.CUDA else "a machine"
-    yield ok(f"{plan.world.ranks} rank{'s' * (plan.world.ranks > 1)}, {need / 1e9:,.1f} GB each; {unit} has {have / 1e9:,.1f} GB")
+    yield ok(
+        f"{plan.world.ranks} rank{'s' * (plan.world.ranks > 1)}, {need / 1e9:,.1f} GB each; {unit} has {have / 1e9:,.1f} GB"
+    )
 
 
 def alike(machines: Sequence[MachineReport]) -> list[Finding]:
@@ -65,8 +69,12 @@ def _alike(machines: Sequence[MachineReport]) -> Iterator[Finding]:
             said = "; ".join(f"{value} on {_hosts(hosts)}" for value, hosts in ordered)
             # Ranks of different versions exchange messages that they do not understand; unlike GPUs or drivers only wait.
             tell = warn if name in ("GPUs", "driver", "Python") else fail
-            yield tell(f"{name}: {said}", "use one image or environment on all machines" if tell is fail else
-                       "leave out the machines that are unlike, or expect the slowest to set the pace")
+            yield tell(
+                f"{name}: {said}",
+                "use one image or environment on all machines"
+                if tell is fail
+                else "leave out the machines that are unlike, or expect the slowest to set the pace",
+            )
     if not differing:
         yield ok(f"{len(machines)} machines have the same {', '.join(names)}")
 
@@ -82,7 +90,11 @@ def clocks(offsets: Mapping[str, Offset]) -> list[Finding]:
     """
     if not offsets:
         return []
-    return _of("clocks", "the first machine's time, asked through the store; half of the way there and back is the error", _clocks(offsets))
+    return _of(
+        "clocks",
+        "the first machine's time, asked through the store; half of the way there and back is the error",
+        _clocks(offsets),
+    )
 
 
 def _clocks(offsets: Mapping[str, Offset]) -> Iterator[Finding]:
@@ -93,11 +105,15 @@ def _clocks(offsets: Mapping[str, Offset]) -> Iterator[Finding]:
             wrong = True
             tell = fail if least > FAIL_SECONDS else warn
             side = "ahead of" if offset.seconds > 0 else "behind"
-            yield tell(f"{host} is {abs(offset.seconds):,.2f} s {side} the first machine", "start chronyd or systemd-timesyncd there: "
-                       "chronyc makestep")
+            yield tell(
+                f"{host} is {abs(offset.seconds):,.2f} s {side} the first machine",
+                "start chronyd or systemd-timesyncd there: chronyc makestep",
+            )
     if not wrong:
         host, worst = max(offsets.items(), key=lambda item: abs(item[1].seconds))
-        yield ok(f"at most {abs(worst.seconds) * 1000:,.1f} ms apart ({host}; ± {worst.error_seconds * 1000:,.1f} ms)")
+        yield ok(
+            f"at most {abs(worst.seconds) * 1000:,.1f} ms apart ({host}; ± {worst.error_seconds * 1000:,.1f} ms)"
+        )
 
 
 HOW_LINKS = "all-reduces over groups of the ranks along each axis and of all: a few bytes for latency, MiBs for bus bandwidth"
@@ -116,13 +132,17 @@ def _links(rows: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[Findin
     yield ok(f"they met in {seconds:.1f} s")
     for row in rows:
         slow, fast = row["bandwidth_bytes_per_second"], row["best_bandwidth_bytes_per_second"]
-        said = (f"{row['axis']} ({row['ranks']} ranks): {row['latency_p50_seconds'] * 1e6:,.0f} µs (p99 "
-                f"{row['latency_p99_seconds'] * 1e6:,.0f}), bus bandwidth {slow / 1e9:.2f} GB/s")
+        said = (
+            f"{row['axis']} ({row['ranks']} ranks): {row['latency_p50_seconds'] * 1e6:,.0f} µs (p99 "
+            f"{row['latency_p99_seconds'] * 1e6:,.0f}), bus bandwidth {slow / 1e9:.2f} GB/s"
+        )
         if slow < SLOWEST * fast:
             ranks = ", ".join(map(str, row["slowest_ranks"][:8]))
-            yield warn(f"{said} between ranks {ranks}; {fast / 1e9:.2f} GB/s in the fastest group",
-                       "look again while nothing else runs there; then at the links of these ranks' machines (nvidia-smi topo -m, "
-                       "nvidia-smi nvlink -s, ibstat), or leave them out")
+            yield warn(
+                f"{said} between ranks {ranks}; {fast / 1e9:.2f} GB/s in the fastest group",
+                "look again while nothing else runs there; then at the links of these ranks' machines (nvidia-smi topo -m, "
+                "nvidia-smi nvlink -s, ibstat), or leave them out",
+            )
         else:
             yield ok(said)
 
@@ -136,6 +156,8 @@ def not_tried(why: str) -> list[Finding]:
 
 
 def not_met(why: str) -> list[Finding]:
-    remedy = ("all machines start the same command, with one MASTER_ADDR and MASTER_PORT that the others reach (firewall); the interface "
-              "between them is named where there are several: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says more")
+    remedy = (
+        "all machines start the same command, with one MASTER_ADDR and MASTER_PORT that the others reach (firewall); the interface "
+        "between them is named where there are several: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says more"
+    )
     return _of("ranks meet", HOW_LINKS, [Finding(Verdict.FAIL, why, remedy)])

@@ -9,7 +9,9 @@ from toolkit.cluster.doctor.types import Check, Finding, Need, fail, ok, warn
 from toolkit.errors import Problem
 
 SLOW_SECONDS = 5.0
-HANGS_SECONDS = 45.0  # a store that does not answer is asked again for a while, and then says more than this does
+HANGS_SECONDS = (
+    45.0  # a store that does not answer is asked again for a while, and then says more than this does
+)
 
 
 class FirstRead(Protocol):
@@ -33,14 +35,23 @@ def judge(found: FirstRead, need: Need) -> Iterator[Finding]:
     if found.read_seconds is None:
         yield ok(found.note or "they are there")
     elif found.read_seconds > SLOW_SECONDS:
-        yield warn(f"the first samples took {found.read_seconds:.1f} s", "look at the network or disk between; data in a store: "
-                   "data.cache.folder=FOLDER on a local disk, and a store in this region")
+        yield warn(
+            f"the first samples took {found.read_seconds:.1f} s",
+            "look at the network or disk between; data in a store: "
+            "data.cache.folder=FOLDER on a local disk, and a store in this region",
+        )
     else:
-        yield ok(f"opened in {found.open_seconds:.2f} s, the first samples read in {found.read_seconds * 1000:,.0f} ms")
+        yield ok(
+            f"opened in {found.open_seconds:.2f} s, the first samples read in {found.read_seconds * 1000:,.0f} ms"
+        )
 
 
 def data_check(read: Callable[[], FirstRead]) -> Check:
     return Check(
-        name="data", how="they are opened and the first step's samples read, as the run will, with the same credentials",
-        measure=lambda need: read(), judge=judge, seconds=HANGS_SECONDS,
-        stuck="the store or file system of data.path hangs: look at the network, its credentials' server, or the mount")
+        name="data",
+        how="they are opened and the first step's samples read, as the run will, with the same credentials",
+        measure=lambda need: read(),
+        judge=judge,
+        seconds=HANGS_SECONDS,
+        stuck="the store or file system of data.path hangs: look at the network, its credentials' server, or the mount",
+    )

@@ -67,17 +67,25 @@ def write(path: Path, most: int, seconds: float = MOST_SECONDS) -> tuple[int, fl
 
 def judge(disk: Disk, need: Need) -> Iterator[Finding]:
     if disk.problem is not None:
-        yield fail(f"{disk.folder}: {disk.problem}", "make it writable for this user, with room, or write run.dir=FOLDER")
+        yield fail(
+            f"{disk.folder}: {disk.problem}",
+            "make it writable for this user, with room, or write run.dir=FOLDER",
+        )
         return
     size = need.checkpoint_bytes
     room = f"{disk.folder}: {gib(disk.free_bytes)} free"
     if size is None:
         yield ok(f"{room}; what a checkpoint takes is not known")
     elif disk.free_bytes < size:
-        yield fail(f"{room}; one checkpoint takes {gib(size)}", "make room, or write run.dir=FOLDER on a larger disk")
+        yield fail(
+            f"{room}; one checkpoint takes {gib(size)}", "make room, or write run.dir=FOLDER on a larger disk"
+        )
     elif disk.free_bytes < size * (need.keep_checkpoints + 1):
-        yield warn(f"{room}; {need.keep_checkpoints} checkpoints (checkpoint.keep_last) and the one being written take "
-                   f"{gib(size * (need.keep_checkpoints + 1))}", "make room, or write a smaller checkpoint.keep_last")
+        yield warn(
+            f"{room}; {need.keep_checkpoints} checkpoints (checkpoint.keep_last) and the one being written take "
+            f"{gib(size * (need.keep_checkpoints + 1))}",
+            "make room, or write a smaller checkpoint.keep_last",
+        )
     else:
         yield ok(f"{room}; one checkpoint takes {gib(size)}")
     yield from _speed(disk, need)
@@ -93,16 +101,26 @@ def _speed(disk: Disk, need: Need) -> Iterator[Finding]:
         yield ok(said)
         return
     save_seconds = need.checkpoint_bytes / need.nodes / speed
-    said += f": a save takes about {save_seconds:,.0f} s" if save_seconds >= 1 else ": a save takes less than a second"
+    said += (
+        f": a save takes about {save_seconds:,.0f} s"
+        if save_seconds >= 1
+        else ": a save takes less than a second"
+    )
     if save_seconds > need.grace_seconds:
-        yield warn(f"{said}, more than cluster.grace_seconds={need.grace_seconds}: a run that is stopped by a signal cannot save",
-                   f"write cluster.grace_seconds={round(1.5 * save_seconds)} where the cluster waits so long, a faster run.dir, or save "
-                   "more often")
+        yield warn(
+            f"{said}, more than cluster.grace_seconds={need.grace_seconds}: a run that is stopped by a signal cannot save",
+            f"write cluster.grace_seconds={round(1.5 * save_seconds)} where the cluster waits so long, a faster run.dir, or save "
+            "more often",
+        )
     else:
         yield ok(said)
 
 
 CHECK = Check(
-    name="disk", how=f"free space; a file of up to {gib(MOST_BYTES)} or {MOST_SECONDS:g} s, synced every {gib(BLOCK_BYTES)}, on all "
-    "machines at about the same time; a save is each machine's share of the checkpoint at that speed", measure=measure, judge=judge,
-    stuck="the file system of run.dir hangs: look at its server and mounts (mount, dmesg), or write run.dir=FOLDER")
+    name="disk",
+    how=f"free space; a file of up to {gib(MOST_BYTES)} or {MOST_SECONDS:g} s, synced every {gib(BLOCK_BYTES)}, on all "
+    "machines at about the same time; a save is each machine's share of the checkpoint at that speed",
+    measure=measure,
+    judge=judge,
+    stuck="the file system of run.dir hangs: look at its server and mounts (mount, dmesg), or write run.dir=FOLDER",
+)

@@ -37,7 +37,12 @@ def judged(check: Check, answer: TimedResult, need: Need) -> list[Finding]:
     if answer.hangs:
         found = [Finding(check.hanging, f"no answer within {check.seconds:g} s", check.stuck)]
     elif answer.problem is not None:
-        found = [warn(f"it could not be looked at: {answer.problem}", "look by hand; other checks are not touched by it")]
+        found = [
+            warn(
+                f"it could not be looked at: {answer.problem}",
+                "look by hand; other checks are not touched by it",
+            )
+        ]
     else:
         found = list(check.judge(answer.value, need))
     return [Finding(one.verdict, one.evidence, one.remedy, check.name, check.how) for one in found]
@@ -48,11 +53,15 @@ class Silent(TimeoutError):
 
     def __init__(self, nodes: Sequence[int], heard: Sequence[MachineReport], seconds: float) -> None:
         which = ", ".join(map(str, nodes))
-        super().__init__(f"machine {which} of {len(nodes) + len(heard)} (from 0) has said nothing within {seconds:g} s")
+        super().__init__(
+            f"machine {which} of {len(nodes) + len(heard)} (from 0) has said nothing within {seconds:g} s"
+        )
         self.heard = list(heard)
 
 
-def gather(own: MachineReport | None, launch: Launch, meeting: Meeting, seconds: float = LOOK_SECONDS) -> list[MachineReport]:
+def gather(
+    own: MachineReport | None, launch: Launch, meeting: Meeting, seconds: float = LOOK_SECONDS
+) -> list[MachineReport]:
     """On rank 0 what was found on every machine; elsewhere nothing.
 
     Args:
@@ -70,7 +79,9 @@ def gather(own: MachineReport | None, launch: Launch, meeting: Meeting, seconds:
     heard, silent = [], []
     for node in range(launch.nodes):
         try:
-            heard += meeting.receive(f"doctor/machine/{node}", seconds=max(MOMENT_SECONDS, deadline - time.monotonic()))
+            heard += meeting.receive(
+                f"doctor/machine/{node}", seconds=max(MOMENT_SECONDS, deadline - time.monotonic())
+            )
         except TimeoutError:
             silent.append(node)
     reports = [MachineReport.from_json(one) for one in heard]
@@ -85,13 +96,19 @@ def compare_clocks(machines: Sequence[MachineReport], launch: Launch, meeting: M
         return []
     if launch.rank != 0:
         offset = clocks.compare(meeting.store, launch.node)
-        meeting.publish(f"doctor/clock/{launch.node}", {"seconds": offset.seconds, "error_seconds": offset.error_seconds})
+        meeting.publish(
+            f"doctor/clock/{launch.node}", {"seconds": offset.seconds, "error_seconds": offset.error_seconds}
+        )
         return []
     for node in range(1, launch.nodes):
         clocks.tell(meeting.store, node)
     told = meeting.receive(*(f"doctor/clock/{node}" for node in range(1, launch.nodes)))
-    return cross_node.clocks({f"{machine.host} (machine {machine.node})": clocks.Offset(**one)
-                              for machine, one in zip(machines[1:], told, strict=True)})
+    return cross_node.clocks(
+        {
+            f"{machine.host} (machine {machine.node})": clocks.Offset(**one)
+            for machine, one in zip(machines[1:], told, strict=True)
+        }
+    )
 
 
 def preflight(plan: RunPlan, launch: Launch, meeting: Meeting) -> Report | None:
@@ -114,7 +131,10 @@ def preflight(plan: RunPlan, launch: Launch, meeting: Meeting) -> Report | None:
     if launch.rank != 0:
         meeting.receive("doctor/end", seconds=LOOK_SECONDS + launch.nodes)
         return None
-    report = Report(machines=tuple(machines), together=(*cross_node.of_plan(plan, ()), *cross_node.alike(machines), *times))
+    report = Report(
+        machines=tuple(machines),
+        together=(*cross_node.of_plan(plan, ()), *cross_node.alike(machines), *times),
+    )
     problems = failures(report)
     if problems:
         raise InputError(*problems)
@@ -128,5 +148,8 @@ def failures(report: Report) -> list[Problem]:
     rule = "every machine is fit for the run (cluster.preflight)"
     told = [(machine.host, finding) for machine in report.machines for finding in machine.findings]
     told += [("the run", finding) for finding in report.together]
-    return [Problem("cluster.preflight", f"{where}, {finding.check}: {finding.evidence}", rule, finding.remedy)
-            for where, finding in told if finding.verdict is Verdict.FAIL]
+    return [
+        Problem("cluster.preflight", f"{where}, {finding.check}: {finding.evidence}", rule, finding.remedy)
+        for where, finding in told
+        if finding.verdict is Verdict.FAIL
+    ]

@@ -14,8 +14,12 @@ from toolkit.cluster.machine import Gpu, visible
 from toolkit.plan.types import Device
 
 # Reasons for low clocks that mean that something is wrong; NVML's names: nvmlClocksThrottleReason...
-HARMFUL = {"HwSlowdown": "hardware slowdown", "SwThermalSlowdown": "heat (driver)", "HwThermalSlowdown": "heat (hardware)",
-           "HwPowerBrakeSlowdown": "power brake"}
+HARMFUL = {
+    "HwSlowdown": "hardware slowdown",
+    "SwThermalSlowdown": "heat (driver)",
+    "HwThermalSlowdown": "heat (hardware)",
+    "HwPowerBrakeSlowdown": "power brake",
+}
 OTHERS_BYTES = 1 << 30  # on a GPU before a run: contexts and idle servers take less
 
 
@@ -58,8 +62,11 @@ def measure_driver(need: Need, nvml: Any = None) -> Driver:
     number = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 12080 of 12.8
     built = torch_cuda()
     major, minor = (*(built or "0.0").split("."), "0")[:2]
-    return Driver(version=_text(nvml.nvmlSystemGetDriverVersion()), cuda=(number // 1000, number % 1000 // 10),
-                  built=(int(major), int(minor)) if built else None)
+    return Driver(
+        version=_text(nvml.nvmlSystemGetDriverVersion()),
+        cuda=(number // 1000, number % 1000 // 10),
+        built=(int(major), int(minor)) if built else None,
+    )
 
 
 def judge_driver(driver: Driver, need: Need) -> Iterator[Finding]:
@@ -67,19 +74,27 @@ def judge_driver(driver: Driver, need: Need) -> Iterator[Finding]:
         if need.device is Device.CPU:
             yield ok("none, and the run is planned for CPU ranks")
         else:
-            yield fail("NVML finds no driver", "install NVIDIA's driver, or start the container with --gpus all; cluster.gpus_per_node=0 "
-                       "trains on the CPU")
+            yield fail(
+                "NVML finds no driver",
+                "install NVIDIA's driver, or start the container with --gpus all; cluster.gpus_per_node=0 "
+                "trains on the CPU",
+            )
         return
     seen = f"{driver.version}, up to CUDA {_dotted(driver.cuda)}"
     if driver.built is None or need.device is Device.CPU:
         yield ok(seen)
     elif driver.built[0] > driver.cuda[0]:
-        yield fail(f"{seen}; torch was built with CUDA {_dotted(driver.built)}",
-                   f"install a driver for CUDA {driver.built[0]}, or a torch built with CUDA {driver.cuda[0]}")
+        yield fail(
+            f"{seen}; torch was built with CUDA {_dotted(driver.built)}",
+            f"install a driver for CUDA {driver.built[0]}, or a torch built with CUDA {driver.cuda[0]}",
+        )
     elif driver.built > driver.cuda:
         # CUDA's compatibility guide: minor versions of one major version run on its older drivers, with less of what is compiled late.
-        yield warn(f"{seen}; torch was built with CUDA {_dotted(driver.built)}", "install a newer driver: what is compiled on the machine "
-                   "(torch.compile, JIT kernels) may not load")
+        yield warn(
+            f"{seen}; torch was built with CUDA {_dotted(driver.built)}",
+            "install a newer driver: what is compiled on the machine "
+            "(torch.compile, JIT kernels) may not load",
+        )
     else:
         yield ok(f"{seen}; torch was built with CUDA {_dotted(driver.built)}")
 
@@ -94,8 +109,13 @@ def measure_gpus(need: Need, nvml: Any = None, selection: str | None = None) -> 
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         name = _text(nvml.nvmlDeviceGetName(handle))
-        cards.append((Gpu(name, None, _text(nvml.nvmlDeviceGetUUID(handle))), _card(nvml, handle, index, name)))
-    chosen = visible([gpu for gpu, _ in cards], selection if selection is not None else os.environ.get("CUDA_VISIBLE_DEVICES"))
+        cards.append(
+            (Gpu(name, None, _text(nvml.nvmlDeviceGetUUID(handle))), _card(nvml, handle, index, name))
+        )
+    chosen = visible(
+        [gpu for gpu, _ in cards],
+        selection if selection is not None else os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )
     own = {gpu.uuid: card for gpu, card in cards}
     # A slice of a GPU (MIG) has no entry of its own: it is counted, and nothing more is said of it.
     return [own.get(gpu.uuid) or Card(index=index, name=gpu.product) for index, gpu in enumerate(chosen)]
@@ -114,12 +134,27 @@ def _card(nvml: Any, handle: Any, index: int, name: str) -> Card:
     remapped = said(lambda: nvml.nvmlDeviceGetRemappedRows(handle))  # corrected, uncorrected, pending, failed
     bits = said(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
     return Card(
-        index=index, name=name, total_bytes=memory and memory.total, used_bytes=memory and memory.used,
-        persistent=None if persistent is None else bool(persistent), ecc=None if ecc is None else bool(ecc),
-        uncorrected=said(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(
-            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC))),
-        remap_pending=None if remapped is None else bool(remapped[2]), remap_failed=None if remapped is None else bool(remapped[3]),
-        slowed=tuple(words for name, words in HARMFUL.items() if bits & getattr(nvml, f"nvmlClocksThrottleReason{name}")))
+        index=index,
+        name=name,
+        total_bytes=memory and memory.total,
+        used_bytes=memory and memory.used,
+        persistent=None if persistent is None else bool(persistent),
+        ecc=None if ecc is None else bool(ecc),
+        uncorrected=said(
+            lambda: int(
+                nvml.nvmlDeviceGetTotalEccErrors(
+                    handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                )
+            )
+        ),
+        remap_pending=None if remapped is None else bool(remapped[2]),
+        remap_failed=None if remapped is None else bool(remapped[3]),
+        slowed=tuple(
+            words
+            for name, words in HARMFUL.items()
+            if bits & getattr(nvml, f"nvmlClocksThrottleReason{name}")
+        ),
+    )
 
 
 def judge_gpus(cards: Sequence[Card], need: Need) -> Iterator[Finding]:
@@ -129,14 +164,26 @@ def judge_gpus(cards: Sequence[Card], need: Need) -> Iterator[Finding]:
         yield ok(f"{seen}; the run is planned for CPU ranks")
         return
     if len(cards) < need.ranks_per_node:
-        yield fail(f"{seen} for {need.ranks_per_node} ranks", "look for one that was lost (nvidia-smi, dmesg) and at CUDA_VISIBLE_DEVICES, "
-                   "or start fewer ranks")
-    used = cards[:need.ranks_per_node]
+        yield fail(
+            f"{seen} for {need.ranks_per_node} ranks",
+            "look for one that was lost (nvidia-smi, dmesg) and at CUDA_VISIBLE_DEVICES, "
+            "or start fewer ranks",
+        )
+    used = cards[: need.ranks_per_node]
     problems = [problem for card in used for problem in _problems(card, need)]
     if len({card.name for card in used}) > 1:
-        problems.append(warn(f"{seen}: in each step the slowest one is waited for", "choose GPUs of one kind: CUDA_VISIBLE_DEVICES"))
+        problems.append(
+            warn(
+                f"{seen}: in each step the slowest one is waited for",
+                "choose GPUs of one kind: CUDA_VISIBLE_DEVICES",
+            )
+        )
     yield from problems
-    quiet = [name for name in ("ecc", "persistent", "uncorrected") if used and all(getattr(card, name) is None for card in used)]
+    quiet = [
+        name
+        for name in ("ecc", "persistent", "uncorrected")
+        if used and all(getattr(card, name) is None for card in used)
+    ]
     if quiet:
         yield unknown(f"the driver says nothing of {', '.join(quiet)}")
     if not problems and len(cards) >= need.ranks_per_node:
@@ -147,25 +194,40 @@ def judge_gpus(cards: Sequence[Card], need: Need) -> Iterator[Finding]:
 def _problems(card: Card, need: Need) -> Iterator[Finding]:
     name = f"GPU {card.index}"
     if card.uncorrected:
-        yield fail(f"{name}: {card.uncorrected} uncorrected memory errors since the driver was loaded",
-                   f"leave it out (CUDA_VISIBLE_DEVICES, or drain the machine); nvidia-smi -r -i {card.index}; have it replaced if they "
-                   "return")
+        yield fail(
+            f"{name}: {card.uncorrected} uncorrected memory errors since the driver was loaded",
+            f"leave it out (CUDA_VISIBLE_DEVICES, or drain the machine); nvidia-smi -r -i {card.index}; have it replaced if they "
+            "return",
+        )
     if card.remap_failed:
         yield fail(f"{name}: remapping a row of its memory failed", "leave it out, and have it replaced")
     if card.remap_pending:
-        yield warn(f"{name}: the remapping of a row of its memory waits for a reset", f"nvidia-smi -r -i {card.index} while it is idle")
+        yield warn(
+            f"{name}: the remapping of a row of its memory waits for a reset",
+            f"nvidia-smi -r -i {card.index} while it is idle",
+        )
     if card.slowed:
-        yield warn(f"{name}: its clocks are lowered now by {', '.join(card.slowed)}",
-                   "look at its cooling and power; every rank waits for it")
+        yield warn(
+            f"{name}: its clocks are lowered now by {', '.join(card.slowed)}",
+            "look at its cooling and power; every rank waits for it",
+        )
     if card.persistent is False:
-        yield warn(f"{name}: persistence mode is off, so that each start waits for the driver to load", "nvidia-smi -pm 1, as root")
+        yield warn(
+            f"{name}: persistence mode is off, so that each start waits for the driver to load",
+            "nvidia-smi -pm 1, as root",
+        )
     if card.used_bytes is not None and card.total_bytes is not None:
         free = card.total_bytes - card.used_bytes
         if need.device_bytes is not None and free < need.device_bytes:
-            yield fail(f"{name}: {gib(free)} free of {gib(card.total_bytes)}; the run needs {gib(need.device_bytes)}",
-                       "end the processes that nvidia-smi shows on it, or plan for fewer bytes a rank (launch/plan.py)")
+            yield fail(
+                f"{name}: {gib(free)} free of {gib(card.total_bytes)}; the run needs {gib(need.device_bytes)}",
+                "end the processes that nvidia-smi shows on it, or plan for fewer bytes a rank (launch/plan.py)",
+            )
         elif card.used_bytes > OTHERS_BYTES:
-            yield warn(f"{name}: {gib(card.used_bytes)} are in use already", "end the processes that nvidia-smi shows on it")
+            yield warn(
+                f"{name}: {gib(card.used_bytes)} are in use already",
+                "end the processes that nvidia-smi shows on it",
+            )
 
 
 def load() -> Any:
@@ -182,11 +244,24 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-HANGS = "the GPU driver hangs: look at dmesg for Xid; the machine has to be restarted, so leave it out of the run"
+HANGS = (
+    "the GPU driver hangs: look at dmesg for Xid; the machine has to be restarted, so leave it out of the run"
+)
 CHECKS = (
-    Check(name="driver", how="NVML, against the CUDA of torch/version.py", measure=measure_driver, judge=judge_driver, stuck=HANGS,
-          traits=lambda driver: {"driver": str(driver.version)}),
-    Check(name="GPUs", how="NVML: number, kind, memory in use, ECC, row remapping, persistence mode, throttling at this moment",
-          measure=measure_gpus, judge=judge_gpus, stuck=HANGS,
-          traits=lambda cards: {"GPUs": ", ".join(sorted({card.name for card in cards})) or "none"}),
+    Check(
+        name="driver",
+        how="NVML, against the CUDA of torch/version.py",
+        measure=measure_driver,
+        judge=judge_driver,
+        stuck=HANGS,
+        traits=lambda driver: {"driver": str(driver.version)},
+    ),
+    Check(
+        name="GPUs",
+        how="NVML: number, kind, memory in use, ECC, row remapping, persistence mode, throttling at this moment",
+        measure=measure_gpus,
+        judge=judge_gpus,
+        stuck=HANGS,
+        traits=lambda cards: {"GPUs": ", ".join(sorted({card.name for card in cards})) or "none"},
+    ),
 )

@@ -33,8 +33,10 @@ def measure_shared(need: Need) -> Shared:
 
 def judge_shared(shared: Shared, need: Need) -> Iterator[Finding]:
     seen = f"{gib(shared.free_bytes)} free of {gib(shared.total_bytes)}"
-    remedy = ("docker run --shm-size=16g, cluster.kubernetes.shared_memory_gib=16, or: mount -o remount,size=16G /dev/shm; or remove what "
-              "ended runs have left there")
+    remedy = (
+        "docker run --shm-size=16g, cluster.kubernetes.shared_memory_gib=16, or: mount -o remount,size=16G /dev/shm; or remove what "
+        "ended runs have left there"
+    )
     if need.device is Device.CPU or need.ranks_per_node == 1:
         yield ok(f"{seen}; the ranks of this run need none")
     elif shared.free_bytes <= DOCKER_SHARED:
@@ -56,8 +58,10 @@ class Memory:
 
 def measure_memory(need: Need) -> Memory:
     text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    total, available = (int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024  # type: ignore[index]
-                        for name in ("MemTotal", "MemAvailable"))
+    total, available = (
+        int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024  # type: ignore[index]
+        for name in ("MemTotal", "MemAvailable")
+    )
     limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
     if limit is not None:  # a container's own bound
         total, available = min(total, limit), min(available, limit - (used or 0))
@@ -69,8 +73,10 @@ def judge_memory(memory: Memory, need: Need) -> Iterator[Finding]:
     if need.host_bytes is None:
         yield unknown(f"{seen}; what the run needs is not known")
     elif need.host_bytes > memory.available_bytes:
-        yield fail(f"{seen}; the run's {need.ranks_per_node} ranks here need {gib(need.host_bytes)}",
-                   "end what uses it, take more machines or a smaller model, or offload less to host memory")
+        yield fail(
+            f"{seen}; the run's {need.ranks_per_node} ranks here need {gib(need.host_bytes)}",
+            "end what uses it, take more machines or a smaller model, or offload less to host memory",
+        )
     else:
         yield ok(f"{seen}; the run needs {gib(need.host_bytes)} of states and activations")
 
@@ -103,8 +109,11 @@ class Cores:
 def measure_cores(need: Need) -> Cores:
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     numa = (cores_of((folder / "cpulist").read_text(encoding="utf-8")) for folder in folders)
-    return Cores(usable=frozenset(os.sched_getaffinity(0)), numa=tuple(cores for cores in numa if cores),
-                 balancing=_number(Path("/proc/sys/kernel/numa_balancing")) == 1)
+    return Cores(
+        usable=frozenset(os.sched_getaffinity(0)),
+        numa=tuple(cores for cores in numa if cores),
+        balancing=_number(Path("/proc/sys/kernel/numa_balancing")) == 1,
+    )
 
 
 def cores_of(text: str) -> frozenset[int]:
@@ -116,15 +125,22 @@ def cores_of(text: str) -> frozenset[int]:
 def judge_cores(cores: Cores, need: Need) -> Iterator[Finding]:
     seen = f"{len(cores.usable)} cores on {len(cores.numa) or 1} NUMA node{'s' * (len(cores.numa) > 1)}"
     if len(cores.usable) < need.ranks_per_node:
-        yield warn(f"{seen} for {need.ranks_per_node} ranks, which wait for each other", "ask for more cores (cluster.slurm.cpus_per_task, "
-                   "cluster.kubernetes.cpus), or start fewer ranks")
+        yield warn(
+            f"{seen} for {need.ranks_per_node} ranks, which wait for each other",
+            "ask for more cores (cluster.slurm.cpus_per_task, cluster.kubernetes.cpus), or start fewer ranks",
+        )
         return
     left_out = [number for number, own in enumerate(cores.numa) if not own & cores.usable]
     if need.device is Device.CUDA and left_out and need.ranks_per_node > 1:
-        yield warn(f"{seen}; none of NUMA node {', '.join(map(str, left_out))}: GPUs there are fed from afar",
-                   "ask for the cores of the whole machine (srun --cpu-bind=none, cluster.slurm.cpus_per_task)")
+        yield warn(
+            f"{seen}; none of NUMA node {', '.join(map(str, left_out))}: GPUs there are fed from afar",
+            "ask for the cores of the whole machine (srun --cpu-bind=none, cluster.slurm.cpus_per_task)",
+        )
     elif need.device is Device.CUDA and cores.balancing and len(cores.numa) > 1:
-        yield warn(f"{seen}; the kernel moves pages between them while ranks use them", "sysctl kernel.numa_balancing=0")
+        yield warn(
+            f"{seen}; the kernel moves pages between them while ranks use them",
+            "sysctl kernel.numa_balancing=0",
+        )
     else:
         yield ok(seen)
 
@@ -148,7 +164,12 @@ def measure_limits(need: Need) -> Limits:
     files, files_hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
     locked = _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     devices = Path("/sys/class/infiniband")
-    return Limits(files=files, files_hard=files_hard, locked_bytes=locked, rdma=devices.is_dir() and any(devices.iterdir()))
+    return Limits(
+        files=files,
+        files_hard=files_hard,
+        locked_bytes=locked,
+        rdma=devices.is_dir() and any(devices.iterdir()),
+    )
 
 
 def _limit(value: int) -> int | None:
@@ -170,16 +191,32 @@ def judge_limits(limits: Limits, need: Need) -> Iterator[Finding]:
         yield ok("locked memory: no RDMA devices here, so none is needed")
     elif limits.locked_bytes is not None:
         # NCCL's and libfabric's guides: RDMA registers its buffers as locked memory, ibv_reg_mr fails at the limit.
-        yield fail(f"{gib(limits.locked_bytes)} of locked memory (ulimit -l) and RDMA devices, whose buffers must be locked",
-                   "ulimit -l unlimited (docker run --ulimit memlock=-1; under Slurm PropagateResourceLimitsExcept=MEMLOCK)")
+        yield fail(
+            f"{gib(limits.locked_bytes)} of locked memory (ulimit -l) and RDMA devices, whose buffers must be locked",
+            "ulimit -l unlimited (docker run --ulimit memlock=-1; under Slurm PropagateResourceLimitsExcept=MEMLOCK)",
+        )
     else:
         yield ok("locked memory: unlimited")
 
 
 CHECKS = (
     Check(name="shared memory", how="size and room of /dev/shm", measure=measure_shared, judge=judge_shared),
-    Check(name="host memory", how="MemAvailable and the container's own bound, against the plan", measure=measure_memory,
-          judge=judge_memory),
-    Check(name="cores", how="the process's affinity and /sys/devices/system/node", measure=measure_cores, judge=judge_cores),
-    Check(name="limits", how="limits of this process, which its ranks inherit", measure=measure_limits, judge=judge_limits),
+    Check(
+        name="host memory",
+        how="MemAvailable and the container's own bound, against the plan",
+        measure=measure_memory,
+        judge=judge_memory,
+    ),
+    Check(
+        name="cores",
+        how="the process's affinity and /sys/devices/system/node",
+        measure=measure_cores,
+        judge=judge_cores,
+    ),
+    Check(
+        name="limits",
+        how="limits of this process, which its ranks inherit",
+        measure=measure_limits,
+        judge=judge_limits,
+    ),
 )

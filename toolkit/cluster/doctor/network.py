@@ -37,12 +37,18 @@ def judge_name(name: Name, need: Need) -> Iterator[Finding]:
     several = need.nodes > 1
     if not name.addresses and several:
         # Not more: gloo and NCCL are told an interface (cluster/environment.py). But torchrun tells the other machines this name.
-        yield warn(f"{name.host} does not resolve", f"add {name.host} to DNS or /etc/hosts, or start with torchrun --local-addr=ADDRESS")
+        yield warn(
+            f"{name.host} does not resolve",
+            f"add {name.host} to DNS or /etc/hosts, or start with torchrun --local-addr=ADDRESS",
+        )
     elif not name.addresses:
         yield ok(f"{name.host} does not resolve, which one machine alone does not need")
     elif several and all(map(_is_loopback, name.addresses)):
-        yield warn(f"{name.host} is {', '.join(name.addresses)}: libraries that ask for the host's own address get one that other machines "
-                   "cannot reach", "name the interface: GLOO_SOCKET_IFNAME=eth0; or take the name out of the 127.* line of /etc/hosts")
+        yield warn(
+            f"{name.host} is {', '.join(name.addresses)}: libraries that ask for the host's own address get one that other machines "
+            "cannot reach",
+            "name the interface: GLOO_SOCKET_IFNAME=eth0; or take the name out of the 127.* line of /etc/hosts",
+        )
     else:
         yield ok(f"{name.host} is {', '.join(name.addresses[:3])}")
 
@@ -77,19 +83,30 @@ def measure_interfaces(need: Need) -> Interfaces:
     # Of this process's own network: in a container /sys/class/net may show the machine's.
     up = {name: interface.isup for name, interface in psutil.net_if_stats().items()}
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
-    rdma = {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text(encoding="utf-8").partition(":")[2].strip() for port in ports}
-    return Interfaces(up=up, rdma=rdma, chosen={name: os.environ[name] for name in VARIABLES if os.environ.get(name)})
+    rdma = {
+        f"{port.parts[-4]}:{port.parts[-2]}": port.read_text(encoding="utf-8").partition(":")[2].strip()
+        for port in ports
+    }
+    return Interfaces(
+        up=up, rdma=rdma, chosen={name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    )
 
 
 def judge_interfaces(found: Interfaces, need: Need) -> Iterator[Finding]:
     problems = list(_chosen(found, need))
     down = [port for port, state in found.rdma.items() if state != "ACTIVE"]
     if need.device is Device.CUDA and need.nodes > 1 and down:
-        problems.append(warn(f"RDMA port {', '.join(down)}: {', '.join(dict.fromkeys(found.rdma[port] for port in down))}",
-                             "look at the cable and the subnet manager (ibstat); or leave the device out: NCCL_IB_HCA=^DEVICE"))
+        problems.append(
+            warn(
+                f"RDMA port {', '.join(down)}: {', '.join(dict.fromkeys(found.rdma[port] for port in down))}",
+                "look at the cable and the subnet manager (ibstat); or leave the device out: NCCL_IB_HCA=^DEVICE",
+            )
+        )
     yield from problems
     if not problems:
-        told = "; ".join(f"{name}={value}" for name, value in found.chosen.items()) or "none is chosen by name"
+        told = (
+            "; ".join(f"{name}={value}" for name, value in found.chosen.items()) or "none is chosen by name"
+        )
         rdma = f"; RDMA: {', '.join(found.rdma)}" if found.rdma else ""
         yield ok(f"{', '.join(name for name, up in found.up.items() if up)}{rdma}; {told}")
 
@@ -102,18 +119,28 @@ def _chosen(found: Interfaces, need: Need) -> Iterator[Finding]:
         named = selected(text, found.up, exact=variable.startswith("GLOO"))
         there = ", ".join(found.up)
         if not named:
-            yield fail(f"{variable}={text}: no such interface; there are {there}", f"write one of them, or: unset {variable}")
+            yield fail(
+                f"{variable}={text}: no such interface; there are {there}",
+                f"write one of them, or: unset {variable}",
+            )
         elif not any(found.up[name] for name in named):
-            yield fail(f"{variable}={text}: it is down", f"bring it up, write another one of {there}, or: unset {variable}")
+            yield fail(
+                f"{variable}={text}: it is down",
+                f"bring it up, write another one of {there}, or: unset {variable}",
+            )
         elif need.nodes > 1 and set(named) == {"lo"}:
-            yield fail(f"{variable}={text} with {need.nodes} machines: over the loopback none reaches another",
-                       f"write the interface of the machines' network, or: unset {variable}")
+            yield fail(
+                f"{variable}={text} with {need.nodes} machines: over the loopback none reaches another",
+                f"write the interface of the machines' network, or: unset {variable}",
+            )
     text = found.chosen.get("NCCL_IB_HCA")
     if text is not None and need.device is Device.CUDA and not text.startswith("^"):
         devices = {port.partition(":")[0] for port in found.rdma}
         if not any(selected(text, dict.fromkeys(devices, True), exact=False)):
-            yield fail(f"NCCL_IB_HCA={text}: no such RDMA device; there are {', '.join(sorted(devices)) or 'none'}",
-                       "write one of them, or: unset NCCL_IB_HCA")
+            yield fail(
+                f"NCCL_IB_HCA={text}: no such RDMA device; there are {', '.join(sorted(devices)) or 'none'}",
+                "write one of them, or: unset NCCL_IB_HCA",
+            )
 
 
 def selected(text: str, there: Mapping[str, bool], *, exact: bool) -> list[str]:
@@ -122,10 +149,15 @@ def selected(text: str, there: Mapping[str, bool], *, exact: bool) -> list[str]:
     without = not exact and text.startswith("^")
     whole = exact or text.lstrip("^").startswith("=")
     entries = [entry.partition(":")[0] for entry in text.lstrip("^=").split(",") if entry]
-    return [name for name in there if without != any(name == entry if whole else name.startswith(entry) for entry in entries)]
+    return [
+        name
+        for name in there
+        if without != any(name == entry if whole else name.startswith(entry) for entry in entries)
+    ]
 
 
 # ---- where the ranks meet
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -142,7 +174,9 @@ class Place:
 def measure_place(need: Need) -> Place:
     host = need.address or "127.0.0.1"
     addresses = resolve(host)
-    return Place(addresses=addresses, taken=_taken(need.serves_port) if need.serves_port is not None else None)
+    return Place(
+        addresses=addresses, taken=_taken(need.serves_port) if need.serves_port is not None else None
+    )
 
 
 def _taken(port: int) -> str | None:
@@ -162,13 +196,21 @@ def judge_place(place: Place, need: Need) -> Iterator[Finding]:
     if need.ranks == 1:
         yield ok("one rank needs none")
     elif not place.addresses:
-        yield fail(f"MASTER_ADDR={host} does not resolve", "write its IP address, or add the name to DNS or /etc/hosts of all machines")
+        yield fail(
+            f"MASTER_ADDR={host} does not resolve",
+            "write its IP address, or add the name to DNS or /etc/hosts of all machines",
+        )
     elif need.nodes > 1 and all(map(_is_loopback, place.addresses)):
-        yield fail(f"MASTER_ADDR={host} is {', '.join(place.addresses)} with {need.nodes} machines: only one of them reaches it",
-                   "write the first machine's address: torchrun --master_addr (or --rdzv-endpoint), deepspeed --master_addr")
+        yield fail(
+            f"MASTER_ADDR={host} is {', '.join(place.addresses)} with {need.nodes} machines: only one of them reaches it",
+            "write the first machine's address: torchrun --master_addr (or --rdzv-endpoint), deepspeed --master_addr",
+        )
     elif place.taken is not None:
-        yield fail(f"port {need.serves_port}: {place.taken}", "another run may use it: write torchrun --master_port N or deepspeed "
-                   "--master_port N; torchrun --standalone takes a free one")
+        yield fail(
+            f"port {need.serves_port}: {place.taken}",
+            "another run may use it: write torchrun --master_port N or deepspeed "
+            "--master_port N; torchrun --standalone takes a free one",
+        )
     else:
         free = "a free port found" if need.serves_port == 0 else f"port {need.serves_port} is free"
         served = "" if need.serves_port is None else f", {free}"
@@ -176,12 +218,26 @@ def judge_place(place: Place, need: Need) -> Iterator[Finding]:
 
 
 PLACE = Check(
-    name="meeting place", how="MASTER_ADDR asked of the resolver; where this process serves the port, listening on it",
-    measure=measure_place, judge=judge_place, stuck="a name server does not answer: write MASTER_ADDR as an IP address")
+    name="meeting place",
+    how="MASTER_ADDR asked of the resolver; where this process serves the port, listening on it",
+    measure=measure_place,
+    judge=judge_place,
+    stuck="a name server does not answer: write MASTER_ADDR as an IP address",
+)
 CHECKS = (
     PLACE,
-    Check(name="host name", how="this machine's name, asked of the resolver", measure=measure_name, judge=judge_name,
-          hanging=Verdict.WARN, stuck="a name server does not answer: look at /etc/resolv.conf, or add the name to /etc/hosts"),
-    Check(name="interfaces", how="flags of the interfaces, /sys/class/infiniband and the environment", measure=measure_interfaces,
-          judge=judge_interfaces),
+    Check(
+        name="host name",
+        how="this machine's name, asked of the resolver",
+        measure=measure_name,
+        judge=judge_name,
+        hanging=Verdict.WARN,
+        stuck="a name server does not answer: look at /etc/resolv.conf, or add the name to /etc/hosts",
+    ),
+    Check(
+        name="interfaces",
+        how="flags of the interfaces, /sys/class/infiniband and the environment",
+        measure=measure_interfaces,
+        judge=judge_interfaces,
+    ),
 )

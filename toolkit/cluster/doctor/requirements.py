@@ -32,8 +32,13 @@ class ExaminedRun:
 
     def need(self, launch: Launch) -> Need:
         serves = launch.rank == 0 and not launch.agent_store  # else the launcher does
-        return need_of(self.config, self.world, self.plan, address=launch.address if launch.ranks > 1 else None,
-                       serves_port=launch.port if serves else None)
+        return need_of(
+            self.config,
+            self.world,
+            self.plan,
+            address=launch.address if launch.ranks > 1 else None,
+            serves_port=launch.port if serves else None,
+        )
 
 
 def from_start(start: Start) -> ExaminedRun:
@@ -53,9 +58,15 @@ def from_words(words: Sequence[str], launch: Launch, machine: Machine | None, si
     config = configuration(words, launch)
     if machine is None:
         world = World(ranks=launch.ranks, ranks_per_node=launch.ranks_per_node, device=Device.CUDA)
-        return ExaminedRun(config, world, None,
-                           (Problem("the machine", f"NVML: {silence}", "what GPUs there are decides the plan", HANGS),))
-    check_startable(config.cluster, launch, replace(machine, torch_has_cuda=True))  # a torch without CUDA is a check of its own
+        return ExaminedRun(
+            config,
+            world,
+            None,
+            (Problem("the machine", f"NVML: {silence}", "what GPUs there are decides the plan", HANGS),),
+        )
+    check_startable(
+        config.cluster, launch, replace(machine, torch_has_cuda=True)
+    )  # a torch without CUDA is a check of its own
     return _planned(config, detect_world(config.cluster, launch, machine))
 
 

@@ -17,8 +17,12 @@ COLOURS = {Verdict.OK: "green", Verdict.UNKNOWN: "cyan", Verdict.WARN: "yellow",
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    return {"format_version": FORMAT_VERSION, "verdict": report.verdict.value, "machines": [one.to_json() for one in report.machines],
-            "together": [finding.to_json() for finding in report.together]}
+    return {
+        "format_version": FORMAT_VERSION,
+        "verdict": report.verdict.value,
+        "machines": [one.to_json() for one in report.machines],
+        "together": [finding.to_json() for finding in report.together],
+    }
 
 
 def show(report: Report, stream: TextIO) -> None:
@@ -48,10 +52,16 @@ def table(report: Report) -> RenderableType:
             text = Text(finding.evidence)
             if finding.remedy:
                 text.append(f"\n-> {finding.remedy}", style="bold")
-            rows.add_row(f"  {finding.check}", Text(finding.verdict.value, style=COLOURS[finding.verdict]), text)
+            rows.add_row(
+                f"  {finding.check}", Text(finding.verdict.value, style=COLOURS[finding.verdict]), text
+            )
 
     for machine in report.machines:
-        part(f"machine {machine.node}: {machine.host}", machine.findings, briefly=len(report.machines) > FEW_MACHINES)
+        part(
+            f"machine {machine.node}: {machine.host}",
+            machine.findings,
+            briefly=len(report.machines) > FEW_MACHINES,
+        )
     part("together", report.together, briefly=False)
     return Group(rows, Text(), Text(summary(report), style=COLOURS[report.verdict]))
 

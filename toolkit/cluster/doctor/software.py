@@ -19,7 +19,10 @@ from toolkit.config.schema import EngineName
 from toolkit.plan.types import Device
 
 PROJECT = "deepspeed-megatron-toolkit"
-ENGINES = {"deepspeed": EngineName.deepspeed, "megatron-core": EngineName.megatron}  # each is needed by its own runs only
+ENGINES = {
+    "deepspeed": EngineName.deepspeed,
+    "megatron-core": EngineName.megatron,
+}  # each is needed by its own runs only
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 ALIKE = ("torch", "deepspeed", "megatron-core")  # on all machines: ranks exchange what these make
 
@@ -47,26 +50,39 @@ def measure_versions(need: Need) -> Versions:
     requirements = tuple(text for text in metadata.requires(PROJECT) or () if 'extra == "dev"' not in text)
     names = [Requirement(text).name for text in requirements]
     return Versions(
-        python=platform.python_version(), python_range=own["Requires-Python"] or "", requirements=requirements,
-        installed={name: _installed(name) for name in names}, cuda=torch_cuda(),
-        nccl=next(filter(None, map(_installed, NCCL_PACKAGES)), None))
+        python=platform.python_version(),
+        python_range=own["Requires-Python"] or "",
+        requirements=requirements,
+        installed={name: _installed(name) for name in names},
+        cuda=torch_cuda(),
+        nccl=next(filter(None, map(_installed, NCCL_PACKAGES)), None),
+    )
 
 
 def judge_versions(versions: Versions, need: Need) -> Iterator[Finding]:
     wrong = list(_wrong(versions, need))
     yield from wrong
-    shown = ", ".join(f"{name} {version}" for name, version in versions.installed.items() if name in ALIKE and version)
+    shown = ", ".join(
+        f"{name} {version}" for name, version in versions.installed.items() if name in ALIKE and version
+    )
     built = f"CUDA {versions.cuda}" if versions.cuda else "no CUDA"
     nccl = f", NCCL {versions.nccl}" if versions.nccl else ""
     if need.device is Device.CUDA and versions.cuda is None:
-        yield fail(f"{shown}: a torch built without CUDA", "install a CUDA build of torch, or write cluster.gpus_per_node=0")
+        yield fail(
+            f"{shown}: a torch built without CUDA",
+            "install a CUDA build of torch, or write cluster.gpus_per_node=0",
+        )
     elif not wrong:
-        yield ok(f"Python {versions.python}, {shown} ({built}{nccl}), and {len(versions.requirements)} packages in their tested ranges")
+        yield ok(
+            f"Python {versions.python}, {shown} ({built}{nccl}), and {len(versions.requirements)} packages in their tested ranges"
+        )
 
 
 def _wrong(versions: Versions, need: Need) -> Iterator[Finding]:
     if versions.python_range and not _within(versions.python, versions.python_range):
-        yield fail(f"Python {versions.python}", f"install one of the tested versions: {versions.python_range}")
+        yield fail(
+            f"Python {versions.python}", f"install one of the tested versions: {versions.python_range}"
+        )
     for text in versions.requirements:
         requirement = Requirement(text)
         name, tested = requirement.name, str(requirement.specifier)
@@ -124,18 +140,26 @@ MOST_ABOVE = 16  # of a chain of processes
 def measure_arguments(need: Need) -> list[str]:
     """What kind of secret stands in which command line; never the secret itself."""
     asker = os.getppid()  # checks are asked in a child
-    return secrets_in({"this command" if pid == asker else f"process {pid}": words for pid, words in _above().items()})
+    return secrets_in(
+        {"this command" if pid == asker else f"process {pid}": words for pid, words in _above().items()}
+    )
 
 
 def secrets_in(lines: Mapping[str, Sequence[str]]) -> list[str]:
-    return [f"{kind} in the command line of {where}" for where, words in lines.items() for kind, pattern in SECRETS.items()
-            if any(pattern.search(word) for word in words)]
+    return [
+        f"{kind} in the command line of {where}"
+        for where, words in lines.items()
+        for kind, pattern in SECRETS.items()
+        if any(pattern.search(word) for word in words)
+    ]
 
 
 def judge_arguments(found: list[str], need: Need) -> Iterator[Finding]:
     for text in found:
-        yield fail(f"{text}: everybody on the machine sees command lines, and logs keep them",
-                   "revoke it; give it in the environment (HF_TOKEN, WANDB_API_KEY, AWS_*), or by `hf auth login`, `wandb login`")
+        yield fail(
+            f"{text}: everybody on the machine sees command lines, and logs keep them",
+            "revoke it; give it in the environment (HF_TOKEN, WANDB_API_KEY, AWS_*), or by `hf auth login`, `wandb login`",
+        )
     if not found:
         yield ok("none is seen")
 
@@ -156,11 +180,21 @@ def _above() -> dict[int, list[str]]:
 
 
 VERSIONS = Check(
-    name="versions", how="metadata of the installed packages against the ranges of pyproject.toml; torch itself is not imported",
-    measure=measure_versions, judge=judge_versions, stuck="the file system of the Python environment hangs",
-    traits=lambda versions: {"Python": versions.python, "NCCL": str(versions.nccl),
-                             **{name: str(versions.installed.get(name)) for name in ALIKE}})
+    name="versions",
+    how="metadata of the installed packages against the ranges of pyproject.toml; torch itself is not imported",
+    measure=measure_versions,
+    judge=judge_versions,
+    stuck="the file system of the Python environment hangs",
+    traits=lambda versions: {
+        "Python": versions.python,
+        "NCCL": str(versions.nccl),
+        **{name: str(versions.installed.get(name)) for name in ALIKE},
+    },
+)
 ARGUMENTS = Check(
-    name="secrets", how="tokens of known form in the command lines of this process and those above it", measure=measure_arguments,
-    judge=judge_arguments)
+    name="secrets",
+    how="tokens of known form in the command lines of this process and those above it",
+    measure=measure_arguments,
+    judge=judge_arguments,
+)
 CHECKS = (VERSIONS, ARGUMENTS)

@@ -66,7 +66,9 @@ class TimedCall:
         _, status = os.waitpid(self._pid, 0)  # it has closed its end, so it is about to be gone
         os.close(self._pipe)
         if not parts:
-            return TimedResult(problem=f"the process that asked ended with {os.waitstatus_to_exitcode(status)}")
+            return TimedResult(
+                problem=f"the process that asked ended with {os.waitstatus_to_exitcode(status)}"
+            )
         answer = pickle.loads(b"".join(parts))
         assert isinstance(answer, TimedResult)
         return answer
@@ -76,7 +78,9 @@ class TimedCall:
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         with suppress(ChildProcessError):
-            os.waitpid(self._pid, os.WNOHANG)  # not waited for: one that hangs in the kernel is killed when the kernel lets go of it
+            os.waitpid(
+                self._pid, os.WNOHANG
+            )  # not waited for: one that hangs in the kernel is killed when the kernel lets go of it
 
 
 def call_with_timeout(question: Callable[[], Any], seconds: float) -> TimedResult:
@@ -86,13 +90,17 @@ def call_with_timeout(question: Callable[[], Any], seconds: float) -> TimedResul
 def _reply(question: Callable[[], Any], pipe: int) -> NoReturn:
     try:
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):  # one that is left behind must not keep open what reads this command's output
+        for stream in (
+            0,
+            1,
+            2,
+        ):  # one that is left behind must not keep open what reads this command's output
             os.dup2(nowhere, stream)
         try:
             content = pickle.dumps(TimedResult(question()))
         except Exception as error:  # noqa: BLE001  a check that fails to look says so, and the others go on
             content = pickle.dumps(TimedResult(problem=f"{type(error).__name__}: {error}"))
         while content:
-            content = content[os.write(pipe, content):]
+            content = content[os.write(pipe, content) :]
     finally:
         os._exit(0)

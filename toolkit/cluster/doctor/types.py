@@ -86,7 +86,14 @@ class Need:
     serves_port: int | None = None  # the port that this process will listen on, as rank 0
 
 
-def need_of(config: RunConfig, world: World, plan: RunPlan | None, *, address: str | None = None, serves_port: int | None = None) -> Need:
+def need_of(
+    config: RunConfig,
+    world: World,
+    plan: RunPlan | None,
+    *,
+    address: str | None = None,
+    serves_port: int | None = None,
+) -> Need:
     """
     Args:
         plan: None where the run breaks a rule; then its bytes are unknown.
@@ -100,11 +107,20 @@ def need_of(config: RunConfig, world: World, plan: RunPlan | None, *, address: s
         if config.checkpoint.background and saved is not None:  # a copy of the whole state, over all machines
             host += saved // world.nodes
     return Need(
-        device=world.device, engine=config.engine.name, ranks=world.ranks, ranks_per_node=world.ranks_per_node, nodes=world.nodes,
-        run_dir=Path(plan.run_dir if plan is not None else config.run.dir or "runs"), checkpoint_bytes=saved,
-        keep_checkpoints=config.checkpoint.keep_last, grace_seconds=config.cluster.grace_seconds, host_bytes=host,
+        device=world.device,
+        engine=config.engine.name,
+        ranks=world.ranks,
+        ranks_per_node=world.ranks_per_node,
+        nodes=world.nodes,
+        run_dir=Path(plan.run_dir if plan is not None else config.run.dir or "runs"),
+        checkpoint_bytes=saved,
+        keep_checkpoints=config.checkpoint.keep_last,
+        grace_seconds=config.cluster.grace_seconds,
+        host_bytes=host,
         device_bytes=memory.device_total if memory is not None and world.device is Device.CUDA else None,
-        address=address, serves_port=serves_port)
+        address=address,
+        serves_port=serves_port,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +141,9 @@ class Check:
     how: str
     measure: Callable[[Need], Any]
     judge: Callable[[Any, Need], Iterable[Finding]]
-    seconds: float = 30.0  # all run side by side on a machine that may be busy, and another one may hang as long
+    seconds: float = (
+        30.0  # all run side by side on a machine that may be busy, and another one may hang as long
+    )
     hanging: Verdict = Verdict.FAIL
     stuck: str = "look at the machine's kernel log (dmesg): something of it hangs"
     traits: Callable[[Any], Mapping[str, str]] = lambda _: {}
@@ -141,13 +159,19 @@ class MachineReport:
     traits: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        return {"node": self.node, "host": self.host, "findings": [finding.to_json() for finding in self.findings],
-                "traits": dict(self.traits)}
+        return {
+            "node": self.node,
+            "host": self.host,
+            "findings": [finding.to_json() for finding in self.findings],
+            "traits": dict(self.traits),
+        }
 
     @staticmethod
     def from_json(message: Mapping[str, Any]) -> MachineReport:
         findings = tuple(Finding.from_json(finding) for finding in message["findings"])
-        return MachineReport(node=message["node"], host=message["host"], findings=findings, traits=message["traits"])
+        return MachineReport(
+            node=message["node"], host=message["host"], findings=findings, traits=message["traits"]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,9 @@ class Carrier(Protocol):
 
 
 class LocalPoint:
-    def __init__(self, process: subprocess.Popen[bytes], output: Path, place: Place, slots: Slots, grace_seconds: float) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], output: Path, place: Place, slots: Slots, grace_seconds: float
+    ) -> None:
         self._process, self._output, self._place, self._slots = process, output, place, slots
         self._grace_seconds = grace_seconds
         self._kill_at: float | None = None
@@ -97,7 +99,9 @@ class LocalCarrier:
         except BaseException:
             self._slots.release(place)
             raise
-        return LocalPoint(process, job.folder / local.OUTPUT, place, self._slots, point.plan.config.cluster.grace_seconds)
+        return LocalPoint(
+            process, job.folder / local.OUTPUT, place, self._slots, point.plan.config.cluster.grace_seconds
+        )
 
 
 @contextmanager

@@ -47,10 +47,17 @@ class Point:
     def reason(self) -> str | None:
         """Why it is refused, a line a rule."""
         errors = [problem for problem in self.problems if problem.severity is Severity.ERROR]
-        return without_secrets("\n".join(" ".join(f"{problem.seen}: {problem.rule}".split()) for problem in errors)) or None
+        return (
+            without_secrets(
+                "\n".join(" ".join(f"{problem.seen}: {problem.rule}".split()) for problem in errors)
+            )
+            or None
+        )
 
 
-def make_points(batch: Sequence[Sequence[str]], words: SweepWords, folder: Path, machine: Machine, script: Path) -> list[Point]:
+def make_points(
+    batch: Sequence[Sequence[str]], words: SweepWords, folder: Path, machine: Machine, script: Path
+) -> list[Point]:
     """One point for each combination of words; the same combination twice is one point.
 
     Args:
@@ -73,7 +80,10 @@ def make_points(batch: Sequence[Sequence[str]], words: SweepWords, folder: Path,
 def name_of(swept: Sequence[str]) -> str:
     """``zero-stage1-tensor-2-1f2e3d4c``: the last parts of the keys, the values, and eight digits that tell any two points apart."""
     digits = hashlib.sha256("\0".join(sorted(swept)).encode()).hexdigest()[:8]
-    parts = (f"{re.split('[./]', key.lstrip('+~'))[-1]}-{value}" for key, _, value in (word.partition("=") for word in swept))
+    parts = (
+        f"{re.split('[./]', key.lstrip('+~'))[-1]}-{value}"
+        for key, _, value in (word.partition("=") for word in swept)
+    )
     text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")[:NAME].rstrip("-.")
     return f"{text}-{digits}" if text else f"point-{digits}"
 
@@ -108,7 +118,9 @@ def _planned(point: Point, machine: Machine, script: Path) -> Point:
         plan = plan_job(config, seen)
         check_target(plan.config.model)
         if not here:
-            backends.of(config.cluster.where).render(make_job(plan, script))  # for what the cluster would refuse
+            backends.of(config.cluster.where).render(
+                make_job(plan, script)
+            )  # for what the cluster would refuse
     except UserError as error:
         return replace(point, problems=error.problems)
     return replace(point, plan=plan, problems=plan.warnings)
@@ -121,9 +133,12 @@ def _changed(point: Point) -> Problem | None:
     try:
         check_identity(point.plan.config, RunDirectory(point.plan.run_dir).config_file)
     except ConfigError as error:
-        return Problem("sweep.dir", f"{point.label}: {error.problems[0].seen}",
-                       "the words of a sweep mean the same whenever they are typed; a file that they name has changed",
-                       "write sweep.dir=FOLDER for a sweep of its own, or undo the change")
+        return Problem(
+            "sweep.dir",
+            f"{point.label}: {error.problems[0].seen}",
+            "the words of a sweep mean the same whenever they are typed; a file that they name has changed",
+            "write sweep.dir=FOLDER for a sweep of its own, or undo the change",
+        )
     return None
 
 

@@ -77,27 +77,48 @@ class Record:
         """Refuse the folder of another sweep. Raises ConfigError."""
         found = self._read()
         if found is not None and found["id"] != id:
-            raise ConfigError(Problem("sweep.dir", f"sweep.dir={self.folder}, which holds the sweep: {' '.join(found['words'])}",
-                                      "a folder belongs to one sweep", "leave out sweep.dir, or write another one"))
+            raise ConfigError(
+                Problem(
+                    "sweep.dir",
+                    f"sweep.dir={self.folder}, which holds the sweep: {' '.join(found['words'])}",
+                    "a folder belongs to one sweep",
+                    "leave out sweep.dir, or write another one",
+                )
+            )
 
     def begin(self, id: str, words: Sequence[str], options: SweepSection) -> None:
         self._claims.mkdir(parents=True, exist_ok=True)
         with self._locked():
             rows = (self._read() or {"points": []})["points"]
-            self._write({"format_version": FORMAT_VERSION, "id": id, "words": list(words), "metric": options.metric,
-                         "maximize": options.maximize, "points": rows})
+            self._write(
+                {
+                    "format_version": FORMAT_VERSION,
+                    "id": id,
+                    "words": list(words),
+                    "metric": options.metric,
+                    "maximize": options.maximize,
+                    "points": rows,
+                }
+            )
 
     def expect(self, rows: Sequence[Row]) -> None:
         """Points of a batch: waiting, or refused by their plans. What is known of those that were begun stays; also where it was
         another machine that did what this one cannot."""
         with self._locked():
             known = {row.name: row.state for row in self.rows()}
-            self._put(row for row in rows if known.get(row.name) in (None, PointState.REFUSED)
-                      or (row.state is PointState.REFUSED and known[row.name] is not PointState.DONE))
+            self._put(
+                row
+                for row in rows
+                if known.get(row.name) in (None, PointState.REFUSED)
+                or (row.state is PointState.REFUSED and known[row.name] is not PointState.DONE)
+            )
 
     def rows(self) -> list[Row]:
         """In the order in which points were made."""
-        return [Row(**{**row, "state": PointState(row["state"])}) for row in (self._read() or {"points": []})["points"]]
+        return [
+            Row(**{**row, "state": PointState(row["state"])})
+            for row in (self._read() or {"points": []})["points"]
+        ]
 
     def note(self, *rows: Row) -> None:
         """These points are as ``rows`` say; the others stay."""
@@ -139,12 +160,26 @@ class Record:
 
 
 def row_of(point: Point, folder: Path, state: PointState, reason: str | None = None, **more: Any) -> Row:
-    return Row(name=point.name, swept=list(point.swept), words=list(point.words), run_dir=str(folder / point.name), state=state,
-               reason=reason, **more)
+    return Row(
+        name=point.name,
+        swept=list(point.swept),
+        words=list(point.words),
+        run_dir=str(folder / point.name),
+        state=state,
+        reason=reason,
+        **more,
+    )
 
 
-def result(point: Point, folder: Path, metric: str | None, *, before: Status | None = None, silent: str | None = None,
-           asked: bool = False) -> Row:
+def result(
+    point: Point,
+    folder: Path,
+    metric: str | None,
+    *,
+    before: Status | None = None,
+    silent: str | None = None,
+    asked: bool = False,
+) -> Row:
     """How a point whose process has ended is, from its own files.
 
     Args:
@@ -158,21 +193,38 @@ def result(point: Point, folder: Path, metric: str | None, *, before: Status | N
     if status is None or (status == before and status.state is not RunState.DONE):
         state, why = (PointState.STOPPED, "stopped before it began") if asked else (PointState.FAILED, silent)
         return row_of(point, folder, state, why, ended=time.time())
-    ends = {RunState.DONE: PointState.DONE, RunState.STOPPED: PointState.STOPPED, RunState.REFUSED: PointState.REFUSED}
+    ends = {
+        RunState.DONE: PointState.DONE,
+        RunState.STOPPED: PointState.STOPPED,
+        RunState.REFUSED: PointState.REFUSED,
+    }
     diverged = status.exit_code == ExitCode.DIVERGED
     state = PointState.DIVERGED if diverged else ends.get(status.state, PointState.FAILED)
     reason = status.reason or (silent or "it ended without a word" if status.state.live else None)
     number = number_of(directory, point.plan.config, metric) if state is PointState.DONE else None
     if state is PointState.DONE and number is None:
         reason = f"no {metric or 'loss'} in its eval.jsonl or metrics.jsonl: it is not compared"
-    return row_of(point, folder, state, reason, number=number, step=status.step, attempt=status.attempt, ended=time.time())
+    return row_of(
+        point,
+        folder,
+        state,
+        reason,
+        number=number,
+        step=status.step,
+        attempt=status.attempt,
+        ended=time.time(),
+    )
 
 
 def is_done(point: Point) -> bool:
     """By its own word, and as far as it shall go: the experiment's file may say more steps by now."""
     assert point.plan is not None
     status = RunDirectory(point.plan.run_dir).status()
-    return status is not None and status.state is RunState.DONE and (status.step or 0) >= point.plan.config.train.steps
+    return (
+        status is not None
+        and status.state is RunState.DONE
+        and (status.step or 0) >= point.plan.config.train.steps
+    )
 
 
 def number_of(directory: RunDirectory, config: RunConfig, metric: str | None) -> float | None:
@@ -180,10 +232,18 @@ def number_of(directory: RunDirectory, config: RunConfig, metric: str | None) ->
     evaluated = [row for row in read_rows(directory.eval_file) if "loss" in row]
     steps = list(read_rows(directory.metrics_file))
     name = metric or (config.eval.sets[0] if config.eval.every and config.eval.sets else None)
-    losses = [row["loss"] for row in (evaluated if name is not None else steps) if (name is None or row["set"] == name) and "loss" in row]
+    losses = [
+        row["loss"]
+        for row in (evaluated if name is not None else steps)
+        if (name is None or row["set"] == name) and "loss" in row
+    ]
     if losses:
         found = losses[-1]
     else:
-        values = [row[name] for row in steps[min(1, len(steps) - 1) :] if row.get(name) is not None] if name is not None else []
+        values = (
+            [row[name] for row in steps[min(1, len(steps) - 1) :] if row.get(name) is not None]
+            if name is not None
+            else []
+        )
         found = statistics.median(values) if values else None
     return found if isinstance(found, int | float) and abs(found) < float("inf") else None

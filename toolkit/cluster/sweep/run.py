@@ -57,7 +57,9 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
     except _Enough as end:
         if end.reason is not None:
             carried.tell()
-            print(f"stopped ({end.reason}). Go on with the same words: python {shlex.join([script, *arguments])}")
+            print(
+                f"stopped ({end.reason}). Go on with the same words: python {shlex.join([script, *arguments])}"
+            )
         return end.code
     except UserError:
         carried.leave_nothing()
@@ -72,9 +74,14 @@ def refuse_in_ranks(launch: Launch, arguments: Sequence[str]) -> None:
         time.sleep(ANSWER_SECONDS)
         raise Left(ExitCode.USER)
     words = shlex.join(arguments)
-    raise ConfigError(Problem("-m", f"{launch.launcher} started {launch.ranks} ranks of a sweep ({words})",
-                              "a sweep starts the ranks of each point itself, so it is started without a launcher",
-                              f"write python launch/train.py {words}; a point has cluster.gpus_per_node (or cluster.cpu_ranks) ranks"))
+    raise ConfigError(
+        Problem(
+            "-m",
+            f"{launch.launcher} started {launch.ranks} ranks of a sweep ({words})",
+            "a sweep starts the ranks of each point itself, so it is started without a launcher",
+            f"write python launch/train.py {words}; a point has cluster.gpus_per_node (or cluster.cpu_ranks) ranks",
+        )
+    )
 
 
 class _Enough(Exception):
@@ -106,7 +113,9 @@ class _Sweep:
         self._record.check(words.id, self._typed)
         self._began = time.time()
         self._elsewhere: set[str] = set()  # points that another process had when it was last asked
-        self._mine: set[str] = set()  # points that can run, by their plans; an earlier search may have left others
+        self._mine: set[str] = (
+            set()
+        )  # points that can run, by their plans; an earlier search may have left others
         self._started = False
         self._told: set[str] = set()
         self._metric = words.sweep.metric or "loss"
@@ -122,26 +131,47 @@ class _Sweep:
             if not os.access(self.folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
-            raise InputError(Problem("sweep.dir", f"{self.folder}: {error.strerror}", "the points of a sweep go into a folder of its own",
-                                     "write sweep.dir=FOLDER, one that can be written")) from error
+            raise InputError(
+                Problem(
+                    "sweep.dir",
+                    f"{self.folder}: {error.strerror}",
+                    "the points of a sweep go into a folder of its own",
+                    "write sweep.dir=FOLDER, one that can be written",
+                )
+            ) from error
 
     # ---- a batch of points
 
     def batch(self, combinations: Sequence[tuple[str, ...]]) -> list[float | Exception | None]:
         """One number a combination. Raises _Enough where no more are wanted."""
         points = make_points(combinations, self.words, self.folder, self._machine, self._script)
-        refused = [row_of(point, self.folder, PointState.REFUSED, point.reason) for point in points if point.plan is None]
+        refused = [
+            row_of(point, self.folder, PointState.REFUSED, point.reason)
+            for point in points
+            if point.plan is None
+        ]
         if self.words.grid and len(refused) == len(points) and not self._options.dry_run:
             raise all_refused(points)
         for line in show.grouped(refused):
             print(line, file=sys.stderr)
         if self._options.dry_run:
-            self._show([*refused, *(row_of(point, self.folder, PointState.WAITING) for point in points if point.plan is not None)])
+            self._show(
+                [
+                    *refused,
+                    *(
+                        row_of(point, self.folder, PointState.WAITING)
+                        for point in points
+                        if point.plan is not None
+                    ),
+                ]
+            )
             self.leave_nothing()
             raise _Enough(ExitCode.DONE)
         self._record.begin(self.words.id, self._typed, self._options)
         feasible = [point for point in points if point.plan is not None]
-        self._record.expect([*refused, *(row_of(point, self.folder, PointState.WAITING) for point in feasible)])
+        self._record.expect(
+            [*refused, *(row_of(point, self.folder, PointState.WAITING) for point in feasible)]
+        )
         self._mine |= {point.name for point in feasible}
         if feasible:
             self._carry_out(feasible)
@@ -165,7 +195,10 @@ class _Sweep:
         carriers = {where: carrier_of(where, self._script, self._machine, at_once) for where in wheres}
         waiting, running = {point.name: point for point in points}, dict[str, _Running]()
         self._stop.arm(None)  # from now on there is something to save
-        with Progress() as progress, progress.task(f"sweep {self.folder.name}", total=len(points), unit="points") as task:
+        with (
+            Progress() as progress,
+            progress.task(f"sweep {self.folder.name}", total=len(points), unit="points") as task,
+        ):
             while True:
                 if self._stop() is not None:
                     self._stop_points(running)
@@ -175,11 +208,18 @@ class _Sweep:
                 if not waiting and not running:
                     return
                 if not running and self._elsewhere.issuperset(waiting) and waiting:
-                    self._tell_once("what is left is under way in another process, or was left behind by a killed sweep: waiting for it")
+                    self._tell_once(
+                        "what is left is under way in another process, or was left behind by a killed sweep: waiting for it"
+                    )
                 time.sleep(POLL_SECONDS)
 
-    def _start(self, waiting: dict[str, Point], running: dict[str, _Running], carriers: Mapping[Where, Carrier],
-               task: Task) -> None:
+    def _start(
+        self,
+        waiting: dict[str, Point],
+        running: dict[str, _Running],
+        carriers: Mapping[Where, Carrier],
+        task: Task,
+    ) -> None:
         """In order, as long as there is room. A point that does not fit now is waited for, so that small ones do not starve it."""
         for name, point in list(waiting.items()):
             if self._options.at_once is not None and len(running) >= self._options.at_once:
@@ -195,14 +235,18 @@ class _Sweep:
                 try:
                     handle = carriers[point.plan.config.cluster.where].start(point, claim)
                 except UserError as error:
-                    if not self._started:  # the cluster does not answer, say: the next point would fare no better
+                    if (
+                        not self._started
+                    ):  # the cluster does not answer, say: the next point would fare no better
                         raise
                     row = row_of(point, self.folder, PointState.REFUSED, str(error), ended=time.time())
                 else:
                     if handle is None:
                         os.close(claim)
                         if not running:
-                            self._tell_once("the GPUs or cores of this machine are taken by points of other sweeps: waiting for room")
+                            self._tell_once(
+                                "the GPUs or cores of this machine are taken by points of other sweeps: waiting for room"
+                            )
                         return
                     self._started = True
                     running[name] = _Running(point, handle, claim, before)
@@ -234,7 +278,14 @@ class _Sweep:
                 del running[name]
 
     def _result(self, run: _Running, *, asked: bool = False) -> Row:
-        return result(run.point, self.folder, self._options.metric, before=run.before, silent=run.handle.last_words(), asked=asked)
+        return result(
+            run.point,
+            self.folder,
+            self._options.metric,
+            before=run.before,
+            silent=run.handle.last_words(),
+            asked=asked,
+        )
 
     def _finish(self, row: Row, claim: int, task: Task | None = None) -> None:
         """The row is there before another process can take the claim."""
@@ -268,8 +319,14 @@ class _Sweep:
         """Table, results.csv and picture; the exit code says whether every point that could run is done. Raises ConfigError."""
         rows = self._record.rows()
         if not rows:
-            raise ConfigError(Problem("hydra.sweeper", " ".join(self._typed), "the sweeper makes points, and made none",
-                                      "correct hydra.sweeper.* (the number of trials, say)"))
+            raise ConfigError(
+                Problem(
+                    "hydra.sweeper",
+                    " ".join(self._typed),
+                    "the sweeper makes points, and made none",
+                    "correct hydra.sweeper.* (the number of trials, say)",
+                )
+            )
         maximize = self._options.maximize
         show.write_csv(self.folder / "results.csv", rows, self._metric, maximize)
         picture = show.plot(self.folder / "sweep.png", self.folder.name, rows, self._metric, maximize)
@@ -278,7 +335,9 @@ class _Sweep:
             print(text)
         best = show.ranked(rows, maximize)[0]
         if best.number is not None:
-            print(f"best: {' '.join(best.swept) or best.name}: {self._metric} {best.number:.6g} in {best.run_dir}")
+            print(
+                f"best: {' '.join(best.swept) or best.name}: {self._metric} {best.number:.6g} in {best.run_dir}"
+            )
         files = ", ".join(["sweep.json", "results.csv", *(["sweep.png"] if picture else [])])
         print(f"everything is in {self.folder}: {files}, and a run directory a point")
         states = {row.state for row in rows if row.name in self._mine}
@@ -286,14 +345,22 @@ class _Sweep:
             return ExitCode.FAILURE
         if PointState.DIVERGED in states:
             return ExitCode.DIVERGED
-        if PointState.REFUSED in states or not states:  # when it started, by its data or the cluster; or all by their plans
+        if (
+            PointState.REFUSED in states or not states
+        ):  # when it started, by its data or the cluster; or all by their plans
             return ExitCode.USER
-        return ExitCode.STOPPED if states & {PointState.STOPPED, PointState.WAITING, PointState.RUNNING} else ExitCode.DONE
+        return (
+            ExitCode.STOPPED
+            if states & {PointState.STOPPED, PointState.WAITING, PointState.RUNNING}
+            else ExitCode.DONE
+        )
 
     def _show(self, rows: Sequence[Row]) -> None:
         from rich.console import Console
 
-        Console(width=None if sys.stdout.isatty() else 140).print(show.table(rows, self._metric, self._options.maximize))
+        Console(width=None if sys.stdout.isatty() else 140).print(
+            show.table(rows, self._metric, self._options.maximize)
+        )
 
     def leave_nothing(self) -> None:
         """What a sweeper wrote before it was known that no point can run."""

@@ -14,9 +14,21 @@ from toolkit.files import write_whole
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-ORDER = (PointState.DONE, PointState.RUNNING, PointState.STOPPED, PointState.WAITING, PointState.DIVERGED, PointState.FAILED,
-         PointState.REFUSED)
-STYLES = {PointState.DONE: "green", PointState.DIVERGED: "red", PointState.FAILED: "red", PointState.REFUSED: "yellow"}
+ORDER = (
+    PointState.DONE,
+    PointState.RUNNING,
+    PointState.STOPPED,
+    PointState.WAITING,
+    PointState.DIVERGED,
+    PointState.FAILED,
+    PointState.REFUSED,
+)
+STYLES = {
+    PointState.DONE: "green",
+    PointState.DIVERGED: "red",
+    PointState.FAILED: "red",
+    PointState.REFUSED: "yellow",
+}
 MOST = 40  # of the picture; worse points are in the table
 FEW = 4  # points named of those with one reason; all are in the table
 LINES = 8  # of a reason, and
@@ -25,9 +37,14 @@ LETTERS = 300  # of a line; the whole reason is in sweep.json
 
 def ranked(rows: Sequence[Row], maximize: bool) -> list[Row]:
     """Best first; then what has no number, by how far it is."""
+
     def key(row: Row) -> tuple[int, int, float]:
         number = row.number
-        return ORDER.index(row.state), number is None, 0.0 if number is None else -number if maximize else number
+        return (
+            ORDER.index(row.state),
+            number is None,
+            0.0 if number is None else -number if maximize else number,
+        )
 
     return sorted(rows, key=key)
 
@@ -44,8 +61,13 @@ def table(rows: Sequence[Row], metric: str, maximize: bool) -> RenderableType:
     shown.add_column("state", no_wrap=True)
     for place, row in enumerate(ranked(rows, maximize), 1):
         done = row.number is not None
-        shown.add_row(str(place) if done else "", Text(" ".join(row.swept) or row.name), f"{row.number:.6g}" if done else "",
-                      "" if row.step is None else str(row.step), Text(row.state.value, style=STYLES.get(row.state, "")))
+        shown.add_row(
+            str(place) if done else "",
+            Text(" ".join(row.swept) or row.name),
+            f"{row.number:.6g}" if done else "",
+            "" if row.step is None else str(row.step),
+            Text(row.state.value, style=STYLES.get(row.state, "")),
+        )
     return shown
 
 
@@ -57,11 +79,20 @@ def grouped(rows: Sequence[Row]) -> list[str]:
             points.setdefault((row.state, line), []).append(" ".join(row.swept) or row.name)
     reasons: dict[tuple[PointState, tuple[str, ...]], list[str]] = {}
     for (state, line), having in points.items():
-        reasons.setdefault((state, tuple(having)), []).append(line if len(line) <= LETTERS else line[:LETTERS] + " ...")
+        reasons.setdefault((state, tuple(having)), []).append(
+            line if len(line) <= LETTERS else line[:LETTERS] + " ..."
+        )
     texts = []
     for (state, names), lines in reasons.items():
         more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-        texts.append("\n    ".join([f"{len(names)} point{'s' * (len(names) > 1)} {state}: {', '.join(names[:FEW])}{more}", *lines]))
+        texts.append(
+            "\n    ".join(
+                [
+                    f"{len(names)} point{'s' * (len(names) > 1)} {state}: {', '.join(names[:FEW])}{more}",
+                    *lines,
+                ]
+            )
+        )
     return texts
 
 
@@ -73,8 +104,17 @@ def write_csv(file: Path, rows: Sequence[Row], metric: str, maximize: bool) -> N
     writer.writerow(["point", *keys, metric, "state", "step", "run_dir", "reason"])
     for row in ranked(rows, maximize):
         values = {word.partition("=")[0]: word.partition("=")[2] for word in row.swept}
-        writer.writerow([row.name, *(values.get(key, "") for key in keys), "" if row.number is None else repr(row.number), row.state.value,
-                         "" if row.step is None else row.step, row.run_dir, "; ".join((row.reason or "").splitlines())])
+        writer.writerow(
+            [
+                row.name,
+                *(values.get(key, "") for key in keys),
+                "" if row.number is None else repr(row.number),
+                row.state.value,
+                "" if row.step is None else row.step,
+                row.run_dir,
+                "; ".join((row.reason or "").splitlines()),
+            ]
+        )
     write_whole(file, text.getvalue(), durable=False)
 
 

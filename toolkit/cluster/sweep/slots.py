@@ -37,7 +37,9 @@ def need_of(plan: RunPlan, machine: Machine, points: int) -> Need:
     ranks, written = plan.world.ranks_per_node, plan.config.debug.threads
     if plan.world.device is Device.CUDA:
         part = machine.cores * ranks // max(1, len(machine.gpus))
-        return Need(gpus=ranks, cores=0, threads=written or max(1, part // ranks), host_bytes=host_bytes(plan))
+        return Need(
+            gpus=ranks, cores=0, threads=written or max(1, part // ranks), host_bytes=host_bytes(plan)
+        )
     cores = ranks * written if written else max(ranks, machine.cores // max(1, points))
     cores = min(cores, machine.cores)
     return Need(gpus=0, cores=cores, threads=written or max(1, cores // ranks), host_bytes=host_bytes(plan))
@@ -71,9 +73,14 @@ class Slots:
         self._folder = folder or Path(tempfile.gettempdir()) / f"toolkit-slots-{os.getuid()}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (owner := self._folder.stat().st_uid) != os.getuid():
-            raise InputError(Problem("TMPDIR", f"{self._folder}, which belongs to user {owner}",
-                                     "locks of GPUs and cores are files of the user whose points take them",
-                                     "have it removed, or set TMPDIR to a folder of your own on this machine"))
+            raise InputError(
+                Problem(
+                    "TMPDIR",
+                    f"{self._folder}, which belongs to user {owner}",
+                    "locks of GPUs and cores are files of the user whose points take them",
+                    "have it removed, or set TMPDIR to a folder of your own on this machine",
+                )
+            )
         self._gpus = _names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._cores = sorted(os.sched_getaffinity(0))[: machine.cores]
         self._host_bytes = machine.host_memory_bytes
@@ -81,11 +88,17 @@ class Slots:
 
     def take(self, need: Need) -> Place | None:
         """None: there is no room now. Of host memory only this process' own points are counted."""
-        if self._host_bytes is not None and self._host_used and self._host_used + need.host_bytes > self._host_bytes:
+        if (
+            self._host_bytes is not None
+            and self._host_used
+            and self._host_used + need.host_bytes > self._host_bytes
+        ):
             return None
         guard = os.open(self._folder / "guard", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(guard, fcntl.LOCK_EX)  # held for the microseconds of this look: two sweeps do not take halves of what both need
+            fcntl.flock(
+                guard, fcntl.LOCK_EX
+            )  # held for the microseconds of this look: two sweeps do not take halves of what both need
             gpus = self._free([f"gpu-{name}" for name in self._gpus], need.gpus)
             if gpus is None:
                 return None
@@ -96,8 +109,12 @@ class Slots:
         finally:
             os.close(guard)
         self._host_used += need.host_bytes
-        return Place(tuple(name.removeprefix("gpu-") for name in gpus), tuple(int(name.removeprefix("core-")) for name in cores),
-                     need.host_bytes, (*gpus.values(), *cores.values()))
+        return Place(
+            tuple(name.removeprefix("gpu-") for name in gpus),
+            tuple(int(name.removeprefix("core-")) for name in cores),
+            need.host_bytes,
+            (*gpus.values(), *cores.values()),
+        )
 
     def release(self, place: Place) -> None:
         """Of this process; a point that still runs keeps its part."""
@@ -126,7 +143,11 @@ class Slots:
 def _names(machine: Machine, selection: str | None) -> list[str]:
     """Of the GPUs that are visible, what selects each of them: its UUID, so that every sweep means the same one by it; else what
     was selected by."""
-    entries = [entry.strip() for entry in selection.split(",")] if selection else [str(index) for index in range(len(machine.gpus))]
+    entries = (
+        [entry.strip() for entry in selection.split(",")]
+        if selection
+        else [str(index) for index in range(len(machine.gpus))]
+    )
     return [gpu.uuid or entry for gpu, entry in zip(machine.gpus, entries, strict=False)]
 
 

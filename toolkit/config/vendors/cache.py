@@ -68,7 +68,10 @@ def cache_file(package: Package, folder: Path) -> Path:
     """Named after the version, the source that is read first, and these readers: a change of any of them reads anew."""
     read_first = (folder / package.first).stat()
     parts = [f"{folder} {read_first.st_size} {read_first.st_mtime_ns}"]
-    parts += [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (megatron, models, node, source, trace)]
+    parts += [
+        Path(module.__file__ or "").read_text(encoding="utf-8")
+        for module in (megatron, models, node, source, trace)
+    ]
     mark = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
     return user_cache() / f"{package.distribution}-{version(package.distribution)}-{mark}.json"
 

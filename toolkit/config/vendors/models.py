@@ -9,8 +9,20 @@ from toolkit.config.vendors.node import Node
 from toolkit.config.vendors.source import Module
 
 # What annotations name; a type that is not here is left to the vendor to check.
-TYPES = {"bool": "bool", "int": "int", "float": "float", "str": "str", "Path": "str", "list": "list", "List": "list", "tuple": "list",
-         "Tuple": "list", "dict": "dict", "Dict": "dict", "None": "null"}
+TYPES = {
+    "bool": "bool",
+    "int": "int",
+    "float": "float",
+    "str": "str",
+    "Path": "str",
+    "list": "list",
+    "List": "list",
+    "tuple": "list",
+    "Tuple": "list",
+    "dict": "dict",
+    "Dict": "dict",
+    "None": "null",
+}
 ENUMS = ("Enum", "IntEnum", "StrEnum")
 
 
@@ -66,7 +78,9 @@ def _annotated(module: Module, annotation: ast.expr) -> Node:
 
 def _options(module: Module, default: ast.expr | None, node: Node) -> list[str]:
     """What ``Field(...)`` says; the aliases."""
-    if not (isinstance(default, ast.Call) and isinstance(default.func, ast.Name) and default.func.id == "Field"):
+    if not (
+        isinstance(default, ast.Call) and isinstance(default.func, ast.Name) and default.func.id == "Field"
+    ):
         return []
     aliases: list[str] = []
     for keyword in default.keywords:

@@ -7,10 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-COMPARE = {"ge": ("at least", lambda value, bound: value >= bound), "gt": ("more than", lambda value, bound: value > bound),
-           "le": ("at most", lambda value, bound: value <= bound), "lt": ("less than", lambda value, bound: value < bound)}
-WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "a list", "dict": "a dictionary",
-         "null": "null"}
+COMPARE = {
+    "ge": ("at least", lambda value, bound: value >= bound),
+    "gt": ("more than", lambda value, bound: value > bound),
+    "le": ("at most", lambda value, bound: value <= bound),
+    "lt": ("less than", lambda value, bound: value < bound),
+}
+WORDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "list": "a list",
+    "dict": "a dictionary",
+    "null": "null",
+}
 
 
 @dataclass
@@ -51,10 +62,16 @@ class Node:
     def wrong(self, value: Any) -> str | None:
         """The rule that a single ``value`` breaks, in words; None if it is right."""
         if self.fields is not None:
-            return None if isinstance(value, Mapping) or (value is None and "null" in self.types) else "a section with keys"
+            return (
+                None
+                if isinstance(value, Mapping) or (value is None and "null" in self.types)
+                else "a section with keys"
+            )
         if self.choices:
             allowed = [*self.choices, *([None] if "null" in self.types else [])]
-            equal = any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed)
+            equal = any(
+                value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed
+            )
             return None if equal else "one of " + ", ".join(str(choice) for choice in self.choices)
         if self.types and not any(_is(name, value) for name in self.types):
             return " or ".join(WORDS[name] for name in self.types)
@@ -62,20 +79,38 @@ class Node:
             inner = next((rule for item in value if (rule := self.items.wrong(item)) is not None), None)
             return f"a list, each item {inner}" if inner else None
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return next((f"{words} {bound:g}" for name, bound in self.bounds.items() for words, holds in (COMPARE[name],)
-                         if not holds(value, bound)), None)
+            return next(
+                (
+                    f"{words} {bound:g}"
+                    for name, bound in self.bounds.items()
+                    for words, holds in (COMPARE[name],)
+                    if not holds(value, bound)
+                ),
+                None,
+            )
         return None
 
     def example(self) -> str:
         """What could be written after the key's name: ``=true``."""
         if self.fields:
             return f".{next(iter(self.fields))}=VALUE"
-        examples = {"bool": "true", "int": "1", "float": "0.5", "str": "text", "list": "[a,b]", "dict": "{a: 1}", "null": "null"}
+        examples = {
+            "bool": "true",
+            "int": "1",
+            "float": "0.5",
+            "str": "text",
+            "list": "[a,b]",
+            "dict": "{a: 1}",
+            "null": "null",
+        }
         return f"={self.choices[0] if self.choices else examples[self.types[0]] if self.types else 'VALUE'}"
 
     def to_json(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {name: value for name in ("types", "choices", "bounds", "open", "deprecated", "removed", "internal")
-                                 if (value := getattr(self, name))}
+        plain: dict[str, Any] = {
+            name: value
+            for name in ("types", "choices", "bounds", "open", "deprecated", "removed", "internal")
+            if (value := getattr(self, name))
+        }
         if self.items is not None:
             plain["items"] = self.items.to_json()
         if self.fields is not None:
@@ -93,14 +128,26 @@ def type_name(value: object) -> str:
     """The JSON type of a value."""
     if value is None:
         return "null"
-    return next(name for kind, name in ((bool, "bool"), (int, "int"), (float, "float"), (str, "str"), (list | tuple, "list"),
-                                        (Mapping, "dict")) if isinstance(value, kind))
+    return next(
+        name
+        for kind, name in (
+            (bool, "bool"),
+            (int, "int"),
+            (float, "float"),
+            (str, "str"),
+            (list | tuple, "list"),
+            (Mapping, "dict"),
+        )
+        if isinstance(value, kind)
+    )
 
 
 def _is(name: str, value: object) -> bool:
     """A whole number may be written 5e8, and a number as a whole one; true and false are no numbers."""
     if name == "int":
-        return type_name(value) == "int" or (isinstance(value, float) and math.isfinite(value) and value.is_integer())
+        return type_name(value) == "int" or (
+            isinstance(value, float) and math.isfinite(value) and value.is_integer()
+        )
     if name == "float":
         return type_name(value) in ("int", "float")
     return type_name(value) == name

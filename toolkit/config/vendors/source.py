@@ -26,22 +26,31 @@ class Module:
     @cached_property
     def assigned(self) -> dict[str, ast.expr]:
         return {
-            target.id: node.value for node in self.tree.body if isinstance(node, ast.Assign)
-            for target in node.targets if isinstance(target, ast.Name)
+            target.id: node.value
+            for node in self.tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
         }
 
     @cached_property
     def imports(self) -> dict[str, tuple[Path, str]]:
         """Name -> the file that it is imported from, and its name there. Imports inside functions too."""
         return {
-            alias.asname or alias.name: (path, alias.name) for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom)
-            if (path := self.source.find(self.path, node)) is not None for alias in node.names if alias.name != "*"
+            alias.asname or alias.name: (path, alias.name)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.ImportFrom)
+            if (path := self.source.find(self.path, node)) is not None
+            for alias in node.names
+            if alias.name != "*"
         }
 
     @cached_property
     def stars(self) -> list[Path]:
         return [
-            path for node in self.tree.body if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+            path
+            for node in self.tree.body
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
             if (path := self.source.find(self.path, node)) is not None
         ]
 
@@ -71,15 +80,32 @@ class Module:
                 return bound[node.id]
             case ast.Name():
                 return self.constant(node.id)
-            case ast.Attribute(value=ast.Name(id=name)) if (found := self.lookup(name, "classes")) is not None:
-                return next((found[0].value(item.value) for item in found[1].body if isinstance(item, ast.Assign)
-                             and any(isinstance(target, ast.Name) and target.id == node.attr for target in item.targets)), None)
+            case ast.Attribute(value=ast.Name(id=name)) if (
+                found := self.lookup(name, "classes")
+            ) is not None:
+                return next(
+                    (
+                        found[0].value(item.value)
+                        for item in found[1].body
+                        if isinstance(item, ast.Assign)
+                        and any(
+                            isinstance(target, ast.Name) and target.id == node.attr for target in item.targets
+                        )
+                    ),
+                    None,
+                )
             case ast.Dict():
-                return {self.value(key): self.value(value) for key, value in zip(node.keys, node.values, strict=True)}
+                return {
+                    self.value(key): self.value(value)
+                    for key, value in zip(node.keys, node.values, strict=True)
+                }
             case ast.List() | ast.Tuple():
                 return [self.value(item) for item in node.elts]
             case ast.JoinedStr():
-                return "".join(str(self.value(part.value if isinstance(part, ast.FormattedValue) else part)) for part in node.values)
+                return "".join(
+                    str(self.value(part.value if isinstance(part, ast.FormattedValue) else part))
+                    for part in node.values
+                )
             case ast.UnaryOp(op=ast.USub()):
                 value = self.value(node.operand)
                 return -value if isinstance(value, int | float) else None
@@ -110,4 +136,6 @@ class Source:
         else:
             return None
         place = base.joinpath(*parts)
-        return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+        return next(
+            (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None
+        )

@@ -55,15 +55,30 @@ class _Frame:
 @dataclass
 class Trace:
     root: Node = field(default_factory=lambda: Node(fields={}))
-    returned: dict[tuple[Any, ...], tuple[Part, ...]] = field(default_factory=dict)  # by function and what it was given
+    returned: dict[tuple[Any, ...], tuple[Part, ...]] = field(
+        default_factory=dict
+    )  # by function and what it was given
 
-    def call(self, module: Module, owner: ast.ClassDef | None, function: ast.FunctionDef, parts: dict[str, tuple[Part, ...]],
-             constants: dict[str, Any] | None = None) -> tuple[Part, ...]:
+    def call(
+        self,
+        module: Module,
+        owner: ast.ClassDef | None,
+        function: ast.FunctionDef,
+        parts: dict[str, tuple[Part, ...]],
+        constants: dict[str, Any] | None = None,
+    ) -> tuple[Part, ...]:
         """Follow the dictionary through ``function``; the parts of it that are returned."""
         frame = _Frame(module, owner, dict(parts), dict(constants or {}))
-        for argument, default in zip(reversed(function.args.args), reversed(function.args.defaults), strict=False):
+        for argument, default in zip(
+            reversed(function.args.args), reversed(function.args.defaults), strict=False
+        ):
             frame.constants.setdefault(argument.arg, module.value(default))
-        mark = (str(module.path), function.name, tuple(sorted(parts.items())), repr(sorted(frame.constants.items(), key=str)))
+        mark = (
+            str(module.path),
+            function.name,
+            tuple(sorted(parts.items())),
+            repr(sorted(frame.constants.items(), key=str)),
+        )
         if mark not in self.returned:
             self.returned[mark] = ()  # for a function that calls itself
             for statement in function.body:
@@ -98,13 +113,18 @@ class Trace:
             case ast.Name() | ast.Attribute() if _name(node) in frame.parts:
                 return frame.parts[_name(node)]
             case ast.Subscript():
-                return self.read(self.parts(frame, node.value), frame.module.value(node.slice, frame.constants), None)
+                return self.read(
+                    self.parts(frame, node.value), frame.module.value(node.slice, frame.constants), None
+                )
             case ast.Compare(left=left, ops=[ast.In()], comparators=[inner]):
                 self.read(self.parts(frame, inner), frame.module.value(left, frame.constants), None)
                 return ()
             case ast.DictComp(generators=[ast.comprehension(target=ast.Name(id=name), iter=names)]):
                 for key in frame.module.value(names) or []:
-                    self.parts(_Frame(frame.module, frame.owner, frame.parts, {**frame.constants, name: key}), node.value)
+                    self.parts(
+                        _Frame(frame.module, frame.owner, frame.parts, {**frame.constants, name: key}),
+                        node.value,
+                    )
                 return (ROOT,)  # a part of the dictionary under its own keys
             case ast.Call():
                 return self.called(frame, node)
@@ -116,11 +136,19 @@ class Trace:
 
     def called(self, frame: _Frame, node: ast.Call) -> tuple[Part, ...]:
         given = [self.parts(frame, argument) for argument in node.args]
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+        name = (
+            node.func.attr
+            if isinstance(node.func, ast.Attribute)
+            else node.func.id
+            if isinstance(node.func, ast.Name)
+            else ""
+        )
         if isinstance(node.func, ast.Attribute):
             owner = self.parts(frame, node.func.value)
             if owner and name == "get":
-                return self.read(owner, frame.module.value(node.args[0], frame.constants), node.args[1:], frame)
+                return self.read(
+                    owner, frame.module.value(node.args[0], frame.constants), node.args[1:], frame
+                )
             if owner and name == "keys":
                 return owner
             if owner and name == "items":
@@ -128,7 +156,9 @@ class Trace:
             if _name(node.func.value) == "self" and frame.owner is not None and name != "__init__":
                 return self.into_self(frame, name, given)
         if name in READERS and given and given[0]:
-            return self.read(given[0], frame.module.value(node.args[1], frame.constants), node.args[2:], frame)
+            return self.read(
+                given[0], frame.module.value(node.args[1], frame.constants), node.args[2:], frame
+            )
         if name in ("copy", "deepcopy") and given and given[0]:
             self.open(given[0])
             return given[0]
@@ -142,24 +172,44 @@ class Trace:
             return self.into(frame, name, node, given)
         return ()
 
-    def into(self, frame: _Frame, name: str, node: ast.Call, given: list[tuple[Part, ...]]) -> tuple[Part, ...]:
+    def into(
+        self, frame: _Frame, name: str, node: ast.Call, given: list[tuple[Part, ...]]
+    ) -> tuple[Part, ...]:
         found = frame.module.lookup(name, "functions")
         if found is not None:
-            module, function, owner, names = found[0], found[1], None, [argument.arg for argument in found[1].args.args]
+            module, function, owner, names = (
+                found[0],
+                found[1],
+                None,
+                [argument.arg for argument in found[1].args.args],
+            )
         elif (found := frame.module.lookup(name, "classes")) is not None and any(
-                isinstance(item, ast.FunctionDef) and item.name == "__init__" for item in found[1].body):
+            isinstance(item, ast.FunctionDef) and item.name == "__init__" for item in found[1].body
+        ):
             module, owner = found
             function = _method(owner, "__init__")
             names = [argument.arg for argument in function.args.args][1:]
         else:
             return ()
-        constants = {argument: frame.module.value(value, frame.constants) for argument, value in zip(names, node.args, strict=False)}
+        constants = {
+            argument: frame.module.value(value, frame.constants)
+            for argument, value in zip(names, node.args, strict=False)
+        }
         parts = {argument: part for argument, part in zip(names, given, strict=False) if part}
-        return self.call(module, owner, function, parts, {key: value for key, value in constants.items() if value is not None})
+        return self.call(
+            module,
+            owner,
+            function,
+            parts,
+            {key: value for key, value in constants.items() if value is not None},
+        )
 
     def into_self(self, frame: _Frame, name: str, given: list[tuple[Part, ...]]) -> tuple[Part, ...]:
         assert frame.owner is not None
-        function = next((item for item in frame.owner.body if isinstance(item, ast.FunctionDef) and item.name == name), None)
+        function = next(
+            (item for item in frame.owner.body if isinstance(item, ast.FunctionDef) and item.name == name),
+            None,
+        )
         if function is None:
             return ()
         names = [argument.arg for argument in function.args.args][1:]
@@ -176,14 +226,18 @@ class Trace:
             node = node.fields.setdefault(key, Node())
         return node
 
-    def read(self, owners: tuple[Part, ...], key: Any, default: list[ast.expr] | None, frame: _Frame | None = None) -> tuple[Part, ...]:
+    def read(
+        self, owners: tuple[Part, ...], key: Any, default: list[ast.expr] | None, frame: _Frame | None = None
+    ) -> tuple[Part, ...]:
         if not isinstance(key, str):
             return ()
         found = tuple((*owner, key) for owner in owners)
         for path in found:
             node = self.node(path)
             value = frame.module.value(default[0], frame.constants) if default and frame is not None else None
-            if isinstance(value, bool | int | float | str | list) and value != "auto":  # which stands for values of another type
+            if (
+                isinstance(value, bool | int | float | str | list) and value != "auto"
+            ):  # which stands for values of another type
                 node.accept(type_name(value))
         return found
 

@@ -115,7 +115,9 @@ class StreamedDocuments(Documents):
 
     count = None
 
-    def __init__(self, open_stream: Callable[[], IterableDataset], columns: Sequence[str], lanes: Ints, all_lanes: int) -> None:
+    def __init__(
+        self, open_stream: Callable[[], IterableDataset], columns: Sequence[str], lanes: Ints, all_lanes: int
+    ) -> None:
         """
         Args:
             lanes: of this rank, of ``all_lanes``.
@@ -183,8 +185,14 @@ class StreamedDocuments(Documents):
 
 
 def no_documents() -> InputError:
-    return InputError(Problem("data.dataset.path", "the stream ended without a document", "there is a document to train on",
-                              "name another split or another dataset"))
+    return InputError(
+        Problem(
+            "data.dataset.path",
+            "the stream ended without a document",
+            "there is a document to train on",
+            "name another split or another dataset",
+        )
+    )
 
 
 def _mapped(file: str, columns: Sequence[str]) -> list[pa.RecordBatch]:
@@ -194,8 +202,14 @@ def _mapped(file: str, columns: Sequence[str]) -> list[pa.RecordBatch]:
         with pa.ipc.open_stream(pa.memory_map(file)) as reader:
             return [batch.select(list(columns)) for batch in reader if batch.num_rows]
     except (OSError, pa.ArrowInvalid) as error:
-        raise InputError(Problem(file, f"{file}: {error}", "the arrow files that `datasets` made of the dataset are there and whole",
-                                 "delete the folder that it lies in and start again, which makes them anew")) from error
+        raise InputError(
+            Problem(
+                file,
+                f"{file}: {error}",
+                "the arrow files that `datasets` made of the dataset are there and whole",
+                "delete the folder that it lies in and start again, which makes them anew",
+            )
+        ) from error
 
 
 def text_of(batch: pa.RecordBatch) -> pa.Array:
@@ -206,7 +220,9 @@ def text_of(batch: pa.RecordBatch) -> pa.Array:
     columns = [pc.cast(column, pa.large_string()) for column in batch.columns]
     if len(columns) == 1:
         return pc.fill_null(columns[0], "")
-    return pc.binary_join_element_wise(*columns, pa.scalar(JOINED_BY, pa.large_string()), null_handling="skip")
+    return pc.binary_join_element_wise(
+        *columns, pa.scalar(JOINED_BY, pa.large_string()), null_handling="skip"
+    )
 
 
 def as_texts(column: pa.Array) -> Texts:

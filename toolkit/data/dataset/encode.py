@@ -21,7 +21,9 @@ from toolkit.config.special_tokens import SpecialTokens
 from toolkit.errors import InputError
 
 Ints = npt.NDArray[np.int64]
-Texts = tuple[bytes | memoryview, Ints]  # UTF-8 of all documents, one after another, and where each ends [documents]
+Texts = tuple[
+    bytes | memoryview, Ints
+]  # UTF-8 of all documents, one after another, and where each ends [documents]
 Encoded = list[npt.NDArray[Any]]  # each document's tokens, uint16 or uint32
 Fetch = Callable[[], Texts]
 
@@ -38,13 +40,24 @@ class Encoders:
     So a process waits while its thread reads the next texts, which takes a hundredth of the time that tokenising them does.
     """
 
-    def __init__(self, tokenizer_file: Path, *, end_of_text: int, dtype: np.dtype[Any], held_out: float,
-                 special_tokens: SpecialTokens, count: int) -> None:
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        *,
+        end_of_text: int,
+        dtype: np.dtype[Any],
+        held_out: float,
+        special_tokens: SpecialTokens,
+        count: int,
+    ) -> None:
         self._tasks: SimpleQueue[tuple[Fetch, Future[Encoded]] | None] = SimpleQueue()
         self._closed = False
         arguments = [str(tokenizer_file), str(end_of_text), dtype.name, str(held_out), special_tokens.name]
         self._workers = [_Worker(arguments) for _ in range(count)]
-        self._threads = [threading.Thread(target=self._serve, args=(worker,), name="tokenizer", daemon=True) for worker in self._workers]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), name="tokenizer", daemon=True)
+            for worker in self._workers
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -107,7 +120,9 @@ class _Worker:
         # One core each: `data.dataset.workers` says how many. Nothing of the parent's own threads is inherited by a new program.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", MODULE, str(theirs.fileno()), *arguments]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+        )
         theirs.close()
         self._pipe = Connection(ours.detach())
 
@@ -134,5 +149,9 @@ class _Worker:
             code = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return f"tokenizer process {self.process.pid} closed its connection"
-        how = f"signal {-code}; without memory the kernel ends processes by signal 9" if code < 0 else f"exit code {code}"
+        how = (
+            f"signal {-code}; without memory the kernel ends processes by signal 9"
+            if code < 0
+            else f"exit code {code}"
+        )
         return f"tokenizer process {self.process.pid} ended ({how}). Start again to continue; data.dataset.workers says how many there are"

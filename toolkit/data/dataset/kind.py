@@ -31,8 +31,11 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
     manifest = ensure(config, progress)
     tokenizer = str(config.data.dataset.tokenizer)
     problems = [vocabulary_problem(config, manifest, tokenizer, vocab_size)]
-    problems += [split_problem(config, manifest, name, "eval.sets", str(config.data.dataset.path))
-                 for name in config.eval.sets if config.eval.every]
+    problems += [
+        split_problem(config, manifest, name, "eval.sets", str(config.data.dataset.path))
+        for name in config.eval.sets
+        if config.eval.every
+    ]
     found = [problem for problem in problems if problem is not None]
     if found:
         raise InputError(*found)
@@ -46,16 +49,40 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
         documents: Documents = ArrowDocuments(opened.files, data.text, seed)
     else:
         pinned = replace(data, revision=opened.revision)
-        documents = StreamedDocuments(lambda: sources.find(pinned).stream(data.split), data.text, lanes_of(batch, data_rank),
-                                      batch.global_batch)
+        documents = StreamedDocuments(
+            lambda: sources.find(pinned).stream(data.split),
+            data.text,
+            lanes_of(batch, data_rank),
+            batch.global_batch,
+        )
     dtype = np.dtype(np.uint16 if manifest.tokenizer.size <= 1 << 16 else np.uint32)
-    encoders = partial(Encoders, manifest.tokenizer_folder / FILE, end_of_text=manifest.tokenizer.end_of_text, dtype=dtype,
-                       held_out=data.validation, special_tokens=config.data.special_tokens, count=data.workers)
-    stream = DatasetStream(documents, encoders, fingerprint=opened.fingerprint, sequence_length=config.train.sequence_length,
-                           seed=seed, batch=batch, data_rank=data_rank, gather=everyone)
+    encoders = partial(
+        Encoders,
+        manifest.tokenizer_folder / FILE,
+        end_of_text=manifest.tokenizer.end_of_text,
+        dtype=dtype,
+        held_out=data.validation,
+        special_tokens=config.data.special_tokens,
+        count=data.workers,
+    )
+    stream = DatasetStream(
+        documents,
+        encoders,
+        fingerprint=opened.fingerprint,
+        sequence_length=config.train.sequence_length,
+        seed=seed,
+        batch=batch,
+        data_rank=data_rank,
+        gather=everyone,
+    )
     sets = {name: open_split(manifest.folder, name) for name in config.eval.sets} if config.eval.every else {}
-    return RunData(stream, text_sets(sets, config, batch, data_rank), Path(manifest.tokenizer_folder), lambda: None,
-                   end_of_text=manifest.tokenizer.end_of_text)
+    return RunData(
+        stream,
+        text_sets(sets, config, batch, data_rank),
+        Path(manifest.tokenizer_folder),
+        lambda: None,
+        end_of_text=manifest.tokenizer.end_of_text,
+    )
 
 
 def everyone(state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -44,7 +44,9 @@ def fork_places(documents: Sequence[int], offsets: Sequence[int], lanes: int) ->
     read come again.
     """
     former, now = len(documents), np.arange(lanes)
-    unread = np.asarray(documents, dtype=np.int64) * former + np.arange(former)  # each lane's first, in the run's order
+    unread = np.asarray(documents, dtype=np.int64) * former + np.arange(
+        former
+    )  # each lane's first, in the run's order
     parents = now % former if lanes % former == 0 else np.full(lanes, unread.argmin())
     firsts = np.maximum(0, -((now - unread[parents]) // lanes))
     same = firsts * lanes + now == unread[parents]
@@ -108,7 +110,9 @@ def demand(lanes: Sequence[Lane], mean_tokens: float, target: int) -> Demand:
     Args:
         mean_tokens: of a document, as far as seen.
     """
-    expected = np.array([lane.tokens + (lane.asked - lane.document - len(lane.parts)) * mean_tokens for lane in lanes])
+    expected = np.array(
+        [lane.tokens + (lane.asked - lane.document - len(lane.parts)) * mean_tokens for lane in lanes]
+    )
     counts = np.ceil(np.maximum(target - expected, 0) / mean_tokens).astype(np.int64)
     rounds = np.arange(int(counts.max(initial=0)))
     turns, chosen = np.nonzero(rounds[:, None] < counts[None, :])

@@ -28,7 +28,15 @@ from toolkit.data.dataset.documents import ArrowDocuments, as_texts, text_of
 from toolkit.data.dataset.encode import Texts
 from toolkit.data.dataset.worker import is_held_out
 from toolkit.data.index import token_dtype
-from toolkit.data.manifest import NAME, DataManifest, Origin, Split, TokenizerInfo, read_manifest, write_manifest
+from toolkit.data.manifest import (
+    NAME,
+    DataManifest,
+    Origin,
+    Split,
+    TokenizerInfo,
+    read_manifest,
+    write_manifest,
+)
 from toolkit.data.special import SpecialStrings
 from toolkit.data.write import SplitWriter
 from toolkit.errors import InputError, Problem
@@ -59,7 +67,9 @@ class Opened:
     @staticmethod
     def read(folder: str | Path) -> Opened:
         content = json.loads((Path(folder) / SOURCE).read_text(encoding="utf-8"))
-        return Opened(files=tuple(content["files"]), revision=content["revision"], fingerprint=content["fingerprint"])
+        return Opened(
+            files=tuple(content["files"]), revision=content["revision"], fingerprint=content["fingerprint"]
+        )
 
 
 def ensure(config: RunConfig, progress: Progress) -> DataManifest:
@@ -72,9 +82,14 @@ def ensure(config: RunConfig, progress: Progress) -> DataManifest:
     """
     data, path = config.data.dataset, Path(config.data.path)
     if data.streaming and config.train.batch_ramp.start is not None:
-        raise InputError(Problem("train.batch_ramp", f"train.batch_ramp.start={config.train.batch_ramp.start}, data.dataset.streaming=true",
-                                 "places that a batch grows into wait for their documents, which a stream would have to keep in memory",
-                                 "leave out data.dataset.streaming or train.batch_ramp"))
+        raise InputError(
+            Problem(
+                "train.batch_ramp",
+                f"train.batch_ramp.start={config.train.batch_ramp.start}, data.dataset.streaming=true",
+                "places that a batch grows into wait for their documents, which a stream would have to keep in memory",
+                "leave out data.dataset.streaming or train.batch_ramp",
+            )
+        )
     found = sources.find(data)
     sources.check(found, data, data.split, "data.dataset.split")
     wanted = list(config.eval.sets) if config.eval.every else []
@@ -86,22 +101,48 @@ def ensure(config: RunConfig, progress: Progress) -> DataManifest:
     try:
         partial.mkdir(parents=True)
         try:
-            return _make(config, found, [name for name in wanted if name not in held_out], held_out, partial, progress)
+            return _make(
+                config, found, [name for name in wanted if name not in held_out], held_out, partial, progress
+            )
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise InputError(Problem("data.path", f"data.path={path}: {error}", "the tokenizer and the evaluation sets can be kept there",
-                                 "name a folder that can be written and has room: data.path=FOLDER")) from error
+        raise InputError(
+            Problem(
+                "data.path",
+                f"data.path={path}: {error}",
+                "the tokenizer and the evaluation sets can be kept there",
+                "name a folder that can be written and has room: data.path=FOLDER",
+            )
+        ) from error
 
 
-def _make(config: RunConfig, found: sources.Source, named: list[str], held_out: list[str], partial: Path,
-          progress: Progress) -> DataManifest:
+def _make(
+    config: RunConfig,
+    found: sources.Source,
+    named: list[str],
+    held_out: list[str],
+    partial: Path,
+    progress: Progress,
+) -> DataManifest:
     data = config.data.dataset
     if data.tokenizer is None:
-        raise InputError(Problem(TOKENIZER, f"{TOKENIZER} is null", "data=dataset makes tokens of text on the way",
-                                 f"write {TOKENIZER}=FOLDER, tokenizer.json or NAME/ON-THE-HUB"))
-    info = tokenizer_copy.place(data.tokenizer, data.end_of_text, partial, key=TOKENIZER, end_key="data.dataset.end_of_text",
-                                trust_remote_code=data.trust_remote_code)
+        raise InputError(
+            Problem(
+                TOKENIZER,
+                f"{TOKENIZER} is null",
+                "data=dataset makes tokens of text on the way",
+                f"write {TOKENIZER}=FOLDER, tokenizer.json or NAME/ON-THE-HUB",
+            )
+        )
+    info = tokenizer_copy.place(
+        data.tokenizer,
+        data.end_of_text,
+        partial,
+        key=TOKENIZER,
+        end_key="data.dataset.end_of_text",
+        trust_remote_code=data.trust_remote_code,
+    )
     with progress.task(f"opening {data.path}", unit="splits") as task:
         digests = {split: found.digests(split) for split in {data.split, *named}}
         training = _opened(found, data, data.split, digests[data.split], info, config.data.special_tokens)
@@ -110,20 +151,42 @@ def _make(config: RunConfig, found: sources.Source, named: list[str], held_out: 
         task.advance(len(named))
     special = config.data.special_tokens
     tokens = config.eval.batches * config.train.global_batch * config.train.sequence_length + 1
-    decisive = [RECIPE, training.fingerprint, training.files, tokens, {name: digests[name] for name in named}, held_out]
+    decisive = [
+        RECIPE,
+        training.fingerprint,
+        training.files,
+        tokens,
+        {name: digests[name] for name in named},
+        held_out,
+    ]
     if special is not SpecialTokens.text:
         decisive.append(special.name)  # so that sets made with text do not hide what refuse has to refuse
-    generation = partial.parent / xxhash.xxh3_128_hexdigest(json.dumps(decisive, sort_keys=True).encode())[:12]
+    generation = (
+        partial.parent / xxhash.xxh3_128_hexdigest(json.dumps(decisive, sort_keys=True).encode())[:12]
+    )
     if not (generation / NAME).is_file():
-        splits = {name: _write(partial, name, documents.in_file_order(), info, tokens, special, progress, share=None)
-                  for name, documents in evaluated.items()}
+        splits = {
+            name: _write(
+                partial, name, documents.in_file_order(), info, tokens, special, progress, share=None
+            )
+            for name, documents in evaluated.items()
+        }
         for name in held_out:
             texts = _training_texts(found, data, training, config.data.shuffle_seed)
-            splits[name] = _write(partial, name, texts, info, tokens, special, progress, share=data.validation)
+            splits[name] = _write(
+                partial, name, texts, info, tokens, special, progress, share=data.validation
+            )
         write_whole(partial / SOURCE, json.dumps(asdict(training), indent=1) + "\n")
-        origin = Origin(f"the dataset {data.path}, read while training", "not stated", len(digests[data.split]), 0,
-                        str(training.fingerprint["data"]))
-        manifest = DataManifest(folder=partial, dtype=token_dtype(info.size).name, origin=origin, tokenizer=info, splits=splits)
+        origin = Origin(
+            f"the dataset {data.path}, read while training",
+            "not stated",
+            len(digests[data.split]),
+            0,
+            str(training.fingerprint["data"]),
+        )
+        manifest = DataManifest(
+            folder=partial, dtype=token_dtype(info.size).name, origin=origin, tokenizer=info, splits=splits
+        )
         write_manifest(manifest, partial)
         if (partial.parent / generation.name).exists() and not (generation / NAME).is_file():
             shutil.rmtree(generation)  # somebody emptied it
@@ -133,19 +196,34 @@ def _make(config: RunConfig, found: sources.Source, named: list[str], held_out: 
             if not (generation / NAME).is_file():
                 raise
         sync_folder(generation.parent)
-    write_manifest(read_manifest(generation), generation.parent)  # as in every data folder: what was asked for last
+    write_manifest(
+        read_manifest(generation), generation.parent
+    )  # as in every data folder: what was asked for last
     return read_manifest(generation)
 
 
-def _opened(found: sources.Source, data: DatasetConfig, split: str, digests: dict[str, str], info: TokenizerInfo,
-            special: SpecialTokens) -> Opened:
+def _opened(
+    found: sources.Source,
+    data: DatasetConfig,
+    split: str,
+    digests: dict[str, str],
+    info: TokenizerInfo,
+    special: SpecialTokens,
+) -> Opened:
     """The training split: fetched and made into arrow files, or of a stream looked at."""
     fingerprint: dict[str, str | int] = {
-        "data": xxhash.xxh3_128_hexdigest(json.dumps([data.name, digests, data.streaming], sort_keys=True).encode()),
-        "split": split, "text": ",".join(data.text), "validation": str(data.validation), "tokenizer": info.hash,
+        "data": xxhash.xxh3_128_hexdigest(
+            json.dumps([data.name, digests, data.streaming], sort_keys=True).encode()
+        ),
+        "split": split,
+        "text": ",".join(data.text),
+        "validation": str(data.validation),
+        "tokenizer": info.hash,
         "end_of_text": info.end_of_text,
     }
-    if special is SpecialTokens.parse:  # refuse and text give the same tokens, so a run may change from one to the other
+    if (
+        special is SpecialTokens.parse
+    ):  # refuse and text give the same tokens, so a run may change from one to the other
         fingerprint["special_tokens"] = special.name
     if len(digests) <= NAMED_FILES:
         fingerprint |= {f"file {name}": value for name, value in digests.items()}
@@ -175,29 +253,51 @@ def _documents(found: sources.Source, data: DatasetConfig, split: str, seed: int
     return ArrowDocuments(arrow.files, data.text, seed)
 
 
-def _training_texts(found: sources.Source, data: DatasetConfig, training: Opened, seed: int) -> Iterator[Texts]:
+def _training_texts(
+    found: sources.Source, data: DatasetConfig, training: Opened, seed: int
+) -> Iterator[Texts]:
     if training.files:
         yield from ArrowDocuments(training.files, data.text, seed).in_file_order()
         return
-    for table in found.stream(data.split).select_columns(list(data.text)).with_format("arrow").iter(batch_size=1000):
+    for table in (
+        found.stream(data.split).select_columns(list(data.text)).with_format("arrow").iter(batch_size=1000)
+    ):
         yield as_texts(text_of(table.combine_chunks().to_batches()[0]))
 
 
-def _write(folder: Path, name: str, batches: Iterator[Texts], info: TokenizerInfo, tokens: int, special: SpecialTokens,
-           progress: Progress, *, share: float | None) -> Split:
+def _write(
+    folder: Path,
+    name: str,
+    batches: Iterator[Texts],
+    info: TokenizerInfo,
+    tokens: int,
+    special: SpecialTokens,
+    progress: Progress,
+    *,
+    share: float | None,
+) -> Split:
     """The first ``tokens`` tokens of a set, in whole documents; of those held out, where ``share`` of them are."""
     from tokenizers import Tokenizer
 
     opened = Tokenizer.from_file(str(folder / info.folder / tokenizers.FILE))
     strings, made = SpecialStrings(opened), 0
     dtype = token_dtype(info.size)
-    with progress.task(f"tokenising {name}", total=tokens, unit="tokens") as task, SplitWriter(folder, name, dtype) as writer:
+    with (
+        progress.task(f"tokenising {name}", total=tokens, unit="tokens") as task,
+        SplitWriter(folder, name, dtype) as writer,
+    ):
         for text, ends in batches:
             documents = [bytes(text[first:last]) for first, last in pairwise([0, *ends.tolist()])]
-            chosen = [document.decode(errors="replace") for document in documents if share is None or is_held_out(document, share)]
+            chosen = [
+                document.decode(errors="replace")
+                for document in documents
+                if share is None or is_held_out(document, share)
+            ]
             if special is SpecialTokens.refuse:
                 for text_ in chosen:
-                    strings.check(text_, where=f"a document of the evaluation set {name}", key="data.special_tokens")
+                    strings.check(
+                        text_, where=f"a document of the evaluation set {name}", key="data.special_tokens"
+                    )
             for document in tokenizers.encode(opened, chosen, info.end_of_text, special):
                 if made < tokens:
                     writer.add(document)

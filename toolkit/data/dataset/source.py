@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, Features, IterableDataset
 
 # Endings of single files and patterns -> the reader of `datasets`.
-READERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}
+READERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".txt": "text",
+}
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 # Files of a split are hashed whole up to this size together, which takes a second; of larger ones places spread over each file are.
 HASHED_BYTES = 1 << 30
@@ -63,10 +71,22 @@ def find(data: DatasetConfig) -> Source:
     """Raises InputError where there is no such dataset, configuration or revision."""
     path = data.path
     if path is None:
-        raise InputError(_path_problem(data, "data=dataset reads a dataset", "write data.dataset.path=FOLDER, FILE or NAME/ON-THE-HUB"))
+        raise InputError(
+            _path_problem(
+                data,
+                "data=dataset reads a dataset",
+                "write data.dataset.path=FOLDER, FILE or NAME/ON-THE-HUB",
+            )
+        )
     if data.revision is not None and _is_local(path):
-        raise InputError(Problem("data.dataset.revision", f"data.dataset.revision={data.revision}, data.dataset.path={path}",
-                                 "a dataset on this machine has no revision", "leave out data.dataset.revision"))
+        raise InputError(
+            Problem(
+                "data.dataset.revision",
+                f"data.dataset.revision={data.revision}, data.dataset.path={path}",
+                "a dataset on this machine has no revision",
+                "leave out data.dataset.revision",
+            )
+        )
     saved = Path(path)
     if (saved / "dataset_dict.json").is_file() or (saved / "state.json").is_file():
         return _Saved(saved, data)
@@ -77,12 +97,20 @@ def find(data: DatasetConfig) -> Source:
         arguments = {"path": _reader(data, path), "data_files": {"train": path}}
     elif not Path(path).is_dir():
         if _is_local(path):
-            raise InputError(_path_problem(data, "the dataset's folder or file is there", f"correct it; {Path(path).absolute()} is absent"))
+            raise InputError(
+                _path_problem(
+                    data,
+                    "the dataset's folder or file is there",
+                    f"correct it; {Path(path).absolute()} is absent",
+                )
+            )
         hub.online()
     with _named(data):
         builder = load_dataset_builder(**arguments, name=data.name, revision=data.revision)
     if not all((builder.config.data_files or {"": [path]}).values()):
-        raise InputError(_path_problem(data, "the dataset's files are there", "correct the pattern; no file matches it"))
+        raise InputError(
+            _path_problem(data, "the dataset's files are there", "correct the pattern; no file matches it")
+        )
     return _Built(builder, data, local=_is_local(path))
 
 
@@ -90,8 +118,14 @@ def check(source: Source, data: DatasetConfig, split: str, key: str) -> None:
     """Raises InputError where the split is absent."""
     if split not in source.splits:
         there = ", ".join(source.splits)
-        remedy = f"there are: {there}" if "[" not in split and "+" not in split else f"name a whole split; there are: {there}"
-        raise InputError(Problem(key, f"{key}={split}, which {data.path} has not", "the dataset has the split", remedy))
+        remedy = (
+            f"there are: {there}"
+            if "[" not in split and "+" not in split
+            else f"name a whole split; there are: {there}"
+        )
+        raise InputError(
+            Problem(key, f"{key}={split}, which {data.path} has not", "the dataset has the split", remedy)
+        )
 
 
 def check_columns(data: DatasetConfig, features: Features) -> None:
@@ -99,12 +133,28 @@ def check_columns(data: DatasetConfig, features: Features) -> None:
     import pyarrow as pa
 
     kinds = {field.name: field.type for field in features.arrow_schema}
-    texts = [name for name, kind in kinds.items() if pa.types.is_string(kind) or pa.types.is_large_string(kind)]
-    wrong = [f"{name} ({kinds[name]})" if name in kinds else f"{name} (absent)" for name in data.text if name not in texts]
+    texts = [
+        name for name, kind in kinds.items() if pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    ]
+    wrong = [
+        f"{name} ({kinds[name]})" if name in kinds else f"{name} (absent)"
+        for name in data.text
+        if name not in texts
+    ]
     if wrong or not data.text:
-        choice = f"write data.dataset.text=[{texts[0]}]; of text are: {', '.join(texts)}" if texts else "choose a dataset that has text"
-        raise InputError(Problem("data.dataset.text", f"data.dataset.text=[{','.join(data.text)}]: {', '.join(wrong) or 'no column'}",
-                                 f"each is a column of {data.path} that holds text", choice))
+        choice = (
+            f"write data.dataset.text=[{texts[0]}]; of text are: {', '.join(texts)}"
+            if texts
+            else "choose a dataset that has text"
+        )
+        raise InputError(
+            Problem(
+                "data.dataset.text",
+                f"data.dataset.text=[{','.join(data.text)}]: {', '.join(wrong) or 'no column'}",
+                f"each is a column of {data.path} that holds text",
+                choice,
+            )
+        )
 
 
 class _Built(Source):
@@ -141,7 +191,9 @@ class _Saved(Source):
         self._data = data
         listing = folder / "dataset_dict.json"
         names = json.loads(listing.read_text())["splits"] if listing.is_file() else None
-        self._folders = {name: self._inside(folder, name) for name in names} if names is not None else {"train": folder}
+        self._folders = (
+            {name: self._inside(folder, name) for name in names} if names is not None else {"train": folder}
+        )
         self.splits = tuple(self._folders)
 
     def digests(self, split: str) -> dict[str, str]:
@@ -156,9 +208,14 @@ class _Saved(Source):
             return _arrow_split(load_from_disk(str(self._folders[split])), self._data, split)
 
     def stream(self, split: str) -> IterableDataset:
-        raise InputError(Problem("data.dataset.streaming", "data.dataset.streaming=true of a folder by save_to_disk",
-                                 "what streams is fetched piece by piece; this folder is here in the form that training reads",
-                                 "leave out data.dataset.streaming"))
+        raise InputError(
+            Problem(
+                "data.dataset.streaming",
+                "data.dataset.streaming=true of a folder by save_to_disk",
+                "what streams is fetched piece by piece; this folder is here in the form that training reads",
+                "leave out data.dataset.streaming",
+            )
+        )
 
     def _arrow_files(self, split: str) -> list[Path]:
         folder = self._folders[split]
@@ -169,8 +226,13 @@ class _Saved(Source):
         try:
             return inside(folder, name)
         except UnsafePath as error:
-            raise InputError(_path_problem(self._data, "the files of a dataset lie in its folder",
-                                           f"save it again with save_to_disk; {error}")) from error
+            raise InputError(
+                _path_problem(
+                    self._data,
+                    "the files of a dataset lie in its folder",
+                    f"save it again with save_to_disk; {error}",
+                )
+            ) from error
 
 
 def _arrow_split(dataset: Dataset, data: DatasetConfig, split: str) -> ArrowSplit:
@@ -181,8 +243,14 @@ def _arrow_split(dataset: Dataset, data: DatasetConfig, split: str) -> ArrowSpli
 
 
 def _no_rows(data: DatasetConfig, split: str) -> InputError:
-    return InputError(Problem("data.dataset.split", f"split {split} of {data.path} has 0 rows", "a split that is read has rows",
-                              "name another split or another dataset"))
+    return InputError(
+        Problem(
+            "data.dataset.split",
+            f"split {split} of {data.path} has 0 rows",
+            "a split that is read has rows",
+            "name another split or another dataset",
+        )
+    )
 
 
 def file_digests(files: Sequence[Path]) -> dict[str, str]:
@@ -218,7 +286,13 @@ def _is_pattern(path: str) -> bool:
 def _is_local(path: str) -> bool:
     """Of this machine: it is there, or it is written as only a file can be."""
     known = _suffix(path) in READERS
-    return Path(path).exists() or _is_pattern(path) or known or path.startswith((".", "/", "~")) or path.count("/") > 1
+    return (
+        Path(path).exists()
+        or _is_pattern(path)
+        or known
+        or path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+    )
 
 
 def _suffix(path: str) -> str:
@@ -231,8 +305,13 @@ def _reader(data: DatasetConfig, path: str) -> str:
     reader = READERS.get(_suffix(path))
     if reader is None:
         known = ", ".join(READERS)
-        raise InputError(_path_problem(data, f"a file that is a dataset ends with one of {known} (and {', '.join(COMPRESSED)})",
-                                       "rename it, or name the folder that it lies in"))
+        raise InputError(
+            _path_problem(
+                data,
+                f"a file that is a dataset ends with one of {known} (and {', '.join(COMPRESSED)})",
+                "rename it, or name the folder that it lies in",
+            )
+        )
     return reader
 
 
@@ -254,11 +333,15 @@ def _named(data: DatasetConfig) -> Iterator[None]:
         absent = "" if data.path is not None and _is_local(data.path) else hub.why_absent()
         seen = f"data.dataset.path={data.path}" + (f" data.dataset.name={data.name}" if data.name else "")
         seen += f" data.dataset.revision={data.revision}" if data.revision else ""
-        raise InputError(Problem("data.dataset.path", f"{seen}: {words}{absent}", "the dataset can be opened by the package datasets",
-                                 "correct the path, data.dataset.name or data.dataset.revision, or fetch the dataset first")) from error
+        raise InputError(
+            Problem(
+                "data.dataset.path",
+                f"{seen}: {words}{absent}",
+                "the dataset can be opened by the package datasets",
+                "correct the path, data.dataset.name or data.dataset.revision, or fetch the dataset first",
+            )
+        ) from error
 
 
 def _path_problem(data: DatasetConfig, rule: str, remedy: str) -> Problem:
     return Problem("data.dataset.path", f"data.dataset.path={data.path}", rule, remedy)
-
-

@@ -40,7 +40,10 @@ _REMEDIES = {
     "validation": ("data.dataset.validation", f"write data.dataset.validation={{saved}}, {FORK}"),
     "tokenizer": ("data.dataset.tokenizer", f"name the tokenizer that the run began with, {FORK}"),
     "end_of_text": ("data.dataset.end_of_text", f"name the token that the run began with, {FORK}"),
-    "special_tokens": ("data.special_tokens", f"write data.special_tokens=parse if the checkpoint has it, else text, {FORK}"),
+    "special_tokens": (
+        "data.special_tokens",
+        f"write data.special_tokens=parse if the checkpoint has it, else text, {FORK}",
+    ),
     "seed": ("data.shuffle_seed", f"write data.shuffle_seed={{saved}}, {FORK}"),
     "sequence_length": ("train.sequence_length", f"write train.sequence_length={{saved}}, {FORK}"),
     "lanes": ("train.global_batch", f"write train.global_batch={{saved}}, {FORK}"),
@@ -51,7 +54,9 @@ FILE = "file "  # before the name of a file of the dataset, where they are few
 class _Steps(Iterator[list[Ints]]):
     """The steps of a stream, each of which knows where its lanes are after it."""
 
-    def __init__(self, stream: DatasetStream, first_step: int, made: Prefetch[tuple[list[Ints], Ints]]) -> None:
+    def __init__(
+        self, stream: DatasetStream, first_step: int, made: Prefetch[tuple[list[Ints], Ints]]
+    ) -> None:
         self._stream, self._step, self._made = stream, first_step, made
 
     def __next__(self) -> list[Ints]:
@@ -70,13 +75,31 @@ class DatasetStream:
         gather: exchanges the ranks' states; called on all of them at the same step.
     """
 
-    def __init__(self, documents: Documents, encoders: Callable[[], Encoders], *, fingerprint: Mapping[str, str | int],
-                 sequence_length: int, seed: int, batch: BatchPlan, data_rank: int, gather: Gather) -> None:
+    def __init__(
+        self,
+        documents: Documents,
+        encoders: Callable[[], Encoders],
+        *,
+        fingerprint: Mapping[str, str | int],
+        sequence_length: int,
+        seed: int,
+        batch: BatchPlan,
+        data_rank: int,
+        gather: Gather,
+    ) -> None:
         self._documents, self._open_encoders, self._gather = documents, encoders, gather
-        self._fingerprint = {"order": VERSION, **fingerprint, "seed": seed, "sequence_length": sequence_length, "lanes": batch.global_batch}
+        self._fingerprint = {
+            "order": VERSION,
+            **fingerprint,
+            "seed": seed,
+            "sequence_length": sequence_length,
+            "lanes": batch.global_batch,
+        }
         self._length, self._batch, self._rank = sequence_length, batch, data_rank
         self._lanes = lanes_of(batch, data_rank)
-        self._places = np.zeros((len(self._lanes), 2), dtype=np.int64)  # of each lane: its document, the token in it
+        self._places = np.zeros(
+            (len(self._lanes), 2), dtype=np.int64
+        )  # of each lane: its document, the token in it
         self._at = 0
         self._encoders: Encoders | None = None
         self._made_ahead: Prefetch[tuple[list[Ints], Ints]] | None = None
@@ -96,7 +119,11 @@ class DatasetStream:
     def consumed(self, step: int) -> dict[str, tuple[int, float]]:
         """Epochs are those of this rank's lanes on the average; not known (nan) of a stream."""
         count = self._documents.count
-        epochs = float(self._places[:, 0].mean()) * self._batch.global_batch / count if count and step == self._at else float("nan")
+        epochs = (
+            float(self._places[:, 0].mean()) * self._batch.global_batch / count
+            if count and step == self._at
+            else float("nan")
+        )
         return {"train": (self._batch.at(step).first_sample, epochs)}
 
     def fingerprint(self) -> dict[str, str | int]:
@@ -105,8 +132,11 @@ class DatasetStream:
     def check_fingerprint(self, saved: Mapping[str, object]) -> None:
         """Raises CheckpointError naming everything in which the stream that was saved differs from this one."""
         mine = self._fingerprint
-        changed = [f"{name.removeprefix(FILE)} was {saved.get(name, 'absent')}" for name in sorted(mine.keys() | saved.keys())
-                   if name.startswith(FILE) and mine.get(name) != saved.get(name)]
+        changed = [
+            f"{name.removeprefix(FILE)} was {saved.get(name, 'absent')}"
+            for name in sorted(mine.keys() | saved.keys())
+            if name.startswith(FILE) and mine.get(name) != saved.get(name)
+        ]
         check_same(mine, saved, _REMEDIES, details={"data": f" ({', '.join(changed)})"} if changed else None)
 
     def state(self, step: int) -> State:
@@ -117,24 +147,37 @@ class DatasetStream:
         """What this rank knows of the state."""
         assert step == self._at, f"the state after {step} steps was asked for, {self._at} are taken"
         self._documents.passed(self._least())
-        return {"lanes": self._lanes.tolist(), "places": self._places.tolist(), "source": self._documents.state()}
+        return {
+            "lanes": self._lanes.tolist(),
+            "places": self._places.tolist(),
+            "source": self._documents.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError where it is not of this stream's lanes."""
         documents, offsets = state.get("documents", []), state.get("offsets", [])
         if not len(documents) == len(offsets) == self._batch.global_batch:
-            raise CheckpointError(Problem(
-                "train.global_batch", f"the checkpoint has the places of {len(documents)} lanes, here are {self._batch.global_batch}",
-                "data=dataset continues where each place of the global batch was", f"continue from another checkpoint, {FORK}"))
+            raise CheckpointError(
+                Problem(
+                    "train.global_batch",
+                    f"the checkpoint has the places of {len(documents)} lanes, here are {self._batch.global_batch}",
+                    "data=dataset continues where each place of the global batch was",
+                    f"continue from another checkpoint, {FORK}",
+                )
+            )
         self._places = np.array([documents, offsets], dtype=np.int64).T[self._lanes]
         self._documents.restore(state.get("source", {}))
 
     def fork(self, fingerprint: Mapping[str, object], state: Mapping[str, Any]) -> None:
         """Continue where the lanes of another run stood, if it read the same documents; else begin with the first documents."""
-        if any(self._fingerprint.get(name) != fingerprint.get(name)
-               for name in (self._fingerprint.keys() | fingerprint.keys()) - {"lanes", "sequence_length"}):
+        if any(
+            self._fingerprint.get(name) != fingerprint.get(name)
+            for name in (self._fingerprint.keys() | fingerprint.keys()) - {"lanes", "sequence_length"}
+        ):
             return
-        self._places = fork_places(state["documents"], state["offsets"], self._batch.global_batch)[self._lanes]
+        self._places = fork_places(state["documents"], state["offsets"], self._batch.global_batch)[
+            self._lanes
+        ]
         self._documents.restore(state["source"])
 
     def close(self) -> None:
@@ -154,11 +197,15 @@ class DatasetStream:
 
     def _made(self, first_step: int, encoders: Encoders) -> Iterator[tuple[list[Ints], Ints]]:
         """Each step's micro-batches, and the places of the lanes after it."""
-        packer = _Packer(self._lanes, self._places, self._batch.global_batch, self._documents, encoders, self._length)
+        packer = _Packer(
+            self._lanes, self._places, self._batch.global_batch, self._documents, encoders, self._length
+        )
         step = first_step
         while True:
             now = self._batch.at(step)
-            shape = rank_places(now.accumulation, self._batch.data_parallel, self._batch.micro_batch, self._rank).shape
+            shape = rank_places(
+                now.accumulation, self._batch.data_parallel, self._batch.micro_batch, self._rank
+            ).shape
             rows = packer.rows(shape[0] * shape[1])  # its first places: the lanes are in their order
             yield list(rows.reshape(*shape, self._length + 1)), packer.places()
             step += 1
@@ -166,18 +213,32 @@ class DatasetStream:
 
 def merge_states(parts: Sequence[State], lanes: int) -> State:
     """The state of a stream from the ``part`` of each rank, which may repeat each other."""
-    places = {lane: place for part in parts for lane, place in zip(part["lanes"], part["places"], strict=True)}
+    places = {
+        lane: place for part in parts for lane, place in zip(part["lanes"], part["places"], strict=True)
+    }
     assert sorted(places) == list(range(lanes)), "every lane is some rank's"
     in_order = [places[lane] for lane in range(lanes)]
     source = min((part["source"] for part in parts), key=lambda source: source.get("number", 0))
-    return {"documents": [document for document, _ in in_order], "offsets": [offset for _, offset in in_order], "source": source}
+    return {
+        "documents": [document for document, _ in in_order],
+        "offsets": [offset for _, offset in in_order],
+        "source": source,
+    }
 
 
 class _Packer:
     """Keeps requests under way so that every lane has tokens. Belongs to one thread."""
 
-    def __init__(self, lanes: Ints, places: Ints, all_lanes: int, documents: Documents, encoders: Encoders, length: int) -> None:
-        self._numbers, self._all_lanes, self._documents, self._encoders, self._length = lanes, all_lanes, documents, encoders, length
+    def __init__(
+        self, lanes: Ints, places: Ints, all_lanes: int, documents: Documents, encoders: Encoders, length: int
+    ) -> None:
+        self._numbers, self._all_lanes, self._documents, self._encoders, self._length = (
+            lanes,
+            all_lanes,
+            documents,
+            encoders,
+            length,
+        )
         self._lanes = [Lane(document, offset) for document, offset in places.tolist()]
         self._target = max(2 * length + 1, AHEAD_TOKENS // len(lanes))
         self._asked: deque[tuple[Demand, Future[Encoded]]] = deque()

@@ -31,8 +31,14 @@ def is_held_out(text: bytes, share: float) -> bool:
     return xxhash.xxh3_64_intdigest(text) < share * 2**64
 
 
-def serve(pipe: Connection, tokenizer_file: str, end_of_text: int, dtype: np.dtype[np.unsignedinteger], held_out: float,
-          special_tokens: SpecialTokens) -> None:
+def serve(
+    pipe: Connection,
+    tokenizer_file: str,
+    end_of_text: int,
+    dtype: np.dtype[np.unsignedinteger],
+    held_out: float,
+    special_tokens: SpecialTokens,
+) -> None:
     """Answer each (text, ends) with (tokens, lengths), with the InputError of a text that ``special_tokens`` refuses, or with the
     traceback of what went wrong.
 
@@ -54,14 +60,27 @@ def serve(pipe: Connection, tokenizer_file: str, end_of_text: int, dtype: np.dty
         except EOFError:
             return
         try:
-            documents = [bytes(text[first:last]) for first, last in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
+            documents = [
+                bytes(text[first:last])
+                for first, last in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)
+            ]
             kept = [not held_out or not is_held_out(document, held_out) for document in documents]
-            texts = [document.decode(errors="replace") for document, keep in zip(documents, kept, strict=True) if keep]
+            texts = [
+                document.decode(errors="replace")
+                for document, keep in zip(documents, kept, strict=True)
+                if keep
+            ]
             if special_tokens is SpecialTokens.refuse:
                 for document in texts:
-                    special.check(document, where=f"a document that begins {document[:SHOWN]!r}", key="data.special_tokens")
+                    special.check(
+                        document,
+                        where=f"a document that begins {document[:SHOWN]!r}",
+                        key="data.special_tokens",
+                    )
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            parts: list[npt.NDArray[np.unsignedinteger]] = [np.array([*encoding.ids, end_of_text], dtype) for encoding in encodings]
+            parts: list[npt.NDArray[np.unsignedinteger]] = [
+                np.array([*encoding.ids, end_of_text], dtype) for encoding in encodings
+            ]
             lengths = np.zeros(len(kept), dtype=np.int64)
             lengths[np.flatnonzero(kept)] = [len(part) for part in parts]
             answer: object = (np.concatenate(parts) if parts else np.empty(0, dtype), lengths)
@@ -79,5 +98,11 @@ if __name__ == "__main__":
     # A signal to the whole group means the parent, which saves first and still needs tokens for that step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    serve(Connection(int(sys.argv[1])), sys.argv[2], int(sys.argv[3]), np.dtype(sys.argv[4]), float(sys.argv[5]),
-          SpecialTokens[sys.argv[6]])
+    serve(
+        Connection(int(sys.argv[1])),
+        sys.argv[2],
+        int(sys.argv[3]),
+        np.dtype(sys.argv[4]),
+        float(sys.argv[5]),
+        SpecialTokens[sys.argv[6]],
+    )

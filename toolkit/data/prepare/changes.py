@@ -19,7 +19,9 @@ from toolkit.data.prepare.plan import Listing, Plan, Source, Unit, drafted, hash
 from toolkit.data.prepare.split import validation_below
 from toolkit.progress import Progress
 
-NOTHING = Unit(0, 0, 0, 0, 0)  # in the place of a unit whose files changed: units keep their numbers, which parts are named after
+NOTHING = Unit(
+    0, 0, 0, 0, 0
+)  # in the place of a unit whose files changed: units keep their numbers, which parts are named after
 # Keys that only refuse: what was tokenised before is the same with any other value of theirs.
 REFUSING = {"special_tokens": SpecialTokens.refuse.name, "on_bad_row": OnBadRow.refuse.name}
 
@@ -38,7 +40,11 @@ class Changes:
 
     def first(self) -> str | None:
         """In words, for an error."""
-        kinds = {**dict.fromkeys(self.new, "is new"), **dict.fromkeys(self.gone, "is gone"), **dict.fromkeys(self.other, "changed")}
+        kinds = {
+            **dict.fromkeys(self.new, "is new"),
+            **dict.fromkeys(self.gone, "is gone"),
+            **dict.fromkeys(self.other, "changed"),
+        }
         return next((f"{name} {kinds[name]}" for name in sorted(kinds)), None)
 
 
@@ -46,11 +52,23 @@ def changes(plan: Plan, listed: Listing) -> Changes:
     """By names, sizes and times of change; a file of which only the time differs is read and compared."""
     planned = {source.name: source for source in plan.present}
     now = _as_now(listed)
-    differing = {name for name in planned.keys() & now.keys() if (planned[name].bytes, planned[name].modified) != now[name]}
-    same = {name for name in differing
-            if planned[name].bytes == now[name][0] and digest(Path(listed.root, name)).xxh3_128 == planned[name].xxh3_128}
-    return Changes(frozenset(now.keys() - planned.keys()), frozenset(planned.keys() - now.keys()), frozenset(differing - same),
-                   frozenset(same))
+    differing = {
+        name
+        for name in planned.keys() & now.keys()
+        if (planned[name].bytes, planned[name].modified) != now[name]
+    }
+    same = {
+        name
+        for name in differing
+        if planned[name].bytes == now[name][0]
+        and digest(Path(listed.root, name)).xxh3_128 == planned[name].xxh3_128
+    }
+    return Changes(
+        frozenset(now.keys() - planned.keys()),
+        frozenset(planned.keys() - now.keys()),
+        frozenset(differing - same),
+        frozenset(same),
+    )
 
 
 def relaxed(plan: Plan, config: PrepareConfig) -> Plan:
@@ -60,7 +78,9 @@ def relaxed(plan: Plan, config: PrepareConfig) -> Plan:
     return replace(plan, recipe={**plan.recipe, **changed})
 
 
-def replanned(plan: Plan, found: Changes, config: PrepareConfig, listed: Listing, work: Path, progress: Progress) -> Plan:
+def replanned(
+    plan: Plan, found: Changes, config: PrepareConfig, listed: Listing, work: Path, progress: Progress
+) -> Plan:
     """The plan of the input as it is now. Parts of files that changed are removed, and so are shards, which hold all of them.
 
     Raises InputError if the first rows of a changed file cannot be read.
@@ -73,15 +93,27 @@ def replanned(plan: Plan, found: Changes, config: PrepareConfig, listed: Listing
     for name in sorted(found.new):
         numbers[name] = len(sources)
         sources.append(now[name])
-    check_first_rows(replace(plan, sources=tuple(sources)), [numbers[name] for name in sorted(read_again)], progress)
+    check_first_rows(
+        replace(plan, sources=tuple(sources)), [numbers[name] for name in sorted(read_again)], progress
+    )
     fresh = hashed(plan.root, [now[name] for name in sorted(read_again)], progress)
     for source in fresh:
         sources[numbers[source.name]] = source
 
-    touched = {number for number, source in enumerate(plan.sources) if source.name in read_again | found.gone and not source.gone}
-    voided = {number for number, unit in enumerate(plan.units) if not touched.isdisjoint(range(unit.first, unit.last))}
+    touched = {
+        number
+        for number, source in enumerate(plan.sources)
+        if source.name in read_again | found.gone and not source.gone
+    }
+    voided = {
+        number
+        for number, unit in enumerate(plan.units)
+        if not touched.isdisjoint(range(unit.first, unit.last))
+    }
     beside = {number for index in voided for number in range(plan.units[index].first, plan.units[index].last)}
-    again = sorted({number for number in beside if not sources[number].gone} | {numbers[name] for name in read_again})
+    again = sorted(
+        {number for number in beside if not sources[number].gone} | {numbers[name] for name in read_again}
+    )
     updated = replace(plan, sources=tuple(sources))
     more = units_of(config, plan.root, [(number, sources[number]) for number in again], updated.bytes)
     units = [NOTHING if index in voided else unit for index, unit in enumerate(plan.units)]

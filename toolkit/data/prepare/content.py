@@ -18,8 +18,20 @@ from toolkit.errors import InputError, Problem
 BUFFER_BYTES = 1 << 20
 HEAD_BYTES = 4096
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MOST_INVALID, LEAST_INVALID = 0.3, 16  # share and number of bytes of the head that are not UTF-8: more is another encoding
-UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile, tarfile.TarError, NotImplementedError, RuntimeError)
+MOST_INVALID, LEAST_INVALID = (
+    0.3,
+    16,
+)  # share and number of bytes of the head that are not UTF-8: more is another encoding
+UNREADABLE = (
+    OSError,
+    EOFError,
+    lzma.LZMAError,
+    zlib.error,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    NotImplementedError,
+    RuntimeError,
+)
 
 # First bytes of files that are not text -> what they are.
 KINDS = (
@@ -50,7 +62,11 @@ class Opened:
 
     def members(self) -> Iterator[tuple[str, IO[bytes]]]:
         """(name, bytes) of each file of an archive, in its order. Raises InputError if one is no text."""
-        members = _zipped(self._raw, self._path) if self._path.suffix == ".zip" else _tarred(uncompressed(self._raw, self._path))
+        members = (
+            _zipped(self._raw, self._path)
+            if self._path.suffix == ".zip"
+            else _tarred(uncompressed(self._raw, self._path))
+        )
         for name, file in members:
             if not hidden(PurePath(name)):
                 yield name, as_text(uncompressed(file, name), f"{self._path}, its file {name}")
@@ -69,7 +85,11 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         seen = f"{path}: {error or type(error).__name__}"
-        raise InputError(Problem("input", seen, "every file of the input can be read to its end", "restore or remove the file")) from error
+        raise InputError(
+            Problem(
+                "input", seen, "every file of the input can be read to its end", "restore or remove the file"
+            )
+        ) from error
 
 
 def uncompressed(file: IO[bytes], name: str | PurePath) -> IO[bytes]:
@@ -83,7 +103,10 @@ def uncompressed(file: IO[bytes], name: str | PurePath) -> IO[bytes]:
         return file
     import pyarrow
 
-    return cast(IO[bytes], pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "gzip" if how == ".gz" else "zstd"))
+    return cast(
+        IO[bytes],
+        pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "gzip" if how == ".gz" else "zstd"),
+    )
 
 
 def as_text(file: IO[bytes], seen: str) -> IO[bytes]:
@@ -127,7 +150,14 @@ def _zipped(file: IO[bytes], path: Path) -> Iterator[tuple[str, IO[bytes]]]:
         for entry in archive.infolist():
             if entry.flag_bits & 1:
                 seen = f"{path}, its file {entry.filename}: it is encrypted"
-                raise InputError(Problem("input", seen, "every file of the input can be read", "decrypt it, or remove it from the archive"))
+                raise InputError(
+                    Problem(
+                        "input",
+                        seen,
+                        "every file of the input can be read",
+                        "decrypt it, or remove it from the archive",
+                    )
+                )
             if not entry.is_dir():
                 with archive.open(entry) as member:
                     yield entry.filename, member

@@ -37,13 +37,19 @@ def records(path: str, config: DatasetConfig, column: str, start: int, end: int)
 
     opened = _open(path, config.name, config.split, config.revision)
     whole = isinstance(opened, Dataset)
-    chosen: Any = opened.select(range(start, end)) if isinstance(opened, Dataset) else opened.shard(opened.num_shards, start)
+    chosen: Any = (
+        opened.select(range(start, end))
+        if isinstance(opened, Dataset)
+        else opened.shard(opened.num_shards, start)
+    )
     number = start if whole else 0
     for table in chosen.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
         name = column if column in table.column_names else column.partition(".")[0]
         if name not in table.column_names:
             seen, there = f"text={column}, no such column in {path}", ", ".join(table.column_names)
-            raise InputError(Problem("text", seen, f"the columns are {there}", "write text=COLUMN with one of them"))
+            raise InputError(
+                Problem("text", seen, f"the columns are {there}", "write text=COLUMN with one of them")
+            )
         for value in table.column(name).to_pylist():
             yield number, {name: value}
             number += 1

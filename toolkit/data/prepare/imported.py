@@ -1,9 +1,9 @@
 """``import=PATH``: a manifest for Megatron's ``.bin`` and ``.idx`` files that others made, which are trained on where they lie.
 
-    FOLDER/NAME.bin NAME.idx ...     as they are
-    FOLDER/NAME.sums                 hashes of blocks, by which training checks what it reads
-    FOLDER/tokenizer/                a copy of tokenizer.path
-    FOLDER/manifest.json             written last
+FOLDER/NAME.bin NAME.idx ...     as they are
+FOLDER/NAME.sums                 hashes of blocks, by which training checks what it reads
+FOLDER/tokenizer/                a copy of tokenizer.path
+FOLDER/manifest.json             written last
 """
 
 from __future__ import annotations
@@ -62,13 +62,19 @@ def import_shards(config: PrepareConfig, progress: Progress) -> DataManifest:
             for path, content in sums.items():
                 write_sums(path, content)
             _place(new, folder, info)
-            files = {path.relative_to(folder).as_posix(): digest(path) for path in sorted((folder / FOLDER).iterdir())}
+            files = {
+                path.relative_to(folder).as_posix(): digest(path)
+                for path in sorted((folder / FOLDER).iterdir())
+            }
             manifest = replace(manifest, files=files)
             write_manifest(manifest, folder)
         finally:
             shutil.rmtree(new, ignore_errors=True)
     except OSError as error:
-        rule, remedy = "a manifest and the tokenizer are written beside the files", "copy the files to a folder that can be written"
+        rule, remedy = (
+            "a manifest and the tokenizer are written beside the files",
+            "copy the files to a folder that can be written",
+        )
         raise InputError(Problem("import", f"{folder}: {error.strerror or error}", rule, remedy)) from error
     return manifest
 
@@ -86,7 +92,9 @@ def _indexes(path: str, key: str) -> list[Path]:
             seen = f"{file.with_suffix('.bin')}: absent"
             raise InputError(Problem(key, seen, "tokens lie in NAME.bin beside NAME.idx", "restore the file"))
     if not found:
-        rule = "import names Megatron's files: a folder with NAME.bin and NAME.idx, one such pair, or a pattern"
+        rule = (
+            "import names Megatron's files: a folder with NAME.bin and NAME.idx, one such pair, or a pattern"
+        )
         raise InputError(Problem(key, f"{key}={path}: no .idx file", rule, f"correct the path: {key}=FOLDER"))
     return found
 
@@ -94,17 +102,41 @@ def _indexes(path: str, key: str) -> list[Path]:
 def _check_folder(config: PrepareConfig, folder: Path, paths: Sequence[Path]) -> None:
     for path in paths:
         if path.parent != folder:
-            raise InputError(Problem("import_validation", f"{path} is not in {folder}", "the files of a data folder lie in one folder",
-                                     f"bring it to {folder}"))
+            raise InputError(
+                Problem(
+                    "import_validation",
+                    f"{path} is not in {folder}",
+                    "the files of a data folder lie in one folder",
+                    f"bring it to {folder}",
+                )
+            )
     if len(set(paths)) < len(paths):
-        raise InputError(Problem("import_validation", f"import={config.import_path} import_validation={config.import_validation}",
-                                 "a file is of one split", "name the training files alone: import='FOLDER/train*'"))
+        raise InputError(
+            Problem(
+                "import_validation",
+                f"import={config.import_path} import_validation={config.import_validation}",
+                "a file is of one split",
+                "name the training files alone: import='FOLDER/train*'",
+            )
+        )
     if (folder / NAME).exists():
-        raise InputError(Problem("import", f"{folder} has a {NAME}", "import makes a manifest for files that have none",
-                                 f"train on it: data=prepared data.path={folder}; or remove its {NAME}"))
+        raise InputError(
+            Problem(
+                "import",
+                f"{folder} has a {NAME}",
+                "import makes a manifest for files that have none",
+                f"train on it: data=prepared data.path={folder}; or remove its {NAME}",
+            )
+        )
     if config.tokenizer.path is None:
-        raise InputError(Problem("tokenizer.path", "import without tokenizer.path", "the tokenizer that made the tokens is named",
-                                 "write tokenizer.path=FOLDER, a tokenizer.json, or a hub id"))
+        raise InputError(
+            Problem(
+                "tokenizer.path",
+                "import without tokenizer.path",
+                "the tokenizer that made the tokens is named",
+                "write tokenizer.path=FOLDER, a tokenizer.json, or a hub id",
+            )
+        )
 
 
 def _opened(path: Path) -> IndexFile:
@@ -112,8 +144,14 @@ def _opened(path: Path) -> IndexFile:
     index.check_contiguous()
     size = path.with_suffix(".bin").stat().st_size
     if size != index.bin_bytes:
-        raise InputError(Problem("import", f"{path.with_suffix('.bin')}: {size} bytes", f"by its index it has {index.bin_bytes}",
-                                 "restore the two files"))
+        raise InputError(
+            Problem(
+                "import",
+                f"{path.with_suffix('.bin')}: {size} bytes",
+                f"by its index it has {index.bin_bytes}",
+                "restore the two files",
+            )
+        )
     return index
 
 
@@ -121,15 +159,26 @@ def _dtype(indexes: Sequence[IndexFile]) -> str:
     for index in indexes:
         if index.dtype.name not in READABLE or index.dtype != indexes[0].dtype:
             seen = f"{index.path}: tokens of {index.dtype.name}, and {indexes[0].path.name} has {indexes[0].dtype.name}"
-            raise InputError(Problem("import", seen, f"all files have tokens of one kind, {' or '.join(READABLE)}",
-                                     "leave it out: import='FOLDER/train*'; or prepare its text again with input="))
+            raise InputError(
+                Problem(
+                    "import",
+                    seen,
+                    f"all files have tokens of one kind, {' or '.join(READABLE)}",
+                    "leave it out: import='FOLDER/train*'; or prepare its text again with input=",
+                )
+            )
     return indexes[0].dtype.name
 
 
 def _tokenizer(config: PrepareConfig, new: Path) -> TokenizerInfo:
     assert config.tokenizer.path is not None
-    return tokenizer_copy.place(config.tokenizer.path, config.tokenizer.end_of_text, new, key="tokenizer.path",
-                                end_key="tokenizer.end_of_text")
+    return tokenizer_copy.place(
+        config.tokenizer.path,
+        config.tokenizer.end_of_text,
+        new,
+        key="tokenizer.path",
+        end_key="tokenizer.end_of_text",
+    )
 
 
 def _place(new: Path, folder: Path, info: TokenizerInfo) -> None:
@@ -139,9 +188,15 @@ def _place(new: Path, folder: Path, info: TokenizerInfo) -> None:
         (new / FOLDER).replace(target)
         sync_folder(folder)
         return
-    if not (target / FILE).is_file() or digest(target / FILE).xxh3_128 != info.hash or not (target / tokenizer_copy.CONFIG).is_file():
+    if (
+        not (target / FILE).is_file()
+        or digest(target / FILE).xxh3_128 != info.hash
+        or not (target / tokenizer_copy.CONFIG).is_file()
+    ):
         seen = f"{target} is there and holds another tokenizer"
-        raise InputError(Problem("tokenizer.path", seen, "the tokenizer is copied to that folder", f"rename {target}"))
+        raise InputError(
+            Problem("tokenizer.path", seen, "the tokenizer is copied to that folder", f"rename {target}")
+        )
 
 
 def _splits(
@@ -160,13 +215,22 @@ def _splits(
                 ends = ends and ended
             splits[split] = Split(tuple(shards))
     if not splits[SPLITS[0]].tokens:
-        raise InputError(Problem("import", f"{opened[SPLITS[0]][0].path}: no tokens", "there are tokens to train on", "name other files"))
+        raise InputError(
+            Problem(
+                "import",
+                f"{opened[SPLITS[0]][0].path}: no tokens",
+                "there are tokens to train on",
+                "name other files",
+            )
+        )
     return splits, ends, sums
 
 
 def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bool, bytes]:
     path = index.path.with_suffix(".bin")
-    tokens: npt.NDArray[np.integer] = np.memmap(path, dtype=index.dtype, mode="r") if index.bin_bytes else np.empty(0, index.dtype)
+    tokens: npt.NDArray[np.integer] = (
+        np.memmap(path, dtype=index.dtype, mode="r") if index.bin_bytes else np.empty(0, index.dtype)
+    )
     hasher, sums, ending = xxhash.xxh3_128(), SumsOfStream(), 0
     for start in range(0, len(tokens), TOKENS_AT_ONCE):
         some = np.asarray(tokens[start : start + TOKENS_AT_ONCE])
@@ -175,18 +239,32 @@ def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bo
         least, most = int(some.min()), int(some.max())
         if least < 0 or most >= info.size:
             seen = f"{path}: token {least if least < 0 else most}, a tokenizer of {info.size} tokens"
-            raise InputError(Problem("tokenizer.path", seen, "every token is one of the tokenizer's",
-                                     "name the tokenizer that made the files: tokenizer.path=FOLDER"))
+            raise InputError(
+                Problem(
+                    "tokenizer.path",
+                    seen,
+                    "every token is one of the tokenizer's",
+                    "name the tokenizer that made the files: tokenizer.path=FOLDER",
+                )
+            )
         ending += int(np.count_nonzero(some == info.end_of_text))
         task.advance(some.nbytes, note=path.name)
     places = np.zeros(len(index.lengths) + 1, dtype=np.int64)
     np.cumsum(index.lengths, out=places[1:])
     last = places[index.documents[1:]] - 1  # each document's last token
     lengths = np.diff(places[index.documents])
-    whole = bool((lengths > 0).all()) and ending == len(last) and bool((tokens[last] == info.end_of_text).all())
+    whole = (
+        bool((lengths > 0).all()) and ending == len(last) and bool((tokens[last] == info.end_of_text).all())
+    )
     content = sums.content()
-    shard = Shard(index.path.stem, len(index.documents) - 1, len(tokens), Digest(index.bin_bytes, hasher.hexdigest()), digest(index.path),
-                  _checked_sums(path, content))
+    shard = Shard(
+        index.path.stem,
+        len(index.documents) - 1,
+        len(tokens),
+        Digest(index.bin_bytes, hasher.hexdigest()),
+        digest(index.path),
+        _checked_sums(path, content),
+    )
     return shard, whole, content
 
 
@@ -194,13 +272,30 @@ def _checked_sums(path: Path, content: bytes) -> Digest:
     """Of the sums of ``path``, which are written later. Raises InputError if another file has their name."""
     there = path.with_suffix(ENDING)
     if there.exists() and there.read_bytes() != content:
-        raise InputError(Problem("import", f"{there} is there", f"the sums of {path.name} are written to that name", f"rename {there}"))
+        raise InputError(
+            Problem(
+                "import",
+                f"{there} is there",
+                f"the sums of {path.name} are written to that name",
+                f"rename {there}",
+            )
+        )
     return Digest(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
-def _manifest(config: PrepareConfig, folder: Path, dtype: str, info: TokenizerInfo, splits: dict[str, Split]) -> DataManifest:
+def _manifest(
+    config: PrepareConfig, folder: Path, dtype: str, info: TokenizerInfo, splits: dict[str, Split]
+) -> DataManifest:
     shards = [shard for split in splits.values() for shard in split.shards]
     hashes = xxhash.xxh3_128_hexdigest("".join(split.data_hash for split in splits.values()).encode())
     size = sum(shard.bin.bytes for shard in shards)
-    origin = Origin(f"Megatron files made elsewhere, import={config.import_path}", config.licence, len(shards), size, hashes)
-    return DataManifest(folder=folder, dtype=dtype, origin=origin, tokenizer=info, splits=splits, versions=versions())
+    origin = Origin(
+        f"Megatron files made elsewhere, import={config.import_path}",
+        config.licence,
+        len(shards),
+        size,
+        hashes,
+    )
+    return DataManifest(
+        folder=folder, dtype=dtype, origin=origin, tokenizer=info, splits=splits, versions=versions()
+    )

@@ -46,8 +46,15 @@ def inspect(config: PrepareConfig, progress: Progress) -> list[str]:
     folder = open_folder(str(manifest.url or manifest.folder))
     lines = [f"data       {manifest.place}: every file is what the manifest says", *describe(manifest)]
     if manifest.recipe:
-        lines.append("recipe     " + " ".join(f"{key}={as_typed(value)}" for key, value in manifest.recipe.items() if value is not None))
-        lines.append("versions   " + " ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+        lines.append(
+            "recipe     "
+            + " ".join(
+                f"{key}={as_typed(value)}" for key, value in manifest.recipe.items() if value is not None
+            )
+        )
+        lines.append(
+            "versions   " + " ".join(f"{name} {version}" for name, version in manifest.versions.items())
+        )
     if report.REPORT in manifest.files:
         lines += report.describe_report(folder.read_bytes(report.REPORT))
     if report.SOURCES in manifest.files:
@@ -65,7 +72,9 @@ def verified(path: str, progress: Progress) -> DataManifest:
     files = dict(manifest.files)
     for split in manifest.splits.values():
         files |= split.files
-    with progress.task("verifying data", total=sum(expected.bytes for expected in files.values()), unit="B") as task:
+    with progress.task(
+        "verifying data", total=sum(expected.bytes for expected in files.values()), unit="B"
+    ) as task:
         for (name, expected), size in zip(files.items(), folder.sizes(list(files)), strict=True):
             hasher = xxhash.xxh3_128()
             for start in range(0, size, READ_AT_ONCE):
@@ -76,7 +85,9 @@ def verified(path: str, progress: Progress) -> DataManifest:
             if seen != expected:
                 rule = f"the manifest says {expected.bytes} bytes, xxh3 {expected.xxh3_128}"
                 told = f"{manifest.place}/{name}: {seen.bytes} bytes, xxh3 {seen.xxh3_128}"
-                raise InputError(Problem("inspect", told, rule, "restore the file, or prepare the data again"))
+                raise InputError(
+                    Problem("inspect", told, rule, "restore the file, or prepare the data again")
+                )
     return manifest
 
 
@@ -87,7 +98,11 @@ def _sources(sources: list[Mapping[str, Any]]) -> list[str]:
         documents = f"{source['documents']:,} documents, " if "documents" in source else ""
         label = "sources    " if not number else "           "
         lines.append(f"{label}{source['name']}: {documents}{source['bytes']:,} bytes of {source['format']}")
-    return [*lines, f"           and {len(sources) - len(largest):,} more"] if len(sources) > len(largest) else lines
+    return (
+        [*lines, f"           and {len(sources) - len(largest):,} more"]
+        if len(sources) > len(largest)
+        else lines
+    )
 
 
 # -- what the lengths of documents tell
@@ -100,12 +115,20 @@ def _splits(manifest: DataManifest, folder: Folder, sequence_length: int) -> lis
         if not len(lengths):
             continue
         middle, most = (int(value) for value in np.quantile(lengths, (0.5, 0.99)))
-        lines.append(f"{name:<10} lengths: median {middle:,}, 99% up to {most:,}, longest {int(lengths.max()):,} tokens")
+        lines.append(
+            f"{name:<10} lengths: median {middle:,}, 99% up to {most:,}, longest {int(lengths.max()):,} tokens"
+        )
         lost = waste(lengths, sequence_length)
-        lines.append(f"           in windows of {sequence_length:,}: {lost.cut:.1%} of documents are cut ({lost.longer:.1%} are longer), "
-                     f"{lost.lost:.1%} of tokens do not see their document's beginning")
+        lines.append(
+            f"           in windows of {sequence_length:,}: {lost.cut:.1%} of documents are cut ({lost.longer:.1%} are longer), "
+            f"{lost.lost:.1%} of tokens do not see their document's beginning"
+        )
         quality = shuffle_quality(lengths)
-        told = "too few documents to tell" if quality is None else f"chi2/df {quality:.2f} of lengths over places (1: well shuffled)"
+        told = (
+            "too few documents to tell"
+            if quality is None
+            else f"chi2/df {quality:.2f} of lengths over places (1: well shuffled)"
+        )
         lines.append(f"           shuffle: {told}")
     return lines
 
@@ -118,7 +141,11 @@ def document_lengths(folder: Folder, split: Split) -> Lengths:
         _, _, _, sequences, ends = HEADER.unpack(content[: HEADER.size])
         tokens = np.zeros(sequences + 1, dtype=np.int64)
         np.cumsum(np.frombuffer(content, "<i4", sequences, HEADER.size), out=tokens[1:])
-        found.append(np.diff(tokens[np.frombuffer(content, "<i8", ends, HEADER.size + 12 * sequences)]).astype(np.int32))
+        found.append(
+            np.diff(tokens[np.frombuffer(content, "<i8", ends, HEADER.size + 12 * sequences)]).astype(
+                np.int32
+            )
+        )
     return np.concatenate(found)
 
 
@@ -138,7 +165,9 @@ def shuffle_quality(lengths: Lengths) -> float | None:
     if segments < 2 or domains < 2:
         return None
     place = np.arange(len(lengths)) * segments // len(lengths)
-    counts = np.bincount(place * len(shares) + domain, minlength=segments * len(shares)).reshape(segments, -1)[:, shares > 0]
+    counts = np.bincount(place * len(shares) + domain, minlength=segments * len(shares)).reshape(
+        segments, -1
+    )[:, shares > 0]
     expected = counts.sum(axis=1, keepdims=True) * shares[shares > 0]
     return float(((counts - expected) ** 2 / expected).sum() / ((segments - 1) * (domains - 1)))
 
@@ -159,10 +188,16 @@ def _samples(manifest: DataManifest, folder: Folder, count: int) -> list[str]:
     for number in sorted({(2 * index + 1) * split.documents // (2 * count) for index in range(count)}):
         place = _find(folder, split, number)
         end = place.start + min(place.tokens, SHOWN_TOKENS)
-        content = folder.read_range(f"{place.shard}.bin", place.start * dtype.itemsize, end * dtype.itemsize) if place.tokens else b""
+        content = (
+            folder.read_range(f"{place.shard}.bin", place.start * dtype.itemsize, end * dtype.itemsize)
+            if place.tokens
+            else b""
+        )
         text = tokenizer.decode(np.frombuffer(content, dtype).tolist(), skip_special_tokens=False)
         more = " ..." if place.tokens > SHOWN_TOKENS else ""
-        lines.append(f"sample     document {number:,} of {place.tokens:,} tokens: {json.dumps(text, ensure_ascii=False)}{more}")
+        lines.append(
+            f"sample     document {number:,} of {place.tokens:,} tokens: {json.dumps(text, ensure_ascii=False)}{more}"
+        )
     return lines
 
 

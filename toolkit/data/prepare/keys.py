@@ -36,13 +36,17 @@ class Keys:
     @classmethod
     def of(cls, plan: Plan) -> Keys:
         recipe = plan.recipe
-        return cls(seed=recipe["seed"], validation_below=plan.validation_below, by_content=recipe["deduplicate"])
+        return cls(
+            seed=recipe["seed"], validation_below=plan.validation_below, by_content=recipe["deduplicate"]
+        )
 
     def __call__(self, content: bytes, source: str, place: int) -> tuple[int, bool]:
         """(key of 128 bits, whether it is for validation)."""
         digest = xxhash.xxh3_128_digest(content)
         where = b"" if self._by_content else f"{source}\0{place}".encode()
-        return xxhash.xxh3_128_intdigest(digest + where, seed=self._seed), int.from_bytes(digest[:8]) < self._threshold
+        return xxhash.xxh3_128_intdigest(digest + where, seed=self._seed), int.from_bytes(
+            digest[:8]
+        ) < self._threshold
 
     def is_validation(self, content: bytes) -> bool:
         return side(content) < self._threshold

@@ -65,7 +65,12 @@ def pieces(receipts: Sequence[Receipt], token_bytes: int, shard_bytes: int) -> l
 
 
 def merging(
-    work: Path, output: Path, dtype: np.dtype[Any], shards: Sequence[Piece], memory_bytes: int, deduplicate: bool
+    work: Path,
+    output: Path,
+    dtype: np.dtype[Any],
+    shards: Sequence[Piece],
+    memory_bytes: int,
+    deduplicate: bool,
 ) -> Callable[[int, Callable[[int], None]], None]:
     """What a process does with the number of a shard; it tells the bytes of tokens that it has written."""
     receipts = read_receipts(work / PARTS)
@@ -76,7 +81,9 @@ def merging(
         try:
             equal = 0
             for low, high in piece.bounds(max(1, -(-piece.bytes // memory_bytes))):
-                chunks = (read_chunk(work / PARTS, receipt, piece.split, low, high, dtype) for receipt in receipts)
+                chunks = (
+                    read_chunk(work / PARTS, receipt, piece.split, low, high, dtype) for receipt in receipts
+                )
                 equal += _slice([chunk for chunk in chunks if len(chunk.high)], writer, deduplicate, advance)
             if writer.bytes:
                 written = Written(writer.close(), equal)
@@ -91,18 +98,25 @@ def merging(
     return one
 
 
-def _slice(chunks: Sequence[Chunk], writer: ShardWriter, deduplicate: bool, advance: Callable[[int], None]) -> int:
+def _slice(
+    chunks: Sequence[Chunk], writer: ShardWriter, deduplicate: bool, advance: Callable[[int], None]
+) -> int:
     """Write the documents of a range of keys; the number of those that were dropped."""
     if not chunks:
         return 0
-    highs, lows = np.concatenate([chunk.high for chunk in chunks]), np.concatenate([chunk.low for chunk in chunks])
+    highs, lows = (
+        np.concatenate([chunk.high for chunk in chunks]),
+        np.concatenate([chunk.low for chunk in chunks]),
+    )
     owner = np.repeat(np.arange(len(chunks)), [len(chunk.high) for chunk in chunks])
     first = np.concatenate([chunk.starts[:-1] for chunk in chunks])
     last = np.concatenate([chunk.starts[1:] for chunk in chunks])
     order = np.lexsort((lows, highs))
     if deduplicate:
         order = order[first_of_equal(highs[order], lows[order])]
-    for number, start, end in zip(owner[order].tolist(), first[order].tolist(), last[order].tolist(), strict=True):
+    for number, start, end in zip(
+        owner[order].tolist(), first[order].tolist(), last[order].tolist(), strict=True
+    ):
         writer.add(chunks[number].tokens[start:end])
     advance(sum(chunk.tokens.nbytes for chunk in chunks))
     return len(highs) - len(order)

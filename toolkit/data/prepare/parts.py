@@ -65,11 +65,20 @@ class Receipt:
         return f"{self.unit:06}-{self.part:05}"
 
 
-def write_part(folder: Path, receipt: Receipt, tokens: npt.NDArray[Any], high: Words, low: Words, starts: npt.NDArray[np.int64]) -> None:
+def write_part(
+    folder: Path,
+    receipt: Receipt,
+    tokens: npt.NDArray[Any],
+    high: Words,
+    low: Words,
+    starts: npt.NDArray[np.int64],
+) -> None:
     """Tokens [tokens]; keys [documents]; starts [documents + 1]. Nothing is there, or all of it."""
     if len(high):
         write_whole(folder / f"{receipt.name}.tokens", tokens.tobytes())
-        write_whole(folder / f"{receipt.name}.keys", b"".join(array.tobytes() for array in (high, low, starts)))
+        write_whole(
+            folder / f"{receipt.name}.keys", b"".join(array.tobytes() for array in (high, low, starts))
+        )
     write_whole(folder / f"{receipt.name}.json", json.dumps(asdict(receipt)))
 
 
@@ -118,20 +127,28 @@ class Chunk:
     starts: npt.NDArray[np.int64]
 
 
-def read_chunk(folder: Path, receipt: Receipt, split: int, low: int, high: int, dtype: np.dtype[Any]) -> Chunk:
+def read_chunk(
+    folder: Path, receipt: Receipt, split: int, low: int, high: int, dtype: np.dtype[Any]
+) -> Chunk:
     """The documents of SPLITS[``split``] with ``low <= high word of the key < high``: only their bytes are read."""
     documents = sum(receipt.kept)
     first = sum(receipt.kept[:split])
     count = receipt.kept[split]
     keys = folder / f"{receipt.name}.keys"
-    words = np.memmap(keys, dtype="<u8", mode="r", offset=8 * first, shape=(count,)) if count else np.empty(0, dtype="<u8")
+    words = (
+        np.memmap(keys, dtype="<u8", mode="r", offset=8 * first, shape=(count,))
+        if count
+        else np.empty(0, dtype="<u8")
+    )
     # A bound of 2^64 is no u64: the last range ends with the last document.
     begin = int(np.searchsorted(words, np.uint64(low)))
     end = int(np.searchsorted(words, np.uint64(high))) if high < 1 << 64 else count
     if begin == end:
         none = np.empty(0, dtype="<u8")
         return Chunk(np.empty(0, dtype), none, none, np.zeros(1, dtype=np.int64))
-    starts = np.fromfile(keys, dtype="<i8", count=end - begin + 1, offset=16 * documents + 8 * (first + begin))
+    starts = np.fromfile(
+        keys, dtype="<i8", count=end - begin + 1, offset=16 * documents + 8 * (first + begin)
+    )
     count, offset = int(starts[-1] - starts[0]), int(starts[0]) * dtype.itemsize
     tokens = np.fromfile(folder / f"{receipt.name}.tokens", dtype=dtype, count=count, offset=offset)
     lows = np.fromfile(keys, dtype="<u8", count=end - begin, offset=8 * (documents + first + begin))

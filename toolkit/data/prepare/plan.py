@@ -109,13 +109,19 @@ def make_plan(config: PrepareConfig, listed: Listing, progress: Progress) -> Pla
     """
     plan = drafted(config, listed)
     sources = hashed(listed.root, plan.sources, progress)
-    return replace(plan, sources=sources, units=tuple(units_of(config, listed.root, list(enumerate(sources)), plan.bytes)))
+    return replace(
+        plan,
+        sources=sources,
+        units=tuple(units_of(config, listed.root, list(enumerate(sources)), plan.bytes)),
+    )
 
 
 def drafted(config: PrepareConfig, listed: Listing) -> Plan:
     """Without hashes and units."""
     assert config.input is not None
-    sources = tuple(Source(name, kind.name, size, modified, "") for name, kind, size, modified in listed.files)
+    sources = tuple(
+        Source(name, kind.name, size, modified, "") for name, kind, size, modified in listed.files
+    )
     return Plan(root=listed.root, seen=config.input, sources=sources, units=(), recipe=recipe(config))
 
 
@@ -124,7 +130,11 @@ def hashed(root: str, sources: Sequence[Source], progress: Progress) -> tuple[So
     found = []
     with progress.task("hashing the input", total=sum(source.bytes for source in sources), unit="B") as task:
         for source in sources:
-            found.append(replace(source, xxh3_128=digest(Path(root, source.name)).xxh3_128) if source.modified else source)
+            found.append(
+                replace(source, xxh3_128=digest(Path(root, source.name)).xxh3_128)
+                if source.modified
+                else source
+            )
             task.advance(source.bytes)
     return tuple(found)
 
@@ -134,10 +144,15 @@ def recipe(config: PrepareConfig) -> dict[str, Any]:
     given = config.tokenizer.path
     tokenizer: dict[str, Any] = {"tokenizer.end_of_text": config.tokenizer.end_of_text}
     if given is None:
-        tokenizer |= {"tokenizer.vocab_size": config.tokenizer.vocab_size, "tokenizer.sample_mib": config.tokenizer.sample_mib}
+        tokenizer |= {
+            "tokenizer.vocab_size": config.tokenizer.vocab_size,
+            "tokenizer.sample_mib": config.tokenizer.sample_mib,
+        }
     else:
         file = Path(given) / "tokenizer.json" if Path(given).is_dir() else Path(given)
-        tokenizer["tokenizer.path"] = f"tokenizer.json of xxh3 {digest(file).xxh3_128}" if file.is_file() else given
+        tokenizer["tokenizer.path"] = (
+            f"tokenizer.json of xxh3 {digest(file).xxh3_128}" if file.is_file() else given
+        )
     return {
         "version": VERSION, "format": config.format.name, "text": config.text, "dataset.name": config.dataset.name,
         "dataset.split": config.dataset.split, "dataset.revision": config.dataset.revision, **tokenizer, "validation": config.validation,
@@ -178,7 +193,10 @@ def list_input(config: PrepareConfig) -> Listing:
     if path.is_file():
         root, found = path.parent, [path]
     elif path.is_dir():
-        root, found = path, sorted(file for file in path.rglob("*") if file.is_file() and not hidden(file.relative_to(path)))
+        root, found = (
+            path,
+            sorted(file for file in path.rglob("*") if file.is_file() and not hidden(file.relative_to(path))),
+        )
     else:
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())  # noqa: PTH207 - Path.glob takes no absolute pattern
         root = Path(*_without_pattern(path))
@@ -189,7 +207,14 @@ def list_input(config: PrepareConfig) -> Listing:
     files = []
     for file in found:
         stat = file.stat()
-        files.append((file.relative_to(root).as_posix(), input_format(file, config.format), stat.st_size, stat.st_mtime_ns))
+        files.append(
+            (
+                file.relative_to(root).as_posix(),
+                input_format(file, config.format),
+                stat.st_size,
+                stat.st_mtime_ns,
+            )
+        )
     return Listing(str(root), tuple(sorted(files, key=lambda entry: entry[0])))
 
 
@@ -204,12 +229,17 @@ def _without_pattern(path: Path) -> Iterator[str]:
 # -- units
 
 
-def units_of(config: PrepareConfig, root: str, numbered: Sequence[tuple[int, Source]], total: int) -> Iterator[Unit]:
+def units_of(
+    config: PrepareConfig, root: str, numbered: Sequence[tuple[int, Source]], total: int
+) -> Iterator[Unit]:
     """Units of some of the sources, with their numbers, of an input of ``total`` bytes."""
     aim = max(LEAST_UNIT_BYTES, min(MOST_UNIT_BYTES, total // UNITS))
     if numbered and numbered[0][1].format == InputFormat.dataset.name:
         first, last = numbered[0][0], numbered[-1][0] + 1
-        yield from (Unit(first, last, start, end, size) for start, end, size in datasource.ranges(root, config.dataset, aim))
+        yield from (
+            Unit(first, last, start, end, size)
+            for start, end, size in datasource.ranges(root, config.dataset, aim)
+        )
         return
     gathered: list[int] = []  # whole neighbours are taken together up to ``aim``
     size = 0
@@ -249,8 +279,14 @@ def row_groups(path: Path, aim: int) -> Iterator[tuple[int, int, int]]:
     try:
         metadata = pyarrow.parquet.read_metadata(path)
     except pyarrow.ArrowInvalid as error:
-        raise InputError(Problem("input", f"{path}: {error}", "a .parquet file is Parquet", "restore or remove the file")) from error
-    yield from gather([metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)], path.stat().st_size, aim)
+        raise InputError(
+            Problem("input", f"{path}: {error}", "a .parquet file is Parquet", "restore or remove the file")
+        ) from error
+    yield from gather(
+        [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)],
+        path.stat().st_size,
+        aim,
+    )
 
 
 def gather(sizes: Sequence[int], total: int, aim: int) -> Iterator[tuple[int, int, int]]:

@@ -84,7 +84,10 @@ def _whole(plan: Plan, unit: Unit) -> Iterator[Document]:
 
 def _file(plan: Plan, source: int, opened: Opened) -> Iterator[tuple[int, bytes | BadRow, str]]:
     kind = plan.sources[source].format
-    return ((number, found, _where(kind, number)) for number, found in _rows(plan, source, kind, opened.text(), ""))
+    return (
+        (number, found, _where(kind, number))
+        for number, found in _rows(plan, source, kind, opened.text(), "")
+    )
 
 
 def _archive(plan: Plan, source: int, opened: Opened) -> Iterator[tuple[int, bytes | BadRow, str]]:
@@ -104,7 +107,13 @@ def _rows(plan: Plan, source: int, kind: str, file: Any, where: str) -> Iterator
 
 def _where(kind: str, number: int) -> str:
     lines = kind in (InputFormat.lines.name, InputFormat.jsonl.name)
-    return f"line {number + 1}" if lines else "document 1" if kind == InputFormat.text.name else f"row {number + 1}"
+    return (
+        f"line {number + 1}"
+        if lines
+        else "document 1"
+        if kind == InputFormat.text.name
+        else f"row {number + 1}"
+    )
 
 
 def _ranged(plan: Plan, unit: Unit) -> Iterator[Document]:
@@ -139,11 +148,20 @@ def _parquet(plan: Plan, unit: Unit) -> Iterator[Document]:
         first, total = sum(sizes[: unit.start]), sum(sizes[unit.start :])
         groups, read = list(range(unit.start, unit.end)), 0
         try:
-            for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=[column], use_threads=False):
+            for batch in file.iter_batches(
+                ROWS_AT_ONCE, row_groups=groups, columns=[column], use_threads=False
+            ):
                 for record in batch.to_pylist():
                     read += 1
                     place = first + read - 1
-                    yield _document(plan, unit.first, place, _value(record, column), unit.bytes * read // total, f"row {place}")
+                    yield _document(
+                        plan,
+                        unit.first,
+                        place,
+                        _value(record, column),
+                        unit.bytes * read // total,
+                        f"row {place}",
+                    )
         except pyarrow.ArrowException as error:
             raise OSError(str(error)) from error
 
@@ -158,7 +176,9 @@ def _check_column(schema: Any, column: str, path: Path) -> None:
     for part in column.split("."):
         if not pyarrow.types.is_struct(kind) or kind.get_field_index(part) < 0:
             seen, there = f"text={column}, no such column in {path}", ", ".join(schema.names)
-            raise InputError(Problem("text", seen, f"the columns are {there}", "write text=COLUMN with one of them"))
+            raise InputError(
+                Problem("text", seen, f"the columns are {there}", "write text=COLUMN with one of them")
+            )
         kind = kind.field(part).type
 
 
@@ -171,14 +191,18 @@ def _value(record: Any, name: str) -> bytes | BadRow:
 
 def _dataset(plan: Plan, unit: Unit) -> Iterator[Document]:
     recipe = plan.recipe
-    config = DatasetConfig(name=recipe["dataset.name"], split=recipe["dataset.split"], revision=recipe["dataset.revision"])
+    config = DatasetConfig(
+        name=recipe["dataset.name"], split=recipe["dataset.split"], revision=recipe["dataset.revision"]
+    )
     done = 0
     streamed = not unit.bytes
     for number, record in datasource.records(plan.root, config, recipe["text"], unit.start, unit.end):
         found = _value(record, recipe["text"])
         size = 0 if isinstance(found, BadRow) else len(found)
         done = done + size if streamed else unit.bytes * (number - unit.start + 1) // (unit.end - unit.start)
-        yield _document(plan, 0, unit.start << MEMBER_BITS | number if streamed else number, found, done, f"row {number}")
+        yield _document(
+            plan, 0, unit.start << MEMBER_BITS | number if streamed else number, found, done, f"row {number}"
+        )
 
 
 _READERS: dict[str, Callable[[Plan, Unit], Iterator[Document]]] = {

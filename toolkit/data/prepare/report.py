@@ -73,8 +73,12 @@ def finish(
     draw(statistics, output / PICTURE)
     beside = (path for path in sorted((output / tokenizer.folder).rglob("*")) if path.is_file())
     files = [SOURCES, REPORT, PICTURE, *(path.relative_to(output).as_posix() for path in beside)]
-    ends = TokenizerInfo(**{**asdict(tokenizer), "ends_documents": not any(receipt.inside for receipt in receipts)})
-    origin = Origin(plan.seen, plan.recipe["licence"], len(plan.present), plan.bytes, digest(output / SOURCES).xxh3_128)
+    ends = TokenizerInfo(
+        **{**asdict(tokenizer), "ends_documents": not any(receipt.inside for receipt in receipts)}
+    )
+    origin = Origin(
+        plan.seen, plan.recipe["licence"], len(plan.present), plan.bytes, digest(output / SOURCES).xxh3_128
+    )
     manifest = DataManifest(
         folder=output, dtype=dtype.name, origin=origin, tokenizer=ends, splits=splits, recipe=plan.recipe, versions=versions(),
         files={name: digest(output / name) for name in files}, special_tokens=_special(receipts), bad_rows=_bad_rows(plan, receipts),
@@ -88,7 +92,11 @@ def _bad_rows(plan: Plan, receipts: Sequence[Receipt]) -> dict[str, Any]:
     count = sum(receipt.bad for receipt in receipts)
     if not count:
         return {}
-    first = sorted((plan.sources[source].name, place, seen) for receipt in receipts for source, place, seen in receipt.first_bad)
+    first = sorted(
+        (plan.sources[source].name, place, seen)
+        for receipt in receipts
+        for source, place, seen in receipt.first_bad
+    )
     return {"count": count, "first": [f"{name}, {seen}" for name, _, seen in first[:FIRST_BAD]]}
 
 
@@ -112,12 +120,19 @@ def _sources(plan: Plan, receipts: Sequence[Receipt]) -> list[dict[str, Any]]:
     found = []
     present = [(number, source) for number, source in enumerate(plan.sources) if not source.gone]
     for number, source in sorted(present, key=lambda entry: entry[1].name):
-        known = {"name": source.name, "format": source.format, "bytes": source.bytes, "xxh3_128": source.xxh3_128}
+        known = {
+            "name": source.name,
+            "format": source.format,
+            "bytes": source.bytes,
+            "xxh3_128": source.xxh3_128,
+        }
         found.append(known if source.format == "dataset" else {**known, "documents": documents[number]})
     return found
 
 
-def _statistics(receipts: Sequence[Receipt], done: Any, splits: Mapping[str, Split], output: Path) -> Statistics:
+def _statistics(
+    receipts: Sequence[Receipt], done: Any, splits: Mapping[str, Split], output: Path
+) -> Statistics:
     edges = np.unique((2 ** (np.arange(31 * BINS_A_DOUBLING + 1) / BINS_A_DOUBLING)).astype(np.int64))
     counts = np.zeros(len(edges), dtype=np.int64)
     shortest, longest = LONGEST, 0
@@ -125,7 +140,10 @@ def _statistics(receipts: Sequence[Receipt], done: Any, splits: Mapping[str, Spl
         lengths = IndexFile(output / f"{name}.idx").lengths
         counts += np.bincount(np.searchsorted(edges, lengths, side="right") - 1, minlength=len(edges))
         shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
-    documents, tokens = sum(split.documents for split in splits.values()), sum(split.tokens for split in splits.values())
+    documents, tokens = (
+        sum(split.documents for split in splits.values()),
+        sum(split.tokens for split in splits.values()),
+    )
     text_bytes = sum(receipt.text_bytes for receipt in receipts)
     before = sum(sum(receipt.tokens) for receipt in receipts)
     used = np.flatnonzero(counts)
@@ -144,17 +162,24 @@ def describe(manifest: DataManifest) -> list[str]:
     """Lines for people: what ``describe`` of the manifest does not have. The report's are absent if launch/prepare.py did not write it."""
     lines, file = [], manifest.folder / REPORT
     if SPLITS[1] not in manifest.splits:
-        lines.append("validation none: write eval.every=0 when you train on this data, since there is nothing to evaluate on")
+        lines.append(
+            "validation none: write eval.every=0 when you train on this data, since there is nothing to evaluate on"
+        )
     if file.is_file():
-        lines += [*describe_report(file.read_bytes()), f"           lengths as a picture: {manifest.folder / PICTURE}"]
+        lines += [
+            *describe_report(file.read_bytes()),
+            f"           lengths as a picture: {manifest.folder / PICTURE}",
+        ]
     return lines
 
 
 def describe_report(content: bytes) -> list[str]:
     seen = Statistics(**json.loads(content))
     lengths = f"{seen.shortest:,} to {seen.longest:,} tokens, mean {seen.mean:,.0f}"
-    lines = [f"documents  {seen.read:,} read, {seen.documents:,} kept; dropped: {seen.equal:,} equal to another, {seen.empty:,} empty",
-             f"           {lengths}; {seen.bytes_per_token:.2f} bytes a token"]
+    lines = [
+        f"documents  {seen.read:,} read, {seen.documents:,} kept; dropped: {seen.equal:,} equal to another, {seen.empty:,} empty",
+        f"           {lengths}; {seen.bytes_per_token:.2f} bytes a token",
+    ]
     if seen.replaced:
         lines.append(f"           {seen.replaced:,} had bytes that are not UTF-8, written as U+FFFD")
     return lines
@@ -171,8 +196,13 @@ def draw(statistics: Statistics, path: Path) -> None:
     counts = [count for _, count in statistics.histogram]
     ends = np.append(starts[1:], starts[-1] * 2 ** (1 / BINS_A_DOUBLING))
     axes.bar(starts, counts, width=ends - starts, align="edge", edgecolor="white", linewidth=0.5)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of a document", ylabel="documents",
-             title=f"{statistics.documents:,} documents, {statistics.tokens:,} tokens")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens of a document",
+        ylabel="documents",
+        title=f"{statistics.documents:,} documents, {statistics.tokens:,} tokens",
+    )
     FigureCanvasAgg(figure)
     temporary = path.with_name(f".{path.name}.writing")
     figure.savefig(temporary, format="png", metadata={"Software": None})

@@ -61,7 +61,9 @@ def text_of(record: Any, name: str) -> bytes:
     except KeyError:
         there = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         rule = f"every row is an object with the document's text (here: {there})"
-        raise BadRow("text", f"text={name}, no such field in it", rule, "write text=FIELD, or on_bad_row=skip") from None
+        raise BadRow(
+            "text", f"text={name}, no such field in it", rule, "write text=FIELD, or on_bad_row=skip"
+        ) from None
     return text_bytes(value, name)
 
 
@@ -84,7 +86,12 @@ def text_bytes(value: Any, name: str) -> bytes:
         return b""
     if not isinstance(value, str):
         rule = f"the field {name} holds text (here: {type(value).__name__})"
-        raise BadRow("text", f"{name}={str(value)[:40]}", rule, "write text=FIELD with a field of text, or on_bad_row=skip")
+        raise BadRow(
+            "text",
+            f"{name}={str(value)[:40]}",
+            rule,
+            "write text=FIELD with a field of text, or on_bad_row=skip",
+        )
     return value.encode("utf-8", errors="surrogatepass")
 
 
@@ -137,8 +144,12 @@ def _elements(file: IO[bytes]) -> Iterator[Any]:
                 return buffer[place : place + 1]
 
     def broken(why: object) -> BadRow:
-        return BadRow("input", f"element {number}: {why}", "a .json file is an array of objects, or has an object on each line",
-                      "correct or remove the file")
+        return BadRow(
+            "input",
+            f"element {number}: {why}",
+            "a .json file is an array of objects, or has an object on each line",
+            "correct or remove the file",
+        )
 
     skip_space()
     place += 1  # the bracket
@@ -173,8 +184,12 @@ def _separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[Row]]:
         lines = csv.reader(text, delimiter=delimiter, strict=True)
         header = next(lines, [])
         if name not in header:
-            raise BadRow("text", f"text={name}, no such column in it", f"the columns are {', '.join(header)}",
-                         "write text=COLUMN with one of them")
+            raise BadRow(
+                "text",
+                f"text={name}, no such column in it",
+                f"the columns are {', '.join(header)}",
+                "write text=COLUMN with one of them",
+            )
         column, number = header.index(name), 0
         while True:
             try:
@@ -183,7 +198,12 @@ def _separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[Row]]:
             except StopIteration:
                 return
             except (csv.Error, BadRow) as error:
-                yield number, error if isinstance(error, BadRow) else BadRow("input", str(error), "a row follows the rules of CSV", MEND)
+                yield (
+                    number,
+                    error
+                    if isinstance(error, BadRow)
+                    else BadRow("input", str(error), "a row follows the rules of CSV", MEND),
+                )
             number += 1
 
     return read
@@ -191,7 +211,9 @@ def _separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[Row]]:
 
 def _cell(row: list[str], column: int, columns: int) -> bytes:
     if row and len(row) != columns:
-        raise BadRow("input", f"{len(row)} fields", f"every row has the {columns} fields of the first line", MEND)
+        raise BadRow(
+            "input", f"{len(row)} fields", f"every row has the {columns} fields of the first line", MEND
+        )
     return row[column].encode("utf-8", errors="surrogateescape") if row else b""
 
 

@@ -1,8 +1,8 @@
 """``launch/prepare.py``: a folder of tokenised shards from text. Started again after any end, it goes on where it was.
 
-    OUTPUT/train-00000.bin .idx ..., validation-00000 ..., tokenizer/, sources.json, report.json, lengths.png
-    OUTPUT/manifest.json      written last: without it the folder is no data
-    OUTPUT/.work/             plan, parts and receipts, while it is made; about as large as the shards, and a copy of an input in a store
+OUTPUT/train-00000.bin .idx ..., validation-00000 ..., tokenizer/, sources.json, report.json, lengths.png
+OUTPUT/manifest.json      written last: without it the folder is no data
+OUTPUT/.work/             plan, parts and receipts, while it is made; about as large as the shards, and a copy of an input in a store
 """
 
 from __future__ import annotations
@@ -30,7 +30,16 @@ from toolkit.data.prepare import merge, report, store, tokenise
 from toolkit.data.prepare.changes import changes, relaxed, replanned
 from toolkit.data.prepare.check import check_first_rows
 from toolkit.data.prepare.parts import SPLITS, read_receipts
-from toolkit.data.prepare.plan import Listing, Plan, as_typed, drafted, list_input, make_plan, read_plan, recipe
+from toolkit.data.prepare.plan import (
+    Listing,
+    Plan,
+    as_typed,
+    drafted,
+    list_input,
+    make_plan,
+    read_plan,
+    recipe,
+)
 from toolkit.data.prepare.split import validation_below
 from toolkit.data.prepare.vocabulary import ready_vocabulary, vocabulary
 from toolkit.data.prepare.work import each
@@ -42,7 +51,15 @@ WORK = ".work"
 STDLIB = "stdlib"
 STDLIB_PATH = "data/stdlib"  # where training with data=stdlib finds it
 # Keys that the embedded text takes; the rest of how it is made is fixed, so that every machine has the same.
-STDLIB_KEYS = {"input", "output", "workers", "memory_mib", "sequence_length", "samples", "tokenizer.vocab_size"}
+STDLIB_KEYS = {
+    "input",
+    "output",
+    "workers",
+    "memory_mib",
+    "sequence_length",
+    "samples",
+    "tokenizer.vocab_size",
+}
 
 
 def prepare(config: PrepareConfig, progress: Progress) -> DataManifest:
@@ -67,7 +84,10 @@ def prepare(config: PrepareConfig, progress: Progress) -> DataManifest:
                 return _found(config, listed, output, progress)
             return _make(config, listed, work, output, progress)
     except OSError as error:
-        rule, remedy = "the input can be read and the output folder written, with room in it", "mend it, or name another one: output=FOLDER"
+        rule, remedy = (
+            "the input can be read and the output folder written, with room in it",
+            "mend it, or name another one: output=FOLDER",
+        )
         raise InputError(Problem("output", f"output={output}: {error}", rule, remedy)) from error
 
 
@@ -84,11 +104,20 @@ def output_folder(config: PrepareConfig) -> Path:
     stem = Path(config.input).name.partition(".")[0]
     if not stem or not all(letter.isalnum() or letter in "-_" for letter in stem):
         remedy = "write output=FOLDER"
-        raise InputError(Problem("output", f"input={config.input} without output", "an input without a plain name needs an output", remedy))
+        raise InputError(
+            Problem(
+                "output",
+                f"input={config.input} without output",
+                "an input without a plain name needs an output",
+                remedy,
+            )
+        )
     return Path("data", stem)
 
 
-def _make(config: PrepareConfig, listed: Listing, work: Path, output: Path, progress: Progress) -> DataManifest:
+def _make(
+    config: PrepareConfig, listed: Listing, work: Path, output: Path, progress: Progress
+) -> DataManifest:
     if listed.url is not None:
         store.fetch(listed, progress)
     plan = _plan(config, listed, work, progress)
@@ -105,27 +134,59 @@ def _make(config: PrepareConfig, listed: Listing, work: Path, output: Path, prog
     receipts = read_receipts(work / tokenise.PARTS)
     if not sum(receipt.tokens[0] for receipt in receipts):
         kept, empty = sum(receipt.kept[1] for receipt in receipts), sum(receipt.empty for receipt in receipts)
-        seen = f"input={config.input}: {kept} documents for validation, {empty} without text, none for training"
-        raise InputError(Problem("input", seen, f"the split {SPLITS[0]} gets a document", "give more text, or write validation=0"))
+        seen = (
+            f"input={config.input}: {kept} documents for validation, {empty} without text, none for training"
+        )
+        raise InputError(
+            Problem(
+                "input",
+                seen,
+                f"the split {SPLITS[0]} gets a document",
+                "give more text, or write validation=0",
+            )
+        )
     shards = merge.pieces(receipts, words.dtype.itemsize, config.shard_mib << 20)
     _write_shards(config, work, output, tokenizer, shards, workers, progress)
     changed = changes(plan, listed).first()
     if changed is not None:
-        seen, rule = f"{listed.url or listed.root}/{changed} since the preparation began", "the input stays as it is while it is prepared"
-        raise InputError(Problem("input", seen, rule, "run the command again: only what changed is read again"))
-    manifest = report.finish(plan, output, tokenizer, words.dtype, receipts, shards, merge.written(work, shards))
+        seen, rule = (
+            f"{listed.url or listed.root}/{changed} since the preparation began",
+            "the input stays as it is while it is prepared",
+        )
+        raise InputError(
+            Problem("input", seen, rule, "run the command again: only what changed is read again")
+        )
+    manifest = report.finish(
+        plan, output, tokenizer, words.dtype, receipts, shards, merge.written(work, shards)
+    )
     shutil.rmtree(work)
     return manifest
 
 
 def _write_shards(
-    config: PrepareConfig, work: Path, output: Path, tokenizer: TokenizerInfo, shards: list[merge.Piece], workers: int, progress: Progress
+    config: PrepareConfig,
+    work: Path,
+    output: Path,
+    tokenizer: TokenizerInfo,
+    shards: list[merge.Piece],
+    workers: int,
+    progress: Progress,
 ) -> None:
-    for left_over in output.glob("*.partial-*"):  # of a killed process: nobody else writes while we hold the lock
+    for left_over in output.glob(
+        "*.partial-*"
+    ):  # of a killed process: nobody else writes while we hold the lock
         left_over.unlink()
     done = merge.written(work, shards)
     left = [number for number in range(len(shards)) if number not in done]
-    begin = partial(merge.merging, work, output, token_dtype(tokenizer.size), shards, config.memory_mib << 20, config.deduplicate)
+    begin = partial(
+        merge.merging,
+        work,
+        output,
+        token_dtype(tokenizer.size),
+        shards,
+        config.memory_mib << 20,
+        config.deduplicate,
+    )
     total, before = sum(piece.bytes for piece in shards), sum(shards[number].bytes for number in done)
     with progress.task("writing shards", total=total, unit="B", done=before) as task:
         each(begin, left, workers, task)
@@ -136,7 +197,10 @@ def _plan(config: PrepareConfig, listed: Listing, work: Path, progress: Progress
     before = read_plan(work)
     if before is not None:
         plan = relaxed(before, config)
-        problems, found = _differences(plan.recipe, config, work.parent, "is being made"), changes(plan, listed)
+        problems, found = (
+            _differences(plan.recipe, config, work.parent, "is being made"),
+            changes(plan, listed),
+        )
         if not problems and not found:
             if plan != before:
                 plan.write(work)
@@ -147,7 +211,9 @@ def _plan(config: PrepareConfig, listed: Listing, work: Path, progress: Progress
             plan = replanned(plan, found, config, listed, work, progress)
             plan.write(work)
             return plan
-        shutil.rmtree(work.parent / TOKENIZER, ignore_errors=True)  # of a recipe or an input that was mistaken
+        shutil.rmtree(
+            work.parent / TOKENIZER, ignore_errors=True
+        )  # of a recipe or an input that was mistaken
     draft = drafted(config, listed)
     check_first_rows(draft, range(len(draft.sources)), progress)
     plan = make_plan(config, listed, progress)
@@ -177,7 +243,14 @@ def _differences(made: Any, config: PrepareConfig, output: Path, how: str) -> li
     wanted = recipe(config)
     if made.get("version") != wanted["version"]:
         seen = f"output={output} {how} by recipe version {made.get('version')}, and this toolkit has version {wanted['version']}"
-        return [Problem("output", seen, "an output is of one recipe; what is made stays", "name another output: output=FOLDER")]
+        return [
+            Problem(
+                "output",
+                seen,
+                "an output is of one recipe; what is made stays",
+                "name another output: output=FOLDER",
+            )
+        ]
     return [
         Problem(key, f"{key}={as_typed(wanted.get(key))}, and output={output} {how} with {key}={as_typed(made.get(key))}",
                 "an output is of one recipe; what is made stays",
@@ -197,16 +270,24 @@ def _check_input(listed: Listing, output: Path, progress: Progress) -> None:
     for name, _, size, modified in listed.files:
         if problem is None and size != made[name]["bytes"]:
             problem = f"{name} has {size} bytes, and had {made[name]['bytes']}"
-        elif modified and (modified if listed.url is not None else Path(listed.root, name).stat().st_ctime_ns) > since:
+        elif (
+            modified
+            and (modified if listed.url is not None else Path(listed.root, name).stat().st_ctime_ns) > since
+        ):
             touched.append(name)
     if problem is None and touched:
         problem = _other_content(listed, touched, made, progress)
     if problem is not None:
-        seen, rule = f"input: {problem} since output={output} was made", "an output is of one input; what is made stays"
+        seen, rule = (
+            f"input: {problem} since output={output} was made",
+            "an output is of one input; what is made stays",
+        )
         raise InputError(Problem("input", seen, rule, "name another output: output=FOLDER"))
 
 
-def _other_content(listed: Listing, names: Sequence[str], made: Mapping[str, Any], progress: Progress) -> str | None:
+def _other_content(
+    listed: Listing, names: Sequence[str], made: Mapping[str, Any], progress: Progress
+) -> str | None:
     """The first of these files that is not what was read."""
     with progress.task("comparing the input", total=len(names), unit="files") as task:
         now = store.xxh3_128(listed, names) if listed.url is not None else {}
@@ -219,7 +300,9 @@ def _other_content(listed: Listing, names: Sequence[str], made: Mapping[str, Any
 
 def _occupied(output: Path, why: str) -> InputError:
     rule = "the output is a new folder, or one that this command began"
-    return InputError(Problem("output", f"output={output}: {why}", rule, "name another output: output=FOLDER"))
+    return InputError(
+        Problem("output", f"output={output}: {why}", rule, "name another output: output=FOLDER")
+    )
 
 
 # -- the embedded text, and being alone
@@ -244,6 +327,11 @@ def _alone(work: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            seen, rule = f"{work.parent} is being prepared by another process", "one process prepares a folder at a time"
-            raise InputError(Problem("output", seen, rule, "wait for it, or name another output: output=FOLDER")) from None
+            seen, rule = (
+                f"{work.parent} is being prepared by another process",
+                "one process prepares a folder at a time",
+            )
+            raise InputError(
+                Problem("output", seen, rule, "wait for it, or name another output: output=FOLDER")
+            ) from None
         yield

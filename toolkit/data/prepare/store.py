@@ -39,31 +39,52 @@ def list_store(config: PrepareConfig, work: Path) -> Listing:
     assert isinstance(place, Url)
     if place.partition("://")[0] not in LISTED:
         kinds = ", ".join(f"{kind}://" for kind in LISTED)
-        raise InputError(Problem("input", f"input={place}", f"an input in a store is a folder of {kinds}: others cannot be listed",
-                                 "bring its files to this machine, and name their folder"))
+        raise InputError(
+            Problem(
+                "input",
+                f"input={place}",
+                f"an input in a store is a folder of {kinds}: others cannot be listed",
+                "bring its files to this machine, and name their folder",
+            )
+        )
     with _of_input():
         found = [file for file in _folder(place).listing() if not hidden(PurePosixPath(file.name))]
     if not found:
-        raise InputError(Problem("input", f"input={place}: no file below it", "an input in a store is a folder with files",
-                                 "mend the URL: it names a folder, not one file and not a pattern"))
+        raise InputError(
+            Problem(
+                "input",
+                f"input={place}: no file below it",
+                "an input in a store is a folder with files",
+                "mend the URL: it names a folder, not one file and not a pattern",
+            )
+        )
     for file in found:
         try:
             relative_name(file.name)
         except UnsafePath as error:
             rule = "the name of a file in a store becomes the name of its copy on this machine"
             raise InputError(Problem("input", f"{place}: {error}", rule, "rename it in the store")) from error
-    files = tuple((file.name, input_format(file.name, config.format), file.bytes, file.modified) for file in found)
+    files = tuple(
+        (file.name, input_format(file.name, config.format), file.bytes, file.modified) for file in found
+    )
     return Listing(str(work / INPUT), files, url=place)
 
 
 def fetch(listed: Listing, progress: Progress) -> None:
     """Bring every file of ``listed`` here that is not here as the store has it. Raises InputError, StorageError."""
     root = Path(listed.root)
-    left = [(name, size, modified) for name, _, size, modified in listed.files if not _is_here(root / name, size, modified)]
+    left = [
+        (name, size, modified)
+        for name, _, size, modified in listed.files
+        if not _is_here(root / name, size, modified)
+    ]
     total, missing = sum(size for *_, size, _ in listed.files), sum(size for _, size, _ in left)
     times = {name: modified for name, _, modified in left}
     sizes = {name: size for name, size, _ in left}
-    with _of_input(), progress.task("fetching the input", total=total, unit="B", done=total - missing) as task:
+    with (
+        _of_input(),
+        progress.task("fetching the input", total=total, unit="B", done=total - missing) as task,
+    ):
         for name in sizes:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             _partial(root / name).write_bytes(b"")
@@ -81,7 +102,9 @@ def xxh3_128(listed: Listing, names: Sequence[str]) -> dict[str, str]:
     """Of each of these files, as the store has it now. Raises InputError, StorageError."""
     hashers = {name: xxhash.xxh3_128() for name in names}
     with _of_input():
-        for one, content in _contents(listed, {name: size for name, _, size, _ in listed.files if name in hashers}):
+        for one, content in _contents(
+            listed, {name: size for name, _, size, _ in listed.files if name in hashers}
+        ):
             hashers[one.name].update(content)
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}
 
@@ -132,8 +155,15 @@ def _of_input() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        problems = [replace(problem, key="input", rule=problem.rule.replace("the data folder with every file of its manifest", "the input"),
-                            remedy=problem.remedy.replace("data.path", "input")) for problem in error.problems]
+        problems = [
+            replace(
+                problem,
+                key="input",
+                rule=problem.rule.replace("the data folder with every file of its manifest", "the input"),
+                remedy=problem.remedy.replace("data.path", "input"),
+            )
+            for problem in error.problems
+        ]
     else:
         return
     raise InputError(*problems)

@@ -85,7 +85,9 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 class _Part:
     """A part under way."""
 
-    def __init__(self, plan: Plan, vocabulary: Vocabulary, special: SpecialStrings, unit: int, number: int, read: int) -> None:
+    def __init__(
+        self, plan: Plan, vocabulary: Vocabulary, special: SpecialStrings, unit: int, number: int, read: int
+    ) -> None:
         self._plan = plan
         self._vocabulary = vocabulary
         self._special = special
@@ -106,7 +108,9 @@ class _Part:
         for document in batch:
             self.read += 1
             if document.bad:
-                self._bad.append((document.source, document.place, f"{document.where}: {document.bad}"[:SHOWN]))
+                self._bad.append(
+                    (document.source, document.place, f"{document.where}: {document.bad}"[:SHOWN])
+                )
                 continue
             if not document.content:
                 self._empty += 1
@@ -151,7 +155,9 @@ class _Part:
             equal=len(high) - len(order), replaced=self._replaced, inside=self._inside, special=tuple(sorted(self._found.items())),
             bad=len(self._bad), first_bad=tuple(self._bad[:FIRST_BAD]), sources=tuple(sorted(self._sources.items())),
         )  # fmt: skip
-        tokens = np.concatenate([self._tokens[number] for number in order.tolist()]) if len(order) else np.empty(0)
+        tokens = (
+            np.concatenate([self._tokens[number] for number in order.tolist()]) if len(order) else np.empty(0)
+        )
         write_part(folder, receipt, tokens, high[order], low[order], starts)
 
 

@@ -46,7 +46,9 @@ class Vocabulary:
         return tokenizer
 
 
-def ready_vocabulary(config: PrepareConfig, plan: Plan, work: Path, output: Path, progress: Progress) -> TokenizerInfo:
+def ready_vocabulary(
+    config: PrepareConfig, plan: Plan, work: Path, output: Path, progress: Progress
+) -> TokenizerInfo:
     """``output/tokenizer``, made there by one rename unless it is there. Raises InputError where it cannot be."""
     if not (output / bpe.FOLDER).is_dir():
         new = work / "tokenizer.new"
@@ -56,15 +58,26 @@ def ready_vocabulary(config: PrepareConfig, plan: Plan, work: Path, output: Path
             bpe.save(bpe.train_bpe(_sample(config, plan, progress), config.tokenizer.vocab_size), new)
         else:
             end, path = config.tokenizer.end_of_text, config.tokenizer.path
-            tokenizer_copy.place(path, end, new, key="tokenizer.path", end_key="tokenizer.end_of_text",
-                                 trust_remote_code=config.tokenizer.trust_remote_code)
+            tokenizer_copy.place(
+                path,
+                end,
+                new,
+                key="tokenizer.path",
+                end_key="tokenizer.end_of_text",
+                trust_remote_code=config.tokenizer.trust_remote_code,
+            )
         (new / bpe.FOLDER).replace(output / bpe.FOLDER)
         sync_folder(output)
     return tokenizer_copy.info(output / bpe.FOLDER)
 
 
 def vocabulary(folder: Path, info: TokenizerInfo, plan: Plan) -> Vocabulary:
-    return Vocabulary(folder / info.folder, info.end_of_text, token_dtype(info.size), SpecialTokens[plan.recipe["special_tokens"]])
+    return Vocabulary(
+        folder / info.folder,
+        info.end_of_text,
+        token_dtype(info.size),
+        SpecialTokens[plan.recipe["special_tokens"]],
+    )
 
 
 def _sample(config: PrepareConfig, plan: Plan, progress: Progress) -> Iterator[str]:

@@ -35,7 +35,9 @@ def each(begin: Callable[[], Job], numbers: Sequence[int], workers: int, task: T
         for number in numbers:
             job(number, task.advance)
         return
-    context = multiprocessing.get_context("spawn")  # tokenizers and arrow have threads, which a fork would break
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # tokenizers and arrow have threads, which a fork would break
     taken, done = context.Value("q", 0), context.Value("q", 0)
     processes, ends = [], []
     try:
@@ -55,7 +57,9 @@ def each(begin: Callable[[], Job], numbers: Sequence[int], workers: int, task: T
 
 def _watch(processes: Sequence[Any], ends: Sequence[Connection], done: Any, task: Task) -> None:
     told = 0
-    running = dict(zip([process.sentinel for process in processes], zip(processes, ends, strict=True), strict=True))
+    running = dict(
+        zip([process.sentinel for process in processes], zip(processes, ends, strict=True), strict=True)
+    )
     while running:
         ended = wait(list(running), timeout=LOOK_SECONDS)
         now = done.value

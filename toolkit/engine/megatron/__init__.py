@@ -4,7 +4,12 @@ import warnings
 
 # Each of its modules says at its import what is not installed (of that, model.py takes what is there), it calls collectives by names
 # that torch has renamed, and it recommends for GPUs what train/process_setup.py does there.
-for message in ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated",
-                "When using sequence parallelism it is recommended", "The .grad attribute of a Tensor that is not a leaf Tensor"):
+for message in (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "When using sequence parallelism it is recommended",
+    "The .grad attribute of a Tensor that is not a leaf Tensor",
+):
     warnings.filterwarnings("ignore", message=message, category=UserWarning)
 warnings.filterwarnings("ignore", message=".*torch.distributed.*deprecated", category=FutureWarning)

@@ -23,7 +23,12 @@ class Norm:
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> Any:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.device("cuda") if torch.cuda.is_available() else "cpu")
+        norm = kind(
+            hidden_size,
+            eps=eps,
+            dtype=config.params_dtype,
+            device=torch.device("cuda") if torch.cuda.is_available() else "cpu",
+        )
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
@@ -36,18 +41,33 @@ class Attention(MegatronModule):
     form of Llama 3 (2407.21783, section 3.3.2).
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
-                 attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
-                 pg_collection: ProcessGroupCollection | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self._group = groups.cp if config.context_parallel_size > 1 else None
         self._scale = softmax_scale
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None,
-                attn_mask_type: AttnMaskType | None = None, attention_bias: torch.Tensor | None = None, packed_seq_params: Any = None,
-                ) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
         """Causal. ``query`` [sequence, batch, heads, head_dim], ``key`` and ``value`` with key-value heads; the answer is
         [sequence, batch, heads * head_dim]. ``sequence`` is this rank's part.
 
@@ -61,15 +81,26 @@ class Attention(MegatronModule):
         if self._group is not None:
             mask = self._mask(length, query.device) if mask is None else mask
             key, value = _Gather.apply(key, self._group), _Gather.apply(value, self._group)
-        if mask is not None and heads != key.shape[2]:  # on GPUs no fused kernel takes a mask and grouped keys
+        if (
+            mask is not None and heads != key.shape[2]
+        ):  # on GPUs no fused kernel takes a mask and grouped keys
             key, value = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (key, value))
         dropout = self._dropout if self.training else 0.0
         # Heads differ between tensor ranks, so their masks do; under sequence parallelism the caller has forked already.
-        drawing = nullcontext() if dropout == 0 or self.config.sequence_parallel else get_cuda_rng_tracker().fork()
+        drawing = (
+            nullcontext() if dropout == 0 or self.config.sequence_parallel else get_cuda_rng_tracker().fork()
+        )
         with drawing:
             output = functional.scaled_dot_product_attention(
-                query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), attn_mask=mask, is_causal=mask is None,
-                dropout_p=dropout, scale=self._scale, enable_gqa=heads != key.shape[2])
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=dropout,
+                scale=self._scale,
+                enable_gqa=heads != key.shape[2],
+            )
         return output.permute(2, 0, 1, 3).reshape(length, batch, -1)
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor:

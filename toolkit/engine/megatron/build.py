@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
@@ -32,12 +36,21 @@ class Built:
         assert plan.shape is not None
         config = transformer_config(plan)
         models = build_chunks(plan, config)
-        wrapped = models if plan.config.precision.name is Precision.fp32 else [Float16Module(config, model) for model in models]
+        wrapped = (
+            models
+            if plan.config.precision.name is Precision.fp32
+            else [Float16Module(config, model) for model in models]
+        )
         ddp = DistributedDataParallelConfig(**plan.megatron["ddp"])
-        self.chunks = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(wrapped)]
+        self.chunks = [
+            DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(wrapped)
+        ]
         settings = dict(plan.megatron["optimizer"])
         settings["params_dtype"] = getattr(torch, settings["params_dtype"])
-        self.optimizer: Any = get_megatron_optimizer(OptimizerConfig(**settings), self.chunks, use_gloo_process_groups=False)
+        self.optimizer: Any = get_megatron_optimizer(
+            OptimizerConfig(**settings), self.chunks, use_gloo_process_groups=False
+        )
         _skip_steps_that_are_not_finite(self.optimizer)
         self.state = State(plan, models, self.optimizer)
         self.draws = plan.shape.dropout > 0  # whether training draws random numbers
@@ -69,8 +82,13 @@ class Built:
         in those, and the mask of its attention. Rotary positions run on in any case: only their differences count."""
         tokens = batch["input_ids"]
         group = parallel_state.get_context_parallel_group() if self._parallel_context else None
-        mask = {"attention_mask": document_mask(batch["position_ids"], group)} if "position_ids" in batch else {}
-        found = {"position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), **batch}
+        mask = (
+            {"attention_mask": document_mask(batch["position_ids"], group)} if "position_ids" in batch else {}
+        )
+        found = {
+            "position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
+            **batch,
+        }
         return {**(get_batch_on_this_cp_rank(found) if self._parallel_context else found), **mask}
 
     def settle_weights(self) -> None:
@@ -91,19 +109,29 @@ class Built:
         """No optimizer state; with ``step``, zeroed state as after that many steps, to be filled."""
         for master in self.state.masters:
             master.inner.state.pop(master.tensor, None)
-            counts_in_group = not type(master.inner).__module__.startswith("torch.") and "betas" in master.inner.defaults
+            counts_in_group = (
+                not type(master.inner).__module__.startswith("torch.") and "betas" in master.inner.defaults
+            )
             if counts_in_group:  # Transformer Engine's and Apex's
                 master.group["step"] = step or 0
             if step is None:
                 continue
-            found: dict[str, torch.Tensor] = {name: torch.zeros_like(master.tensor, requires_grad=False) for name in kept(master.inner)}
+            found: dict[str, torch.Tensor] = {
+                name: torch.zeros_like(master.tensor, requires_grad=False) for name in kept(master.inner)
+            }
             if "betas" in master.inner.defaults and not counts_in_group:
                 found["step"] = torch.tensor(float(step))  # each its own: torch advances it once a parameter
             master.inner.state[master.tensor] = found
 
     def forget(self) -> None:
         """Let go of memory: hooks and configuration refer to each other."""
-        for name in ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func"):
+        for name in (
+            "finalize_model_grads_func",
+            "no_sync_func",
+            "grad_sync_func",
+            "param_sync_func",
+            "grad_scale_func",
+        ):
             setattr(self._config, name, None)
         RotaryEmbedding.forward.cache_clear()  # a cache of the class, which keeps every module that ever asked, and its groups
         for module in (module for chunk in self.chunks for module in chunk.modules()):
@@ -113,7 +141,9 @@ class Built:
         del self.optimizer, self.state
 
 
-def _connect(config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[DistributedDataParallel]) -> None:
+def _connect(
+    config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[DistributedDataParallel]
+) -> None:
     """The schedules find what they call in the configuration: one function, or with virtual stages one a chunk."""
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
@@ -161,7 +191,9 @@ class _Scale:
 
     @property
     def scale(self) -> torch.Tensor:
-        return torch.tensor([self._scaler.cur_scale / self._data_ranks], device="cuda" if torch.cuda.is_available() else "cpu")
+        return torch.tensor(
+            [self._scaler.cur_scale / self._data_ranks], device="cuda" if torch.cuda.is_available() else "cpu"
+        )
 
     @property
     def inv_scale(self) -> torch.Tensor:

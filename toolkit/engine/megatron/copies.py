@@ -40,12 +40,20 @@ def kept(state: State, rank: int, device: torch.device) -> Iterator[Found]:
         # In fp32 the master is the weight, or a range of it.
         same = master.tensor.untyped_storage().data_ptr() == held.parameter.untyped_storage().data_ptr()
         own = {} if same else {"master": master.tensor}
-        moments = {name: tensor for name, tensor in master.inner.state.get(master.tensor, {}).items()
-                   if isinstance(tensor, torch.Tensor) and tensor.numel() == master.tensor.numel() and tensor.dim()}
+        moments = {
+            name: tensor
+            for name, tensor in master.inner.state.get(master.tensor, {}).items()
+            if isinstance(tensor, torch.Tensor) and tensor.numel() == master.tensor.numel() and tensor.dim()
+        }
         for name, tensor in (own | moments).items():
             if tensor.device == device:
                 what = _called(EXPERT_STATE if _expert(held) else STATE, held)
-                yield what, ranks, f"{name} of {held.name}" + (f" from {master.start}" if master.ranged else ""), tensor
+                yield (
+                    what,
+                    ranks,
+                    f"{name} of {held.name}" + (f" from {master.start}" if master.ranged else ""),
+                    tensor,
+                )
 
 
 def _everywhere(held: Held, rank: int) -> tuple[int, ...]:

@@ -25,8 +25,24 @@ import torch.distributed as dist
 
 PACKAGE = "megatron.core"
 CPU = torch.device("cpu")
-FACTORIES = ("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "eye", "linspace",
-             "empty_like", "zeros_like", "ones_like", "full_like")
+FACTORIES = (
+    "tensor",
+    "as_tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "eye",
+    "linspace",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+)
 
 
 @functools.cache
@@ -40,13 +56,21 @@ def enable() -> bool:
     megatron.core.jit.disable_jit_fuser()  # torch.compile would build C++ kernels
     _act_differently("cuda", lambda tensor, *_args, **_settings: tensor)
     of_tensor = torch.Tensor.type
-    _act_differently("type", lambda tensor, *args, **settings: of_tensor(tensor, *args, **settings) if args or settings
-                     else of_tensor(tensor).replace("torch.", "torch.cuda."))
+    _act_differently(
+        "type",
+        lambda tensor, *args, **settings: (
+            of_tensor(tensor, *args, **settings)
+            if args or settings
+            else of_tensor(tensor).replace("torch.", "torch.cuda.")
+        ),
+    )
     for name, module in list(sys.modules.items()):
         if name.startswith(PACKAGE) and module is not None:
             _rebind(module)
     sys.meta_path.insert(0, _Finder())
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    logging.getLogger(random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
     return True
 
 
@@ -105,7 +129,9 @@ def _set_state(state: torch.Tensor, device: object = None, graph_safe: bool = Fa
     torch.set_rng_state(state)
 
 
-def _all_gather(tensors: Sequence[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+def _all_gather(
+    tensors: Sequence[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
     """gloo gathers tensors of one shape only; experts send as many tokens as were routed to them."""
     if len({tensor.shape for tensor in tensors}) == 1:
         return dist.all_gather(list(tensors), mine, group, async_op)
@@ -118,8 +144,13 @@ def _all_gather(tensors: Sequence[torch.Tensor], mine: torch.Tensor, group: Any 
     return None
 
 
-def _reduce_scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None,
-                    async_op: bool = False) -> Any:
+def _reduce_scatter(
+    output: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """As :func:`_all_gather`."""
     if len({tensor.shape for tensor in inputs}) == 1:
         return dist.reduce_scatter(output, list(inputs), op, group, async_op)
@@ -133,21 +164,46 @@ def _reduce_scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], op: An
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     missing = rows - len(tensor)
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor.contiguous()
+    return (
+        torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor.contiguous()
+    )
 
 
 @functools.cache
 def _torch() -> ModuleType:
     """What modules of Megatron-core have for ``torch``. The "CUDA" random state is the CPU's."""
-    state = {"get_rng_state": lambda device=None: torch.get_rng_state(), "set_rng_state": _set_state, "manual_seed": torch.manual_seed}
+    state = {
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": _set_state,
+        "manual_seed": torch.manual_seed,
+    }
     ranges = _Proxy(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "range": _Idle})
-    cuda = _Proxy(torch.cuda, {
-        **state, "random": _Proxy(torch.cuda.random, state), "nvtx": ranges, "current_device": lambda: CPU, "set_device": _nothing,
-        "synchronize": _nothing, "empty_cache": _nothing, "Stream": _Idle, "Event": _Idle, "stream": _Idle, "current_stream": _Idle,
-        "default_stream": _Idle,
-    })
+    cuda = _Proxy(
+        torch.cuda,
+        {
+            **state,
+            "random": _Proxy(torch.cuda.random, state),
+            "nvtx": ranges,
+            "current_device": lambda: CPU,
+            "set_device": _nothing,
+            "synchronize": _nothing,
+            "empty_cache": _nothing,
+            "Stream": _Idle,
+            "Event": _Idle,
+            "stream": _Idle,
+            "current_stream": _Idle,
+            "default_stream": _Idle,
+        },
+    )
     collectives = _Proxy(dist, {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter})
-    return _Proxy(torch, {**{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}, "cuda": cuda, "distributed": collectives})
+    return _Proxy(
+        torch,
+        {
+            **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES},
+            "cuda": cuda,
+            "distributed": collectives,
+        },
+    )
 
 
 def _act_differently(method: str, replacement: Callable[..., Any]) -> None:
@@ -168,7 +224,10 @@ def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
 
 
 # Functions without a branch for CPUs, in every module that has imported them by name.
-REPLACED: dict[str, Callable[..., Any]] = {"maybe_move_tensor_to_cpu": _as_numpy, "_set_cuda_rng_state": _set_state}
+REPLACED: dict[str, Callable[..., Any]] = {
+    "maybe_move_tensor_to_cpu": _as_numpy,
+    "_set_cuda_rng_state": _set_state,
+}
 
 
 def _rebind(module: ModuleType) -> None:
@@ -192,7 +251,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not name.startswith(PACKAGE):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for finder in others if (found := finder.find_spec(name, path, target)) is not None), None)
+        spec = next(
+            (found for finder in others if (found := finder.find_spec(name, path, target)) is not None), None
+        )
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

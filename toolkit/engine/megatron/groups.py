@@ -18,14 +18,18 @@ def make(plan: RunPlan) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=axes.tensor,
         pipeline_model_parallel_size=axes.pipeline,
-        virtual_pipeline_model_parallel_size=plan.megatron["transformer"].get("virtual_pipeline_model_parallel_size"),
+        virtual_pipeline_model_parallel_size=plan.megatron["transformer"].get(
+            "virtual_pipeline_model_parallel_size"
+        ),
         context_parallel_size=axes.context,
         expert_model_parallel_size=axes.expert,
         expert_tensor_parallel_size=plan.megatron["transformer"].get("expert_tensor_parallel_size"),
         create_gloo_process_groups=False,
         order="tp-cp-ep-dp-pp",
     )
-    assert parallel_state.get_data_parallel_rank() == axes.coordinates(dist.get_rank()).data, "both count ranks in the same order"
+    assert parallel_state.get_data_parallel_rank() == axes.coordinates(dist.get_rank()).data, (
+        "both count ranks in the same order"
+    )
     model_parallel_cuda_manual_seed(plan.config.train.seed)
 
 

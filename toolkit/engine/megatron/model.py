@@ -35,7 +35,7 @@ class Model(GPTModel):
         """``logits`` [sequence, batch, this rank's vocabulary] -> losses [batch, sequence]."""
         first = self.pg_collection.tp.rank() * logits.shape[-1]
         if first + logits.shape[-1] > self.real_vocabulary:
-            logits[..., max(self.real_vocabulary - first, 0):] = torch.finfo(logits.dtype).min
+            logits[..., max(self.real_vocabulary - first, 0) :] = torch.finfo(logits.dtype).min
         losses: torch.Tensor = super().compute_language_model_loss(labels, logits)
         return losses
 
@@ -67,10 +67,14 @@ def _build(plan: RunPlan, config: TransformerConfig, stage: int | None) -> Model
     assert plan.shape is not None
     arguments: Mapping[str, Any] = plan.megatron["model"]
     model = Model(
-        config, layer_spec(plan, config, stage), parallel_output=True, vp_stage=stage,
+        config,
+        layer_spec(plan, config, stage),
+        parallel_output=True,
+        vp_stage=stage,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
-        **arguments)
+        **arguments,
+    )
     model.real_vocabulary = plan.shape.vocab_size
     return model.train()
 
@@ -87,7 +91,9 @@ def layer_spec(plan: RunPlan, config: TransformerConfig, stage: int | None) -> T
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = Attention
         return spec
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage
+    )
     spec = copy.deepcopy(spec)  # its layers are one object
     spec.layer_norm = Norm
     for layer in spec.layer_specs:
@@ -110,9 +116,14 @@ def refuse_ignored(plan: RunPlan) -> None:
     if uses_transformer_engine(plan):
         return
     problems = [
-        Problem(f"engine.megatron.{name}", f"engine.megatron.{name}={show(value)}, and Transformer Engine is not installed",
-                "it is done by Transformer Engine's layers; other layers ignore it silently", "install transformer-engine, or leave it out")
-        for name, value in plan.config.engine.megatron.items() if name in TRANSFORMER_ENGINE
+        Problem(
+            f"engine.megatron.{name}",
+            f"engine.megatron.{name}={show(value)}, and Transformer Engine is not installed",
+            "it is done by Transformer Engine's layers; other layers ignore it silently",
+            "install transformer-engine, or leave it out",
+        )
+        for name, value in plan.config.engine.megatron.items()
+        if name in TRANSFORMER_ENGINE
     ]
     if problems:
         raise PlanError(*problems)

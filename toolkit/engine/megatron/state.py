@@ -16,7 +16,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, Box, Shard, TensorKey, flat_boxes
+from toolkit.checkpoint.shard import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTUM,
+    WEIGHT,
+    Box,
+    Shard,
+    TensorKey,
+    flat_boxes,
+)
 from toolkit.config.schema import Precision
 from toolkit.families import get
 from toolkit.families.megatron import EMBEDDING, FUSED_NORMS, OUTPUT, Cut, LocalTensor, by_name, inside, local
@@ -84,17 +94,29 @@ class State:
         self.masters = list(_masters(optimizer, {held.parameter: held for held in self.held}))
 
     def weights(self) -> list[Shard]:
-        return [shard for held in self.held for shard in self._of(held, WEIGHT, held.parameter.detach().view(-1), 0, held.whole)]
+        return [
+            shard
+            for held in self.held
+            for shard in self._of(held, WEIGHT, held.parameter.detach().view(-1), 0, held.whole)
+        ]
 
     def master_weights(self) -> list[Shard]:
         """Of runs in 16 bits; elsewhere the weights are what the optimizer steps."""
-        return [shard for master in self.masters for shard in self._of_master(master, MASTER, master.tensor)] if self._sixteen_bits else []
+        return (
+            [shard for master in self.masters for shard in self._of_master(master, MASTER, master.tensor)]
+            if self._sixteen_bits
+            else []
+        )
 
     def moments(self) -> list[Shard]:
         """What exists: optimizers make their state in their first step."""
-        return [shard for master in self.masters for name in kept(master.inner)
-                if (tensor := master.inner.state.get(master.tensor, {}).get(name)) is not None
-                for shard in self._of_master(master, name, tensor)]
+        return [
+            shard
+            for master in self.masters
+            for name in kept(master.inner)
+            if (tensor := master.inner.state.get(master.tensor, {}).get(name)) is not None
+            for shard in self._of_master(master, name, tensor)
+        ]
 
     def _of_master(self, master: Master, state: str, tensor: torch.Tensor) -> Iterator[Shard]:
         copies = master.held.ranges if master.ranged else master.held.whole
@@ -107,8 +129,15 @@ class State:
             data = flat[at : at + box.numel].view(box.shape)
             at += box.numel
             for part in inside(held.local.parts, box.offset, box.shape):
-                yield Shard(TensorKey(state, part.canonical), self._shapes[part.canonical], Box(part.offset, part.extent), part.view(data),
-                            copies.number, copies.count, mirror=held.mirror)
+                yield Shard(
+                    TensorKey(state, part.canonical),
+                    self._shapes[part.canonical],
+                    Box(part.offset, part.extent),
+                    part.view(data),
+                    copies.number,
+                    copies.count,
+                    mirror=held.mirror,
+                )
 
 
 def kept(inner: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -136,15 +165,29 @@ def _held(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[Held]:
             name = global_name(chunk, own)
             tensor = tensors[name]
             expert = tensor.expert is not None
-            group = parallel_state.get_expert_tensor_parallel_group() if expert else parallel_state.get_tensor_model_parallel_group()
+            group = (
+                parallel_state.get_expert_tensor_parallel_group()
+                if expert
+                else parallel_state.get_tensor_model_parallel_group()
+            )
             held = local(tensor, group.rank(), group.size(), rows if tensor.cut is Cut.vocabulary else None)
-            assert held.shape == tuple(parameter.shape), f"{name}: Megatron-core has {tuple(parameter.shape)}, the map {held.shape}"
+            assert held.shape == tuple(parameter.shape), (
+                f"{name}: Megatron-core has {tuple(parameter.shape)}, the map {held.shape}"
+            )
             over_tensor = Copies(group.rank(), group.size()) if tensor.cut is Cut.whole else Copies(0, 1)
             peers = _data_group(expert)
             whole = Copies(over_tensor.number * peers.size() + peers.rank(), over_tensor.count * peers.size())
-            yield Held(parameter, held, whole, over_tensor, mirror=name == OUTPUT and tensor.name == EMBEDDING,
-                       tied=tied and tensor.name == EMBEDDING, name=tensor.name, data_ranks=_ranks(peers),
-                       tensor_ranks=_ranks(group) if tensor.cut is Cut.whole else (dist.get_rank(),))
+            yield Held(
+                parameter,
+                held,
+                whole,
+                over_tensor,
+                mirror=name == OUTPUT and tensor.name == EMBEDDING,
+                tied=tied and tensor.name == EMBEDDING,
+                name=tensor.name,
+                data_ranks=_ranks(peers),
+                tensor_ranks=_ranks(group) if tensor.cut is Cut.whole else (dist.get_rank(),),
+            )
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -165,7 +208,7 @@ def global_name(chunk: nn.Module, name: str) -> str:
     if found is None:
         return name
     layer: Any = chunk.get_submodule(found[0].rstrip("."))
-    name = f"decoder.layers.{layer.layer_number - 1}.{name[found.end():]}"
+    name = f"decoder.layers.{layer.layer_number - 1}.{name[found.end() :]}"
     for fused, norm in FUSED_NORMS.items():
         name = name.replace(fused, norm)
     if expert := EXPERT.search(name):

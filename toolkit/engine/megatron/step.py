@@ -32,8 +32,15 @@ Output = tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.
 class MegatronEngine:
     """One rank. Every method but ``shards`` and ``scalars`` is collective."""
 
-    def __init__(self, plan: RunPlan, objective: Objective, *, rank: int, local_rank: int,
-                 recorder: Recorder = UNRECORDED) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        objective: Objective,
+        *,
+        rank: int,
+        local_rank: int,
+        recorder: Recorder = UNRECORDED,
+    ) -> None:
         assert plan.megatron is not None, "the plan of a megatron run has Megatron-core's settings"
         cpu.enable()
         patches.apply()
@@ -44,7 +51,9 @@ class MegatronEngine:
         refuse_ignored(plan)
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
-        self.device = torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        )
         groups.make(plan)
         self._built = Built(plan)
         self._scaler = LossScaler.of(plan.config.precision)
@@ -58,7 +67,11 @@ class MegatronEngine:
             for chunk in built.chunks:
                 chunk.zero_grad_buffer()
             built.optimizer.zero_grad()
-        units = int(self._sum(sum(self._objective.units(batch) for batch in micro_batches) if self._speaks_for_data() else 0))
+        units = int(
+            self._sum(
+                sum(self._objective.units(batch) for batch in micro_batches) if self._speaks_for_data() else 0
+            )
+        )
         # Megatron-core divides by the micro-batches and averages over the data ranks; the loss is a sum over the global batch / units.
         weight = len(micro_batches) * self._plan.axes.data / max(units, 1)
         with self._recorder.schedule(), self._recorder.part(BACKWARD):  # less what says that it is forward
@@ -99,7 +112,9 @@ class MegatronEngine:
 
         self._built.settle_weights()
         state, rank = self._built.state, self._plan.axes.rank(self._at)
-        return together([*copies.weights(state, self._plan.axes, rank), *copies.kept(state, rank, self.device)])
+        return together(
+            [*copies.weights(state, self._plan.axes, rank), *copies.kept(state, rank, self.device)]
+        )
 
     def scalars(self) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -118,7 +133,10 @@ class MegatronEngine:
         self._built.reset_state(step if continues else None)
         for held in state.held:
             held.parameter.zero_()  # the padded vocabulary has no other source
-        targets = [replace(shard, key=weight_key(reader, shard.key.name)) for shard in (*state.weights(), *state.master_weights())]
+        targets = [
+            replace(shard, key=weight_key(reader, shard.key.name))
+            for shard in (*state.weights(), *state.master_weights())
+        ]
         for master in state.masters:
             master.tensor.detach().zero_()
         reader.read(targets + state.moments())
@@ -151,7 +169,9 @@ class MegatronEngine:
                     self._reseed(step, number, places.index(numbers))
                 batch = self._built.cut(micro_batches[number])
                 labels = batch["labels"]
-                losses = chunk(batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=labels)
+                losses = chunk(
+                    batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=labels
+                )
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 with self._recorder.part(FORWARD):
@@ -162,10 +182,17 @@ class MegatronEngine:
 
         several = len(chunks) > 1
         sums = get_forward_backward_func()(
-            forward_step_func=forward, data_iterator=places if several else places[0], model=chunks if several else chunks[0],
-            num_microbatches=len(micro_batches), seq_length=self._plan.config.train.sequence_length,
-            micro_batch_size=len(micro_batches[0]["input_ids"]), forward_only=weight is None)
-        mine = torch.stack(sums).sum() if sums and self._at.tensor == 0 else torch.zeros((), dtype=torch.float64)
+            forward_step_func=forward,
+            data_iterator=places if several else places[0],
+            model=chunks if several else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=self._plan.config.train.sequence_length,
+            micro_batch_size=len(micro_batches[0]["input_ids"]),
+            forward_only=weight is None,
+        )
+        mine = (
+            torch.stack(sums).sum() if sums and self._at.tensor == 0 else torch.zeros((), dtype=torch.float64)
+        )
         return mine.to(self.device)
 
     def _router_loss(self, micro_batches: int) -> float:
@@ -181,7 +208,9 @@ class MegatronEngine:
         if not coefficient:
             return 0.0
         tracked = moe_utils.get_moe_layer_wise_logging_tracker().get("load_balancing_loss")
-        total = self._sum(tracked["values"].sum() if tracked is not None else 0.0)  # a stage may have no layers
+        total = self._sum(
+            tracked["values"].sum() if tracked is not None else 0.0
+        )  # a stage may have no layers
         moe_utils.clear_aux_losses_tracker()
         return coefficient * total / (micro_batches * self._plan.axes.data)
 
@@ -200,7 +229,9 @@ class MegatronEngine:
 
         at = self._at
         seed = self._plan.config.train.seed
-        model_parallel_cuda_manual_seed(seeding.seed_of(seed, step, micro_batch, chunk, at.data, at.pipeline, at.context))
+        model_parallel_cuda_manual_seed(
+            seeding.seed_of(seed, step, micro_batch, chunk, at.data, at.pipeline, at.context)
+        )
 
     def _speaks_for_data(self) -> bool:
         """Whether this rank counts the units of its micro-batches: its tensor, context and pipeline peers have the same ones."""

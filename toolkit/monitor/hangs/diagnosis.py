@@ -14,7 +14,17 @@ from itertools import pairwise
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.calls import Call
-from toolkit.monitor.hangs.reports import Found, Report, axis_words, be, grouped, have, ordinal, ranks_named, waits
+from toolkit.monitor.hangs.reports import (
+    Found,
+    Report,
+    axis_words,
+    be,
+    grouped,
+    have,
+    ordinal,
+    ranks_named,
+    waits,
+)
 from toolkit.monitor.hangs.stacks import ENDED, SAMPLES, SILENT, STATES, doing, short
 
 NAME = "hang"
@@ -33,8 +43,15 @@ class Diagnosis:
     next_step: str
 
     def alert(self, step: int) -> Alert:
-        return Alert(name=NAME, level=Level.ERROR, step=step, cause=self.cause, evidence=self.evidence, next_step=self.next_step,
-                     where=self.where)
+        return Alert(
+            name=NAME,
+            level=Level.ERROR,
+            step=step,
+            cause=self.cause,
+            evidence=self.evidence,
+            next_step=self.next_step,
+            where=self.where,
+        )
 
 
 def diagnose(found: Found) -> Diagnosis:
@@ -56,8 +73,12 @@ def _failed(found: Found) -> Diagnosis | None:
     if not failed:
         return None
     first = found.reports[failed[0]]
-    return Diagnosis(f"{ranks_named(failed)} failed: {first.failure.splitlines()[0]}", ranks_named(failed), waits(found),
-                     "mend what the failure says; the same command continues from the newest checkpoint")
+    return Diagnosis(
+        f"{ranks_named(failed)} failed: {first.failure.splitlines()[0]}",
+        ranks_named(failed),
+        waits(found),
+        "mend what the failure says; the same command continues from the newest checkpoint",
+    )
 
 
 def _silent(found: Found) -> Diagnosis | None:
@@ -69,24 +90,42 @@ def _silent(found: Found) -> Diagnosis | None:
     if state is not None:
         ranks = states[state]
         words = f"{have(ranks) if state in ENDED else be(ranks)} {STATES[state]}"
-        seen = f"{_processes(found, ranks)} {words}" + ("" if state in ENDED else f" (state {state})") + _last_call(found, ranks)
-        return Diagnosis(f"{ranks_named(ranks)} {words}", ranks_named(ranks), f"{seen}; {waits(found)}",
-                         _SILENT.get(state, _ENDED))
+        seen = (
+            f"{_processes(found, ranks)} {words}"
+            + ("" if state in ENDED else f" (state {state})")
+            + _last_call(found, ranks)
+        )
+        return Diagnosis(
+            f"{ranks_named(ranks)} {words}",
+            ranks_named(ranks),
+            f"{seen}; {waits(found)}",
+            _SILENT.get(state, _ENDED),
+        )
     frozen = [rank for rank in silent if rank in found.neighbours and found.neighbours[rank].notes]
     if frozen:
-        return Diagnosis(f"{ranks_named(frozen)} {be(frozen)} held by native code, which keeps the Python interpreter to itself",
-                         ranks_named(frozen), f"no Python thread of {_processes(found, frozen)} could run; {waits(found)}",
-                         "see in the report where the last line of Python is: the extension that is called there does not come back")
+        return Diagnosis(
+            f"{ranks_named(frozen)} {be(frozen)} held by native code, which keeps the Python interpreter to itself",
+            ranks_named(frozen),
+            f"no Python thread of {_processes(found, frozen)} could run; {waits(found)}",
+            "see in the report where the last line of Python is: the extension that is called there does not come back",
+        )
     hosts = grouped(range(len(found.processes)), lambda rank: found.processes[rank].host)
     lost = {host: ranks for host, ranks in hosts.items() if not set(ranks) & found.reports.keys()}
     if lost:
         ranks = [rank for them in lost.values() for rank in them]
         names = " and ".join(sorted(lost))
-        return Diagnosis(f"nobody on {names} answers", ranks_named(ranks), f"no word from {ranks_named(ranks)}; {waits(found)}",
-                         f"look whether {names} can be reached, and at its kernel's log: dmesg")
-    return Diagnosis(f"{ranks_named(silent)} {'do' if len(silent) > 1 else 'does'} not answer", ranks_named(silent),
-                     f"{_processes(found, silent)} {be(silent)} there and not stopped; {waits(found)}",
-                     "look at its kernel's log (dmesg) and at its stack: py-spy dump --pid PID")
+        return Diagnosis(
+            f"nobody on {names} answers",
+            ranks_named(ranks),
+            f"no word from {ranks_named(ranks)}; {waits(found)}",
+            f"look whether {names} can be reached, and at its kernel's log: dmesg",
+        )
+    return Diagnosis(
+        f"{ranks_named(silent)} {'do' if len(silent) > 1 else 'does'} not answer",
+        ranks_named(silent),
+        f"{_processes(found, silent)} {be(silent)} there and not stopped; {waits(found)}",
+        "look at its kernel's log (dmesg) and at its stack: py-spy dump --pid PID",
+    )
 
 
 def _last_call(found: Found, ranks: Sequence[int]) -> str:
@@ -107,9 +146,19 @@ def _differ(found: Found) -> Diagnosis | None:
     for group in _groups(found):
         members = [report for report in found.members(group) if _made(report, group.group)]
         last = {_made(report, group.group) for report in members}
-        stuck = {call.number for report in members for call in _collectives(report, group.group) if not call.finished}
+        stuck = {
+            call.number
+            for report in members
+            for call in _collectives(report, group.group)
+            if not call.finished
+        }
         for number in sorted(last | stuck):
-            there = {report.rank: call for report in members for call in _collectives(report, group.group) if call.number == number}
+            there = {
+                report.rank: call
+                for report in members
+                for call in _collectives(report, group.group)
+                if call.number == number
+            }
             kinds = grouped(there, lambda rank: _compared(there[rank]))  # noqa: B023  used at once
             if len(kinds) < 2:
                 continue
@@ -119,8 +168,11 @@ def _differ(found: Found) -> Diagnosis | None:
             same = len({call.operation for call in there.values()}) == 1
             what = "with different shapes" if same else "that differ"
             return Diagnosis(
-                f"the ranks make calls {what} as number {number} on {axis_words(group)}", ranks_named(odd), said + left_out,
-                "see the stacks for where the ranks part: other shapes of batches or of the model, or a collective that not all ranks make")
+                f"the ranks make calls {what} as number {number} on {axis_words(group)}",
+                ranks_named(odd),
+                said + left_out,
+                "see the stacks for where the ranks part: other shapes of batches or of the model, or a collective that not all ranks make",
+            )
     return None
 
 
@@ -129,9 +181,13 @@ def _left_out(found: Found, group: Call, number: int, kinds: Mapping[str, Sequen
     sides = list(kinds.values())
     for these, those in ((these, those) for these in sides for those in sides if these is not those):
         ahead = {call.number: call for call in _collectives(found.reports[those[0]], group.group)}
-        own = next(call for call in _collectives(found.reports[these[0]], group.group) if call.number == number)
+        own = next(
+            call for call in _collectives(found.reports[these[0]], group.group) if call.number == number
+        )
         if number + 1 in ahead and _compared(ahead[number + 1]) == _compared(own):
-            return f"; {ranks_named(these)} left out {ahead[number].what}, or {ranks_named(those)} alone made it"
+            return (
+                f"; {ranks_named(these)} left out {ahead[number].what}, or {ranks_named(those)} alone made it"
+            )
     return ""
 
 
@@ -140,12 +196,20 @@ def _absent(found: Found) -> Diagnosis | None:
     free = [rank for rank, report in found.reports.items() if report.waits_in is None]
     if not free or len(free) == len(found.reports):
         return None
-    does, ranks = max(grouped(free, lambda rank: found.reports[rank].does).items(), key=lambda pair: len(pair[1]))
+    does, ranks = max(
+        grouped(free, lambda rank: found.reports[rank].does).items(), key=lambda pair: len(pair[1])
+    )
     behind = [words for blocked in _blocked(found) for words in blocked.lagging(ranks)]
-    evidence = "; ".join([*behind[:1], *([_reading(found.reports[ranks[0]])] if does == SAMPLES else []), waits(found)])
+    evidence = "; ".join(
+        [*behind[:1], *([_reading(found.reports[ranks[0]])] if does == SAMPLES else []), waits(found)]
+    )
     next_step = _SAMPLES if does == SAMPLES else f"see in the report where {ranks_named(ranks)} {be(ranks)}"
-    return Diagnosis(f"{ranks_named(ranks)} {be(ranks)} {does}, and the others wait for {'them' if len(ranks) > 1 else 'it'}",
-                     ranks_named(ranks), evidence, next_step)
+    return Diagnosis(
+        f"{ranks_named(ranks)} {be(ranks)} {does}, and the others wait for {'them' if len(ranks) > 1 else 'it'}",
+        ranks_named(ranks),
+        evidence,
+        next_step,
+    )
 
 
 _SAMPLES = "look at the storage under data.path, and in the report at the thread that reads ahead; the same command continues"
@@ -174,8 +238,10 @@ class _Blocked:
         """What is to be said of those of ``ranks`` that have not come."""
         late = grouped([rank for rank in ranks if rank in self.behind], lambda rank: self.behind[rank])
         others = f"{ranks_named(self.waiting)} wait{'s' * (len(self.waiting) == 1)} in the {ordinal(self.call.number)}: {self.call.what}"
-        return [f"{ranks_named(them)} {have(them)} made {made} calls on {axis_words(self.call)}, {others}"
-                for made, them in late.items()]
+        return [
+            f"{ranks_named(them)} {have(them)} made {made} calls on {axis_words(self.call)}, {others}"
+            for made, them in late.items()
+        ]
 
 
 def _blocked(found: Found) -> list[_Blocked]:
@@ -184,7 +250,11 @@ def _blocked(found: Found) -> list[_Blocked]:
     seen = Counter(step for report in found.reports.values() for step in _steps(report)[:-1])
 
     def key(blocked: _Blocked) -> tuple[int, int, float]:
-        new = sum(seen[_steps(found.reports[rank])[-1]] == 0 for rank in blocked.behind if _steps(found.reports[rank]))
+        new = sum(
+            seen[_steps(found.reports[rank])[-1]] == 0
+            for rank in blocked.behind
+            if _steps(found.reports[rank])
+        )
         return len(blocked.behind), -new, blocked.call.begun
 
     waiting: defaultdict[tuple[str, int], list[tuple[int, Call]]] = defaultdict(list)
@@ -195,7 +265,11 @@ def _blocked(found: Found) -> list[_Blocked]:
     entries = []
     for ranks in waiting.values():
         call = min((call for _, call in ranks), key=lambda call: call.begun)
-        behind = {report.rank: made for report in found.members(call) if (made := _made(report, call.group)) < call.number}
+        behind = {
+            report.rank: made
+            for report in found.members(call)
+            if (made := _made(report, call.group)) < call.number
+        }
         if behind:
             entries.append(_Blocked(call, tuple(rank for rank, _ in ranks), behind))
     return sorted(entries, key=key)
@@ -213,9 +287,13 @@ def _passed_by(found: Found) -> Diagnosis | None:
     if blocked is None:
         return None
     ranks = list(blocked.behind)
-    return Diagnosis("; ".join(blocked.lagging(ranks)), ranks_named(ranks), waits(found),
-                     f"see in the report where {ranks_named(ranks)} {be(ranks)} and the others are not: a collective that not all ranks "
-                     "make, or not in the same order")
+    return Diagnosis(
+        "; ".join(blocked.lagging(ranks)),
+        ranks_named(ranks),
+        waits(found),
+        f"see in the report where {ranks_named(ranks)} {be(ranks)} and the others are not: a collective that not all ranks "
+        "make, or not in the same order",
+    )
 
 
 def _together(found: Found) -> Diagnosis | None:
@@ -223,8 +301,12 @@ def _together(found: Found) -> Diagnosis | None:
     calls = [report.waits_in for report in found.reports.values()]
     if None in calls:
         return None
-    return Diagnosis("every rank has made its call, and the calls do not end", "", waits(found),
-                     "look at the network and the GPUs: XID and link errors (dmesg, nvidia-smi), NCCL_DEBUG=INFO, nccl-tests between hosts")
+    return Diagnosis(
+        "every rank has made its call, and the calls do not end",
+        "",
+        waits(found),
+        "look at the network and the GPUs: XID and link errors (dmesg, nvidia-smi), NCCL_DEBUG=INFO, nccl-tests between hosts",
+    )
 
 
 def _alone(found: Found) -> Diagnosis:
@@ -233,11 +315,25 @@ def _alone(found: Found) -> Diagnosis:
     said = ", ".join(f"{ranks_named(ranks)} {be(ranks)} {what}" for what, ranks in does.items())
     first = next(iter(found.reports.values()))
     samples = first.does == SAMPLES and len(does) == 1
-    return Diagnosis(said, "" if len(found.reports) > 1 else ranks_named(found.reports), _reading(first) if samples else waits(found),
-                     _SAMPLES if samples else "see the stacks in the report; if that work is sound and slow: a larger monitor.hang_seconds")
+    return Diagnosis(
+        said,
+        "" if len(found.reports) > 1 else ranks_named(found.reports),
+        _reading(first) if samples else waits(found),
+        _SAMPLES
+        if samples
+        else "see the stacks in the report; if that work is sound and slow: a larger monitor.hang_seconds",
+    )
 
 
-RULES: tuple[Callable[[Found], Diagnosis | None], ...] = (_failed, _silent, _differ, _absent, _passed_by, _together, _alone)
+RULES: tuple[Callable[[Found], Diagnosis | None], ...] = (
+    _failed,
+    _silent,
+    _differ,
+    _absent,
+    _passed_by,
+    _together,
+    _alone,
+)
 
 
 # ---- what is asked of reports
@@ -245,7 +341,14 @@ RULES: tuple[Callable[[Found], Diagnosis | None], ...] = (_failed, _silent, _dif
 
 def _groups(found: Found) -> list[Call]:
     """One call of each group that a rank has not left, or that was its last one: what can be at odds."""
-    return list({call.group: call for report in found.reports.values() for call in report.calls if call.peer is None}.values())
+    return list(
+        {
+            call.group: call
+            for report in found.reports.values()
+            for call in report.calls
+            if call.peer is None
+        }.values()
+    )
 
 
 def _collectives(report: Report, group: str) -> list[Call]:
@@ -262,7 +365,8 @@ def _compared(call: Call) -> str:
 
 
 def _processes(found: Found, ranks: Sequence[int]) -> str:
-    named = ", ".join(f"{found.processes[rank].pid} on {found.processes[rank].host}" for rank in ranks[:MOST_NAMED])
+    named = ", ".join(
+        f"{found.processes[rank].pid} on {found.processes[rank].host}" for rank in ranks[:MOST_NAMED]
+    )
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return f"process{'es' * (len(ranks) > 1)} {named}{more}"
-

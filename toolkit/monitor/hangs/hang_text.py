@@ -26,8 +26,11 @@ def report_text(diagnosis: Diagnosis, found: Found, head: str, source: Callable[
         "LAST CALLS, oldest first\n" + ("\n".join(_calls(found)) or "  none on record"),
         "STACKS, innermost frame last\n" + "\n".join(_stacks(found, source)),
     ]
-    frozen = [f"{ranks_named([rank])}, by its own watch while no Python thread could run:\n{seen.notes.rstrip()}"
-              for rank, seen in sorted(found.neighbours.items()) if seen.notes and rank in found.silent]
+    frozen = [
+        f"{ranks_named([rank])}, by its own watch while no Python thread could run:\n{seen.notes.rstrip()}"
+        for rank, seen in sorted(found.neighbours.items())
+        if seen.notes and rank in found.silent
+    ]
     return "\n\n".join([*parts, *frozen]) + "\n"
 
 
@@ -40,11 +43,17 @@ def _ranks(found: Found) -> Iterable[str]:
         idle = max(report.idle for report in reports)
         inside = f", in the step's part {part}" if part else ""
         yield f"  {_who(found, [report.rank for report in reports])}: {state}{inside}; {last} done {idle:.0f} s ago"
-        yield from (f"    it failed: {report.failure.splitlines()[0]}" for report in reports[:1] if report.failure)
+        yield from (
+            f"    it failed: {report.failure.splitlines()[0]}" for report in reports[:1] if report.failure
+        )
     for rank in found.silent:
         seen = found.neighbours.get(rank)
         verb = "has" if seen is not None and seen.state in ENDED else "is"
-        state = f"its process {verb} {STATES.get(seen.state, seen.state)} ({seen.state})" if seen is not None else "nobody else on its host"
+        state = (
+            f"its process {verb} {STATES.get(seen.state, seen.state)} ({seen.state})"
+            if seen is not None
+            else "nobody else on its host"
+        )
         last = f"; its last call: {seen.last}" if seen is not None and seen.last else ""
         yield f"  {_who(found, [rank])}: NO ANSWER; {state}{last}"
 
@@ -61,7 +70,9 @@ def _calls(found: Found) -> Iterable[str]:
         yield f"  {group.axis}, group {group.group} of {ranks_named(group.ranks) if group.ranks else 'unknown ranks'}"
         alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         for report in found.members(group):
-            alike[tuple(_call(call) for call in report.calls if call.group == group.group)].append(report.rank)
+            alike[tuple(_call(call) for call in report.calls if call.group == group.group)].append(
+                report.rank
+            )
         for calls, ranks in alike.items():
             yield f"    {ranks_named(ranks)}: {'; '.join(calls) or 'none'}"
 
@@ -71,11 +82,15 @@ def _call(call: Call) -> str:
 
 
 def _stacks(found: Found, source: Callable[[str, int], str]) -> Iterable[str]:
-    alike: defaultdict[tuple[bool, str, tuple[object, ...]], list[tuple[int, ThreadStack]]] = defaultdict(list)
+    alike: defaultdict[tuple[bool, str, tuple[object, ...]], list[tuple[int, ThreadStack]]] = defaultdict(
+        list
+    )
     for rank, report in sorted(found.reports.items()):
         for thread in report.threads:
             alike[not thread.main, thread.name, thread.frames].append((rank, thread))
-    order = sorted(alike.items(), key=lambda item: (item[0][0], len(item[1])))  # main threads first, the odd ones before the many
+    order = sorted(
+        alike.items(), key=lambda item: (item[0][0], len(item[1]))
+    )  # main threads first, the odd ones before the many
     for (_, name, _), them in order[:MOST_STACKS]:
         rank, thread = them[0]
         state = f" ({thread.state})" if thread.state else ""

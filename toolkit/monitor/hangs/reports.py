@@ -67,9 +67,14 @@ class Report:
     @staticmethod
     def from_json(text: str) -> Report:
         fields: dict[str, Any] = json.loads(text)
-        return Report(**{
-            **fields, "threads": tuple(map(ThreadStack.from_json, fields["threads"])), "calls": tuple(map(Call.from_json, fields["calls"])),
-            "neighbours": {int(rank): Neighbour(**found) for rank, found in fields["neighbours"].items()}})
+        return Report(
+            **{
+                **fields,
+                "threads": tuple(map(ThreadStack.from_json, fields["threads"])),
+                "calls": tuple(map(Call.from_json, fields["calls"])),
+                "neighbours": {int(rank): Neighbour(**found) for rank, found in fields["neighbours"].items()},
+            }
+        )
 
     @property
     def waits_in(self) -> Call | None:
@@ -116,8 +121,12 @@ class Found:
         return [self.reports[rank] for rank in call.ranks if rank in self.reports]
 
 
-def found_of(reports: Mapping[int, Report], processes: Sequence[ProcessId], own: Mapping[int, Neighbour],
-             asked: Sequence[int] | None = None) -> Found:
+def found_of(
+    reports: Mapping[int, Report],
+    processes: Sequence[ProcessId],
+    own: Mapping[int, Neighbour],
+    asked: Sequence[int] | None = None,
+) -> Found:
     """``own``: what the collecting rank sees of its host's processes; the others' words add to it."""
     neighbours = {rank: seen for report in reports.values() for rank, seen in report.neighbours.items()}
     return Found(reports, processes, neighbours | dict(own), asked)

@@ -26,19 +26,38 @@ DOING: tuple[tuple[str, str, str], ...] = (
     ("toolkit/train/rank_sync.py", "", "agreeing with the other ranks"),
     ("toolkit/models/", "", "building the model"),
     ("toolkit/engine/", "", ENGINE),
-    *((f"toolkit/train/{file}.py", function, words) for file in ("task", "vision") for function, words in (
-        ("collate", "making a batch"), ("units", "making a batch"), ("loss_sum", MODEL), ("eval_sums", MODEL), ("_logits", MODEL))),
+    *(
+        (f"toolkit/train/{file}.py", function, words)
+        for file in ("task", "vision")
+        for function, words in (
+            ("collate", "making a batch"),
+            ("units", "making a batch"),
+            ("loss_sum", MODEL),
+            ("eval_sums", MODEL),
+            ("_logits", MODEL),
+        )
+    ),
     ("toolkit/train/evaluation.py", "", "evaluating"),
     ("toolkit/monitor/", "", "logging"),
     ("toolkit/train/loop.py", "", "between steps"),
     ("toolkit/train/run.py", "", "before or after training"),
 )
-LIBRARIES = ("/site-packages/torch/", "/dist-packages/torch/", f"/lib/python{sys.version_info.major}.{sys.version_info.minor}/")
+LIBRARIES = (
+    "/site-packages/torch/",
+    "/dist-packages/torch/",
+    f"/lib/python{sys.version_info.major}.{sys.version_info.minor}/",
+)
 
 # Letters of /proc/PID/stat, of proc(5), where they say why a process does not answer.
 STATES: Mapping[str, str] = {
-    "T": "stopped by a signal", "t": "held by a debugger", "D": "waiting in the kernel for a disk or a device", "Z": "ended",
-    "X": "ended", "R": "running", "S": "sleeping", "I": "idle",
+    "T": "stopped by a signal",
+    "t": "held by a debugger",
+    "D": "waiting in the kernel for a disk or a device",
+    "Z": "ended",
+    "X": "ended",
+    "R": "running",
+    "S": "sleeping",
+    "I": "idle",
 }
 GONE = "X"
 ENDED = ("Z", "X")
@@ -75,7 +94,9 @@ class ThreadStack:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> ThreadStack:
-        return ThreadStack(fields["name"], fields["state"], tuple(Frame(**frame) for frame in fields["frames"]))
+        return ThreadStack(
+            fields["name"], fields["state"], tuple(Frame(**frame) for frame in fields["frames"])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +130,13 @@ def threads() -> list[ThreadStack]:
             continue
         thread = known.get(ident)
         task = thread.native_id if thread is not None else None
-        name = MAIN if thread is threading.main_thread() else thread.name if thread is not None else f"thread {ident}"
+        name = (
+            MAIN
+            if thread is threading.main_thread()
+            else thread.name
+            if thread is not None
+            else f"thread {ident}"
+        )
         found.append(ThreadStack(name, _task_state(task) if task else "", frames_of(frame)))
     return sorted(found, key=lambda stack: not stack.main)
 
@@ -134,8 +161,11 @@ def doing(frames: Sequence[Frame]) -> str:
 
 def place(frames: Sequence[Frame]) -> str:
     """The innermost frame, if possible outside of torch and Python's own library: ``Model.forward (model.py:7)``."""
+
     def of_a_library(frame: Frame) -> bool:
-        return any(part in frame.file for part in LIBRARIES) and ("-packages/" not in frame.file or "/torch/" in frame.file)
+        return any(part in frame.file for part in LIBRARIES) and (
+            "-packages/" not in frame.file or "/torch/" in frame.file
+        )
 
     inner = next((frame for frame in reversed(frames) if not of_a_library(frame)), frames[-1])
     return f"{inner.function} ({short(inner.file)}:{inner.line})"

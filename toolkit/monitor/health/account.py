@@ -64,9 +64,12 @@ def account_of(row: Row, samples: int, explained: float = 0.0) -> Account:
         explained: seconds of the slowest rank's computing that another alert is about.
     """
     return Account(
-        samples=samples, computing=max(0.0, row["slowest_busy_seconds"] - explained),
+        samples=samples,
+        computing=max(0.0, row["slowest_busy_seconds"] - explained),
         waits={name: low for name, (low, _, _) in row["parts"].items() if not is_computing(name)},
-        starved=delay(row, "starved")[0], crowded=delay(row, "crowded")[0] > row["wall_seconds"] / 2)
+        starved=delay(row, "starved")[0],
+        crowded=delay(row, "crowded")[0] > row["wall_seconds"] / 2,
+    )
 
 
 def delay(row: Row, name: str) -> tuple[float, int]:

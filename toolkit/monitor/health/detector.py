@@ -18,7 +18,9 @@ UNIT_SECONDS = 1.0  # steps that are shorter are joined before a lasting state i
 LEAST_SECONDS = 0.005
 
 T = TypeVar("T")
-SizeOfStep = Callable[[int], int]  # completed steps -> samples of the newest of them: a batch ramp changes what a step costs
+SizeOfStep = Callable[
+    [int], int
+]  # completed steps -> samples of the newest of them: a batch ramp changes what a step costs
 
 
 class Detector:

@@ -15,17 +15,28 @@ from toolkit.plan.types import RunPlan
 
 def detectors(plan: RunPlan) -> list[Detector]:
     """All that judge by rows alone, as rank 0 logs them."""
+
     def size_of_step(step: int) -> int:
         return plan.batch.at(step - 1).size
 
     per_node = plan.world.ranks_per_node
     return [
-        NonFinite(), Jump(LOSS), Jump(GRADIENT), LossScale(), Validation(),
-        DataStall(faster_data(plan), ranks_per_node=per_node, ledger=plan.config.monitor.ledger), GarbageCollection(),
-        HostBusy(per_node), Stops(per_node), Pauses(size_of_step), FallingThroughput(size_of_step),
-        Straggler(ranks_per_node=per_node, stages=plan.axes.pipeline), SlowCollective(size_of_step),
+        NonFinite(),
+        Jump(LOSS),
+        Jump(GRADIENT),
+        LossScale(),
+        Validation(),
+        DataStall(faster_data(plan), ranks_per_node=per_node, ledger=plan.config.monitor.ledger),
+        GarbageCollection(),
+        HostBusy(per_node),
+        Stops(per_node),
+        Pauses(size_of_step),
+        FallingThroughput(size_of_step),
+        Straggler(ranks_per_node=per_node, stages=plan.axes.pipeline),
+        SlowCollective(size_of_step),
         SlowCheckpoint(),
-        Creep(host_memory(plan.world.host_memory_bytes)), Creep(device_memory(memory_bytes(plan.world))),
+        Creep(host_memory(plan.world.host_memory_bytes)),
+        Creep(device_memory(memory_bytes(plan.world))),
     ]
 
 
@@ -33,9 +44,14 @@ def faster_data(plan: RunPlan) -> str:
     """What a person can do about a slow data pipeline of this kind."""
     data = plan.config.data
     if data.name == "dataset":
-        return (f"raise data.dataset.workers={2 * data.dataset.workers}, or make the tokens ready once: python launch/prepare.py --help; "
-                "see CPU and network in system/node-*.jsonl")
-    stores = [data.path, *(str(source.get("path", "")) for source in data.sources.values() if isinstance(source, dict))]
+        return (
+            f"raise data.dataset.workers={2 * data.dataset.workers}, or make the tokens ready once: python launch/prepare.py --help; "
+            "see CPU and network in system/node-*.jsonl"
+        )
+    stores = [
+        data.path,
+        *(str(source.get("path", "")) for source in data.sources.values() if isinstance(source, dict)),
+    ]
     if any(is_url(path) for path in stores):
         return "keep what was fetched on the node's disk: data.cache.folder=/local/disk data.cache.gib=64; network: system/node-*.jsonl"
     return "copy the data folder to a disk of the node and write data.path=FOLDER; see disk and CPU in system/node-*.jsonl, and iostat -x 1"

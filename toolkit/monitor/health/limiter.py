@@ -32,7 +32,9 @@ class Limiter:
     def __init__(self) -> None:
         self._troubles: dict[tuple[str, str], _Trouble] = {}
         self._told: dict[str, list[float]] = {}  # by name: when, within the last FIRST_GAP_SECONDS
-        self._unnamed: dict[str, int] = {}  # by name: how many were held back because there were too many of it
+        self._unnamed: dict[
+            str, int
+        ] = {}  # by name: how many were held back because there were too many of it
 
     def admit(self, alert: Alert, now: float) -> Alert | None:
         """The alert as it is told, with what was held back before it; None if it is held back.
@@ -44,7 +46,11 @@ class Limiter:
         trouble = self._troubles.get(key)
         if trouble is not None and now - trouble.seen_at > CALM * trouble.gap:
             trouble = None
-        if trouble is not None and now - trouble.told_at < trouble.gap and not _worse(alert.lost_share, trouble.lost_share):
+        if (
+            trouble is not None
+            and now - trouble.told_at < trouble.gap
+            and not _worse(alert.lost_share, trouble.lost_share)
+        ):
             trouble.held += 1
             trouble.seen_at = now
             return None
@@ -65,7 +71,9 @@ class Limiter:
 
     def _forget(self, now: float) -> None:
         """What would begin anew anyway. At most BURST a name are added in FIRST_GAP_SECONDS, so the rest is bounded."""
-        for key in [key for key, trouble in self._troubles.items() if now - trouble.seen_at > CALM * trouble.gap]:
+        for key in [
+            key for key, trouble in self._troubles.items() if now - trouble.seen_at > CALM * trouble.gap
+        ]:
             del self._troubles[key]
 
 

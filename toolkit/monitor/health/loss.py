@@ -47,20 +47,29 @@ class NonFinite(Detector):
                 self._since.pop(name, None)
         if not broken:
             return None
-        first = min(broken, key=lambda name: self._since[name])  # of one step the loss, which is computed before
+        first = min(
+            broken, key=lambda name: self._since[name]
+        )  # of one step the loss, which is computed before
         what = "loss" if first == "loss" else "gradient norm"
         began = self._since[first]
-        where_from = "forward gave it" if first == "loss" else "backward gave it, from a loss that was a number"
+        where_from = (
+            "forward gave it" if first == "loss" else "backward gave it, from a loss that was a number"
+        )
         weights = ""
         if "weights_finite" in row:
-            weights = "; the weights are finite" if row["weights_finite"] else "; the weights are not finite either"
+            weights = (
+                "; the weights are finite" if row["weights_finite"] else "; the weights are not finite either"
+            )
             weights += ", and the step was skipped" if row.get("skipped") else ""
         return Alert(
-            name="non-finite-loss" if first == "loss" else "non-finite-gradient", level=Level.ERROR, step=step,
+            name="non-finite-loss" if first == "loss" else "non-finite-gradient",
+            level=Level.ERROR,
+            step=step,
             cause=f"the {what} is not a finite number, first in step {began}: {where_from}{weights}",
             evidence=f"loss {row['loss']:g}, gradient norm {row['grad_norm']:g}, learning rate {row['lr']:g}",
             next_step=f"{go_back(began)}, with a smaller optim.lr or optim.clip=1, or precision=bf16 instead of fp16; where it comes again "
-                      "in the same step look at that step's samples, where it does not test the GPUs: dcgmi diag -r 3")
+            "in the same step look at that step's samples, where it does not test the GPUs: dcgmi diag -r 3",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +98,17 @@ def _logarithm(norm: float) -> float:
 # Losses of batches scatter about normally: ten standard deviations do not happen by chance, and less than 1% of the loss is not believed.
 # Gradient norms have heavy tails, so their logarithm is compared: at the least noise a spike is a factor of 20, a shift one of 5. A single
 # one of 7 came in a sound run of 2,000 steps.
-LOSS = Figure(key="loss", words="loss", value=lambda loss: loss, least=lambda middle: 0.01 * abs(middle) + 1e-6, spike=10, shift=4)
-GRADIENT = Figure(key="grad_norm", words="gradient norm", value=_logarithm, least=lambda middle: 0.2, spike=15, shift=8)
+LOSS = Figure(
+    key="loss",
+    words="loss",
+    value=lambda loss: loss,
+    least=lambda middle: 0.01 * abs(middle) + 1e-6,
+    spike=10,
+    shift=4,
+)
+GRADIENT = Figure(
+    key="grad_norm", words="gradient norm", value=_logarithm, least=lambda middle: 0.2, spike=15, shift=8
+)
 
 
 class Jump(Detector):
@@ -126,7 +144,9 @@ class Jump(Detector):
         if len(high) >= self.STAYED:
             first = high[0][0]
             self._begin_anew()
-            return self._alert("shift", row, high, middle, scale, f"has gone up in step {first} and stays there")
+            return self._alert(
+                "shift", row, high, middle, scale, f"has gone up in step {first} and stays there"
+            )
         _, newest, shown = self._newest[-1]
         if self._spike is None:
             if newest <= middle + figure.spike * scale:
@@ -135,12 +155,21 @@ class Jump(Detector):
         elif shown > self._spike[1]:
             self._spike = (row["step"], shown)
         self._watched += 1
-        calm = len(self._newest) >= 3 and all(value <= middle + figure.shift * scale for _, value, _ in list(self._newest)[-3:])
+        calm = len(self._newest) >= 3 and all(
+            value <= middle + figure.shift * scale for _, value, _ in list(self._newest)[-3:]
+        )
         if not calm and self._watched < WATCHED:
             return None
         at, _ = self._spike
         self._spike = None
-        return self._alert("spike", row, high, middle, scale, f"jumped in step {at} and came back" if calm else f"jumped in step {at}")
+        return self._alert(
+            "spike",
+            row,
+            high,
+            middle,
+            scale,
+            f"jumped in step {at} and came back" if calm else f"jumped in step {at}",
+        )
 
     def _begin_anew(self) -> None:
         """What came after the shift is what later steps are compared with."""
@@ -148,18 +177,24 @@ class Jump(Detector):
         self._before.clear()
         self._before.extend(value for _, value, _ in self._newest)
 
-    def _alert(self, what: str, row: Row, high: list[tuple[int, float]], middle: float, scale: float, words: str) -> Alert:
+    def _alert(
+        self, what: str, row: Row, high: list[tuple[int, float]], middle: float, scale: float, words: str
+    ) -> Alert:
         figure = self._figure
         usual = middle if figure.key == "loss" else math.exp(middle)
         peak_step, peak = max(high, key=lambda entry: entry[1], default=(row["step"], row[figure.key]))
         times = (figure.value(peak) - middle) / scale
         return Alert(
-            name=f"{'loss' if figure.key == 'loss' else 'gradient'}-{what}", level=Level.WARNING, step=row["step"],
+            name=f"{'loss' if figure.key == 'loss' else 'gradient'}-{what}",
+            level=Level.WARNING,
+            step=row["step"],
             cause=f"the {figure.words} {words}",
             evidence=f"{peak:.4g} in step {peak_step}, {times:.0f} times the noise above the {LEVEL} steps before (median {usual:.4g})",
-            next_step=f"if it does not recover: {go_back(peak_step)}, with a smaller optim.lr or optim.clip" if what == "shift" else
-                      f"nothing, if it stays one; if they come more often, a smaller optim.clip or optim.lr, and a look at the samples of "
-                      f"step {peak_step}")
+            next_step=f"if it does not recover: {go_back(peak_step)}, with a smaller optim.lr or optim.clip"
+            if what == "shift"
+            else f"nothing, if it stays one; if they come more often, a smaller optim.clip or optim.lr, and a look at the samples of "
+            f"step {peak_step}",
+        )
 
 
 class LossScale(Detector):
@@ -188,11 +223,14 @@ class LossScale(Detector):
         if self._skipped < (self.AT_START if self._seen <= self.START else self.IN_A_ROW):
             return None
         return Alert(
-            name="loss-scale", level=Level.ERROR, step=row["step"],
+            name="loss-scale",
+            level=Level.ERROR,
+            step=row["step"],
             cause="fp16's loss scale collapses: step after step overflows and is skipped, so nothing is learnt",
             evidence=f"{self._skipped} steps in a row were skipped; the loss scale went from {self._from:g} to {row['loss_scale']:g}",
             next_step="start the same command with precision=bf16 if the GPU has it, or "
-                      f"{go_back(row['step'] - self._skipped)}, with a smaller optim.lr")
+            f"{go_back(row['step'] - self._skipped)}, with a smaller optim.lr",
+        )
 
 
 class Validation(Detector):
@@ -213,27 +251,35 @@ class Validation(Detector):
         name, step, loss = row["set"], row["step"], row["loss"]
         if not math.isfinite(loss):
             return Alert(
-                name="non-finite-evaluation", where=name, level=Level.ERROR, step=step,
+                name="non-finite-evaluation",
+                where=name,
+                level=Level.ERROR,
+                step=step,
                 cause=f"the loss on {name} is not a finite number",
                 evidence=f"loss {loss:g} after step {step}",
-                next_step=f"{go_back(step)}; if the training loss is finite, look for samples in {name} that no training sample is like")
+                next_step=f"{go_back(step)}; if the training loss is finite, look for samples in {name} that no training sample is like",
+            )
         curve = self._sets.setdefault(name, _Curve())
         curve.add(step, loss)
         if curve.best is None or len(curve.newest) < 2 * self.LAST:
             return None
         best_step, best = curve.best
         limit = best + max(self.LEAST * best, self.NOISES * curve.noise())
-        last = list(curve.newest)[-self.LAST:]
+        last = list(curve.newest)[-self.LAST :]
         if not all(value > limit for _, value in last) or last[-1][1] <= last[0][1] - curve.noise():
             return None
         return Alert(
-            name="validation-rising", where=name, level=Level.WARNING, step=step,
+            name="validation-rising",
+            where=name,
+            level=Level.WARNING,
+            step=step,
             cause=f"the loss on {name} rises: the model gets worse on what it is not trained on",
             evidence=f"{', '.join(f'{value:.4f}' for _, value in last)} in the last {self.LAST} evaluations, {best:.4f} around step "
-                     f"{best_step} (noise {curve.noise():.4f})",
+            f"{best_step} (noise {curve.noise():.4f})",
             next_step=f"if the training loss still falls, it learns its samples by heart: stop here (the best checkpoint is the nearest "
-                      f"to step {best_step}; checkpoint.keep_every keeps such), take more data or a larger optim.weight_decay; if both "
-                      "rise, a smaller optim.lr")
+            f"to step {best_step}; checkpoint.keep_every keeps such), take more data or a larger optim.weight_decay; if both "
+            "rise, a smaller optim.lr",
+        )
 
 
 class _Curve:

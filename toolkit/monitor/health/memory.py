@@ -59,19 +59,27 @@ class Creep(Detector):
 
     def _quick(self, step: int) -> Alert | None:
         sizes = list(self._newest)
-        if len(sizes) <= OF_STEPS or sizes[-1] - sizes[0] < max(self._memory.quickly * sizes[0], self.LEAST_QUICK):
+        if len(sizes) <= OF_STEPS or sizes[-1] - sizes[0] < max(
+            self._memory.quickly * sizes[0], self.LEAST_QUICK
+        ):
             return None
         grown = [after - before for before, after in itertools.pairwise(sizes) if after > before]
-        if len(grown) < self.GREW or median(grown) * OF_STEPS < 0.5 * (sizes[-1] - sizes[0]):  # no jump among small ones
+        if len(grown) < self.GREW or median(grown) * OF_STEPS < 0.5 * (
+            sizes[-1] - sizes[0]
+        ):  # no jump among small ones
             return None
         return self._alert(step, sizes[0], sizes[-1], OF_STEPS)
 
     def _slow(self, step: int) -> Alert | None:
         floors = self._blocks.values
-        if len(floors) < self.BLOCKS // 2 or floors[-1] - floors[0] < max(self._memory.slowly * floors[0], self.LEAST_SLOW):
+        if len(floors) < self.BLOCKS // 2 or floors[-1] - floors[0] < max(
+            self._memory.slowly * floors[0], self.LEAST_SLOW
+        ):
             return None
         rises = [after - before for before, after in itertools.pairwise(floors)]
-        if sum(rise > 0 for rise in rises) < self.RISING * len(rises) or median(rises) * len(rises) < 0.5 * (floors[-1] - floors[0]):
+        if sum(rise > 0 for rise in rises) < self.RISING * len(rises) or median(rises) * len(rises) < 0.5 * (
+            floors[-1] - floors[0]
+        ):
             return None
         return self._alert(step, floors[0], floors[-1], len(rises) * self._blocks.length)
 
@@ -81,24 +89,37 @@ class Creep(Detector):
         if memory.total_bytes:
             left = f"; {memory.total_bytes / GIB:.0f} GiB are full after {max(0, int((memory.total_bytes - now) / a_step)):,} more steps"
         return Alert(
-            name=memory.name, level=Level.WARNING, step=step,
+            name=memory.name,
+            level=Level.WARNING,
+            step=step,
             cause=f"{memory.words} grows step by step",
             evidence=f"from {before / GIB:.2f} to {now / GIB:.2f} GiB in {steps} steps ({per_cent(now / before - 1)} more), "
-                     f"{a_step / 2**20:.3g} MiB a step{left}",
-            next_step=memory.next_step)
+            f"{a_step / 2**20:.3g} MiB a step{left}",
+            next_step=memory.next_step,
+        )
 
 
 def host_memory(total_bytes: int | None) -> Memory:
     return Memory(
-        key="host_bytes", name="memory-creep", words="the memory of the process of a rank (the fullest one)", total_bytes=total_bytes,
-        quickly=0.05, slowly=0.2,
+        key="host_bytes",
+        name="memory-creep",
+        words="the memory of the process of a rank (the fullest one)",
+        total_bytes=total_bytes,
+        quickly=0.05,
+        slowly=0.2,
         next_step="find what keeps it: python -X tracemalloc=10 launch/train.py ... and tracemalloc.take_snapshot() in a hook; usual are "
-                  "lists that are appended to in each step, losses kept with their graphs (use float(loss)), and caches without bounds")
+        "lists that are appended to in each step, losses kept with their graphs (use float(loss)), and caches without bounds",
+    )
 
 
 def device_memory(total_bytes: int | None) -> Memory:
     return Memory(
-        key="device_bytes", name="device-memory-creep", words="the memory that tensors hold on a GPU between steps (the fullest one)",
-        total_bytes=total_bytes, quickly=0.02, slowly=0.1,
+        key="device_bytes",
+        name="device-memory-creep",
+        words="the memory that tensors hold on a GPU between steps (the fullest one)",
+        total_bytes=total_bytes,
+        quickly=0.02,
+        slowly=0.1,
         next_step="find what keeps tensors from step to step, usually losses or outputs kept with their graphs (use .detach() or float()): "
-                  "torch.cuda.memory._record_memory_history() and _dump_snapshot('memory.pickle'), shown at https://pytorch.org/memory_viz")
+        "torch.cuda.memory._record_memory_history() and _dump_snapshot('memory.pickle'), shown at https://pytorch.org/memory_viz",
+    )

@@ -37,10 +37,14 @@ def steady_growth(points: Sequence[tuple[float, float]]) -> Growth | None:
         return None
     slope = median(slopes)
     offset = median(size - slope * at for at, size in points)
-    found = Growth(offset + slope * points[0][0], offset + slope * points[-1][0], points[-1][0] - points[0][0])
+    found = Growth(
+        offset + slope * points[0][0], offset + slope * points[-1][0], points[-1][0] - points[0][0]
+    )
     grown = found.last - found.first
     length = len(points) // 4
-    quarters = [median(size for _, size in points[first : first + length]) for first in range(0, 4 * length, length)]
+    quarters = [
+        median(size for _, size in points[first : first + length]) for first in range(0, 4 * length, length)
+    ]
     steady = all(after - before >= QUARTER * grown / 4 for before, after in pairwise(quarters))
     scatter = median(abs(size - offset - slope * at) for at, size in points)
     return found if grown > 0 and steady and grown > NOISE * scatter else None
@@ -51,7 +55,9 @@ class GrowthTracker:
     rises and falls, and a leak lifts the floor."""
 
     def __init__(self) -> None:
-        self._windows: dict[int, deque[tuple[float, float]]] = {scale: deque(maxlen=POINTS) for scale in SCALES}
+        self._windows: dict[int, deque[tuple[float, float]]] = {
+            scale: deque(maxlen=POINTS) for scale in SCALES
+        }
         self._lowest: dict[int, list[tuple[float, float]]] = {scale: [] for scale in SCALES}
 
     def add(self, seconds: float, size: float, available: float) -> Growth | None:

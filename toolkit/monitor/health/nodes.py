@@ -22,7 +22,10 @@ THROTTLED_PERCENT = 20.0  # of the time: a tenth of the clock is lost where the 
 BUSY_PERCENT = 50.0  # utilization of a GPU whose clock is compared with others': an idle one lowers its clock
 SLOW_CLOCK = 0.8  # of the median of the others: GPUs at one power limit differ by less than a tenth
 MEMORY_SHARE = 0.03  # of the host's memory, or of its limit, that should be free
-DISK_SHARE, DISK_BYTES = 0.03, 50e9  # free of the run's disk: the smaller of the two, and room for one checkpoint
+DISK_SHARE, DISK_BYTES = (
+    0.03,
+    50e9,
+)  # free of the run's disk: the smaller of the two, and room for one checkpoint
 SILENT_SECONDS = 60.0
 UNDER_WAY = 3  # samples in which training went on, before its memory is looked at: a model and its state take theirs steadily too
 
@@ -32,78 +35,139 @@ UNDER_WAY = 3  # samples in which training went on, before its memory is looked 
 
 def throttled(rows: Sequence[Row], gpu: int, node: int) -> Alert | None:
     """Clocks held down by heat or power supply, in each of ``rows``."""
+
     def harmful(row: Row) -> bool:
-        return bool(row.get(f"gpu/{gpu}/throttled")) or row.get(f"gpu/{gpu}/throttled_percent", 0.0) >= THROTTLED_PERCENT
+        return (
+            bool(row.get(f"gpu/{gpu}/throttled"))
+            or row.get(f"gpu/{gpu}/throttled_percent", 0.0) >= THROTTLED_PERCENT
+        )
 
     if not _lasts(rows, harmful):
         return None
     row = rows[-1]
-    known = dict.fromkeys(name for one in rows for name in str(one.get(f"gpu/{gpu}/throttle_reasons", "")).split("+") if name in HARMFUL)
+    known = dict.fromkeys(
+        name
+        for one in rows
+        for name in str(one.get(f"gpu/{gpu}/throttle_reasons", "")).split("+")
+        if name in HARMFUL
+    )
     reasons = " and ".join(known) or "heat or power supply"
     evidence = [f"in {len(rows)} samples one after another", *_clock(row, gpu)]
     evidence += [f"{row[key]:g} °C" for key in (f"gpu/{gpu}/temperature_celsius",) if key in row]
-    evidence += [f"memory at {row[key]:g} °C" for key in (f"gpu/{gpu}/memory_temperature_celsius",) if key in row]
-    evidence += [f"{row[key]:g} % of the time since the sample before" for key in (f"gpu/{gpu}/throttled_percent",) if key in row]
+    evidence += [
+        f"memory at {row[key]:g} °C" for key in (f"gpu/{gpu}/memory_temperature_celsius",) if key in row
+    ]
+    evidence += [
+        f"{row[key]:g} % of the time since the sample before"
+        for key in (f"gpu/{gpu}/throttled_percent",)
+        if key in row
+    ]
     by_power = set(known) and set(known) <= {"power-brake"}
-    remedy = "have the node's power supplies and its rack's power limit looked at" if by_power else (
-        "have fans, dust, inlet temperature and the seat of the heat sink looked at")
+    remedy = (
+        "have the node's power supplies and its rack's power limit looked at"
+        if by_power
+        else ("have fans, dust, inlet temperature and the seat of the heat sink looked at")
+    )
     return Alert(
-        name="gpu-throttled", level=Level.WARNING, step=row["step"], where=_gpu(node, gpu),
-        cause=f"the clock of GPU {gpu} of node {node} is held down: {reasons}", evidence=", ".join(evidence),
+        name="gpu-throttled",
+        level=Level.WARNING,
+        step=row["step"],
+        where=_gpu(node, gpu),
+        cause=f"the clock of GPU {gpu} of node {node} is held down: {reasons}",
+        evidence=", ".join(evidence),
         next_step=f"{remedy}; nvidia-smi -i {_index(row, gpu)} -q -d PERFORMANCE,TEMPERATURE,POWER on that node; if it stays, leave the "
-                  "node out: all ranks wait for the slowest")
+        "node out: all ranks wait for the slowest",
+    )
 
 
 def slow_clock(rows: Sequence[Row], gpu: int, node: int) -> Alert | None:
     """A busy GPU whose clock is far below that of the other busy ones of its node, in each of ``rows``."""
+
     def peers(row: Row) -> list[float]:
-        return [row[f"gpu/{other}/sm_clock_ratio"] for other in gpus(row) if other != gpu and _busy(row, other)]
+        return [
+            row[f"gpu/{other}/sm_clock_ratio"] for other in gpus(row) if other != gpu and _busy(row, other)
+        ]
 
     def slow(row: Row) -> bool:
         others = peers(row)
-        return bool(others) and _busy(row, gpu) and row[f"gpu/{gpu}/sm_clock_ratio"] < SLOW_CLOCK * median(others)
+        return (
+            bool(others)
+            and _busy(row, gpu)
+            and row[f"gpu/{gpu}/sm_clock_ratio"] < SLOW_CLOCK * median(others)
+        )
 
     if not _lasts(rows, slow):
         return None
     row = rows[-1]
     reasons = row.get(f"gpu/{gpu}/throttle_reasons", "unknown")
     return Alert(
-        name="gpu-slow-clock", level=Level.WARNING, step=row["step"], where=_gpu(node, gpu),
+        name="gpu-slow-clock",
+        level=Level.WARNING,
+        step=row["step"],
+        where=_gpu(node, gpu),
         cause=f"GPU {gpu} of node {node} runs at a much lower clock than the other GPUs of the node",
         evidence=f"{', '.join(_clock(row, gpu))}; the others' median {median(peers(row)):.0%}, alert below {SLOW_CLOCK:.0%} of it; reasons "
-                 f"that its driver gives: {reasons}",
+        f"that its driver gives: {reasons}",
         next_step=f"compare limits and set clocks: nvidia-smi -i {_index(row, gpu)} -q -d CLOCK,POWER,PERFORMANCE; nvidia-smi "
-                  f"--reset-gpu-clocks -i {_index(row, gpu)} takes a forgotten setting back")
+        f"--reset-gpu-clocks -i {_index(row, gpu)} takes a forgotten setting back",
+    )
 
 
 def memory_errors(before: Row, row: Row, gpu: int, node: int) -> Iterator[Alert]:
     """New uncorrectable errors, and rows that wait for a remapping or could not be remapped. ``before``: the last known figures."""
+
     def alert(level: Level, name: str, cause: str, evidence: str, next_step: str) -> Alert:
-        return Alert(name=name, level=level, step=row["step"], where=_gpu(node, gpu), cause=cause, evidence=evidence, next_step=next_step)
+        return Alert(
+            name=name,
+            level=level,
+            step=row["step"],
+            where=_gpu(node, gpu),
+            cause=cause,
+            evidence=evidence,
+            next_step=next_step,
+        )
 
     index = _index({**before, **row}, gpu)
     reset = f"take the node out of the run and reset the GPU (nvidia-smi --gpu-reset -i {index}); test it: dcgmi diag -r 3"
     errors = f"gpu/{gpu}/ecc_uncorrected_errors"
     if errors in row and errors in before and row[errors] > before[errors]:
-        yield alert(Level.ERROR, "gpu-memory-error", f"the memory of GPU {gpu} of node {node} had errors that ECC cannot correct",
-                    f"{row[errors] - before[errors]:g} since the sample before, {row[errors]:g} since the driver was loaded",
-                    f"results since the last checkpoint are in doubt where the run did not end by itself; {reset}")
+        yield alert(
+            Level.ERROR,
+            "gpu-memory-error",
+            f"the memory of GPU {gpu} of node {node} had errors that ECC cannot correct",
+            f"{row[errors] - before[errors]:g} since the sample before, {row[errors]:g} since the driver was loaded",
+            f"results since the last checkpoint are in doubt where the run did not end by itself; {reset}",
+        )
     if _begins(before, row, f"gpu/{gpu}/row_remap_failed"):
-        yield alert(Level.ERROR, "gpu-row-remap-failed", f"a bad row of the memory of GPU {gpu} of node {node} could not be remapped",
-                    _remapped(row, gpu), "take the node out of use: NVIDIA replaces GPUs in this state")
+        yield alert(
+            Level.ERROR,
+            "gpu-row-remap-failed",
+            f"a bad row of the memory of GPU {gpu} of node {node} could not be remapped",
+            _remapped(row, gpu),
+            "take the node out of use: NVIDIA replaces GPUs in this state",
+        )
     if _begins(before, row, f"gpu/{gpu}/row_remap_pending"):
-        yield alert(Level.WARNING, "gpu-row-remap-pending", f"a bad row in the memory of GPU {gpu} of node {node} waits to be remapped",
-                    _remapped(row, gpu), f"the run may go on; then {reset}")
+        yield alert(
+            Level.WARNING,
+            "gpu-row-remap-pending",
+            f"a bad row in the memory of GPU {gpu} of node {node} waits to be remapped",
+            _remapped(row, gpu),
+            f"the run may go on; then {reset}",
+        )
 
 
 def lost(before: Row, row: Row, gpu: int, node: int) -> Alert | None:
     if not _begins(before, row, f"gpu/{gpu}/lost"):
         return None
     return Alert(
-        name="gpu-lost", level=Level.ERROR, step=row["step"], where=_gpu(node, gpu),
+        name="gpu-lost",
+        level=Level.ERROR,
+        step=row["step"],
+        where=_gpu(node, gpu),
         cause=f"GPU {gpu} of node {node} is lost: its driver cannot reach it any more",
         evidence=f"NVML answers GPU_IS_LOST for {before.get(f'gpu/{gpu}/name', 'the GPU')} {before.get(f'gpu/{gpu}/uuid', '')}".rstrip(),
-        next_step="the run ends or hangs; restart it without this node, and the node itself: dmesg | grep -i -e xid -e nvrm tells more")
+        next_step="the run ends or hangs; restart it without this node, and the node itself: dmesg | grep -i -e xid -e nvrm tells more",
+    )
 
 
 def xid(number: int, gpu: int | None, node: int, step: int, uuid: str = "") -> Alert:
@@ -111,10 +175,14 @@ def xid(number: int, gpu: int | None, node: int, step: int, uuid: str = "") -> A
     known = xid_of(number)
     whose = f"GPU {gpu} of node {node}" if gpu is not None else f"a GPU of node {node}"
     return Alert(
-        name="gpu-xid", level=known.level, step=step, where=_gpu(node, gpu) if gpu is not None else f"node {node}",
+        name="gpu-xid",
+        level=known.level,
+        step=step,
+        where=_gpu(node, gpu) if gpu is not None else f"node {node}",
         cause=f"XID {number} on {whose}: the driver reports {known.meaning}",
         evidence=f"event {number} of NVML{f' on {uuid}' if uuid else ''}; dmesg | grep -i xid on the node has the driver's own words",
-        next_step=known.next_step.replace("INDEX", uuid or "INDEX"))
+        next_step=known.next_step.replace("INDEX", uuid or "INDEX"),
+    )
 
 
 # ---- the host
@@ -124,7 +192,9 @@ def memory_low(rows: Sequence[Row], node: int) -> Alert | None:
     def total(row: Row) -> float:
         return float(row.get("host/memory_limit_bytes", row.get("host/memory_total_bytes", 0.0)))
 
-    if not _lasts(rows, lambda row: row.get("host/memory_available_bytes", float("inf")) < MEMORY_SHARE * total(row)):
+    if not _lasts(
+        rows, lambda row: row.get("host/memory_available_bytes", float("inf")) < MEMORY_SHARE * total(row)
+    ):
         return None
     row = rows[-1]
     kind = "of the limit of its control group" if "host/memory_limit_bytes" in row else "of the host's memory"
@@ -132,12 +202,16 @@ def memory_low(rows: Sequence[Row], node: int) -> Alert | None:
     largest = max(ranks, key=lambda rank: ranks[rank], default=None)
     most = f"; rank {largest} holds most: {_bytes(ranks[largest])}" if largest is not None else ""
     return Alert(
-        name="host-memory-low", level=Level.ERROR, step=row["step"], where=f"node {node}",
+        name="host-memory-low",
+        level=Level.ERROR,
+        step=row["step"],
+        where=f"node {node}",
         cause=f"the memory of node {node} is nearly full: the kernel ends a process next",
         evidence=f"{_bytes(row['host/memory_available_bytes'])} {kind}, {_bytes(total(row))}, are available, page cache included (alert "
-                 f"below {MEMORY_SHARE:.0%}){most}",
+        f"below {MEMORY_SHARE:.0%}){most}",
         next_step="fewer data workers, less in host memory (offload keeps parameters or optimizer states there), or another process that "
-                  "should not be on the node: ps aux --sort -rss | head")
+        "should not be on the node: ps aux --sort -rss | head",
+    )
 
 
 def disk_low(rows: Sequence[Row], node: int, checkpoint_bytes: float) -> Alert | None:
@@ -149,12 +223,16 @@ def disk_low(rows: Sequence[Row], node: int, checkpoint_bytes: float) -> Alert |
     row = rows[-1]
     room = f"; a checkpoint of this run takes about {_bytes(checkpoint_bytes)}" if checkpoint_bytes else ""
     return Alert(
-        name="disk-low", level=Level.WARNING, step=row["step"], where=f"node {node}",
+        name="disk-low",
+        level=Level.WARNING,
+        step=row["step"],
+        where=f"node {node}",
         cause="the disk of the run's directory is nearly full",
         evidence=f"{_bytes(row['disk/free_bytes'])} of {_bytes(row['disk/total_bytes'])} are free on node {node} (alert below "
-                 f"{_bytes(least(row))}){room}",
+        f"{_bytes(least(row))}){room}",
         next_step="make room before the next checkpoint, which else fails: checkpoint.keep_last keeps fewer, du -sh RUN_DIR/* says what is "
-                  "large")
+        "large",
+    )
 
 
 def silent(row: Row, source: str, node: int) -> Alert | None:
@@ -164,11 +242,18 @@ def silent(row: Row, source: str, node: int) -> Alert | None:
         return None
     gpu = source == "gpu"
     return Alert(
-        name="sampling-stalled", level=Level.WARNING, step=row["step"], where=f"node {node}, {source}",
-        cause=f"the GPU driver of node {node} does not answer" if gpu else f"node {node} cannot be measured: a file system hangs",
+        name="sampling-stalled",
+        level=Level.WARNING,
+        step=row["step"],
+        where=f"node {node}, {source}",
+        cause=f"the GPU driver of node {node} does not answer"
+        if gpu
+        else f"node {node} cannot be measured: a file system hangs",
         evidence=f"a question to {'NVML' if gpu else 'the operating system'} has been open for {seconds:g} s",
-        next_step="nvidia-smi and dmesg | grep -i -e xid -e nvrm on that node: a driver in this state often ends in XID 119" if gpu else
-                  "df on that node, with a timeout: a network file system that is gone blocks whoever asks for its free space")
+        next_step="nvidia-smi and dmesg | grep -i -e xid -e nvrm on that node: a driver in this state often ends in XID 119"
+        if gpu
+        else "df on that node, with a timeout: a network file system that is gone blocks whoever asks for its free space",
+    )
 
 
 # ---- memory that creeps
@@ -177,12 +262,16 @@ def silent(row: Row, source: str, node: int) -> Alert | None:
 def creeping(row: Row, rank: int, node: int, grown: Growth, available: float) -> Alert:
     left, an_hour = available / grown.per_second, 3600 * grown.per_second
     return Alert(
-        name="host-memory-creep", level=Level.WARNING, step=row["step"], where=f"rank {rank}",
+        name="host-memory-creep",
+        level=Level.WARNING,
+        step=row["step"],
+        where=f"rank {rank}",
         cause=f"the memory of rank {rank} on node {node}, with its data workers, grows steadily: something is kept without need",
         evidence=f"from {_bytes(grown.first)} to {_bytes(grown.last)} in {duration(grown.seconds)}, {_bytes(an_hour)} an hour; "
-                 f"{_bytes(available)} are available: full in {duration(left)}",
+        f"{_bytes(available)} are available: full in {duration(left)}",
         next_step="find what keeps it: a list of losses or batches in a hook or dataset, a cache without bound: python -X tracemalloc=10, "
-                  "or fewer data workers to see whether it is they")
+        "or fewer data workers to see whether it is they",
+    )
 
 
 # ---- all of a node
@@ -220,7 +309,14 @@ class NodeDetector:
 
     def _creeping(self, row: Row) -> Iterator[Alert]:
         # What was there a moment ago counts: memory that somebody took for a moment is no measure of growth.
-        available = max((one["host/memory_available_bytes"] for one in self._rows if "host/memory_available_bytes" in one), default=0.0)
+        available = max(
+            (
+                one["host/memory_available_bytes"]
+                for one in self._rows
+                if "host/memory_available_bytes" in one
+            ),
+            default=0.0,
+        )
         for name, size in row.items():
             if name.startswith("rank/") and name.endswith("/private_bytes"):
                 rank = int(name.split("/")[1])
@@ -242,13 +338,17 @@ def _begins(before: Row, row: Row, name: str) -> bool:
 
 
 def _busy(row: Row, gpu: int) -> bool:
-    return row.get(f"gpu/{gpu}/utilization_percent", 0.0) >= BUSY_PERCENT and f"gpu/{gpu}/sm_clock_ratio" in row
+    return (
+        row.get(f"gpu/{gpu}/utilization_percent", 0.0) >= BUSY_PERCENT and f"gpu/{gpu}/sm_clock_ratio" in row
+    )
 
 
 def _clock(row: Row, gpu: int) -> list[str]:
     if f"gpu/{gpu}/sm_clock_ratio" not in row:
         return []
-    return [f"{row[f'gpu/{gpu}/sm_clock_mhz']:g} of {row[f'gpu/{gpu}/sm_clock_max_mhz']:g} MHz ({row[f'gpu/{gpu}/sm_clock_ratio']:.0%})"]
+    return [
+        f"{row[f'gpu/{gpu}/sm_clock_mhz']:g} of {row[f'gpu/{gpu}/sm_clock_max_mhz']:g} MHz ({row[f'gpu/{gpu}/sm_clock_ratio']:.0%})"
+    ]
 
 
 def _remapped(row: Row, gpu: int) -> str:

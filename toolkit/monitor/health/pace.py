@@ -70,16 +70,20 @@ class FallingThroughput(Detector):
         if not slow and now <= max(self.LONG_TIMES * best, best + least):
             return None
         return Alert(
-            name="falling-throughput", level=Level.WARNING, step=row["step"], lost_share=1 - best / now,
+            name="falling-throughput",
+            level=Level.WARNING,
+            step=row["step"],
+            lost_share=1 - best / now,
             cause="training has become slower than it was in this run",
             evidence=f"{1 / now:.4g} samples a second in the last {OF_STEPS if slow else LONG} steps, "
-                     f"{1 / best:.4g} in the run's best "
-                     f"{BLOCK} steps: {per_cent(1 - best / now)} less (without waits for samples, evaluation "
-                     "and saving; steps shorter than "
-                     "a second are joined)",
+            f"{1 / best:.4g} in the run's best "
+            f"{BLOCK} steps: {per_cent(1 - best / now)} less (without waits for samples, evaluation "
+            "and saving; steps shorter than "
+            "a second are joined)",
             next_step="see which part grew in ledger.jsonl (python launch/report.py RUN_DIR), and clocks, "
-                      "temperature and other processes "
-                      "in system/node-*.jsonl")
+            "temperature and other processes "
+            "in system/node-*.jsonl",
+        )
 
 
 class Straggler(Detector):
@@ -106,7 +110,9 @@ class Straggler(Detector):
         if row["ranks"] < 2 or not self._warm_up.over():
             return None
         its, middle = row["slowest_busy_seconds"], row["median_busy_seconds"]
-        others = max(0.0, 2 * middle - its) if row["ranks"] == 2 else middle  # of two, the median is their mean
+        others = (
+            max(0.0, 2 * middle - its) if row["ranks"] == 2 else middle
+        )  # of two, the median is their mean
         entry = (row["slowest_rank"], account_of(row, 1).corrected(its), its, others)
         unit = self._units.add(row["wall_seconds"], entry)
         if unit is None:
@@ -127,25 +133,32 @@ class Straggler(Detector):
 
     def _judge(self, row: Row, usual: float) -> Alert | None:
         rank = Counter(rank for rank, *_ in self._newest).most_common(1)[0][0]
-        slow = [(more, theirs, steps) for number, more, theirs, steps in self._newest
-                if number == rank and more > max((self.TIMES - 1) * theirs, LEAST_SECONDS * steps)]
+        slow = [
+            (more, theirs, steps)
+            for number, more, theirs, steps in self._newest
+            if number == rank and more > max((self.TIMES - 1) * theirs, LEAST_SECONDS * steps)
+        ]
         if len(slow) < LASTING or self._newest[-1][0] != rank:
             return None
         more, theirs = (median(one[place] / one[2] for one in slow) for place in (0, 1))
         node, place = divmod(rank, self._ranks_per_node)
         return Alert(
-            name="straggler", where=f"rank {rank}", level=Level.WARNING, step=row["step"],
+            name="straggler",
+            where=f"rank {rank}",
+            level=Level.WARNING,
+            step=row["step"],
             lost_share=more / (more + theirs),
             cause=f"rank {rank} (place {place} of node {node}) computes longer than the others, which wait "
-                  "for it in every step",
+            "for it in every step",
             evidence=f"busy for {seconds(theirs + more)} a step, the "
-                     f"{'other' if row['ranks'] == 2 else 'median'} rank for "
-                     f"{seconds(theirs / usual)}, in {len(slow)} of the last {len(self._newest)} steps"
-                     + (f"; usual: {usual:.2f} times" if self._stages > 1 else ""),
+            f"{'other' if row['ranks'] == 2 else 'median'} rank for "
+            f"{seconds(theirs / usual)}, in {len(slow)} of the last {len(self._newest)} steps"
+            + (f"; usual: {usual:.2f} times" if self._stages > 1 else ""),
             next_step="compare its clocks, throttling and other processes with the others in "
-                      f"system/node-{node}.jsonl; on that node: "
-                      f"nvidia-smi -i {place} -q -d PERFORMANCE,CLOCK,PAGE_RETIREMENT; if it stays, leave "
-                      "the node out")
+            f"system/node-{node}.jsonl; on that node: "
+            f"nvidia-smi -i {place} -q -d PERFORMANCE,CLOCK,PAGE_RETIREMENT; if it stays, leave "
+            "the node out",
+        )
 
 
 class SlowCollective(Detector):
@@ -176,7 +189,9 @@ class SlowCollective(Detector):
         self._whole.add(sum(one.measured for one in unit) / samples)
         whole, least, found = self._whole.value, LEAST_SECONDS * len(unit) / samples, None
         for name in {name for one in unit for name in one.waits if name.startswith(COMMUNICATION)}:
-            self._axes.setdefault(name, (Best(BLOCK, first=OF_STEPS), Lasting(OF_STEPS, LASTING), deque(maxlen=OF_STEPS)))
+            self._axes.setdefault(
+                name, (Best(BLOCK, first=OF_STEPS), Lasting(OF_STEPS, LASTING), deque(maxlen=OF_STEPS))
+            )
         for name, (best, lasting, newest) in self._axes.items():
             best.add(sum(one.waits.get(name, 0.0) for one in unit) / samples)
             now = sum(one.corrected(one.waits.get(name, 0.0), one.starved) for one in unit) / samples
@@ -193,12 +208,16 @@ class SlowCollective(Detector):
 
     def _alert(self, row: Row, axis: str, now: float, best: float, whole: float) -> Alert:
         return Alert(
-            name="slow-collective", where=f"axis {axis}", level=Level.WARNING, step=row["step"],
+            name="slow-collective",
+            where=f"axis {axis}",
+            level=Level.WARNING,
+            step=row["step"],
             lost_share=max(0.0, now - best) / (whole + max(0.0, now - best)),
             cause=f"collectives along axis {axis} have become slow on all their ranks",
             evidence=f"every rank waits at least {seconds(now)} a step for them, in the run's best {BLOCK} "
-                     "steps "
-                     f"{seconds(best)}, of a step of {seconds(whole)}",
+            "steps "
+            f"{seconds(best)}, of a step of {seconds(whole)}",
             next_step="look for link errors and other traffic: nvidia-smi nvlink -e, ibstat, ethtool -S on "
-                      "the nodes, NCCL_DEBUG=INFO for "
-                      "the path that was chosen; attempts/*/probe.json has what the axis did at the start")
+            "the nodes, NCCL_DEBUG=INFO for "
+            "the path that was chosen; attempts/*/probe.json has what the axis did at the start",
+        )

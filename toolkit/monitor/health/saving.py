@@ -36,7 +36,9 @@ class SlowCheckpoint(Detector):
     kinds = (Kind.LEDGER,)
 
     def __init__(self) -> None:
-        self._saves: deque[tuple[float, float, float]] = deque(maxlen=12)  # seconds of it, corrected, and since the one before
+        self._saves: deque[tuple[float, float, float]] = deque(
+            maxlen=12
+        )  # seconds of it, corrected, and since the one before
         self._since = 0.0
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
@@ -48,26 +50,49 @@ class SlowCheckpoint(Detector):
         self._saves.append((took, account.corrected(took, account.starved), self._since))
         self._since = 0.0
         # The others' wait for one rank that saves longer is in their next step's communication.
-        alone = "" if row["ranks"] == 1 or took < 2 * middle else f"; the median rank took {seconds(middle)} and waited for the slowest"
-        before, last = [each for each, _, _ in self._saves][:-2], [corrected for _, corrected, _ in self._saves][-2:]
-        if len(before) >= 2 and min(last) > max(self.TIMES * median(before), median(before) + self.LEAST_MORE):
-            return self._alert(row["step"], "has become slow", f"{seconds(last[0])} and {seconds(last[1])} for the last two saves, the "
-                               f"{len(before)} before took {seconds(median(before))}{alone}", max(last))
+        alone = (
+            ""
+            if row["ranks"] == 1 or took < 2 * middle
+            else f"; the median rank took {seconds(middle)} and waited for the slowest"
+        )
+        before, last = (
+            [each for each, _, _ in self._saves][:-2],
+            [corrected for _, corrected, _ in self._saves][-2:],
+        )
+        if len(before) >= 2 and min(last) > max(
+            self.TIMES * median(before), median(before) + self.LEAST_MORE
+        ):
+            return self._alert(
+                row["step"],
+                "has become slow",
+                f"{seconds(last[0])} and {seconds(last[1])} for the last two saves, the "
+                f"{len(before)} before took {seconds(median(before))}{alone}",
+                max(last),
+            )
         three = [(corrected, since) for _, corrected, since in self._saves][-3:]
         saving, whole = (median(part) for part in zip(*three, strict=True))
         # The first save's time since the one before it has the start in it.
         if len(self._saves) > 3 and saving > self.SHARE * whole and saving > self.LEAST_EACH:
-            return self._alert(row["step"], f"takes {per_cent(saving / whole)} of the time",
-                               f"{seconds(saving)} of {seconds(whole)} from save to save, the medians of the last three (alert above "
-                               f"{self.SHARE:.0%}){alone}", saving)
+            return self._alert(
+                row["step"],
+                f"takes {per_cent(saving / whole)} of the time",
+                f"{seconds(saving)} of {seconds(whole)} from save to save, the medians of the last three (alert above "
+                f"{self.SHARE:.0%}){alone}",
+                saving,
+            )
         return None
 
     def _alert(self, step: int, words: str, evidence: str, took: float) -> Alert:
         minutes = max(1, round(best_interval(took) / 60))
         return Alert(
-            name="slow-checkpoint", level=Level.WARNING, step=step, cause=f"saving {words}", evidence=evidence,
+            name="slow-checkpoint",
+            level=Level.WARNING,
+            step=step,
+            cause=f"saving {words}",
+            evidence=evidence,
             next_step=f"checkpoint.background=true, or checkpoint.every={minutes}min, which costs least if a machine fails once a day; "
-                      "look at the disk of the run directory: iostat -x 1, and disk in system/node-*.jsonl")
+            "look at the disk of the run directory: iostat -x 1, and disk in system/node-*.jsonl",
+        )
 
 
 class LateCheckpoint(Detector):
@@ -97,8 +122,11 @@ class LateCheckpoint(Detector):
         else:
             return None
         return Alert(
-            name="late-checkpoint", level=Level.WARNING, step=step,
+            name="late-checkpoint",
+            level=Level.WARNING,
+            step=step,
             cause="the next checkpoint is overdue: if the run fails now, more is lost than checkpoint.every allows",
             evidence=f"the newest complete one is of step {self._step}, {steps} steps and {waited:.0f} s ago; checkpoint.every is {due}",
             next_step="look for a save that failed or still goes on in the log (attempts/*/log.txt), and at the space and speed of the "
-                      "disk: df -h RUN_DIR, iostat -x 1")
+            "disk: df -h RUN_DIR, iostat -x 1",
+        )

@@ -75,7 +75,9 @@ class DataStall(Detector):
         return None
 
     def _alert(self, step: int, steps: Sequence[_Wait]) -> Alert:
-        waited, others, whole = (sum(getattr(one, name) for one in steps) for name in ("longest", "others", "whole"))
+        waited, others, whole = (
+            sum(getattr(one, name) for one in steps) for name in ("longest", "others", "whole")
+        )
         share = waited / whole
         longer: defaultdict[int, float] = defaultdict(float)  # by rank: than the others
         for one in steps:
@@ -84,19 +86,28 @@ class DataStall(Detector):
         if longer[rank] > waited / 2:
             node = rank // self._ranks_per_node
             return Alert(
-                name="data-stall", where=f"rank {rank}", level=Level.WARNING, step=step, lost_share=share,
+                name="data-stall",
+                where=f"rank {rank}",
+                level=Level.WARNING,
+                step=step,
+                lost_share=share,
                 cause=f"the data pipeline of rank {rank} is slow, and all ranks wait for it",
                 evidence=f"rank {rank} waited {seconds(waited)} for samples in the last {len(steps)} steps, "
-                         f"{per_cent(share)} of their time, the median rank {seconds(others)}",
-                next_step=f"look at disk, network and CPU of node {node}: system/node-{node}.jsonl")
+                f"{per_cent(share)} of their time, the median rank {seconds(others)}",
+                next_step=f"look at disk, network and CPU of node {node}: system/node-{node}.jsonl",
+            )
         return Alert(
-            name="data-stall", level=Level.WARNING, step=step, lost_share=share,
+            name="data-stall",
+            level=Level.WARNING,
+            step=step,
+            lost_share=share,
             cause="the data pipeline is slow: training waits for samples",
             evidence=f"{per_cent(share)} of the time of the last {len(steps)} steps, "
-                     f"{seconds(waited / len(steps))} of "
-                     f"{seconds(whole / len(steps))} a step, was waiting for samples (alert above "
-                     f"{self.SHARE:.0%})",
-            next_step=self._remedy)
+            f"{seconds(waited / len(steps))} of "
+            f"{seconds(whole / len(steps))} a step, was waiting for samples (alert above "
+            f"{self.SHARE:.0%})",
+            next_step=self._remedy,
+        )
 
 
 def _of_step(row: Row) -> _Wait:
@@ -135,15 +146,19 @@ class GarbageCollection(Detector):
         if collected <= max(self.SHARE * whole, LEAST_SECONDS * len(steps)):
             return None
         return Alert(
-            name="garbage-collection", level=Level.WARNING, step=row["step"], lost_share=collected / whole,
+            name="garbage-collection",
+            level=Level.WARNING,
+            step=row["step"],
+            lost_share=collected / whole,
             cause="Python's garbage collection stops training",
             evidence=f"{per_cent(collected / whole)} of the time of the last {OF_STEPS} steps, "
-                     f"{seconds(collected / len(steps))} a step on "
-                     f"the rank on which it took longest (alert above {self.SHARE:.0%})",
+            f"{seconds(collected / len(steps))} a step on "
+            f"the rank on which it took longest (alert above {self.SHARE:.0%})",
             next_step="find what makes so many Python objects in each step (your own model, hooks or data "
-                      "code keep lists, dicts or "
-                      "graphs): python -X tracemalloc=10 launch/train.py ...; what was there before the "
-                      "first step is in no collection")
+            "code keep lists, dicts or "
+            "graphs): python -X tracemalloc=10 launch/train.py ...; what was there before the "
+            "first step is in no collection",
+        )
 
 
 class Pauses(Detector):
@@ -178,8 +193,11 @@ class Pauses(Detector):
         size = self._size(row["step"])
         account = account_of(row, size, self._collected.get(row["step"], 0.0))
         # In the wait for one rank all others have as much as that one has too much.
-        parts = {name: (high if is_computing(name) else low) / size for name, (low, _, high) in row["parts"].items()
-                 if name not in (DATA, CHECKPOINT, EVALUATION)}
+        parts = {
+            name: (high if is_computing(name) else low) / size
+            for name, (low, _, high) in row["parts"].items()
+            if name not in (DATA, CHECKPOINT, EVALUATION)
+        }
         self._newest.append((account.least / size, account.measured / size, parts))
         if len(self._newest) < OF_STEPS:
             return None
@@ -195,24 +213,34 @@ class Pauses(Detector):
             if len(long) >= least and (length == OF_STEPS or share > self.SHARE):
                 part = self._part([parts for _, _, parts in long])
                 return Alert(
-                    name="pauses", level=Level.WARNING, step=step, where=part, lost_share=share,
-                    cause="single steps take far longer than the others, again and again" + (f", in {part}" if part else ""),
+                    name="pauses",
+                    level=Level.WARNING,
+                    step=step,
+                    where=part,
+                    lost_share=share,
+                    cause="single steps take far longer than the others, again and again"
+                    + (f", in {part}" if part else ""),
                     evidence=f"{len(long)} of the last {len(steps)} steps took "
-                             f"{seconds(size * median(judged for judged, _, _ in long))} (their "
-                             f"median), the median step {seconds(size * middle)}; {per_cent(share)} of the "
-                             "time is lost",
-                    next_step=_look_at(part, step))
+                    f"{seconds(size * median(judged for judged, _, _ in long))} (their "
+                    f"median), the median step {seconds(size * middle)}; {per_cent(share)} of the "
+                    "time is lost",
+                    next_step=_look_at(part, step),
+                )
         return None
 
     def _part(self, long: list[dict[str, float]]) -> str:
         """The part that the long steps have more of than the median step; empty if no parts are known."""
         names = {name for parts in long for name in parts}
         usual = {name: median(parts.get(name, 0.0) for _, _, parts in self._newest) for name in names}
-        return max(names, key=lambda name: sum(parts.get(name, 0.0) - usual[name] for parts in long), default="")
+        return max(
+            names, key=lambda name: sum(parts.get(name, 0.0) - usual[name] for parts in long), default=""
+        )
 
 
 def _look_at(part: str, step: int) -> str:
-    trace = f"a trace of such steps shows what it is: monitor.profile_step={step + OF_STEPS} at the next start"
+    trace = (
+        f"a trace of such steps shows what it is: monitor.profile_step={step + OF_STEPS} at the next start"
+    )
     if part.startswith(COMMUNICATION):
         return f"look for a congested or flapping link (nvidia-smi nvlink -e, ibstat, ethtool -S); {trace}"
     return f"look for other processes on the node (top, nvidia-smi) and for code that runs only now and then; {trace}"
@@ -242,15 +270,20 @@ class Stops(Detector):
         of_rank = [seconds for seconds, other, _ in self._newest if seconds and other == rank]
         share = sum(of_rank) / sum(whole for *_, whole in self._newest)
         return Alert(
-            name="pauses", where=f"rank {rank}", level=Level.WARNING, step=row["step"], lost_share=share,
+            name="pauses",
+            where=f"rank {rank}",
+            level=Level.WARNING,
+            step=row["step"],
+            lost_share=share,
             cause=f"the process of rank {rank} is stopped for seconds at a time, and all ranks wait for it",
             evidence=f"{count} times in the last {len(self._newest)} steps none of its threads ran, for "
-                     f"{seconds(median(of_rank))} (the median), "
-                     f"although processors were free for it; {per_cent(share)} of the time is lost",
+            f"{seconds(median(of_rank))} (the median), "
+            f"although processors were free for it; {per_cent(share)} of the time is lost",
             next_step=f"find what stops it on node {rank // self._ranks_per_node}: SIGSTOP, Ctrl-Z or a "
-                      "debugger, a paused container, a suspended "
-                      "virtual machine; if nothing does, look for swapping: vmstat 1, and swap in "
-                      "system/node-*.jsonl")
+            "debugger, a paused container, a suspended "
+            "virtual machine; if nothing does, look for swapping: vmstat 1, and swap in "
+            "system/node-*.jsonl",
+        )
 
 
 class HostBusy(Detector):
@@ -287,19 +320,24 @@ class HostBusy(Detector):
         node = rank // self._ranks_per_node
         crowded = sum(delay(one, "crowded")[0] for one in rows) / sum(one["wall_seconds"] for one in rows)
         return Alert(
-            name="host-busy", where=f"node {node}", level=Level.WARNING, step=row["step"], lost_share=share,
+            name="host-busy",
+            where=f"node {node}",
+            level=Level.WARNING,
+            step=row["step"],
+            lost_share=share,
             cause=f"the host is busy: ranks of node {node} wait for a processor, because too many threads or "
-                  "other processes use them",
+            "other processes use them",
             evidence=f"the rank that waited most, usually rank {rank}, was ready to run and had no processor "
-                     f"for {per_cent(share)} of the last "
-                     f"{len(rows)} steps (alert above {self.SHARE:.0%}); all processors that it may use were "
-                     "busy for "
-                     f"{per_cent(min(1.0, crowded))} of that time",
+            f"for {per_cent(share)} of the last "
+            f"{len(rows)} steps (alert above {self.SHARE:.0%}); all processors that it may use were "
+            "busy for "
+            f"{per_cent(min(1.0, crowded))} of that time",
             next_step=f"look for other processes on node {node} (top), for too many threads of the run's own "
-                      "(debug.threads, OMP_NUM_THREADS, "
-                      "data workers) and for a small set of processors (taskset -p PID, the container's "
-                      "limit). Until then slow steps that a busy "
-                      "host explains give no alerts")
+            "(debug.threads, OMP_NUM_THREADS, "
+            "data workers) and for a small set of processors (taskset -p PID, the container's "
+            "limit). Until then slow steps that a busy "
+            "host explains give no alerts",
+        )
 
 
 def _starved_share(rows: Sequence[Row]) -> float:

@@ -9,18 +9,37 @@ from toolkit.monitor.report.view import Section, Table
 def alerts(run: Run) -> Section:
     counts = run.alerts.counts
     if not counts:
-        return Section(id="alerts", title="Alerts", intro=("None." if run.steps.rows else "None so far; no step is done yet.",))
+        return Section(
+            id="alerts",
+            title="Alerts",
+            intro=("None." if run.steps.rows else "None so far; no step is done yet.",),
+        )
     total = sum(counts.values())
     kinds = sorted(counts.items(), key=lambda one: (one[0][0], -one[1]))
-    summary = Table(caption="Kinds", head=("level", "alert", "how often"), align="llr",
-                    rows=tuple((level, name, f"{count:,}") for (level, name), count in kinds))
-    rows = tuple(tuple(_text(row.get(key)) for key in ("step", "level", "name", "where", "cause", "evidence", "next_step"))
-                 for row in reversed(run.alerts.rows))
+    summary = Table(
+        caption="Kinds",
+        head=("level", "alert", "how often"),
+        align="llr",
+        rows=tuple((level, name, f"{count:,}") for (level, name), count in kinds),
+    )
+    rows = tuple(
+        tuple(
+            _text(row.get(key))
+            for key in ("step", "level", "name", "where", "cause", "evidence", "next_step")
+        )
+        for row in reversed(run.alerts.rows)
+    )
     told = Table(
-        caption="Newest first", head=("step", "level", "alert", "where", "cause", "evidence", "next step"), align="rllllll", rows=rows,
-        note=f"The newest {ALERTS} of {total:,}; alerts.jsonl has them all." if total > len(rows) else "")
+        caption="Newest first",
+        head=("step", "level", "alert", "where", "cause", "evidence", "next step"),
+        align="rllllll",
+        rows=rows,
+        note=f"The newest {ALERTS} of {total:,}; alerts.jsonl has them all." if total > len(rows) else "",
+    )
     intro = "Alerts of one kind are told at growing intervals, so each row may stand for more than itself. They are marked on the curves."
-    return Section(id="alerts", title="Alerts", intro=(intro,), tables=(summary, told) if len(counts) > 1 else (told,))
+    return Section(
+        id="alerts", title="Alerts", intro=(intro,), tables=(summary, told) if len(counts) > 1 else (told,)
+    )
 
 
 def _text(value: object) -> str:

@@ -15,9 +15,14 @@ from toolkit.progress import duration
 
 LATER = "a later attempt followed: see the end of its log"
 CAUSES = {
-    REPEATED: "steps that were run again, or will have to be", STARTING: "from a start to its first step",
-    SAVING: "training stood still for saves", EVALUATION: "evaluation", ENDING: "from an attempt's last step to its end",
-    WAITING: "between two attempts", OTHER: "between steps: logging, plots, probes"}
+    REPEATED: "steps that were run again, or will have to be",
+    STARTING: "from a start to its first step",
+    SAVING: "training stood still for saves",
+    EVALUATION: "evaluation",
+    ENDING: "from an attempt's last step to its end",
+    WAITING: "between two attempts",
+    OTHER: "between steps: logging, plots, probes",
+}
 
 
 def attempts(run: Run) -> Section:
@@ -26,19 +31,49 @@ def attempts(run: Run) -> Section:
         return Section(id="attempts", title="Attempts", intro=(missing,))
     newest = run.attempts[-1].number
     rows = tuple(
-        (str(one.number), _when(one.began), _when(one.ended), duration(one.ended - one.began) if one.began and one.ended else UNKNOWN,
-         seconds(one.start_seconds), _end(run) if one.number == newest else without_secrets(one.end) or LATER,
-         f"{one.repeated:,}", "\n".join(one.files)) for one in run.attempts)
+        (
+            str(one.number),
+            _when(one.began),
+            _when(one.ended),
+            duration(one.ended - one.began) if one.began and one.ended else UNKNOWN,
+            seconds(one.start_seconds),
+            _end(run) if one.number == newest else without_secrets(one.end) or LATER,
+            f"{one.repeated:,}",
+            "\n".join(one.files),
+        )
+        for one in run.attempts
+    )
     table = Table(
-        caption="Starts", align="rnnrrlrl", rows=rows, note="Times are in UTC, by the clock of the machine that wrote them.",
-        head=("attempt", "began", "last word", "took", "first step after", "how it ended", "steps run again later", "left behind"))
-    return Section(id="attempts", title="Attempts", intro=tuple(_goodput(run)), tables=(table, *_losses(run)),
-                   texts=tuple(_texts(run.attempts)))
+        caption="Starts",
+        align="rnnrrlrl",
+        rows=rows,
+        note="Times are in UTC, by the clock of the machine that wrote them.",
+        head=(
+            "attempt",
+            "began",
+            "last word",
+            "took",
+            "first step after",
+            "how it ended",
+            "steps run again later",
+            "left behind",
+        ),
+    )
+    return Section(
+        id="attempts",
+        title="Attempts",
+        intro=tuple(_goodput(run)),
+        tables=(table, *_losses(run)),
+        texts=tuple(_texts(run.attempts)),
+    )
 
 
 def configuration(run: Run) -> Section:
     plan = json.dumps(run.plan, indent=1) if run.plan else ""
-    files = (("config.yaml: the configuration, resolved", run.config_text), ("plan.json: what was decided from it", plan))
+    files = (
+        ("config.yaml: the configuration, resolved", run.config_text),
+        ("plan.json: what was decided from it", plan),
+    )
     texts = tuple(Folded(title, without_secrets(text)) for title, text in files if text)
     intro = () if texts else ("There is neither config.yaml nor plan.json.",)
     return Section(id="configuration", title="Configuration", intro=intro, texts=texts)
@@ -49,8 +84,10 @@ def _goodput(run: Run) -> Iterator[str]:
     told = section(run.status, "goodput")
     share, wall, useful = (told.get(name) for name in ("share", "wall_seconds", "useful_seconds"))
     if is_number(share) and is_number(wall) and is_number(useful):
-        yield (f"Goodput {percent(share)}: of {duration(wall)} since the first start, between attempts too, {duration(useful)} went "
-               f"into steps that stand.")
+        yield (
+            f"Goodput {percent(share)}: of {duration(wall)} since the first start, between attempts too, {duration(useful)} went "
+            f"into steps that stand."
+        )
 
 
 def _losses(run: Run) -> Iterator[Table]:
@@ -58,8 +95,15 @@ def _losses(run: Run) -> Iterator[Table]:
     wall = told.get("wall_seconds")
     lost = {name: value for name, value in section(told, "lost").items() if is_number(value)}
     if lost and is_number(wall) and wall > 0:
-        rows = tuple((CAUSES.get(name, name), duration(value), percent(value / wall)) for name, value in lost.items())
-        yield Table(caption="Where the rest of the time went", head=("cause", "time", "of all"), align="lrr", rows=rows)
+        rows = tuple(
+            (CAUSES.get(name, name), duration(value), percent(value / wall)) for name, value in lost.items()
+        )
+        yield Table(
+            caption="Where the rest of the time went",
+            head=("cause", "time", "of all"),
+            align="lrr",
+            rows=rows,
+        )
 
 
 def _end(run: Run) -> str:

@@ -22,7 +22,15 @@ from toolkit.goodput import SAVES, TIMES, Times, read_times
 from toolkit.monitor.parts import BACKWARD, BUBBLE, FORWARD
 from toolkit.monitor.report.nodes import Node, number_of, read_node
 from toolkit.monitor.report.reduce import Curves, Total, bucket_width, reduce
-from toolkit.monitor.report.rows import Advance, batched, curves_of, is_number, nothing, placed, width_in_steps
+from toolkit.monitor.report.rows import (
+    Advance,
+    batched,
+    curves_of,
+    is_number,
+    nothing,
+    placed,
+    width_in_steps,
+)
 from toolkit.paths import UnsafePath, check_links
 from toolkit.progress import Progress
 from toolkit.rows import float_of, read_rows
@@ -37,13 +45,40 @@ HANG_BYTES = 256_000  # of a report of a hang: all ranks' stacks
 NOT_READ = ("checkpoints", "export", "plots", "jobs", "wandb", "nodes")
 
 # Rows of steps, as ``train/hooks.py: Metrics`` has them; those of sources begin with EPOCHS.
-STEP_FIGURES = frozenset((
-    "loss", "grad_norm", "lr", "tokens", "images", "step_seconds", "data_seconds", "tokens_per_second", "images_per_second",
-    "samples_per_second", "tokens_per_second_per_gpu", "images_per_second_per_gpu", "model_tflops_per_gpu", "hardware_tflops_per_gpu",
-    "mfu", "hfu", "elapsed_seconds", "eta_seconds", "gpu_hours", "cost", "loss_scale", "skipped", "gc_seconds",
-    "host_bytes", "device_bytes", "dropped_rows"))
+STEP_FIGURES = frozenset(
+    (
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "images",
+        "step_seconds",
+        "data_seconds",
+        "tokens_per_second",
+        "images_per_second",
+        "samples_per_second",
+        "tokens_per_second_per_gpu",
+        "images_per_second_per_gpu",
+        "model_tflops_per_gpu",
+        "hardware_tflops_per_gpu",
+        "mfu",
+        "hfu",
+        "elapsed_seconds",
+        "eta_seconds",
+        "gpu_hours",
+        "cost",
+        "loss_scale",
+        "skipped",
+        "gc_seconds",
+        "host_bytes",
+        "device_bytes",
+        "dropped_rows",
+    )
+)
 EPOCHS = "epochs/"
-PLANNED = frozenset(("tokens", "images", "step_seconds", "device_bytes", "host_bytes", FORWARD, BACKWARD, BUBBLE))
+PLANNED = frozenset(
+    ("tokens", "images", "step_seconds", "device_bytes", "host_bytes", FORWARD, BACKWARD, BUBBLE)
+)
 ATTEMPT_SAMPLE = 4096  # values of one figure of one attempt, of which the median is taken
 Figures = Callable[[Mapping[str, Any]], Mapping[str, float]]
 
@@ -162,7 +197,9 @@ class Run:
         return steps if isinstance(steps, int) else None
 
 
-def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), now: Callable[[], float] = time.time) -> Run:
+def read_run(
+    folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), now: Callable[[], float] = time.time
+) -> Run:
     """``nodes``: directories of the same run on disks of other nodes, of which only ``system/`` and ``alerts/`` are taken.
 
     Raises InputError if a file that is read is a link out of the run's directory: the page would show another file's text.
@@ -170,31 +207,67 @@ def read_run(folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), no
     for one in (folder, *nodes):
         _check_links(one)
     files = [folder / name for name in ("metrics.jsonl", "eval.jsonl", "ledger.jsonl", "alerts.jsonl")]
-    system = {number_of(path): path for one in (folder, *nodes) for path in sorted((one / "system").glob("node-*.jsonl"))}
+    system = {
+        number_of(path): path
+        for one in (folder, *nodes)
+        for path in sorted((one / "system").glob("node-*.jsonl"))
+    }
     size = sum(path.stat().st_size for path in (*files, *system.values()) if path.exists())
     status_file = folder / "status.json"
     attempts = tuple(_attempts(folder))
     by_attempt = _ByAttempt(attempts)
-    with progress.task("reading the run's rows", total=size, unit="B") as task, batched(task.advance) as advance:
+    with (
+        progress.task("reading the run's rows", total=size, unit="B") as task,
+        batched(task.advance) as advance,
+    ):
         steps = curves_of(files[0], "step", by_attempt.also(step_figures), advance, width=width_in_steps)
         evals = _evals(files[1], advance)
         ledger = _ledger(files[2], advance, by_attempt)
-        alerts = _alerts([files[3], *(path for one in (folder, *nodes) for path in sorted((one / "alerts").glob("node-*.jsonl")))], advance)
-        points, rows = (max(LEAST_NODE_POINTS, limit // max(1, len(system))) for limit in (NODE_POINTS, NODE_ROWS))
-        measured = {number: read_node(path, advance, points=points, rows=rows) for number, path in sorted(system.items())}
+        alerts = _alerts(
+            [
+                files[3],
+                *(path for one in (folder, *nodes) for path in sorted((one / "alerts").glob("node-*.jsonl"))),
+            ],
+            advance,
+        )
+        points, rows = (
+            max(LEAST_NODE_POINTS, limit // max(1, len(system))) for limit in (NODE_POINTS, NODE_ROWS)
+        )
+        measured = {
+            number: read_node(path, advance, points=points, rows=rows)
+            for number, path in sorted(system.items())
+        }
     text = _text(folder / "config.yaml")
     return Run(
-        folder=folder, read_at=now(), config_text=text, config=_yaml(text), plan=_object(folder / "plan.json"), status=_object(status_file),
+        folder=folder,
+        read_at=now(),
+        config_text=text,
+        config=_yaml(text),
+        plan=_object(folder / "plan.json"),
+        status=_object(status_file),
         status_age=max(0.0, now() - status_file.stat().st_mtime) if status_file.exists() else None,
-        steps=steps, evals=evals, ledger=ledger, alerts=alerts, nodes=measured, attempts=attempts, measured=by_attempt.totals)
+        steps=steps,
+        evals=evals,
+        ledger=ledger,
+        alerts=alerts,
+        nodes=measured,
+        attempts=attempts,
+        measured=by_attempt.totals,
+    )
 
 
 def _check_links(folder: Path) -> None:
     try:
         check_links(folder, skip=NOT_READ)
     except UnsafePath as error:
-        raise InputError(Problem("run", f"{folder}: {error}", "a report reads the files of the run's own directory",
-                                 "put the file itself there in place of the link")) from error
+        raise InputError(
+            Problem(
+                "run",
+                f"{folder}: {error}",
+                "a report reads the files of the run's own directory",
+                "put the file itself there in place of the link",
+            )
+        ) from error
 
 
 def section(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
@@ -209,6 +282,7 @@ def section(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
 
 # ---- rows
 
+
 class _ByAttempt:
     """Sums what was planned of each attempt over its own steps. Of a run of one attempt nothing is summed twice."""
 
@@ -216,7 +290,9 @@ class _ByAttempt:
         standing = standing_from(attempts)
         self._numbers = [attempt.number for attempt, _ in standing]
         self._firsts = [first for _, first in standing]
-        self.totals: dict[int, dict[str, Total]] = {number: {} for number in self._numbers} if len(standing) > 1 else {}
+        self.totals: dict[int, dict[str, Total]] = (
+            {number: {} for number in self._numbers} if len(standing) > 1 else {}
+        )
 
     def also(self, figures: Figures) -> Figures:
         """``figures``, of which the planned ones are added to the attempt of the row's step."""
@@ -240,13 +316,20 @@ def standing_from(attempts: Sequence[Attempt]) -> list[tuple[Attempt, int]]:
     found: list[tuple[Attempt, int]] = []
     for attempt in attempts:
         if attempt.first is not None:
-            found = [*((one, first) for one, first in found if first < attempt.first), (attempt, attempt.first)]
+            found = [
+                *((one, first) for one, first in found if first < attempt.first),
+                (attempt, attempt.first),
+            ]
     return found
 
 
 def step_figures(row: Mapping[str, Any]) -> dict[str, float]:
-    figures = {name: float_of(value) for name, value in row.items()
-               if (name in STEP_FIGURES or name.startswith(EPOCHS)) and (value is None or isinstance(value, int | float))}
+    figures = {
+        name: float_of(value)
+        for name, value in row.items()
+        if (name in STEP_FIGURES or name.startswith(EPOCHS))
+        and (value is None or isinstance(value, int | float))
+    }
     return {**figures, "step": row["step"]}
 
 
@@ -261,11 +344,16 @@ def ledger_figures(row: Mapping[str, Any]) -> dict[str, float]:
 def _evals(path: Path, advance: Advance) -> dict[str, Curves]:
     sets: dict[str, list[tuple[float, dict[str, float]]]] = {}
     for row in placed(path, "step", advance):
-        figures: dict[str, float] = {name: float_of(row[name]) for name in ("loss", "accuracy", "seconds")
-                   if name in row and (row[name] is None or is_number(row[name]))}
+        figures: dict[str, float] = {
+            name: float_of(row[name])
+            for name in ("loss", "accuracy", "seconds")
+            if name in row and (row[name] is None or is_number(row[name]))
+        }
         sets.setdefault(str(row.get("set")), []).append((row["step"], figures))
-    return {name: reduce(rows, rows[0][0], bucket_width(rows[0][0], max(rows[0][0], rows[-1][0])))
-            for name, rows in sorted(sets.items())}
+    return {
+        name: reduce(rows, rows[0][0], bucket_width(rows[0][0], max(rows[0][0], rows[-1][0])))
+        for name, rows in sorted(sets.items())
+    }
 
 
 def _ledger(path: Path, advance: Advance, by_attempt: _ByAttempt) -> Ledger:
@@ -296,28 +384,56 @@ def _alerts(paths: Sequence[Path], advance: Advance) -> Alerts:
             counts[str(row.get("level", "warning")), str(row.get("name", "unnamed"))] += 1
             kept.append(row)
         newest += kept
-    return Alerts(sorted(newest, key=lambda row: row["step"] if is_number(row.get("step")) else 0)[-ALERTS:], counts)
+    return Alerts(
+        sorted(newest, key=lambda row: row["step"] if is_number(row.get("step")) else 0)[-ALERTS:], counts
+    )
 
 
 # ---- single files
 
+
 def _attempts(folder: Path) -> Iterator[Attempt]:
     root = folder / "attempts"
-    numbers = sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit()) if root.is_dir() else []
-    known = {"config.yaml", "plan.json", "log.txt", "handover.json", "environment.json", "probe.json", TIMES, SAVES}
+    numbers = (
+        sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit()) if root.is_dir() else []
+    )
+    known = {
+        "config.yaml",
+        "plan.json",
+        "log.txt",
+        "handover.json",
+        "environment.json",
+        "probe.json",
+        TIMES,
+        SAVES,
+    }
     for number in numbers:
         place = root / f"{number:03d}"
         log = place / "log.txt"
-        repeated = curves_of(place / "metrics.jsonl", "step", lambda row: {}, nothing, width=width_in_steps, points=1).rows
+        repeated = curves_of(
+            place / "metrics.jsonl", "step", lambda row: {}, nothing, width=width_in_steps, points=1
+        ).rows
         times = read_times(place)
         yield Attempt(
-            number=number, began=times.began if times is not None else _modified(place / "config.yaml"),
-            ended=times.end if times is not None else _modified(log), end=_end(times), log_end=_text(log, LOG_BYTES), repeated=repeated,
-            first=times.first if times is not None else None, plan=_object(place / "plan.json"), config=_yaml(_text(place / "config.yaml")),
+            number=number,
+            began=times.began if times is not None else _modified(place / "config.yaml"),
+            ended=times.end if times is not None else _modified(log),
+            end=_end(times),
+            log_end=_text(log, LOG_BYTES),
+            repeated=repeated,
+            first=times.first if times is not None else None,
+            plan=_object(place / "plan.json"),
+            config=_yaml(_text(place / "config.yaml")),
             start_seconds=times.start_seconds if times is not None else None,
-            environment=_object(place / "environment.json"), probe=_object(place / "probe.json"),
+            environment=_object(place / "environment.json"),
+            probe=_object(place / "probe.json"),
             hang=_text(place / "hang.txt", HANG_BYTES),
-            files=tuple(sorted(path.relative_to(folder).as_posix() for path in place.glob("*") if path.name not in known)))
+            files=tuple(
+                sorted(
+                    path.relative_to(folder).as_posix() for path in place.glob("*") if path.name not in known
+                )
+            ),
+        )
 
 
 def _end(times: Times | None) -> str:

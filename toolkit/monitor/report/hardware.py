@@ -10,7 +10,19 @@ from toolkit.monitor.report.data import Run, section
 from toolkit.monitor.report.nodes import Node
 from toolkit.monitor.report.reduce import Curve, Total
 from toolkit.monitor.report.training import COLOURS, borders
-from toolkit.monitor.report.view import UNKNOWN, Chart, Folded, Format, Section, Series, Table, gigabytes, line, number, percent
+from toolkit.monitor.report.view import (
+    UNKNOWN,
+    Chart,
+    Folded,
+    Format,
+    Section,
+    Series,
+    Table,
+    gigabytes,
+    line,
+    number,
+    percent,
+)
 
 NODES = 6  # drawn one by one; of more, the range over all is drawn
 GPUS, ALL_GPUS = 16, 1024  # rows of the table, and of the folded one
@@ -19,9 +31,30 @@ GAP = 6.0  # of usual distances between samples: the node was not sampled, so no
 # Figure of a node, title, label of the axis, how it is written, its factor (percents are shares here), and which of the nodes is the worst.
 Shown = tuple[str, str, str, Format, float, Callable[[Iterable[tuple[float, int]]], tuple[float, int]]]
 GPU_SHOWN: tuple[Shown, ...] = (
-    ("gpu/utilization_percent_mean", "GPUs running any kernel, mean of a node", "utilisation", Format.PERCENT, 0.01, min),
-    ("gpu/tensor_active_percent_mean", "Tensor cores active, mean of a node", "tensor activity", Format.PERCENT, 0.01, min),
-    ("gpu/sm_clock_ratio_min", "Clock of a node's slowest GPU, of its maximum", "clock / maximum", Format.PERCENT, 1.0, min),
+    (
+        "gpu/utilization_percent_mean",
+        "GPUs running any kernel, mean of a node",
+        "utilisation",
+        Format.PERCENT,
+        0.01,
+        min,
+    ),
+    (
+        "gpu/tensor_active_percent_mean",
+        "Tensor cores active, mean of a node",
+        "tensor activity",
+        Format.PERCENT,
+        0.01,
+        min,
+    ),
+    (
+        "gpu/sm_clock_ratio_min",
+        "Clock of a node's slowest GPU, of its maximum",
+        "clock / maximum",
+        Format.PERCENT,
+        1.0,
+        min,
+    ),
     ("gpu/temperature_celsius_max", "Hottest GPU of a node", "°C", Format.NUMBER, 1.0, max),
     ("gpu/power_watts_sum", "Power of a node's GPUs", "W", Format.NUMBER, 1.0, max),
     ("gpu/memory_used_bytes_max", "Fullest GPU of a node", "bytes", Format.BYTES, 1.0, max),
@@ -43,21 +76,34 @@ HOST_SHOWN: tuple[Shown, ...] = (
 def hardware(run: Run) -> Section:
     intro: list[str] = []
     if not run.nodes:
-        intro.append("There are no samples of GPUs and hosts: monitor.system_seconds=0 leaves them out, older versions have none.")
+        intro.append(
+            "There are no samples of GPUs and hosts: monitor.system_seconds=0 leaves them out, older versions have none."
+        )
     elif not any(node.gpus for node in run.nodes.values()):
         intro.append("No GPU was used, so the samples are of the hosts only.")
     planned = section(run.plan, "world").get("nodes")
     if run.nodes and isinstance(planned, int) and len(run.nodes) < planned:
-        intro.append(f"Samples of {len(run.nodes)} of {planned} nodes are here. Nodes that keep theirs on a disk of their own are taken in "
-                     f"by nodes=FOLDER,... with the run's directories there.")
+        intro.append(
+            f"Samples of {len(run.nodes)} of {planned} nodes are here. Nodes that keep theirs on a disk of their own are taken in "
+            f"by nodes=FOLDER,... with the run's directories there."
+        )
     if len(run.nodes) > NODES:
-        intro.append(f"Lines are the median of {len(run.nodes)} nodes, bands reach from the lowest to the highest.")
+        intro.append(
+            f"Lines are the median of {len(run.nodes)} nodes, bands reach from the lowest to the highest."
+        )
     every = max((node.every for node in run.nodes.values()), default=1)
     if every > 1:
         intro.append(f"There are so many samples that one in {every:,} was read.")
     charts = tuple(chart for shown in (*GPU_SHOWN, *HOST_SHOWN) for chart in _chart(run, run.nodes, shown))
     tables = (*_gpus(run.nodes), *_environment(run))
-    return Section(id="hardware", title="Hardware", intro=tuple(intro), charts=charts, tables=tables, texts=tuple(_environments(run)))
+    return Section(
+        id="hardware",
+        title="Hardware",
+        intro=tuple(intro),
+        charts=charts,
+        tables=tables,
+        texts=tuple(_environments(run)),
+    )
 
 
 def _chart(run: Run, nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
@@ -66,15 +112,28 @@ def _chart(run: Run, nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
     if not having:
         return
     if len(having) <= NODES:
-        series = tuple(_line(node, figure, f"node {name}", COLOURS[place % len(COLOURS)], factor)
-                       for place, (name, node) in enumerate(having.items()))
+        series = tuple(
+            _line(node, figure, f"node {name}", COLOURS[place % len(COLOURS)], factor)
+            for place, (name, node) in enumerate(having.items())
+        )
     else:
         series = (_range(having, figure, factor),)
     totals = {name: node.curves.total(figure) for name, node in having.items()}
-    extreme, of = worst(((total.low if worst is min else total.high) * factor, name) for name, total in totals.items())
+    extreme, of = worst(
+        ((total.low if worst is min else total.high) * factor, name) for name, total in totals.items()
+    )
     alt = f"{title} over time, {len(having)} nodes. {'Lowest' if worst is min else 'Highest'}: {number(extreme)} on node {of}."
-    yield Chart(id=figure.replace("/", "-"), title=title, alt=alt, series=series, y_label=label, y_format=written, x_format=Format.TIME,
-                from_zero=written is not Format.NUMBER or label == "W", marks=borders(run, lambda attempt: attempt.began))
+    yield Chart(
+        id=figure.replace("/", "-"),
+        title=title,
+        alt=alt,
+        series=series,
+        y_label=label,
+        y_format=written,
+        x_format=Format.TIME,
+        from_zero=written is not Format.NUMBER or label == "W",
+        marks=borders(run, lambda attempt: attempt.began),
+    )
 
 
 def _line(node: Node, figure: str, name: str, colour: str, factor: float) -> Series:
@@ -82,11 +141,17 @@ def _line(node: Node, figure: str, name: str, colour: str, factor: float) -> Ser
     drawn = line(node.curves, figure, name, colour)
     assert drawn is not None
     banded = drawn.low is not None
-    x, (mid, low, high) = _with_gaps(drawn.x, (drawn.mid, drawn.low or drawn.mid, drawn.high or drawn.mid), factor)
-    return Series(name=name, colour=colour, x=x, mid=mid, low=low if banded else None, high=high if banded else None)
+    x, (mid, low, high) = _with_gaps(
+        drawn.x, (drawn.mid, drawn.low or drawn.mid, drawn.high or drawn.mid), factor
+    )
+    return Series(
+        name=name, colour=colour, x=x, mid=mid, low=low if banded else None, high=high if banded else None
+    )
 
 
-def _with_gaps(x: Sequence[float], parts: Sequence[Sequence[float | None]], factor: float) -> tuple[list[float], list[list[float | None]]]:
+def _with_gaps(
+    x: Sequence[float], parts: Sequence[Sequence[float | None]], factor: float
+) -> tuple[list[float], list[list[float | None]]]:
     """A point without values where distances are ``GAP`` times the usual one; the values times ``factor``."""
     limit = GAP * _usual(x)
     at: list[float] = []
@@ -119,11 +184,18 @@ def _range(nodes: dict[int, Node], figure: str, factor: float) -> Series:
             if low is not None and mid is not None and high is not None:
                 held.setdefault(int((x - begin) / width), []).append((low, mid, high))
     order = sorted(held)
-    places, (lows, mids, highs) = _with_gaps([begin + (bucket + 0.5) * width for bucket in order], (
-        [min(low for low, _, _ in held[bucket]) for bucket in order],
-        [statistics.median(mid for _, mid, _ in held[bucket]) for bucket in order],
-        [max(high for _, _, high in held[bucket]) for bucket in order]), factor)
-    return Series(name="median node, and the range of all", colour="blue", x=places, mid=mids, low=lows, high=highs)
+    places, (lows, mids, highs) = _with_gaps(
+        [begin + (bucket + 0.5) * width for bucket in order],
+        (
+            [min(low for low, _, _ in held[bucket]) for bucket in order],
+            [statistics.median(mid for _, mid, _ in held[bucket]) for bucket in order],
+            [max(high for _, _, high in held[bucket]) for bucket in order],
+        ),
+        factor,
+    )
+    return Series(
+        name="median node, and the range of all", colour="blue", x=places, mid=mids, low=lows, high=highs
+    )
 
 
 def _gpus(nodes: dict[int, Node]) -> Iterator[Table]:
@@ -135,14 +207,31 @@ def _gpus(nodes: dict[int, Node]) -> Iterator[Table]:
         return -(_mean(held, "throttled_percent") or 0.0), _mean(held, "utilization_percent") or 0.0
 
     kinds = sorted({name for node in nodes.values() for name in node.names.values()})
-    rows = tuple((f"node {name}, GPU {gpu}", *_gpu(node.gpus[gpu], node.throttled.get(gpu, {})))
-                 for name, node, gpu in sorted(every, key=badness)[:ALL_GPUS])
-    head = ("GPU", "utilisation", "tensor cores", "most memory", "hottest", "power", "clock", "throttled", "clock lowered by (samples)",
-            "ECC", "XID")
-    note = ("Utilisation, tensor cores, power, clock (of its maximum) and time throttled are means over all samples. ECC: uncorrected "
-            "errors. XID: errors that the driver told.")
+    rows = tuple(
+        (f"node {name}, GPU {gpu}", *_gpu(node.gpus[gpu], node.throttled.get(gpu, {})))
+        for name, node, gpu in sorted(every, key=badness)[:ALL_GPUS]
+    )
+    head = (
+        "GPU",
+        "utilisation",
+        "tensor cores",
+        "most memory",
+        "hottest",
+        "power",
+        "clock",
+        "throttled",
+        "clock lowered by (samples)",
+        "ECC",
+        "XID",
+    )
+    note = (
+        "Utilisation, tensor cores, power, clock (of its maximum) and time throttled are means over all samples. ECC: uncorrected "
+        "errors. XID: errors that the driver told."
+    )
     few = len(rows) <= GPUS
-    title = ": ".join(("GPUs" if few else f"The {GPUS} GPUs that look worst", *filter(None, [", ".join(kinds)])))
+    title = ": ".join(
+        ("GPUs" if few else f"The {GPUS} GPUs that look worst", *filter(None, [", ".join(kinds)]))
+    )
     if rows:
         yield Table(caption=title, align="nrrrrrrrlrr", head=head, rows=rows[:GPUS], note=note)
     if not few:
@@ -151,12 +240,21 @@ def _gpus(nodes: dict[int, Node]) -> Iterator[Table]:
 
 
 def _gpu(held: Mapping[str, Total], reasons: Mapping[str, int]) -> tuple[str, ...]:
-    lowered = ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items() if reason not in ("none", "idle"))
-    return (_percents(_mean(held, "utilization_percent")), _percents(_mean(held, "tensor_active_percent")),
-            gigabytes(_most(held, "memory_used_bytes")), _unit(_most(held, "temperature_celsius"), "°C"),
-            _unit(_mean(held, "power_watts"), "W"),
-            percent(_mean(held, "sm_clock_ratio")), _percents(_mean(held, "throttled_percent")), lowered,
-            number(_most(held, "ecc_uncorrected_errors")), number(_most(held, "xid_events")))
+    lowered = ", ".join(
+        f"{reason} ({count:,})" for reason, count in reasons.items() if reason not in ("none", "idle")
+    )
+    return (
+        _percents(_mean(held, "utilization_percent")),
+        _percents(_mean(held, "tensor_active_percent")),
+        gigabytes(_most(held, "memory_used_bytes")),
+        _unit(_most(held, "temperature_celsius"), "°C"),
+        _unit(_mean(held, "power_watts"), "W"),
+        percent(_mean(held, "sm_clock_ratio")),
+        _percents(_mean(held, "throttled_percent")),
+        lowered,
+        number(_most(held, "ecc_uncorrected_errors")),
+        number(_most(held, "xid_events")),
+    )
 
 
 def _mean(held: Mapping[str, Total], figure: str) -> float | None:
@@ -178,9 +276,16 @@ def _percents(value: float | None) -> str:
 def _environment(run: Run) -> Iterator[Table]:
     """Of the newest attempt that wrote it: single values."""
     for attempt in reversed(run.attempts):
-        rows = tuple((key, str(value)) for key, value in _flat(attempt.environment) if value not in (None, ""))
+        rows = tuple(
+            (key, str(value)) for key, value in _flat(attempt.environment) if value not in (None, "")
+        )
         if rows:
-            yield Table(caption=f"Environment of attempt {attempt.number}", head=("what", "value"), align="nl", rows=rows)
+            yield Table(
+                caption=f"Environment of attempt {attempt.number}",
+                head=("what", "value"),
+                align="nl",
+                rows=rows,
+            )
             return
 
 
@@ -191,7 +296,9 @@ def _environments(run: Run) -> Iterator[Folded]:
         there = dict(_flat(newest.environment)) if newest is not None else {}
         differing = [(key, value) for key, value in _flat(attempt.environment) if there.get(key) != value]
         if differing:
-            yield Folded(f"attempt {attempt.number} differed", "\n".join(f"{key}: {value}" for key, value in differing))
+            yield Folded(
+                f"attempt {attempt.number} differed", "\n".join(f"{key}: {value}" for key, value in differing)
+            )
 
 
 def _flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:

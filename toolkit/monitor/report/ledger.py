@@ -23,10 +23,23 @@ from toolkit.monitor.report.training import marks
 from toolkit.monitor.report.view import Chart, Format, Section, Series, Table, line, percent, seconds
 
 USEFUL = (FORWARD, BACKWARD, OPTIMIZER)
-COLOURS = {FORWARD: "sky", BACKWARD: "blue", OPTIMIZER: "green", DATA: "orange", TRANSFER: "yellow", BUBBLE: "red", CHECKPOINT: "brown",
-           EVALUATION: "teal", LOGGING: "grey", UNEXPLAINED: "pale"}
+COLOURS = {
+    FORWARD: "sky",
+    BACKWARD: "blue",
+    OPTIMIZER: "green",
+    DATA: "orange",
+    TRANSFER: "yellow",
+    BUBBLE: "red",
+    CHECKPOINT: "brown",
+    EVALUATION: "teal",
+    LOGGING: "grey",
+    UNEXPLAINED: "pale",
+}
 AXES_COLOURS = ("pink", "rose", "violet", "ink")
-FIRST = (*USEFUL, TRANSFER)  # from below: what is useful; then what is not, the largest first; last what is not known
+FIRST = (
+    *USEFUL,
+    TRANSFER,
+)  # from below: what is useful; then what is not, the largest first; last what is not known
 STARVING = 0.01  # of all time: less is not worth asking whose it is
 RANKS = 8  # the most often slowest ones that are named
 STACKED = 150  # points of the shares: of less, a save now and then is seen as stripes instead of its share
@@ -36,16 +49,26 @@ def ledger(run: Run) -> Section:
     held = run.ledger
     parts = held.parts
     if not parts:
-        why = "monitor.ledger=false leaves it out, and runs of older versions have none" if run.steps.rows else "no step is done yet"
+        why = (
+            "monitor.ledger=false leaves it out, and runs of older versions have none"
+            if run.steps.rows
+            else "no step is done yet"
+        )
         return Section(id="ledger", title="Where the time goes", intro=(f"There is no ledger: {why}.",))
     useful = sum(held.share(part) for part in USEFUL)
     intro = (
         f"Forward, backward and optimizer took {percent(useful)} of the time of {held.curves.rows:,} steps, "
         f"{percent(held.share(UNEXPLAINED))} is unexplained. A step reaches from one wait for samples to the next, so the evaluation and "
         f"the save that followed it are its own.",
-        "Each part is that of the median rank. Ranks differ, in a pipeline by their stage, so the parts need not add up to the step.")
-    return Section(id="ledger", title="Where the time goes", intro=intro, charts=(_stack(run, parts), _walls(run)),
-                   tables=(_table(held, parts), *_ranks(held)))
+        "Each part is that of the median rank. Ranks differ, in a pipeline by their stage, so the parts need not add up to the step.",
+    )
+    return Section(
+        id="ledger",
+        title="Where the time goes",
+        intro=intro,
+        charts=(_stack(run, parts), _walls(run)),
+        tables=(_table(held, parts), *_ranks(held)),
+    )
 
 
 def colours(parts: list[str]) -> dict[str, str]:
@@ -56,21 +79,39 @@ def colours(parts: list[str]) -> dict[str, str]:
 def _stack(run: Run, parts: list[str]) -> Chart:
     """Shares of the time of a bucket's steps; they make 1."""
     curves = run.ledger.curves.curves
-    order = [part for part in FIRST if part in parts] + [part for part in parts if part not in (*FIRST, UNEXPLAINED)]
+    order = [part for part in FIRST if part in parts] + [
+        part for part in parts if part not in (*FIRST, UNEXPLAINED)
+    ]
     order += [UNEXPLAINED] * (UNEXPLAINED in parts)
     points = len(run.ledger.curves.x)
     edges = [number * points // min(points, STACKED) for number in range(min(points, STACKED) + 1)]
     x = [run.ledger.curves.x[first] for first in edges[:-1]]
-    sums = {part: [sum(value or 0.0 for value in curves[part].sum[first:end]) for first, end in pairwise(edges)] for part in order}
+    sums = {
+        part: [sum(value or 0.0 for value in curves[part].sum[first:end]) for first, end in pairwise(edges)]
+        for part in order
+    }
     whole = [sum(values) for values in zip(*sums.values(), strict=True)]
     paint = colours(parts)
     said = ", ".join(f"{part} {percent(run.ledger.share(part))}" for part in parts)
     series = tuple(
-        Series(name=part, colour=paint[part], x=x,
-               mid=[value / of_all if of_all else 0.0 for value, of_all in zip(values, whole, strict=True)])
-        for part, values in sums.items())
-    return Chart(id="ledger-shares", title="Shares of the steps' time", series=series, y_label="share of the time", y_format=Format.PERCENT,
-                 stacked=True, marks=marks(run), alt=f"Shares of each part in the steps' time, stacked. In all: {said}.")
+        Series(
+            name=part,
+            colour=paint[part],
+            x=x,
+            mid=[value / of_all if of_all else 0.0 for value, of_all in zip(values, whole, strict=True)],
+        )
+        for part, values in sums.items()
+    )
+    return Chart(
+        id="ledger-shares",
+        title="Shares of the steps' time",
+        series=series,
+        y_label="share of the time",
+        y_format=Format.PERCENT,
+        stacked=True,
+        marks=marks(run),
+        alt=f"Shares of each part in the steps' time, stacked. In all: {said}.",
+    )
 
 
 def _walls(run: Run) -> Chart:
@@ -79,9 +120,16 @@ def _walls(run: Run) -> Chart:
     drawn = [line(curves, "wall_seconds", "whole step", "ink")]
     drawn += [line(curves, f"{part} max", part, paint[part]) for part in run.ledger.parts[:5]]
     lines = tuple(one for one in drawn if one is not None)
-    return Chart(id="ledger-seconds", title="Seconds of the largest parts, slowest rank", series=lines,
-                 alt="Seconds of the five largest parts, and of the whole step, over the steps.", y_label="seconds",
-                 y_format=Format.SECONDS, from_zero=True, marks=marks(run))
+    return Chart(
+        id="ledger-seconds",
+        title="Seconds of the largest parts, slowest rank",
+        series=lines,
+        alt="Seconds of the five largest parts, and of the whole step, over the steps.",
+        y_label="seconds",
+        y_format=Format.SECONDS,
+        from_zero=True,
+        marks=marks(run),
+    )
 
 
 def _table(held: Ledger, parts: list[str]) -> Table:
@@ -90,13 +138,35 @@ def _table(held: Ledger, parts: list[str]) -> Table:
     for part in parts:
         middle = held.curves.total(part)
         low, high = held.curves.total(f"{part} min"), held.curves.total(f"{part} max")
-        rows.append((part, percent(held.share(part)), seconds(middle.sum / held.curves.rows), seconds(low.median),
-                     seconds(middle.median), seconds(high.median), seconds(high.high), f"{middle.count:,}"))
+        rows.append(
+            (
+                part,
+                percent(held.share(part)),
+                seconds(middle.sum / held.curves.rows),
+                seconds(low.median),
+                seconds(middle.median),
+                seconds(high.median),
+                seconds(high.high),
+                f"{middle.count:,}",
+            )
+        )
     return Table(
-        caption="Parts of a step", align="nrrrrrrr", rows=tuple(rows),
-        head=("part", "share of all time", "mean a step", "quickest rank", "median rank", "slowest rank", "longest ever", "steps with it"),
+        caption="Parts of a step",
+        align="nrrrrrrr",
+        rows=tuple(rows),
+        head=(
+            "part",
+            "share of all time",
+            "mean a step",
+            "quickest rank",
+            "median rank",
+            "slowest rank",
+            "longest ever",
+            "steps with it",
+        ),
         note="Quickest, median and slowest rank are of the median step among those that have the part. Exposed communication is named by "
-             "its axes; what overlaps with computing takes no time here.")
+        "its axes; what overlaps with computing takes no time here.",
+    )
 
 
 def _ranks(held: Ledger) -> Iterator[Table]:
@@ -104,16 +174,26 @@ def _ranks(held: Ledger) -> Iterator[Table]:
     if held.ranks < 2:
         return
     if held.slowest:
-        yield _who("The slowest rank", held.slowest, (
-            f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
-            f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they "
-            f"hold."))
+        yield _who(
+            "The slowest rank",
+            held.slowest,
+            (
+                f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
+                f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they "
+                f"hold."
+            ),
+        )
     if held.starved and held.share(DATA) >= STARVING:
-        yield _who("The rank that waited longest for its samples", held.starved, "One rank alone: its own disk, network or processors.")
+        yield _who(
+            "The rank that waited longest for its samples",
+            held.starved,
+            "One rank alone: its own disk, network or processors.",
+        )
 
 
 def _who(caption: str, counts: Counter[int], note: str) -> Table:
     total = sum(counts.values())
-    rows = tuple((f"rank {rank}", f"{count:,}", percent(count / total)) for rank, count in counts.most_common(RANKS))
+    rows = tuple(
+        (f"rank {rank}", f"{count:,}", percent(count / total)) for rank, count in counts.most_common(RANKS)
+    )
     return Table(caption=caption, head=("rank", "steps", "share"), align="lrr", rows=rows, note=note)
-

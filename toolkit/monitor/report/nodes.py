@@ -15,9 +15,20 @@ from toolkit.monitor.report.rows import Advance, about_rows, curves_of, is_numbe
 
 _SINGLE = re.compile(r"(gpu|rank)/(\d+)/(\w+)")
 # Figures of single GPUs that the page shows: a node has hundreds.
-GPU_FIGURES = frozenset((
-    "utilization_percent", "sm_active_percent", "tensor_active_percent", "memory_used_bytes", "temperature_celsius", "power_watts",
-    "sm_clock_ratio", "throttled_percent", "ecc_uncorrected_errors", "xid_events"))
+GPU_FIGURES = frozenset(
+    (
+        "utilization_percent",
+        "sm_active_percent",
+        "tensor_active_percent",
+        "memory_used_bytes",
+        "temperature_celsius",
+        "power_watts",
+        "sm_clock_ratio",
+        "throttled_percent",
+        "ecc_uncorrected_errors",
+        "xid_events",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +84,17 @@ def read_node(path: Path, advance: Advance, *, points: int, rows: int) -> Node:
                 kept[name] = value
         return kept
 
-    curves = curves_of(path, "time", figures, advance, width=width_in_time, points=points, keep=0, every=every)
-    return Node(curves, {gpu: dict(held) for gpu, held in gpus.items()}, names, dict(throttled), dict(rank_bytes), every)
+    curves = curves_of(
+        path, "time", figures, advance, width=width_in_time, points=points, keep=0, every=every
+    )
+    return Node(
+        curves,
+        {gpu: dict(held) for gpu, held in gpus.items()},
+        names,
+        dict(throttled),
+        dict(rank_bytes),
+        every,
+    )
 
 
 def number_of(path: Path) -> int:

@@ -33,8 +33,16 @@ class Held:
 
 def reality(run: Run) -> Section:
     if not run.plan:
-        return Section(id="plan", title="Plan against reality", intro=("There is no plan.json, so there is nothing to compare with.",))
-    tables = (*(_table(caption, held) for caption, held in attempts_held(run)), *_probe(run), *_warnings(run.plan))
+        return Section(
+            id="plan",
+            title="Plan against reality",
+            intro=("There is no plan.json, so there is nothing to compare with.",),
+        )
+    tables = (
+        *(_table(caption, held) for caption, held in attempts_held(run)),
+        *_probe(run),
+        *_warnings(run.plan),
+    )
     return Section(id="plan", title="Plan against reality", intro=(_layout(run.plan),), tables=tables)
 
 
@@ -50,7 +58,9 @@ def attempts_held(run: Run) -> list[tuple[str, Held]]:
         plan, most = (attempt.plan or run.plan, _most_bytes(run)) if which == newest else (attempt.plan, None)
         if plan and totals:
             caption = f"Attempt {which}, from step {(attempt.first or 0) + 1:,}, planned and measured: {_layout(plan)}"
-            held.append((caption, Held(plan, attempt.config or run.config, run.unit, _figure_of(totals), most)))
+            held.append(
+                (caption, Held(plan, attempt.config or run.config, run.unit, _figure_of(totals), most))
+            )
     return held
 
 
@@ -60,6 +70,7 @@ def _figure_of(totals: Mapping[str, Total]) -> Callable[[str], Total]:
 
 def whole(run: Run) -> Held:
     """All of the run, as one attempt."""
+
     def total(name: str) -> Total:
         return (run.ledger.curves if name in run.ledger.curves.totals else run.steps).total(name)
 
@@ -68,12 +79,17 @@ def whole(run: Run) -> Held:
 
 def _table(caption: str, held: Held) -> Table:
     rows = tuple(row for part in (_batch(held), _memory(held), _compute(held), _bubble(held)) for row in part)
-    return Table(caption=caption, head=("what", "planned", "measured", "how to read it"), align="nrrl", rows=rows)
+    return Table(
+        caption=caption, head=("what", "planned", "measured", "how to read it"), align="nrrl", rows=rows
+    )
 
 
 def bubble_planned(held: Held) -> float | None:
     """(p - 1) / (v m) of p stages, v virtual stages each and m micro-batches; None without a pipeline."""
-    stages, micro_batches = section(held.plan, "axes").get("pipeline"), section(held.plan, "batch").get("accumulation")
+    stages, micro_batches = (
+        section(held.plan, "axes").get("pipeline"),
+        section(held.plan, "batch").get("accumulation"),
+    )
     if not is_number(stages) or not is_number(micro_batches) or stages < 2 or micro_batches < 1:
         return None
     virtual = section(held.config, "engine", "megatron").get("virtual_pipeline_model_parallel_size")
@@ -87,7 +103,12 @@ def bubble_measured(held: Held) -> float | None:
 
 
 def _layout(plan: Mapping[str, Any]) -> str:
-    axes = ", ".join(f"{name} {size}" for name, size in section(plan, "axes").items() if is_number(size) and size > 1) or "one rank"
+    axes = (
+        ", ".join(
+            f"{name} {size}" for name, size in section(plan, "axes").items() if is_number(size) and size > 1
+        )
+        or "one rank"
+    )
     world = section(plan, "world")
     kind = "CPU ranks" if world.get("device") == "cpu" else world.get("gpu") or "GPUs of unknown kind"
     return f"Engine {plan.get('engine', 'unknown')} on {world.get('ranks', '?')} x {kind}, nodes: {world.get('nodes', '?')}. Axes: {axes}."
@@ -99,15 +120,24 @@ def _batch(held: Held) -> Iterator[Row]:
     if is_number(planned):
         stages = batch.get("stages")
         ramp = "; the batch grows to it" if isinstance(stages, list) and len(stages) > 1 else ""
-        yield (f"{held.unit} a step", f"{planned:,}", _whole(held.total(held.unit).median),
-               f"measured: the median step's, without masked ones{ramp}")
+        yield (
+            f"{held.unit} a step",
+            f"{planned:,}",
+            _whole(held.total(held.unit).median),
+            f"measured: the median step's, without masked ones{ramp}",
+        )
 
 
 def _most_bytes(run: Run) -> float | None:
     """By the samples of all nodes: of the fullest GPU, or on CPUs of the rank with the most private memory."""
     if section(run.plan, "world").get("device") == "cpu":
         return max((most for node in run.nodes.values() for most in node.rank_bytes.values()), default=None)
-    used = [held["memory_used_bytes"].high for node in run.nodes.values() for held in node.gpus.values() if "memory_used_bytes" in held]
+    used = [
+        held["memory_used_bytes"].high
+        for node in run.nodes.values()
+        for held in node.gpus.values()
+        if "memory_used_bytes" in held
+    ]
     return max(used, default=None)
 
 
@@ -116,14 +146,22 @@ def _memory(held: Held) -> Iterator[Row]:
     planned = memory.get("device_total")
     if not is_number(planned):
         return
-    states = [memory[name] for name in ("parameters", "gradients", "optimizer") if is_number(memory.get(name))]
+    states = [
+        memory[name] for name in ("parameters", "gradients", "optimizer") if is_number(memory.get(name))
+    ]
     if (device := held.total("device_bytes")).count and states:
-        yield ("parameters, gradients, optimizer", gigabytes(sum(states)), gigabytes(device.median),
-               "measured: tensors on the fullest device after the median step, the engine's buffers included")
+        yield (
+            "parameters, gradients, optimizer",
+            gigabytes(sum(states)),
+            gigabytes(device.median),
+            "measured: tensors on the fullest device after the median step, the engine's buffers included",
+        )
     measured = held.most_bytes
     if section(held.plan, "world").get("device") == "cpu":
         host = held.total("host_bytes")
-        measured = max((size for size in (measured, host.high if host.count else None) if size is not None), default=None)
+        measured = max(
+            (size for size in (measured, host.high if host.count else None) if size is not None), default=None
+        )
         has = "the rank with the most private memory, Python, torch and the engine included"
     else:
         has = "the fullest GPU by NVML, the CUDA context and what torch's allocator only holds included, over all attempts"
@@ -139,18 +177,31 @@ def _compute(held: Held) -> Iterator[Row]:
     ranks, measured = section(held.plan, "world").get("ranks"), held.total("step_seconds").median
     if is_number(flops) and is_number(peak) and is_number(ranks) and peak and ranks:
         least = flops / (peak * ranks)
-        yield ("time of a step", f"at least {seconds(least)}", seconds(measured),
-               f"planned: {number(flops)} model FLOPs at the dense peak of {peak / 1e12:,.0f} TFLOP/s a GPU; the ratio is the MFU")
+        yield (
+            "time of a step",
+            f"at least {seconds(least)}",
+            seconds(measured),
+            f"planned: {number(flops)} model FLOPs at the dense peak of {peak / 1e12:,.0f} TFLOP/s a GPU; the ratio is the MFU",
+        )
     elif measured is not None:
-        yield "time of a step", UNKNOWN, seconds(measured), "the device's peak is not known, so there is no least time"
+        yield (
+            "time of a step",
+            UNKNOWN,
+            seconds(measured),
+            "the device's peak is not known, so there is no least time",
+        )
 
 
 def _bubble(held: Held) -> Iterator[Row]:
     planned = bubble_planned(held)
     if planned is not None:
-        yield ("pipeline bubble", percent(planned), percent(bubble_measured(held)),
-               "planned: (p - 1) / (v m) of p equal stages with v virtual ones each and m micro-batches; measured: the median rank's "
-               "bubble over its forward and backward")
+        yield (
+            "pipeline bubble",
+            percent(planned),
+            percent(bubble_measured(held)),
+            "planned: (p - 1) / (v m) of p equal stages with v virtual ones each and m micro-batches; measured: the median rank's "
+            "bubble over its forward and backward",
+        )
 
 
 def _probe(run: Run) -> tuple[Table, ...]:
@@ -158,12 +209,25 @@ def _probe(run: Run) -> tuple[Table, ...]:
     for attempt in reversed(run.attempts):
         axes = attempt.probe.get("axes")
         if isinstance(axes, list) and axes:
-            return (Table(
-                caption=f"Links along each axis, as probed before the first step of attempt {attempt.number}", align="lrlrrrrl",
-                rows=tuple(_axis(row) for row in axes if isinstance(row, dict)),
-                head=("axis", "ranks", "operation", "latency p50", "latency p99", "bandwidth, slowest", "fastest group", "slowest ranks"),
-                note="Bandwidth is bus bandwidth: of an all-reduce of S bytes over n ranks in t seconds 2 (n - 1) / n S / t, of a send "
-                     "S / t."),)
+            return (
+                Table(
+                    caption=f"Links along each axis, as probed before the first step of attempt {attempt.number}",
+                    align="lrlrrrrl",
+                    rows=tuple(_axis(row) for row in axes if isinstance(row, dict)),
+                    head=(
+                        "axis",
+                        "ranks",
+                        "operation",
+                        "latency p50",
+                        "latency p99",
+                        "bandwidth, slowest",
+                        "fastest group",
+                        "slowest ranks",
+                    ),
+                    note="Bandwidth is bus bandwidth: of an all-reduce of S bytes over n ranks in t seconds 2 (n - 1) / n S / t, of a send "
+                    "S / t.",
+                ),
+            )
     return ()
 
 
@@ -175,17 +239,48 @@ def _axis(row: Mapping[str, Any]) -> tuple[str, ...]:
         return seconds(value) if unit == "s" else f"{value / 1e9:,.2f} GB/s"
 
     ranks = row.get("slowest_ranks")
-    named = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "") if isinstance(ranks, list) else str(row.get("missing", ""))
-    return (str(row.get("axis", "")), str(row.get("ranks", "")), str(row.get("operation", "not measured")),
-            written("latency_p50_seconds", "s"), written("latency_p99_seconds", "s"), written("bandwidth_bytes_per_second", "B"),
-            written("best_bandwidth_bytes_per_second", "B"), named)
+    named = (
+        ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+        if isinstance(ranks, list)
+        else str(row.get("missing", ""))
+    )
+    return (
+        str(row.get("axis", "")),
+        str(row.get("ranks", "")),
+        str(row.get("operation", "not measured")),
+        written("latency_p50_seconds", "s"),
+        written("latency_p99_seconds", "s"),
+        written("bandwidth_bytes_per_second", "B"),
+        written("best_bandwidth_bytes_per_second", "B"),
+        named,
+    )
 
 
 def _warnings(plan: Mapping[str, Any]) -> tuple[Table, ...]:
     warnings = plan.get("warnings")
-    rows = tuple((str(one.get("key", "")), str(one.get("seen", "")), str(one.get("rule", "")), str(one.get("remedy", "")))
-                 for one in warnings if isinstance(one, dict)) if isinstance(warnings, list) else ()
-    return (Table(caption="The plan's warnings", head=("key", "seen", "rule", "remedy"), align="llll", rows=rows),) if rows else ()
+    rows = (
+        tuple(
+            (
+                str(one.get("key", "")),
+                str(one.get("seen", "")),
+                str(one.get("rule", "")),
+                str(one.get("remedy", "")),
+            )
+            for one in warnings
+            if isinstance(one, dict)
+        )
+        if isinstance(warnings, list)
+        else ()
+    )
+    return (
+        (
+            Table(
+                caption="The plan's warnings", head=("key", "seen", "rule", "remedy"), align="llll", rows=rows
+            ),
+        )
+        if rows
+        else ()
+    )
 
 
 def _whole(value: float | None) -> str:

@@ -102,10 +102,14 @@ def bucket_width(first: float, last: float, points: int = POINTS) -> float:
     return max(1, math.ceil((last - first + 1) / points))
 
 
-def reduce(rows: Iterable[tuple[float, Mapping[str, float]]], first: float, width: float, keep: int = SAMPLE) -> Curves:
+def reduce(
+    rows: Iterable[tuple[float, Mapping[str, float]]], first: float, width: float, keep: int = SAMPLE
+) -> Curves:
     """Place and figures of each row, in order; a row that goes back to an earlier bucket begins another one."""
     x: list[float] = []
-    points: dict[str, dict[int, tuple[float, float, float, float]]] = defaultdict(dict)  # by figure, then by index into x
+    points: dict[str, dict[int, tuple[float, float, float, float]]] = defaultdict(
+        dict
+    )  # by figure, then by index into x
     totals: dict[str, Total] = defaultdict(lambda: Total(keep))
     count = 0
     for _, bucket in groupby(rows, lambda row: math.floor((row[0] - first) / width)):
@@ -119,9 +123,16 @@ def reduce(rows: Iterable[tuple[float, Mapping[str, float]]], first: float, widt
         for name, values in held.items():
             finite = totals[name].add(values)
             if finite:
-                points[name][len(x)] = (min(finite), statistics.median(finite), max(finite), math.fsum(finite))
+                points[name][len(x)] = (
+                    min(finite),
+                    statistics.median(finite),
+                    max(finite),
+                    math.fsum(finite),
+                )
         x.append(begin if begin == end else (begin + end) / 2)
-    return Curves(x, {name: _aligned(by_index, len(x)) for name, by_index in points.items()}, dict(totals), count, width)
+    return Curves(
+        x, {name: _aligned(by_index, len(x)) for name, by_index in points.items()}, dict(totals), count, width
+    )
 
 
 def _aligned(by_index: Mapping[int, tuple[float, float, float, float]], length: int) -> Curve:

@@ -27,8 +27,17 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def curves_of(path: Path, place: str, figures: Callable[[Mapping[str, Any]], Mapping[str, float]], advance: Advance, *,
-              width: Callable[[Path, str, int], float], points: int = POINTS, keep: int = SAMPLE, every: int = 1) -> Curves:
+def curves_of(
+    path: Path,
+    place: str,
+    figures: Callable[[Mapping[str, Any]], Mapping[str, float]],
+    advance: Advance,
+    *,
+    width: Callable[[Path, str, int], float],
+    points: int = POINTS,
+    keep: int = SAMPLE,
+    every: int = 1,
+) -> Curves:
     """A file's figures over ``place``, the key that orders its rows, in about ``points`` buckets; empty where there is none. ``every``: see
     ``read_rows``."""
     first = next(placed(path, place), None)
@@ -73,7 +82,11 @@ def _head(path: Path, place: str) -> tuple[list[float], float]:
 
 def placed(path: Path, place: str, advance: Advance = nothing, every: int = 1) -> Iterator[dict[str, Any]]:
     """The rows that have ``place``."""
-    return (row for row in read_rows(path, advance, every) if is_number(row.get(place)) and math.isfinite(row[place]))
+    return (
+        row
+        for row in read_rows(path, advance, every)
+        if is_number(row.get(place)) and math.isfinite(row[place])
+    )
 
 
 @contextmanager

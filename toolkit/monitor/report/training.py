@@ -26,23 +26,43 @@ def _resolution(curves: Curves) -> str:
     zoom = "Drag over a curve to zoom into all of them, double-click to see everything."
     if curves.width <= 1:
         return f"Every one of the {curves.rows:,} steps is a point. {zoom}"
-    return (f"{curves.rows:,} steps, {curves.width:,.0f} to a point: the line is their median, the band reaches from the smallest to the "
-            f"largest. {zoom}")
+    return (
+        f"{curves.rows:,} steps, {curves.width:,.0f} to a point: the line is their median, the band reaches from the smallest to the "
+        f"largest. {zoom}"
+    )
 
 
 def marks(run: Run) -> tuple[Mark, ...]:
     """Lines on the curves over steps: the borders between attempts, and the newest alerts."""
     rows = [row for row in run.alerts.rows if is_number(row.get("step"))][-MARKS:]
-    alerts = (Mark(row["step"], str(row.get("level", "warning")), f"{row.get('name', 'alert')}: {row.get('cause', '')}",
-                   str(row.get("name", "alert"))) for row in rows)
+    alerts = (
+        Mark(
+            row["step"],
+            str(row.get("level", "warning")),
+            f"{row.get('name', 'alert')}: {row.get('cause', '')}",
+            str(row.get("name", "alert")),
+        )
+        for row in rows
+    )
     return (*borders(run, lambda attempt: attempt.first), *alerts)
 
 
 def borders(run: Run, place: Callable[[Attempt], float | None]) -> tuple[Mark, ...]:
     """A line at the beginning of each of the newest attempts but the first, of those whose steps stand."""
-    later = [(attempt, first, at) for attempt, first in standing_from(run.attempts)[1:] if (at := place(attempt)) is not None]
-    return tuple(Mark(at, "attempt", f"attempt {attempt.number} begins after step {first:,}", f"attempt {attempt.number}")
-                 for attempt, first, at in later[-MARKS:])
+    later = [
+        (attempt, first, at)
+        for attempt, first in standing_from(run.attempts)[1:]
+        if (at := place(attempt)) is not None
+    ]
+    return tuple(
+        Mark(
+            at,
+            "attempt",
+            f"attempt {attempt.number} begins after step {first:,}",
+            f"attempt {attempt.number}",
+        )
+        for attempt, first, at in later[-MARKS:]
+    )
 
 
 def _charts(run: Run) -> Iterator[Chart]:
@@ -53,41 +73,114 @@ def _charts(run: Run) -> Iterator[Chart]:
         losses.append(drawn and _dotted(drawn))
     per = "an image" if run.unit == "images" else "a token"
     yield from _chart("loss", "Loss", f"loss (nats {per})", losses, told)
-    accuracies = [line(curves, "accuracy", name, colour) for colour, (name, curves) in
-                  zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False)]
-    yield from _chart("accuracy", "Accuracy", "accuracy", [one and _dotted(one) for one in accuracies], told, Format.PERCENT)
+    accuracies = [
+        line(curves, "accuracy", name, colour)
+        for colour, (name, curves) in zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False)
+    ]
+    yield from _chart(
+        "accuracy", "Accuracy", "accuracy", [one and _dotted(one) for one in accuracies], told, Format.PERCENT
+    )
     norm = line(run.steps, "grad_norm", "gradient norm", "green")
     yield from _chart("grad_norm", "Gradient norm, before clipping", "gradient norm", [norm], told)
-    yield from _chart("lr", "Learning rate", "learning rate", [line(run.steps, "lr", "learning rate", "violet")], told)
+    yield from _chart(
+        "lr", "Learning rate", "learning rate", [line(run.steps, "lr", "learning rate", "violet")], told
+    )
     speed = f"{run.unit}_per_second"
-    yield from _chart("speed", "Throughput", f"{run.unit}/s", [line(run.steps, speed, f"{run.unit}/s", "blue")], told, zero=True)
+    yield from _chart(
+        "speed",
+        "Throughput",
+        f"{run.unit}/s",
+        [line(run.steps, speed, f"{run.unit}/s", "blue")],
+        told,
+        zero=True,
+    )
     used = [line(run.steps, "mfu", "MFU", "green"), line(run.steps, "hfu", "HFU", "orange")]
-    yield from _chart("mfu", "Utilisation of the GPUs' peak", "share of the dense peak", used, told, Format.PERCENT, zero=True)
-    flops = [line(run.steps, "model_tflops_per_gpu", "model", "green"), line(run.steps, "hardware_tflops_per_gpu", "hardware", "orange")]
+    yield from _chart(
+        "mfu",
+        "Utilisation of the GPUs' peak",
+        "share of the dense peak",
+        used,
+        told,
+        Format.PERCENT,
+        zero=True,
+    )
+    flops = [
+        line(run.steps, "model_tflops_per_gpu", "model", "green"),
+        line(run.steps, "hardware_tflops_per_gpu", "hardware", "orange"),
+    ]
     if run.steps.total("mfu").count == 0:
         yield from _chart("tflops", "Arithmetic of a rank", "TFLOP/s a rank", flops, told, zero=True)
-    times = [line(run.steps, "step_seconds", "step", "blue"), line(run.steps, "data_seconds", "of it, waiting for samples", "orange"),
-             line(run.steps, "gc_seconds", "garbage collection", "grey")]
+    times = [
+        line(run.steps, "step_seconds", "step", "blue"),
+        line(run.steps, "data_seconds", "of it, waiting for samples", "orange"),
+        line(run.steps, "gc_seconds", "garbage collection", "grey"),
+    ]
     yield from _chart("seconds", "Time of a step", "seconds", times, told, Format.SECONDS, zero=True)
-    held = [line(run.steps, "device_bytes", "tensors on the device", "green"), line(run.steps, "host_bytes", "process", "blue")]
-    yield from _chart("memory", "Memory after a step, of the rank that holds most", "bytes", held, told, Format.BYTES)
-    yield from _chart("loss_scale", "Loss scale of fp16", "loss scale", [line(run.steps, "loss_scale", "loss scale", "brown")], told)
-    epochs = [line(run.steps, name, name.removeprefix(EPOCHS), colour) for colour, name in
-              zip(COLOURS, sorted(name for name in run.steps.curves if name.startswith(EPOCHS)), strict=False)]
-    yield from _chart("epochs", "Epochs of each source", "epochs", epochs, borders(run, lambda attempt: attempt.first), zero=True)
+    held = [
+        line(run.steps, "device_bytes", "tensors on the device", "green"),
+        line(run.steps, "host_bytes", "process", "blue"),
+    ]
+    yield from _chart(
+        "memory", "Memory after a step, of the rank that holds most", "bytes", held, told, Format.BYTES
+    )
+    yield from _chart(
+        "loss_scale",
+        "Loss scale of fp16",
+        "loss scale",
+        [line(run.steps, "loss_scale", "loss scale", "brown")],
+        told,
+    )
+    epochs = [
+        line(run.steps, name, name.removeprefix(EPOCHS), colour)
+        for colour, name in zip(
+            COLOURS, sorted(name for name in run.steps.curves if name.startswith(EPOCHS)), strict=False
+        )
+    ]
+    yield from _chart(
+        "epochs",
+        "Epochs of each source",
+        "epochs",
+        epochs,
+        borders(run, lambda attempt: attempt.first),
+        zero=True,
+    )
 
 
 def _dotted(drawn: Series) -> Series:
-    return Series(name=drawn.name, colour=drawn.colour, x=drawn.x, mid=drawn.mid, low=drawn.low, high=drawn.high, dots=len(drawn.x) <= 100)
+    return Series(
+        name=drawn.name,
+        colour=drawn.colour,
+        x=drawn.x,
+        mid=drawn.mid,
+        low=drawn.low,
+        high=drawn.high,
+        dots=len(drawn.x) <= 100,
+    )
 
 
-def _chart(name: str, title: str, label: str, series: list[Series | None], told: tuple[Mark, ...], written: Format = Format.NUMBER, *,
-           zero: bool = False) -> Iterator[Chart]:
+def _chart(
+    name: str,
+    title: str,
+    label: str,
+    series: list[Series | None],
+    told: tuple[Mark, ...],
+    written: Format = Format.NUMBER,
+    *,
+    zero: bool = False,
+) -> Iterator[Chart]:
     """Nothing where there is nothing to draw."""
     drawn = tuple(one for one in series if one is not None)
     if drawn:
-        yield Chart(id=name, title=title, alt=f"{title} over the steps. {'; '.join(map(_words, drawn))}", series=drawn, y_label=label,
-                    y_format=written, from_zero=zero, marks=told)
+        yield Chart(
+            id=name,
+            title=title,
+            alt=f"{title} over the steps. {'; '.join(map(_words, drawn))}",
+            series=drawn,
+            y_label=label,
+            y_format=written,
+            from_zero=zero,
+            marks=told,
+        )
 
 
 def _words(series: Series) -> str:

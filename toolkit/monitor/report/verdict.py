@@ -15,7 +15,14 @@ from toolkit.progress import duration, quantity
 
 LATE_SECONDS = 60.0  # beyond the limit of a hang, after which a run that is alive would have ended itself
 LIMIT_SECONDS = 86_400.0  # where it has no such limit
-MOODS = {"done": "good", "running": "good", "starting": "good", "stopped": "warning", "failed": "error", "refused": "error"}
+MOODS = {
+    "done": "good",
+    "running": "good",
+    "starting": "good",
+    "stopped": "warning",
+    "failed": "error",
+    "refused": "error",
+}
 TOLD_SHARE = 0.005  # of the time: a smaller part is not worth a word
 
 
@@ -45,7 +52,11 @@ def dead(run: Run) -> bool:
 
 def verdict(run: Run) -> list[str]:
     """Sentences, in the order in which a person asks."""
-    return [" ".join(part) for part in ([*_course(run)], [*_losses(run)], [*_speed(run), *_time(run)], [*_alerts(run)]) if part]
+    return [
+        " ".join(part)
+        for part in ([*_course(run)], [*_losses(run)], [*_speed(run), *_time(run)], [*_alerts(run)])
+        if part
+    ]
 
 
 def _course(run: Run) -> Iterator[str]:
@@ -56,8 +67,10 @@ def _course(run: Run) -> Iterator[str]:
         case "done":
             yield f"The run is done: {run.step:,} steps."
         case "running" | "starting" if dead(run):
-            yield (f"The run says that it is at {steps}, but said so {duration(run.status_age or 0.0)} ago: it is no longer alive. "
-                   f"The same command continues it.")
+            yield (
+                f"The run says that it is at {steps}, but said so {duration(run.status_age or 0.0)} ago: it is no longer alive. "
+                f"The same command continues it."
+            )
         case "running" | "starting":
             left = run.steps.total("eta_seconds").last
             yield f"The run is under way, at {steps}{f'; about {duration(left)} left' if left else ''}."
@@ -102,7 +115,11 @@ def _time(run: Run) -> Iterator[str]:
             yield f"Of the steps' time {percent(waited / whole)} was spent waiting for samples."
         return
     yield f"{percent(sum(held.share(part) for part in USEFUL))} of the time went into forward, backward and optimizer."
-    lost = [part for part in held.parts if part not in USEFUL and part != UNEXPLAINED and held.share(part) >= TOLD_SHARE]
+    lost = [
+        part
+        for part in held.parts
+        if part not in USEFUL and part != UNEXPLAINED and held.share(part) >= TOLD_SHARE
+    ]
     if lost:
         yield f"What took the rest: {', '.join(f'{part} {percent(held.share(part))}' for part in lost[:4])}."
 
@@ -131,12 +148,20 @@ def tiles(run: Run) -> Iterator[Tile]:
             yield Tile(f"{name} loss", number(last), f"after {curves.x[-1]:,.0f} steps")
     if (speed := steps.total(f"{unit}_per_second").median) is not None:
         each = steps.total(f"{unit}_per_second_per_gpu").median
-        yield Tile(f"{unit}/s, median", number(speed, 5), f"{number(each, 5)} a GPU" if each is not None else "")
+        yield Tile(
+            f"{unit}/s, median", number(speed, 5), f"{number(each, 5)} a GPU" if each is not None else ""
+        )
     if (mfu := steps.total("mfu").median) is not None:
         hfu = steps.total("hfu").median
-        yield Tile("MFU, median", percent(mfu), f"HFU {percent(hfu)}" if hfu is not None else "of the dense peak")
+        yield Tile(
+            "MFU, median", percent(mfu), f"HFU {percent(hfu)}" if hfu is not None else "of the dense peak"
+        )
     if run.ledger.parts:
-        yield Tile("useful time", percent(sum(run.ledger.share(part) for part in USEFUL)), "forward, backward, optimizer")
+        yield Tile(
+            "useful time",
+            percent(sum(run.ledger.share(part) for part in USEFUL)),
+            "forward, backward, optimizer",
+        )
         yield Tile("waiting for data", percent(run.ledger.share(DATA)))
     elif (whole := steps.total("step_seconds").sum) and steps.total("data_seconds").count:
         yield Tile("waiting for data", percent(steps.total("data_seconds").sum / whole))
@@ -147,7 +172,11 @@ def tiles(run: Run) -> Iterator[Tile]:
     yield Tile("alerts", f"{total:,}", f"errors: {errors:,}" if total else "")
     if (elapsed := steps.total("elapsed_seconds")).count:
         hours = steps.total("gpu_hours")
-        yield Tile("time", duration(elapsed.high), f"{hours.high:,.3g} GPU-hours" if hours.count and hours.high else "over all attempts")
+        yield Tile(
+            "time",
+            duration(elapsed.high),
+            f"{hours.high:,.3g} GPU-hours" if hours.count and hours.high else "over all attempts",
+        )
     if (cost := steps.total("cost")).count:
         price = section(run.config, "monitor").get("price_per_gpu_hour")
         yield Tile("cost", f"{cost.high:,.2f}", f"at {price:g} a GPU-hour" if is_number(price) else "")

@@ -41,7 +41,12 @@ class Series:
 
     def spread(self) -> tuple[float, float] | None:
         """Of all that is drawn; None where that is nothing."""
-        values = [value for part in (self.mid, self.low or (), self.high or ()) for value in part if value is not None]
+        values = [
+            value
+            for part in (self.mid, self.low or (), self.high or ())
+            for value in part
+            if value is not None
+        ]
         return (min(values), max(values)) if values else None
 
 
@@ -78,12 +83,26 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """For the script, plain JSON types without NaN."""
         return {
-            "id": self.id, "title": self.title, "yLabel": self.y_label, "yFormat": self.y_format, "xFormat": self.x_format,
-            "stacked": self.stacked, "fromZero": self.from_zero,
+            "id": self.id,
+            "title": self.title,
+            "yLabel": self.y_label,
+            "yFormat": self.y_format,
+            "xFormat": self.x_format,
+            "stacked": self.stacked,
+            "fromZero": self.from_zero,
             "marks": [asdict(mark) for mark in self.marks],
-            "series": [{"name": one.name, "colour": one.colour, "dots": one.dots, "x": list(one.x), "mid": list(one.mid),
-                        "low": None if one.low is None else list(one.low), "high": None if one.high is None else list(one.high)}
-                       for one in self.series],
+            "series": [
+                {
+                    "name": one.name,
+                    "colour": one.colour,
+                    "dots": one.dots,
+                    "x": list(one.x),
+                    "mid": list(one.mid),
+                    "low": None if one.low is None else list(one.low),
+                    "high": None if one.high is None else list(one.high),
+                }
+                for one in self.series
+            ],
         }
 
 

@@ -1,6 +1,6 @@
 """Rows as W&B has them: one flat dictionary of numbers, whose names tell what they are of. Pure.
 
-    train/loss   eval/validation/loss   ledger/forward   system/node-3/gpu/0/sm_clock_ratio   alerts/data-stall
+train/loss   eval/validation/loss   ledger/forward   system/node-3/gpu/0/sm_clock_ratio   alerts/data-stall
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ def columns(kind: Kind, row: Row, node: int) -> dict[str, float]:
         row = flat(row)
     if kind is Kind.SYSTEM:
         row = beyond_wandb(row)
-    prefix = {Kind.STEP: "train", Kind.EVAL: f"eval/{row.get('set')}", Kind.LEDGER: "ledger", Kind.SYSTEM: f"system/node-{node}"}[kind]
+    prefix = {
+        Kind.STEP: "train",
+        Kind.EVAL: f"eval/{row.get('set')}",
+        Kind.LEDGER: "ledger",
+        Kind.SYSTEM: f"system/node-{node}",
+    }[kind]
     return {STEP: row[STEP], **{f"{prefix}/{name}": value for name, value in _numbers(row) if name != STEP}}
 
 
@@ -36,6 +41,10 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         if isinstance(value, int | float):
             yield name, value
         elif isinstance(value, Mapping | list):
-            inner = value if isinstance(value, Mapping) else {str(index): item for index, item in enumerate(value)}
+            inner = (
+                value
+                if isinstance(value, Mapping)
+                else {str(index): item for index, item in enumerate(value)}
+            )
             for rest, number in _numbers(inner):
                 yield f"{name}/{rest}", number

@@ -50,11 +50,19 @@ class Table:
         loss = row["loss"]
         short = isinstance(loss, int | float) and abs(loss) < 1000
         return self._line(
-            f"{row['step']}", _shown(loss, ".4f" if short else ".4g"), _shown(row["grad_norm"], ".3g"), _shown(row["lr"], ".2e"),
-            f"{speed:,.0f}" if speed < 1e6 else f"{speed / 1e6:.4g}M", share, quantity(memory, "B") if memory is not None else "-",
-            _left(left) if left is not None else "-")
+            f"{row['step']}",
+            _shown(loss, ".4f" if short else ".4g"),
+            _shown(row["grad_norm"], ".3g"),
+            _shown(row["lr"], ".2e"),
+            f"{speed:,.0f}" if speed < 1e6 else f"{speed / 1e6:.4g}M",
+            share,
+            quantity(memory, "B") if memory is not None else "-",
+            _left(left) if left is not None else "-",
+        )
 
-    def _line(self, step: str, loss: str, norm: str, lr: str, speed: str, share: str, memory: str, left: str) -> str:
+    def _line(
+        self, step: str, loss: str, norm: str, lr: str, speed: str, share: str, memory: str, left: str
+    ) -> str:
         return f"{step:>7}  {loss:>8}  {norm:>9}  {lr:>8}  {speed:>9}  {share:>9}  {memory:>8}  {left:>8}"
 
 
@@ -74,8 +82,19 @@ class ConsoleSink(NullSink):
         steps, done: of the whole run, and of earlier attempts.
     """
 
-    def __init__(self, progress: Progress, table: Table, *, steps: int, done: int, every: int, say: Callable[[str], None] = say) -> None:
-        self._task = (progress if progress.live else Progress.silent()).task("training", total=steps, unit="steps", done=done)
+    def __init__(
+        self,
+        progress: Progress,
+        table: Table,
+        *,
+        steps: int,
+        done: int,
+        every: int,
+        say: Callable[[str], None] = say,
+    ) -> None:
+        self._task = (progress if progress.live else Progress.silent()).task(
+            "training", total=steps, unit="steps", done=done
+        )
         self._table, self._steps, self._done, self._every, self._say = table, steps, done, every, say
         self._rows = 0
 
@@ -101,8 +120,14 @@ class ConsoleSink(NullSink):
             self._task.finish()
 
     def _eval(self, row: Row) -> None:
-        meaning = f"accuracy {row['accuracy']:.1%}" if "accuracy" in row else f"perplexity {_perplexity(row['loss'])}"
-        self._say(f"step {row['step']}: {row['set']} loss {row['loss']:.4f} ({meaning}), {row['seconds']:.1f} s")
+        meaning = (
+            f"accuracy {row['accuracy']:.1%}"
+            if "accuracy" in row
+            else f"perplexity {_perplexity(row['loss'])}"
+        )
+        self._say(
+            f"step {row['step']}: {row['set']} loss {row['loss']:.4f} ({meaning}), {row['seconds']:.1f} s"
+        )
 
     def close(self, exit_code: int) -> None:
         self._task.finish()
@@ -117,7 +142,11 @@ class AlertLines(NullSink):
     def log(self, kind: Kind, row: Row) -> None:
         if kind is Kind.ALERT:
             words = f"{row['level']}: {Alert.of(row)}"
-            self._warn(words if len(words) <= ALERT_LENGTH else f"{words[:ALERT_LENGTH]} ... (whole in the run's alerts)")
+            self._warn(
+                words
+                if len(words) <= ALERT_LENGTH
+                else f"{words[:ALERT_LENGTH]} ... (whole in the run's alerts)"
+            )
 
 
 def _perplexity(loss: float) -> str:

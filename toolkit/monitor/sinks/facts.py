@@ -16,7 +16,16 @@ from typing import Any
 
 import toolkit
 
-PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers", "transformer-engine", "flash-attn", "numpy", "wandb")
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "megatron-core",
+    "transformers",
+    "transformer-engine",
+    "flash-attn",
+    "numpy",
+    "wandb",
+)
 PROJECT = Path(toolkit.__file__).resolve().parent
 DRIVER = Path("/sys/module/nvidia/version")  # of the loaded kernel module
 GIT_SECONDS = 5.0
@@ -52,23 +61,37 @@ def git_state(folder: Path = PROJECT, seconds: float = GIT_SECONDS) -> dict[str,
     None where git does not know the folder (it is installed, or there is no git), or does not answer in ``seconds``. The form of git's
     answer: https://git-scm.com/docs/git-status#_porcelain_format_version_2.
     """
-    if not _git(folder, seconds, "ls-files", "."):  # the folder of an environment may lie in somebody's working tree
+    if not _git(
+        folder, seconds, "ls-files", "."
+    ):  # the folder of an environment may lie in somebody's working tree
         return None
     answer = _git(folder, seconds, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if answer is None:
         return None
     lines = answer.splitlines()
-    found = dict(line.removeprefix("# branch.").split(" ", 1) for line in lines if line.startswith("# branch."))
+    found = dict(
+        line.removeprefix("# branch.").split(" ", 1) for line in lines if line.startswith("# branch.")
+    )
     branch = found.get("head")
-    return {"commit": found.get("oid"), "branch": None if branch == "(detached)" else branch,
-            "dirty": any(not line.startswith("#") for line in lines)}
+    return {
+        "commit": found.get("oid"),
+        "branch": None if branch == "(detached)" else branch,
+        "dirty": any(not line.startswith("#") for line in lines),
+    }
 
 
 def _git(folder: Path, seconds: float, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, stdin=subprocess.DEVNULL, capture_output=True,
-                              text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            command,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -18,7 +18,9 @@ from toolkit.monitor.sink import Kind, Row, Sink, tell
 Call = Callable[[Sink], None]
 
 WAITING = 500_000  # values of rows that may wait, some 50 MB
-TOGETHER = 64  # calls at most that are taken from the queue at once: each look at the queue keeps who logs from it
+TOGETHER = (
+    64  # calls at most that are taken from the queue at once: each look at the queue keeps who logs from it
+)
 FLUSH_SECONDS = 2.0
 CLOSE_SECONDS = 60.0  # after the last step, when nothing else waits
 HURRY_SECONDS = 15.0  # after a stop or a failure: who asked for it, or the restart, is waiting
@@ -38,11 +40,24 @@ class QueuedSink(Sink):
         tell: for rows that are lost; errors are raised by the next call.
     """
 
-    def __init__(self, open_sink: Callable[[], Sink], name: str, *, waiting: int = WAITING, lag_seconds: float = 0.0,
-                 flush_seconds: float = FLUSH_SECONDS, close_seconds: float = CLOSE_SECONDS, hurry_seconds: float = HURRY_SECONDS,
-                 tell: Callable[[str], None] = tell) -> None:
+    def __init__(
+        self,
+        open_sink: Callable[[], Sink],
+        name: str,
+        *,
+        waiting: int = WAITING,
+        lag_seconds: float = 0.0,
+        flush_seconds: float = FLUSH_SECONDS,
+        close_seconds: float = CLOSE_SECONDS,
+        hurry_seconds: float = HURRY_SECONDS,
+        tell: Callable[[str], None] = tell,
+    ) -> None:
         self._name, self._waiting, self._lag_seconds, self._tell = name, waiting, lag_seconds, tell
-        self._flush_seconds, self._close_seconds, self._hurry_seconds = flush_seconds, close_seconds, hurry_seconds
+        self._flush_seconds, self._close_seconds, self._hurry_seconds = (
+            flush_seconds,
+            close_seconds,
+            hurry_seconds,
+        )
         self._changed = threading.Condition()
         self._calls: deque[tuple[int, Call]] = deque()  # values in the row, and what to do with the sink
         self._values = 0  # in all calls that are not done
@@ -52,7 +67,9 @@ class QueuedSink(Sink):
         self._late = False  # a flush was given up, and the queue has not been empty since
         self._exit_code: int | None = None  # set: nothing more comes
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, args=(open_sink,), name=f"sink {name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(open_sink,), name=f"sink {name}", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -87,11 +104,15 @@ class QueuedSink(Sink):
             self._append(0, lambda sink: sink.flush())
             self._awaited = upto = self._put
             self._changed.notify_all()
-            written = self._changed.wait_for(lambda: self._done >= upto or self._error is not None, self._flush_seconds)
+            written = self._changed.wait_for(
+                lambda: self._done >= upto or self._error is not None, self._flush_seconds
+            )
             self._refuses()
             self._late = not written
         if not written:
-            self._tell(f"{self._name} has not written everything within {self._flush_seconds:g} s: what waits is lost if this process dies")
+            self._tell(
+                f"{self._name} has not written everything within {self._flush_seconds:g} s: what waits is lost if this process dies"
+            )
 
     def close(self, exit_code: int) -> None:
         with self._changed:
@@ -104,7 +125,9 @@ class QueuedSink(Sink):
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
-            raise TimeoutError(f"it did not finish within {seconds:g} s, and {self._put - self._done} rows wait")
+            raise TimeoutError(
+                f"it did not finish within {seconds:g} s, and {self._put - self._done} rows wait"
+            )
         if self._lost:
             self._tell(f"{self._name} did not keep up: {self._lost} rows were left out")
 
@@ -153,7 +176,9 @@ class QueuedSink(Sink):
             if not self._calls:
                 self._changed.wait_for(lambda: self._calls or self._exit_code is not None)
                 if self._lag_seconds:
-                    self._changed.wait_for(lambda: self._awaited > self._done or self._exit_code is not None, self._lag_seconds)
+                    self._changed.wait_for(
+                        lambda: self._awaited > self._done or self._exit_code is not None, self._lag_seconds
+                    )
             return [self._calls.popleft() for _ in range(min(TOGETHER, len(self._calls)))]
 
 
@@ -161,4 +186,7 @@ def size(values: Collection[Any]) -> int:
     """How many values there are, those in dictionaries and lists too: what decides a row's memory. Who logs a row waits for this."""
     if NESTED.isdisjoint(set(map(type, values))):  # as mostly
         return len(values)
-    return sum(size(value.values() if isinstance(value, dict) else value) if type(value) in NESTED else 1 for value in values)
+    return sum(
+        size(value.values() if isinstance(value, dict) else value) if type(value) in NESTED else 1
+        for value in values
+    )

@@ -23,10 +23,14 @@ class RateLimitedSink(Sink):
     each kind.
     """
 
-    def __init__(self, sink: Sink, tell: Callable[[str], None] = tell, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, sink: Sink, tell: Callable[[str], None] = tell, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._sink, self._tell, self._clock = sink, tell, clock
         self._lock = threading.Lock()
-        self._left = dict.fromkeys(RATIONED, BURST)  # values; a row may take more than there is, and then the next ones wait longer
+        self._left = dict.fromkeys(
+            RATIONED, BURST
+        )  # values; a row may take more than there is, and then the next ones wait longer
         self._at = dict.fromkeys(RATIONED, clock())
         self._told = False
 

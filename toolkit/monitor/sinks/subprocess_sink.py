@@ -76,17 +76,41 @@ class SubprocessSink(NullSink):
         ProcessEnded: by any call, after the sink has raised.
     """
 
-    def __init__(self, make: Callable[..., Sink], arguments: Mapping[str, Any], name: str, *, close_seconds: float = CLOSE_SECONDS,
-                 tell: Callable[[str], None] = tell) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Sink],
+        arguments: Mapping[str, Any],
+        name: str,
+        *,
+        close_seconds: float = CLOSE_SECONDS,
+        tell: Callable[[str], None] = tell,
+    ) -> None:
         self._name, self._close_seconds, self._tell = name, close_seconds, tell
         theirs, ours = os.pipe()
         hears, answers = os.pipe()
-        self._temporary = tempfile.mkdtemp(prefix="sink-")  # its own: the process ends without the hooks that would tidy up
-        command = [sys.executable, "-P", "-m", __name__, str(theirs), str(answers), str(close_seconds), self._temporary]
+        self._temporary = tempfile.mkdtemp(
+            prefix="sink-"
+        )  # its own: the process ends without the hooks that would tidy up
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            __name__,
+            str(theirs),
+            str(answers),
+            str(close_seconds),
+            self._temporary,
+        ]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         starter = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(theirs, answers),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": self._temporary}, start_new_session=True)
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(theirs, answers),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": self._temporary},
+            start_new_session=True,
+        )
         os.close(theirs)
         os.close(answers)
         assert starter.stdin is not None
@@ -174,8 +198,13 @@ def work(requests: Connection, answers: Connection) -> None:
     said = None
     try:
         make, arguments, name, seconds = requests.recv()
-        sink = QueuedSink(partial(_made, make, arguments), name, close_seconds=seconds, hurry_seconds=min(seconds, HURRY_SECONDS),
-                          tell=partial(say, TOLD))
+        sink = QueuedSink(
+            partial(_made, make, arguments),
+            name,
+            close_seconds=seconds,
+            hurry_seconds=min(seconds, HURRY_SECONDS),
+            tell=partial(say, TOLD),
+        )
         asked = ""
         while asked != "close":
             try:
@@ -191,7 +220,10 @@ def work(requests: Connection, answers: Connection) -> None:
 def _made(make: Callable[..., Sink], arguments: Mapping[str, Any]) -> Sink:
     """The sink, which makes room for the training when it is there. Not before: W&B gives up where its start takes long."""
     sink = make(**arguments)
-    for group in (os.getpid(), *children(os.getpid())):  # each leads a group of its own, which has all its threads
+    for group in (
+        os.getpid(),
+        *children(os.getpid()),
+    ):  # each leads a group of its own, which has all its threads
         with suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PGRP, group, NICE)
     return sink

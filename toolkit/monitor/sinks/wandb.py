@@ -47,7 +47,9 @@ def part(run_dir: str | Path, identity: str, mode: WandbMode, node: int, nodes: 
     """
     folder = Path(run_dir)
     own_id = run_id(folder, identity)
-    own = folder if node == 0 else folder / "nodes" / f"node-{node}"  # W&B names folders by the second and the run
+    own = (
+        folder if node == 0 else folder / "nodes" / f"node-{node}"
+    )  # W&B names folders by the second and the run
     if mode is WandbMode.online and nodes > 1:
         return Part(f"{own_id}-shared", folder.name, own, node, shared=True)
     if node == 0:
@@ -72,12 +74,26 @@ class WandbSink(NullSink):
         command: its words, which W&B shows.
     """
 
-    def __init__(self, part: Part, *, mode: WandbMode, project: str, entity: str | None, group: str, tags: Sequence[str],
-                 config: Mapping[str, Any], trainer: int, command: Sequence[str], start_seconds: float = START_SECONDS,
-                 upload_seconds: float = UPLOAD_SECONDS) -> None:
+    def __init__(
+        self,
+        part: Part,
+        *,
+        mode: WandbMode,
+        project: str,
+        entity: str | None,
+        group: str,
+        tags: Sequence[str],
+        config: Mapping[str, Any],
+        trainer: int,
+        command: Sequence[str],
+        start_seconds: float = START_SECONDS,
+        upload_seconds: float = UPLOAD_SECONDS,
+    ) -> None:
         os.environ.pop("WANDB_SERVICE", None)  # a service of the user's would outlive this process
         if mode is WandbMode.offline:
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it looks up its server's name at the start
+            os.environ.setdefault(
+                "WANDB_ERROR_REPORTING", "false"
+            )  # else it looks up its server's name at the start
         sys.argv = list(command)  # that is where W&B looks
         import wandb
 
@@ -86,17 +102,37 @@ class WandbSink(NullSink):
         part.folder.mkdir(parents=True, exist_ok=True)
         # The log of the attempt has the console; code is the user's to publish. A killed machine keeps all but the last second.
         wanted: dict[str, Any] = {
-            "console": "off", "silent": True, "save_code": False, "disable_git": True, "init_timeout": start_seconds,
-            "finish_timeout": upload_seconds, "finish_timeout_raises": True, "stop_fn": partial(os.kill, trainer, signal.SIGINT),
-            "program": command[0], "x_transaction_log_flush_interval": 1.0, "x_stats_pid": trainer, "x_label": f"node-{part.node}",
+            "console": "off",
+            "silent": True,
+            "save_code": False,
+            "disable_git": True,
+            "init_timeout": start_seconds,
+            "finish_timeout": upload_seconds,
+            "finish_timeout_raises": True,
+            "stop_fn": partial(os.kill, trainer, signal.SIGINT),
+            "program": command[0],
+            "x_transaction_log_flush_interval": 1.0,
+            "x_stats_pid": trainer,
+            "x_label": f"node-{part.node}",
         }
         if part.shared:
             wanted |= {"x_primary": part.node == 0, "x_update_finish_state": part.node == 0}
-        settings = wandb.Settings(**{name: wanted[name] for name in wanted if name in wandb.Settings.model_fields})
+        settings = wandb.Settings(
+            **{name: wanted[name] for name in wanted if name in wandb.Settings.model_fields}
+        )
         self._run = wandb.init(
-            settings=settings, dir=str(part.folder), project=project, entity=entity, group=group, tags=list(tags), id=part.run_id,
-            name=part.name, config=dict(config), mode="shared" if part.shared else mode.value,
-            resume="allow" if mode is WandbMode.online else None)  # offline, W&B joins the parts of one id when they are synced
+            settings=settings,
+            dir=str(part.folder),
+            project=project,
+            entity=entity,
+            group=group,
+            tags=list(tags),
+            id=part.run_id,
+            name=part.name,
+            config=dict(config),
+            mode="shared" if part.shared else mode.value,
+            resume="allow" if mode is WandbMode.online else None,
+        )  # offline, W&B joins the parts of one id when they are synced
         # W&B's own count of calls never goes back, but a run may: from a checkpoint before its last row.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
@@ -128,5 +164,7 @@ class WandbSink(NullSink):
         where = f" ({row['where']})" if row["where"] else ""
         levels = self._wandb.AlertLevel
         self._run.alert(
-            title=f"{row['name']}{where}"[:TITLE], level=levels.ERROR if row["level"] == Level.ERROR else levels.WARN,
-            text=f"step {row['step']}: {row['cause']}\n\nEvidence: {row['evidence']}\n\nNext step: {row['next_step']}")
+            title=f"{row['name']}{where}"[:TITLE],
+            level=levels.ERROR if row["level"] == Level.ERROR else levels.WARN,
+            text=f"step {row['step']}: {row['cause']}\n\nEvidence: {row['evidence']}\n\nNext step: {row['next_step']}",
+        )

@@ -8,26 +8,69 @@ from typing import Any
 Figures = dict[str, float | int | str]  # ``gpu/0/power_watts``, ``disk/free_bytes``
 
 # Not written again while they are as they were: what a machine is made of, and counts of what should not happen.
-STEADY = frozenset((
-    "name", "uuid", "count", "memory_total_bytes", "memory_limit_bytes", "total_bytes", "power_limit_watts", "sm_clock_max_mhz",
-    "memory_clock_mhz", "memory_clock_max_mhz", "ecc_corrected_errors", "ecc_uncorrected_errors", "remapped_rows_corrected",
-    "remapped_rows_uncorrected", "row_remap_pending", "row_remap_failed", "nvlink_crc_errors", "nvlink_replay_errors",
-    "nvlink_recovery_errors", "xid", "xid_events", "swap_used_bytes",
-))
+STEADY = frozenset(
+    (
+        "name",
+        "uuid",
+        "count",
+        "memory_total_bytes",
+        "memory_limit_bytes",
+        "total_bytes",
+        "power_limit_watts",
+        "sm_clock_max_mhz",
+        "memory_clock_mhz",
+        "memory_clock_max_mhz",
+        "ecc_corrected_errors",
+        "ecc_uncorrected_errors",
+        "remapped_rows_corrected",
+        "remapped_rows_uncorrected",
+        "row_remap_pending",
+        "row_remap_failed",
+        "nvlink_crc_errors",
+        "nvlink_replay_errors",
+        "nvlink_recovery_errors",
+        "xid",
+        "xid_events",
+        "swap_used_bytes",
+    )
+)
 # What W&B (0.31) collects by itself on every node that writes to a run; it gets the rest of a row.
-COLLECTED_BY_WANDB = frozenset((
-    "gpu/utilization_percent", "gpu/memory_used_bytes", "gpu/memory_total_bytes", "gpu/power_watts", "gpu/power_limit_watts",
-    "gpu/temperature_celsius", "gpu/sm_clock_mhz", "gpu/memory_clock_mhz", "gpu/ecc_corrected_errors", "gpu/ecc_uncorrected_errors",
-    "gpu/pcie_tx_bytes_per_second", "gpu/pcie_rx_bytes_per_second", "host/cpu_percent", "host/memory_total_bytes",
-    "host/memory_used_bytes", "host/memory_limit_bytes", "host/memory_limited_used_bytes", "disk/total_bytes", "disk/free_bytes",
-    "disk/read_bytes_per_second", "disk/write_bytes_per_second",
-    "network/receive_bytes_per_second", "network/send_bytes_per_second",
-))
+COLLECTED_BY_WANDB = frozenset(
+    (
+        "gpu/utilization_percent",
+        "gpu/memory_used_bytes",
+        "gpu/memory_total_bytes",
+        "gpu/power_watts",
+        "gpu/power_limit_watts",
+        "gpu/temperature_celsius",
+        "gpu/sm_clock_mhz",
+        "gpu/memory_clock_mhz",
+        "gpu/ecc_corrected_errors",
+        "gpu/ecc_uncorrected_errors",
+        "gpu/pcie_tx_bytes_per_second",
+        "gpu/pcie_rx_bytes_per_second",
+        "host/cpu_percent",
+        "host/memory_total_bytes",
+        "host/memory_used_bytes",
+        "host/memory_limit_bytes",
+        "host/memory_limited_used_bytes",
+        "disk/total_bytes",
+        "disk/free_bytes",
+        "disk/read_bytes_per_second",
+        "disk/write_bytes_per_second",
+        "network/receive_bytes_per_second",
+        "network/send_bytes_per_second",
+    )
+)
 
 
 def beyond_wandb(row: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of a row that W&B does not have of itself, nor of their columns' names (``node``)."""
-    return {name: value for name, value in row.items() if _of_one(name) not in COLLECTED_BY_WANDB and name not in ("node", "time")}
+    return {
+        name: value
+        for name, value in row.items()
+        if _of_one(name) not in COLLECTED_BY_WANDB and name not in ("node", "time")
+    }
 
 
 def _of_one(name: str) -> str:
@@ -44,7 +87,9 @@ class Thrifty:
 
     def __call__(self, row: Figures) -> Figures:
         steady = {name: value for name, value in row.items() if name.rsplit("/", 1)[-1] in STEADY}
-        kept = {name: value for name, value in row.items() if name not in steady or self._last.get(name) != value}
+        kept = {
+            name: value for name, value in row.items() if name not in steady or self._last.get(name) != value
+        }
         self._last |= steady
         return kept
 

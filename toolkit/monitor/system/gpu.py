@@ -36,7 +36,9 @@ def find_cards(nvml: Any, selection: str | None) -> list[Card]:
     mode that is named as a whole CUDA uses the first slice. Indices count by PCI bus, as NVML does, and as CUDA does on machines whose
     GPUs are alike or with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
     """
-    boards = [board for index in range(nvml.nvmlDeviceGetCount()) if (board := _board(nvml, index)) is not None]
+    boards = [
+        board for index in range(nvml.nvmlDeviceGetCount()) if (board := _board(nvml, index)) is not None
+    ]
     pairs: list[tuple[Any, Any]] = []
     if selection is None:
         pairs = [(board, _first_slice(nvml, board)) for board in boards]
@@ -46,14 +48,19 @@ def find_cards(nvml: Any, selection: str | None) -> list[Card]:
             if entry.startswith("MIG-"):
                 found = _slice_by_uuid(nvml, entry)
             else:
-                chosen = boards[int(entry) : int(entry) + 1] if entry.isdigit() else [
-                    board for board, uuid in zip(boards, uuids, strict=True) if uuid.startswith(entry)]
+                chosen = (
+                    boards[int(entry) : int(entry) + 1]
+                    if entry.isdigit()
+                    else [board for board, uuid in zip(boards, uuids, strict=True) if uuid.startswith(entry)]
+                )
                 found = [(board, _first_slice(nvml, board)) for board in chosen]
             if len(found) != 1:
                 break
             pairs += found
-    return [Card(place, nvml.nvmlDeviceGetUUID(part or board), nvml.nvmlDeviceGetName(board), board, part)
-            for place, (board, part) in enumerate(pairs)]
+    return [
+        Card(place, nvml.nvmlDeviceGetUUID(part or board), nvml.nvmlDeviceGetName(board), board, part)
+        for place, (board, part) in enumerate(pairs)
+    ]
 
 
 def _board(nvml: Any, index: int) -> Any:
@@ -121,13 +128,24 @@ class Gpus:
                 figures |= measure(nvml, card, now)
             except nvml.NVMLError as error:
                 card.lost = error.value == nvml.NVML_ERROR_GPU_IS_LOST
-                if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_NO_PERMISSION,
-                                   nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH):
+                if error.value in (
+                    nvml.NVML_ERROR_NOT_SUPPORTED,
+                    nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+                    nvml.NVML_ERROR_NO_PERMISSION,
+                    nvml.NVML_ERROR_INVALID_ARGUMENT,
+                    nvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
+                ):
                     card.lacking.add(measure.__name__)
                 log.debug("GPU %d has no %s: %s", card.place, measure.__name__.strip("_"), error)
             except Exception as error:  # noqa: BLE001  a driver that answers otherwise than thought costs one figure, not all
                 card.lacking.add(measure.__name__)
-                log.warning("GPU %d: no %s: %s: %s", card.place, measure.__name__.strip("_"), type(error).__name__, error)
+                log.warning(
+                    "GPU %d: no %s: %s: %s",
+                    card.place,
+                    measure.__name__.strip("_"),
+                    type(error).__name__,
+                    error,
+                )
         return {"lost": 1} if card.lost else figures
 
 
@@ -147,16 +165,25 @@ def open_gpus(nvml: Any, count: int, selection: str | None) -> Gpus | None:
 
 # What stands for a node: name of the figure, how it is made of the GPUs' ones.
 SUMMARY: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
-    ("utilization_percent", "mean", statistics.fmean), ("tensor_active_percent", "mean", statistics.fmean),
-    ("sm_clock_ratio", "min", min), ("temperature_celsius", "max", max), ("power_watts", "sum", sum), ("memory_used_bytes", "max", max),
-    ("throttled", "sum", sum))
+    ("utilization_percent", "mean", statistics.fmean),
+    ("tensor_active_percent", "mean", statistics.fmean),
+    ("sm_clock_ratio", "min", min),
+    ("temperature_celsius", "max", max),
+    ("power_watts", "sum", sum),
+    ("memory_used_bytes", "max", max),
+    ("throttled", "sum", sum),
+)
 
 
 def summary(figures: Figures) -> Figures:
     """``gpu/utilization_percent_mean``, ``gpu/sm_clock_ratio_min`` ...: one curve a node, where a hundred nodes are looked at."""
     made: Figures = {}
     for name, how, make in SUMMARY:
-        values = [float(value) for key, value in figures.items() if key.startswith("gpu/") and key.endswith(f"/{name}")]
+        values = [
+            float(value)
+            for key, value in figures.items()
+            if key.startswith("gpu/") and key.endswith(f"/{name}")
+        ]
         if values:
             made[f"gpu/{name}_{how}"] = round(make(values), 3)
     return made

@@ -26,7 +26,9 @@ REASONS: dict[int, Reason] = {
     0x001: Reason("idle"),
     0x002: Reason("application-clocks"),
     0x004: Reason("power-cap"),
-    0x008: Reason("hardware-slowdown", harmful=True),  # clocks halved or worse: heat, power brake, or too much power at once
+    0x008: Reason(
+        "hardware-slowdown", harmful=True
+    ),  # clocks halved or worse: heat, power brake, or too much power at once
     0x010: Reason("sync-boost"),
     0x020: Reason("software-thermal", harmful=True),
     0x040: Reason("hardware-thermal", harmful=True),
@@ -41,7 +43,9 @@ HARMFUL = frozenset(reason.name for reason in REASONS.values() if reason.harmful
 def reasons_of(bits: int) -> tuple[str, ...]:
     """Names of the set bits, lowest first; ``bit-13`` for one that a newer driver brought."""
     numbers = [number for number in range(bits.bit_length()) if bits >> number & 1]
-    return tuple(REASONS[1 << number].name if 1 << number in REASONS else f"bit-{number}" for number in numbers)
+    return tuple(
+        REASONS[1 << number].name if 1 << number in REASONS else f"bit-{number}" for number in numbers
+    )
 
 
 def is_harmful(reasons: Sequence[str]) -> bool:
@@ -63,26 +67,44 @@ class Xid:
 
 
 XID_SOURCE = "https://docs.nvidia.com/deploy/xid-errors/"
-_PROGRAM = ("look at the traceback of the rank on this GPU; if it is of no use, run again under compute-sanitizer or with "
-            "CUDA_LAUNCH_BLOCKING=1. The same number on one GPU only, with every program, points to the hardware: dcgmi diag -r 3")
-_RESET = ("take the node out of the run, reset the GPU (nvidia-smi --gpu-reset -i INDEX) and test it: dcgmi diag -r 3; what comes again "
-          "after a reset is the maker's to look at")
-_LATER = "the run may go on; reset the GPU after it (nvidia-smi --gpu-reset -i INDEX), and watch for more of them"
+_PROGRAM = (
+    "look at the traceback of the rank on this GPU; if it is of no use, run again under compute-sanitizer or with "
+    "CUDA_LAUNCH_BLOCKING=1. The same number on one GPU only, with every program, points to the hardware: dcgmi diag -r 3"
+)
+_RESET = (
+    "take the node out of the run, reset the GPU (nvidia-smi --gpu-reset -i INDEX) and test it: dcgmi diag -r 3; what comes again "
+    "after a reset is the maker's to look at"
+)
+_LATER = (
+    "the run may go on; reset the GPU after it (nvidia-smi --gpu-reset -i INDEX), and watch for more of them"
+)
 _REBOOT = "take the node out of use and restart it; if it happens again, have power, cooling, slot and GPU looked at"
-_FIRMWARE = ("reset the GPU or restart the node; if it happens again, install another driver and send what nvidia-bug-report.sh makes "
-             "to NVIDIA")
-_LINKS = ("look at nvidia-smi nvlink -e and the fabric manager's log; reset all GPUs of the node together. A GPU that failed shows at "
-          "the other ends of its links too: look for other XIDs first")
+_FIRMWARE = (
+    "reset the GPU or restart the node; if it happens again, install another driver and send what nvidia-bug-report.sh makes "
+    "to NVIDIA"
+)
+_LINKS = (
+    "look at nvidia-smi nvlink -e and the fabric manager's log; reset all GPUs of the node together. A GPU that failed shows at "
+    "the other ends of its links too: look for other XIDs first"
+)
 
 # Of the catalog in XID_SOURCE (with what it says to do first) those that training meets.
 XIDS: dict[int, Xid] = {
-    13: Xid("an exception in the compute engine: a kernel used a wrong address or instruction, seldom the hardware's fault", _PROGRAM),
+    13: Xid(
+        "an exception in the compute engine: a kernel used a wrong address or instruction, seldom the hardware's fault",
+        _PROGRAM,
+    ),
     31: Xid("a page fault: a kernel touched GPU memory that is not mapped", _PROGRAM),
-    32: Xid("a broken stream of commands, seldom the program's fault: PCIe delivers them",
-            "restart the run; if it happens again, have the GPU's slot and riser looked at"),
+    32: Xid(
+        "a broken stream of commands, seldom the program's fault: PCIe delivers them",
+        "restart the run; if it happens again, have the GPU's slot and riser looked at",
+    ),
     43: Xid("that a program was stopped after a fault of its own; the GPU is sound", _PROGRAM),
-    45: Xid("that a program's work was taken off the GPU, because it ended or because of an error before",
-            "look for another XID or a traceback just before this one", Level.WARNING),
+    45: Xid(
+        "that a program's work was taken off the GPU, because it ended or because of an error before",
+        "look for another XID or a traceback just before this one",
+        Level.WARNING,
+    ),
     46: Xid("that the GPU stopped working on its queue", _RESET),
     48: Xid("a double-bit memory error, which ECC cannot correct", _RESET),
     62: Xid("that the GPU's microcontroller halted", _RESET),
@@ -91,11 +113,19 @@ XIDS: dict[int, Xid] = {
     69: Xid("a class error of the compute engine", _PROGRAM),
     74: Xid("an NVLink error", _LINKS),
     79: Xid("that the GPU has fallen off the bus: it cannot be reached by PCIe any more", _REBOOT),
-    92: Xid("many single-bit memory errors in a short time, corrected by ECC", "the run may go on; have the GPU tested after it: "
-            "dcgmi diag -r 3", Level.WARNING),
-    94: Xid("a memory error that could not be corrected and was contained: it ended the program that used that memory, and no other",
-            "restart the run from its checkpoint; reset the GPU when it is convenient (nvidia-smi --gpu-reset -i INDEX)"),
-    95: Xid("a memory error that could be neither corrected nor contained: all programs on the GPU are hit", _RESET),
+    92: Xid(
+        "many single-bit memory errors in a short time, corrected by ECC",
+        "the run may go on; have the GPU tested after it: dcgmi diag -r 3",
+        Level.WARNING,
+    ),
+    94: Xid(
+        "a memory error that could not be corrected and was contained: it ended the program that used that memory, and no other",
+        "restart the run from its checkpoint; reset the GPU when it is convenient (nvidia-smi --gpu-reset -i INDEX)",
+    ),
+    95: Xid(
+        "a memory error that could be neither corrected nor contained: all programs on the GPU are hit",
+        _RESET,
+    ),
     109: Xid("that a switch between programs on the GPU took too long", _RESET),
     119: Xid("that the GPU's system processor (GSP) did not answer the driver", _FIRMWARE),
     120: Xid("an error of the GPU's system processor (GSP)", _FIRMWARE),
@@ -105,8 +135,11 @@ XIDS: dict[int, Xid] = {
     140: Xid("a memory error that ECC could not correct and the driver could not recover from", _RESET),
     143: Xid("that the GPU could not be started", _RESET),
     **{number: Xid("an error of NVLink 5", _LINKS) for number in range(144, 151)},
-    154: Xid("which action the GPU needs to recover from another XID", "dmesg | grep 'recovery action' on the node says which: a reset, a "
-             "restart of the node or less", Level.WARNING),
+    154: Xid(
+        "which action the GPU needs to recover from another XID",
+        "dmesg | grep 'recovery action' on the node says which: a reset, a restart of the node or less",
+        Level.WARNING,
+    ),
     158: Xid("that the GPU did not answer at all for too long", _RESET),
     171: Xid("an error in the GPU's DRAM that ECC cannot correct (with XID 48)", _RESET),
     172: Xid("an error in the GPU's SRAM that ECC cannot correct (with XID 48)", _RESET),
@@ -114,4 +147,6 @@ XIDS: dict[int, Xid] = {
 
 
 def xid_of(number: int) -> Xid:
-    return XIDS.get(number, Xid("an error that is not in this toolkit's table", f"look it up in {XID_SOURCE}"))
+    return XIDS.get(
+        number, Xid("an error that is not in this toolkit's table", f"look it up in {XID_SOURCE}")
+    )

@@ -17,7 +17,15 @@ from toolkit.monitor.system.gpu_codes import is_harmful, reasons_of
 
 ALL_LINKS = 0xFFFFFFFF  # of the NVLink counters: the sum over a GPU's links
 MIB, KIB = 2**20, 2**10
-VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # members of nvmlValue_t, by nvmlValueType_t
+VALUES = (
+    "dVal",
+    "uiVal",
+    "ulVal",
+    "ullVal",
+    "sllVal",
+    "siVal",
+    "usVal",
+)  # members of nvmlValue_t, by nvmlValueType_t
 
 
 @dataclass(slots=True)
@@ -55,7 +63,11 @@ def _utilization(nvml: Any, card: Card, now: float) -> Figures:
 def _memory(nvml: Any, card: Card, now: float) -> Figures:
     handle = card.slice or card.board
     # The second version leaves out what the driver keeps for itself, as nvidia-smi does.
-    memory = _newest(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2), lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    memory = _newest(
+        nvml,
+        lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2),
+        lambda: nvml.nvmlDeviceGetMemoryInfo(handle),
+    )
     return {"memory_used_bytes": memory.used, "memory_total_bytes": memory.total}
 
 
@@ -69,8 +81,11 @@ def _power_limit(nvml: Any, card: Card, now: float) -> Figures:
 
 def _temperature(nvml: Any, card: Card, now: float) -> Figures:
     sensor = nvml.NVML_TEMPERATURE_GPU
-    celsius = _newest(nvml, lambda: nvml.nvmlDeviceGetTemperatureV(card.board, sensor),
-                      lambda: nvml.nvmlDeviceGetTemperature(card.board, sensor))
+    celsius = _newest(
+        nvml,
+        lambda: nvml.nvmlDeviceGetTemperatureV(card.board, sensor),
+        lambda: nvml.nvmlDeviceGetTemperature(card.board, sensor),
+    )
     return {"temperature_celsius": celsius}
 
 
@@ -79,54 +94,85 @@ def _memory_temperature(nvml: Any, card: Card, now: float) -> Figures:
 
 
 def _sm_clock(nvml: Any, card: Card, now: float) -> Figures:
-    clock, most = (ask(card.board, nvml.NVML_CLOCK_SM) for ask in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo))
-    return {"sm_clock_mhz": clock, "sm_clock_max_mhz": most, **({"sm_clock_ratio": round(clock / most, 3)} if most else {})}
+    clock, most = (
+        ask(card.board, nvml.NVML_CLOCK_SM)
+        for ask in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo)
+    )
+    return {
+        "sm_clock_mhz": clock,
+        "sm_clock_max_mhz": most,
+        **({"sm_clock_ratio": round(clock / most, 3)} if most else {}),
+    }
 
 
 def _memory_clock(nvml: Any, card: Card, now: float) -> Figures:
-    return {"memory_clock_mhz": nvml.nvmlDeviceGetClockInfo(card.board, nvml.NVML_CLOCK_MEM),
-            "memory_clock_max_mhz": nvml.nvmlDeviceGetMaxClockInfo(card.board, nvml.NVML_CLOCK_MEM)}
+    return {
+        "memory_clock_mhz": nvml.nvmlDeviceGetClockInfo(card.board, nvml.NVML_CLOCK_MEM),
+        "memory_clock_max_mhz": nvml.nvmlDeviceGetMaxClockInfo(card.board, nvml.NVML_CLOCK_MEM),
+    }
 
 
 def _throttling(nvml: Any, card: Card, now: float) -> Figures:
     """At this moment."""
-    bits = _newest(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(card.board),
-                   lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card.board))
+    bits = _newest(
+        nvml,
+        lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(card.board),
+        lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card.board),
+    )
     reasons = reasons_of(bits)
     return {"throttle_reasons": "+".join(reasons) or "none", "throttled": int(is_harmful(reasons))}
 
 
 def _throttled_time(nvml: Any, card: Card, now: float) -> Figures:
     """Share of the time since the sample before in which the worst of the harmful reasons held: short spells are not missed."""
-    nanoseconds = _fields(nvml, card, [nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN,
-                                       nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN,
-                                       nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN])
-    shares = [card.rates.per_second(f"throttled {number}", count, now) for number, count in enumerate(nanoseconds) if count is not None]
+    nanoseconds = _fields(
+        nvml,
+        card,
+        [
+            nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN,
+            nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN,
+            nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN,
+        ],
+    )
+    shares = [
+        card.rates.per_second(f"throttled {number}", count, now)
+        for number, count in enumerate(nanoseconds)
+        if count is not None
+    ]
     known = [share for share in shares if share is not None]
     return {"throttled_percent": round(min(100.0, max(known) / 1e9 * 100), 2)} if known else {}
 
 
 def _ecc(nvml: Any, card: Card, now: float) -> Figures:
     """Since the driver was loaded."""
+
     def count(kind: int) -> int:
         return int(nvml.nvmlDeviceGetTotalEccErrors(card.board, kind, nvml.NVML_VOLATILE_ECC))
 
-    return {"ecc_corrected_errors": count(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
-            "ecc_uncorrected_errors": count(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)}
+    return {
+        "ecc_corrected_errors": count(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+        "ecc_uncorrected_errors": count(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+    }
 
 
 def _remapped_rows(nvml: Any, card: Card, now: float) -> Figures:
     """Over the GPU's life, and whether a remapping waits for a reset or has failed (Ampere and later)."""
     corrected, uncorrected, pending, failed = nvml.nvmlDeviceGetRemappedRows(card.board)
-    return {"remapped_rows_corrected": corrected, "remapped_rows_uncorrected": uncorrected,
-            "row_remap_pending": pending, "row_remap_failed": failed}
+    return {
+        "remapped_rows_corrected": corrected,
+        "remapped_rows_uncorrected": uncorrected,
+        "row_remap_pending": pending,
+        "row_remap_failed": failed,
+    }
 
 
 def _performance(nvml: Any, card: Card, now: float) -> Figures:
     """Means between two samples, by the performance monitor of Hopper and later (GPM): how busy the parts of the GPU really are."""
     names = {
-        nvml.NVML_GPM_METRIC_SM_UTIL: ("sm_active_percent", 1), nvml.NVML_GPM_METRIC_SM_OCCUPANCY: ("sm_occupancy_percent", 1),
-        nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: ("tensor_active_percent", 1), nvml.NVML_GPM_METRIC_DRAM_BW_UTIL: ("dram_active_percent", 1),
+        nvml.NVML_GPM_METRIC_SM_UTIL: ("sm_active_percent", 1),
+        nvml.NVML_GPM_METRIC_SM_OCCUPANCY: ("sm_occupancy_percent", 1),
+        nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: ("tensor_active_percent", 1),
+        nvml.NVML_GPM_METRIC_DRAM_BW_UTIL: ("dram_active_percent", 1),
         nvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC: ("pcie_tx_bytes_per_second", MIB),
         nvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC: ("pcie_rx_bytes_per_second", MIB),
         nvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC: ("nvlink_tx_bytes_per_second", MIB),
@@ -169,28 +215,53 @@ def _pcie(nvml: Any, card: Card, now: float) -> Figures:
         return {}
     ways = (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
     sent, received = (nvml.nvmlDeviceGetPcieThroughput(card.board, way) for way in ways)
-    return {"pcie_tx_bytes_per_second": sent * 1000, "pcie_rx_bytes_per_second": received * 1000}  # NVML: KB/s
+    return {
+        "pcie_tx_bytes_per_second": sent * 1000,
+        "pcie_rx_bytes_per_second": received * 1000,
+    }  # NVML: KB/s
 
 
 def _nvlink(nvml: Any, card: Card, now: float) -> Figures:
     """Data without protocol, over all links, since the sample before: for GPUs without GPM's means."""
     if card.samples:
         return {}
-    counters = _fields(nvml, card, [(nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, ALL_LINKS),
-                                    (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, ALL_LINKS)])
-    rates = {name: card.rates.per_second(name, count * KIB, now) for name, count in
-             zip(("nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"), counters, strict=True) if count is not None}
+    counters = _fields(
+        nvml,
+        card,
+        [
+            (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, ALL_LINKS),
+            (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, ALL_LINKS),
+        ],
+    )
+    rates = {
+        name: card.rates.per_second(name, count * KIB, now)
+        for name, count in zip(
+            ("nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"), counters, strict=True
+        )
+        if count is not None
+    }
     return {name: round(rate) for name, rate in rates.items() if rate is not None}
 
 
 def _nvlink_errors(nvml: Any, card: Card, now: float) -> Figures:
     """Over all links, since the driver was loaded, up to NVLink 4."""
     names = ("nvlink_crc_errors", "nvlink_replay_errors", "nvlink_recovery_errors")
-    totals = _fields(nvml, card, [nvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL, nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
-                                  nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL])
+    totals = _fields(
+        nvml,
+        card,
+        [
+            nvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+            nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
+            nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
+        ],
+    )
     if all(total is None for total in totals):  # Hopper counts by link
         links = int(_fields(nvml, card, [nvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0] or 0)
-        kinds = (nvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC, nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY, nvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY)
+        kinds = (
+            nvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC,
+            nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY,
+            nvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY,
+        )
         each = _fields(nvml, card, [(kind, link) for kind in kinds for link in range(links)]) if links else []
         totals = [_sum(each[first : first + links]) for first in range(0, len(each), links or 1)]
     return _present(dict(zip(names, totals, strict=False)))
@@ -202,8 +273,23 @@ def _sum(counts: Sequence[float | None]) -> float | None:
 
 
 MEASUREMENTS: tuple[Callable[[Any, Card, float], Figures], ...] = (
-    _utilization, _memory, _power, _power_limit, _temperature, _memory_temperature, _sm_clock, _memory_clock, _throttling, _throttled_time,
-    _ecc, _remapped_rows, _performance, _pcie, _nvlink, _nvlink_errors)
+    _utilization,
+    _memory,
+    _power,
+    _power_limit,
+    _temperature,
+    _memory_temperature,
+    _sm_clock,
+    _memory_clock,
+    _throttling,
+    _throttled_time,
+    _ecc,
+    _remapped_rows,
+    _performance,
+    _pcie,
+    _nvlink,
+    _nvlink_errors,
+)
 
 
 def _newest(nvml: Any, call: Callable[[], Any], older: Callable[[], Any]) -> Any:
@@ -219,10 +305,11 @@ def _newest(nvml: Any, call: Callable[[], Any], older: Callable[[], Any]) -> Any
 def _fields(nvml: Any, card: Card, ids: Sequence[int | tuple[int, int]]) -> list[float | None]:
     """Values of NVML's fields (or field and link); None for those that the GPU lacks."""
     values = nvml.nvmlDeviceGetFieldValues(card.board, ids)
-    return [getattr(one.value, VALUES[one.valueType]) if one.nvmlReturn == nvml.NVML_SUCCESS else None for one in values]
+    return [
+        getattr(one.value, VALUES[one.valueType]) if one.nvmlReturn == nvml.NVML_SUCCESS else None
+        for one in values
+    ]
 
 
 def _present(figures: dict[str, float | None]) -> Figures:
     return {name: value for name, value in figures.items() if value is not None}
-
-

@@ -30,8 +30,14 @@ class Host:
         root: of the file system; tests have one of their own.
     """
 
-    def __init__(self, run_dir: Path, ranks: Mapping[int, int], *, root: Path = Path("/"),
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: Mapping[int, int],
+        *,
+        root: Path = Path("/"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._run_dir, self._ranks, self._root, self._clock = run_dir, dict(ranks), root, clock
         self._rates = Rates()
         self._trees: dict[int, list[psutil.Process]] = {}
@@ -48,10 +54,17 @@ class Host:
         limit = cgroup_memory(self._root)
         available = memory.available if limit is None else min(memory.available, limit[0] - limit[1])
         return {
-            **({"host/cpu_percent": busy} if self._trees_at is not None else {}), "host/load_1m": round(os.getloadavg()[0], 2),
-            "host/memory_total_bytes": memory.total, "host/memory_used_bytes": memory.total - memory.available,
-            "host/memory_available_bytes": max(0, available), "host/swap_used_bytes": psutil.swap_memory().used,
-            **({} if limit is None else {"host/memory_limit_bytes": limit[0], "host/memory_limited_used_bytes": limit[1]}),
+            **({"host/cpu_percent": busy} if self._trees_at is not None else {}),
+            "host/load_1m": round(os.getloadavg()[0], 2),
+            "host/memory_total_bytes": memory.total,
+            "host/memory_used_bytes": memory.total - memory.available,
+            "host/memory_available_bytes": max(0, available),
+            "host/swap_used_bytes": psutil.swap_memory().used,
+            **(
+                {}
+                if limit is None
+                else {"host/memory_limit_bytes": limit[0], "host/memory_limited_used_bytes": limit[1]}
+            ),
         }
 
     def _disk(self) -> Figures:
@@ -63,14 +76,22 @@ class Host:
         counters = self._root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}/stat"
         if counters.exists():  # not of network file systems and overlays
             fields = counters.read_text(encoding="ascii").split()
-            figures |= self._per_second({"disk/read": int(fields[2]) * SECTOR, "disk/write": int(fields[6]) * SECTOR})
+            figures |= self._per_second(
+                {"disk/read": int(fields[2]) * SECTOR, "disk/write": int(fields[6]) * SECTOR}
+            )
         return figures
 
     def _network(self) -> Figures:
         cards = [counts for name, counts in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-        counts = {"network/receive": sum(card.bytes_recv for card in cards), "network/send": sum(card.bytes_sent for card in cards)}
+        counts = {
+            "network/receive": sum(card.bytes_recv for card in cards),
+            "network/send": sum(card.bytes_sent for card in cards),
+        }
         # What goes by RDMA passes the kernel by, and is counted by the InfiniBand or RoCE port only.
-        for name, file in (("network/rdma_receive", "port_rcv_data"), ("network/rdma_send", "port_xmit_data")):
+        for name, file in (
+            ("network/rdma_receive", "port_rcv_data"),
+            ("network/rdma_send", "port_xmit_data"),
+        ):
             ports = list(self._root.glob(f"sys/class/infiniband/*/ports/*/counters/{file}"))
             if ports:
                 counts[name] = WORD * sum(int(port.read_text(encoding="ascii")) for port in ports)
@@ -95,10 +116,19 @@ class Host:
                 except psutil.Error:  # it has ended, or is another user's
                     continue
                 # Pages of files and shared memory are several processes' at once, and no leak: the page cache gives them back.
-                resident, own, files = resident + memory.rss, own + memory.rss - memory.shared, files + descriptors
+                resident, own, files = (
+                    resident + memory.rss,
+                    own + memory.rss - memory.shared,
+                    files + descriptors,
+                )
             figures[f"rank/{rank}/private_bytes"] = own
             private += own
-        return {"process/resident_bytes": resident, "process/private_bytes": private, "process/open_files": files, **figures}
+        return {
+            "process/resident_bytes": resident,
+            "process/private_bytes": private,
+            "process/open_files": files,
+            **figures,
+        }
 
 
 def trees(roots: Mapping[int, int]) -> dict[int, list[psutil.Process]]:
@@ -132,7 +162,12 @@ def cgroup_memory(root: Path) -> tuple[int, int] | None:
         if controllers == "":
             base, limit, used, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            base, limit, used, prefix = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+            base, limit, used, prefix = (
+                root / "sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_",
+            )
         else:
             continue
         group = base / path.lstrip("/")
@@ -141,9 +176,15 @@ def cgroup_memory(root: Path) -> tuple[int, int] | None:
                 break
             most = _number(folder / limit)
             now = _number(folder / used)
-            if most is not None and now is not None and most < 1 << 60:  # version 1 writes "no limit" as a huge number
-                statistics = dict(pair.split() for pair in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-                cache = sum(int(statistics.get(f"{prefix}{kind}", 0)) for kind in ("active_file", "inactive_file"))
+            if (
+                most is not None and now is not None and most < 1 << 60
+            ):  # version 1 writes "no limit" as a huge number
+                statistics = dict(
+                    pair.split() for pair in (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+                )
+                cache = sum(
+                    int(statistics.get(f"{prefix}{kind}", 0)) for kind in ("active_file", "inactive_file")
+                )
                 found.append((most, max(0, now - cache)))
     return min(found, key=lambda pair: pair[0] - pair[1], default=None)
 

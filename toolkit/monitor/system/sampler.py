@@ -37,8 +37,14 @@ class Source:
         close: called in that thread at the end.
     """
 
-    def __init__(self, name: str, read: Callable[[], Figures], tell: Callable[[str], None], close: Callable[[], None] = lambda: None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], Figures],
+        tell: Callable[[str], None],
+        close: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
         self._read, self._tell, self._close, self._clock = read, tell, close, clock
         self._questions: SimpleQueue[bool] = SimpleQueue()  # False: there are no more
@@ -94,8 +100,17 @@ class Sampler:
         tell: takes a sentence.
     """
 
-    def __init__(self, *, node: int, seconds: float, sources: Iterable[Source], log: Callable[[Row], None],
-                 detect: Callable[[Row], Iterable[Alert]], alert: Callable[[Alert], None], tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        node: int,
+        seconds: float,
+        sources: Iterable[Source],
+        log: Callable[[Row], None],
+        detect: Callable[[Row], Iterable[Alert]],
+        alert: Callable[[Alert], None],
+        tell: Callable[[str], None],
+    ) -> None:
         self.step = 0  # written by the training thread: one assignment a step
         self._node, self._seconds, self._sources = node, seconds, tuple(sources)
         self._log, self._detect, self._alert, self._tell = log, detect, alert, tell
@@ -153,8 +168,14 @@ class GpuSource:
         say: takes a sentence where there is no GPU.
     """
 
-    def __init__(self, open_gpus: Callable[[], Gpus | None], open_events: Callable[[Gpus], XidEvents], *,
-                 xid: Callable[[Card | None, int], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        open_gpus: Callable[[], Gpus | None],
+        open_events: Callable[[Gpus], XidEvents],
+        *,
+        xid: Callable[[Card | None, int], None],
+        say: Callable[[str], None],
+    ) -> None:
         self._open_gpus, self._open_events, self._xid, self._say = open_gpus, open_events, xid, say
         self._opened = False
         self._gpus: Gpus | None = None
@@ -167,7 +188,9 @@ class GpuSource:
             if self._gpus is None:
                 self._say("no GPU on this node: host only")
             else:
-                threading.Thread(target=self._wait_for_events, args=(self._gpus,), name="system-xid", daemon=True).start()
+                threading.Thread(
+                    target=self._wait_for_events, args=(self._gpus,), name="system-xid", daemon=True
+                ).start()
         if self._gpus is None:
             return {}
         none = {f"gpu/{card.place}/xid_events": 0 for card in self._gpus.cards}
@@ -203,5 +226,9 @@ class GpuSource:
     def _note(self, card: Card | None, number: int) -> None:
         if card is not None:
             key = f"gpu/{card.place}/xid_events"
-            self._events = {**self._events, key: int(self._events.get(key, 0)) + 1, f"gpu/{card.place}/xid": number}
+            self._events = {
+                **self._events,
+                key: int(self._events.get(key, 0)) + 1,
+                f"gpu/{card.place}/xid": number,
+            }
         self._xid(card, number)
