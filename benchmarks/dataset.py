@@ -23,10 +23,10 @@ from typing import Any
 
 from toolkit.config.data import DataConfig, DatasetConfig
 from toolkit.config.schema import RunConfig, TrainConfig
-from toolkit.data import tokenizer as bpe
 from toolkit.data.dataset.stream import DatasetStream
 from toolkit.data.open import open_data, ready_for
-from toolkit.data.stdlib import source_texts
+from toolkit.data.tokens import tokenizer as bpe
+from toolkit.data.tokens.stdlib import source_texts
 from toolkit.files import write_whole
 from toolkit.plan.types import BatchPlan, RampStage
 from toolkit.progress import Progress

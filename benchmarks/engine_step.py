@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     machine = this_machine()
     if given.gpu and not (machine.gpus and machine.torch_has_cuda):
         raise SystemExit("--gpu: no GPU here, nothing was run")
-    from toolkit.data.stdlib import ensure
+    from toolkit.data.tokens.stdlib import ensure
 
     ensure(str(ROOT / "data" / "stdlib"), 4096)
     if given.gpu:

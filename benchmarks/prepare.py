@@ -27,7 +27,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from toolkit.data.stdlib import source_texts
+from toolkit.data.tokens.stdlib import source_texts
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -30,10 +30,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from toolkit.data.records import ENDING, Records, open_records
-from toolkit.data.stream import CHUNKS_AHEAD, Stream
+from toolkit.data.order.stream import CHUNKS_AHEAD, Stream
+from toolkit.data.records.reader import ENDING, Records, open_records
+from toolkit.data.records.writer import RecordWriter
 from toolkit.data.tiles import tile
-from toolkit.data.write_records import RecordWriter
 from toolkit.plan.types import BatchPlan, RampStage
 from toolkit.train.vision import Vision
 

@@ -55,7 +55,7 @@ def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | Non
 
 
 def links(axes: Axes | None, device: torch.device, rank: int, ranks: int) -> Sequence[Mapping[str, Any]]:
-    from toolkit.train.comm_benchmark import measure_links
+    from toolkit.observe.comm_benchmark import measure_links
 
     return measure_links(axes, device, rank, ranks)
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from toolkit.config.schema import EngineName, EvalConfig, ModelConfig, RunConfig
-from toolkit.data.arrays import ARRAYS
-from toolkit.data.records import RecordManifest, read_records
-from toolkit.data.stream import Stream, rank_positions
+from toolkit.data.order.stream import Stream, rank_positions
+from toolkit.data.records.arrays import ARRAYS
+from toolkit.data.records.reader import RecordManifest, read_records
 from toolkit.data.tiles import make_tiles
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import EvalResult, MicroBatch

@@ -16,19 +16,22 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each row may import the rows above it, and itself; places in one row do not import each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress", "files", "paths", "rows"),
+    ("errors", "logs", "progress", "files", "paths", "rows"),
     ("config", "layout", "goodput", "checkpoint_folder"),
     ("families",),
     ("plan",),
     ("data", "checkpoint", "monitor", "rundir"),
     ("models",),
     ("engine",),
+    ("hooks",),
+    ("observe",),
     ("train",),
     ("testing",),
     ("launch",),
 )
 # cluster stands beside the chain: it may use plan and rundir, and only launch may use it.
 CLUSTER_USES = {
+    "logs",
     "errors",
     "progress",
     "files",
@@ -48,7 +51,7 @@ ONLY_IN = {
     "megatron": ("toolkit/engine/", "toolkit/models/"),
     "wandb": ("toolkit/monitor/sinks/wandb.py",),
     "pynvml": ("toolkit/cluster/", "toolkit/monitor/system/gpu.py"),
-    "obstore": ("toolkit/data/storage.py",),
+    "obstore": ("toolkit/data/remote/storage.py",),
     "omegaconf": ("toolkit/config/",),
     "hydra": ("toolkit/config/",),
 }

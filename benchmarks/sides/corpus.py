@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from toolkit.data.digest import digest
 from toolkit.data.manifest import DataManifest, Origin, Split, TokenizerInfo, write_manifest
-from toolkit.data.write import SplitWriter
+from toolkit.data.tokens.writer import SplitWriter
 
 DOMAINS = 64
 DOMAIN_TOKENS = 1000  # ids a domain

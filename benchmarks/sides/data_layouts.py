@@ -28,11 +28,11 @@ from sides.streams.common import GLOBAL_BATCH, LENGTH, SEED
 
 from toolkit.data.digest import digest
 from toolkit.data.manifest import DataManifest, Origin, TokenizerInfo, read_manifest, write_manifest
-from toolkit.data.mixture import Mixture, Phase
-from toolkit.data.samples import TokenWindows
-from toolkit.data.stream import Stream
-from toolkit.data.tokens import MappedTokens
-from toolkit.data.write import SplitWriter
+from toolkit.data.order.mixture import Mixture, Phase
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.order.stream import Stream
+from toolkit.data.tokens.token_array import MappedTokens
+from toolkit.data.tokens.writer import SplitWriter
 from toolkit.plan.types import BatchPlan, RampStage
 
 TURN_TOKENS = 16 << 20

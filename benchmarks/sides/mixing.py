@@ -27,7 +27,7 @@ def chi2_per_df(domains: Ints, shares: npt.NDArray[np.float64]) -> float:
 
 def at_scale(samples: int = 4_000_000, batches: int = 200, seed: int = 0) -> dict[str, float]:
     """chi2/df of the first ``batches`` batches after a quarter of the epoch."""
-    from toolkit.data.order import Order, block_samples
+    from toolkit.data.order.permutation import Order, block_samples
 
     shares = np.full(DOMAINS, 1 / DOMAINS)
     first, taken = samples // 4, batches * BATCH

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from marks import Marker
 
-import toolkit.train.hooks as hooks
+import toolkit.hooks as hooks
 import toolkit.train.run as rank_of_a_run
 from toolkit.monitor.sink import Kind, NullSink, Sink
 

@@ -19,7 +19,7 @@ spec = json.loads(Path(sys.argv[-1]).read_text())
 
 def with_baton() -> None:
     import toolkit.train.run as rank
-    from toolkit.train.hooks import Hooks, StepDone
+    from toolkit.hooks import Hooks, StepDone
 
     class Turns(Hooks):
         def __init__(self, *hooks: Any, **named: Any) -> None:

@@ -20,10 +20,9 @@ from torch.nn import functional
 from tests.checkpoint.deepspeed_saves import BASE, STOP, TAG, State, groups_of
 from toolkit import families
 from toolkit.checkpoint.shard import Box
-from toolkit.engine import deepspeed_compat as compat
-from toolkit.engine import deepspeed_load as moving
-from toolkit.engine import deepspeed_pipe_compat as mends
-from toolkit.engine import deepspeed_state as state
+from toolkit.engine.deepspeed import compat, state
+from toolkit.engine.deepspeed import load as moving
+from toolkit.engine.deepspeed import pipeline_compat as mends
 from toolkit.families.base import ModelShape
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.parity import gather

@@ -16,9 +16,8 @@ from tests.checkpoint.vendors import vendor_save
 from tests.engine.cases import Cell, WithoutMoments, make, steps
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Box, TensorKey
-from toolkit.engine import deepspeed_compat as compat
-from toolkit.engine import deepspeed_load as moving
-from toolkit.engine import deepspeed_state as state
+from toolkit.engine.deepspeed import compat, state
+from toolkit.engine.deepspeed import load as moving
 from toolkit.engine.protocol import Engine
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.parity import Trace, gather

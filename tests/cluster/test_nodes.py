@@ -31,7 +31,7 @@ DRIVER = (
 )  # launch/train.py, where nothing else is asked for
 PORT = 29400  # of networks that nobody else has
 HANG_SECONDS = 8
-# After the limit of a hang: a look at it, the other ranks' words, and the sinks: 30 s at most (LAST_SECONDS of train/watchdog.py).
+# After the limit of a hang: a look at it, the other ranks' words, and the sinks: 30 s at most (LAST_SECONDS of observe/watchdog.py).
 TELLING_SECONDS = 35
 # torchrun's agent away from its store waits for an answer until the kernel gives the connection up: with Linux' 15 tries a quarter of an
 # hour, with these some 15 s, and then perhaps once more for what it says when it leaves (read_timeout of its c10d rendezvous).

@@ -13,7 +13,7 @@ import pytest
 from toolkit.config.data import DataConfig, DatasetConfig
 from toolkit.config.schema import EvalConfig, RunConfig, TrainConfig
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data import tokenizer as bpe
+from toolkit.data.tokens import tokenizer as bpe
 
 DOCUMENTS = 400
 

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.data.digest import digest
-from toolkit.data.index import token_dtype
 from toolkit.data.manifest import NAME, DataManifest, Origin, TokenizerInfo, write_manifest
-from toolkit.data.write import SHARD_BYTES, SplitWriter
+from toolkit.data.tokens.index import token_dtype
+from toolkit.data.tokens.writer import SHARD_BYTES, SplitWriter
 from toolkit.plan.types import BatchPlan, RampStage
 
 Ints = npt.NDArray[np.int64]

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toolkit.data.cache import WAYS, BlockCache, CachedFile, read_cached
-from toolkit.data.order import BLOCK_BYTES
-from toolkit.data.storage import Buffer, Folder, Range
+from toolkit.data.order.permutation import BLOCK_BYTES
+from toolkit.data.remote.cache import WAYS, BlockCache, CachedFile, read_cached
+from toolkit.data.remote.storage import Buffer, Folder, Range
 from toolkit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +106,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from toolkit.data.cache import BlockCache
+from toolkit.data.remote.cache import BlockCache
 cache = BlockCache(Path(sys.argv[1]), 2**-10)
 print("ready", flush=True)
 number = 0
@@ -171,9 +171,9 @@ PEER = """
 import sys, time
 from pathlib import Path
 from tests.data.test_cache import Counted, block
-from toolkit.data.cache import BlockCache, CachedFile, read_cached
-from toolkit.data.order import BLOCK_BYTES
-from toolkit.data.storage import Range
+from toolkit.data.remote.cache import BlockCache, CachedFile, read_cached
+from toolkit.data.order.permutation import BLOCK_BYTES
+from toolkit.data.remote.storage import Range
 content = block(0, 64 * BLOCK_BYTES)
 folder, cache = Counted({"a.bin": content}, seconds=0.5), BlockCache(Path(sys.argv[1]), 4 * 2**-10)
 print("ready", flush=True)
@@ -206,7 +206,7 @@ def test_ranks_of_a_node_fetch_a_block_once(tmp_path: Path) -> None:
 
 
 def test_a_dead_claimant_is_not_waited_for(tmp_path: Path) -> None:
-    script = "import os, sys\nfrom pathlib import Path\nfrom toolkit.data.cache import BlockCache\n"
+    script = "import os, sys\nfrom pathlib import Path\nfrom toolkit.data.remote.cache import BlockCache\n"
     script += "assert BlockCache(Path(sys.argv[1]), 2**-10).claim('hash', 0)\nos._exit(9)"
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, timeout=60).returncode == 9
     content, begin = block(0), time.monotonic()

@@ -27,7 +27,6 @@ from tests.data.dataset_files import Corpus, config_of, make_corpus
 from tests.data.made import batch_plan
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data import tokenizer as bpe
 from toolkit.data.dataset import documents as documents_module
 from toolkit.data.dataset import source as sources
 from toolkit.data.dataset.documents import ArrowDocuments
@@ -37,7 +36,8 @@ from toolkit.data.dataset.stream import DatasetStream, merge_states
 from toolkit.data.dataset.worker import is_held_out
 from toolkit.data.manifest import read_manifest
 from toolkit.data.open import open_data, ready_for
-from toolkit.data.tokens import open_split
+from toolkit.data.tokens import tokenizer as bpe
+from toolkit.data.tokens.token_array import open_split
 from toolkit.errors import CheckpointError, InputError
 from toolkit.progress import Progress
 

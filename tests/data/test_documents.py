@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from tests.data.made import batch_plan, make_folder
 from toolkit.config.data import DataConfig, Documents
 from toolkit.config.schema import RunConfig, TrainConfig
-from toolkit.data.documents import position_ids, waste, waste_of
 from toolkit.data.manifest import DataManifest, write_manifest
 from toolkit.data.open import open_data, ready_for
-from toolkit.data.tokens import open_split
+from toolkit.data.tokens.documents import position_ids, waste, waste_of
+from toolkit.data.tokens.token_array import open_split
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

@@ -23,7 +23,7 @@ from toolkit.data.evaluation import (
     token_counts,
     unigram_loss,
 )
-from toolkit.data.tokens import open_split
+from toolkit.data.tokens.token_array import open_split
 
 LAYOUTS = st.sampled_from([(1, 1), (2, 2), (1, 4), (4, 1)])  # micro-batch, ranks
 

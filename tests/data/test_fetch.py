@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from toolkit.data.fetch import Limits, Pace, TooSlow, Transient, Unanswered, fetch_all
+from toolkit.data.remote.fetch import Limits, Pace, TooSlow, Transient, Unanswered, fetch_all
 
 QUICK = Limits(first_pause_seconds=0.001, longest_pause_seconds=0.005)
 

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.made import documents, make_folder
-from toolkit.data.index import HEADER, IndexFile, index_bytes, token_dtype
 from toolkit.data.manifest import describe, read_manifest, write_content, write_manifest
-from toolkit.data.tokens import MappedTokens, open_split, verify
-from toolkit.data.write import SplitWriter
+from toolkit.data.tokens.index import HEADER, IndexFile, index_bytes, token_dtype
+from toolkit.data.tokens.token_array import MappedTokens, open_split, verify
+from toolkit.data.tokens.writer import SplitWriter
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -196,7 +196,7 @@ def test_damage_is_refused_by_name(
     do, named = DAMAGE[damage]
     do(folder)
     if not hashed:
-        monkeypatch.setattr("toolkit.data.tokens.HASHED_AT_OPENING_BYTES", 0)
+        monkeypatch.setattr("toolkit.data.tokens.token_array.HASHED_AT_OPENING_BYTES", 0)
     checks = (
         [lambda: open_split(folder, "train")]
         if hashed or damage not in ("flipped token", "flipped index")

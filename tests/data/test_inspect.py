@@ -19,10 +19,10 @@ from tests.data.made import make_folder
 from tests.data.served import served, set_environment
 from tests.data.texts import files_of, made_texts, prepared, small_tokenizer, texts_of, write_jsonl
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data.index import index_bytes
 from toolkit.data.manifest import DataManifest, Split
 from toolkit.data.prepare.inspect import document_lengths, inspect, shuffle_quality
-from toolkit.data.storage import open_folder
+from toolkit.data.remote.storage import open_folder
+from toolkit.data.tokens.index import index_bytes
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

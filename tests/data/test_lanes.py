@@ -23,7 +23,7 @@ from toolkit.data.dataset import stream as stream_module
 from toolkit.data.dataset.encode import Encoded, Texts
 from toolkit.data.dataset.lanes import Lane, demand, fork_places, lanes_of
 from toolkit.data.dataset.stream import DatasetStream, merge_states
-from toolkit.data.order import Order
+from toolkit.data.order.permutation import Order
 from toolkit.errors import CheckpointError, InputError
 from toolkit.plan.types import BatchPlan, RampStage
 

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan
-from toolkit.data import stream as stream_module
-from toolkit.data.mixture import BLOCK, VERSION, Mixture, Phase, digest
-from toolkit.data.order import Order
-from toolkit.data.samples import TokenWindows
-from toolkit.data.stream import Stream, rank_positions, source_seed
+from toolkit.data.order import stream as stream_module
+from toolkit.data.order.mixture import BLOCK, VERSION, Mixture, Phase, digest
+from toolkit.data.order.permutation import Order
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.order.stream import Stream, rank_positions, source_seed
 from toolkit.errors import CheckpointError
 from toolkit.plan.types import BatchPlan, RampStage
 

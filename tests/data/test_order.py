@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.data.order import (
+from toolkit.data.order.permutation import (
     GROUP_BLOCKS,
     LANES,
     VERSION,

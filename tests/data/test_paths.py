@@ -20,14 +20,13 @@ from tests.data.test_records import make as make_records
 from tests.hostile import HOSTILE
 from toolkit.config.data import DatasetConfig
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data import tokenizer_copy
 from toolkit.data.dataset import source
 from toolkit.data.digest import digest
 from toolkit.data.manifest import NAME, read_manifest, write_content
 from toolkit.data.prepare import store
-from toolkit.data.records import open_records
-from toolkit.data.storage import Listed, open_folder
-from toolkit.data.tokens import open_split, verify
+from toolkit.data.records.reader import open_records
+from toolkit.data.remote.storage import Listed, open_folder
+from toolkit.data.tokens.token_array import open_split, tokenizer_copy, verify
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

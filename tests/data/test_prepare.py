@@ -39,13 +39,13 @@ from toolkit.config.data import DataConfig
 from toolkit.config.prepare import DatasetConfig, InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.config.schema import EvalConfig, RunConfig, TrainConfig
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data import tokenizer as bpe
 from toolkit.data.manifest import read_manifest
 from toolkit.data.prepare import merge, report
 from toolkit.data.prepare.keys import Keys, below
 from toolkit.data.prepare.run import prepare
 from toolkit.data.sources import data_problems
-from toolkit.data.tokens import verify
+from toolkit.data.tokens import tokenizer as bpe
+from toolkit.data.tokens.token_array import verify
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

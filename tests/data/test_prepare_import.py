@@ -13,11 +13,11 @@ import pytest
 from launch.prepare import main
 from tests.data.texts import TEXTS
 from toolkit.config.prepare import PrepareConfig, TokenizerConfig
-from toolkit.data import tokenizer as bpe
-from toolkit.data.index import CODES, HEADER, MAGIC
 from toolkit.data.manifest import read_manifest
 from toolkit.data.prepare.imported import import_shards
-from toolkit.data.tokens import open_split, verify
+from toolkit.data.tokens import tokenizer as bpe
+from toolkit.data.tokens.index import CODES, HEADER, MAGIC
+from toolkit.data.tokens.token_array import open_split, verify
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

@@ -15,11 +15,11 @@ import pytest
 
 from tests.data.texts import TEXTS, files_of, prepared, small_tokenizer, small_units, write_gz, write_jsonl
 from toolkit.config.prepare import InputFormat, PrepareConfig, TokenizerConfig
-from toolkit.data import stdlib
 from toolkit.data.manifest import OWN_HASH, own_hash
 from toolkit.data.prepare import run, tokenise
 from toolkit.data.prepare.run import output_folder, prepare
 from toolkit.data.prepare.work import each
+from toolkit.data.tokens import stdlib
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

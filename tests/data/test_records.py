@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from tests.data.made import batch_plan, documents, make_folder
 from tests.data.served import served
 from tests.data.test_stream import global_batch
-from toolkit.data import write_records
-from toolkit.data.cache import BlockCache
 from toolkit.data.evaluation import sample_batches
 from toolkit.data.manifest import write_content
-from toolkit.data.records import DTYPES, Records, describe, open_records, read_records, verify_records
-from toolkit.data.stream import Stream
-from toolkit.data.tokens import open_split
-from toolkit.data.write_records import RecordWriter
+from toolkit.data.order.stream import Stream
+from toolkit.data.records import writer as write_records
+from toolkit.data.records.reader import DTYPES, Records, describe, open_records, read_records, verify_records
+from toolkit.data.records.writer import RecordWriter
+from toolkit.data.remote.cache import BlockCache
+from toolkit.data.tokens.token_array import open_split
 from toolkit.errors import CheckpointError, InputError
 from toolkit.progress import Progress
 

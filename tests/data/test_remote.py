@@ -23,17 +23,17 @@ from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan, documents, make_folder, without_sums
 from tests.data.served import SECRETS, Store, environment, served, set_environment
-from toolkit.data.cache import BlockCache
 from toolkit.data.evaluation import eval_batches
-from toolkit.data.fetch import Limits
 from toolkit.data.manifest import read_manifest, write_content
-from toolkit.data.order import BLOCK_BYTES
-from toolkit.data.remote import RemoteTokens, pieces_of, spans_of, survey
-from toolkit.data.samples import TokenWindows
-from toolkit.data.storage import StorageError, open_folder
-from toolkit.data.stream import READ_AT_ONCE, Stream
+from toolkit.data.order.permutation import BLOCK_BYTES
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.order.stream import READ_AT_ONCE, Stream
+from toolkit.data.remote.cache import BlockCache
+from toolkit.data.remote.fetch import Limits
+from toolkit.data.remote.storage import StorageError, open_folder
+from toolkit.data.remote.tokens import RemoteTokens, pieces_of, spans_of, survey
 from toolkit.data.sums import BLOCK
-from toolkit.data.tokens import TokenSource, open_split
+from toolkit.data.tokens.token_array import TokenSource, open_split
 from toolkit.errors import InputError
 from toolkit.files import write_whole
 
@@ -313,7 +313,7 @@ def test_a_torn_cache_is_fetched_again(folder: Path, tmp_path: Path, monkeypatch
 LEAVE = """
 import sys
 from tests.data.test_remote import stream_of
-from toolkit.data.tokens import open_split
+from toolkit.data.tokens.token_array import open_split
 steps = stream_of(open_split(sys.argv[1], "train")).steps(0)
 next(steps)
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data import tokenizer_copy
+from toolkit.data.tokens import tokenizer_copy
 from toolkit.errors import InputError
 
 CODE = """

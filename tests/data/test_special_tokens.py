@@ -20,12 +20,12 @@ from toolkit.config.data import DataConfig
 from toolkit.config.prepare import InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data import tokenizer as bpe
 from toolkit.data.dataset.encode import Encoders
 from toolkit.data.manifest import read_manifest
 from toolkit.data.open import ready_for
 from toolkit.data.prepare.inspect import inspect
 from toolkit.data.sources import special_tokens_of, special_tokens_problem
+from toolkit.data.tokens import tokenizer as bpe
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

@@ -22,8 +22,8 @@ from toolkit.config.data import DataConfig
 from toolkit.config.identity import identity
 from toolkit.config.schema import RunConfig
 from toolkit.config.urls import shown, url_problem
-from toolkit.data.fetch import Limits
-from toolkit.data.storage import Folder, Range, StorageError, StoreFolder, Url, open_folder, place_of
+from toolkit.data.remote.fetch import Limits
+from toolkit.data.remote.storage import Folder, Range, StorageError, StoreFolder, Url, open_folder, place_of
 from toolkit.errors import ConfigError, InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -290,8 +290,8 @@ READ = """
 import logging, sys, warnings
 logging.basicConfig(level=logging.DEBUG)
 warnings.simplefilter("always")
-from toolkit.data.fetch import Limits
-from toolkit.data.storage import open_folder
+from toolkit.data.remote.fetch import Limits
+from toolkit.data.remote.storage import open_folder
 folder = open_folder(sys.argv[1], Limits(opening_seconds=0.3, silence_seconds=0.5))
 print(folder, repr(folder), vars(folder))
 folder.read_files(["large.bin"])

@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan, documents, make_folder
-from toolkit.data import stream as stream_module
-from toolkit.data.order import VERSION
-from toolkit.data.prefetch import Prefetch
-from toolkit.data.samples import TokenWindows
-from toolkit.data.stream import Stream, rank_positions
-from toolkit.data.tokens import TokenSource, open_split
+from toolkit.data.order import stream as stream_module
+from toolkit.data.order.permutation import VERSION
+from toolkit.data.order.prefetch import Prefetch
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.order.stream import Stream, rank_positions
+from toolkit.data.tokens.token_array import TokenSource, open_split
 from toolkit.errors import CheckpointError, InputError
 from toolkit.plan.types import BatchPlan, RampStage
 from toolkit.testing.flat import flat_cost

@@ -14,16 +14,18 @@ import pytest
 
 from tests.data.made import batch_plan, documents, make_folder, without_sums
 from tests.data.served import served, set_environment
-from toolkit.data import records, sums, tokens
-from toolkit.data.cache import BlockCache
+from toolkit.data import sums
 from toolkit.data.manifest import NAME, read_manifest, write_content
-from toolkit.data.records import open_records
-from toolkit.data.samples import TokenWindows
-from toolkit.data.storage import Range
-from toolkit.data.stream import Stream
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.order.stream import Stream
+from toolkit.data.records import reader as records
+from toolkit.data.records.reader import open_records
+from toolkit.data.records.writer import RecordWriter
+from toolkit.data.remote.cache import BlockCache
+from toolkit.data.remote.storage import Range
 from toolkit.data.sums import BLOCK, UNIT, CheckedReader, SumsOfStream, block_sums
-from toolkit.data.tokens import MappedTokens, open_split, verify
-from toolkit.data.write_records import RecordWriter
+from toolkit.data.tokens import token_array as tokens
+from toolkit.data.tokens.token_array import MappedTokens, open_split, verify
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

@@ -21,8 +21,8 @@ from tests.data.made import Counting, Ints, batch_plan, documents, make_folder
 from tests.data.test_mixture import mixed
 from toolkit.config.compose import compose
 from toolkit.config.mixture import phases_of
-from toolkit.data.samples import TokenWindows
-from toolkit.data.stream import Stream
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.order.stream import Stream
 from toolkit.data.torch_dataset import SampleDataset, StepDataset
 from toolkit.errors import CheckpointError
 from toolkit.plan import make_plan

@@ -13,11 +13,11 @@ import xxhash
 
 from toolkit.config.prepare import PrepareConfig, TokenizerConfig
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data import tokenizer as bpe
-from toolkit.data.index import IndexFile
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.prepare import plan, tokenise
 from toolkit.data.prepare.run import prepare
+from toolkit.data.tokens import tokenizer as bpe
+from toolkit.data.tokens.index import IndexFile
 from toolkit.progress import Progress
 
 WORDS = [

@@ -23,6 +23,8 @@ from toolkit.checkpoint_folder import step_name
 from toolkit.engine import collectives
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, MicroBatch, StepResult
+from toolkit.engine.rank_sync import StepConsensus, make_flag_reduce, single_rank_reduce
+from toolkit.hooks import Hook, Hooks, StepDone
 from toolkit.layout.axes import Axes, axis_name
 from toolkit.monitor.parts import (
     BACKWARD,
@@ -40,9 +42,7 @@ from toolkit.monitor.parts import (
 from toolkit.monitor.recorder import Clock, HostClock, StepRecorder, StepTime
 from toolkit.plan.types import RunPlan
 from toolkit.train.evaluation import Evaluation
-from toolkit.train.hooks import Hook, Hooks, StepDone
 from toolkit.train.loop import train
-from toolkit.train.rank_sync import StepConsensus, make_flag_reduce, single_rank_reduce
 from toolkit.train.saving import Checkpoints, Timer
 from toolkit.train.state import TrainState
 from toolkit.train.task import Task, text_task

@@ -13,7 +13,8 @@ import torch
 
 from toolkit.checkpoint.scalars import SCALER_STATE
 from toolkit.config.schema import EngineName, OptimizerName, Precision
-from toolkit.engine import deepspeed_compat, muon
+from toolkit.engine import muon
+from toolkit.engine.deepspeed import compat as deepspeed_compat
 from toolkit.engine.optimizers import uses_muon
 from toolkit.engine.precision import LossScaler
 from toolkit.models.build import build_model

@@ -32,7 +32,7 @@ from tests.engine.cases import (
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.cluster.machine import this_machine
 from toolkit.config.schema import BatchRampConfig, EngineName, OptimizerKernel, OptimizerName, Place
-from toolkit.engine.deepspeed import DeepSpeedEngine
+from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.engine.protocol import StepResult, StepSettings
 from toolkit.errors import PlanError
 from toolkit.plan import make_plan
@@ -88,7 +88,7 @@ def test_shards_cover_every_element_once_and_no_padding(case: Cell, pool: RankPo
 
 def most_at_once(rank: int, ranks: int) -> tuple[int, int, int]:
     """The most elements of parameters that this rank holds while a ZeRO-3 model is built, its share, and the whole."""
-    from toolkit.engine import deepspeed_build
+    from toolkit.engine.deepspeed import build as deepspeed_build
 
     case, most, share = cell(3, ranks, 1, train__global_batch=2 * ranks), 0, 0
     made: list[Any] = []

@@ -42,7 +42,7 @@ from tests.engine.test_resume import MORE, Saved, check_pairs, check_same
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
-from toolkit.engine.deepspeed import DeepSpeedEngine
+from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.engine.protocol import EvalResult, StepResult
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import Distance, check, samples
@@ -137,7 +137,7 @@ def test_bf16_follows_the_local_engine_in_bf16(case: Cell, pool: RankPool) -> No
 
 def halves_swapped(rank: int, ranks: int, case: Cell) -> Any:
     """Each context rank takes the other's piece, at the positions of its own."""
-    from toolkit.engine import deepspeed_context as context
+    from toolkit.engine.deepspeed import context_parallel as context
 
     right = context.piece
     context.piece = lambda batch, *, ranks, index: right(batch, ranks=ranks, index=ranks - 1 - index)
@@ -149,7 +149,7 @@ def halves_swapped(rank: int, ranks: int, case: Cell) -> Any:
 
 def unreduced(rank: int, ranks: int, case: Cell) -> Any:
     """The gradients of a norm inside the heads are those of this rank's heads only."""
-    from toolkit.engine import deepspeed_build
+    from toolkit.engine.deepspeed import build as deepspeed_build
 
     right = deepspeed_build.tensor.cut
 

@@ -38,8 +38,8 @@ from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import Reader
 from toolkit.config.schema import BatchRampConfig
-from toolkit.engine import deepspeed_pipe_compat
-from toolkit.engine.deepspeed_pipe import DeepSpeedPipelineEngine
+from toolkit.engine.deepspeed import pipeline_compat as deepspeed_pipe_compat
+from toolkit.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
 from toolkit.engine.protocol import EvalResult, StepResult
 from toolkit.plan.memory import stage_memory
 from toolkit.plan.types import MemoryPlan

@@ -34,7 +34,7 @@ def overflowing(
     rank: int, ranks: int, plan: RunPlan, undivided: bool = False
 ) -> tuple[list[StepResult], Any]:
     """Steps from a scale of 2^24, of which the first overflow, and the scale that a checkpoint would have then."""
-    from toolkit.engine import deepspeed_compat
+    from toolkit.engine.deepspeed import compat as deepspeed_compat
 
     divide = deepspeed_compat.divide_loss_scale
     if undivided:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.cases import OFFLOAD_ALL, SGD, Cell, cell, make, steps, trace
 from tests.engine.checks import TOLERANCE, check_cell, oracle
-from toolkit.engine.deepspeed import DeepSpeedEngine
+from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import Trace, samples
 
@@ -41,7 +41,7 @@ def test_hpz_gathers_frozen_parameters_as_loaded(pool: RankPool) -> None:
 
 def with_the_copies_of_before_the_load(rank: int, ranks: int, case: Cell) -> Trace:
     """A control."""
-    from toolkit.engine import deepspeed_compat
+    from toolkit.engine.deepspeed import compat as deepspeed_compat
 
     forget = deepspeed_compat.forget_secondary_partitions
     deepspeed_compat.forget_secondary_partitions = lambda module: None

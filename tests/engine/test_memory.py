@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tests.engine.cases import BF16, CONTEXT, EXPERT, TENSOR, Cell, cell, make, steps
-from toolkit.engine.deepspeed import DeepSpeedEngine
-from toolkit.engine.deepspeed_load import base
+from toolkit.engine.deepspeed.engine import DeepSpeedEngine
+from toolkit.engine.deepspeed.load import base
 from toolkit.testing.dist import RankPool
 
 # 1.6 M parameters: with fewer, padding and what is kept whole would be the most of it.

@@ -64,7 +64,7 @@ def test_everything(case: Cell, pool: RankPool) -> None:
 
 def decaying(rank: int, ranks: int, case: Cell) -> Trace:
     """Weight decay on every parameter, norms and biases too."""
-    from toolkit.engine import deepspeed_build
+    from toolkit.engine.deepspeed import build as deepspeed_build
 
     right = deepspeed_build.parameter_groups
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from toolkit.engine import collectives
 from toolkit.layout.axes import Axes
 from toolkit.monitor.calls import from_flight_recorder
+from toolkit.observe import last_collective
 from toolkit.testing.dist import RankPool
-from toolkit.train import last_collective
 
 pytestmark = pytest.mark.gpu
 

@@ -17,6 +17,7 @@ from toolkit.config.schema import EngineName
 from toolkit.engine import collectives
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.clock import CudaClock
+from toolkit.hooks import Hooks
 from toolkit.monitor.parts import (
     BACKWARD,
     COMMUNICATION,
@@ -30,7 +31,6 @@ from toolkit.monitor.recorder import StepRecorder, StepTime
 from toolkit.plan.types import Device
 from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
-from toolkit.train.hooks import Hooks
 from toolkit.train.loop import train
 from toolkit.train.state import TrainState
 from toolkit.train.task import text_task

@@ -12,9 +12,9 @@ import torch
 
 from toolkit.cluster.machine import this_machine
 from toolkit.engine.hashing import hashes
+from toolkit.observe.replicas import _Pending
 from toolkit.plan.devices import find
 from toolkit.testing.dist import RankPool
-from toolkit.train.replicas import _Pending
 
 pytestmark = pytest.mark.gpu
 

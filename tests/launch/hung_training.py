@@ -74,8 +74,8 @@ def with_steps(kind: str, rank: str, step: int) -> None:
 
 def without_samples(kind: str, rank: str, step: int) -> None:
     """The thread that reads ahead stops after the samples of ``step`` steps: it waits, or is gone without a word."""
-    from toolkit.data.prefetch import _Buffer
-    from toolkit.data.stream import Stream
+    from toolkit.data.order.prefetch import _Buffer
+    from toolkit.data.order.stream import Stream
 
     if os.environ.get("RANK") != rank or moment().exists():
         return

@@ -19,7 +19,7 @@ from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.commit import Phase
 from toolkit.checkpoint.verify import verify
 from toolkit.config.compose import compose
-from toolkit.data.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World

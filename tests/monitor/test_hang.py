@@ -151,7 +151,7 @@ def test_shares_of_different_sizes_are_no_mistake() -> None:
 @pytest.mark.parametrize(
     ("alive", "told"),
     [
-        (True, "its thread data-stream is in read (toolkit/data/storage.py:200)"),
+        (True, "its thread data-stream is in read (toolkit/data/remote/storage.py:200)"),
         (False, "rank 1 has no thread that reads ahead: it has ended"),
     ],
 )

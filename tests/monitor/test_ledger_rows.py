@@ -29,7 +29,7 @@ from toolkit.monitor.parts import (
     communication,
 )
 from toolkit.monitor.recorder import StepTime, step_time
-from toolkit.train.ledger import FEWEST, MOST, MOST_BYTES, most_slots
+from toolkit.observe.ledger import FEWEST, MOST, MOST_BYTES, most_slots
 
 AXES = Axes(data=2, tensor=2)
 VECTORS = Vectors(part_names(AXES))

@@ -25,12 +25,12 @@ from toolkit.monitor.sink import CompositeSink, Kind, Sink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.subprocess_sink import NICE
 from toolkit.monitor.sinks.wandb import WandbSink, part
+from toolkit.observe import sinks
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.tiny import tiny_config
-from toolkit.train import sinks
 
 IDENTITY = "1a2b3c4d"
 ROOT = Path(__file__).resolve().parents[2]

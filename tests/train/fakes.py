@@ -10,8 +10,8 @@ import torch
 
 from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, StepResult, StepSettings
-from toolkit.train.hooks import StepDone
-from toolkit.train.rank_sync import StepConsensus
+from toolkit.engine.rank_sync import StepConsensus
+from toolkit.hooks import StepDone
 
 
 class FakeEngine:

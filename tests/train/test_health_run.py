@@ -25,9 +25,9 @@ from tests.engine.ledger_cases import slow_calls
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, OnNonfinite, RunConfig, RunSection
-from toolkit.data import stream as stream_module
-from toolkit.data.samples import TokenWindows
-from toolkit.data.stdlib import ensure
+from toolkit.data.order import stream as stream_module
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.tokens.stdlib import ensure
 from toolkit.engine.local import LocalEngine
 from toolkit.engine.protocol import StepResult
 from toolkit.errors import ExitCode
@@ -248,7 +248,7 @@ def trained(rank: int, ranks: int, config: RunConfig, attempt: int, fault: Fault
     if ranks == 1:
         engine: type = LocalEngine
     else:
-        from toolkit.engine.deepspeed import DeepSpeedEngine as engine
+        from toolkit.engine.deepspeed.engine import DeepSpeedEngine as engine
     plan = plan_of(config, ranks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(detector, "UNIT_SECONDS", unit_seconds)

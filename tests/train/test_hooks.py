@@ -19,10 +19,13 @@ from tests.train.fakes import FakeClock, FakeEngine, samples, step_done
 from toolkit.checkpoint.online.store import PendingSave
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
+from toolkit.engine.rank_sync import StepConsensus, single_rank_reduce
+from toolkit.hooks import Hook, Hooks, StepDone
 from toolkit.monitor.sink import Kind, Row
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.throughput import Course, Spent
+from toolkit.observe.reporting import PLOT_SECONDS, STATUS_SECONDS, Metrics, Plots, StatusFile
 from toolkit.plan import make_plan
 from toolkit.plan.flops import flops_per_step
 from toolkit.plan.types import Device, RunPlan, World
@@ -32,17 +35,6 @@ from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_config, tiny_plan
 from toolkit.train.data_progress import DataProgress
 from toolkit.train.evaluation import Evaluation
-from toolkit.train.hooks import (
-    PLOT_SECONDS,
-    STATUS_SECONDS,
-    Hook,
-    Hooks,
-    Metrics,
-    Plots,
-    StatusFile,
-    StepDone,
-)
-from toolkit.train.rank_sync import StepConsensus, single_rank_reduce
 from toolkit.train.saving import Checkpoints, Timer
 from toolkit.train.task import NextToken
 

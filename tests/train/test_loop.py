@@ -14,13 +14,13 @@ import torch
 
 from tests.train.fakes import FakeClock, FakeEngine, samples
 from toolkit.engine.protocol import StepResult
+from toolkit.engine.rank_sync import StepConsensus, single_rank_reduce
 from toolkit.errors import ExitCode
+from toolkit.hooks import Hook, Hooks, StepDone
 from toolkit.monitor.sink import Row
 from toolkit.plan.schedule import learning_rate
 from toolkit.testing.tiny import tiny_plan
-from toolkit.train.hooks import Hook, Hooks, StepDone
 from toolkit.train.loop import train
-from toolkit.train.rank_sync import StepConsensus, single_rank_reduce
 from toolkit.train.state import TrainState
 from toolkit.train.task import NextToken
 

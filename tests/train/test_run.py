@@ -27,10 +27,10 @@ from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, Shard
 from toolkit.config.data import Documents
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EvalConfig, RunConfig, RunSection
-from toolkit.data import stream as stream_module
 from toolkit.data.manifest import read_manifest
-from toolkit.data.samples import TokenWindows
-from toolkit.data.stdlib import ensure
+from toolkit.data.order import stream as stream_module
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.tokens.stdlib import ensure
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import CheckpointError, ExitCode, InputError, Problem
 from toolkit.plan import make_plan

@@ -14,7 +14,7 @@ from tests.monitor.wandb_file import configuration, exit_code, history, run_reco
 from tests.monitor.wandb_process import without_network
 from toolkit.config.monitor import WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
-from toolkit.data.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure
 from toolkit.errors import ExitCode
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
@@ -43,7 +43,7 @@ def config_of(folder: str, data: str, mode: WandbMode) -> RunConfig:
 
 
 def train_on_a_node(rank: int, ranks: int, folder: str, data: str, mode: WandbMode) -> int:
-    from toolkit.train import sinks
+    from toolkit.observe import sinks
     from toolkit.train.run import run
 
     sinks.WandbSink = without_network  # type: ignore[assignment,misc]

@@ -17,7 +17,7 @@ import pytest
 from tests.monitor.fake_nvml import FakeGpu, FakeNvml
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
-from toolkit.data.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure
 from toolkit.errors import ExitCode
 from toolkit.monitor.system.sampler import PATIENCE_SECONDS
 from toolkit.plan import make_plan
@@ -57,7 +57,7 @@ def config_of(folder: str, data: str, system_seconds: float) -> RunConfig:
 def train_on_a_node(
     rank: int, ranks: int, folder: str, data: str, system_seconds: float, faults: bool
 ) -> int:
-    from toolkit.train import system
+    from toolkit.observe import system
     from toolkit.train.run import run
 
     nvml, asked = FakeNvml([FakeGpu(), FakeGpu()]), 0

@@ -18,11 +18,11 @@ from torch import nn
 from tests.images import BANDS, CLASSES, SIZE, VIT, image_plan, image_task, make_small_tiles, use_images
 from tests.train.test_run import Start, same
 from toolkit.config.schema import EvalConfig, RunConfig
-from toolkit.data.arrays import IMAGE, LABEL
 from toolkit.data.evaluation import IGNORED
 from toolkit.data.open import ready_for
-from toolkit.data.records import open_records
-from toolkit.data.write_records import RecordWriter
+from toolkit.data.records.arrays import IMAGE, LABEL
+from toolkit.data.records.reader import open_records
+from toolkit.data.records.writer import RecordWriter
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError, PlanError
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json

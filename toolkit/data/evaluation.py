@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.samples import Samples
-from toolkit.data.stream import rank_places
-from toolkit.data.tokens import TokenSource
+from toolkit.data.order.samples import Samples
+from toolkit.data.order.stream import rank_places
+from toolkit.data.tokens.token_array import TokenSource
 from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]

@@ -57,7 +57,7 @@ def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | Non
             data.stream.close()
     except UserError as error:
         return FirstRead(problems=error.problems)
-    except OSError as error:  # a store that does not answer any more: toolkit/data/storage.py
+    except OSError as error:  # a store that does not answer any more: toolkit/data/remote/storage.py
         problem = Problem(
             "data.path",
             f"data.path: {error}",

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from toolkit.data.digest import Digest
-from toolkit.data.storage import Place, Url, open_folder, place_of
+from toolkit.data.remote.storage import Place, Url, open_folder, place_of
 from toolkit.errors import InputError, Problem
 from toolkit.files import user_cache, write_whole
 from toolkit.paths import UnsafePath, inside, relative_name
@@ -32,7 +32,7 @@ REMEDIES = {KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data
 MADE_BY = {
     KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or import=FOLDER for Megatron's files) "
     "and name it with data.path=FOLDER",
-    "records": "make one: python -m toolkit.data.tiles FOLDER, or your own with toolkit.data.write_records (docs/data.md)",
+    "records": "make one: python -m toolkit.data.tiles FOLDER, or your own with toolkit.data.records.writer (docs/data.md)",
 }
 
 

@@ -6,17 +6,17 @@ from functools import cache
 
 from toolkit.config.mixture import SourceSetting, phases_of, sources_of
 from toolkit.config.schema import RunConfig
-from toolkit.data.cache import cache_of
-from toolkit.data.documents import waste_of
 from toolkit.data.manifest import DataManifest, read_manifest
-from toolkit.data.mixture import Mixture, Phase
+from toolkit.data.order.mixture import Mixture, Phase
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.order.stream import Stream, source_seed
 from toolkit.data.registry import DataKind, RunData
-from toolkit.data.remote import survey
-from toolkit.data.samples import TokenWindows
+from toolkit.data.remote.cache import cache_of
+from toolkit.data.remote.tokens import survey
 from toolkit.data.sources import documents_problem, special_tokens_problem, split_problem, vocabulary_problem
-from toolkit.data.stream import Stream, source_seed
 from toolkit.data.text import text_sets, unigram
-from toolkit.data.tokens import open_split
+from toolkit.data.tokens.documents import waste_of
+from toolkit.data.tokens.token_array import open_split
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress

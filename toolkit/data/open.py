@@ -7,9 +7,9 @@ for micro_batches in data.stream.steps(first_step): ...
 from __future__ import annotations
 
 from toolkit.config.schema import RunConfig
-from toolkit.data.arrays import ARRAYS
 from toolkit.data.dataset.kind import DATASET
 from toolkit.data.mixed import MIXTURE
+from toolkit.data.records.arrays import ARRAYS
 from toolkit.data.registry import DataKind, RunData
 from toolkit.data.text import TEXT
 from toolkit.plan.types import BatchPlan

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from toolkit.config.schema import RunConfig
-from toolkit.data.documents import Waste
 from toolkit.data.evaluation import EvalSet
-from toolkit.data.records import RecordManifest
+from toolkit.data.records.reader import RecordManifest
+from toolkit.data.tokens.documents import Waste
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress
 

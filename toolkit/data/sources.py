@@ -10,8 +10,8 @@ from toolkit.config.mixture import sources_of
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import DataManifest, read_manifest
-from toolkit.data.samples import too_short
-from toolkit.data.stdlib import ensure
+from toolkit.data.order.samples import too_short
+from toolkit.data.tokens.stdlib import ensure
 from toolkit.errors import Problem
 from toolkit.progress import Progress
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.data.digest import Digest, broken, check_size
-from toolkit.data.storage import Buffer, Place, Range, StoreFolder
+from toolkit.data.remote.storage import Buffer, Place, Range, StoreFolder
 from toolkit.errors import InputError, Problem
 
 Ints = npt.NDArray[np.int64]

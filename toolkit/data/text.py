@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from functools import cache, partial
 
 from toolkit.config.schema import RunConfig
-from toolkit.data.cache import cache_of
-from toolkit.data.documents import waste_of
 from toolkit.data.evaluation import EvalSet, eval_batches, evaluation_targets, unigram_loss
 from toolkit.data.manifest import read_manifest
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.order.stream import Stream
 from toolkit.data.registry import DataKind, RunData
-from toolkit.data.remote import survey
-from toolkit.data.samples import TokenWindows
+from toolkit.data.remote.cache import cache_of
+from toolkit.data.remote.tokens import survey
 from toolkit.data.sources import data_problems, ready
-from toolkit.data.stream import Stream
-from toolkit.data.tokens import TokenSource, open_split
+from toolkit.data.tokens.documents import waste_of
+from toolkit.data.tokens.token_array import TokenSource, open_split
 from toolkit.errors import InputError
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress

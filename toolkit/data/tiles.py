@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.records import RecordManifest, describe
-from toolkit.data.write_records import RecordWriter
+from toolkit.data.records.reader import RecordManifest, describe
+from toolkit.data.records.writer import RecordWriter
 from toolkit.errors import ExitCode, UserError
 from toolkit.progress import Progress
 

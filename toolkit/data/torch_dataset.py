@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from toolkit.data.stream import Stream
+from toolkit.data.order.stream import Stream
 from toolkit.errors import CheckpointError, Problem
 
 Array = npt.NDArray[Any]

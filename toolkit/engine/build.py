@@ -50,10 +50,10 @@ def _local(plan: RunPlan, objective: Objective, rank: int, local_rank: int, reco
 
 def _deepspeed(plan: RunPlan, objective: Objective, rank: int, local_rank: int, recorder: Recorder) -> Engine:
     if plan.axes.pipeline > 1:
-        from toolkit.engine.deepspeed_pipe import DeepSpeedPipelineEngine
+        from toolkit.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
 
         return DeepSpeedPipelineEngine(plan, objective, rank=rank, local_rank=local_rank, recorder=recorder)
-    from toolkit.engine.deepspeed import DeepSpeedEngine
+    from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 
     return DeepSpeedEngine(plan, objective, rank=rank, local_rank=local_rank, recorder=recorder)
 

@@ -1,4 +1,4 @@
-"""The time ledger: all ranks' parts of one step -> one row. Vectors in, rows out; who gathers them is ``train/ledger.py``.
+"""The time ledger: all ranks' parts of one step -> one row. Vectors in, rows out; who gathers them is ``observe/ledger.py``.
 
 A row tells minimum, median and maximum over ranks. Ranks differ: in a pipeline by their stage, elsewhere by what is wrong with one of them.
 A median of one part and that of another may be of different ranks, so medians need not add up to the step.

@@ -142,7 +142,7 @@ def _derived(config: RunConfig, world: World, batch: BatchPlan) -> dict[str, Any
 
 def _axes(config: RunConfig) -> dict[str, Any]:
     """Of the tensor axis, how AutoTP cuts which linear layers; of the context axis, that its ranks are not of the batch. Of the
-    expert axis DeepSpeed reads nothing here: ``engine/deepspeed_expert.py`` makes its groups and marks the parameters."""
+    expert axis DeepSpeed reads nothing here: ``engine/deepspeed/expert_parallel.py`` makes its groups and marks the parameters."""
     found: dict[str, Any] = {}
     if config.parallel.tensor > 1:
         found["tensor_parallel"] = {

@@ -1,4 +1,4 @@
-"""What comparing copies (``train/replicas.py``) cannot see in a layout: known before anything runs."""
+"""What comparing copies (``observe/replicas.py``) cannot see in a layout: known before anything runs."""
 
 from __future__ import annotations
 

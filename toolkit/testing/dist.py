@@ -37,7 +37,7 @@ from toolkit.plan.types import Device
 
 PRELOAD = (
     "deepspeed",
-    "toolkit.engine.deepspeed",
+    "toolkit.engine.deepspeed.engine",
     *(
         ["toolkit.engine.megatron.build"] if find_spec("megatron") else []
     ),  # an extra: DeepSpeed's cells run without it

@@ -11,9 +11,9 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.mixture import Mixture, Phase
-from toolkit.data.samples import TokenWindows
-from toolkit.data.stream import Stream, source_seed
+from toolkit.data.order.mixture import Mixture, Phase
+from toolkit.data.order.samples import TokenWindows
+from toolkit.data.order.stream import Stream, source_seed
 from toolkit.plan.types import BatchPlan, RampStage
 
 Ints = npt.NDArray[np.int64]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolkit.checkpoint_folder import step_of
+from toolkit.hooks import Hook
 from toolkit.monitor.sink import Row
-from toolkit.train.hooks import Hook
 
 SamplesConsumed = Mapping[str, tuple[int, float]]  # samples and epochs by source: ``SampleStream.consumed``
 

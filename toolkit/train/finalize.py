@@ -115,7 +115,7 @@ def _continuation(
     plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None, prompt: str, stop: Callable[[], object]
 ) -> str:
     from toolkit.data.sources import special_tokens_of, text_folder
-    from toolkit.data.tokenizer import load
+    from toolkit.data.tokens.tokenizer import load
     from toolkit.train.generate import continue_text, load_model
 
     if plan.shape is None:

@@ -14,8 +14,8 @@ from toolkit import families
 from toolkit.checkpoint.shard import WEIGHT, Box, Reader, Shard, TensorKey
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import generation_with, read_manifest
-from toolkit.data.special import SpecialStrings, prepare_tokenizer
-from toolkit.data.tokenizer import load
+from toolkit.data.tokens.special_tokens import SpecialStrings, prepare_tokenizer
+from toolkit.data.tokens.tokenizer import load
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
 from toolkit.train.state import DATA

@@ -19,8 +19,9 @@ from toolkit.goodput import (
     read_times,
     write_times,
 )
+from toolkit.hooks import Hook, StepDone
 from toolkit.monitor.sink import Row
-from toolkit.train.hooks import STATUS_SECONDS, Hook, StepDone
+from toolkit.observe.reporting import STATUS_SECONDS
 from toolkit.train.saving import Costs
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from toolkit.engine.protocol import Engine, StepResult, StepSettings
+from toolkit.engine.rank_sync import StepConsensus
 from toolkit.errors import ExitCode
+from toolkit.hooks import Hook, StepDone
 from toolkit.monitor.parts import DATA, TRANSFER, UNRECORDED, Recorder
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import RunPlan
-from toolkit.train.hooks import Hook, StepDone
 from toolkit.train.nonfinite import Diverged
-from toolkit.train.rank_sync import StepConsensus
 from toolkit.train.state import TrainState
 from toolkit.train.task import Task
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import torch
 
 from toolkit.checkpoint.shard import Shard
-from toolkit.train.hooks import Hook, StepDone
-from toolkit.train.rank_sync import FlagReduce
+from toolkit.engine.rank_sync import FlagReduce
+from toolkit.hooks import Hook, StepDone
 
 
 class Diverged(Exception):

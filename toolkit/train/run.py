@@ -17,12 +17,17 @@ from toolkit.data.open import open_data
 from toolkit.data.registry import RunData
 from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine, StepResult
+from toolkit.engine.rank_sync import FlagReduce, StepConsensus, check_same_data, make_flag_reduce
 from toolkit.errors import ExitCode
 from toolkit.goodput import format_goodput
+from toolkit.hooks import Hooks
 from toolkit.monitor.plots import loss_curve
 from toolkit.monitor.sink import Sink, tell
 from toolkit.monitor.sinks.console import say
 from toolkit.monitor.throughput import Course, Spent, spent
+from toolkit.observe.monitoring import watching
+from toolkit.observe.reporting import Metrics, Plots, StatusFile
+from toolkit.observe.sinks import closed_with_code, open_sinks
 from toolkit.plan.flops import without_utilisation
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rows import last_row, read_rows
@@ -32,15 +37,11 @@ from toolkit.train import finalize, process_setup
 from toolkit.train.data_progress import DataProgress
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.goodput_tracker import GoodputTracker
-from toolkit.train.hooks import Hooks, Metrics, Plots, StatusFile
 from toolkit.train.loop import train
-from toolkit.train.monitoring import watching
 from toolkit.train.nonfinite import Diverged, StopOnNonfinite, finite_on_all_ranks
-from toolkit.train.rank_sync import FlagReduce, StepConsensus, check_same_data, make_flag_reduce
 from toolkit.train.resume import find_resume_point, restore_stream, set_aside_later_checkpoints
 from toolkit.train.save_deadline import SaveDeadline
 from toolkit.train.saving import AllCosts, Checkpoints, Costs, Timer
-from toolkit.train.sinks import closed_with_code, open_sinks
 from toolkit.train.task import Task, text_task
 from toolkit.train.vision import vision_task
 

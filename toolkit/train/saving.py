@@ -12,12 +12,12 @@ from toolkit.checkpoint_folder import step_of
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.registry import SampleStream
 from toolkit.engine.protocol import Engine
+from toolkit.engine.rank_sync import FlagReduce
+from toolkit.hooks import Hook, StepDone
 from toolkit.monitor.parts import CHECKPOINT
 from toolkit.plan.types import RunPlan
 from toolkit.train import state
-from toolkit.train.hooks import Hook, StepDone
 from toolkit.train.nonfinite import Diverged, finite_on_all_ranks
-from toolkit.train.rank_sync import FlagReduce
 
 
 class Timer:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.documents import position_ids
 from toolkit.data.evaluation import IGNORED, inputs_and_labels
+from toolkit.data.tokens.documents import position_ids
 from toolkit.engine.protocol import MicroBatch, Objective
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.types import RunPlan
@@ -139,7 +139,7 @@ def _positions(batch: MicroBatch) -> MicroBatch:
 
 
 def text_task(plan: RunPlan, end_of_text: int | None = None) -> Task:
-    """Of the plan's model. ``end_of_text``: of data whose documents are kept apart (``data/documents.py``)."""
+    """Of the plan's model. ``end_of_text``: of data whose documents are kept apart (``data/tokens/documents.py``)."""
     model = plan.config.model
     if plan.shape is None:
         assert model.target is not None, "a plan without a shape is of model.target"

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.arrays import IMAGE, LABEL, classes
 from toolkit.data.evaluation import IGNORED
-from toolkit.data.records import RecordManifest
+from toolkit.data.records.arrays import IMAGE, LABEL, classes
+from toolkit.data.records.reader import RecordManifest
 from toolkit.engine.protocol import LOSS, MicroBatch
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.types import RunPlan

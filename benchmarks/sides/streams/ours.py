@@ -14,7 +14,7 @@ from sides.streams.common import GLOBAL_BATCH, LENGTH, SEED, Counted, Opened, Pl
 if TYPE_CHECKING:
     import torch
 
-    from toolkit.data.samples import TokenWindows
+    from toolkit.data.order.samples import TokenWindows
     from toolkit.plan.types import BatchPlan
 
 WEIGHTS = (3, 2, 1)
@@ -32,8 +32,8 @@ def batch_plan(place: Place) -> BatchPlan:
 
 
 def _windows(folder: Path) -> TokenWindows:
-    from toolkit.data.samples import TokenWindows
-    from toolkit.data.tokens import open_split
+    from toolkit.data.order.samples import TokenWindows
+    from toolkit.data.tokens.token_array import open_split
 
     return TokenWindows(open_split(folder, "train"), LENGTH, SEED)
 
@@ -51,8 +51,8 @@ def _open(
 ) -> Opened:
     import torch
 
-    from toolkit.data.mixture import Mixture, Phase
-    from toolkit.data.stream import Stream
+    from toolkit.data.order.mixture import Mixture, Phase
+    from toolkit.data.order.stream import Stream
 
     mixture = Mixture([Phase(0, tuple(Fraction(weight) for weight in weights))], SEED) if weights else None
     sources = {name: _windows(folder) for name, folder in folders.items()}
@@ -75,15 +75,15 @@ def _open(
 _MODULES = (
     "numpy",
     "torch",
-    "toolkit.data.mixture",
-    "toolkit.data.stream",
-    "toolkit.data.tokens",
+    "toolkit.data.order.mixture",
+    "toolkit.data.order.stream",
+    "toolkit.data.tokens.token_array",
     "toolkit.plan.types",
 )
 SIDES = {
     "toolkit": Side(
         "this toolkit",
-        "data/stream.py as a run opens it: one source, read ahead by its thread, windows of 2,049 of which "
+        "data/order/stream.py as a run opens it: one source, read ahead by its thread, windows of 2,049 of which "
         "2,048 are counted",
         ("numpy",),
         _MODULES,

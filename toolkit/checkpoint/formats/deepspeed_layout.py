@@ -105,7 +105,7 @@ def _cut(spec: ParameterSpec, rank: int, ranks: int) -> Box:
 
 
 def _stage(number: int, specs: Sequence[ParameterSpec], tied: Mapping[str, str], stages: int) -> ModelRank:
-    """A stage is one layer to DeepSpeed, and the model is ``stage.model`` in it (``toolkit/engine/deepspeed_pipe_module.py``). The last
+    """A stage is one layer to DeepSpeed, and the model is ``stage.model`` in it (``toolkit/engine/deepspeed/pipeline_module.py``). The last
     one has of a tied weight the other name, and nothing is tied within it."""
     other = {stored: alias for alias, stored in tied.items()} if number == stages - 1 else {}
     names = [f"{number}.stage.model.{other.get(spec.name, spec.name)}" for spec in specs]

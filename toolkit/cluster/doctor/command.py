@@ -48,7 +48,7 @@ class Measurements:
     first_read: Callable[[RunConfig, int | None, BatchPlan | None], FirstRead]  # toolkit/data/first_read.py
     links: Callable[
         [Axes | None, torch.device, int, int], Sequence[Mapping[str, Any]]
-    ]  # toolkit/train/comm_benchmark.py
+    ]  # toolkit/observe/comm_benchmark.py
 
 
 class DoctorCommand:

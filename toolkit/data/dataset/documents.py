@@ -1,6 +1,6 @@
 """The documents of a run by their number in its order, which never ends: after the last one of an epoch comes the next epoch.
 
-    map-style    arrow files, mapped: any document at once, in an order that is a pure function of the number (`data/order.py`)
+    map-style    arrow files, mapped: any document at once, in an order that is a pure function of the number (`data/order/permutation.py`)
     streaming    one after another as the source gives them, through a state of `datasets` that says where to go on
 
 Both give text in arrow columns and never make a row into a Python object.
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.data.dataset.encode import Texts
-from toolkit.data.order import Order
+from toolkit.data.order.permutation import Order
 from toolkit.errors import InputError, Problem
 
 if TYPE_CHECKING:

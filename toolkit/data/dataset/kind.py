@@ -20,8 +20,8 @@ from toolkit.data.manifest import read_manifest
 from toolkit.data.registry import DataKind, RunData
 from toolkit.data.sources import split_problem, vocabulary_problem
 from toolkit.data.text import text_sets
-from toolkit.data.tokenizer import FILE
-from toolkit.data.tokens import open_split
+from toolkit.data.tokens.token_array import open_split
+from toolkit.data.tokens.tokenizer import FILE
 from toolkit.errors import InputError
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress

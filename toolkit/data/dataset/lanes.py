@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.stream import rank_places
+from toolkit.data.order.stream import rank_places
 from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]

@@ -21,13 +21,10 @@ import xxhash
 from toolkit.config.data import DatasetConfig
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data import tokenizer as tokenizers
-from toolkit.data import tokenizer_copy
 from toolkit.data.dataset import source as sources
 from toolkit.data.dataset.documents import ArrowDocuments, as_texts, text_of
 from toolkit.data.dataset.encode import Texts
 from toolkit.data.dataset.worker import is_held_out
-from toolkit.data.index import token_dtype
 from toolkit.data.manifest import (
     NAME,
     DataManifest,
@@ -37,8 +34,11 @@ from toolkit.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from toolkit.data.special import SpecialStrings
-from toolkit.data.write import SplitWriter
+from toolkit.data.tokens import tokenizer as tokenizers
+from toolkit.data.tokens import tokenizer_copy
+from toolkit.data.tokens.index import token_dtype
+from toolkit.data.tokens.special_tokens import SpecialStrings
+from toolkit.data.tokens.writer import SplitWriter
 from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder, write_whole
 from toolkit.progress import Progress

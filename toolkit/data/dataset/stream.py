@@ -14,9 +14,9 @@ import numpy.typing as npt
 from toolkit.data.dataset.documents import Documents, no_documents
 from toolkit.data.dataset.encode import Encoded, Encoders
 from toolkit.data.dataset.lanes import Demand, Lane, demand, fork_places, lanes_of
-from toolkit.data.fingerprint import FORK, check_same
-from toolkit.data.prefetch import Prefetch
-from toolkit.data.stream import rank_places
+from toolkit.data.order.fingerprint import FORK, check_same
+from toolkit.data.order.prefetch import Prefetch
+from toolkit.data.order.stream import rank_places
 from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.types import BatchPlan
 

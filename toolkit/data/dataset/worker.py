@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data.special import SpecialStrings, prepare_tokenizer
+from toolkit.data.tokens.special_tokens import SpecialStrings, prepare_tokenizer
 from toolkit.errors import InputError
 
 SHOWN = 60  # characters of a document that an error shows

@@ -19,15 +19,15 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data import tokenizer_copy
 from toolkit.data.digest import Digest, digest
-from toolkit.data.index import IndexFile
 from toolkit.data.manifest import NAME, DataManifest, Origin, Shard, Split, TokenizerInfo, write_manifest
 from toolkit.data.prepare.parts import SPLITS
 from toolkit.data.prepare.report import versions
 from toolkit.data.sums import ENDING, SumsOfStream
-from toolkit.data.tokenizer import FILE, FOLDER
-from toolkit.data.write import write_sums
+from toolkit.data.tokens import tokenizer_copy
+from toolkit.data.tokens.index import IndexFile
+from toolkit.data.tokens.tokenizer import FILE, FOLDER
+from toolkit.data.tokens.writer import write_sums
 from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder
 from toolkit.progress import Progress, Task

@@ -15,16 +15,16 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data import records
-from toolkit.data import tokenizer as bpe
 from toolkit.data.digest import Digest
-from toolkit.data.documents import waste
-from toolkit.data.index import HEADER
 from toolkit.data.manifest import DataManifest, Split, describe, kind_of, read_manifest
 from toolkit.data.prepare import report
 from toolkit.data.prepare.plan import as_typed
-from toolkit.data.storage import Folder, open_folder
-from toolkit.data.tokens import verify
+from toolkit.data.records import reader as records
+from toolkit.data.remote.storage import Folder, open_folder
+from toolkit.data.tokens import tokenizer as bpe
+from toolkit.data.tokens.documents import waste
+from toolkit.data.tokens.index import HEADER
+from toolkit.data.tokens.token_array import verify
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 

@@ -19,7 +19,7 @@ from toolkit.data.manifest import Shard, shard_of
 from toolkit.data.prepare.keys import first_of_equal
 from toolkit.data.prepare.parts import SPLITS, Chunk, Receipt, read_chunk, read_receipts
 from toolkit.data.prepare.tokenise import PARTS
-from toolkit.data.write import ShardWriter
+from toolkit.data.tokens.writer import ShardWriter
 from toolkit.files import write_whole
 
 SHARDS = "shards"

@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 import toolkit
 from toolkit.data.digest import digest
-from toolkit.data.index import IndexFile
 from toolkit.data.manifest import DataManifest, Origin, Split, TokenizerInfo, write_manifest
 from toolkit.data.prepare.merge import Piece, Written
 from toolkit.data.prepare.parts import FIRST_BAD, SPLITS, Receipt
 from toolkit.data.prepare.plan import Plan
+from toolkit.data.tokens.index import IndexFile
 from toolkit.files import write_whole
 
 SOURCES, REPORT, PICTURE = "sources.json", "report.json", "lengths.png"

@@ -21,9 +21,7 @@ from typing import Any
 from toolkit.config.keys import flatten
 from toolkit.config.prepare import InputFormat, PrepareConfig
 from toolkit.config.urls import is_url
-from toolkit.data import stdlib
 from toolkit.data.digest import digest
-from toolkit.data.index import token_dtype
 from toolkit.data.manifest import NAME as MANIFEST
 from toolkit.data.manifest import DataManifest, TokenizerInfo, read_manifest
 from toolkit.data.prepare import merge, report, store, tokenise
@@ -43,7 +41,9 @@ from toolkit.data.prepare.plan import (
 from toolkit.data.prepare.split import validation_below
 from toolkit.data.prepare.vocabulary import ready_vocabulary, vocabulary
 from toolkit.data.prepare.work import each
-from toolkit.data.tokenizer import FOLDER as TOKENIZER
+from toolkit.data.tokens import stdlib
+from toolkit.data.tokens.index import token_dtype
+from toolkit.data.tokens.tokenizer import FOLDER as TOKENIZER
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 

@@ -18,7 +18,7 @@ import xxhash
 from toolkit.config.prepare import PrepareConfig
 from toolkit.data.prepare.formats import hidden, input_format
 from toolkit.data.prepare.plan import Listing
-from toolkit.data.storage import Buffer, Range, StoreFolder, Url, open_folder, place_of
+from toolkit.data.remote.storage import Buffer, Range, StoreFolder, Url, open_folder, place_of
 from toolkit.errors import InputError, Problem
 from toolkit.paths import UnsafePath, relative_name
 from toolkit.progress import Progress

@@ -23,7 +23,7 @@ from toolkit.data.prepare.parts import FIRST_BAD, Receipt, parts_of, write_part
 from toolkit.data.prepare.plan import Plan, read_plan
 from toolkit.data.prepare.read import Document, decoded, documents
 from toolkit.data.prepare.vocabulary import Vocabulary
-from toolkit.data.special import SpecialStrings
+from toolkit.data.tokens.special_tokens import SpecialStrings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,15 +12,15 @@ import numpy as np
 
 from toolkit.config.prepare import PrepareConfig
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data import tokenizer as bpe
-from toolkit.data import tokenizer_copy
-from toolkit.data.index import token_dtype
 from toolkit.data.manifest import TokenizerInfo
 from toolkit.data.prepare.keys import Keys
 from toolkit.data.prepare.limits import check_size
 from toolkit.data.prepare.plan import Plan
 from toolkit.data.prepare.read import decoded, documents
-from toolkit.data.special import prepare_tokenizer
+from toolkit.data.tokens import tokenizer as bpe
+from toolkit.data.tokens import tokenizer_copy
+from toolkit.data.tokens.index import token_dtype
+from toolkit.data.tokens.special_tokens import prepare_tokenizer
 from toolkit.files import sync_folder
 from toolkit.progress import Progress
 

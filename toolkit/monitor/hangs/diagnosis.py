@@ -1,4 +1,4 @@
-"""Why a run makes no progress: from the word of the ranks that can still speak to one cause. Pure; ``train/watchdog.py`` collects.
+"""Why a run makes no progress: from the word of the ranks that can still speak to one cause. Pure; ``observe/watchdog.py`` collects.
 
 The order of the rules is the order of certainty. A process that is gone or stopped explains every wait for it. Ranks that call different
 collectives under one number are at odds, whoever is right. A rank that waits in no collective while others do is where they wait for it;

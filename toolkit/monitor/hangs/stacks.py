@@ -23,7 +23,7 @@ DOING: tuple[tuple[str, str, str], ...] = (
     ("toolkit/data/", "", SAMPLES),
     ("toolkit/checkpoint/", "", "saving or loading a checkpoint"),
     ("toolkit/train/saving.py", "", "saving a checkpoint"),
-    ("toolkit/train/rank_sync.py", "", "agreeing with the other ranks"),
+    ("toolkit/engine/rank_sync.py", "", "agreeing with the other ranks"),
     ("toolkit/models/", "", "building the model"),
     ("toolkit/engine/", "", ENGINE),
     *(

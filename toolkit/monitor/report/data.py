@@ -44,7 +44,7 @@ HANG_BYTES = 256_000  # of a report of a hang: all ranks' stacks
 # Folders of a run that a report does not look into. W&B's hold links to its own cache: ``wandb``, and of other nodes ``nodes/*/wandb``.
 NOT_READ = ("checkpoints", "export", "plots", "jobs", "wandb", "nodes")
 
-# Rows of steps, as ``train/hooks.py: Metrics`` has them; those of sources begin with EPOCHS.
+# Rows of steps, as ``observe/reporting.py: Metrics`` has them; those of sources begin with EPOCHS.
 STEP_FIGURES = frozenset(
     (
         "loss",

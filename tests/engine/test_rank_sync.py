@@ -1,0 +1,64 @@
+"""Ranks decide together: a stop that one rank is told of ends all at the same step, saved.
+
+pytest tests/engine/test_rank_sync.py
+"""
+
+from __future__ import annotations
+
+import re
+
+from tests.train.fakes import FakeEngine, samples, step_done
+from toolkit.engine.protocol import StepResult
+from toolkit.engine.rank_sync import GlooFlagReduce, StepConsensus, check_same_data
+from toolkit.errors import ExitCode, InputError
+from toolkit.hooks import Hook, StepDone
+from toolkit.testing.dist import run_ranks
+from toolkit.testing.tiny import tiny_plan
+from toolkit.train.loop import train
+from toolkit.train.state import TrainState
+from toolkit.train.task import NextToken
+
+
+def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
+    """Rank 1 is asked to stop in its fifth step; rank 0's clock says save at its third. Returns code, last step, saves."""
+    all_reduce_flags, state, saved = GlooFlagReduce(), TrainState(), []
+
+    class Saves(Hook):
+        def on_step(self, done: StepDone) -> None:
+            if done.agreed.save or done.agreed.stop:
+                saved.append(done.step)
+
+    def agree(waited: float, result: StepResult) -> StepConsensus:
+        stop, save = all_reduce_flags([rank == 1 and state.step >= 5, rank == 0 and state.step == 3])
+        return StepConsensus(stop=bool(stop), save=bool(save))
+
+    assert all_reduce_flags([rank, -rank, 7]) == [1, 0, 7]
+    code = train(tiny_plan(train__steps=50), FakeEngine(), NextToken(), samples(), state, Saves(), agree)
+    return int(code), state.step, saved
+
+
+def test_all_ranks_stop_and_save_at_the_same_step() -> None:
+    assert run_ranks(stops_together, 2) == [(int(ExitCode.STOPPED), 5, [3, 5])] * 2
+
+
+def reads_its_own_data(rank: int, ranks: int) -> str:
+    check_same_data({"data": "same", "seed": 1}, ranks)
+    try:
+        check_same_data({"data": f"of rank {rank // 2}", "seed": 1}, ranks)
+    except InputError as error:
+        return str(error)
+    return "not noticed"
+
+
+def test_ranks_with_different_data_are_told_on_every_rank() -> None:
+    answers = run_ranks(reads_its_own_data, 3)
+    assert len(set(answers)) == 1
+    assert re.search(
+        r"rank 0 on \S+ reads data=of rank 0; rank 2 on \S+ reads data=of rank 1\n", answers[0]
+    ), answers[0]
+    assert "data.path=FOLDER" in answers[0]
+    check_same_data({"data": "mine"}, 1)
+
+
+def test_without_a_wish_nothing_is_agreed() -> None:
+    assert step_done(1).agreed == StepConsensus()

@@ -1,0 +1,93 @@
+"""One folder of records that are labelled images: ``data=arrays``. What is asked of their fields, the vision task uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from toolkit.config.schema import RunConfig
+from toolkit.data.evaluation import EvalSet, sample_batches
+from toolkit.data.order.stream import Stream
+from toolkit.data.records.reader import RecordManifest, open_records, read_records, survey
+from toolkit.data.registry import DataKind, RunData
+from toolkit.data.remote.cache import cache_of
+from toolkit.errors import InputError, Problem
+from toolkit.plan.types import BatchPlan
+from toolkit.progress import Progress
+
+IMAGE, LABEL = "image", "label"
+
+
+def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
+    manifest = read_records(config.data.path)
+    problems = list(record_problems(config, manifest))
+    if problems:
+        raise InputError(*problems)
+    survey(manifest, ["train", *(config.eval.sets if config.eval.every else [])])
+    return config.data.path
+
+
+def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
+    kept = cache_of(config.data.cache)
+    training = open_records(folder, "train", cache=kept, surveyed=True)
+    sets = {
+        name: open_records(folder, name, cache=kept, surveyed=True)
+        for name in (config.eval.sets if config.eval.every else [])
+    }
+    stream = Stream(
+        {"train": training}, None, seed=config.data.shuffle_seed, batch=batch, data_rank=data_rank
+    )
+    batches = {
+        name: EvalSet(
+            str(records.fingerprint()["data"]),
+            partial(sample_batches, records, config.eval.batches, batch, data_rank),
+        )
+        for name, records in sets.items()
+    }
+    return RunData(stream, batches, tokenizer=None, unigram=lambda: None, records=training.manifest)
+
+
+def record_problems(config: RunConfig, manifest: RecordManifest) -> Iterator[Problem]:
+    """What a run asks of its records and does not find."""
+    wanted = ["train", *(name for name in config.eval.sets if config.eval.every)]
+    there = [name for name in wanted if name in manifest.splits]
+    for name in dict.fromkeys(wanted):
+        if name not in there:
+            key = "data.path" if name == "train" else "eval.sets"
+            yield Problem(
+                key,
+                f"{key}={config.data.path if name == 'train' else config.eval.sets}, no split {name}",
+                "the data folder holds the training split and every evaluation set",
+                f"there are: {', '.join(sorted(manifest.splits))}; choose among them, or write the records again",
+            )
+    fields = {field.name: field for field in manifest.fields}
+    for name, dims, kinds, words in (
+        (IMAGE, 3, "biuf", "numbers [bands, height, width]"),
+        (LABEL, 0, "iu", "a whole number"),
+    ):
+        field = fields.get(name)
+        if field is None or len(field.shape) != dims or manifest.dtype[name].base.kind not in kinds:
+            seen = ", ".join(f"{field.name}: {field.dtype} {list(field.shape)}" for field in manifest.fields)
+            yield Problem(
+                "data.path",
+                f"data.path={config.data.path} has records of {seen}",
+                f"the vision task learns the field {LABEL} from the field {IMAGE}: {name} is {words}",
+                f"write the records with {name}, or train on text: data=stdlib",
+            )
+            continue
+        least = min((manifest.splits[split].statistics[name].least for split in there), default=0)
+        if name == LABEL and least < 0:
+            yield Problem(
+                "data.path",
+                f"data.path={config.data.path} has a {LABEL} of {least:g}",
+                "classes are numbered from 0",
+                "leave out records without a class, and number the others from 0",
+            )
+
+
+def classes(manifest: RecordManifest) -> int:
+    """How many classes the labels of all splits need."""
+    return 1 + int(max(split.statistics[LABEL].most for split in manifest.splits.values()))
+
+
+ARRAYS = DataKind(_ready, _open)
