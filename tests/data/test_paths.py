@@ -26,7 +26,8 @@ from toolkit.data.manifest import NAME, read_manifest, write_content
 from toolkit.data.prepare import store
 from toolkit.data.records.reader import open_records
 from toolkit.data.remote.storage import Listed, open_folder
-from toolkit.data.tokens.token_array import open_split, tokenizer_copy, verify
+from toolkit.data.tokens import tokenizer_copy
+from toolkit.data.tokens.token_array import open_split, verify
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 
 from toolkit.data.manifest import DataManifest, read_manifest
+from toolkit.data.tokens import stdlib
 from toolkit.data.tokens import tokenizer as bpe
 from toolkit.data.tokens.index import IndexFile
 from toolkit.data.tokens.stdlib import ensure, is_validation, source_texts
-from toolkit.data.tokens.token_array import open_split, stdlib, verify
+from toolkit.data.tokens.token_array import open_split, verify
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
