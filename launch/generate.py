@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.logs import configure_logging
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.find import find_run
 
 
 def main(arguments: Sequence[str]) -> int:
+    configure_logging()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,6 +23,7 @@ from toolkit.cluster.launch_process import RunCallbacks, launch_process
 from toolkit.cluster.start import Start
 from toolkit.cluster.stop import StopRequest, launchers
 from toolkit.errors import ExitCode
+from toolkit.logs import configure_logging
 from toolkit.plan.types import RunPlan
 
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             from toolkit.cluster.sweep.run import sweep
 
+            configure_logging()
             exit_handler.code = sweep(words, launch, stop, sys.argv[0])
     stop.close()
     return exit_handler.code

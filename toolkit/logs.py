@@ -47,5 +47,6 @@ def configure_logging(rank: int = 0) -> None:
     troubles.setLevel(logging.WARNING)
     troubles.setFormatter(_Level())
     log = logging.getLogger(ROOT)
+    log.propagate = False  # a library that configures the root logger must not print our messages twice
     log.handlers = [results, troubles]
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -17,6 +17,7 @@ from toolkit.cluster.rendezvous import Meeting
 from toolkit.cluster.start import Start, announce, begin
 from toolkit.cluster.stop import StopRequest
 from toolkit.errors import ExitCode, file_errors
+from toolkit.logs import configure_logging
 from toolkit.plan.types import RunPlan
 from toolkit.rundir.directory import RunDirectory
 
@@ -50,6 +51,7 @@ def launch_process(
         UserError: a mistake in the words or the input.
         Left: another rank has said why.
     """
+    configure_logging(launch.rank)
     machine, meeting = this_machine(), Meeting(launch, words)
     if launch.ranks > 1:
         exit_handler.meeting = meeting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -20,8 +21,7 @@ from toolkit.monitor.health.detectors import detectors
 from toolkit.monitor.health.saving import LateCheckpoint
 from toolkit.monitor.parts import UNRECORDED, Recorder
 from toolkit.monitor.recorder import StepRecorder
-from toolkit.monitor.sink import CompositeSink, Kind, Only, Sink, tell
-from toolkit.monitor.sinks.console import say
+from toolkit.monitor.sink import CompositeSink, Kind, Only, Sink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.observe.gather import gather_of
 from toolkit.observe.health import Alerts, HealthSink, Saves
@@ -35,6 +35,8 @@ from toolkit.observe.system import sampling
 from toolkit.observe.watchdog import Progress, watchdog
 from toolkit.plan.types import RunPlan
 from toolkit.rundir.directory import RunDirectory
+
+log = logging.getLogger(__name__)
 
 JUDGING_LAG_SECONDS = 0.5  # steps are judged a few at a time: a thread that is woken for each costs more by that than by the work
 JUDGED_SECONDS = 5.0  # how long the end waits for the last rows to be looked at
@@ -100,7 +102,7 @@ def watching(
             )
             log_row = partial(sink.log, Kind.LEDGER)
             ledger = made = stack.enter_context(
-                closing(ledger_of(plan, taking, log_row, rank=rank, say=say, tell=tell))
+                closing(ledger_of(plan, taking, log_row, rank=rank, say=log.info, tell=log.warning))
             )
             makers.append(lambda engine: made)
         if monitor.ledger or monitor.hang_seconds:
@@ -118,7 +120,7 @@ def watching(
                             rank=rank,
                             every=monitor.replicas_every,
                             alert=alert,
-                            tell=tell,
+                            tell=log.warning,
                         )
                     )
                 )
@@ -133,17 +135,21 @@ def watching(
                     file=attempt_folder / "probe.json",
                     sink=sink,
                     take=recorder.transfers_take,
-                    say=say,
+                    say=log.info,
                 )
             )
         if monitor.profile_step is not None and rank % plan.world.ranks_per_node == 0:
             first, file = monitor.profile_step, attempt_folder / f"trace-rank-{rank}.json.gz"
             makers.append(
-                lambda engine: Profile(first, monitor.profile_steps, file, engine.device, say=say, tell=tell)
+                lambda engine: Profile(
+                    first, monitor.profile_steps, file, engine.device, say=log.info, tell=log.warning
+                )
             )
 
         stepping = stack.enter_context(
-            sampling(plan, directory, sink, all_reduce_flags, alert, rank=rank, say=say, tell=tell)
+            sampling(
+                plan, directory, sink, all_reduce_flags, alert, rank=rank, say=log.info, tell=log.warning
+            )
         )
         makers.append(lambda engine: stepping)
 
@@ -163,7 +169,7 @@ def judge(
     makers.append(lambda engine: Saves(late.saved))
     judges = [*detectors(plan), late]
     queued = QueuedSink(
-        lambda: HealthSink(judges, alert, tell),
+        lambda: HealthSink(judges, alert, log.warning),
         "health",
         lag_seconds=JUDGING_LAG_SECONDS,
         close_seconds=JUDGED_SECONDS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 from toolkit.config.monitor import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.files import write_whole
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Sink, tell
+from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Sink
 from toolkit.monitor.sinks import facts
 from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, Table
 from toolkit.monitor.sinks.jsonl import JsonlSink
@@ -27,6 +28,8 @@ from toolkit.plan.flops import peak_flops
 from toolkit.plan.types import Device, RunPlan
 from toolkit.progress import Progress
 from toolkit.rundir.directory import RunDirectory
+
+log = logging.getLogger(__name__)
 
 WANDB = "W&B"
 SHOWN = (Kind.STEP, Kind.EVAL, Kind.ALERT)  # on the console
@@ -151,4 +154,4 @@ def _keep(directory: RunDirectory, attempt: int, known: Mapping[str, Any]) -> No
     try:
         write_whole(directory.environment_file(attempt), json.dumps(known, indent=1) + "\n", durable=False)
     except OSError as error:
-        tell(f"{directory.environment_file(attempt)} could not be written: {error}")
+        log.warning(f"{directory.environment_file(attempt)} could not be written: {error}")

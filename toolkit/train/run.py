@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,8 +23,7 @@ from toolkit.errors import ExitCode
 from toolkit.goodput import format_goodput
 from toolkit.hooks import Hooks
 from toolkit.monitor.plots import loss_curve
-from toolkit.monitor.sink import Sink, tell
-from toolkit.monitor.sinks.console import say
+from toolkit.monitor.sink import Sink
 from toolkit.monitor.throughput import Course, Spent, spent
 from toolkit.observe.monitoring import watching
 from toolkit.observe.reporting import Metrics, Plots, StatusFile
@@ -44,6 +44,8 @@ from toolkit.train.save_deadline import SaveDeadline
 from toolkit.train.saving import AllCosts, Checkpoints, Costs, Timer
 from toolkit.train.task import Task, text_task
 from toolkit.train.vision import vision_task
+
+log = logging.getLogger(__name__)
 
 Stop = Callable[[], str | None]
 
@@ -100,7 +102,7 @@ def run(
         state = resume_point.state
         if rank == 0:
             directory.trim_after(state.step, attempt)
-            say(resume_point.words)
+            log.info(resume_point.words)
         sink = open_sinks(
             plan, directory, state.step, rank, attempt=attempt, data=fingerprint, launcher=launcher
         )
@@ -123,7 +125,7 @@ def run(
                 *costs_of_windows(plan, reads),
                 *words_without_utilisation(plan),
             ):
-                say(words)
+                log.info(words)
 
         def draw() -> None:
             sink.flush()
@@ -134,7 +136,9 @@ def run(
         )
         costs: Costs = save_deadline
         if rank == 0:
-            times = GoodputTracker(directory.attempt_folder(attempt), directory.tried(before=attempt), say)
+            times = GoodputTracker(
+                directory.attempt_folder(attempt), directory.tried(before=attempt), log.info
+            )
             costs = AllCosts(times, save_deadline)
         timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
         course = Course(plan, spent_before(directory) if rank == 0 else Spent(), began)
@@ -172,7 +176,7 @@ def run(
             all_reduce_flags=all_reduce_flags,
             flush=sink.flush,
             announce=hooks.on_checkpoint,
-            tell=tell if rank == 0 else lambda words: None,
+            tell=log.warning if rank == 0 else lambda words: None,
             costs=costs,
         )
         hooks.add(saving)
@@ -180,8 +184,8 @@ def run(
             status = StatusFile(directory, attempt, newest(directory.checkpoints), goodput=times.status)
             hooks.add(status)
             if len(stream.consumed(0)) > 1:
-                hooks.add(DataProgress(stream.consumed, say))
-            hooks.add(Plots(draw, tell))
+                hooks.add(DataProgress(stream.consumed, log.info))
+            hooks.add(Plots(draw, log.warning))
 
         def agree(waited: float, result: StepResult) -> StepConsensus:
             mine: list[int] = [
@@ -235,7 +239,7 @@ def run(
         if total is not None:
             watch.sink.log_summary("goodput", total.share)
             if total.attempts > 1:
-                say(format_goodput(total))
+                log.info(format_goodput(total))
         try:
             if rank == 0 and code is ExitCode.DONE:
                 finalize.finalize_run(
@@ -247,8 +251,8 @@ def run(
                     stream.consumed(state.step),
                     time=took,
                     goodput=total.share if total is not None else None,
-                    say=say,
-                    tell=tell,
+                    say=log.info,
+                    tell=log.warning,
                     stop=stop,
                 )
             elif rank == 0 and diverged is not None:
@@ -263,10 +267,10 @@ def run(
                     saved=kept or None,
                     work=times.unsaved(),
                 )
-                say(f"stopped after step {state.step}: {words}")
+                log.info(f"stopped after step {state.step}: {words}")
                 directory.finish(RunState.STOPPED, int(ExitCode.STOPPED), words, attempt=attempt)
             elif rank == 0:
-                say(
+                log.info(
                     f"stopped after step {state.step} of {plan.config.train.steps}, saved, in {took}; the same command continues"
                 )
         finally:
