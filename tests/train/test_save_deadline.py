@@ -19,7 +19,7 @@ from toolkit.plan.saving import assumed_speed, rank_bytes
 from toolkit.plan.types import Device, World
 from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_plan
-from toolkit.train.goodput_tracker import GoodputTracker
+from toolkit.observe.goodput_tracker import GoodputTracker
 from toolkit.train.save_deadline import SAVES, SaveDeadline
 
 __all__ = ["data", "texts"]  # the fixtures

@@ -36,7 +36,7 @@ from toolkit.rundir.status import RunState
 from toolkit.train import finalize, process_setup
 from toolkit.train.data_progress import DataProgress
 from toolkit.train.evaluation import Evaluation
-from toolkit.train.goodput_tracker import GoodputTracker
+from toolkit.observe.goodput_tracker import GoodputTracker
 from toolkit.train.loop import train
 from toolkit.train.nonfinite import Diverged, StopOnNonfinite, finite_on_all_ranks
 from toolkit.train.resume import find_resume_point, restore_stream, set_aside_later_checkpoints

@@ -1,6 +1,6 @@
 """A trace of just the steps that were asked for.
 
-pytest tests/observe/test_profile.py
+pytest tests/observe/test_profiler.py
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests.train.fakes import FakeEngine, samples, step_done
 from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import StepConsensus
 from toolkit.hooks import Hook, Hooks
-from toolkit.observe import profile as profile_module
-from toolkit.observe.profile import Profile
+from toolkit.observe import profiler as profile_module
+from toolkit.observe.profiler import Profile
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.loop import train
 from toolkit.train.state import TrainState

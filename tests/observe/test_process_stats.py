@@ -1,6 +1,6 @@
 """What kept a process from running is measured: by files of a fake kernel, and once by a real stop.
 
-pytest tests/observe/test_processor.py
+pytest tests/observe/test_process_stats.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The probe finds each axis' group on both engines, names a slow one, and changes no loss.
 
-pytest tests/observe/test_probe.py             axes of two ranks
-pytest tests/observe/test_probe.py -m full     of four, and two at a time
+pytest tests/observe/test_comm_benchmark.py             axes of two ranks
+pytest tests/observe/test_comm_benchmark.py -m full     of four, and two at a time
 """
 
 from __future__ import annotations
