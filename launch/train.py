@@ -3,11 +3,12 @@
     deepspeed --num_gpus 2 launch/train.py +exp=quickstart train.steps=20 zero=stage3
     torchrun --nproc_per_node 2 launch/train.py +exp=quickstart
     python launch/train.py +exp=quickstart cluster.cpu_ranks=2
-    python launch/train.py --frozen=RUN_DIR/jobs/001/config.yaml       a whole configuration, composed before: jobs start so
-    python launch/train.py -m +exp=quickstart zero=stage1,stage2 train.micro_batch=2,4      a sweep: every combination is a run
-    python launch/train.py --help
+    python launch/train.py --frozen=RUN_DIR/jobs/001/config.yaml       a whole configuration, composed before:
+    jobs start so python launch/train.py -m +exp=quickstart zero=stage1,stage2 train.micro_batch=2,4      a
+    sweep: every combination is a run python launch/train.py --help
 
-Exit code: 0 done, 2 a mistake in configuration or input, 65 a loss, gradient or weight is infinite or NaN, 75 stopped by a
+Exit code: 0 done, 2 a mistake in configuration or input, 65 a loss, gradient or weight is infinite or NaN, 75
+    stopped by a
 signal after saving, else a failure. Launchers change it; <run.dir>/status.json has the truth.
 """
 

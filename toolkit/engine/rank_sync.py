@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ _MICROSECONDS = ("data_seconds", "gc_seconds")  # the exchange is of integers
 
 def reach_consensus(own: StepConsensus, all_reduce_flags: FlagReduce) -> StepConsensus:
     """Replace every field by its largest value on any rank. Collective."""
-    defaults = {field.name: field.default for field in fields(own)}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(own)}
     scales = {name: 1e6 if name in _MICROSECONDS else 1 for name in defaults}
     values = all_reduce_flags([round(getattr(own, name) * scales[name]) for name in defaults])
     agreed = dict(zip(defaults, values, strict=True))

@@ -110,9 +110,9 @@ class CommBenchmark(Hook):
 
 
 def measure_links(axes: Axes | None, device: torch.device, rank: int, ranks: int) -> list[Row]:
-    """Time all-reduces along each axis and over all ranks over temporary process groups, before there is an engine.
+    """Time all-reduces along each axis and over all ranks, without an engine. Collective.
 
-    Collective.
+    The process groups are temporary.
 
     Args:
         axes: None without a plan: only all ranks are measured.

@@ -1,4 +1,4 @@
-"""Output that works while the main thread, a disk or a device hangs: bounded in time, without shared locks."""
+"""Output that works while the main thread, a disk or a device hangs: bounded in time, and without locks."""
 
 from __future__ import annotations
 

@@ -153,8 +153,8 @@ class HangReporter:
         verdict = self._wait_for(VERDICT, VERDICT_SECONDS)
         if verdict is None:
             write_stderr(
-                f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no verdict from the "
-                "rank that collects the reports"
+                f"rank {self._rank}: no progress for {own.idle:.0f} s after {own.last}, and no verdict "
+                "from the rank that collects the reports"
             )
         else:
             self._kill_neighbours(json.loads(verdict)["silent"])
@@ -179,8 +179,8 @@ class HangReporter:
         evidence = self._combine(self._collect(HANG, own, range(len(self._processes)), seconds))
         diagnosis = diagnose(evidence)
         head = (
-            f"No progress for {own.idle:.0f} s after {own.last} (monitor.hang_seconds={limit_seconds:g}); reported "
-            f"by rank {self._rank} at {time.strftime('%Y-%m-%d %H:%M:%S')}."
+            f"No progress for {own.idle:.0f} s after {own.last} (monitor.hang_seconds={limit_seconds:g}); "
+            f"reported by rank {self._rank} at {time.strftime('%Y-%m-%d %H:%M:%S')}."
         )
         file = self._directory.hang_file(self._attempt)
         reason = f"hang: {diagnosis.cause}; see {file}"

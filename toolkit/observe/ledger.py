@@ -80,8 +80,8 @@ class Ledger(Hook):
     def due(self) -> int:
         """Return how many steps each rank shall send after this step; 0 for none.
 
-        The maximum over all ranks counts. Only rank 0 requests gathers, and only when the previous one is complete, which bounds what can queue
-        up.
+        The maximum over all ranks counts. Only rank 0 requests gathers, and only when the previous one is
+        complete, which bounds what can queue up.
         """
         if self._rank != 0 or self._requested > self._completed:
             return 0

@@ -177,8 +177,8 @@ def _differ(evidence: HangEvidence) -> Diagnosis | None:
                 f"the ranks make calls {what} as number {number} on {format_axis(group)}",
                 format_ranks(odd),
                 calls + skipped,
-                "see where the stacks differ: other shapes of batches or of the model, or a collective that not "
-                "all ranks make",
+                "see where the stacks differ: other shapes of batches or of the model, or a collective "
+                "that not all ranks make",
             )
     return None
 
@@ -231,8 +231,8 @@ def _absent(evidence: HangEvidence) -> Diagnosis | None:
 
 
 _SAMPLES = (
-    "check the storage under data.path, and in the report the thread that prefetches samples; the same command "
-    "continues"
+    "check the storage under data.path, and in the report the thread that prefetches samples; the same "
+    "command continues"
 )
 
 
@@ -267,8 +267,9 @@ class _Blocked:
         wait = f"wait{'s' * (len(self.waiting) == 1)}"
         number = format_ordinal(self.call.number)
         others = f"{format_ranks(self.waiting)} {wait} in the {number}: {self.call.what}"
+        axis = format_axis(self.call)
         return [
-            f"{format_ranks(behind)} {has_or_have(behind)} made {count} calls on {format_axis(self.call)}, {others}"
+            f"{format_ranks(behind)} {has_or_have(behind)} made {count} calls on {axis}, {others}"
             for count, behind in late.items()
         ]
 
@@ -337,8 +338,8 @@ def _all_in_one_call(evidence: HangEvidence) -> Diagnosis | None:
         "every rank has made its call, and the calls do not complete",
         "",
         describe_waits(evidence),
-        "check the network and the GPUs: XID and link errors (dmesg, nvidia-smi), NCCL_DEBUG=INFO, nccl-tests "
-        "between hosts",
+        "check the network and the GPUs: XID and link errors (dmesg, nvidia-smi), NCCL_DEBUG=INFO, "
+        "nccl-tests between hosts",
     )
 
 
