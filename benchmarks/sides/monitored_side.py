@@ -45,7 +45,7 @@ class Flood(hooks.Hook):
             for node in range(nodes)
         ]
 
-    def on_step(self, done: hooks.StepDone) -> None:
+    def on_step(self, done: hooks.CompletedStep) -> None:
         for node, row in enumerate(self._rows):
             sinks[-1].log(Kind.SYSTEM, {**row, "step": done.step, "time": time.time(), "node": node})
 
@@ -57,7 +57,7 @@ class Sleep(hooks.Hook):
             time.thread_time()
         )  # the step's own seconds would have in them what the job was stopped for
 
-    def on_step(self, done: hooks.StepDone) -> None:
+    def on_step(self, done: hooks.CompletedStep) -> None:
         worked = time.thread_time()
         time.sleep(self._share * (worked - self._worked))
         self._worked = worked
@@ -73,7 +73,7 @@ class More(hooks.Hooks):
         if self._marker:
             self._marker.watch_layers()
 
-    def on_step(self, done: hooks.StepDone) -> None:
+    def on_step(self, done: hooks.CompletedStep) -> None:
         if self._marker:
             self._marker.mark()
         super().on_step(done)

@@ -19,7 +19,7 @@ spec = json.loads(Path(sys.argv[-1]).read_text())
 
 def with_baton() -> None:
     import toolkit.train.run as rank
-    from toolkit.hooks import Hooks, StepDone
+    from toolkit.hooks import Hooks, CompletedStep
 
     class Turns(Hooks):
         def __init__(self, *hooks: Any, **named: Any) -> None:
@@ -32,7 +32,7 @@ def with_baton() -> None:
             self._baton.before_step(step)
             self._started = time.perf_counter()
 
-        def on_step(self, done: StepDone) -> None:
+        def on_step(self, completed: CompletedStep) -> None:
             super().on_step(done)
             self._baton.after_step(done.step - 1, time.perf_counter() - self._started)
             if not done.last:

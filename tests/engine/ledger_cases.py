@@ -24,7 +24,7 @@ from toolkit.engine import collectives
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, MicroBatch, StepResult
 from toolkit.engine.rank_sync import StepConsensus, make_flag_reduce, single_rank_reduce
-from toolkit.hooks import Hook, Hooks, StepDone
+from toolkit.hooks import Hook, Hooks, CompletedStep
 from toolkit.layout.axes import Axes, axis_name
 from toolkit.monitor.parts import (
     BACKWARD,
@@ -43,7 +43,7 @@ from toolkit.monitor.recorder import Clock, HostClock, StepRecorder, StepTime
 from toolkit.plan.types import RunPlan
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.loop import train
-from toolkit.train.saving import Checkpoints, Timer
+from toolkit.train.saving import Checkpoints, SaveTimer
 from toolkit.train.state import TrainState
 from toolkit.train.task import Task, text_task
 
@@ -154,7 +154,7 @@ class _Logging(Hook):
         self._delays = delays
         self.losses: list[float] = []
 
-    def on_step(self, done: StepDone) -> None:
+    def on_step(self, completed: CompletedStep) -> None:
         self.losses.append(done.result.loss)
         self._delays.strike(LOGGING)
 
@@ -273,7 +273,7 @@ def hooks_around(plan: RunPlan, engine: Engine, task: Task, delays: Delays) -> l
         engine,
         store,
         nowhere,
-        Timer(None),
+        SaveTimer(None),
         rank=0,
         attempt=1,
         all_reduce_flags=single_rank_reduce,

@@ -111,6 +111,7 @@ def apart() -> None:
 
 def slow(seconds: float) -> None:
     import toolkit.train.run as training
+    from toolkit.checkpoint.online.store import CheckpointStore
 
     build = training.build_engine
 
@@ -127,7 +128,7 @@ def slow(seconds: float) -> None:
         return engine
 
     training.build_engine = build_engine
-    training.CheckpointStore.save = slowly(training.CheckpointStore.save)  # type: ignore[method-assign]
+    CheckpointStore.save = slowly(CheckpointStore.save)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

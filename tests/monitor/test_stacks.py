@@ -36,8 +36,8 @@ from toolkit.monitor.hangs.stacks import (
     this_process,
     threads,
 )
-from toolkit.train.task import NextToken, OwnLoss
-from toolkit.train.vision import Vision
+from toolkit.train.task import NextToken, CustomLoss
+from toolkit.train.vision import VisionTask
 
 # Native code that keeps the interpreter: ctypes' PyDLL does not let go of it.
 FROZEN = """
@@ -99,7 +99,7 @@ class Hangs(nn.Module):
 
 def test_a_model_that_hangs_is_not_called_making_a_batch() -> None:
     model = Hangs()
-    OwnLoss("x.Hangs").loss_sum(model, {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 4)})
+    CustomLoss("x.Hangs").loss_sum(model, {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 4)})
     assert doing(model.frames) == MODEL
     report = Report(
         rank=0,
@@ -134,7 +134,7 @@ def test_the_part_of_the_step_says_what_an_engine_does() -> None:
 
 def test_every_method_of_a_task_is_known() -> None:
     """A method without words would be taken for its caller's work."""
-    for task in (NextToken, OwnLoss, Vision):
+    for task in (NextToken, CustomLoss, VisionTask):
         for name in ("collate", "units", "loss_sum", "eval_sums"):
             function = getattr(task, name)
             frame = Frame(function.__code__.co_filename, 1, function.__qualname__)

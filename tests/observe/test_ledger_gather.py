@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.train.fakes import FakeClock, FakeEngine, samples, step_done
+from tests.train.fakes import FakeClock, FakeEngine, samples, completed_step
 from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import GlooFlagReduce, StepConsensus
-from toolkit.hooks import Hook, Hooks, StepDone
+from toolkit.hooks import Hook, Hooks, CompletedStep
 from toolkit.layout.axes import Axes
 from toolkit.monitor.ledger import Vectors, part_names
 from toolkit.monitor.parts import FORWARD
@@ -58,7 +58,7 @@ class Recorded(Hook):
         self._rank, self._lag = rank, lag
         self._over: list[StepTime] = []
 
-    def on_step(self, done: StepDone) -> None:
+    def on_step(self, completed: CompletedStep) -> None:
         self._over.append(step_time(done.step, {FORWARD: 0.3 if self._rank == SLOW else 0.1}))
 
     def on_end(self, step: int) -> None:
@@ -283,7 +283,7 @@ def test_nothing_is_asked_for_while_a_gather_is_under_way() -> None:
         clock.now += 0.5
         slots = ledger.due()
         asked.append(slots)
-        hooks.on_step(StepDone(step, 0.1, step_done(step).result, 0.5, StepConsensus(ledger=slots), False))
+        hooks.on_step(CompletedStep(step, 0.1, completed_step(step).result, 0.5, StepConsensus(ledger=slots), False))
     assert asked == [0, 5, 0, 0, 0, 0, 0]  # after a second: of one step that is over, and four to spare
     gather.open.set()
     hooks.on_end(7)
@@ -301,5 +301,5 @@ def test_many_quick_steps_are_gathered_before_a_second_is_over() -> None:
 
 def _due_after(hooks: Hooks, ledger: Ledger, step: int) -> bool:
     due = ledger.due() > 0
-    hooks.on_step(step_done(step))
+    hooks.on_step(completed_step(step))
     return due

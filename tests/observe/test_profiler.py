@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.fakes import FakeEngine, samples, step_done
+from tests.train.fakes import FakeEngine, samples, completed_step
 from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import StepConsensus
 from toolkit.hooks import Hook, Hooks
@@ -101,6 +101,6 @@ def test_outside_the_window_no_profiler_runs(tmp_path: Path) -> None:
     hook.on_start(0)
     for step in range(1, 7):
         running.append(torch.autograd._profiler_enabled())
-        hook.on_step(step_done(step))
+        hook.on_step(completed_step(step))
     hook.on_end(6)
     assert running == [False, False, True, True, False, False]

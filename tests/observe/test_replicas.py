@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.cases import BF16, FP16
-from tests.train.fakes import step_done
+from tests.train.fakes import completed_step
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.hashing import hashes
 from toolkit.engine.protocol import Copies, Engine
@@ -75,7 +75,7 @@ def compared(rank: int, ranks: int, plan: RunPlan, odd: int, watched: bool = Tru
     for step in range(STEPS):
         losses += [result.loss for result in step_all(engine, plan, range(step, step + 1), rank=rank)]
         if watched:
-            hook.on_step(step_done(step + 1))
+            hook.on_step(completed_step(step + 1))
     flips = flipped(rank, ranks, engine, hook, alerts, odd) if watched else []
     hook.on_end(STEPS)
     sets = [(one.what, one.ranks, list(one.tensors)) for one in engine.copies()]
@@ -98,7 +98,7 @@ def flipped(
         told = [(mine[number].what, mine[number].ranks, name) if rank == odd else None]
         dist.broadcast_object_list(told, src=odd)
         assert told[0] is not None
-        hook.on_step(step_done(step))
+        hook.on_step(completed_step(step))
         if rank == odd:
             flip(mine[number].tensors[name])
         deadline = time.monotonic() + 3
@@ -232,7 +232,7 @@ def test_one_rank_has_nothing_to_compare() -> None:
         alert=fail,
         tell=fail,
     )
-    hook.on_step(step_done(1))
+    hook.on_step(completed_step(1))
     hook.on_end(1)
 
 
@@ -251,7 +251,7 @@ def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
         tiny_plan(ranks=2), engine, single_rank_reduce, gather, rank=0, every=1, alert=fail, tell=told.append
     )
     for step in range(1, 4):
-        hook.on_step(step_done(step))
+        hook.on_step(completed_step(step))
         hook._thread.join(5)
     hook.on_end(3)
     assert told == ["copies are compared no more: RuntimeError: a rank is gone"]
@@ -273,7 +273,7 @@ def test_a_gather_that_never_comes_does_not_hold_up_the_end() -> None:
         tell=lambda words: None,
         end_seconds=0.1,
     )
-    hook.on_step(step_done(1))
+    hook.on_step(completed_step(1))
     began = time.monotonic()
     hook.on_end(1)
     assert time.monotonic() - began < 1

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.fakes import step_done
+from tests.train.fakes import completed_step
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.calls import Call
@@ -185,7 +185,7 @@ def test_a_start_has_more_time_than_a_step(ranks: Ranks, monkeypatch: pytest.Mon
     watch = ranks.watch(0)
     time.sleep(2 * LIMIT)
     assert ranks.ended == {}
-    watch.on_step(step_done(17))
+    watch.on_step(completed_step(17))
     assert ranks.until_ended(1) < LIMIT + 3
     assert "after step 17 (" in ranks.directory.hang_file(1).read_text()
 

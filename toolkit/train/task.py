@@ -102,7 +102,7 @@ def load_balance(router_logits: Sequence[torch.Tensor], experts_per_token: int) 
     return torch.stack(losses).mean()
 
 
-class OwnLoss(TextTask):
+class CustomLoss(TextTask):
     """The loss of a ``model.target`` module.
 
     ``forward(input_ids, labels)`` returns the mean loss over the labels that are not -100, as a tensor or as
@@ -160,7 +160,7 @@ def text_task(plan: RunPlan, end_of_text: int | None = None) -> Task:
     model = plan.config.model
     if plan.shape is None:
         assert model.target is not None, "a plan without a shape has a model.target"
-        return OwnLoss(model.target, end_of_text)
+        return CustomLoss(model.target, end_of_text)
     return NextToken(
         plan.shape.router_aux_loss_coef, end_of_text, experts_per_token=plan.shape.num_experts_per_tok
     )
