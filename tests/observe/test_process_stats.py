@@ -1,10 +1,12 @@
-"""What kept a process from running is measured: by files of a fake kernel, and once by a real stop.
+"""Delays of the training thread, garbage collection and memory of a process.
 
 pytest tests/observe/test_process_stats.py
 """
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -12,25 +14,28 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from toolkit.observe.processor import BEAT_SECONDS, Processor
+from toolkit.observe.process_stats import BEAT_SECONDS, DelayTracker, ProcessStats
 
 
 class Machine:
-    """A clock, processor times and Linux's files of them, which a test moves on by hand."""
+    """A fake clock and Linux's files of processor times, advanced by a test."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.now, self.used = root, 100.0, 5.0
         self._waits = root / f"proc/self/task/{threading.get_native_id()}/schedstat"
         self._waits.parent.mkdir(parents=True)
         self._waited, self._busy, self._idle = 0.0, 0, 0
-        self.go(0.0)
-        self.processor = Processor(root=root, clock=lambda: self.now, used=lambda: self.used)
+        self.advance(0.0)
+        self.tracker = DelayTracker(root=root, clock=lambda: self.now, cpu_time=lambda: self.used)
 
-    def go(self, seconds: float, *, worked: float = 0.0, waited: float = 0.0, busy: float = 0.0) -> None:
-        """``busy``: the share of the processors' time that anybody used."""
+    def advance(self, seconds: float, *, worked: float = 0.0, waited: float = 0.0, busy: float = 0.0) -> None:
+        """Advance the clock; ``busy`` is the share of the processors' time that any process used."""
         self.now, self.used, self._waited = self.now + seconds, self.used + worked, self._waited + waited
         self._busy, self._idle = (
             self._busy + round(100 * seconds * busy),
@@ -43,15 +48,15 @@ class Machine:
         (self.root / "proc/stat").write_text(f"cpu  1 1 1 1 1 1 1 1 1 1\n{cpus}intr 7\n", encoding="ascii")
 
 
-def test_waiting_for_a_processor_is_starved(tmp_path: Path) -> None:
+def test_waiting_for_a_processor_counts_as_starved(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     for _ in range(10):
-        machine.go(0.2, worked=0.1, waited=0.1)
-        machine.processor.read()
-    found = machine.processor.read()
+        machine.advance(0.2, worked=0.1, waited=0.1)
+        machine.tracker.read()
+    found = machine.tracker.read()
     assert found.starved == pytest.approx(1.0)
     assert (found.stopped, found.crowded) == (0.0, 0.0)
-    machine.processor.close()
+    machine.tracker.close()
 
 
 @pytest.mark.parametrize(
@@ -63,49 +68,49 @@ def test_waiting_for_a_processor_is_starved(tmp_path: Path) -> None:
         (16 * BEAT_SECONDS, 0.0, 3.0 - BEAT_SECONDS),  # sixteen threads computed until it was stopped
     ],
 )
-def test_a_gap_in_which_nothing_ran_is_a_stop(
+def test_gap_without_processor_time_counts_as_stopped(
     tmp_path: Path, worked: float, waited: float, stopped: float
 ) -> None:
     machine = Machine(tmp_path)
-    for _ in range(4):  # as usual, one or sixteen threads
-        machine.go(BEAT_SECONDS, worked=worked if worked > 3 else 0.1)
-        machine.processor.read()
-    machine.go(3.0, worked=worked, waited=waited)
-    assert machine.processor.read().stopped == pytest.approx(stopped, abs=0.15)
-    machine.processor.close()
+    for _ in range(4):  # the usual rate of one or sixteen threads
+        machine.advance(BEAT_SECONDS, worked=worked if worked > 3 else 0.1)
+        machine.tracker.read()
+    machine.advance(3.0, worked=worked, waited=waited)
+    assert machine.tracker.read().stopped == pytest.approx(stopped, abs=0.15)
+    machine.tracker.close()
 
 
 @pytest.mark.parametrize(("busy", "crowded"), [(0.95, 4.0), (0.5, 0.0)])
-def test_a_host_whose_processors_are_all_busy_is_crowded(tmp_path: Path, busy: float, crowded: float) -> None:
+def test_busy_processors_count_as_crowded(tmp_path: Path, busy: float, crowded: float) -> None:
     machine = Machine(tmp_path)
     for _ in range(16):
-        machine.go(0.25, worked=0.25, busy=busy)
-        machine.processor.read()
-    assert machine.processor.read().crowded == pytest.approx(crowded)
-    machine.processor.close()
+        machine.advance(0.25, worked=0.25, busy=busy)
+        machine.tracker.read()
+    assert machine.tracker.read().crowded == pytest.approx(crowded)
+    machine.tracker.close()
 
 
-def test_a_kernel_without_these_files_has_no_delays(tmp_path: Path) -> None:
-    processor = Processor(root=tmp_path)
-    assert processor.read().starved == processor.read().crowded == 0.0
-    processor.close()
+def test_kernel_without_statistics_has_no_delays(tmp_path: Path) -> None:
+    tracker = DelayTracker(root=tmp_path)
+    assert tracker.read().starved == tracker.read().crowded == 0.0
+    tracker.close()
 
 
 CHILD = """
 import time
-from toolkit.observe.processor import Processor
-processor = Processor()
-processor.start()
+from toolkit.observe.process_stats import DelayTracker
+tracker = DelayTracker()
+tracker.start()
 print("ready", flush=True)
 input()
 end = time.monotonic() + 0.3
 while time.monotonic() < end: pass
-print(processor.read().stopped)
-processor.close()
+print(tracker.read().stopped)
+tracker.close()
 """
 
 
-def test_a_process_that_is_stopped_and_continued_knows_for_how_long() -> None:
+def test_stopped_process_measures_the_stop() -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -123,3 +128,39 @@ def test_a_process_that_is_stopped_and_continued_knows_for_how_long() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+# ---- garbage collection and memory
+
+CPU = torch.device("cpu")
+
+
+def test_garbage_collection_is_timed() -> None:
+    process_stats = ProcessStats()
+    objects = [[number] for number in range(300_000)]
+    process_stats.sample(CPU)
+    gc.collect()
+    assert process_stats.sample(CPU).gc_seconds > 1e-3
+    gc.disable()
+    assert process_stats.sample(CPU).gc_seconds == 0
+    gc.enable()
+    process_stats.close()
+    assert not any(getattr(callback, "__self__", None) is process_stats for callback in gc.callbacks)
+    assert len(objects) == 300_000
+
+
+def test_process_memory_excludes_files(tmp_path: Path) -> None:
+    process_stats, size = ProcessStats(), 64 * 2**20
+    before = process_stats.sample(CPU).host_bytes
+    # Not by malloc, which may reuse freed memory.
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.write(b"x" * size)
+    with_block = process_stats.sample(CPU).host_bytes
+    assert with_block - before == pytest.approx(size, rel=0.1)
+    (tmp_path / "data").touch()
+    os.truncate(tmp_path / "data", size)
+    mapped: Any = np.memmap(tmp_path / "data", dtype=np.uint8, mode="r")
+    assert int(mapped.sum()) == 0  # loads all pages
+    assert process_stats.sample(CPU).host_bytes - with_block < size / 4
+    assert len(block)
+    process_stats.close()
