@@ -3,8 +3,8 @@
     deepspeed --num_gpus 2 launch/train.py +exp=quickstart train.steps=20 zero=stage3
     torchrun --nproc_per_node 2 launch/train.py +exp=quickstart
     python launch/train.py +exp=quickstart cluster.cpu_ranks=2
-    python launch/train.py --frozen=RUN_DIR/jobs/001/config.yaml       a complete configuration of a job
-    python launch/train.py -m +exp=quickstart zero=stage1,stage2 train.micro_batch=2,4      a sweep
+    python launch/train.py --frozen=RUN_DIR/jobs/001/config.yaml   a job's configuration
+    python launch/train.py -m +exp=quickstart zero=stage1,stage2 train.micro_batch=2,4   a sweep
     python launch/train.py --help
 
 Exit code: 0 success, 2 an error in the configuration or the input, 65 a loss, gradient or weight is infinite or

@@ -267,7 +267,12 @@ def test_paused_run_is_no_hang(data: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_nodes_without_a_shared_disk_exchange_reports_through_the_store(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    environ = {**ENVIRON, "FAULT": "loader:1:3", "FAULT_TIME": str(tmp_path / "moment"), "APART": "1"}
+    environ = {
+        **ENVIRON,
+        "FAULT": "loader:1:3",
+        "FAULT_TIME": str(tmp_path / "moment"),
+        "SEPARATE_DISKS": "1",
+    }
     (torchrun, port, number, *rest) = command(
         "torchrun",
         DRIVER,

@@ -127,7 +127,13 @@ def train_with_ledger(
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_node", "lags"), [(4, {}), (4, {1: 3}), (2, {0: 2, 3: 1}), (3, {}), (1, {})], ids=str
+    ("ranks_per_node", "lags"),
+    [
+        (4, {1: 3}),
+        (3, {}),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((4, {}), (2, {0: 2, 3: 1}), (1, {}))),
+    ],
+    ids=str,
 )
 def test_ledger_has_every_step_and_names_the_slow_rank(
     pool: RankPool, ranks_per_node: int, lags: dict[int, int]

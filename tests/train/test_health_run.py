@@ -209,7 +209,7 @@ CASES: list[tuple[Fault, int, str, str, str]] = [
     (slow_rank, 2, "straggler", "rank 1", "rank 1 (place 1 of node 0) computes longer"),
     (flipped_bit, 2, "replicas-differ", "ranks 0, 1", "model.layers.1.mlp.up_proj.weight"),
 ]
-QUICK = (slow_loader, not_a_number, slow_disk)
+QUICK = (slow_loader, not_a_number)
 SAVING: dict[Fault, dict[str, Any]] = {
     fault: {"checkpoint__every": "5"} for fault in (slow_disk, slow_save_of_rank_0)
 }

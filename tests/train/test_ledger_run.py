@@ -140,6 +140,7 @@ def test_ledger_benchmark_and_trace_cover_the_run_without_changing_losses(
     assert [file.name for file in folder.glob("trace*")] == ["trace-rank-0.json.gz"]
 
 
+@pytest.mark.full
 def test_resumed_run_has_one_ledger_row_per_step(pool: RankPool, corpus: Corpus, tmp_path: Path) -> None:
     run_training(pool, corpus, tmp_path / "run", stop_after=4)
     directory = run_training(pool, corpus, tmp_path / "run")

@@ -96,6 +96,7 @@ def test_stop_ends_the_run_at_the_first_nonfinite_gradient(
     assert "the weights are finite, and the step was skipped" in alerts[0]["cause"]
 
 
+@pytest.mark.full
 def test_restarted_run_diverges_again_and_keeps_the_checkpoint(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def test_continue_never_saves_nonfinite_weights(
     assert (run.code, run.status.step) == (ExitCode.DIVERGED, STEPS), "the run has no result"
 
 
+@pytest.mark.full
 def test_weights_that_no_loss_depends_on_are_checked_before_a_save(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,13 @@ def resuming(path: Path) -> Any:
     return lambda config: setattr(config, "resume", str(path))
 
 
-@pytest.mark.parametrize("form", [Format.native, *WRITERS])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Format.native,
+        *(pytest.param(form, marks=() if form is Format.deepspeed else pytest.mark.full) for form in WRITERS),
+    ],
+)
 def test_run_continues_from_any_format_and_finds_it_again_after_dying(
     whole: TinyRun, stopped: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Format
 ) -> None:

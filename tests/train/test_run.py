@@ -130,12 +130,12 @@ def test_separate_documents_change_losses_in_training_and_evaluation(
     settings = {"data__documents": Documents.separate, "optim__lr": 1e-2}
     separate = TinyRun(tmp_path / "separate", tmp_path / "data", **settings)
     assert re.search(
-        r"documents of train are kept apart: of 1\d\d documents \d\d\.\d% are cut \(0\.0% are longer",
+        r"documents of train are separate: of 1\d\d documents \d\d\.\d% are cut \(0\.0% are longer",
         caplog.text,
     ), caplog.text
     caplog.clear()
     joined = TinyRun(tmp_path / "joined", tmp_path / "data", optim__lr=1e-2)
-    assert "kept apart" not in caplog.text
+    assert "are separate" not in caplog.text
     for ours, theirs in ((separate.rows(), joined.rows()), (separate.evals(), joined.evals())):
         assert len(ours) == len(theirs)
         assert ours[-1] != theirs[-1]
@@ -358,6 +358,7 @@ def test_fork_inherits_state_and_steps_and_may_change_settings(
     assert fork.rows()[0]["loss"] < math.log(264)
 
 
+@pytest.mark.full
 def test_fork_with_a_doubled_batch_continues_at_the_next_sample(
     stopped: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
-"""Runs on two simulated nodes with fake GPUs: faults are named within 20 steps, and a driver that hangs delays
-no step and changes no loss.
+"""Runs on two simulated nodes with fake GPUs: faults are named within 20 steps, and a driver that hangs
+delays no step and changes no loss.
 
     pytest tests/train/test_run_system.py
 """

@@ -89,6 +89,7 @@ def test_resumed_run_equals_an_unstopped_run_bitwise(whole: TinyRun, tiles: Path
     assert equal_tensors(resumed.state(), whole.state())
 
 
+@pytest.mark.full
 def test_micro_batch_does_not_change_the_losses(tiles: Path, tmp_path: Path) -> None:
     """The control uses another shuffle seed."""
 

@@ -13,7 +13,7 @@ from toolkit.logs import configure_logging
 
 
 def run_entry_point(arguments: Sequence[str], callbacks: RunCallbacks, *, script: str) -> int:
-    """Train, start the ranks that train, or run a sweep, as the arguments and the environment say.
+    """Train, start the ranks that train, or run a sweep, depending on the arguments.
 
     Args:
         script: the file that every rank runs, if this process starts the ranks.

@@ -187,7 +187,7 @@ def log_setup(plan: RunPlan, data: RunData) -> None:
     """Log what separate documents cost, and why no MFU is shown. On rank 0."""
     if plan.config.data.documents is not Documents.joined:
         for name, cost in data.waste().items():
-            log.info(f"documents of {name} are kept apart: {cost} (in a sample of {cost.tokens:,} tokens)")
+            log.info(f"documents of {name} are separate: {cost} (in a sample of {cost.tokens:,} tokens)")
     reason = without_utilisation(plan)
     if reason is not None and plan.world.device is Device.CUDA:
         log.info(f"the model FLOPs utilization (MFU) is not shown: {reason}")

@@ -1,6 +1,4 @@
-"""Finish a run after its last step: exported weights, a sample of text, the summary, and what ``status.json``
-says.
-"""
+"""Finish a run after its last step: export, a sample of text, the summary, and the end in ``status.json``."""
 
 from __future__ import annotations
 

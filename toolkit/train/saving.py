@@ -36,8 +36,7 @@ class SaveTimer:
 
 
 class Checkpoints(Hook):
-    """Save as ``checkpoint.every`` says, after the last step if configured, and before a stop if there is
-    time.
+    """Save at ``checkpoint.every``, after the last step if configured, and before a stop if there is time.
 
     A failed background save is logged, and the next save is made in the foreground: it succeeds, or ends the
         run on
