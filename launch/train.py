@@ -7,9 +7,9 @@
     python launch/train.py -m +exp=quickstart zero=stage1,stage2 train.micro_batch=2,4   a sweep
     python launch/train.py --help
 
-Exit code: 0 success, 2 an error in the configuration or the input, 65 a loss, gradient or weight is infinite or
-NaN, 75 stopped by a signal after saving, any other a failure. Launchers change it; <run.dir>/status.json has the
-original.
+Exit code: 0 success, 2 an error in the configuration or the input, 65 a loss, gradient or weight is infinite
+or NaN, 75 stopped by a signal after saving, any other a failure. Launchers change it; the original is in
+<run.dir>/status.json.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from toolkit.monitor.parts import FORWARD
 from toolkit.monitor.recorder import StepTime, step_time
 from toolkit.monitor.sink import Row
 from toolkit.observe.gather import Gather, make_gather, single_rank_gather
-from toolkit.observe.ledger import Ledger
+from toolkit.observe.ledger import LedgerHook
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.loop import train
@@ -89,7 +89,7 @@ def train_with_ledger(
         clock.now += 10.0
         return clock.now
 
-    ledger = Ledger(
+    ledger = LedgerHook(
         recorder.taken,
         Vectors(part_names(Axes(data=ranks))),
         gather or make_gather(rank, ranks, ranks_per_node),
@@ -272,9 +272,9 @@ class BlockedGather:
         return single_rank_gather(block)
 
 
-def single_rank_ledger(gather: Gather, clock: FakeClock, rows: list[Row]) -> tuple[Hooks, Ledger]:
+def single_rank_ledger(gather: Gather, clock: FakeClock, rows: list[Row]) -> tuple[Hooks, LedgerHook]:
     recorder = FakeRecorder(rank=0)
-    ledger = Ledger(
+    ledger = LedgerHook(
         recorder.taken, Vectors(part_names(Axes())), gather, rows.append, rank=0, ranks=1, clock=clock
     )
     return Hooks(recorder, ledger), ledger
@@ -307,7 +307,7 @@ def test_many_quick_steps_are_gathered_before_a_second_has_passed() -> None:
     ledger.close()
 
 
-def _due_after(hooks: Hooks, ledger: Ledger, step: int) -> bool:
+def _due_after(hooks: Hooks, ledger: LedgerHook, step: int) -> bool:
     due = ledger.due() > 0
     hooks.on_step(completed_step(step))
     return due

@@ -40,7 +40,7 @@ def max_slots(ranks: int, width: int) -> int:
     return min(MAX_SLOTS, max(MIN_SLOTS, MAX_GATHER_BYTES // (4 * width * ranks)))
 
 
-class Ledger(Hook):
+class LedgerHook(Hook):
     """
     Args:
         take_steps: returns the steps that the clocks have completed since the previous call, in order. Called
@@ -167,10 +167,10 @@ class Ledger(Hook):
                 self._totals.add(row)
 
 
-def make_ledger(context: RankContext, recorder: StepRecorder, log_row: Callable[[Row], None]) -> Ledger:
+def make_ledger(context: RankContext, recorder: StepRecorder, log_row: Callable[[Row], None]) -> LedgerHook:
     """Create this rank's ledger. Collective."""
     plan = context.plan
-    return Ledger(
+    return LedgerHook(
         recorder.taken,
         Vectors(part_names(plan.axes)),
         make_gather(context.rank, context.ranks, plan.world.ranks_per_node),

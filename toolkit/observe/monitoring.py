@@ -25,7 +25,7 @@ from toolkit.observe.comm_benchmark import CommBenchmark
 from toolkit.observe.context import RankContext
 from toolkit.observe.gather import Gather, make_gather
 from toolkit.observe.health import AlertDispatcher, CheckpointListener, HealthSink
-from toolkit.observe.ledger import Ledger, make_ledger
+from toolkit.observe.ledger import LedgerHook, make_ledger
 from toolkit.observe.process_stats import DelayTracker, ProcessStats
 from toolkit.observe.profiler import StepProfiler
 from toolkit.observe.replicas import ReplicaCheck
@@ -53,7 +53,7 @@ class RunMonitor:
     sink: Sink
     recorder: Recorder
     alert: Callable[[Alert], None]
-    ledger: Ledger | None
+    ledger: LedgerHook | None
     hook_factories: Sequence[Callable[[Engine], Hook]]
     process_stats: ProcessStats
     hangs: HangMonitor
@@ -75,7 +75,7 @@ def monitor_run(context: RankContext, sink: Sink) -> Iterator[RunMonitor]:
     recorder: Recorder = UNRECORDED
     step_recorder: StepRecorder | None = None
     factories: list[Callable[[Engine], Hook]] = []
-    ledger: Ledger | None = None
+    ledger: LedgerHook | None = None
     with ExitStack() as stack:
         alert = AlertDispatcher(sink, plan.run_dir)
         process_stats = stack.enter_context(closing(ProcessStats()))

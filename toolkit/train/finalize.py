@@ -31,14 +31,14 @@ TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrainingOutcome:
     """How the loop ended; ``diverged`` is set if ``code`` is DIVERGED."""
 
     code: ExitCode
     diverged: Diverged | None = None
 
 
-def finish(training: Training, hooks: TrainingHooks, outcome: Outcome) -> None:
+def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -> None:
     """Log how the run ended, and finish it: export and sample after the last step, or write ``status.json``.
 
     Only rank 0 does anything.

@@ -19,7 +19,7 @@ from toolkit.observe.sinks import close_with_exit_code, open_sinks
 from toolkit.plan.types import RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.train.build import Training, TrainingHooks, build_hooks, build_task, log_setup, make_step_sync
-from toolkit.train.finalize import Outcome, finish
+from toolkit.train.finalize import TrainingOutcome, finish
 from toolkit.train.loop import train
 from toolkit.train.nonfinite import Diverged
 from toolkit.train.process_setup import freeze_gc, seed_everything
@@ -114,10 +114,10 @@ def open_run_data(context: RankContext, folder: str | None) -> tuple[RunData, di
     return data, fingerprint
 
 
-def fit(training: Training, hooks: TrainingHooks) -> Outcome:
+def fit(training: Training, hooks: TrainingHooks) -> TrainingOutcome:
     """Run the loop with existing objects frozen, then close the engine."""
     engine, state, monitor = training.engine, training.state, training.monitor
-    outcome: Outcome
+    outcome: TrainingOutcome
     with freeze_gc():  # not while closing the engine, whose reference cycles only the collector frees
         monitor.process_stats.sample(engine.device)  # discard what was collected before the first step
         try:
@@ -131,9 +131,9 @@ def fit(training: Training, hooks: TrainingHooks) -> Outcome:
                 make_step_sync(training, hooks),
                 recorder=monitor.recorder,
             )
-            outcome = Outcome(code)
+            outcome = TrainingOutcome(code)
         except Diverged as error:
-            outcome = Outcome(ExitCode.DIVERGED, error)
+            outcome = TrainingOutcome(ExitCode.DIVERGED, error)
         except Exception:
             if hooks.status is not None:
                 with suppress(OSError):  # the disk may be full; the original error matters more
