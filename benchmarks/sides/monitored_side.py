@@ -22,6 +22,7 @@ from unittest.mock import patch
 from marks import Marker
 
 import toolkit.hooks as hooks
+import toolkit.train.build as training_build
 import toolkit.train.run as rank_of_a_run
 from toolkit.monitor.sink import Kind, NullSink, Sink
 
@@ -85,5 +86,5 @@ class More(hooks.Hooks):
 
 
 sys.argv = [str(Path(__file__).resolve().parents[2] / "launch" / "train.py"), *spec["overrides"]]
-with patch.object(rank_of_a_run, "open_sinks", opened), patch.object(rank_of_a_run, "Hooks", More):
+with patch.object(rank_of_a_run, "open_sinks", opened), patch.object(training_build, "Hooks", More):
     runpy.run_path(sys.argv[0], run_name="__main__")
