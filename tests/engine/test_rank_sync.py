@@ -25,7 +25,7 @@ def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
 
     class Saves(Hook):
         def on_step(self, completed: CompletedStep) -> None:
-            if completed.consensus.save or done.consensus.stop:
+            if completed.consensus.save or completed.consensus.stop:
                 saved.append(completed.step)
 
     def agree(waited: float, result: StepResult) -> StepConsensus:
