@@ -198,6 +198,6 @@ def format_next_commands(plan: RunPlan, directory: RunDirectory) -> list[str]:
         f"saved in {path}: {', '.join(existing)}",
         f"    report:        python launch/report.py {path}",
         use,
-        f"    train longer:  the same command with train.steps={2 * steps}, in another layout if you like: "
+        f"    train longer:  the same command with train.steps={2 * steps}, and another layout if you like: "
         "zero=stage3",
     ]
