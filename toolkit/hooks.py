@@ -67,9 +67,7 @@ class Hook:
 
 
 class Hooks(Hook):
-    """Call several hooks in order. A hook that triggers an event, such as an evaluation, calls this
-    object.
-    """
+    """Call several hooks in order. A hook that triggers an event, such as evaluation, calls this object."""
 
     def __init__(self, *hooks: Hook, recorder: Recorder = UNRECORDED) -> None:
         self._hooks, self._recorder = list(hooks), recorder

@@ -22,9 +22,7 @@ from toolkit.errors import CheckpointError
 
 
 def convert(run: Path, path: Path, form: Format, *, optimizer: bool = True) -> Path:
-    """Convert the newest checkpoint of ``run``, and delete our manifest, which other programs do not
-    write.
-    """
+    """Convert the newest checkpoint of ``run``, without our manifest, which other programs do not write."""
     source = open_source(run)
     target = lay_out(source, TargetConfig(format=form, optimizer=optimizer))
     Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()

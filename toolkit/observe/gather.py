@@ -47,9 +47,8 @@ class HierarchicalGather:
     """Gather to the first rank of each node, then to rank 0. Creating it is collective.
 
     gloo connects every pair of ranks in a group. With two levels a process connects to the ranks of its node
-    and, if it
-    is the first, to the first rank of every node: about a hundred sockets among a thousand ranks instead of a
-        thousand.
+    and, if it is the first, to the first rank of every node: about a hundred sockets among a thousand ranks
+    instead of a thousand.
     """
 
     def __init__(self, rank: int, ranks: int, ranks_per_node: int) -> None:

@@ -1,8 +1,8 @@
 """Exchange the ranks' reports of a hang or a failure, and write the diagnosis.
 
-Every rank posts a report as a message (``rank_messages.py``). The lowest rank that can respond collects them,
-diagnoses the hang (``monitor/hangs``), writes the run's report, status and alert, and posts the verdict, on
-which all ranks end.
+Every rank posts a report as a message (``rank_messages.py``). The lowest rank that can respond collects
+them, diagnoses the hang (``monitor/hangs``), writes the run's report, status and alert, and posts the
+verdict, on which all ranks end.
 """
 
 from __future__ import annotations

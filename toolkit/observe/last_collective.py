@@ -40,9 +40,8 @@ class LastCollective:
     """Keep this process's newest call in a memory file that other processes of the host can read.
 
     The file survives the process as long as another process holds it open: gloo terminates a rank that
-        receives more
-    than it has room for, and a stopped rank cannot report either. A call of ``record`` takes a few
-    microseconds.
+    receives more than it has room for, and a stopped rank cannot report either. A call of ``record`` takes a
+    few microseconds.
     """
 
     def __init__(self) -> None:

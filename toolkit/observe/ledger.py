@@ -1,9 +1,9 @@
 """Gather the step times of all ranks in the background and log on rank 0 where the time went
 (``monitor/ledger.py``).
 
-The training thread makes no collective calls for this. About once a second rank 0 requests a gather, with one
-integer in the exchange that every step has anyway. A background thread of each rank then sends the steps that
-its clocks have completed; the rest follows with the next gather.
+The training thread makes no collective calls for this. About once a second rank 0 requests a gather, with
+one integer in the exchange that every step has anyway. A background thread of each rank then sends the steps
+that its clocks have completed; the rest follows with the next gather.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def max_slots(ranks: int, width: int) -> int:
 class LedgerHook(Hook):
     """
     Args:
-        take_steps: returns the steps that the clocks have completed since the previous call, in order. Called
-            by the training thread.
+        take_steps: returns the steps that the clocks have completed since the previous call, in order.
+            Called by the training thread.
         gather: gathers on rank 0.
         log_row: takes the rows, on rank 0, in the background thread.
     """
@@ -124,9 +124,7 @@ class LedgerHook(Hook):
             log.info(f"where the time went, by the median rank: {self._totals.words()}")
 
     def close(self) -> None:
-        """Stop the thread, however the run ended. A thread that waits for a lost rank ends with the
-        process.
-        """
+        """Stop the thread. A thread that waits for a lost rank ends with the process."""
         self._closing = True
         self._queue.put(None)
 

@@ -139,15 +139,11 @@ class DelayTracker:
         self._delays = Delays(starved=starved - self._starved_at_start, stopped=stopped, crowded=crowded)
 
     def _starved_seconds(self) -> float:
-        """Time that the training thread waited for a processor (proc(5)); 0 if the kernel does not count
-        it.
-        """
+        """Time that the training thread waited for a processor; 0 if the kernel does not count it."""
         return 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 96, 0).split()[1]) / 1e9
 
     def _processor_ticks(self) -> tuple[int, int]:
-        """Busy and total ticks of the processors that this process may use, including other processes'
-        use.
-        """
+        """Busy and total ticks, of any process, on the processors that this process may use."""
         try:
             lines = (self._root / "proc/stat").read_text(encoding="ascii").splitlines()
         except OSError:

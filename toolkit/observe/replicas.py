@@ -1,8 +1,8 @@
 """Compare state of which several ranks have copies, every ``monitor.replicas_every`` steps.
 
-A GPU that computes or stores a wrong bit reports no error. Hashes are computed on the device, in the order of
-its work and without waiting for it. A thread waits for them and sends 160 bytes a set to rank 0, which names
-what differs.
+A GPU that computes or stores a wrong bit reports no error. Hashes are computed on the device, in the order
+of its work and without waiting for it. A thread waits for them and sends 160 bytes a set to rank 0, which
+names what differs.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class ReplicaCheck(Hook):
             self._thread.join(self._end_seconds)
 
     def close(self) -> None:
-        """Stop the thread, however the run ended. A thread that waits for a lost rank ends with the
-        process.
-        """
+        """Stop the thread. A thread that waits for a lost rank ends with the process."""
         self._queue.put(None)
 
     # ---- the background thread

@@ -30,8 +30,8 @@ class MetricsLogger(Hook):
     """Log one row per step and per evaluation to the sinks.
 
     Args:
-        consumed: returns the samples and epochs of each source after a step. Rows include epochs if there are
-            several sources.
+        consumed: returns the samples and epochs of each source after a step. Rows include epochs if there
+            are several sources.
         clock: must be the clock of ``course``.
     """
 

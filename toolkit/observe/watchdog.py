@@ -1,10 +1,9 @@
 """End a run that makes no progress, and report why: a thread on each rank watches the main thread.
 
 Progress is what all ranks complete together: a step, a batch of an evaluation, a save. When it stops, it
-    stops on all
-ranks, and each rank's own clock notices without communication. The first rank whose limit expires asks the
-others for a report (``hang_report.py``), the lowest rank that can respond combines them, and all ranks end as
-failures at once, because a thread that waits in a collective cannot be interrupted.
+stops on all ranks, and each rank's own clock notices without communication. The first rank whose limit
+expires asks the others for a report (``hang_report.py``), the lowest rank that can respond combines them,
+and all ranks end as failures at once, because a thread that waits in a collective cannot be interrupted.
 """
 
 from __future__ import annotations

@@ -194,9 +194,7 @@ def log_setup(plan: RunPlan, data: RunData) -> None:
 
 
 def spent_before(directory: RunDirectory) -> Spent:
-    """Return what earlier attempts spent, according to their last rows, including steps that were
-    repeated.
-    """
+    """Return what earlier attempts spent, according to their last rows, including repeated steps."""
     files = [
         directory.metrics_file,
         *(directory.attempt_folder(number) / directory.metrics_file.name for number in directory.attempts()),

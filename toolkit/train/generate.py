@@ -1,6 +1,4 @@
-"""Continue a text with trained weights, on one process with a plain model, whatever engine and layout trained
-them.
-"""
+"""Continue a text with trained weights of any engine and layout, on one process with a plain model."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Handle losses, gradients and weights that are infinite or NaN, according to ``train.on_nonfinite``.
 
 Every engine skips a step whose gradient norm is not finite (``engine/protocol.py``), so the weights stay as
-they were. This module decides for all engines whether training ends. All ranks decide alike, because the flag
-is part of the exchange of every step. Another exchange happens only after a step that is not finite, and
-before a save.
+they were. This module decides for all engines whether training ends. All ranks decide alike, because the
+flag is part of the exchange of every step. Another exchange happens only after a step that is not finite,
+and before a save.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class StopOnNonfinite(Hook):
     """End training at the first step whose loss or gradient norm is not finite: ``train.on_nonfinite=stop``.
 
     It comes before the hooks that evaluate and save: from a checkpoint of that step the next start would
-        continue as
-    if nothing had happened.
+    continue as if nothing had happened.
     """
 
     def on_step(self, completed: CompletedStep) -> None:

@@ -1,6 +1,4 @@
-"""Find the state that a run starts from: a checkpoint of the run or its parent, published or random
-weights.
-"""
+"""Find the state that a run starts from: its checkpoint or its parent's, published or random weights."""
 
 from __future__ import annotations
 

@@ -51,10 +51,9 @@ def run(
             not asked, or will not be killed.
 
     Returns:
-        DONE after the last step. STOPPED if the ranks agreed to stop: the state is saved, or if no rank has
-            the time
-        for that, ``status.json`` describes what is lost. DIVERGED if a loss, gradient or weight is not
-        finite, with the reason in ``status.json``. The caller writes every other end there.
+        DONE after the last step. STOPPED if the ranks agreed to stop; then the state is saved, unless there
+        is no time for it and ``status.json`` describes what is lost. DIVERGED if a loss, gradient or weight
+        is not finite, with the reason in ``status.json``. The caller writes every other end there.
 
     Raises:
         UserError: the data, the checkpoint or the model do not fit the configuration.
@@ -69,8 +68,10 @@ def run(
         context = RankContext(
             plan=plan, directory=directory, rank=rank, attempt=attempt, all_reduce_flags=all_reduce_flags
         )
-        run_data, fingerprint = open_run_data(context, data)
+        coordinate = plan.axes.coordinates(rank).data
+        run_data = open_data(plan.config, plan.batch, coordinate, data or plan.config.data.path)
         stack.callback(run_data.stream.close)
+        fingerprint = fingerprint_data(context, run_data)
         restore_stream(resume_point, run_data.stream)
         if rank == 0:
             directory.trim_after(state.step, attempt)
@@ -94,30 +95,25 @@ def run(
         try:
             finish(training, hooks, outcome)
         finally:
-            all_reduce_flags(
-                [0]
-            )  # wait for rank 0, which may still need what the other ranks' exit tears down
+            all_reduce_flags([0])  # wait for rank 0, which may need what another rank's exit tears down
         return outcome.code
 
 
-def open_run_data(context: RankContext, folder: str | None) -> tuple[RunData, dict[str, str | int]]:
-    """Open this rank's data and check that all ranks read the same. Collective.
+def fingerprint_data(context: RankContext, data: RunData) -> dict[str, str | int]:
+    """Return the fingerprints of the training and evaluation data. Collective.
 
-    Returns:
-        the data, and the fingerprints of the training and evaluation data.
+    Raises:
+        InputError: a rank reads other data than rank 0.
     """
-    plan, config = context.plan, context.plan.config
-    data = open_data(config, plan.batch, plan.axes.coordinates(context.rank).data, folder or config.data.path)
     evaluation = {f"eval.sets {name}": eval_set.data_hash for name, eval_set in data.sets.items()}
     fingerprint = {**data.stream.fingerprint(), **evaluation}
     check_same_data(fingerprint, context.ranks)
-    return data, fingerprint
+    return fingerprint
 
 
 def fit(training: Training, hooks: TrainingHooks) -> TrainingOutcome:
     """Run the loop with existing objects frozen, then close the engine."""
     engine, state, monitor = training.engine, training.state, training.monitor
-    outcome: TrainingOutcome
     with freeze_gc():  # not while closing the engine, whose reference cycles only the collector frees
         monitor.process_stats.sample(engine.device)  # discard what was collected before the first step
         try:

@@ -1,8 +1,7 @@
 """Estimate whether the state can still be saved before a run that was asked to stop is killed.
 
 A save that does not fit would be interrupted: nothing of it would count, and the run would end as a failure
-    instead of a
-stop.
+instead of a stop.
 """
 
 from __future__ import annotations
@@ -64,9 +63,7 @@ class SaveDeadline(SaveObserver):
         )
 
     def too_late(self, seconds_left: float | None) -> bool:
-        """Return whether a save does not fit. None: this rank was not asked to stop, or will not be
-        killed.
-        """
+        """Return whether a save does not fit. None: this rank was not asked to stop, or is not killed."""
         if seconds_left is None:
             return False
         estimate = self.estimate()

@@ -39,8 +39,7 @@ class Checkpoints(Hook):
     """Save at ``checkpoint.every``, after the last step if configured, and before a stop if there is time.
 
     A failed background save is logged, and the next save is made in the foreground: it succeeds, or ends the
-        run on
-    all ranks at the same step.
+    run on all ranks at the same step.
 
     A state that is not finite is never saved, so ``latest`` and retention never prefer it to a sound one.
     Training ends there, unless ``train.on_nonfinite=continue`` and more steps follow.

@@ -1,10 +1,9 @@
 """The training state, the scalars that a checkpoint records, and the checks before a run continues from one.
 
 Everything follows from the number of completed steps: the consumed samples (``BatchPlan.at``), the learning
-    rate, the
-dropout seed of each step. The state is therefore that number, and a checkpoint records the rest to detect
-what does not fit. Because a fork may change the global batch, each checkpoint records the batch sizes of the
-steps before it, and a fork continues at the next sample.
+rate, the dropout seed of each step. The state is therefore that number, and a checkpoint records the rest to
+detect what does not fit. Because a fork may change the global batch, each checkpoint records the batch sizes
+of the steps before it, and a fork continues at the next sample.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class TrainState:
 
 
 def namespace(plan: RunPlan) -> str:
-    """Return the namespace of canonical tensor names: ``llama/1``, or ``module/my.package.Model`` for
+    """Return the namespace of tensor names: ``llama/1``, or ``module/my.package.Model`` for
     ``model.target``.
     """
     return (
@@ -62,9 +61,7 @@ def scalars(
     data_state: Mapping[str, Any],
     engine: Mapping[str, object],
 ) -> dict[str, object]:
-    """Return what a checkpoint records besides tensors, as plain JSON types, including the engine's
-    scalars.
-    """
+    """Return what a checkpoint records besides tensors, as plain JSON types, including the engine's scalars."""
     own: dict[str, object] = {
         STEP: state.step,
         CONSUMED: state.consumed_samples(plan),
@@ -104,8 +101,8 @@ def restore(plan: RunPlan, reader: Reader, kind: SourceKind, path: Path) -> tupl
     """Return the state in the checkpoint at ``path``, and the batch plan of a run that continues from it.
 
     A resumed run must be the same run. A fork may differ: it inherits weights, optimizer state and the
-        numbers of steps
-    and consumed samples, so its first step starts at the sample at which its parent stopped.
+    numbers of steps and consumed samples, so its first step starts at the sample at which its parent
+    stopped.
 
     Raises:
         CheckpointError: the checkpoint records no training step, or is of another run.

@@ -49,11 +49,12 @@ class TextTask(Task):
 
 
 class NextToken(TextTask):
-    """Cross-entropy of the next token, for models of ``families/`` that return logits [micro_batch, sequence,
-    vocabulary].
+    """Cross-entropy of the next token, for models of ``families/`` that return logits [micro_batch,
+    sequence, vocabulary].
 
-    In training, ``router_coefficient`` times :func:`load_balance` is added per token, so that dividing by the
-    number of tokens gives its weighted mean over the micro-batches. Evaluation uses the cross-entropy alone.
+    In training, ``router_coefficient`` times :func:`load_balance` is added per token, so that dividing by
+    the number of tokens gives its weighted mean over the micro-batches. Evaluation uses the cross-entropy
+    alone.
 
     Args:
         experts_per_token: number of experts that each token is routed to; 0 for a dense model.
@@ -85,9 +86,9 @@ def load_balance(router_logits: Sequence[torch.Tensor], experts_per_token: int) 
     averaged over layers.
 
     It equals ``experts_per_token`` if all experts are equally busy, and is larger otherwise. Megatron-core
-    sums the same loss over layers and divides it by ``experts_per_token``; the plan converts the coefficient.
-    transformers' ``aux_loss`` is not used, because it adds the counts of all layers first, so that layers
-    with different preferences cancel out.
+    sums the same loss over layers and divides it by ``experts_per_token``; the plan converts the
+    coefficient. transformers' ``aux_loss`` is not used, because it adds the counts of all layers first, so
+    that layers with different preferences cancel out.
 
     Args:
         router_logits: [tokens, experts] for each layer.

@@ -1,9 +1,9 @@
 """Diagnose why a run makes no progress, from the reports that ``observe/hang_report.py`` collects.
 
 The rules are ordered by certainty. A process that has ended or is stopped explains every wait for it. Ranks
-whose calls of one number differ have diverged. If some ranks wait in a collective and one does not, they wait
-for it; if it waits in another collective, it has skipped one. If all ranks wait in the same call, the network
-or a GPU is at fault.
+whose calls of one number differ have diverged. If some ranks wait in a collective and one does not, they
+wait for it; if it waits in another collective, it has skipped one. If all ranks wait in the same call, the
+network or a GPU is at fault.
 """
 
 from __future__ import annotations

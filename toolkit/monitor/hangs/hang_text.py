@@ -67,9 +67,7 @@ def _format_processes(evidence: HangEvidence, ranks: list[int]) -> str:
 
 
 def _calls(evidence: HangEvidence) -> Iterable[str]:
-    """Return the last calls of each group that a rank waits in, one line for all ranks with the same
-    calls.
-    """
+    """Return the last calls of each group that a rank waits in, one line for all ranks with equal calls."""
     waited = {
         call.group: call for report in evidence.reports.values() if (call := report.blocking_call) is not None
     }

@@ -55,7 +55,8 @@ class RankReport:
         at: ``time.time()`` of the report.
         last: the newest progress, as ``step 16``; ``idle``: seconds since then.
         part: the open part of the step; empty if it is not recorded.
-        calls: the last calls of each group; ``begun`` is ``time.time()`` here, so that ranks can be compared.
+        calls: the last calls of each group; ``begun`` is ``time.time()`` here, so that ranks can be
+            compared.
         neighbours: ranks of the same host that cannot report.
         failure: why this rank ends, if it fails by itself.
         whole: whether the report is final.
