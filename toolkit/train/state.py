@@ -61,7 +61,7 @@ def scalars(
     data_state: Mapping[str, Any],
     engine: Mapping[str, object],
 ) -> dict[str, object]:
-    """Return the namespace of tensor names: ``llama/1``, or ``module/my.package.Model`` for a ``model.target``."""
+    """Return what a checkpoint records besides tensors, with the engine's scalars, as plain JSON types."""
     own: dict[str, object] = {
         STEP: state.step,
         CONSUMED: state.consumed_samples(plan),
