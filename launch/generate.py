@@ -73,10 +73,10 @@ def continuation(given: argparse.Namespace) -> str:
     from toolkit.config.compose import from_yaml
     from toolkit.config.special_tokens import SpecialTokens
     from toolkit.data.sources import special_tokens_of, text_folder
-    from toolkit.families.recorded import shape_of
+    from toolkit.families.model_files import parse_model_shape
     from toolkit.train.generate import continue_text, load_model, load_tokenizer
 
-    shape = shape_of(model, directory.plan_file)
+    shape = parse_model_shape(model, directory.plan_file)
     config = from_yaml(directory.config_file.read_text(encoding="utf-8")).data
     data = given.data or text_folder(config)
     special = SpecialTokens[given.special_tokens] if given.special_tokens else special_tokens_of(config, data)

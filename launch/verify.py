@@ -37,10 +37,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "parity.md")
     parser.add_argument("--list", action="store_true", help="show the names of the cells and end")
     given = parser.parse_args(arguments)
-    from toolkit.testing.matrix import choose
+    from toolkit.testing.matrix import select_cells
 
     try:
-        cells = choose(["all"] if given.list else given.cells)
+        cells = select_cells(["all"] if given.list else given.cells)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -51,11 +51,11 @@ def main(arguments: Sequence[str]) -> int:
     gpus = 0 if given.cpu or not machine.torch_has_cuda else len(machine.gpus)
     device = Device.CUDA if gpus else Device.CPU
 
-    from toolkit.testing import report
+    from toolkit.testing import parity_report as report
     from toolkit.testing.dist import rank_pool
-    from toolkit.testing.verify import Row, bad, verify
+    from toolkit.testing.verify import ParityRow, failed_rows, verify
 
-    def tell(row: Row) -> None:
+    def tell(row: ParityRow) -> None:
         loss = "" if row.differences is None else f"  loss {row.differences.loss:.1e}"
         print(
             f"{row.cell} {row.case}: {row.verdict}{loss}  ({row.seconds:.1f} s){'  ' + row.cause if row.cause else ''}",
@@ -68,10 +68,10 @@ def main(arguments: Sequence[str]) -> int:
         Progress() as progress,
     ):
         rows = verify(cells, pool, devices=devices, device=device, progress=progress, report=tell)
-    merged = report.merge(report.read(given.json), rows)
+    merged = report.merge_rows(report.read_rows(given.json), rows)
     report.write_json(merged, given.json)
     report.write_markdown(merged, given.markdown)
-    wrong = bad(rows)
+    wrong = failed_rows(rows)
     print(
         f"{len(rows) - len(wrong)} of {len(rows)} runs on {device.value} are as they must be; see {given.markdown}"
     )

@@ -13,7 +13,7 @@ from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.testing.parity import Trace, run, step_all
+from toolkit.testing.parity import RunTrace, run_trace, train_steps
 from toolkit.testing.tiny import MICRO_BATCH, tiny_config
 from toolkit.train.task import text_task
 
@@ -94,9 +94,9 @@ EXPERT: dict[str, Any] = {"parallel__expert": 2}
 DROPOUT: dict[str, Any] = {"model__dropout": 0.1}
 
 
-def trace(rank: int, ranks: int, cell: Cell, **settings: Any) -> Trace:
+def trace(rank: int, ranks: int, cell: Cell, **settings: Any) -> RunTrace:
     assert ranks == cell.ranks
-    return run(cell.plan(), rank=rank, **settings)
+    return run_trace(cell.plan(), rank=rank, **settings)
 
 
 def make(cell: Cell, rank: int, reader: Reader | None = None) -> Engine:
@@ -108,7 +108,7 @@ def make(cell: Cell, rank: int, reader: Reader | None = None) -> Engine:
 
 
 def steps(engine: Engine, cell: Cell, rank: int, first: int, last: int) -> list[StepResult]:
-    return step_all(engine, cell.plan(), range(first, last), rank=rank)
+    return train_steps(engine, cell.plan(), range(first, last), rank=rank)
 
 
 class WithoutMoments:

@@ -6,18 +6,25 @@ from functools import cache
 
 from tests.engine.cases import SGD, Cell, trace
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, DoubledGradients, Trace, check, check_control, first_rank_twice
+from toolkit.testing.parity import (
+    Distance,
+    DoubledGradients,
+    RunTrace,
+    check_control,
+    check_parity,
+    repeat_first_rank,
+)
 
 TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 
 
 @cache
-def oracle(local: Cell) -> Trace:
+def oracle(local: Cell) -> RunTrace:
     return trace(0, 1, local)
 
 
 @cache
-def doubled(local: Cell) -> Trace:
+def doubled(local: Cell) -> RunTrace:
     """The oracle, wrong on purpose."""
     return trace(0, 1, local, task=DoubledGradients())
 
@@ -33,18 +40,18 @@ def check_cell(case: Cell, pool: RankPool) -> None:
         check_control(doubled(case.oracle()), right, TOLERANCE)
         assert found.distance(right).times(TOLERANCE) <= 1, f"{found.distance(right)} against {TOLERANCE}"
     else:
-        check(found, right, TOLERANCE)
+        check_parity(found, right, TOLERANCE)
 
 
-def doubling(rank: int, ranks: int, case: Cell) -> Trace:
+def doubling(rank: int, ranks: int, case: Cell) -> RunTrace:
     return trace(rank, ranks, case, task=DoubledGradients())
 
 
-def duplicating(rank: int, ranks: int, case: Cell) -> Trace:
-    return trace(rank, ranks, case, batches=first_rank_twice)
+def duplicating(rank: int, ranks: int, case: Cell) -> RunTrace:
+    return trace(rank, ranks, case, batches=repeat_first_rank)
 
 
-def far(wrong: Trace, case: Cell) -> None:
+def far(wrong: RunTrace, case: Cell) -> None:
     """In the loss itself: weights alone would be the weaker evidence."""
     distance = wrong.distance(oracle(case.oracle()))
     print(distance)

@@ -221,7 +221,7 @@ def measure(
     telling = {"recorder": recorder} if recorded else {}
     with (
         slow_calls(delays, plan.axes),
-        collectives.watched(plan.axes, recorder) if recorded else nullcontext(),
+        collectives.record_collectives(plan.axes, recorder) if recorded else nullcontext(),
     ):
         if not replaced:
             collectives.uninstall()
@@ -363,7 +363,7 @@ def _slow(original: Callable[..., Any], operation: str, delays: Delays, axes: Ax
     def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
         if delays.now is not None and delays.now.startswith("communication"):
             name = axis_name(
-                dist.get_process_group_ranks(group), axes, exchange=operation in collectives.EXCHANGING
+                dist.get_process_group_ranks(group), axes, exchange=operation in collectives.ALL_TO_ALL
             )
             delays.strike(communication(name))
         return original(group, *arguments, **named)
@@ -376,7 +376,7 @@ def bubble(rank: int, ranks: int, plan: RunPlan, seconds: float, steps: int) -> 
     backward, in sleep: stages are equal however many cores there are."""
     plan.config.train.steps = steps
     recorder = StepRecorder(HostClock(), pipelined=True)
-    with collectives.watched(plan.axes, recorder):
+    with collectives.record_collectives(plan.axes, recorder):
         task = text_task(plan)
         engine: Any = build_engine(plan, task, rank=rank, local_rank=rank, recorder=recorder)
         engine.load(first_weights(plan))
@@ -412,7 +412,7 @@ def _sleeping(seconds: float) -> Callable[..., None]:
 
 def calls_of(rank: int, ranks: int, plan: RunPlan) -> list[tuple[str, str, int, bool]]:
     """Axis, what it is, number and whether it is over, of the last calls: after a step, with one more begun, and with that waited for."""
-    with collectives.watched(plan.axes, None):
+    with collectives.record_collectives(plan.axes, None):
         task = text_task(plan)
         engine = build_engine(plan, task, rank=rank, local_rank=rank)
         engine.load(first_weights(plan))

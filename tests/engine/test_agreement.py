@@ -14,7 +14,7 @@ import torch
 from toolkit.checkpoint.scalars import SCALER_STATE
 from toolkit.config.schema import EngineName, OptimizerName, Precision
 from toolkit.engine import muon
-from toolkit.engine.deepspeed import compat as deepspeed_compat
+from toolkit.engine.deepspeed import patches as deepspeed_compat
 from toolkit.engine.optimizers import uses_muon
 from toolkit.engine.precision import LossScaler
 from toolkit.models.build import build_model
@@ -28,7 +28,7 @@ SHAPES = [(8, 8), (8, 24), (24, 8), (16, 64), (64, 1)]
 
 def on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
     """What DeepSpeed makes of the same inputs, where it may be imported."""
-    deepspeed_compat.load(Device.CPU, 0)
+    deepspeed_compat.import_deepspeed(Device.CPU, 0)
     from deepspeed import set_optimizer_flags
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
     from deepspeed.runtime.zero.muon.original_muon import muon_update
@@ -70,7 +70,7 @@ def deepspeed() -> dict[str, Any]:
 def test_muon_update(deepspeed: dict[str, Any]) -> None:
     for (gradient, momentum), (update, moved) in zip(matrices(), deepspeed["updates"], strict=True):
         kept = gradient.clone()
-        found = muon.update(gradient, momentum, 0.95)
+        found = muon.muon_update(gradient, momentum, 0.95)
         assert torch.equal(gradient, kept), "the gradient is not changed in place"
         torch.testing.assert_close(momentum, moved)
         torch.testing.assert_close(found, update, atol=2e-3, rtol=0)
@@ -113,7 +113,7 @@ TOLERANCES = {"fp16": parity.Distance(2e-4, 2e-3, 2e-4), "muon": parity.Distance
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_one_rank(name: str) -> None:
     """Masks of dropout, skipped steps, scales, clipped Muon updates: the same in both engines."""
-    oracle = parity.run(tiny_plan(**RUNS[name]), steps=12)
+    oracle = parity.run_trace(tiny_plan(**RUNS[name]), steps=12)
     plan = tiny_plan(**RUNS[name], engine__name=EngineName.deepspeed, zero__stage=1)
     found = run_ranks(trace, 1, plan)[0]
     assert [result.skipped for result in found.results] == [result.skipped for result in oracle.results]
@@ -121,11 +121,11 @@ def test_a_run_on_one_rank(name: str) -> None:
     assert any(result.skipped for result in oracle.results) is (name == "fp16")
     taken = [(a, b) for a, b in zip(found.results, oracle.results, strict=True) if not b.skipped]
     ours, theirs = (
-        parity.Trace(tuple(pair[side] for pair in taken), trace.weights)
+        parity.RunTrace(tuple(pair[side] for pair in taken), trace.weights)
         for side, trace in ((0, found), (1, oracle))
     )
     assert ours.distance(theirs).times(TOLERANCES.get(name, parity.TOLERANCE)) <= 1, ours.distance(theirs)
 
 
-def trace(rank: int, ranks: int, plan: Any) -> parity.Trace:
-    return parity.run(plan, rank=rank, steps=12)
+def trace(rank: int, ranks: int, plan: Any) -> parity.RunTrace:
+    return parity.run_trace(plan, rank=rank, steps=12)

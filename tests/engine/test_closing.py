@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import Case, Cell, choose
+from toolkit.testing.matrix import Cell, OptimizerCase, select_cells
 from toolkit.testing.parity import trace_on_rank
 
-CELLS = choose(
+CELLS = select_cells(
     (
         "deepspeed/llama/dp2-zero2",
         "deepspeed/llama/dp2-zero3",
@@ -32,6 +32,6 @@ def threads(rank: int, ranks: int) -> int:
 def test_no_thread_stays(cell: Cell, pool: RankPool) -> None:
     found = []
     for _ in range(3):  # what a first engine makes once may stay
-        pool.run(partial(trace_on_rank, steps=1), cell.plan(Case.ADAM), ranks=2)
+        pool.run(partial(trace_on_rank, steps=1), cell.plan(OptimizerCase.ADAM), ranks=2)
         found.append(pool.run(threads, ranks=2))
     assert found[1] == found[2], f"threads after each engine: {found}"

@@ -53,7 +53,7 @@ def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[s
             request.wait()
 
     recorder = StepRecorder(HostClock())
-    with collectives.watched(AXES, recorder):
+    with collectives.record_collectives(AXES, recorder):
         recorder.next_step(1)
         talk()
         found = [f"{call.axis}: {call.what}" for call in collectives.last_calls() if call.finished]

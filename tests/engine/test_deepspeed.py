@@ -38,7 +38,7 @@ from toolkit.errors import PlanError
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, check, gather, step_all
+from toolkit.testing.parity import Distance, check_parity, gather_tensors, train_steps
 from toolkit.testing.tiny import micro_batches, tiny_config
 
 TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
@@ -61,7 +61,7 @@ def held(rank: int, ranks: int, case: Cell) -> tuple[dict[TensorKey, torch.Tenso
     steps(engine, case, rank, 0, 1)
     mine = sum(shard.data.numel() for shard in engine.shards() if shard.key.state == WEIGHT)
     padded = sum(partition.master.numel() for partition in engine._partitions())
-    state = gather(engine.shards(), rank, ranks)
+    state = gather_tensors(engine.shards(), rank, ranks)
     engine.close()
     return state, mine, padded
 
@@ -71,7 +71,7 @@ ODD: dict[str, Any] = {"model__vocab_size": 263, "model__hidden_size": 36, "mode
 
 @pytest.mark.parametrize("case", [cell(stage, 4, 1, "gpt2", **ODD) for stage in range(4)], ids=str)
 def test_shards_cover_every_element_once_and_no_padding(case: Cell, pool: RankPool) -> None:
-    """``gather`` asserts the covering; the embedding is tied, and its 263 x 36 elements do not divide evenly."""
+    """``gather_tensors`` asserts the covering; the embedding is tied, and its 263 x 36 elements do not divide evenly."""
     plan = case.plan()
     found = pool.run(held, case, ranks=4)
     state = found[0][0]
@@ -129,7 +129,7 @@ def read_back(rank: int, ranks: int, case: Cell) -> list[bool]:
     agree = []
     for count in (0, 1):
         steps(engine, case, rank, 0, count)
-        state = gather(engine.shards(), rank, ranks)
+        state = gather_tensors(engine.shards(), rank, ranks)
         parameters = dict(engine._ds.module.named_parameters())
         with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=case.stage == 3):
             if rank == 0:
@@ -189,7 +189,7 @@ def ramped(rank: int, ranks: int, stage: int | None, more: dict[str, Any]) -> li
 
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    results = step_all(engine, plan, range(8), rank=rank)
+    results = train_steps(engine, plan, range(8), rank=rank)
     engine.close()
     return results
 
@@ -240,7 +240,7 @@ def test_bf16_follows_the_local_engine_in_bf16(stage: int, pool: RankPool) -> No
     """Not to the bit: DeepSpeed reduces gradients in bf16 where ``local`` sums them in fp32. Measured over 20 steps: loss
     2.7e-4, gradient norm 2.4e-3, weights 2.6e-4."""
     case = cell(stage, **BF16)
-    check(
+    check_parity(
         pool.run(trace, case, ranks=2)[0],
         trace(0, 1, case.oracle()),
         Distance(loss=1e-3, norm=1e-2, weight=1e-3),
@@ -326,7 +326,7 @@ def test_muon(stage: int, pool: RankPool) -> None:
 def test_cpu_adam(stage: int, pool: RankPool) -> None:
     """DeepSpeed's vectorised Adam, compiled on first use (a minute)."""
     case = cell(stage, **{**OFFLOAD, "optim__kernel": OptimizerKernel.cpu})
-    check(pool.run(trace, case, ranks=2, timeout=500)[0], trace(0, 1, case.oracle()), TOLERANCE)
+    check_parity(pool.run(trace, case, ranks=2, timeout=500)[0], trace(0, 1, case.oracle()), TOLERANCE)
 
 
 # -- NVMe
@@ -375,7 +375,7 @@ def test_any_module_with_frozen_parameters(stage: int, pool: RankPool) -> None:
     case = own("Mixer", stage)
     found, expected = pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle())
     assert "embed.weight" in expected.weights
-    check(found, expected, TOLERANCE)
+    check_parity(found, expected, TOLERANCE)
 
 
 SOMETIMES = [
@@ -390,7 +390,7 @@ SOMETIMES = [
 @pytest.mark.parametrize("case", SOMETIMES, ids=str)
 def test_parameters_that_some_micro_batches_do_not_use(case: Cell, pool: RankPool) -> None:
     """Unmended, ZeRO 3 and offload step them with gradients of earlier steps (loss 0.1 off), and ranks mix them up."""
-    check(pool.run(trace, case, ranks=case.ranks)[0], trace(0, 1, case.oracle()), TOLERANCE)
+    check_parity(pool.run(trace, case, ranks=case.ranks)[0], trace(0, 1, case.oracle()), TOLERANCE)
 
 
 # -- The process afterwards

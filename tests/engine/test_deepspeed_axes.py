@@ -45,7 +45,7 @@ from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.engine.protocol import EvalResult, StepResult
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, check, samples
+from toolkit.testing.parity import Distance, check_parity, rank_samples
 
 FOUR_TENSOR: dict[str, Any] = {"parallel__tensor": 4, "model__num_key_value_heads": 4}
 FOUR_CONTEXT: dict[str, Any] = {"parallel__context": 4}  # two key-value heads: copied
@@ -125,7 +125,7 @@ def test_bf16_follows_the_local_engine_in_bf16(case: Cell, pool: RankPool) -> No
     """Not to the bit: parts of activations and gradients are rounded to bf16 before they are added up. Measured over 20 steps: loss
     5.2e-4, gradient norm 7.9e-3, weights 4.8e-3 (of a router, whose choices are not smooth)."""
     case = replace(case, more=(*case.more, *BF16.items()))
-    check(
+    check_parity(
         pool.run(trace, case, ranks=2)[0],
         trace(0, 1, case.oracle()),
         Distance(loss=2e-3, norm=3e-2, weight=1e-2),
@@ -139,12 +139,12 @@ def halves_swapped(rank: int, ranks: int, case: Cell) -> Any:
     """Each context rank takes the other's piece, at the positions of its own."""
     from toolkit.engine.deepspeed import context_parallel as context
 
-    right = context.piece
-    context.piece = lambda batch, *, ranks, index: right(batch, ranks=ranks, index=ranks - 1 - index)
+    right = context.slice_sequence
+    context.slice_sequence = lambda batch, *, ranks, index: right(batch, ranks=ranks, index=ranks - 1 - index)
     try:
         return trace(rank, ranks, case)
     finally:
-        context.piece = right
+        context.slice_sequence = right
 
 
 def unreduced(rank: int, ranks: int, case: Cell) -> Any:
@@ -245,7 +245,7 @@ def evaluating(rank: int, ranks: int, case: Cell, every: bool) -> tuple[list[Ste
     results, evaluations = [], []
     for step in range(3):
         if every:
-            evaluations.append(engine.eval_step(samples(engine, plan, 100, rank)))
+            evaluations.append(engine.eval_step(rank_samples(engine, plan, 100, rank)))
         results += steps(engine, case, rank, step, step + 1)
     engine.close()
     return results, evaluations

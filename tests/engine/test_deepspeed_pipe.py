@@ -44,7 +44,7 @@ from toolkit.engine.protocol import EvalResult, StepResult
 from toolkit.plan.memory import stage_memory
 from toolkit.plan.types import MemoryPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, Trace, check
+from toolkit.testing.parity import Distance, RunTrace, check_parity
 from toolkit.testing.tiny import FAMILIES, micro_batches
 
 
@@ -104,7 +104,7 @@ def test_everything(case: Cell, pool: RankPool) -> None:
 # -- Controls
 
 
-def swapping(rank: int, ranks: int, case: Cell) -> Trace:
+def swapping(rank: int, ranks: int, case: Cell) -> RunTrace:
     """Stage 1 takes two micro-batches' activations from the first stage before it uses either, and uses each as the other."""
     from deepspeed.runtime.pipe import p2p
 
@@ -145,7 +145,7 @@ def test_control_duplicated_micro_batch(stage: int, pool: RankPool) -> None:
     far(pool.run(duplicating, case, ranks=4)[0], case)
 
 
-def unmended(rank: int, ranks: int, case: Cell) -> Trace:
+def unmended(rank: int, ranks: int, case: Cell) -> RunTrace:
     mend = deepspeed_pipe_compat.norm_of_all_stages
     deepspeed_pipe_compat.norm_of_all_stages = lambda engine: lambda: 0.0
     try:
@@ -163,7 +163,7 @@ def test_control_norm_of_the_first_stage(pool: RankPool) -> None:
 # -- Other precisions, batches, seeds
 
 
-def traced(rank: int, ranks: int, case: Cell, steps: int) -> Trace:
+def traced(rank: int, ranks: int, case: Cell, steps: int) -> RunTrace:
     return trace(rank, ranks, case, steps=steps)
 
 
@@ -202,7 +202,7 @@ def test_batch_ramp(stage: int, pool: RankPool) -> None:
     case = pipe(stage, train__global_batch=12, train__batch_ramp=ramp)
     plan = case.plan()
     assert len({plan.batch.at(step).accumulation for step in range(20)}) > 2
-    check(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle()), TOLERANCE)
+    check_parity(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle()), TOLERANCE)
 
 
 def results(rank: int, ranks: int, case: Cell, count: int = 4) -> list[StepResult]:
@@ -336,7 +336,7 @@ def test_hops(family: str, pool: RankPool, tmp_path: Path) -> None:
         assert max(abs(a.loss - b) for a, b in zip(wrong, stayed[last * EACH :], strict=True)) > 1e-4
 
 
-def one_after_another(rank: int, ranks: int, first: Cell, second: Cell) -> Trace:
+def one_after_another(rank: int, ranks: int, first: Cell, second: Cell) -> RunTrace:
     trace(rank, ranks, first, steps=1)
     return trace(rank, ranks, second)
 

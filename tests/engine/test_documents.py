@@ -18,7 +18,7 @@ from tests.engine.test_matrix import Oracles, changed, check, far, named, wrong_
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import Case
+from toolkit.testing.matrix import OptimizerCase
 from toolkit.testing.tiny import micro_batches
 
 QUICK = (
@@ -39,7 +39,7 @@ def oracles(pool: RankPool) -> Oracles:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_documents_are_apart_alike(name: str, pool: RankPool, oracles: Oracles) -> None:
-    check(named(f"{name}-documents"), Case.ADAM, pool, oracles)
+    check(named(f"{name}-documents"), OptimizerCase.ADAM, pool, oracles)
 
 
 def joined(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
@@ -58,17 +58,17 @@ def right(plan: RunPlan) -> Any:
 def forgotten_by_megatrons_last_stage(plan: RunPlan) -> Iterator[None]:
     from megatron.core import parallel_state
 
-    from toolkit.engine.megatron.build import Built
+    from toolkit.engine.megatron.build import MegatronModel
 
-    cut = Built.cut
+    cut = MegatronModel.cut
 
-    def without(self: Built, batch: MicroBatch) -> dict[str, Any]:
+    def without(self: MegatronModel, batch: MicroBatch) -> dict[str, Any]:
         last = parallel_state.get_pipeline_model_parallel_rank() > 0
         return {
             name: tensor for name, tensor in cut(self, batch).items() if name != "attention_mask" or not last
         }
 
-    with changed(Built, "cut", without):
+    with changed(MegatronModel, "cut", without):
         yield
 
 
@@ -103,7 +103,7 @@ def test_controls(name: str, pool: RankPool, oracles: Oracles) -> None:
     cell = named(f"{cell_name}-documents")
     far(
         cell,
-        Case.ADAM,
-        pool.run(wrong_on_rank, cell.plan(Case.ADAM), wrong, settings, ranks=cell.ranks)[0],
+        OptimizerCase.ADAM,
+        pool.run(wrong_on_rank, cell.plan(OptimizerCase.ADAM), wrong, settings, ranks=cell.ranks)[0],
         oracles,
     )

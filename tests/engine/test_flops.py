@@ -14,8 +14,8 @@ from toolkit.engine.build import build_engine, first_weights
 from toolkit.plan.flops import hardware_flops, model_flops
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import SELECTIVE, Case, Cell, deepspeed, megatron
-from toolkit.testing.parity import step_all
+from toolkit.testing.matrix import SELECTIVE, Cell, OptimizerCase, deepspeed, megatron
+from toolkit.testing.parity import train_steps
 from toolkit.train.task import text_task
 
 NEAR = 0.02
@@ -42,7 +42,7 @@ def counted(rank: int, ranks: int, plan: RunPlan) -> int:
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        step_all(engine, plan, range(1), rank=rank)
+        train_steps(engine, plan, range(1), rank=rank)
     engine.close()
     return counter.get_total_flops()
 
@@ -52,7 +52,7 @@ def counted(rank: int, ranks: int, plan: RunPlan) -> int:
 )
 def test_ranks_compute_what_the_plan_says(name: str, pool: RankPool) -> None:
     cell: Cell = CELLS[name]
-    plan = cell.plan(Case.ADAM)
+    plan = cell.plan(OptimizerCase.ADAM)
     found = sum(pool.run(counted, plan, ranks=plan.world.ranks)) / plan.units_per_step
     assert hardware_flops(plan) == pytest.approx(found, rel=NEAR)
     recomputes = cell.recompute or bool(cell.own)

@@ -15,8 +15,8 @@ from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
-from toolkit.testing.parity import step_all
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
+from toolkit.testing.parity import train_steps
 from toolkit.train.task import text_task
 
 STEPS = 10
@@ -34,7 +34,7 @@ def overflowing(
     rank: int, ranks: int, plan: RunPlan, undivided: bool = False
 ) -> tuple[list[StepResult], Any]:
     """Steps from a scale of 2^24, of which the first overflow, and the scale that a checkpoint would have then."""
-    from toolkit.engine.deepspeed import compat as deepspeed_compat
+    from toolkit.engine.deepspeed import patches as deepspeed_compat
 
     divide = deepspeed_compat.divide_loss_scale
     if undivided:
@@ -42,7 +42,7 @@ def overflowing(
     try:
         engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
         engine.load(first_weights(plan))
-        results = step_all(engine, plan, range(STEPS), rank=rank)
+        results = train_steps(engine, plan, range(STEPS), rank=rank)
         saved: Any = engine.scalars()[LOSS_SCALER]
         engine.close()
     finally:
@@ -51,7 +51,7 @@ def overflowing(
 
 
 def plan_of(cell: Cell) -> RunPlan:
-    return cell.plan(Case.ADAM, precision__name=Precision.fp16, precision__initial_scale_power=24)
+    return cell.plan(OptimizerCase.ADAM, precision__name=Precision.fp16, precision__initial_scale_power=24)
 
 
 @pytest.fixture(scope="module")

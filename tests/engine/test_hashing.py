@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.engine.hashing import COLUMNS, hashes
+from toolkit.engine.hashing import COLUMNS, hash_tensors
 
 CPU = torch.device("cpu")
 BITS = {
@@ -20,7 +20,7 @@ BITS = {
 
 
 def hash_of(tensor: torch.Tensor) -> int:
-    return int(hashes([tensor], CPU)[0])
+    return int(hash_tensors([tensor], CPU)[0])
 
 
 def numbers(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_shapes_and_layouts() -> None:
     tensor = numbers(6 * 5).view(6, 5)
     assert hash_of(tensor) == hash_of(tensor.flatten())
     assert hash_of(tensor.T) == hash_of(tensor.T.contiguous()) != hash_of(tensor)
-    assert hashes([], CPU).shape == (0,)
+    assert hash_tensors([], CPU).shape == (0,)
     many = [numbers(count) for count in (1, 100, 1000)]
-    assert hashes(many, CPU).tolist() == [hash_of(each) for each in many]
+    assert hash_tensors(many, CPU).tolist() == [hash_of(each) for each in many]
     assert hash_of(torch.tensor(1.0)) != hash_of(torch.tensor(2.0))

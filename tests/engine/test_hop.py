@@ -29,9 +29,9 @@ from toolkit.errors import PlanError
 from toolkit.families import FAMILIES
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
 from toolkit.testing.measure import EVALUATION_STEP
-from toolkit.testing.parity import samples, step_all
+from toolkit.testing.parity import rank_samples, train_steps
 from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import IGNORED, text_task
 
@@ -67,11 +67,11 @@ def stretch(
     rank: int, ranks: int, cell: Cell, first: int, source: Path | None, target: Path, forget: bool
 ) -> list[StepResult]:
     """Six steps from ``first`` on, of the state at ``source`` (None: the first weights), saved to ``target``."""
-    plan = cell.plan(Case.ADAM)
+    plan = cell.plan(OptimizerCase.ADAM)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     reader: Reader = cell.first_weights(plan) if source is None else open_reader(source)
     engine.load(WithoutMoments(reader) if forget else reader)
-    results = step_all(engine, plan, range(first, first + EACH), rank=rank)
+    results = train_steps(engine, plan, range(first, first + EACH), rank=rank)
     save(engine, plan, first + EACH, target, rank, ranks)
     engine.close()
     return results
@@ -114,10 +114,10 @@ def travel(
 
 def test_local_is_one_run(pool: RankPool, stayed: list[float]) -> None:
     """The yardstick itself stops and resumes to the bit."""
-    plan = STAYS.plan(Case.ADAM)
+    plan = STAYS.plan(OptimizerCase.ADAM)
     engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
     engine.load(first_weights(plan))
-    assert [result.loss for result in step_all(engine, plan, range(EACH * len(HOPS)))] == stayed
+    assert [result.loss for result in train_steps(engine, plan, range(EACH * len(HOPS)))] == stayed
     engine.close()
 
 
@@ -184,12 +184,12 @@ def export(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[float]:
     """Two steps, a checkpoint; what the engine itself says then: loss on held-out samples, and of single tokens."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    step_all(engine, plan, range(2), rank=rank)
+    train_steps(engine, plan, range(2), rank=rank)
     save(engine, plan, 2, folder, rank, ranks)
-    whole = engine.eval_step(samples(engine, plan, EVALUATION_STEP, rank))
+    whole = engine.eval_step(rank_samples(engine, plan, EVALUATION_STEP, rank))
     said = [whole.loss_sum / whole.tokens]
     for place, token in PROBES:
-        asked = engine.eval_step(probe(samples(engine, plan, EVALUATION_STEP, rank), place, token))
+        asked = engine.eval_step(probe(rank_samples(engine, plan, EVALUATION_STEP, rank), place, token))
         said.append(asked.loss_sum / asked.tokens)
     engine.close()
     return said
@@ -221,7 +221,7 @@ def test_every_export(exporter: str, family: str, pool: RankPool, tmp_path: Path
 @pytest.mark.parametrize(("exporter", "family"), sorted(WITHOUT))
 def test_without_export_are_only_those_that_no_rule_lets_run(exporter: str, family: str) -> None:
     with pytest.raises(PlanError):
-        EXPORTERS[exporter](family).plan(Case.ADAM)
+        EXPORTERS[exporter](family).plan(OptimizerCase.ADAM)
 
 
 def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> None:
@@ -229,7 +229,7 @@ def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> No
     from transformers import AutoModelForCausalLM
 
     cell = EXPORTERS[exporter](family)
-    plan = cell.plan(Case.ADAM)
+    plan = cell.plan(OptimizerCase.ADAM)
     said = pool.run(export, plan, folder / "run", ranks=cell.ranks)[0]
     exported = huggingface_target.export(open_source(folder / "run", plan.shape), folder / "export")
     model, report = AutoModelForCausalLM.from_pretrained(

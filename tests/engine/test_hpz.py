@@ -15,7 +15,7 @@ from tests.engine.cases import OFFLOAD_ALL, SGD, Cell, cell, make, steps, trace
 from tests.engine.checks import TOLERANCE, check_cell, oracle
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Trace, samples
+from toolkit.testing.parity import RunTrace, rank_samples
 
 
 def hpz(size: int, *, threshold: int = 0, ranks: int = 4, **more: Any) -> Cell:
@@ -39,16 +39,16 @@ def test_hpz_gathers_frozen_parameters_as_loaded(pool: RankPool) -> None:
     assert found.distance(oracle(case.oracle())).times(TOLERANCE) <= 1
 
 
-def with_the_copies_of_before_the_load(rank: int, ranks: int, case: Cell) -> Trace:
+def with_the_copies_of_before_the_load(rank: int, ranks: int, case: Cell) -> RunTrace:
     """A control."""
-    from toolkit.engine.deepspeed import compat as deepspeed_compat
+    from toolkit.engine.deepspeed import patches as deepspeed_compat
 
-    forget = deepspeed_compat.forget_secondary_partitions
-    deepspeed_compat.forget_secondary_partitions = lambda module: None
+    forget = deepspeed_compat.drop_secondary_partitions
+    deepspeed_compat.drop_secondary_partitions = lambda module: None
     try:
         return trace(rank, ranks, case)
     finally:
-        deepspeed_compat.forget_secondary_partitions = forget
+        deepspeed_compat.drop_secondary_partitions = forget
 
 
 @pytest.mark.parametrize("case", [hpz(2), hpz(2, **FROZEN)], ids=str)
@@ -65,9 +65,9 @@ def evaluated_and_loaded_again(rank: int, ranks: int, case: Cell) -> tuple[list[
     assert isinstance(engine, DeepSpeedEngine)
     losses = []
     for step in range(3):
-        engine.eval_step(samples(engine, plan, 100, rank))
+        engine.eval_step(rank_samples(engine, plan, 100, rank))
         losses += [result.loss for result in steps(engine, case, rank, step, step + 1)]
-    engine.eval_step(samples(engine, plan, 100, rank))
+    engine.eval_step(rank_samples(engine, plan, 100, rank))
     copies = sum(parameter.ds_secondary_tensor.numel() for parameter in engine._ds.module.parameters())
     engine.load(first_weights(plan))
     losses += [result.loss for result in steps(engine, case, rank, 0, 1)]

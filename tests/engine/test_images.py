@@ -14,7 +14,7 @@ import pytest
 from tests.images import evaluate_images, image_plan, make_small_tiles, trace_images
 from toolkit.config.schema import EvalConfig, Precision
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, Trace, check, check_control
+from toolkit.testing.parity import Distance, RunTrace, check_control, check_parity
 
 TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 BATCH: dict[str, Any] = {"train__global_batch": 16, "train__micro_batch": 4, "optim__lr": 3e-3}
@@ -28,17 +28,17 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def oracle(tiles: Path) -> Trace:
+def oracle(tiles: Path) -> RunTrace:
     return trace_images(0, 1, image_plan(tiles, **BATCH))
 
 
-def test_zero_2_on_two_ranks_is_local(tiles: Path, oracle: Trace, pool: RankPool) -> None:
+def test_zero_2_on_two_ranks_is_local(tiles: Path, oracle: RunTrace, pool: RankPool) -> None:
     traces = pool.run(trace_images, image_plan(tiles, ranks=2, zero__stage=2, **BATCH), ranks=2)
-    check(traces[0], oracle, TOLERANCE)
+    check_parity(traces[0], oracle, TOLERANCE)
     assert traces[0].results == traces[1].results
 
 
-def test_another_order_is_another_run(tiles: Path, oracle: Trace) -> None:
+def test_another_order_is_another_run(tiles: Path, oracle: RunTrace) -> None:
     """The control: the same images over the epoch, shuffled by another seed."""
     plan = image_plan(tiles, data__shuffle_seed=1, **BATCH)
     check_control(trace_images(0, 1, plan), oracle, TOLERANCE)
@@ -59,14 +59,14 @@ def test_an_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> No
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "ranks", "micro"), [(0, 2, 8), (1, 2, 2), (2, 4, 1), (3, 2, 4), (3, 4, 2)])
 def test_every_stage_is_local(
-    stage: int, ranks: int, micro: int, tiles: Path, oracle: Trace, pool: RankPool
+    stage: int, ranks: int, micro: int, tiles: Path, oracle: RunTrace, pool: RankPool
 ) -> None:
     plan = image_plan(tiles, ranks=ranks, zero__stage=stage, **{**BATCH, "train__micro_batch": micro})
-    check(pool.run(trace_images, plan, ranks=ranks)[0], oracle, TOLERANCE)
+    check_parity(pool.run(trace_images, plan, ranks=ranks)[0], oracle, TOLERANCE)
 
 
 @pytest.mark.full
-def test_bf16_learns(tiles: Path, oracle: Trace, pool: RankPool) -> None:
+def test_bf16_learns(tiles: Path, oracle: RunTrace, pool: RankPool) -> None:
     plan = image_plan(tiles, ranks=2, zero__stage=2, precision__name=Precision.bf16, **BATCH)
     losses = pool.run(trace_images, plan, ranks=2)[0].losses
     assert max(abs(a - b) for a, b in zip(losses, oracle.losses, strict=True)) < 0.1

@@ -31,7 +31,7 @@ from toolkit.monitor.parts import (
 )
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import VPP, Case, Cell, deepspeed, megatron
+from toolkit.testing.matrix import VPP, Cell, OptimizerCase, deepspeed, megatron
 
 LOCAL = Cell(engine=EngineName.local, family="llama")
 LAYOUTS: dict[str, tuple[Cell, tuple[str, ...]]] = {  # and along which axes there is communication
@@ -59,7 +59,7 @@ MOST_UNEXPLAINED = 0.05
 
 def small(cell: Cell, accumulation: int = 1, **more: Any) -> RunPlan:
     """For steps that mostly sleep."""
-    return cell.plan(Case.ADAM, train__global_batch=2 * accumulation * cell.data, **more)
+    return cell.plan(OptimizerCase.ADAM, train__global_batch=2 * accumulation * cell.data, **more)
 
 
 def large(cell: Cell) -> RunPlan:

@@ -18,14 +18,14 @@ import pytest
 
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import ALL, CORE, TOLERANCE, Case, Cell, choose
+from toolkit.testing.matrix import ALL, CORE, TOLERANCE, Cell, OptimizerCase, select_cells
 from toolkit.testing.measure import Measured, measure
-from toolkit.testing.parity import DoubledGradients, first_rank_twice
-from toolkit.testing.verify import Verdict, judge, measured
-from toolkit.testing.wrong_maps import gate_and_up_swapped, rotated_groups, wrong_map
+from toolkit.testing.parity import DoubledGradients, repeat_first_rank
+from toolkit.testing.verify import ParityVerdict, judge, measure_cell
+from toolkit.testing.wrong_maps import rotate_groups, swap_gate_and_up, wrong_map
 
 # DeepSpeed's other axes have quick cells of their own: test_deepspeed_axes.py, test_deepspeed_pipe.py.
-QUICK = choose(
+QUICK = select_cells(
     (
         "megatron/llama/tp2-sp",
         "megatron/llama/pp2-vpp2",
@@ -44,7 +44,7 @@ QUICK = choose(
 
 
 def named(name: str) -> Cell:
-    (cell,) = choose((name,))
+    (cell,) = select_cells((name,))
     return cell
 
 
@@ -52,7 +52,7 @@ class Oracles:
     """One run for every (family, sizes, optimizer)."""
 
     def __init__(self, pool: RankPool) -> None:
-        self.of = cache(lambda cell, case: measured(cell, case, pool, Device.CPU))
+        self.of = cache(lambda cell, case: measure_cell(cell, case, pool, Device.CPU))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def oracles(pool: RankPool) -> Oracles:
 
 
 @pytest.mark.parametrize(("cell", "case"), [(cell, case) for cell in QUICK for case in cell.cases], ids=str)
-def test_quick_cells(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:
+def test_quick_cells(cell: Cell, case: OptimizerCase, pool: RankPool, oracles: Oracles) -> None:
     check(cell, case, pool, oracles)
 
 
@@ -71,14 +71,14 @@ FULL = [(cell, cell.cases[number % len(cell.cases)]) for number, cell in enumera
 
 @pytest.mark.full
 @pytest.mark.parametrize(("cell", "case"), FULL, ids=str)
-def test_every_cell(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:
+def test_every_cell(cell: Cell, case: OptimizerCase, pool: RankPool, oracles: Oracles) -> None:
     check(cell, case, pool, oracles)
 
 
 def test_idle_experts_get_no_token(oracles: Oracles) -> None:
     """What cells of that name are about: two experts of each layer, not the same in both, get all tokens of every expert axis."""
     cell = named("deepspeed/mixtral/ep2-dp2-zero1-idle").oracle()
-    right = oracles.of(cell, Case.SGD)
+    right = oracles.of(cell, OptimizerCase.SGD)
     for layer, visited in ((0, slice(0, 2)), (1, slice(2, 4))):
         gradient = right.gradients[f"model.layers.{layer}.mlp.experts.down_proj"]
         assert [bool(expert.any()) for expert in gradient] == [
@@ -87,12 +87,12 @@ def test_idle_experts_get_no_token(oracles: Oracles) -> None:
     assert min(right.gaps) > 1.0, "and so it stays: chosen and idle experts are far apart in every step"
 
 
-def check(cell: Cell, case: Case, pool: RankPool, oracles: Oracles) -> None:
+def check(cell: Cell, case: OptimizerCase, pool: RankPool, oracles: Oracles) -> None:
     verdict, cause, differences = judge(
-        cell, measured(cell, case, pool, Device.CPU), oracles.of(cell.oracle(), case)
+        cell, measure_cell(cell, case, pool, Device.CPU), oracles.of(cell.oracle(), case)
     )
     assert verdict.good, f"{verdict}: {cause}; {differences}"
-    if verdict is Verdict.FLIP:
+    if verdict is ParityVerdict.FLIP:
         print(cause)
 
 
@@ -105,7 +105,7 @@ def right(plan: RunPlan) -> Any:
 
 def doubled(plan: RunPlan) -> Any:
     """Gradients twice what they are, under Megatron-core, whose engine scales the loss itself."""
-    from toolkit.engine.megatron.step import MegatronEngine
+    from toolkit.engine.megatron.engine import MegatronEngine
 
     run = MegatronEngine._run
     return changed(
@@ -117,26 +117,26 @@ def doubled(plan: RunPlan) -> Any:
 
 def everything_decays(plan: RunPlan) -> Any:
     """Norms too."""
-    from toolkit.engine.megatron.build import Built
+    from toolkit.engine.megatron.build import MegatronModel
 
-    set_rates = Built.set_rates
+    set_rates = MegatronModel.set_rates
 
-    def wrong(self: Built, lr: float) -> None:
+    def wrong(self: MegatronModel, lr: float) -> None:
         set_rates(self, lr)
         for group in self.optimizer.param_groups:
             group["weight_decay"] = plan.config.optim.weight_decay
 
-    return changed(Built, "set_rates", wrong)
+    return changed(MegatronModel, "set_rates", wrong)
 
 
 def rotated(plan: RunPlan) -> Any:
     assert plan.shape is not None
-    return wrong_map(plan.shape.family, rotated_groups)
+    return wrong_map(plan.shape.family, rotate_groups)
 
 
 def swapped(plan: RunPlan) -> Any:
     assert plan.shape is not None
-    return wrong_map(plan.shape.family, gate_and_up_swapped)
+    return wrong_map(plan.shape.family, swap_gate_and_up)
 
 
 @contextmanager
@@ -195,19 +195,24 @@ def wrong_on_rank(
         return measure(rank, ranks, plan, **settings)
 
 
-CONTROLS: dict[str, tuple[str, Case, Callable[[RunPlan], Any], dict[str, Any]]] = {
-    "doubled gradients": ("megatron/llama/tp2-sp", Case.SGD, doubled, {}),
+CONTROLS: dict[str, tuple[str, OptimizerCase, Callable[[RunPlan], Any], dict[str, Any]]] = {
+    "doubled gradients": ("megatron/llama/tp2-sp", OptimizerCase.SGD, doubled, {}),
     "doubled gradients, DeepSpeed": (
         "deepspeed/llama/dp2-zero2",
-        Case.SGD,
+        OptimizerCase.SGD,
         right,
         {"task": DoubledGradients()},
     ),
-    "duplicated micro-batch": ("megatron/llama/dp2-zero1", Case.ADAM, right, {"batches": first_rank_twice}),
-    "decay of norms": ("megatron/llama/tp2-sp", Case.ADAM, everything_decays, {}),
-    "rotated query groups": ("megatron/llama/tp2-sp", Case.ADAM, rotated, {}),
-    "gate and up swapped": ("megatron/llama/tp2-sp", Case.ADAM, swapped, {}),
-    "activations crossed": ("megatron/llama/pp2", Case.ADAM, crossed, {}),
+    "duplicated micro-batch": (
+        "megatron/llama/dp2-zero1",
+        OptimizerCase.ADAM,
+        right,
+        {"batches": repeat_first_rank},
+    ),
+    "decay of norms": ("megatron/llama/tp2-sp", OptimizerCase.ADAM, everything_decays, {}),
+    "rotated query groups": ("megatron/llama/tp2-sp", OptimizerCase.ADAM, rotated, {}),
+    "gate and up swapped": ("megatron/llama/tp2-sp", OptimizerCase.ADAM, swapped, {}),
+    "activations crossed": ("megatron/llama/pp2", OptimizerCase.ADAM, crossed, {}),
 }
 
 
@@ -220,8 +225,8 @@ def test_controls(name: str, pool: RankPool, oracles: Oracles) -> None:
 
 def test_control_no_clipping(pool: RankPool, oracles: Oracles) -> None:
     cell = named("megatron/llama/tp2-sp")
-    plan = cell.plan(Case.ADAM, optim__clip=0.0)
-    far(cell, Case.ADAM, pool.run(wrong_on_rank, plan, right, {}, ranks=cell.ranks)[0], oracles)
+    plan = cell.plan(OptimizerCase.ADAM, optim__clip=0.0)
+    far(cell, OptimizerCase.ADAM, pool.run(wrong_on_rank, plan, right, {}, ranks=cell.ranks)[0], oracles)
 
 
 @pytest.mark.parametrize("name", ["deepspeed/llama/dp2-zero1", "megatron/llama/dp2-zero1"])
@@ -229,7 +234,9 @@ def test_sgd_adds_weight_decay_to_the_gradient_on_every_engine(name: str, pool: 
     """So it enters the momentum, as in torch's SGD, which ``local`` is. Control: without decay the weights are others."""
     cell, settings = named(name), {"optim__momentum": 0.9, "optim__lr": 0.02}
     found, oracle, control = (
-        pool.run(measure_steps, one.plan(Case.SGD, **settings, optim__weight_decay=decay), ranks=one.ranks)[0]
+        pool.run(
+            measure_steps, one.plan(OptimizerCase.SGD, **settings, optim__weight_decay=decay), ranks=one.ranks
+        )[0]
         for one, decay in ((cell, 0.3), (cell.oracle(), 0.3), (cell.oracle(), 0.0))
     )
     differences = found.differences(oracle)
@@ -241,7 +248,7 @@ def measure_steps(rank: int, ranks: int, plan: RunPlan) -> Measured:
     return measure(rank, ranks, plan, steps=5)
 
 
-def far(cell: Cell, case: Case, found: Measured, oracles: Oracles) -> None:
+def far(cell: Cell, case: OptimizerCase, found: Measured, oracles: Oracles) -> None:
     """In the loss itself: weights alone would be the weaker evidence."""
     loss = found.trace.distance(oracles.of(cell.oracle(), case).trace).loss
     print(loss)

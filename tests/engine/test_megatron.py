@@ -23,7 +23,7 @@ from toolkit.engine.megatron import cpu
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing import matrix
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
-from toolkit.testing.matrix import Case, deepspeed, megatron
+from toolkit.testing.matrix import OptimizerCase, deepspeed, megatron
 from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import text_task
 
@@ -48,7 +48,7 @@ class Layout:
         return self.cell.ranks
 
     def plan(self) -> RunPlan:
-        return self.cell.plan(Case.ADAM, **dict(self.more))
+        return self.cell.plan(OptimizerCase.ADAM, **dict(self.more))
 
 
 def layout(cell: matrix.Cell, **more: Any) -> Layout:
@@ -137,8 +137,8 @@ def test_evaluation_takes_any_number_of_micro_batches(pool: RankPool) -> None:
         "llama", pipeline=2, layers=4, own=(("virtual_pipeline_model_parallel_size", 2),), label="vpp2"
     )
     local = matrix.Cell(engine=EngineName.local, family="llama", layers=4)
-    (ours, again), *_ = pool.run(evaluate, virtual.plan(Case.ADAM), 3, ranks=2)
-    ((theirs, _),) = pool.run(evaluate, local.plan(Case.ADAM), 3, ranks=1)
+    (ours, again), *_ = pool.run(evaluate, virtual.plan(OptimizerCase.ADAM), 3, ranks=2)
+    ((theirs, _),) = pool.run(evaluate, local.plan(OptimizerCase.ADAM), 3, ranks=1)
     assert ours == again
     assert ours[1] == theirs[1]
     assert ours[0] == pytest.approx(theirs[0], abs=1e-3 * 1e-5 * ours[1] + 1e-4)
@@ -168,18 +168,18 @@ def one_step(rank: int, ranks: int, plan: RunPlan, without: str | None) -> float
     return loss
 
 
-MENDED: dict[str, tuple[matrix.Cell, Case, str]] = {
-    "bind_general_gemm": (megatron("mixtral"), Case.ADAM, "te_general_gemm"),
+MENDED: dict[str, tuple[matrix.Cell, OptimizerCase, str]] = {
+    "bind_general_gemm": (megatron("mixtral"), OptimizerCase.ADAM, "te_general_gemm"),
     "default_fp8_to_none": (
         megatron(
             "llama",
             own=(("recompute_granularity", "selective"), ("recompute_modules", ["layernorm"])),
             label="norms",
         ),
-        Case.ADAM,
+        OptimizerCase.ADAM,
         "FP8GlobalStateManager",
     ),
-    "shard_any_optimizer": (megatron("llama", zero=1), Case.SGD, "Only Adam"),
+    "shard_any_optimizer": (megatron("llama", zero=1), OptimizerCase.SGD, "Only Adam"),
 }
 
 
@@ -217,11 +217,11 @@ def test_others_keep_their_torch(fresh: RankPool) -> None:
 
 def refusal(rank: int, ranks: int, plan: RunPlan) -> str | None:
     cpu.enable()
-    from toolkit.engine.megatron.model import refuse_ignored
+    from toolkit.engine.megatron.model import check_transformer_engine_settings
     from toolkit.errors import PlanError
 
     try:
-        refuse_ignored(plan)
+        check_transformer_engine_settings(plan)
     except PlanError as error:
         return str(error)
     return None
@@ -230,7 +230,7 @@ def refusal(rank: int, ranks: int, plan: RunPlan) -> str | None:
 def test_what_only_transformer_engine_does_is_refused_without_it(pool: RankPool) -> None:
     """Here it is not installed; the plan, of a GPU machine, cannot know."""
     fp8, plain = (
-        megatron("llama", own=own, label="own").plan(Case.ADAM, Device.CUDA)
+        megatron("llama", own=own, label="own").plan(OptimizerCase.ADAM, Device.CUDA)
         for own in ((("fp8", "hybrid"),), ())
     )
     assert "engine.megatron.fp8=hybrid" in (pool.run(refusal, fp8, ranks=1)[0] or "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.config.schema import EngineName
-from toolkit.families import FAMILIES, get
+from toolkit.families import FAMILIES, get_family
 from toolkit.testing.dist import RankPool
 from toolkit.testing.tiny import tiny_plan
 
@@ -36,5 +36,5 @@ def built(rank: int, ranks: int, family: str, tie: bool) -> Named:
 def test_the_table_has_every_parameter_and_no_other(family: str, tie: bool, pool: RankPool) -> None:
     shape = tiny_plan(family, model__tie_word_embeddings=tie).shape
     assert shape is not None
-    ours = {tensor.name: tensor.shape for tensor in get(family).megatron(shape)}
+    ours = {tensor.name: tensor.shape for tensor in get_family(family).megatron_tensors(shape)}
     assert pool.run(built, family, tie, ranks=1)[0] == ours

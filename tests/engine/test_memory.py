@@ -18,7 +18,7 @@ import torch
 
 from tests.engine.cases import BF16, CONTEXT, EXPERT, TENSOR, Cell, cell, make, steps
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
-from toolkit.engine.deepspeed.load import base
+from toolkit.engine.deepspeed.state import inner_optimizer
 from toolkit.testing.dist import RankPool
 
 # 1.6 M parameters: with fewer, padding and what is kept whole would be the most of it.
@@ -76,7 +76,9 @@ def gradients(engine: DeepSpeedEngine) -> dict[int, int]:
 
 def states(engine: DeepSpeedEngine) -> dict[int, int]:
     """Master weights and the optimizer's tensors of parameter shape; in stage 0 the weights are the masters."""
-    every = [tensor for state in base(engine._ds.optimizer).state.values() for tensor in state.values()]
+    every = [
+        tensor for state in inner_optimizer(engine._ds.optimizer).state.values() for tensor in state.values()
+    ]
     held = [tensor for tensor in every if torch.is_tensor(tensor) and tensor.dim()]  # not the step count
     held += [partition.master for partition in engine._partitions()]
     return storages(held)

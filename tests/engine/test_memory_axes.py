@@ -22,7 +22,7 @@ from toolkit.plan.activations_megatron import Layout, block_bytes
 from toolkit.plan.memory import stage_memory
 from toolkit.plan.types import MemoryPlan, RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import step_all
+from toolkit.testing.parity import train_steps
 from toolkit.testing.tiny import LENGTH, MICRO_BATCH, micro_batches, tiny_plan
 from toolkit.train.task import text_task
 
@@ -81,7 +81,7 @@ def planned(plan: RunPlan) -> list[MemoryPlan]:
 def measure(rank: int, ranks: int, plan: RunPlan) -> Bytes:
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    step_all(engine, plan, range(2), rank=rank)
+    train_steps(engine, plan, range(2), rank=rank)
     built = engine._built
     parameters = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
     buffers = [

@@ -23,7 +23,7 @@ from toolkit.checkpoint.scalars import OPTIMIZER_STEP
 from toolkit.config.schema import EngineName, OptimizerName, Precision
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import TOLERANCE, Distance, Trace, step_all, whole_weights
+from toolkit.testing.parity import TOLERANCE, Distance, RunTrace, gather_weights, train_steps
 from toolkit.train.task import text_task
 
 STEPS, POISONED = 4, 2
@@ -42,7 +42,7 @@ FP16_UNSCALED: dict[str, Any] = {"precision__name": Precision.fp16, "precision__
 class Skipped:
     """A run of STEPS steps. ``before`` and ``after``: whole weights around the poisoned step, on rank 0."""
 
-    trace: Trace
+    trace: RunTrace
     before: dict[str, torch.Tensor]
     after: dict[str, torch.Tensor]
     scalars: dict[str, object]
@@ -65,11 +65,11 @@ def poisoned_run(
     results, weights = [], []
     for step in range(STEPS):
         armed = step == poisoned
-        weights.append(whole_weights(engine, plan, rank))
-        results += step_all(engine, plan, range(step, step + 1), rank=rank)
-    weights.append(whole_weights(engine, plan, rank))
+        weights.append(gather_weights(engine, plan, rank))
+        results += train_steps(engine, plan, range(step, step + 1), rank=rank)
+    weights.append(gather_weights(engine, plan, rank))
     found = Skipped(
-        Trace(tuple(results), weights[-1]), weights[POISONED], weights[POISONED + 1], engine.scalars()
+        RunTrace(tuple(results), weights[-1]), weights[POISONED], weights[POISONED + 1], engine.scalars()
     )
     engine.close()
     return found
@@ -161,7 +161,7 @@ def test_every_layout_skips_the_step_whose_gradient_is_not_finite(case: Cell, po
     local = oracle(case.oracle())
     tolerance = next((TOLERANCES[key] for key, _ in case.more if key in TOLERANCES), TOLERANCE)
     finite = [
-        Trace(tuple(result for result in run.results if not result.skipped), run.weights)
+        RunTrace(tuple(result for result in run.results if not result.skipped), run.weights)
         for run in (found.trace, local.trace)
     ]
     distance = finite[0].distance(finite[1])

@@ -19,7 +19,7 @@ import pytest
 from tests.engine.cases import CHECKPOINTING, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell, trace
 from tests.engine.checks import check_cell, doubling, duplicating, far
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Trace
+from toolkit.testing.parity import RunTrace
 from toolkit.testing.tiny import FAMILIES
 
 CORE = [
@@ -62,7 +62,7 @@ def test_everything(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
-def decaying(rank: int, ranks: int, case: Cell) -> Trace:
+def decaying(rank: int, ranks: int, case: Cell) -> RunTrace:
     """Weight decay on every parameter, norms and biases too."""
     from toolkit.engine.deepspeed import build as deepspeed_build
 

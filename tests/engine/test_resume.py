@@ -37,7 +37,7 @@ from toolkit.checkpoint.shard import WEIGHT, Reader, TensorKey
 from toolkit.engine.protocol import Engine
 from toolkit.errors import CheckpointError
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, Trace, gather
+from toolkit.testing.parity import Distance, RunTrace, gather_tensors
 
 TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 STOP, MORE = 4, 6
@@ -57,7 +57,7 @@ def name(cell: Cell) -> str:
     return f"{'local' if cell.stage is None else f'zero{cell.stage}'}-{cell.ranks}"
 
 
-def save_and_go_on(rank: int, ranks: int, case: Cell, folder: Path) -> tuple[Trace, State]:
+def save_and_go_on(rank: int, ranks: int, case: Cell, folder: Path) -> tuple[RunTrace, State]:
     engine = make(case, rank)
     steps(engine, case, rank, 0, STOP)
     store = CheckpointStore(folder)
@@ -69,17 +69,17 @@ def save_and_go_on(rank: int, ranks: int, case: Cell, folder: Path) -> tuple[Tra
     return went_on, state
 
 
-def go_on(engine: Engine, case: Cell, rank: int) -> tuple[Trace, State]:
+def go_on(engine: Engine, case: Cell, rank: int) -> tuple[RunTrace, State]:
     """Six further steps, and all state after them (on rank 0)."""
     results = steps(engine, case, rank, STOP, STOP + MORE)
-    state = gather(engine.shards(), rank, case.ranks)
+    state = gather_tensors(engine.shards(), rank, case.ranks)
     weights = {key.name: value.float() for key, value in state.items() if key.state == WEIGHT}
-    return Trace(tuple(results), weights), state
+    return RunTrace(tuple(results), weights), state
 
 
 def resume(
     rank: int, ranks: int, case: Cell, folders: Sequence[Path], forget: bool = False
-) -> list[tuple[Trace, Any]]:
+) -> list[tuple[RunTrace, Any]]:
     """From each of ``folders`` in turn, in one engine: loading must leave nothing of what was there."""
     engine = make(case, rank)
     found = []
@@ -98,7 +98,7 @@ class Saved:
         self._pool, self._folder = pool, folder
         self.of = cache(self._make)
 
-    def _make(self, case: Cell) -> tuple[Path, Trace, State]:
+    def _make(self, case: Cell) -> tuple[Path, RunTrace, State]:
         folder = self._folder / str(case)
         went_on, state = self._pool.run(save_and_go_on, case, folder, ranks=case.ranks)[0]
         return folder, went_on, state
@@ -153,7 +153,7 @@ def check_same(case: Any, saved: Saved, pool: RankPool) -> None:
     assert_same(pool.run(resume, case, [folder], ranks=case.ranks)[0][0], (went_on, state))
 
 
-def assert_same(resumed: tuple[Trace, State], unbroken: tuple[Trace, State]) -> None:
+def assert_same(resumed: tuple[RunTrace, State], unbroken: tuple[RunTrace, State]) -> None:
     (again, found), (went_on, state) = resumed, unbroken
     assert again.losses == went_on.losses
     assert again.norms == went_on.norms
@@ -212,7 +212,7 @@ def load(rank: int, ranks: int, case: Cell, folders: Sequence[Path]) -> list[Sta
     found = []
     for folder in folders:
         engine.load(open_reader(folder))
-        found.append(gather(engine.shards(), rank, ranks))
+        found.append(gather_tensors(engine.shards(), rank, ranks))
     engine.close()
     return found
 

@@ -15,7 +15,7 @@ import torch
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import TOLERANCE, Case, Cell, deepspeed, megatron
+from toolkit.testing.matrix import TOLERANCE, Cell, OptimizerCase, deepspeed, megatron
 from toolkit.testing.measure import Measured, measure
 from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import IGNORED
@@ -50,7 +50,10 @@ def unmasked(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
 
 def measured(pool: RankPool, cell: Cell, samples: int, coefficient: float) -> Measured:
     plan = cell.plan(
-        Case.SGD, train__global_batch=samples, model__router_aux_loss_coef=coefficient, optim__lr=0.02
+        OptimizerCase.SGD,
+        train__global_batch=samples,
+        model__router_aux_loss_coef=coefficient,
+        optim__lr=0.02,
     )
     found: Measured = pool.run(on_rank, plan, ranks=cell.ranks)[0]
     return found

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.models.build import build_model
 from toolkit.plan.flops import FORWARD_AND_BACKWARD, hardware_flops, model_flops
@@ -41,7 +41,7 @@ WRONG: dict[str, dict[str, Any]] = {
 def counted(plan: RunPlan, backward: bool) -> float:
     """FLOPs per token of a forward pass and, if asked, the backward pass of the loss."""
     model: Any = filled(build_model(plan, "cpu"))
-    if get(plan.config.model.family or "").traits.experts:
+    if get_family(plan.config.model.family or "").traits.experts:
         model.set_experts_implementation(
             "eager"
         )  # a matrix product an expert; the counter does not know grouped ones
@@ -71,7 +71,7 @@ def shape_of(plan: RunPlan) -> ModelShape:
 
 
 def forward(shape: ModelShape) -> float:
-    return get(shape.family).forward_flops(shape, LENGTH).total
+    return get_family(shape.family).forward_flops(shape, LENGTH).total
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,7 +101,7 @@ def test_what_is_recomputed_is_in_the_hardware_flops(family: str, changes: Mappi
     found = counted(plan, backward=True)
     assert hardware_flops(plan) == pytest.approx(found, rel=NEAR)
     assert model_flops(plan) != pytest.approx(found, rel=NEAR)
-    parts = get(family).forward_flops(shape_of(plan), LENGTH)
+    parts = get_family(family).forward_flops(shape_of(plan), LENGTH)
     everything = FORWARD_AND_BACKWARD * parts.total + parts.blocks
     stops_early = family != "mixtral" and not changes
     assert (everything != pytest.approx(found, rel=NEAR)) is stops_early

@@ -18,10 +18,10 @@ from toolkit.engine.build import build_engine, first_weights
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
-from toolkit.testing.parity import samples, step_all, trace_on_rank
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
+from toolkit.testing.parity import rank_samples, trace_on_rank, train_steps
 from toolkit.testing.tiny import tiny_config
-from toolkit.testing.verify import judge, measured
+from toolkit.testing.verify import judge, measure_cell
 from toolkit.train.task import text_task
 
 pytestmark = pytest.mark.gpu
@@ -50,12 +50,12 @@ FLASH = (
 )  # torch's, Transformer Engine's and cuDNN's kernels
 
 
-@pytest.mark.parametrize("case", Case)
+@pytest.mark.parametrize("case", OptimizerCase)
 @pytest.mark.parametrize("name", ENGINES)
-def test_fp32_is_that_of_the_cpu(name: str, case: Case, gpu: RankPool, cpu: RankPool) -> None:
+def test_fp32_is_that_of_the_cpu(name: str, case: OptimizerCase, gpu: RankPool, cpu: RankPool) -> None:
     cell = ENGINES[name]
     verdict, cause, differences = judge(
-        cell, measured(cell, case, gpu, Device.CUDA), measured(cell.oracle(), case, cpu, Device.CPU)
+        cell, measure_cell(cell, case, gpu, Device.CUDA), measure_cell(cell.oracle(), case, cpu, Device.CPU)
     )
     assert verdict.good, f"{verdict}: {cause}; {differences}"
 
@@ -69,7 +69,7 @@ BF16 = {"precision__name": Precision.bf16}
 )
 def test_bf16_follows_local(name: str, gpu: RankPool) -> None:
     found, right = (
-        gpu.run(trace_on_rank, cell.plan(Case.ADAM, Device.CUDA, **BF16), timeout=300)[0]
+        gpu.run(trace_on_rank, cell.plan(OptimizerCase.ADAM, Device.CUDA, **BF16), timeout=300)[0]
         for cell in (ENGINES[name], LOCAL)
     )
     assert right.losses[0] - right.losses[-1] > 0.3
@@ -115,11 +115,11 @@ def kernels_and_peak(rank: int, ranks: int, plan: RunPlan) -> tuple[list[str], i
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     torch.cuda.reset_peak_memory_stats()
-    step_all(engine, plan, range(3), rank=rank, batches=text)
+    train_steps(engine, plan, range(3), rank=rank, batches=text)
     peak = torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        engine.eval_step(samples(engine, plan, 3, rank, text))
-        step_all(engine, plan, range(3, 4), rank=rank, batches=text)
+        engine.eval_step(rank_samples(engine, plan, 3, rank, text))
+        train_steps(engine, plan, range(3, 4), rank=rank, batches=text)
         torch.cuda.synchronize()
     engine.close()
     return sorted({event.key for event in profile.key_averages()}), peak
@@ -158,7 +158,7 @@ def test_a_hop_between_engines(gpu: RankPool, tmp_path: Path) -> None:
         source, losses[name] = None, []
         for number, cell in enumerate(way):
             target = tmp_path / name / str(number)
-            plan = cell.plan(Case.ADAM, Device.CUDA)
+            plan = cell.plan(OptimizerCase.ADAM, Device.CUDA)
             losses[name] += [
                 result.loss
                 for result in gpu.run(stretch, plan, number * EACH, source, target, False, timeout=300)[0]

@@ -29,7 +29,7 @@ def calls_of_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
     """Three that end, then one behind a kernel that takes SECONDS: in the queue, and for the process over."""
     group = dist.new_group(backend="nccl")
     last_collective.extend_group_timeouts(7200)
-    with collectives.watched(Axes(), None):
+    with collectives.record_collectives(Axes(), None):
         for _ in range(3):
             dist.all_reduce(torch.ones(1024, device="cuda"), group=group)
         torch.cuda.synchronize()

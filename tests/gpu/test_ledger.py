@@ -30,7 +30,7 @@ from toolkit.monitor.parts import (
 from toolkit.monitor.recorder import StepRecorder, StepTime
 from toolkit.plan.types import Device
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
 from toolkit.train.loop import train
 from toolkit.train.state import TrainState
 from toolkit.train.task import text_task
@@ -50,12 +50,12 @@ def timed(
     rank: int, ranks: int, cell: Cell, recorded: bool
 ) -> tuple[list[StepTime], list[float], list[float]]:
     """Steps by the GPU's clock, by the host's, and losses."""
-    plan = cell.plan(Case.ADAM, Device.CUDA, train__global_batch=16)
+    plan = cell.plan(OptimizerCase.ADAM, Device.CUDA, train__global_batch=16)
     plan.config.train.steps = STEPS
     recorder: Any = StepRecorder(CudaClock())
     telling = {"recorder": recorder} if recorded else {}
     losses: list[float] = []
-    with collectives.watched(plan.axes, recorder):
+    with collectives.record_collectives(plan.axes, recorder):
         task = text_task(plan)
         engine = build_engine(plan, task, rank=rank, local_rank=rank, **telling)
         engine.load(first_weights(plan))
@@ -146,14 +146,14 @@ def aside(rank: int, ranks: int) -> dict[str, float]:
     from toolkit.layout.axes import Axes
 
     recorder = StepRecorder(CudaClock())
-    with collectives.watched(Axes(data=2), recorder):
+    with collectives.record_collectives(Axes(data=2), recorder):
         side = torch.cuda.Stream()
         matrix = torch.randn(4096, 4096, device="cuda")
         recorder.next_step(1)
         with recorder.part(BACKWARD):
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                collectives._watched.streams.carry(recorder.part(communication("data")))  # type: ignore[union-attr]
+                collectives._recorder.streams.carry(recorder.part(communication("data")))  # type: ignore[union-attr]
                 for _ in range(50):
                     torch.mm(matrix, matrix)
             torch.cuda.current_stream().wait_stream(side)

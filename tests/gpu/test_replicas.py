@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from toolkit.cluster.machine import this_machine
-from toolkit.engine.hashing import hashes
+from toolkit.engine.hashing import hash_tensors
 from toolkit.observe.replicas import _Pending
 from toolkit.plan.devices import find
 from toolkit.testing.dist import RankPool
@@ -29,7 +29,7 @@ def both(rank: int, ranks: int) -> tuple[list[int], list[int]]:
         for dtype in (torch.float32, torch.bfloat16)
     ]
     gpu = torch.device("cuda", 0)
-    return hashes(tensors, torch.device("cpu")).tolist(), hashes(
+    return hash_tensors(tensors, torch.device("cpu")).tolist(), hash_tensors(
         [tensor.to(gpu) for tensor in tensors], gpu
     ).tolist()
 
@@ -38,12 +38,12 @@ def timed(rank: int, ranks: int) -> tuple[float, float, float]:
     """Seconds of the device for 4 GiB in 64 tensors, of the host to ask for it, and of the host to have the answer."""
     gpu = torch.device("cuda", 0)
     tensors = [torch.ones(2**25, dtype=torch.bfloat16, device=gpu) for _ in range(64)]
-    _Pending(hashes(tensors, gpu)).wait()
+    _Pending(hash_tensors(tensors, gpu)).wait()
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     began = time.perf_counter()
     start.record()
-    pending = _Pending(hashes(tensors, gpu))
+    pending = _Pending(hash_tensors(tensors, gpu))
     end.record()
     asked = time.perf_counter() - began
     pending.wait()

@@ -19,7 +19,7 @@ from toolkit.monitor.throughput import Throughput
 from toolkit.plan.devices import normalise
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import step_all
+from toolkit.testing.parity import train_steps
 from toolkit.train.task import text_task
 
 pytestmark = pytest.mark.gpu
@@ -31,10 +31,10 @@ def step_seconds(rank: int, ranks: int, plan: RunPlan) -> float:
     """Of a step, on average, after three others."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    step_all(engine, plan, range(3), rank=rank, batches=text)
+    train_steps(engine, plan, range(3), rank=rank, batches=text)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    step_all(engine, plan, range(3, 3 + STEPS), rank=rank, batches=text)
+    train_steps(engine, plan, range(3, 3 + STEPS), rank=rank, batches=text)
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - began) / STEPS
     engine.close()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.models.build import build_model
 from toolkit.testing.tiny import FAMILIES, micro_batches, tiny_plan
 
@@ -33,7 +33,7 @@ def test_buffers_are_those_of_the_constructor(family: str, device: str) -> None:
     plan = tiny_plan(family)
     assert plan.shape is not None
     theirs = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**get(family).hugging_face_config(plan.shape))
+        AutoConfig.for_model(**get_family(family).hugging_face_config(plan.shape))
     )
     expected = dict(theirs.named_buffers())
     found = dict(build_model(plan, device).named_buffers())

@@ -18,7 +18,7 @@ from tests.models.broken import Fine
 from tests.models.test_stage import stages
 from toolkit.config.data import Documents
 from toolkit.config.schema import ModelConfig
-from toolkit.engine.documents import visible
+from toolkit.engine.attention_mask import document_causal_mask
 from toolkit.engine.protocol import MicroBatch
 from toolkit.errors import ConfigError
 from toolkit.families import FAMILIES
@@ -133,7 +133,7 @@ def test_a_cache_is_not_taken_for_documents() -> None:
 
 
 def test_a_query_sees_its_own_document_up_to_itself() -> None:
-    seen = visible(torch.tensor([[0, 1, 0, 0, 1], [0, 1, 2, 3, 4]]))
+    seen = document_causal_mask(torch.tensor([[0, 1, 0, 0, 1], [0, 1, 2, 3, 4]]))
     assert seen.shape == (2, 1, 5, 5)
     assert seen[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -143,7 +143,9 @@ def test_a_query_sees_its_own_document_up_to_itself() -> None:
         [0, 0, 0, 1, 1],
     ]
     assert torch.equal(seen[1, 0], torch.ones(5, 5, dtype=torch.bool).tril())
-    some = visible(torch.tensor([[0, 1, 0, 0, 1]]), torch.tensor([4, 1]), torch.tensor([3, 4, 0, 1]))
+    some = document_causal_mask(
+        torch.tensor([[0, 1, 0, 0, 1]]), torch.tensor([4, 1]), torch.tensor([3, 4, 0, 1])
+    )
     assert some[0, 0].int().tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
 
 

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, Shard, TensorKey, flat_shards
 from toolkit.errors import CheckpointError
-from toolkit.families import get
-from toolkit.models import initial
-from toolkit.models.initial import InitialWeights
+from toolkit.families import get_family
+from toolkit.models import initial_weights as initial
+from toolkit.models.initial_weights import InitialWeights
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import run_ranks
 from toolkit.testing.tiny import FAMILIES, tiny_plan
@@ -94,7 +94,7 @@ def test_distributed_as_transformers_initialises(family: str) -> None:
     plan = tiny_plan(family, model__initializer_range=0.03)
     assert plan.shape is not None
     theirs = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**get(family).hugging_face_config(plan.shape))
+        AutoConfig.for_model(**get_family(family).hugging_face_config(plan.shape))
     )
     weights = whole(plan)
     for name, expected in theirs.state_dict().items():

@@ -17,7 +17,7 @@ from toolkit.config.schema import EngineName, OptimizerName, Precision
 from toolkit.engine.local import LocalEngine
 from toolkit.plan.types import RunPlan
 from toolkit.testing import parity
-from toolkit.testing.memory import MemoryReader
+from toolkit.testing.memory_reader import MemoryReader
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.task import text_task
 
@@ -38,7 +38,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
 def test_it_trains(example: dict[str, Any], precision: Precision) -> None:
-    losses = parity.run(tiny_plan(None, **example, precision__name=precision)).losses
+    losses = parity.run_trace(tiny_plan(None, **example, precision__name=precision)).losses
     assert losses[0] - losses[-1] > 0.3
 
 
@@ -48,9 +48,9 @@ def test_it_resumes(example: dict[str, Any], optimizer: OptimizerName) -> None:
     plan = tiny_plan(None, **example, optim__name=optimizer, optim__momentum=momentum)
     straight, resumed = LocalEngine(plan, text_task(plan)), LocalEngine(plan, text_task(plan))
     straight.load(parity.first_weights(plan))
-    parity.step_all(straight, plan, range(3))
-    resumed.load(MemoryReader.of(straight))
-    assert parity.step_all(resumed, plan, range(3, 6)) == parity.step_all(straight, plan, range(3, 6))
+    parity.train_steps(straight, plan, range(3))
+    resumed.load(MemoryReader.from_engine(straight))
+    assert parity.train_steps(resumed, plan, range(3, 6)) == parity.train_steps(straight, plan, range(3, 6))
 
 
 def test_its_commands_are_the_toolkits() -> None:

@@ -20,7 +20,7 @@ from toolkit.testing.tiny import micro_batches, tiny_plan
 
 def stages(plan: RunPlan, count: int, weights: dict[str, torch.Tensor]) -> list[StageModel]:
     assert plan.shape is not None
-    tied = FAMILIES[plan.shape.family].tied(plan.shape)
+    tied = FAMILIES[plan.shape.family].tied_weights(plan.shape)
     found = [build_stage(replace(plan, axes=Axes(pipeline=count)), "cpu", stage) for stage in range(count)]
     for stage in found:
         assert all(parameter.is_meta for parameter in stage.parameters())

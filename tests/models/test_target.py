@@ -15,7 +15,7 @@ from toolkit.checkpoint.shard import WEIGHT, Box, Shard, TensorKey
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError
 from toolkit.models.build import build_model
-from toolkit.models.initial import InitialWeights
+from toolkit.models.initial_weights import InitialWeights
 from toolkit.models.target import build_target
 from toolkit.plan.target import check_target
 from toolkit.testing.tiny import tiny_plan

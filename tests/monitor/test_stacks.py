@@ -128,7 +128,7 @@ def test_the_part_of_the_step_says_what_an_engine_does() -> None:
         part="backward",
         threads=(ThreadStack("MainThread", "S", (engine,)),),
     )
-    assert report.does == "in the model's backward, in Step.run (toolkit/engine/megatron/step.py:2)"
+    assert report.does == "in the model's backward, in Step.run (toolkit/engine/megatron/engine.py:2)"
     assert replace(report, part="").does == "in the engine"
 
 

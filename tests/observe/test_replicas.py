@@ -20,16 +20,16 @@ import torch.distributed as dist
 from tests.engine.cases import BF16, FP16
 from tests.train.fakes import step_done
 from toolkit.engine.build import build_engine, first_weights
-from toolkit.engine.hashing import hashes
-from toolkit.engine.protocol import Copies, Engine
+from toolkit.engine.hashing import hash_tensors
+from toolkit.engine.protocol import Engine, ReplicaSet
 from toolkit.engine.rank_sync import make_flag_reduce, single_rank_reduce
 from toolkit.monitor.alert import Alert
 from toolkit.observe.gather import gather_of
 from toolkit.observe.replicas import Replicas
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool, rank_pool
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
-from toolkit.testing.parity import step_all
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
+from toolkit.testing.parity import train_steps
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.task import text_task
 
@@ -73,12 +73,12 @@ def compared(rank: int, ranks: int, plan: RunPlan, odd: int, watched: bool = Tru
     )
     losses = []
     for step in range(STEPS):
-        losses += [result.loss for result in step_all(engine, plan, range(step, step + 1), rank=rank)]
+        losses += [result.loss for result in train_steps(engine, plan, range(step, step + 1), rank=rank)]
         if watched:
             hook.on_step(step_done(step + 1))
     flips = flipped(rank, ranks, engine, hook, alerts, odd) if watched else []
     hook.on_end(STEPS)
-    sets = [(one.what, one.ranks, list(one.tensors)) for one in engine.copies()]
+    sets = [(one.what, one.ranks, list(one.tensors)) for one in engine.replica_sets()]
     engine.close()
     return Seen([alert for alert in alerts if alert.step <= STEPS], flips, sets, losses)
 
@@ -88,10 +88,10 @@ def flipped(
 ) -> list[Any]:
     found = []
     counts: list[Any] = [None] * ranks
-    dist.all_gather_object(counts, len(engine.copies()))
+    dist.all_gather_object(counts, len(engine.replica_sets()))
     for number in range(counts[odd]):
         step = STEPS + EVERY * (number + 1)
-        mine = engine.copies()
+        mine = engine.replica_sets()
         name = list(mine[number].tensors)[len(mine[number].tensors) // 2] if rank == odd else ""
         if rank == odd:
             flip(mine[number].tensors[name])
@@ -186,7 +186,7 @@ def test_a_flipped_bit_is_named_and_clean_training_is_silent(
     case: tuple[Cell, dict[str, Any], dict[str, int]], pool: RankPool
 ) -> None:
     cell, more, wanted = case
-    plan = cell.plan(Case.ADAM, **more)
+    plan = cell.plan(OptimizerCase.ADAM, **more)
     odd = cell.ranks - 1
     seen: list[Seen] = pool.run(compared, plan, odd, ranks=cell.ranks)
     first = seen[0]
@@ -212,7 +212,7 @@ def test_a_flipped_bit_is_named_and_clean_training_is_silent(
 
 
 def test_comparing_changes_no_loss(pool: RankPool) -> None:
-    plan = deepspeed("llama", 2, data=2).plan(Case.ADAM)
+    plan = deepspeed("llama", 2, data=2).plan(OptimizerCase.ADAM)
     watched, alone_ = (pool.run(compared, plan, 1, watching, ranks=2)[0] for watching in (True, False))
     assert watched.losses == alone_.losses
 
@@ -220,7 +220,7 @@ def test_comparing_changes_no_loss(pool: RankPool) -> None:
 def test_one_rank_has_nothing_to_compare() -> None:
     plan = tiny_plan()
     engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
-    assert engine.copies() == []
+    assert engine.replica_sets() == []
     # type: ignore[arg-type]
     hook = Replicas(
         plan,
@@ -244,7 +244,7 @@ def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
 
     weights = {"w": torch.ones(4)}
     engine: Any = SimpleNamespace(
-        device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), weights)]
+        device=torch.device("cpu"), copies=lambda: [ReplicaSet("weights", (0, 1), weights)]
     )
     # type: ignore[arg-type]
     hook = Replicas(
@@ -259,7 +259,7 @@ def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
 
 def test_a_gather_that_never_comes_does_not_hold_up_the_end() -> None:
     engine: Any = SimpleNamespace(
-        device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), {"w": torch.ones(4)})]
+        device=torch.device("cpu"), copies=lambda: [ReplicaSet("weights", (0, 1), {"w": torch.ones(4)})]
     )
     # type: ignore[arg-type]
     hook = Replicas(
@@ -294,7 +294,10 @@ def test_the_cost_of_a_hash(capsys: pytest.CaptureFixture[str]) -> None:
             took.append(time.perf_counter() - began)
         return min(took)
 
-    hashing, summing = seconds(lambda: hashes(tensors, torch.device("cpu"))), seconds(lambda: words.sum())
+    hashing, summing = (
+        seconds(lambda: hash_tensors(tensors, torch.device("cpu"))),
+        seconds(lambda: words.sum()),
+    )
     with capsys.disabled():
         print(f"hash {hashing * 4e3:.0f} ms a GiB, one sum {summing * 4e3:.0f} ms a GiB")
     assert hashing < 6 * summing + 0.01

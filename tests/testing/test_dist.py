@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from toolkit.testing.dist import RankPool, RanksFailed, _Fresh, rank_pool, run_ranks
+from toolkit.testing.dist import RankPool, RanksFailed, _SpawnedRanks, rank_pool, run_ranks
 
 
 def add_up(rank: int, ranks: int, start: int) -> tuple[int, int, int]:
@@ -95,7 +95,7 @@ def test_one_case_leaves_no_process() -> None:
 def test_ranks_started_anew() -> None:
     """As on GPUs, whose state does not survive a fork; here with gloo."""
     pool = RankPool(2)
-    pool._source = _Fresh()
+    pool._source = _SpawnedRanks()
     first = pool.run(add_up, 10)
     assert [answer[:2] for answer in first] == [(21, 2)] * 2
     assert pool.run(add_up, 10) == first, "the same processes"

@@ -33,7 +33,7 @@ def first_weights(plan: RunPlan) -> Reader:
         InputError, CheckpointError: the pretrained weights cannot be had, or are of another family.
     """
     if plan.config.model.pretrained is None:
-        from toolkit.models.initial import InitialWeights
+        from toolkit.models.initial_weights import InitialWeights
 
         return InitialWeights(plan)
     from toolkit.models.pretrained import open_pretrained
@@ -59,7 +59,7 @@ def _deepspeed(plan: RunPlan, objective: Objective, rank: int, local_rank: int, 
 
 
 def _megatron(plan: RunPlan, objective: Objective, rank: int, local_rank: int, recorder: Recorder) -> Engine:
-    from toolkit.engine.megatron.step import MegatronEngine
+    from toolkit.engine.megatron.engine import MegatronEngine
 
     return MegatronEngine(plan, objective, rank=rank, local_rank=local_rank, recorder=recorder)
 

@@ -44,7 +44,7 @@ class CudaClock(Clock):
         return torch.cuda.is_current_stream_capturing()
 
 
-def clock_of(device: Device) -> Clock:
+def make_clock(device: Device) -> Clock:
     """Of the process's own GPU, where a run is on GPUs."""
     return CudaClock() if device is Device.CUDA else HostClock()
 

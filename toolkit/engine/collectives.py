@@ -58,48 +58,48 @@ OPERATIONS: Mapping[str, str] = {
     "_start_coalescing": "start",
     "_end_coalescing": "end",
 }
-PASSING = ("send", "recv")  # between two ranks
-EXCHANGING = ("all_to_all", "all_to_all_single")
+POINT_TO_POINT = ("send", "recv")  # between two ranks
+ALL_TO_ALL = ("all_to_all", "all_to_all_single")
 START, END = "start", "end"  # of calls that are put together into one, as NCCL does for sends and receives
-RECENT = 8  # calls of a group that are told
-ANYBODY = -1  # the rank to receive from, where it is not said
-REMEMBERED = 4096  # works that nobody has waited for, and words for tensors
+CALLS_PER_GROUP = 8  # calls of a group that are told
+ANY_RANK = -1  # the rank to receive from, where it is not said
+CACHE_SIZE = 4096  # works that nobody has waited for, and words for tensors
 
-Part = AbstractContextManager[None]
-Note = Callable[
+TimedPart = AbstractContextManager[None]
+CallListener = Callable[
     [str, str, int, str, int | None, float, str], None
 ]  # group, axis, number, operation, peer, begun, tensors: as in Call
 
-_watched: _Watched | None = None
+_recorder: _CollectiveRecorder | None = None
 _originals: dict[tuple[type, str], Any] = {}
 
 
 @contextmanager
-def watched(axes: Axes, recorder: StepRecorder | None) -> Iterator[None]:
+def record_collectives(axes: Axes, recorder: StepRecorder | None) -> Iterator[None]:
     """While it is open calls are remembered, and with a recorder those on its thread are timed. For one run of a process at a time."""
-    global _watched
-    assert _watched is None, "two runs of one process watch its collectives"
+    global _recorder
+    assert _recorder is None, "two runs of one process watch its collectives"
     install()
-    _watched = watching = _Watched(axes, recorder)
+    _recorder = watching = _CollectiveRecorder(axes, recorder)
     try:
         yield
     finally:
-        _watched = None
+        _recorder = None
         watching.streams.close()
 
 
 def last_calls() -> list[Call]:
-    """Of each group that is there the last ``RECENT`` collectives, and as many sends to and receives from each rank, oldest first. For any
+    """Of each group that is there the last ``CALLS_PER_GROUP`` collectives, and as many sends to and receives from each rank, oldest first. For any
     thread; empty where nobody watches."""
-    found = _watched
+    found = _recorder
     return found.snapshot() if found is not None else []
 
 
-def tell_each(told: Note | None) -> None:
+def set_call_listener(told: CallListener | None) -> None:
     """``told`` gets each call before it is made, while somebody watches; None: nobody does any more. It gets what there is and no ``Call``:
     hundreds of calls a step wait for it."""
-    if _watched is not None:
-        _watched.told = told
+    if _recorder is not None:
+        _recorder.told = told
 
 
 def install() -> None:
@@ -108,8 +108,8 @@ def install() -> None:
         return
     for name, operation in OPERATIONS.items():
         if name in vars(ProcessGroup):
-            _replace(ProcessGroup, name, functools.partial(_calling, operation))
-    _replace(Work, "wait", _waiting)
+            _replace(ProcessGroup, name, functools.partial(_wrap_collective, operation))
+    _replace(Work, "wait", _wrap_wait)
 
 
 def uninstall() -> None:
@@ -125,9 +125,9 @@ def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callab
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
-def _calling(operation: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_collective(operation: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
-        watching = _watched
+        watching = _recorder
         if watching is None:
             return original(group, *arguments, **named)
         return watching.call(operation, original, group, arguments, named)
@@ -135,9 +135,9 @@ def _calling(operation: str, original: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     def wait(work: Work, *arguments: Any, **named: Any) -> Any:
-        watching = _watched
+        watching = _recorder
         if watching is None:
             return original(work, *arguments, **named)
         return watching.wait(original, work, arguments, named)
@@ -153,16 +153,16 @@ class _Group:
     def __init__(self, group: ProcessGroup, axes: Axes) -> None:
         self.process_group = weakref.ref(group)
         self.name = group.group_name
-        self.ranks = _ranks(group)
+        self.ranks = _group_ranks(group)
         inside = bool(self.ranks) and max(self.ranks) < axes.size
         self.axis = axis_name(self.ranks, axes) if inside else OTHER
         self.exchange_axis = axis_name(self.ranks, axes, exchange=True) if inside else OTHER
         self.counts: dict[Any, int] = {}
-        self.calls: dict[Any, deque[_Made]] = {}
-        self.together: list[_Made] | None = None  # since calls are being put together into one
+        self.calls: dict[Any, deque[_RecordedCall]] = {}
+        self.together: list[_RecordedCall] | None = None  # since calls are being put together into one
 
 
-class _Made:
+class _RecordedCall:
     """One call. Of its tensors there are shapes and types only: the tensors themselves would stay in memory.
 
     ``wait`` is the part of waiting for it, where it is timed.
@@ -189,10 +189,10 @@ class _Made:
         )
         self.begun = time.monotonic()
         self.finished = False
-        self.wait: Part | None = None
+        self.wait: TimedPart | None = None
 
 
-class _Watched:
+class _CollectiveRecorder:
     def __init__(self, axes: Axes, recorder: StepRecorder | None) -> None:
         self._axes, self._recorder = axes, recorder
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -201,11 +201,11 @@ class _Watched:
             int, _Group
         ] = {}  # by identity: as a key of a dictionary a group would live as long as that
         self._lock = threading.Lock()
-        self._works: OrderedDict[int, tuple[tuple[_Made, ...], Part | None]] = (
+        self._works: OrderedDict[int, tuple[tuple[_RecordedCall, ...], TimedPart | None]] = (
             OrderedDict()
         )  # by identity, too
         self._directions: dict[int, str] = {}
-        self.told: Note | None = None
+        self.told: CallListener | None = None
 
     def call(
         self,
@@ -219,7 +219,7 @@ class _Watched:
         if operation == START:
             group.together = []
             return original(process_group, *arguments, **named)
-        made: tuple[_Made, ...]
+        made: tuple[_RecordedCall, ...]
         if operation == END:
             made, group.together = tuple(group.together or ()), None
             begin, wait = self._parts_together(made)
@@ -235,10 +235,10 @@ class _Watched:
             with begin:
                 work = original(process_group, *arguments, **named)
         if work is None:  # done, or on a GPU in the queue
-            _finish(made)
+            _mark_finished(made)
         else:
             self._works[id(work)] = made, wait
-            if len(self._works) > REMEMBERED:
+            if len(self._works) > CACHE_SIZE:
                 self._works.popitem(last=False)
         return work
 
@@ -251,14 +251,14 @@ class _Watched:
         else:
             with part:
                 answer = original(work, *arguments, **named)
-        _finish(made)
+        _mark_finished(made)
         return answer
 
     def snapshot(self) -> list[Call]:
         with self._lock:
             groups = list(self._groups.values())
         return [
-            _in_public(group, made)
+            _to_call(group, made)
             for group in groups
             if group.process_group() is not None
             for calls in list(group.calls.values())
@@ -275,42 +275,42 @@ class _Watched:
                 self._groups[id(process_group)] = found
         return found
 
-    def _make(self, operation: str, group: _Group, arguments: Sequence[Any]) -> _Made:
+    def _make(self, operation: str, group: _Group, arguments: Sequence[Any]) -> _RecordedCall:
         """Remember a call."""
-        tensors = tuple([found for argument in arguments if (found := _described(argument)) is not None])
+        tensors = tuple([found for argument in arguments if (found := _tensor_spec(argument)) is not None])
         kind: Any = None
         peer: int | None = None
         size = 0
-        if operation in PASSING:
+        if operation in POINT_TO_POINT:
             other = arguments[1] if len(arguments) > 2 else None  # receiving from any rank has none
-            peer = group.ranks[other] if other is not None and group.ranks else ANYBODY
+            peer = group.ranks[other] if other is not None and group.ranks else ANY_RANK
             kind, size = (operation, peer), sum(tensor.nbytes for tensor in arguments[0])
-            axis = group.axis if peer == ANYBODY else self._direction(peer)
+            axis = group.axis if peer == ANY_RANK else self._direction(peer)
         else:
-            axis = group.exchange_axis if operation in EXCHANGING else group.axis
+            axis = group.exchange_axis if operation in ALL_TO_ALL else group.axis
         group.counts[kind] = number = group.counts.get(kind, 0) + 1
-        made = _Made(operation, axis, number, peer, tensors, size)
-        group.calls.setdefault(kind, deque(maxlen=RECENT)).append(made)
+        made = _RecordedCall(operation, axis, number, peer, tensors, size)
+        group.calls.setdefault(kind, deque(maxlen=CALLS_PER_GROUP)).append(made)
         if self.told is not None:
-            self.told(group.name, axis, number, operation, peer, made.begun, _in_words(tensors))
+            self.told(group.name, axis, number, operation, peer, made.begun, _format_tensors(tensors))
         return made
 
-    def _parts(self, made: _Made) -> tuple[Part | None, Part | None]:
+    def _parts(self, made: _RecordedCall) -> tuple[TimedPart | None, TimedPart | None]:
         """Of beginning a call, and of waiting for it; None where that is not timed."""
         recorder = self._recorder
         if recorder is None or not made.axis or not recorder.mine():
             return None, None
-        if made.operation in PASSING:
+        if made.operation in POINT_TO_POINT:
             return recorder.passing(made.axis), recorder.passed(made.axis, made.size)
         made.wait = recorder.exposed(made.axis)
         return made.wait, made.wait
 
-    def _parts_together(self, made: Sequence[_Made]) -> tuple[Part | None, Part | None]:
+    def _parts_together(self, made: Sequence[_RecordedCall]) -> tuple[TimedPart | None, TimedPart | None]:
         """Of several calls that begin as one."""
         recorder = self._recorder
         if recorder is None or not made or not made[0].axis or not recorder.mine():
             return None, None
-        if made[0].operation in PASSING:
+        if made[0].operation in POINT_TO_POINT:
             return recorder.passing(made[0].axis), recorder.passed(
                 made[0].axis, sum(one.size for one in made)
             )
@@ -325,33 +325,33 @@ class _Watched:
         return found
 
 
-def _in_public(group: _Group, made: _Made) -> Call:
+def _to_call(group: _Group, made: _RecordedCall) -> Call:
     return Call(
         group=group.name,
         ranks=group.ranks,
         axis=made.axis,
         number=made.number,
         operation=made.operation,
-        tensors=_in_words(made.tensors),
+        tensors=_format_tensors(made.tensors),
         begun=made.begun,
         finished=made.finished,
         peer=made.peer,
     )
 
 
-def _finish(made: Sequence[_Made]) -> None:
+def _mark_finished(made: Sequence[_RecordedCall]) -> None:
     for one in made:
         one.finished = True
 
 
-def _ranks(group: ProcessGroup) -> tuple[int, ...]:
+def _group_ranks(group: ProcessGroup) -> tuple[int, ...]:
     try:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:  # made behind torch.distributed's back
         return ()
 
 
-def _described(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
+def _tensor_spec(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
     """How many tensors, and the first one's shape and type; None for what is none."""
     if isinstance(argument, torch.Tensor):  # mostly
         return 1, argument.shape, argument.dtype
@@ -364,8 +364,8 @@ def _described(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
     return (count, argument.shape, argument.dtype) if isinstance(argument, torch.Tensor) else None
 
 
-@functools.lru_cache(maxsize=REMEMBERED)  # a step's calls are those of the step before
-def _in_words(tensors: tuple[tuple[int, torch.Size, torch.dtype], ...]) -> str:
+@functools.lru_cache(maxsize=CACHE_SIZE)  # a step's calls are those of the step before
+def _format_tensors(tensors: tuple[tuple[int, torch.Size, torch.dtype], ...]) -> str:
     """``[1024] float32``; ``2 x [512] float32, [1024] float32`` of results and what they are made of."""
     described = [
         (f"{count} x " if count > 1 else "", list(shape), str(dtype).removeprefix("torch."))

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 
 COLUMNS = 256
-AT_ONCE = 2**22  # words that are copied at once where memory does not begin at a word
+COPY_CHUNK = 2**22  # words that are copied at once where memory does not begin at a word
 WORD = 8
 
 
 @torch.no_grad()
-def hashes(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def hash_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """int64 [tensors], on ``device``, where the tensors lie; whatever their shapes and types."""
     sums = torch.zeros(len(tensors), COLUMNS, dtype=torch.int64, device=device)
     for row, tensor in zip(sums, tensors, strict=True):
@@ -39,7 +39,7 @@ def _add(row: torch.Tensor, flat: torch.Tensor) -> None:
     if flat.data_ptr() % WORD == 0 and flat.storage_offset() % a_word == 0:
         _add_words(row, whole.view(torch.int64))
     else:
-        for piece in whole.split(AT_ONCE * a_word):  # a multiple of COLUMNS, so columns stay what they are
+        for piece in whole.split(COPY_CHUNK * a_word):  # a multiple of COLUMNS, so columns stay what they are
             _add_words(row, piece.clone().view(torch.int64))
     if rest.numel():
         left = rest.clone().view(torch.uint8)

@@ -18,10 +18,22 @@ from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Reader, Shard, TensorK
 from toolkit.config.schema import Precision
 from toolkit.engine import seeding
 from toolkit.engine.muon import Muon
-from toolkit.engine.optimizers import moments, torch_optimizers
+from toolkit.engine.optimizers import (
+    has_optimizer_state,
+    master_or_weight_key,
+    optimizer_state_names,
+    torch_optimizers,
+)
 from toolkit.engine.precision import DTYPES, LossScaler
-from toolkit.engine.protocol import LOSS, Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
-from toolkit.engine.resume import resumes, weight_key
+from toolkit.engine.protocol import (
+    LOSS,
+    EvalResult,
+    MicroBatch,
+    Objective,
+    ReplicaSet,
+    StepResult,
+    StepSettings,
+)
 from toolkit.models.build import build_model
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
@@ -59,7 +71,7 @@ class LocalEngine:
         if self._has_masters:
             self._masters = {name: parameter.detach().float() for name, parameter in self._parameters.items()}
         self._optimizers = torch_optimizers(self._masters, plan.config.optim)
-        self._scaler = LossScaler.of(plan.config.precision)
+        self._scaler = LossScaler.from_config(plan.config.precision)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
         units = sum(self._objective.units(batch) for batch in micro_batches)
@@ -87,7 +99,7 @@ class LocalEngine:
                 # Zero rather than None: a parameter that no micro-batch reached still decays, as it does under ZeRO.
                 master.grad = torch.zeros_like(master)
         for number, batch in enumerate(micro_batches):
-            seeding.reseed(self._plan.config.train.seed, step, self._at, number)
+            seeding.seed_micro_batch(self._plan.config.train.seed, step, self._at, number)
             with self._recorder.part(FORWARD):
                 loss = self._objective.loss_sum(self._module, batch)
                 total += loss.detach()
@@ -133,7 +145,7 @@ class LocalEngine:
         sums: defaultdict[str, float] = defaultdict(float)
         self._module.eval()
         try:
-            with seeding.unchanged(self.device):
+            with seeding.preserve_rng_state(self.device):
                 for batch in micro_batches:
                     for name, value in self._objective.eval_sums(self._module, batch).items():
                         sums[name] += float(value)
@@ -156,11 +168,11 @@ class LocalEngine:
         names = {master: name for name, master in self._masters.items()}
         for optimizer in self._optimizers:
             for master, state in optimizer.state.items():
-                for kind in moments(optimizer):
+                for kind in optimizer_state_names(optimizer):
                     if state.get(kind) is not None:
                         yield _shard(kind, names[master], state[kind])
 
-    def copies(self) -> list[Copies]:
+    def replica_sets(self) -> list[ReplicaSet]:
         return []
 
     def scalars(self) -> dict[str, object]:
@@ -175,22 +187,24 @@ class LocalEngine:
         if steps:
             found[OPTIMIZER_STEP] = steps.pop()
         if self._scaler:
-            found[LOSS_SCALER] = self._scaler.state()
+            found[LOSS_SCALER] = self._scaler.state_dict()
         return found
 
     @torch.no_grad()
     def load(self, reader: Reader) -> None:
-        continues = resumes(reader, (kind for optimizer in self._optimizers for kind in moments(optimizer)))
+        continues = has_optimizer_state(
+            reader, (kind for optimizer in self._optimizers for kind in optimizer_state_names(optimizer))
+        )
         targets = [_shard(WEIGHT, name, parameter) for name, parameter in self._frozen.items()]
         for name, master in self._masters.items():
-            targets.append(_shard(weight_key(reader, name).state, name, master))
+            targets.append(_shard(master_or_weight_key(reader, name).state, name, master))
         step = cast(int, reader.scalars.get(OPTIMIZER_STEP, 0))
         for optimizer in self._optimizers:
             optimizer.state.clear()
             if continues:
                 for group in optimizer.param_groups:
                     for master in group["params"]:
-                        for kind in moments(optimizer):
+                        for kind in optimizer_state_names(optimizer):
                             optimizer.state[master][kind] = torch.zeros_like(master, requires_grad=False)
                         if isinstance(optimizer, torch.optim.AdamW):
                             optimizer.state[master]["step"] = torch.tensor(float(step))
@@ -198,7 +212,7 @@ class LocalEngine:
         self._round()
         saved = reader.scalars.get(LOSS_SCALER)
         if self._scaler and isinstance(saved, dict):
-            self._scaler.restore(saved)
+            self._scaler.load_state_dict(saved)
 
     def close(self) -> None:
         self._module, self._optimizers = nn.Module(), []

@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[matrix]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(matrix)
-                matrix.grad = update(matrix.grad, state["momentum_buffer"], group["momentum"])
+                matrix.grad = muon_update(matrix.grad, state["momentum_buffer"], group["momentum"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch's takes closures that give a loss
@@ -48,15 +48,15 @@ class Muon(torch.optim.Optimizer):
                 matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(matrix.grad, alpha=-group["lr"])
 
 
-def update(gradient: torch.Tensor, momentum: torch.Tensor, beta: float) -> torch.Tensor:
+def muon_update(gradient: torch.Tensor, momentum: torch.Tensor, beta: float) -> torch.Tensor:
     """The update of a matrix [..., rows, columns]; ``momentum`` is advanced in place, Nesterov's look-ahead is taken."""
     momentum.lerp_(gradient, 1 - beta)
-    direction = orthogonal(gradient.lerp(momentum, beta))
+    direction = orthogonalize(gradient.lerp(momentum, beta))
     rows, columns = gradient.shape[-2:]
     return (direction * math.sqrt(max(1.0, rows / columns))).to(gradient.dtype)
 
 
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """About ``U V^T`` of ``matrix = U S V^T``: its singular values are brought to about 1.
 
     Iterating on ``R = X X^T`` instead of ``X`` saves work where X is wide (https://tridao.me/blog/2026/gram-newton-schulz);

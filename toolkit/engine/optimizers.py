@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MOMENTUM
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, Reader, TensorKey
 from toolkit.config.schema import OptimConfig, OptimizerName
 from toolkit.engine.muon import Muon
+from toolkit.errors import CheckpointError, Problem
 
 
 def decays(parameter: torch.Tensor) -> bool:
@@ -53,7 +54,7 @@ def torch_optimizers(
     return optimizers
 
 
-def moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+def optimizer_state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """States of parameter shape that the optimizer keeps once it has stepped, by the names that it gives them."""
     if isinstance(optimizer, torch.optim.AdamW):
         return (EXP_AVG, EXP_AVG_SQ)
@@ -68,3 +69,28 @@ def _groups(parameters: Iterable[torch.Tensor], optim: OptimConfig) -> list[dict
         (decaying if decays(parameter) else rest).append(parameter)
     groups = ({"params": decaying, "weight_decay": optim.weight_decay}, {"params": rest, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
+
+
+def has_optimizer_state(reader: Reader, kept: Iterable[str]) -> bool:
+    """Whether ``reader`` has optimizer state, which then must be the states ``kept`` by this run's optimizer.
+
+    Raises:
+        CheckpointError: it is another optimizer's.
+    """
+    saved, kept = {key.state for key in reader.tensors} - {WEIGHT, MASTER}, set(kept)
+    if saved and saved != kept:
+        raise CheckpointError(
+            Problem(
+                key="optim.name",
+                seen=f"the checkpoint has optimizer state {sorted(saved)}, this run's optimizer keeps {sorted(kept) or 'none'}",
+                rule="a run resumes with the optimizer that it was saved with",
+                remedy="resume with the same optim settings, or start from the weights alone: model.pretrained=EXPORTED_FOLDER",
+            )
+        )
+    return bool(saved)
+
+
+def master_or_weight_key(reader: Reader, name: str) -> TensorKey:
+    """Where the fp32 weight of ``name`` comes from: a saved weight may have been rounded from its master."""
+    master = TensorKey(MASTER, name)
+    return master if master in reader.tensors else TensorKey(WEIGHT, name)

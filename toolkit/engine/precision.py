@@ -31,7 +31,7 @@ class LossScaler:
     cur_hysteresis: int = 1
 
     @staticmethod
-    def of(config: PrecisionConfig) -> LossScaler | None:
+    def from_config(config: PrecisionConfig) -> LossScaler | None:
         """None where nothing is scaled."""
         if config.name is not Precision.fp16:
             return None
@@ -48,9 +48,9 @@ class LossScaler:
                 self.cur_scale *= FACTOR
         self.cur_iter += 1
 
-    def state(self) -> dict[str, float | int]:
+    def state_dict(self) -> dict[str, float | int]:
         return {name: getattr(self, name) for name in SCALER_STATE}
 
-    def restore(self, state: Mapping[str, float | int]) -> None:
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         for name in SCALER_STATE:
             setattr(self, name, state[name])

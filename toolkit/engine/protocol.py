@@ -76,7 +76,7 @@ class EvalResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class ReplicaSet:
     """Tensors of this rank that others hold too, equal to the bit while nothing is wrong.
 
     Attributes:
@@ -107,7 +107,7 @@ class Engine(Protocol):
     def shards(self) -> list[Shard]:
         """Weights, master weights and optimizer tensors that this rank holds: views for saving and loading in place."""
 
-    def copies(self) -> list[Copies]:
+    def replica_sets(self) -> list[ReplicaSet]:
         """What this rank holds in common with others, as it is after a step. All ranks call it together: an engine may have to wait for
         weights that are still on their way."""
 

@@ -14,9 +14,9 @@ import torch
 from toolkit.layout.axes import Coordinates
 
 
-def reseed(seed: int, step: int, at: Coordinates, micro_batch: int = 0) -> None:
+def seed_micro_batch(seed: int, step: int, at: Coordinates, micro_batch: int = 0) -> None:
     """Seed torch on every device for one micro-batch of optimizer step ``step`` on the rank at ``at``."""
-    number = seed_of(seed, step, micro_batch, at.data, at.tensor, at.pipeline, at.context)
+    number = derive_seed(seed, step, micro_batch, at.data, at.tensor, at.pipeline, at.context)
     # What torch.manual_seed does, less the devices that this process does not use: for each of those it keeps a stack trace, a
     # millisecond a call.
     torch.default_generator.manual_seed(number)
@@ -24,13 +24,13 @@ def reseed(seed: int, step: int, at: Coordinates, micro_batch: int = 0) -> None:
         torch.cuda.manual_seed_all(number)
 
 
-def seed_of(*place: int) -> int:
+def derive_seed(*place: int) -> int:
     """A hash rather than a sum of the parts: neighbouring steps and ranks get streams that have nothing in common."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, place)).encode(), digest_size=7).digest(), "big")
 
 
 @contextmanager
-def unchanged(device: torch.device) -> Iterator[None]:
+def preserve_rng_state(device: torch.device) -> Iterator[None]:
     """Whatever is drawn inside, the random state outside goes on as if it had not been."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield

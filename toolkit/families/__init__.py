@@ -5,6 +5,7 @@ A new family is one file with one object, and one line here.
 
 from __future__ import annotations
 
+from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError, Problem
 from toolkit.families.base import Family
 from toolkit.families.gpt2 import GPT2
@@ -15,8 +16,13 @@ from toolkit.families.qwen3 import QWEN3
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL)}
 
+# Sizes of well-known models as their authors published them: reference points for parameter counts, plans and tests.
+PUBLISHED: dict[str, ModelConfig] = {
+    name: model for family in FAMILIES.values() for name, model in family.published.items()
+}
 
-def get(name: str) -> Family:
+
+def get_family(name: str) -> Family:
     """The family called ``name``; PlanError naming those that exist."""
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -31,4 +37,4 @@ def get(name: str) -> Family:
     return FAMILIES[name]
 
 
-__all__ = ["FAMILIES", "get"]
+__all__ = ["FAMILIES", "PUBLISHED", "get"]

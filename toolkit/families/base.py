@@ -68,13 +68,13 @@ class HubTensor:
     aliases: tuple[str, ...] = ()
 
 
-class Norm(StrEnum):
+class NormKind(StrEnum):
     layer = "LayerNorm"  # with mean and bias
     rms = "RMSNorm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
+class FamilyTraits:
     """How a family's blocks compute: what plans and engines ask instead of a family's name.
 
     Attributes:
@@ -90,7 +90,7 @@ class Traits:
         muon: why DeepSpeed's Muon cannot train it; None where it can.
     """
 
-    norm: Norm = Norm.rms
+    norm: NormKind = NormKind.rms
     rotary: bool = True
     gated: bool = True
     biases: bool = False
@@ -137,7 +137,7 @@ class Family(Protocol):
 
     name: str
     namespace: str  # of canonical names, recorded in manifests: "llama/1"
-    traits: Traits
+    traits: FamilyTraits
     published: ClassVar[
         Mapping[str, ModelConfig]
     ]  # well-known models, with the sizes that their authors published
@@ -151,13 +151,13 @@ class Family(Protocol):
     def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
         """Every stored parameter, in ``state_dict`` order; a tied alias is left out."""
 
-    def tied(self, shape: ModelShape) -> Mapping[str, str]:
+    def tied_weights(self, shape: ModelShape) -> Mapping[str, str]:
         """Alias -> the canonical name that stores it."""
 
-    def hub(self, shape: ModelShape) -> tuple[HubTensor, ...]:
+    def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
         """How the hub stores the family: one entry a tensor. Mixtral is per expert there and fused in memory."""
 
-    def megatron(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
+    def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
         """Every parameter of the Megatron-core model, and which boxes of canonical tensors it is made of."""
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
-from toolkit.families import resolve_shape, tables
-from toolkit.families.base import ForwardFlops, HubTensor, ModelShape, ParameterSpec, Traits
-from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, MegatronTensor, Part
+from toolkit.families import megatron_tables, resolve_shape
+from toolkit.families.base import FamilyTraits, ForwardFlops, HubTensor, ModelShape, ParameterSpec
+from toolkit.families.megatron import EMBEDDING, OUTPUT, MegatronTensor, TensorCut, TensorPart
 
 
 class Decoder:
@@ -23,13 +23,13 @@ class Decoder:
     architecture: ClassVar[str]  # the class in transformers
     defaults: ClassVar[Mapping[str, Any]]  # sizes that may be left out
     required: ClassVar[tuple[str, ...]] = ("intermediate_size",)
-    traits: Traits = Traits()
+    traits: FamilyTraits = FamilyTraits()
     published: ClassVar[Mapping[str, ModelConfig]]
     tiny: ClassVar[Mapping[str, Any]]
     fixed: ClassVar[Mapping[str, Any]] = {}  # switches of config.json that must have this value
 
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
-        return resolve_shape.resolve(model, required=self.required, **self.defaults)
+        return resolve_shape.resolve_model_shape(model, required=self.required, **self.defaults)
 
     def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
         hidden = shape.hidden_size
@@ -67,37 +67,41 @@ class Decoder:
         matrix = shape.hidden_size * shape.intermediate_size
         return 2 * matrix, matrix
 
-    def tied(self, shape: ModelShape) -> Mapping[str, str]:
+    def tied_weights(self, shape: ModelShape) -> Mapping[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tie_word_embeddings else {}
 
-    def hub(self, shape: ModelShape) -> tuple[HubTensor, ...]:
-        return tuple(tensor for spec in self.parameters(shape) for tensor in self.hub_tensors(spec, shape))
+    def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
+        return tuple(tensor for spec in self.parameters(shape) for tensor in self.split_for_hub(spec, shape))
 
-    def hub_tensors(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
+    def split_for_hub(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
         """How the hub stores one canonical tensor; here: as it is."""
         yield HubTensor(spec.name, spec.shape, spec.name, (0,) * len(spec.shape), spec.shape)
 
-    def megatron(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
-        return tuple(self._megatron(shape))
+    def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
+        return tuple(self._iter_megatron_tensors(shape))
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        return tables.config(shape, self.traits)
+        return megatron_tables.transformer_config(shape, self.traits)
 
-    def _megatron(self, shape: ModelShape) -> Iterator[MegatronTensor]:
+    def _iter_megatron_tensors(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         table, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
         block = (
-            tables.same("input_layernorm.weight", "input_layernorm.weight", norm),
+            megatron_tables.rename_tensor("input_layernorm.weight", "input_layernorm.weight", norm),
             *self.megatron_attention(shape),
-            tables.same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm),
+            megatron_tables.rename_tensor(
+                "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm
+            ),
             *self.megatron_feed_forward(shape),
         )
-        yield tables.same(EMBEDDING, "model.embed_tokens.weight", table, Cut.vocabulary)
+        yield megatron_tables.rename_tensor(
+            EMBEDDING, "model.embed_tokens.weight", table, TensorCut.vocabulary
+        )
         for layer in range(shape.num_hidden_layers):
             for tensor in block:
-                yield tables.in_layer(tensor, layer, f"model.layers.{layer}.")
-        yield tables.same("decoder.final_layernorm.weight", "model.norm.weight", norm)
+                yield megatron_tables.move_to_layer(tensor, layer, f"model.layers.{layer}.")
+        yield megatron_tables.rename_tensor("decoder.final_layernorm.weight", "model.norm.weight", norm)
         if not shape.tie_word_embeddings:
-            yield tables.same(OUTPUT, "lm_head.weight", table, Cut.vocabulary)
+            yield megatron_tables.rename_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
 
     def megatron_attention(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Within a block: linear_qkv [(A + 2K) * D, H], group after group, and linear_proj [H, A*D]."""
@@ -106,27 +110,33 @@ class Decoder:
             if kind == "weight" or self.traits.qkv_bias:
                 origin = (0,) * len(rest)
                 parts = tuple(
-                    Part(f"self_attn.{letter}_proj.{kind}", (first, *origin), (count, *rest), (row, *origin))
-                    for letter, first, count, row in tables.query_groups(shape)
+                    TensorPart(
+                        f"self_attn.{letter}_proj.{kind}", (first, *origin), (count, *rest), (row, *origin)
+                    )
+                    for letter, first, count, row in megatron_tables.query_groups(shape)
                 )
-                yield MegatronTensor(f"self_attention.linear_qkv.{kind}", (rows, *rest), parts, Cut.rows)
-        yield tables.same(
+                yield MegatronTensor(
+                    f"self_attention.linear_qkv.{kind}", (rows, *rest), parts, TensorCut.rows
+                )
+        yield megatron_tables.rename_tensor(
             "self_attention.linear_proj.weight",
             "self_attn.o_proj.weight",
             (shape.hidden_size, shape.num_attention_heads * shape.head_dim),
-            Cut.columns,
+            TensorCut.columns,
         )
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         """Within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        yield tables.stacked(
+        yield megatron_tables.stack_rows(
             "mlp.linear_fc1.weight",
             ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
             (inner, hidden),
-            Cut.gated,
+            TensorCut.gated,
         )
-        yield tables.same("mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, inner), Cut.columns)
+        yield megatron_tables.rename_tensor(
+            "mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, inner), TensorCut.columns
+        )
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
         """Two a weight that multiplies the token, and ``4 s A D`` a layer for the attention matrix.
@@ -169,7 +179,7 @@ class Decoder:
         }
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        resolve_shape.must_equal(config, self.name, hidden_act="silu", **self.fixed)
+        resolve_shape.check_supported(config, self.name, hidden_act="silu", **self.fixed)
         return ModelConfig(
             family=self.name,
             vocab_size=config["vocab_size"],
@@ -182,7 +192,7 @@ class Decoder:
             max_position_embeddings=config["max_position_embeddings"],
             initializer_range=config.get("initializer_range", 0.02),
             norm_eps=config.get("rms_norm_eps", self.published_norm_eps),
-            rope_theta=resolve_shape.rope_theta(config, self.name, self.published_rope_theta),
+            rope_theta=resolve_shape.read_rope_theta(config, self.name, self.published_rope_theta),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             dropout=config.get("attention_dropout", 0.0),
         )

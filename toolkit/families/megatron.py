@@ -1,7 +1,7 @@
 """Where the elements of canonical tensors lie in Megatron-core's, as data that is read in both directions. No torch.
 
 A family lists the tensors of a Megatron-core model (0.16, local layer spec, all axes 1); each says which boxes of canonical
-tensors it is made of. ``local`` says what one tensor rank holds of it, ``inside`` what lies in any box of it (a range of a
+tensors it is made of. ``local_tensor`` says what one tensor rank holds of it, ``intersect_parts`` what lies in any box of it (a range of a
 flat buffer, for instance), and ``Part.view`` takes a part out of real memory. So the way back needs no second map: every
 element of a canonical tensor lies in exactly one part, and the parts fill their tensor exactly once.
 
@@ -25,7 +25,7 @@ FUSED_NORMS = {
 }
 
 
-class Cut(StrEnum):
+class TensorCut(StrEnum):
     """How the tensor axis cuts a tensor."""
 
     whole = "whole"  # not at all: each rank has all of it
@@ -36,7 +36,7 @@ class Cut(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """The box ``offset, extent`` of a canonical tensor lies at ``at`` in a Megatron-core tensor.
 
     ``at`` has the dims of the Megatron-core tensor. Where the canonical tensor has more (experts fused in one tensor), the dims
@@ -85,8 +85,8 @@ class MegatronTensor:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    cut: Cut
+    parts: tuple[TensorPart, ...]
+    cut: TensorCut
     layer: int | None = None
     expert: int | None = None
 
@@ -96,10 +96,10 @@ class LocalTensor:
     """What one tensor rank holds; ``at`` of ``parts`` counts from its own corner."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
-def local(tensor: MegatronTensor, rank: int, size: int, rows: int | None = None) -> LocalTensor:
+def local_tensor(tensor: MegatronTensor, rank: int, size: int, rows: int | None = None) -> LocalTensor:
     """What tensor rank ``rank`` of ``size`` holds of ``tensor``.
 
     Args:
@@ -107,42 +107,44 @@ def local(tensor: MegatronTensor, rank: int, size: int, rows: int | None = None)
         rows: of the padded vocabulary, all ranks together; None where it is not padded. For ``Cut.vocabulary`` only.
     """
     assert 0 <= rank < size, f"rank {rank} of {size}"
-    assert rows is None or (tensor.cut is Cut.vocabulary and rows >= tensor.shape[0]), (
+    assert rows is None or (tensor.cut is TensorCut.vocabulary and rows >= tensor.shape[0]), (
         f"{tensor.name}: padded to {rows} rows"
     )
-    boxes = shares(tensor, rank, size, tensor.shape[0] if rows is None else rows)
-    parts: list[Part] = []
+    boxes = local_boxes(tensor, rank, size, tensor.shape[0] if rows is None else rows)
+    parts: list[TensorPart] = []
     height = 0
     for offset, shape in boxes:  # one below the other
         parts += (
             replace(part, at=(part.at[0] + height, *part.at[1:]))
-            for part in inside(tensor.parts, offset, shape)
+            for part in intersect_parts(tensor.parts, offset, shape)
         )
         height += shape[0]
     return LocalTensor((height, *boxes[0][1][1:]), tuple(parts))
 
 
-def shares(
+def local_boxes(
     tensor: MegatronTensor, rank: int, size: int, height: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The boxes (offset, shape) of ``tensor`` that a rank holds one below the other; ``height`` counts its rows with padding."""
     rest = tensor.shape[1:]
-    if tensor.cut is Cut.whole:
+    if tensor.cut is TensorCut.whole:
         return [((0,) * len(tensor.shape), tensor.shape)]
-    if tensor.cut is Cut.columns:
+    if tensor.cut is TensorCut.columns:
         (width,) = rest
-        return [((0, rank * (width // size)), (height, _evenly(tensor, width, size)))]
-    halves = 2 if tensor.cut is Cut.gated else 1
-    share = _evenly(tensor, height, halves * size)
+        return [((0, rank * (width // size)), (height, _divide_evenly(tensor, width, size)))]
+    halves = 2 if tensor.cut is TensorCut.gated else 1
+    share = _divide_evenly(tensor, height, halves * size)
     return [(((half * size + rank) * share, *(0 for _ in rest)), (share, *rest)) for half in range(halves)]
 
 
-def _evenly(tensor: MegatronTensor, length: int, pieces: int) -> int:
+def _divide_evenly(tensor: MegatronTensor, length: int, pieces: int) -> int:
     assert length % pieces == 0, f"{tensor.name} {tensor.shape}: {length} {tensor.cut} in {pieces} pieces"
     return length // pieces
 
 
-def inside(parts: Iterable[Part], offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Part, ...]:
+def intersect_parts(
+    parts: Iterable[TensorPart], offset: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[TensorPart, ...]:
     """What of ``parts`` lies in the box ``offset, shape`` of their tensor. ``at`` of what is returned counts from the box's corner."""
     found = []
     for part in parts:
@@ -167,7 +169,7 @@ def inside(parts: Iterable[Part], offset: tuple[int, ...], shape: tuple[int, ...
     return tuple(found)
 
 
-def by_name(tensors: Iterable[MegatronTensor]) -> Mapping[str, MegatronTensor]:
+def tensors_by_name(tensors: Iterable[MegatronTensor]) -> Mapping[str, MegatronTensor]:
     """The table of a model. With tied embeddings a last pipeline stage of its own has a copy of the embedding as its
     ``output_layer.weight``: that name leads to the embedding's entry then."""
     found = {tensor.name: tensor for tensor in tensors}

@@ -12,7 +12,7 @@ from toolkit.families.base import ModelShape
 ALWAYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
-def resolve(
+def resolve_model_shape(
     model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool = True, **defaults: Any
 ) -> ModelShape:
     """A shape from what the user wrote, then ``defaults``, then what follows from other sizes.
@@ -89,7 +89,7 @@ def _missing(family: str, name: str) -> Problem:
     )
 
 
-def must_equal(config: Mapping[str, Any], family: str, **wanted: Any) -> None:
+def check_supported(config: Mapping[str, Any], family: str, **wanted: Any) -> None:
     """Refuse a ``config.json`` with a switch that the family's modules do not implement. An absent key is the default.
 
     A tuple lists several values that are all fine.
@@ -113,7 +113,7 @@ def must_equal(config: Mapping[str, Any], family: str, **wanted: Any) -> None:
         raise InputError(*problems)
 
 
-def rope_theta(config: Mapping[str, Any], family: str, default: float) -> float:
+def read_rope_theta(config: Mapping[str, Any], family: str, default: float) -> float:
     """The base of plain rotary embeddings, as transformers 5 (``rope_parameters``) or older releases write it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

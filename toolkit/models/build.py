@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.models.target import build_target
 from toolkit.plan.types import RunPlan
 
@@ -17,7 +17,7 @@ from toolkit.plan.types import RunPlan
 def build_model(plan: RunPlan, device: torch.device | str, *, meta: bool = False) -> nn.Module:
     """The plan's model on ``device``, in fp32 and in training mode.
 
-    Parameters of a family are memory without content (``models/initial.py`` says what goes in); those of ``model.target`` are
+    Parameters of a family are memory without content (``models/initial_weights.py`` says what goes in); those of ``model.target`` are
     as its constructor made them under the run's seed. Buffers are always as the constructor made them.
 
     Args:
@@ -50,7 +50,7 @@ def _build_family(plan: RunPlan) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     assert plan.shape is not None
-    settings = get(plan.shape.family).hugging_face_config(plan.shape)
+    settings = get_family(plan.shape.family).hugging_face_config(plan.shape)
     config = AutoConfig.for_model(
         **{**settings, "use_cache": False, "dtype": "float32", "bos_token_id": None, "eos_token_id": None}
     )

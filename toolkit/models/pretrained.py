@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard
 from toolkit.errors import InputError, Problem
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.plan.types import RunPlan
 
 
@@ -24,7 +24,9 @@ def open_pretrained(plan: RunPlan) -> Reader:
     folder = Path(name).expanduser()
     return _Weights(
         open_reader(
-            folder if folder.is_dir() else _download(name), get(plan.shape.family).namespace, plan.shape
+            folder if folder.is_dir() else _download(name),
+            get_family(plan.shape.family).namespace,
+            plan.shape,
         )
     )
 

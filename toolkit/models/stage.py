@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.models.build import build_model
 from toolkit.plan.stages import split
 from toolkit.plan.types import RunPlan
@@ -38,36 +38,38 @@ def build_stage(plan: RunPlan, device: torch.device | str, stage: int) -> StageM
     assert plan.shape is not None, "a model of a family"
     model: Any = build_model(plan, device, meta=True)
     count = plan.axes.pipeline
-    layers = split(plan.parameters, count, get(plan.shape.family).tied(plan.shape).values())[stage].layers
-    before, blocks, after = _places(model, plan.shape.num_hidden_layers)
+    layers = split(plan.parameters, count, get_family(plan.shape.family).tied_weights(plan.shape).values())[
+        stage
+    ].layers
+    before, blocks, after = _split_module_names(model, plan.shape.num_hidden_layers)
     for number in range(len(blocks)):
         if number not in layers:
-            blocks[number] = Through()
+            blocks[number] = PassThrough()
     if stage > 0:
         for name in before:
             part = model.get_submodule(name)
-            model.set_submodule(name, Nothing() if isinstance(part, nn.Embedding) else Through())
+            model.set_submodule(name, ZeroEmbedding() if isinstance(part, nn.Embedding) else PassThrough())
     if stage < count - 1:
         for name in after:
-            model.set_submodule(name, Through())
+            model.set_submodule(name, PassThrough())
     return StageModel(model, takes_ids=stage == 0)
 
 
-class Through(nn.Module):
+class PassThrough(nn.Module):
     """In place of what maps hidden states to hidden states, or to logits, on another stage."""
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden
 
 
-class Nothing(nn.Module):
+class ZeroEmbedding(nn.Module):
     """In place of an embedding of another stage, whose rows are in the hidden states already."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), device=ids.device)
 
 
-def _places(model: Any, layers: int) -> tuple[list[str], nn.ModuleList, list[str]]:
+def _split_module_names(model: Any, layers: int) -> tuple[list[str], nn.ModuleList, list[str]]:
     """What stands before the blocks, the blocks, and what stands after them. transformers' models name their parts in the order
     in which they run; parts after the blocks without parameters (rotary embeddings) are every stage's."""
     children = list(model.base_model.named_children())

@@ -16,7 +16,7 @@ from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.target import check_target
 
-GIVES = "model.target is a class derived from torch.nn.Module, or a function whose annotation says that it returns one"
+TARGET_RULE = "model.target is a class derived from torch.nn.Module, or a function whose annotation says that it returns one"
 
 
 def build_target(model: ModelConfig, seed: int, *, documents: Documents = Documents.joined) -> nn.Module:
@@ -27,7 +27,7 @@ def build_target(model: ModelConfig, seed: int, *, documents: Documents = Docume
     Raises:
         ConfigError: there is no such class, it refuses its arguments, or it is no module that can be trained here.
     """
-    factory = _find(model)
+    factory = _import_factory(model)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         try:
@@ -43,14 +43,16 @@ def build_target(model: ModelConfig, seed: int, *, documents: Documents = Docume
                 "write +model.arguments.NAME=VALUE for each that it needs, and none that it lacks",
             ) from error
     if not isinstance(module, nn.Module):
-        raise _problem(model, f"it gives a {type(module).__name__}", GIVES, "return what the annotation says")
+        raise _problem(
+            model, f"it gives a {type(module).__name__}", TARGET_RULE, "return what the annotation says"
+        )
     _check(module, model)
     if documents is Documents.separate:
         _check_takes_positions(module, model)
     return module
 
 
-def configuration(model: ModelConfig, seed: int) -> dict[str, Any] | None:
+def hugging_face_config(model: ModelConfig, seed: int) -> dict[str, Any] | None:
     """What transformers opens an exported ``model.target`` by (``config.json``); None where the module is none of its own."""
     module = build_target(model, seed)
     config: Any = getattr(module, "config", None)
@@ -63,7 +65,7 @@ def configuration(model: ModelConfig, seed: int) -> dict[str, Any] | None:
     }
 
 
-def _find(model: ModelConfig) -> Callable[..., nn.Module]:
+def _import_factory(model: ModelConfig) -> Callable[..., nn.Module]:
     """The class or function. Raises ConfigError before it is called if it is neither, or gives no module by its type.
 
     The name may come from a configuration that somebody else wrote, and calling any function of any package is running any code.
@@ -93,20 +95,20 @@ def _find(model: ModelConfig) -> Callable[..., nn.Module]:
             raise _problem(
                 model,
                 f"{name} is a class that is not derived from torch.nn.Module",
-                GIVES,
+                TARGET_RULE,
                 "name a class that is derived from it",
             )
-    elif not _gives_module(factory):
+    elif not _returns_module(factory):
         raise _problem(
             model,
             f"the function {name} does not say that it returns a torch.nn.Module",
-            GIVES,
+            TARGET_RULE,
             f"annotate it: def {name}(...) -> torch.nn.Module; or name the class itself",
         )
     return factory
 
 
-def _gives_module(function: Callable[..., Any]) -> bool:
+def _returns_module(function: Callable[..., Any]) -> bool:
     """By the annotation of what it returns."""
     try:
         given = typing.get_type_hints(function).get("return")

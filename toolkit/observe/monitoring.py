@@ -10,7 +10,7 @@ from functools import partial
 
 from toolkit.config.schema import parse_cadence
 from toolkit.engine import collectives
-from toolkit.engine.clock import clock_of
+from toolkit.engine.clock import make_clock
 from toolkit.engine.protocol import Engine
 from toolkit.engine.rank_sync import FlagReduce
 from toolkit.errors import ExitCode
@@ -96,7 +96,7 @@ def watching(
             processor = stack.enter_context(closing(Processor()))
             processor.start()
             recorder = taking = StepRecorder(
-                clock_of(plan.world.device), pipelined=plan.axes.pipeline > 1, delays=processor.read
+                make_clock(plan.world.device), pipelined=plan.axes.pipeline > 1, delays=processor.read
             )
             log_row = partial(sink.log, Kind.LEDGER)
             ledger = made = stack.enter_context(
@@ -104,7 +104,7 @@ def watching(
             )
             makers.append(lambda engine: made)
         if monitor.ledger or monitor.hang_seconds:
-            stack.enter_context(collectives.watched(plan.axes, taking))
+            stack.enter_context(collectives.record_collectives(plan.axes, taking))
         if monitor.replicas_every and plan.axes.size > 1:
             compare = gather_of(rank, plan.axes.size, plan.world.ranks_per_node)
             makers.append(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from toolkit.engine.hashing import hashes
+from toolkit.engine.hashing import hash_tensors
 from toolkit.engine.protocol import Engine
 from toolkit.engine.rank_sync import FlagReduce
 from toolkit.hooks import Hook, StepDone
@@ -68,7 +68,7 @@ class Replicas(Hook):
     def on_step(self, done: StepDone) -> None:
         if done.step % self._every:
             return
-        copies = self._engine.copies()
+        copies = self._engine.replica_sets()
         sets = [Set(one.what, one.ranks[0], tuple(one.tensors)) for one in copies]
         # Optimizers make their state in their first step: what there is may change.
         names = pack_names(sets, self._rank) if sets != self._sets else b""
@@ -77,7 +77,7 @@ class Replicas(Hook):
         if not slots:
             return  # no rank holds what another one holds
         pending = _Pending(
-            hashes([tensor for one in copies for tensor in one.tensors.values()], self._engine.device)
+            hash_tensors([tensor for one in copies for tensor in one.tensors.values()], self._engine.device)
         )
         if self._thread.ident is None:
             self._thread.start()

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.engine.collectives import last_calls, tell_each
+from toolkit.engine.collectives import last_calls, set_call_listener
 from toolkit.errors import ExitCode, UserError
 from toolkit.hooks import Hook, StepDone
 from toolkit.monitor.alert import Alert
@@ -480,7 +480,7 @@ def watchdog(
     processes = last_collective.gather_process_ids(ranks, notes, box.descriptor)
     boxes = last_collective.open_neighbour_records(processes, rank)
     if plan.world.device is Device.CPU:  # gloo's calls take much longer; NCCL's do not end a process
-        tell_each(box.note)
+        set_call_listener(box.note)
     store = last_collective.clone_store() if plan.world.nodes > 1 else None
     trace = last_collective.dump_nccl_trace if plan.world.device is Device.CUDA else None
     watch = Watchdog(
@@ -504,7 +504,7 @@ def watchdog(
         raise
     finally:
         watch.stop()
-        tell_each(None)
+        set_call_listener(None)
         box.close()
         for descriptor in (notes, *boxes.values()):
             os.close(descriptor)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import stages
@@ -33,7 +33,9 @@ def rank_parameters(
     if axes.pipeline == 1 or shape.num_hidden_layers < axes.pipeline:
         found = [(shape.num_hidden_layers, tuple(parameters))]
     else:
-        split = stages.split(parameters, axes.pipeline, set(get(shape.family).tied(shape).values()))
+        split = stages.split(
+            parameters, axes.pipeline, set(get_family(shape.family).tied_weights(shape).values())
+        )
         found = [(len(stage.layers), stage.parameters) for stage in split]
     return [(layers, tuple(_on_a_rank(spec, axes) for spec in specs)) for layers, specs in found]
 

@@ -62,7 +62,7 @@ class RankPool:
 
     def __init__(self, size: int, device: Device = Device.CPU) -> None:
         self._size, self._device = size, device
-        self._source: _Source = _forking() if device is Device.CPU else _Fresh()
+        self._source: _RankSource = _fork_server() if device is Device.CPU else _SpawnedRanks()
         self._members: list[tuple[int, Connection]] = []
 
     def run(
@@ -138,7 +138,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout
         return pool.run(function, *arguments, timeout=timeout)
 
 
-class _Source(Protocol):
+class _RankSource(Protocol):
     """Where ranks come from."""
 
     def start(self) -> tuple[int, Connection]:
@@ -148,7 +148,7 @@ class _Source(Protocol):
         """End a rank that this source started."""
 
 
-class _Fresh:
+class _SpawnedRanks:
     """A new interpreter for each rank."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class _Fresh:
         process.wait()
 
 
-class _Forking:
+class _ForkServer:
     """Our end of the forking server. Not multiprocessing's forkserver: there is one of those a process, with whatever
     packages its first user asked it to import."""
 
@@ -195,8 +195,8 @@ class _Forking:
 
 
 @cache
-def _forking() -> _Forking:
-    return _Forking()
+def _fork_server() -> _ForkServer:
+    return _ForkServer()
 
 
 def _python(code: str, keep: socket.socket, **environment: str) -> subprocess.Popen[bytes]:

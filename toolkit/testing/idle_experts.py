@@ -28,10 +28,10 @@ def biased_first_weights(plan: RunPlan) -> Reader:
     """
     assert plan.shape is not None, "cells are of families"
     assert plan.shape.num_local_experts > plan.shape.num_experts_per_tok, "there are experts to leave idle"
-    return _Biased(first_weights(plan), plan.shape.num_experts_per_tok)
+    return _BiasedReader(first_weights(plan), plan.shape.num_experts_per_tok)
 
 
-class _Biased:
+class _BiasedReader:
     """Implements ``Reader``. ``chosen``: how many experts of each layer get all tokens."""
 
     def __init__(self, reader: Reader, chosen: int) -> None:

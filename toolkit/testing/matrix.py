@@ -28,13 +28,13 @@ EPS = 1e-4  # Adam's in most cells
 DEFAULT_EPS = 1e-8  # optim.eps of a run that does not set it
 
 
-class Case(StrEnum):
+class OptimizerCase(StrEnum):
     ADAM = "adam"  # AdamW, lr 2e-3, decay 0.1, clipped at 1
     SGD = "sgd"  # lr 0.1, no momentum, no decay, no clipping
 
     @property
     def settings(self) -> dict[str, Any]:
-        if self is Case.ADAM:
+        if self is OptimizerCase.ADAM:
             return {"optim__lr": 2e-3}
         return {
             "optim__name": OptimizerName.sgd,
@@ -105,7 +105,7 @@ class Cell:
     def __str__(self) -> str:
         return self.name
 
-    def plan(self, case: Case, device: Device = Device.CPU, **more: Any) -> RunPlan:
+    def plan(self, case: OptimizerCase, device: Device = Device.CPU, **more: Any) -> RunPlan:
         """With ``more`` keys as ``testing/tiny.py`` takes them. Raises PlanError: the engine cannot carry this cell out."""
         changes: dict[str, Any] = {
             "engine__name": self.engine,
@@ -145,9 +145,9 @@ class Cell:
         )
 
     @property
-    def cases(self) -> tuple[Case, ...]:
+    def cases(self) -> tuple[OptimizerCase, ...]:
         """Another eps says nothing of SGD."""
-        return tuple(Case) if self.eps == EPS else (Case.ADAM,)
+        return tuple(OptimizerCase) if self.eps == EPS else (OptimizerCase.ADAM,)
 
     @property
     def first_weights(self) -> FirstWeights:
@@ -341,7 +341,7 @@ FURTHER: tuple[Cell, ...] = (
 ALL: tuple[Cell, ...] = CORE + FURTHER
 
 
-def choose(words: Iterable[str]) -> tuple[Cell, ...]:
+def select_cells(words: Iterable[str]) -> tuple[Cell, ...]:
     """The cells that any of ``words`` means: ``core``, ``all``, a name, or a pattern of names (``megatron/*/tp2*``).
 
     Raises:

@@ -17,7 +17,7 @@ from toolkit.checkpoint.shard import Reader
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, MicroBatch, Objective, StepSettings
 from toolkit.plan.types import RunPlan
-from toolkit.testing.parity import STEPS, Batches, Trace, samples, step_all, whole_weights
+from toolkit.testing.parity import STEPS, Batches, RunTrace, gather_weights, rank_samples, train_steps
 from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import NextToken, text_task
 
@@ -54,19 +54,19 @@ class Differences:
 class Measured:
     """What one run shows. Tensors are whole, fp32, by canonical name; on ranks other than 0 there are none."""
 
-    trace: Trace
+    trace: RunTrace
     evaluation: float
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     gaps: tuple[float, ...] = ()  # by step, of an oracle with experts: see RoutingGaps
 
     def differences(self, oracle: Measured, steps: int | None = None) -> Differences:
         """Over the first ``steps`` steps. Weights and evaluation are those after the last step in any case."""
-        ours, theirs = (Trace(side.trace.results[:steps], side.trace.weights) for side in (self, oracle))
+        ours, theirs = (RunTrace(side.trace.results[:steps], side.trace.weights) for side in (self, oracle))
         distance = ours.distance(theirs) if ours.results else None
         return Differences(
             loss=distance.loss if distance else 0.0,
             norm=distance.norm if distance else 0.0,
-            gradient=relative(self.gradients, oracle.gradients) if oracle.gradients else None,
+            gradient=relative_difference(self.gradients, oracle.gradients) if oracle.gradients else None,
             weight=max(
                 float((self.trace.weights[name] - right).abs().max())
                 for name, right in oracle.trace.weights.items()
@@ -80,13 +80,13 @@ class Measured:
         return next((step for step, (a, b) in enumerate(pairs) if not abs(a - b) <= loss), None)
 
 
-def relative(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
+def relative_difference(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
     """The largest difference of any tensor, as a part of its largest element in ``theirs``."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    return max(_relative(ours[name], right) for name, right in theirs.items())
+    return max(_relative_tensor_difference(ours[name], right) for name, right in theirs.items())
 
 
-def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _relative_tensor_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     apart, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
     return apart / largest if largest else (0.0 if apart == 0 else float("inf"))
 
@@ -119,13 +119,13 @@ def measure(
     try:
         found = first_gradients(engine, plan, rank, batches, first) if gradients else {}
         engine.load(first(plan))
-        results = step_all(engine, plan, range(steps), rank=rank, batches=batches)
-        weights = whole_weights(engine, plan, rank)
-        evaluated = engine.eval_step(samples(engine, plan, EVALUATION_STEP, rank))
+        results = train_steps(engine, plan, range(steps), rank=rank, batches=batches)
+        weights = gather_weights(engine, plan, rank)
+        evaluated = engine.eval_step(rank_samples(engine, plan, EVALUATION_STEP, rank))
     finally:
         engine.close()
     return Measured(
-        Trace(tuple(results), weights),
+        RunTrace(tuple(results), weights),
         evaluated.loss_sum / evaluated.tokens,
         found,
         tuple(watch.gaps[step] for step in range(steps)) if watch is not None else (),
@@ -145,9 +145,9 @@ def first_gradients(
         "the first step of plain SGD is the gradient"
     )
     engine.load(first(plan))
-    before = whole_weights(engine, plan, rank)
-    engine.train_step(samples(engine, plan, 0, rank, batches), StepSettings(0, GRADIENT_LR))
-    after = whole_weights(engine, plan, rank)
+    before = gather_weights(engine, plan, rank)
+    engine.train_step(rank_samples(engine, plan, 0, rank, batches), StepSettings(0, GRADIENT_LR))
+    after = gather_weights(engine, plan, rank)
     return {name: (weight - after[name]) / GRADIENT_LR for name, weight in before.items()}
 
 

@@ -4,7 +4,7 @@
     traces = pool.run(trace_on_rank, tiny_plan(ranks=2, zero__stage=2))
     check(traces[0], oracle)
 
-A control is a run that is wrong on purpose; :func:`check` must refuse it by far, or the cell proves nothing.
+A control is a run that is wrong on purpose; :func:`check_parity` must refuse it by far, or the cell proves nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-4)
 
 
 @dataclass(frozen=True)
-class Trace:
+class RunTrace:
     """What a run shows. ``weights`` are whole, fp32, by canonical name; empty on ranks other than 0."""
 
     results: tuple[StepResult, ...]
@@ -61,57 +61,59 @@ class Trace:
     def norms(self) -> list[float]:
         return [result.grad_norm for result in self.results]
 
-    def distance(self, other: Trace) -> Distance:
+    def distance(self, other: RunTrace) -> Distance:
         assert len(self.results) == len(other.results), "traces of the same steps"
         assert self.weights.keys() == other.weights.keys(), self.weights.keys() ^ other.weights.keys()
         weight = max(
             float((self.weights[name] - theirs).abs().max()) for name, theirs in other.weights.items()
         )
-        return Distance(_largest(self.losses, other.losses), _largest(self.norms, other.norms), weight)
+        return Distance(
+            _max_difference(self.losses, other.losses), _max_difference(self.norms, other.norms), weight
+        )
 
 
-def run(
+def run_trace(
     plan: RunPlan,
     *,
     rank: int = 0,
     steps: int = STEPS,
     task: Objective | None = None,
     batches: Batches = micro_batches,
-) -> Trace:
+) -> RunTrace:
     """A run from its first weights. Collective on several ranks."""
     engine = build_engine(plan, task or text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    results = step_all(engine, plan, range(steps), rank=rank, batches=batches)
-    weights = whole_weights(engine, plan, rank)
+    results = train_steps(engine, plan, range(steps), rank=rank, batches=batches)
+    weights = gather_weights(engine, plan, rank)
     engine.close()
-    return Trace(tuple(results), weights)
+    return RunTrace(tuple(results), weights)
 
 
-def whole_weights(engine: Engine, plan: RunPlan, rank: int) -> dict[str, torch.Tensor]:
+def gather_weights(engine: Engine, plan: RunPlan, rank: int) -> dict[str, torch.Tensor]:
     """Whole weights by canonical name on rank 0, masters where there are any; elsewhere nothing. Collective."""
-    state = gather(engine.shards(), rank, plan.axes.size)
+    state = gather_tensors(engine.shards(), rank, plan.axes.size)
     weights = {key.name: value.float() for key, value in state.items() if key.state == WEIGHT}
     return weights | {key.name: value for key, value in state.items() if key.state == MASTER}
 
 
-def trace_on_rank(rank: int, ranks: int, plan: RunPlan, **settings: Any) -> Trace:
-    """:func:`run` as a function for ``testing/dist.py``."""
+def trace_on_rank(rank: int, ranks: int, plan: RunPlan, **settings: Any) -> RunTrace:
+    """:func:`run_trace` as a function for ``testing/dist.py``."""
     assert ranks == plan.axes.size
-    return run(plan, rank=rank, **settings)
+    return run_trace(plan, rank=rank, **settings)
 
 
-def step_all(
+def train_steps(
     engine: Engine, plan: RunPlan, steps: range, *, rank: int = 0, batches: Batches = micro_batches
 ) -> list[StepResult]:
     return [
         engine.train_step(
-            samples(engine, plan, step, rank, batches), StepSettings(step, learning_rate(plan, step))
+            rank_samples(engine, plan, step, rank, batches), StepSettings(step, learning_rate(plan, step))
         )
         for step in steps
     ]
 
 
-def samples(
+def rank_samples(
     engine: Engine, plan: RunPlan, step: int, rank: int, batches: Batches = micro_batches
 ) -> list[MicroBatch]:
     """What ``rank`` gets in ``step``, on the engine's device: ranks that differ only in other axes than data get the same."""
@@ -122,7 +124,7 @@ def samples(
     ]
 
 
-def check(trace: Trace, oracle: Trace, tolerance: Distance = TOLERANCE) -> None:
+def check_parity(trace: RunTrace, oracle: RunTrace, tolerance: Distance = TOLERANCE) -> None:
     """Raises AssertionError: the oracle learnt nothing, so the cell is invalid, or the traces differ."""
     fall = oracle.losses[0] - oracle.losses[-1]
     assert fall >= REQUIRED_FALL, f"invalid cell: the oracle's loss fell by {fall:.3f} only"
@@ -130,7 +132,7 @@ def check(trace: Trace, oracle: Trace, tolerance: Distance = TOLERANCE) -> None:
     assert distance.times(tolerance) <= 1, f"{distance} against {tolerance}"
 
 
-def check_control(trace: Trace, oracle: Trace, tolerance: Distance = TOLERANCE) -> None:
+def check_control(trace: RunTrace, oracle: RunTrace, tolerance: Distance = TOLERANCE) -> None:
     """Raises AssertionError: a run that is wrong on purpose is within 10 tolerances of the oracle."""
     distance = trace.distance(oracle)
     assert distance.times(tolerance) > 10, f"a wrong run passes for right: {distance} against {tolerance}"
@@ -144,12 +146,12 @@ class DoubledGradients(NextToken):
         return loss + (loss - loss.detach())
 
 
-def first_rank_twice(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
+def repeat_first_rank(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
     """A control: data rank 1 gets what data rank 0 has."""
     return micro_batches(plan, step, 0 if data_rank == 1 else data_rank)
 
 
-def gather(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, torch.Tensor]:
+def gather_tensors(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, torch.Tensor]:
     """Every tensor put together from all ranks' shards, on rank 0 (elsewhere nothing). Collective.
 
     Raises:
@@ -178,5 +180,5 @@ def gather(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, to
     return found
 
 
-def _largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def _max_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))

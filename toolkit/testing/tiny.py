@@ -77,7 +77,7 @@ def sample(number: int) -> dict[str, torch.Tensor]:
     return _shifted((first + stride * torch.arange(LENGTH + 1)) % 256, masked)
 
 
-def sample_of_documents(number: int) -> dict[str, torch.Tensor]:
+def document_sample(number: int) -> dict[str, torch.Tensor]:
     """As ``sample``, of documents of 1 to 12 tokens, each counting in steps of its own and closed by END_OF_TEXT: what a token is
     followed by depends on what is before it in its document, and on nothing in another. With ``position_ids``."""
     generator = torch.Generator().manual_seed(7919 * number + 1)
@@ -103,7 +103,7 @@ def _shifted(row: torch.Tensor, masked: int) -> dict[str, torch.Tensor]:
 def micro_batches(plan: RunPlan, step: int, data_rank: int = 0) -> list[MicroBatch]:
     """A data rank's part of the global batch of ``step``, which is the same samples in every layout; of documents, with their
     ``position_ids``, where the plan keeps them apart."""
-    make = sample_of_documents if plan.config.data.documents is Documents.separate else sample
+    make = document_sample if plan.config.data.documents is Documents.separate else sample
     batch, size, ranks = plan.batch.at(step), plan.batch.micro_batch, plan.batch.data_parallel
     found: list[MicroBatch] = []
     for number in range(batch.accumulation):

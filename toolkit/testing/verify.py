@@ -26,7 +26,7 @@ from toolkit.errors import PlanError
 from toolkit.plan.types import Device
 from toolkit.progress import Progress
 from toolkit.testing.dist import RankPool, RanksFailed
-from toolkit.testing.matrix import Case, Cell
+from toolkit.testing.matrix import Cell, OptimizerCase
 from toolkit.testing.measure import Differences, FirstWeights, Measured, measure
 from toolkit.testing.parity import REQUIRED_FALL, STEPS
 
@@ -36,7 +36,7 @@ SECONDS = 300.0  # that a cell may take; the first on a GPU compiles and loads k
 FLIP_GAP = 1e-5
 
 
-class Verdict(StrEnum):
+class ParityVerdict(StrEnum):
     EQUAL = "equal"  # within the tolerances
     BOUND = "within its bound"  # above a tolerance for a measured cause
     FLIP = "equal until a routing flip"
@@ -47,11 +47,11 @@ class Verdict(StrEnum):
 
     @property
     def good(self) -> bool:
-        return self in (Verdict.EQUAL, Verdict.BOUND, Verdict.FLIP, Verdict.NOT_RUN)
+        return self in (ParityVerdict.EQUAL, ParityVerdict.BOUND, ParityVerdict.FLIP, ParityVerdict.NOT_RUN)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ParityRow:
     """One cell with one optimizer case, on one kind of device."""
 
     cell: str
@@ -65,14 +65,14 @@ class Row:
     versions: dict[str, str]
     day: str  # UTC
     seconds: float
-    verdict: Verdict
+    verdict: ParityVerdict
     cause: str  # of anything but EQUAL
     differences: Differences | None
     tolerance: Differences
 
 
-Judgement = tuple[Verdict, str, Differences]
-Report = Callable[[Row], None]
+Judgement = tuple[ParityVerdict, str, Differences]
+Report = Callable[[ParityRow], None]
 
 
 def verify(
@@ -84,7 +84,7 @@ def verify(
     progress: Progress,
     report: Report = lambda row: None,
     steps: int = STEPS,
-) -> list[Row]:
+) -> list[ParityRow]:
     """Run ``cells`` with their optimizer cases, those that share an oracle next to each other.
 
     Args:
@@ -93,43 +93,43 @@ def verify(
     """
 
     @cache
-    def oracle(cell: Cell, case: Case) -> Measured:
-        return measured(cell, case, pool, device, steps)
+    def oracle(cell: Cell, case: OptimizerCase) -> Measured:
+        return measure_cell(cell, case, pool, device, steps)
 
     rows = []
     ordered = sorted(cells, key=lambda cell: (cell.family, cell.layers, cell.vocabulary))
     with progress.task("parity", total=sum(len(cell.cases) for cell in ordered), unit="runs") as task:
         for cell in ordered:
             for case in cell.cases:
-                row = one(cell, case, pool, oracle, devices=devices, device=device, steps=steps)
+                row = verify_cell(cell, case, pool, oracle, devices=devices, device=device, steps=steps)
                 rows.append(row)
                 report(row)
                 task.advance(note=f"{cell.name} {case}: {row.verdict}")
     return rows
 
 
-def one(
+def verify_cell(
     cell: Cell,
-    case: Case,
+    case: OptimizerCase,
     pool: RankPool,
-    oracle: Callable[[Cell, Case], Measured],
+    oracle: Callable[[Cell, OptimizerCase], Measured],
     *,
     devices: int,
     device: Device,
     steps: int = STEPS,
-) -> Row:
+) -> ParityRow:
     started = time.monotonic()
     differences = None
     if cell.ranks > devices:
-        verdict, cause = Verdict.NOT_RUN, f"needs {cell.ranks} devices, here are {devices}"
+        verdict, cause = ParityVerdict.NOT_RUN, f"needs {cell.ranks} devices, here are {devices}"
     else:
         try:
             verdict, cause, differences = judge(
-                cell, measured(cell, case, pool, device, steps), oracle(cell.oracle(), case)
+                cell, measure_cell(cell, case, pool, device, steps), oracle(cell.oracle(), case)
             )
         except (PlanError, RanksFailed) as error:
-            verdict, cause = Verdict.FAILED, str(error)
-    return Row(
+            verdict, cause = ParityVerdict.FAILED, str(error)
+    return ParityRow(
         cell=cell.name,
         engine=cell.engine.value,
         family=cell.family,
@@ -137,8 +137,8 @@ def one(
         ranks=cell.ranks,
         case=case.value,
         device=device.value,
-        hardware=hardware(device),
-        versions=versions(cell.engine),
+        hardware=hardware_name(device),
+        versions=package_versions(cell.engine),
         day=datetime.now(UTC).date().isoformat(),
         seconds=round(time.monotonic() - started, 2),
         verdict=verdict,
@@ -148,7 +148,9 @@ def one(
     )
 
 
-def measured(cell: Cell, case: Case, pool: RankPool, device: Device, steps: int = STEPS) -> Measured:
+def measure_cell(
+    cell: Cell, case: OptimizerCase, pool: RankPool, device: Device, steps: int = STEPS
+) -> Measured:
     """Raises PlanError, RanksFailed."""
     plan = cell.plan(case, device)
     assert plan.shape is not None, "cells are of families"
@@ -157,7 +159,7 @@ def measured(cell: Cell, case: Case, pool: RankPool, device: Device, steps: int 
         measure_on_rank,
         plan,
         steps,
-        case is Case.SGD,
+        case is OptimizerCase.SGD,
         watched,
         cell.first_weights,
         ranks=cell.ranks,
@@ -177,29 +179,29 @@ def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:
     fall = right.trace.losses[0] - right.trace.losses[-1]
     differences = found.differences(right)
     if not right.gradients and fall < REQUIRED_FALL:
-        return Verdict.INVALID, f"the oracle's loss fell by {fall:.3f} only", differences
+        return ParityVerdict.INVALID, f"the oracle's loss fell by {fall:.3f} only", differences
     over = differences.over(cell.allowed)
     if not over:
         above = differences.over(Cell(engine=cell.engine, family=cell.family).allowed)
         return (
-            (Verdict.BOUND, cell.excess.cause, differences)
+            (ParityVerdict.BOUND, cell.excess.cause, differences)
             if above and cell.excess
-            else (Verdict.EQUAL, "", differences)
+            else (ParityVerdict.EQUAL, "", differences)
         )
     step = found.departure(right, cell.allowed.loss)
     if step and right.gaps and (gap := min(right.gaps[step - 1 : step + 1])) <= FLIP_GAP:
         before = found.differences(right, step)
         if not {"loss", "norm", "gradient"} & set(before.over(cell.allowed)):
             cause = f"at step {step} two experts are {gap:.1e} apart for a token and rounding chooses; loss and norm are of before"
-            return Verdict.FLIP, cause, before
+            return ParityVerdict.FLIP, cause, before
     worst = ", ".join(
         f"{name} {getattr(differences, name):.1e} (allowed {getattr(cell.allowed, name):.0e})"
         for name in over
     )
-    return Verdict.APART, f"{worst}; loss first apart at step {step}", differences
+    return ParityVerdict.APART, f"{worst}; loss first apart at step {step}", differences
 
 
-def versions(engine: EngineName) -> dict[str, str]:
+def package_versions(engine: EngineName) -> dict[str, str]:
     names = {
         EngineName.deepspeed: ["deepspeed"],
         EngineName.megatron: ["megatron-core"],
@@ -210,9 +212,9 @@ def versions(engine: EngineName) -> dict[str, str]:
 
 
 @cache
-def hardware(device: Device) -> str:
+def hardware_name(device: Device) -> str:
     return torch.cuda.get_device_name() if device is Device.CUDA else platform.machine()
 
 
-def bad(rows: Iterable[Row]) -> list[Row]:
+def failed_rows(rows: Iterable[ParityRow]) -> list[ParityRow]:
     return [row for row in rows if not row.verdict.good]

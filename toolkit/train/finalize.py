@@ -10,7 +10,7 @@ from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.formats.huggingface_target import export
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint_folder import newest, step_of
-from toolkit.models.target import configuration
+from toolkit.models.target import hugging_face_config
 from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import RunPlan
 from toolkit.rows import float_of, read_rows
@@ -49,7 +49,9 @@ def finalize_run(
     checkpoint = newest(directory.checkpoints)
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
-        config = None if plan.shape is not None else configuration(plan.config.model, plan.config.train.seed)
+        config = (
+            None if plan.shape is not None else hugging_face_config(plan.config.model, plan.config.train.seed)
+        )
         export(open_source(checkpoint, plan.shape), directory.export, tokenizer=tokenizer, config=config)
     say(summary(list(read_rows(directory.metrics_file)), plan, time=time, goodput=goodput, consumed=consumed))
     _tell_losses(plan, directory, unigram, say)

@@ -45,7 +45,7 @@ class TrainState:
 def namespace(plan: RunPlan) -> str:
     """Of the canonical names in this run's checkpoints: ``llama/1``, or ``module/my.package.Model`` for ``model.target``."""
     return (
-        families.get(plan.shape.family).namespace
+        families.get_family(plan.shape.family).namespace
         if plan.shape is not None
         else f"module/{plan.config.model.target}"
     )

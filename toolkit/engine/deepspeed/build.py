@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.shard import Box
-from toolkit.engine.deepspeed import compat
-from toolkit.engine.deepspeed import context_parallel as context
-from toolkit.engine.deepspeed import tensor_parallel as tensor
-from toolkit.engine.deepspeed.state import Place
+from toolkit.engine.deepspeed import context_parallel, patches, tensor_parallel
+from toolkit.engine.deepspeed.partitions import ParameterBox
 from toolkit.engine.optimizers import parameter_groups
 from toolkit.engine.precision import DTYPES
 from toolkit.models.build import build_model
@@ -25,17 +23,17 @@ MARKS = ("tensor_model_parallel", "allreduce", "group_name")
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class DeepSpeedModel:
     """The module in the run's precision, the optimizer's parameter groups, and which box of which canonical tensor each parameter is."""
 
     module: nn.Module
     groups: list[dict[str, Any]]
-    places: Mapping[torch.Tensor, Place]
+    places: Mapping[torch.Tensor, ParameterBox]
 
 
-def build(
+def build_deepspeed_model(
     deepspeed: ModuleType, plan: RunPlan, settings: Mapping[str, Any], device: torch.device, *, rank: int
-) -> Built:
+) -> DeepSpeedModel:
     """The model of ``rank``, on ``device``.
 
     Under ZeRO 3 each parameter is cut as soon as it has memory, so no rank ever holds more than its share and one whole
@@ -51,15 +49,15 @@ def build(
     whole = {spec.name: spec.shape for spec in plan.parameters}
     zero3 = None
     if plan.config.zero.stage == 3:
-        compat.number_from_zero()
-        shared = tensor.data_group() if plan.axes.tensor > 1 else None
+        patches.reset_zero3_counters()
+        shared = tensor_parallel.data_group() if plan.axes.tensor > 1 else None
         zero3 = deepspeed.zero.Init(config_dict_or_path=dict(settings), data_parallel_group=shared)
         if zero3.mem_efficient_linear:
             # torch's linear saves a view of the gathered weight for backward and so keeps it from being freed.
             zero3._enable_mem_efficient_linear()
     made: dict[nn.Parameter, Any] = {}  # one for all places of a tied parameter
-    places: dict[torch.Tensor, Place] = {}
-    for path, owner, name, parameter in list(_places(module)):
+    places: dict[torch.Tensor, ParameterBox] = {}
+    for path, owner, name, parameter in list(_named_parameter_slots(module)):
         if parameter not in made:
             memory = torch.empty(parameter.shape, dtype=_dtype(parameter, plan), device=device)
             made[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
@@ -67,7 +65,7 @@ def build(
                 {mark: getattr(parameter, mark) for mark in MARKS if hasattr(parameter, mark)}
             )
             shape = tuple(parameter.shape)
-            places[made[parameter]] = _place(path, whole.get(path, shape), shape, plan, rank)
+            places[made[parameter]] = _parameter_box(path, whole.get(path, shape), shape, plan, rank)
             if zero3 is not None:
                 zero3._convert_to_deepspeed_param(made[parameter])
                 made[
@@ -77,7 +75,7 @@ def build(
     for group in groups:
         group["params"] = [made[parameter] for parameter in group["params"]]
     finish()
-    return Built(module, groups, places)
+    return DeepSpeedModel(module, groups, places)
 
 
 def _apply_axes(
@@ -86,33 +84,37 @@ def _apply_axes(
     """Make of the whole model the rank's own; the returned function is called when its parameters have memory."""
     axes = plan.axes
     if axes.context > 1:
-        context.spread(module, ranks=axes.context, index=axes.coordinates(rank).context)
+        context_parallel.apply_context_parallel(
+            module, ranks=axes.context, index=axes.coordinates(rank).context
+        )
     if axes.expert > 1:
-        from toolkit.engine.deepspeed import expert_parallel as expert  # it imports DeepSpeed's layers
+        from toolkit.engine.deepspeed import expert_parallel  # it imports DeepSpeed's layers
 
-        expert.cut(module, axes.expert)
-    return tensor.cut(module, settings) if axes.tensor > 1 else lambda: None
+        expert_parallel.apply_expert_parallel(module, axes.expert)
+    return tensor_parallel.apply_tensor_parallel(module, settings) if axes.tensor > 1 else lambda: None
 
 
-def _place(name: str, whole: tuple[int, ...], shape: tuple[int, ...], plan: RunPlan, rank: int) -> Place:
+def _parameter_box(
+    name: str, whole: tuple[int, ...], shape: tuple[int, ...], plan: RunPlan, rank: int
+) -> ParameterBox:
     """Of a parameter of ``shape``: the tensor and expert axes cut one dim into equal parts, in the order of their ranks."""
     axes = plan.axes
     cut = [dim for dim, (all_of_it, here) in enumerate(zip(whole, shape, strict=True)) if all_of_it != here]
     if not cut:
-        return Place(name, whole, Box.whole(whole), axes.coordinates(rank).tensor, axes.tensor)
+        return ParameterBox(name, whole, Box.whole(whole), axes.coordinates(rank).tensor, axes.tensor)
     (dim,) = cut
     parts = whole[dim] // shape[dim]
     assert parts * shape[dim] == whole[dim], f"{name} is cut from {whole} to {shape}"
     assert parts == max(axes.tensor, axes.expert), f"{name} is cut into {parts}"
     offset = tuple(rank % parts * shape[dim] if at == dim else 0 for at in range(len(shape)))
-    return Place(name, whole, Box(offset, shape))
+    return ParameterBox(name, whole, Box(offset, shape))
 
 
 def _dtype(parameter: nn.Parameter, plan: RunPlan) -> torch.dtype:
     return DTYPES[plan.config.precision.name] if parameter.is_floating_point() else parameter.dtype
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+def _named_parameter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Every place that names a parameter, by path, owner and name there; a tied parameter has several, its own name's first."""
     for path, owner in module.named_modules():
         for name, parameter in owner._parameters.items():

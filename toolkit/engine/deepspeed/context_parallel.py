@@ -19,34 +19,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from toolkit.engine.documents import visible
+from toolkit.engine.attention_mask import document_causal_mask
 
-NAME = "deepspeed_ulysses"
+ATTENTION_NAME = "deepspeed_ulysses"
 POSITIONS = "position_ids"
 
 
-def spread(module: Any, *, ranks: int, index: int) -> None:
+def apply_context_parallel(module: Any, *, ranks: int, index: int) -> None:
     """Let a transformers model take piece ``index`` of each sequence. Makes DeepSpeed's sequence groups, of neighbouring ranks."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     parallel_state_sp.initialize_sequence_parallel(ranks)
     # Without a mask function of this name transformers makes no mask: causality is of the whole sequence, which no rank has outside.
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-    module.config._attn_implementation = NAME
-    module.register_forward_pre_hook(partial(_place, index), with_kwargs=True)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ulysses_attention)
+    module.config._attn_implementation = ATTENTION_NAME
+    module.register_forward_pre_hook(partial(_set_positions, index), with_kwargs=True)
 
 
-def piece(batch: Mapping[str, torch.Tensor], *, ranks: int, index: int) -> dict[str, torch.Tensor]:
+def slice_sequence(batch: Mapping[str, torch.Tensor], *, ranks: int, index: int) -> dict[str, torch.Tensor]:
     """Piece ``index`` of ``ranks`` of a micro-batch whose tensors are [micro_batch, sequence, ...]. Positions stay whole: where
-    documents begin in the whole sequence is what attention needs of them, and ``_place`` takes the piece's."""
+    documents begin in the whole sequence is what attention needs of them, and ``_set_positions`` takes the piece's."""
     return {
         name: tensor if name == POSITIONS else tensor.chunk(ranks, dim=1)[index]
         for name, tensor in batch.items()
     }
 
 
-def attention(
+def ulysses_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -75,12 +75,12 @@ def attention(
     ):  # a rank gets whole heads: each query head brings its own key and value
         shared = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
-    whole = DistributedAttention(_local, group, scatter_idx=2, gather_idx=1)
+    whole = DistributedAttention(_local_attention, group, scatter_idx=2, gather_idx=1)
     parts = (part.transpose(1, 2) for part in (query, key, value))
     return whole(*parts, 0, mask=attention_mask, dropout=dropout, scaling=scaling), None
 
 
-def _local(
+def _local_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -109,7 +109,7 @@ def _local(
     return found.transpose(1, 2)
 
 
-def _place(
+def _set_positions(
     index: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A piece's tokens have their positions in the whole sequence, or in the documents that it is made of."""
@@ -121,6 +121,6 @@ def _place(
     else:
         named |= {
             POSITIONS: whole[:, mine],
-            "attention_mask": visible(whole),
+            "attention_mask": document_causal_mask(whole),
         }  # four-dimensional: transformers hands it on as it is
     return arguments, named

@@ -17,12 +17,19 @@ from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.config.schema import OptimizerName
 from toolkit.config.schema import Place as Where
 from toolkit.engine import seeding
-from toolkit.engine.copies import together
-from toolkit.engine.deepspeed import compat, copies, gradients, state
-from toolkit.engine.deepspeed import context_parallel as context
-from toolkit.engine.deepspeed import load as moving
-from toolkit.engine.deepspeed.build import build
-from toolkit.engine.protocol import LOSS, Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.engine.deepspeed import context_parallel, patches, replicas, state, unused_parameters
+from toolkit.engine.deepspeed.build import build_deepspeed_model
+from toolkit.engine.deepspeed.partitions import ZeroPartition, frozen_shards, read_partitions
+from toolkit.engine.protocol import (
+    LOSS,
+    EvalResult,
+    MicroBatch,
+    Objective,
+    ReplicaSet,
+    StepResult,
+    StepSettings,
+)
+from toolkit.engine.replicas import group_replicas
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
 
@@ -50,9 +57,9 @@ class DeepSpeedEngine:
         self.device = (
             torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
         )
-        deepspeed = compat.load(plan.world.device, local_rank)
+        deepspeed = patches.import_deepspeed(plan.world.device, local_rank)
         settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed writes into what it is given
-        built = build(deepspeed, plan, settings, self.device, rank=rank)
+        built = build_deepspeed_model(deepspeed, plan, settings, self.device, rank=rank)
         module, self._places = built.module, built.places
         self._ds, *_ = deepspeed.initialize(
             model=module, model_parameters=built.groups, config=settings, dist_init_required=False
@@ -60,14 +67,16 @@ class DeepSpeedEngine:
         # Models of families/ use every parameter in every micro-batch; of any other model nothing is known.
         self._reach = plan.shape is None and self._stage in (1, 2)
         self._begin_backward = (
-            gradients.in_order(self._ds.optimizer) if self._reach and self._stage == 2 else lambda: None
+            unused_parameters.reduce_in_fixed_order(self._ds.optimizer)
+            if self._reach and self._stage == 2
+            else lambda: None
         )
         self._accumulation = int(self._ds.gradient_accumulation_steps())
         if self._stage == 0:
             self._ds.clip_fp32_gradients = lambda: None  # _clip_stage0 has done it
-            compat.make_skippable(self._ds.optimizer)
-        compat.divide_loss_scale(self._ds.optimizer, self._ranks)
-        self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
+            patches.allow_skipping_steps(self._ds.optimizer)
+        patches.divide_loss_scale(self._ds.optimizer, self._ranks)
+        self._settle_loss_scale = patches.defer_loss_scale_growth(self._ds.optimizer)
         self._parts = list(module.modules())[1:]
         module.train()
 
@@ -81,10 +90,10 @@ class DeepSpeedEngine:
         weight = self._ranks / max(units, 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._recorder.part(OPTIMIZER):
-            gradients.forget(self._ds.optimizer)
+            unused_parameters.zero_gradient_buffers(self._ds.optimizer)
         for number, batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
-            seeding.reseed(self._plan.config.train.seed, settings.step, self._coordinates, number)
+            seeding.seed_micro_batch(self._plan.config.train.seed, settings.step, self._coordinates, number)
             # Told, not counted: DeepSpeed's own counter runs over all steps and is out of phase once a batch ramp has
             # changed the accumulation.
             self._ds.set_gradient_accumulation_boundary(last)
@@ -93,9 +102,9 @@ class DeepSpeedEngine:
                 loss_sum += loss.detach()
             with self._recorder.part(BACKWARD):
                 if self._reach:
-                    loss = gradients.reach(loss, self._ds.module)
+                    loss = unused_parameters.connect_all_parameters(loss, self._ds.module)
                 self._begin_backward()
-                with gradients.kept_of_earlier(self._ds.optimizer, last):
+                with unused_parameters.keep_earlier_gradients(self._ds.optimizer, last):
                     self._ds.backward(loss * weight, scale_wrt_gas=False)
         with self._recorder.part(OPTIMIZER):
             grad_norm = self._clip_stage0() if self._stage == 0 else None
@@ -105,14 +114,14 @@ class DeepSpeedEngine:
                 )
             loss_scale = self._loss_scale()
             if grad_norm is not None and self._plan.config.optim.name is OptimizerName.muon:
-                with compat.muon_update_norms() as updates:
+                with patches.capture_muon_update_norms() as updates:
                     self._ds.step()
                 grad_norm = math.hypot(grad_norm, *map(float, updates))
             else:
                 self._ds.step()
             self._settle_loss_scale()
             if self._stage == 3:
-                compat.unwind(self._parts)
+                patches.remove_from_module_stack(self._parts)
         skipped = not self._ds.was_step_applied()
         grad_norm = float(self._ds.get_global_grad_norm()) if grad_norm is None else grad_norm
         return StepResult(
@@ -130,7 +139,7 @@ class DeepSpeedEngine:
         module = self._ds.module
         module.eval()
         try:
-            with torch.no_grad(), seeding.unchanged(self.device):
+            with torch.no_grad(), seeding.preserve_rng_state(self.device):
                 for batch in self._mine(micro_batches):
                     for name, value in self._objective.eval_sums(module, batch).items():
                         sums[name] = sums.get(name, 0) + value.double()
@@ -138,45 +147,45 @@ class DeepSpeedEngine:
         finally:
             module.train()
             if self._stage == 3:
-                moving.release(self._ds.optimizer)
-                moving.regather(self._ds.optimizer)
+                state.partition_parameters(self._ds.optimizer)
+                state.gather_persistent_parameters(self._ds.optimizer)
         whole = {name: self._sum_over_ranks(value) for name, value in sums.items()}
         return EvalResult(whole.pop(LOSS), int(self._sum_over_ranks(units)), whole)
 
     def shards(self) -> list[Shard]:
-        return moving.shards(self._ds.optimizer, self._partitions()) + self._frozen()
+        return state.shards(self._ds.optimizer, self._partitions()) + self._frozen()
 
-    def copies(self) -> list[Copies]:
+    def replica_sets(self) -> list[ReplicaSet]:
         axes, rank = self._plan.axes, self._plan.axes.rank(self._coordinates)
-        found = list(copies.weights(self._places, axes, rank)) if self._stage < 3 else []
+        found = list(replicas.weights(self._places, axes, rank)) if self._stage < 3 else []
         if (self._stage == 0 or axes.tensor > 1) and self._plan.config.offload.optimizer is not Where.nvme:
-            found += copies.state(
+            found += replicas.optimizer_state(
                 self._ds.optimizer, self._partitions(), axes, rank, stage=self._stage, device=self.device
             )
-        return together(found)
+        return group_replicas(found)
 
     def scalars(self) -> dict[str, object]:
-        return moving.scalars(self._ds.optimizer, self._partitions(), self._ranks)
+        return state.scalars(self._ds.optimizer, self._partitions(), self._ranks)
 
     def load(self, reader: Reader) -> None:
         if self._stage == 3:
-            moving.release(self._ds.optimizer)
+            state.partition_parameters(self._ds.optimizer)
         partitions = self._partitions()
-        moving.load(self._ds.optimizer, partitions, reader, self._ranks)
+        state.load(self._ds.optimizer, partitions, reader, self._ranks)
         if frozen := self._frozen():
             reader.read(frozen)
         if self._stage == 3:
-            compat.forget_secondary_partitions(self._ds.module)
-        moving.publish(self._ds.optimizer, partitions)
+            patches.drop_secondary_partitions(self._ds.module)
+        state.update_weights(self._ds.optimizer, partitions)
 
     def close(self) -> None:
         module = self._ds.module
         self._ds.destroy()
-        compat.unwind([module, *self._parts])
+        patches.remove_from_module_stack([module, *self._parts])
         if self._stage == 3:
-            compat.empty(self._ds)
-        compat.restore_linear()
-        compat.forget_axes()
+            patches.release_zero3_engine(self._ds)
+        patches.restore_linear()
+        patches.release_parallel_groups()
         del self._ds, self._places
 
     def _mine(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -184,13 +193,16 @@ class DeepSpeedEngine:
         ranks = self._plan.axes.context
         if ranks == 1:
             return micro_batches
-        return [context.piece(batch, ranks=ranks, index=self._coordinates.context) for batch in micro_batches]
+        return [
+            context_parallel.slice_sequence(batch, ranks=ranks, index=self._coordinates.context)
+            for batch in micro_batches
+        ]
 
-    def _partitions(self) -> list[state.Partition]:
-        return state.partitions(self._ds.optimizer, self._places, rank=self._rank, ranks=self._ranks)
+    def _partitions(self) -> list[ZeroPartition]:
+        return read_partitions(self._ds.optimizer, self._places, rank=self._rank, ranks=self._ranks)
 
     def _frozen(self) -> list[Shard]:
-        return list(state.frozen(self._ds.module, self._places, rank=self._rank, ranks=self._ranks))
+        return list(frozen_shards(self._ds.module, self._places, rank=self._rank, ranks=self._ranks))
 
     def _accumulate(self, micro_batches: int) -> None:
         """Take a new accumulation, in a batch ramp."""
@@ -233,7 +245,7 @@ class DeepSpeedEngine:
 
     def _loss_scale(self) -> float:
         """The run's. It is 1 in fp32 and bf16."""
-        return compat.loss_scale(self._ds.optimizer, self._ranks)
+        return patches.run_loss_scale(self._ds.optimizer, self._ranks)
 
     def _sum_over_ranks(self, value: torch.Tensor | float) -> float:
         """Over ZeRO's ranks: tensor ranks have equal values."""

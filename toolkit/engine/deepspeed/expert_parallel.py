@@ -22,7 +22,7 @@ from torch.nn import functional
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def cut(module: nn.Module, ranks: int) -> None:
+def apply_expert_parallel(module: nn.Module, ranks: int) -> None:
     """Leave of each layer's experts, which are tensors [experts, ...] on meta, this rank's consecutive ones."""
     groups._create_expert_and_data_parallel(ranks)
     name = f"ep_size_{ranks}"
@@ -38,14 +38,14 @@ def cut(module: nn.Module, ranks: int) -> None:
             # How DeepSpeed tells an expert's parameter, and the ranks that hold it too.
             mine.allreduce, mine.group_name = False, name  # type: ignore[attr-defined]
             setattr(experts, key, mine)
-        experts.exchange = Exchange(
+        experts.exchange = ExpertExchange(
             experts.forward, experts.num_experts, groups._get_expert_parallel_group(name)
         )
         experts.forward = experts.exchange.forward
         experts.num_experts //= ranks
 
 
-class Exchange(MoE):
+class ExpertExchange(MoE):
     """What stands between a router and its experts. By this type, which brings nothing else, DeepSpeed knows that there are experts."""
 
     def __init__(self, compute: Experts, num_experts: int, group: dist.ProcessGroup) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import nn
 
 from toolkit.engine.precision import DTYPES
 from toolkit.engine.protocol import MicroBatch, Objective
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.layout.axes import Axis
 from toolkit.models.build import replace_parameters
 from toolkit.models.stage import StageModel, build_stage
+from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, TRANSFER, Recorder
 from toolkit.plan.types import RunPlan
 
 
@@ -49,7 +52,7 @@ class StageLayer(nn.Module):
         return hidden
 
 
-class LastLoss:
+class LastStageLoss:
     """What the last stage computes of logits. ``weight`` turns a micro-batch's sum of losses into its part of DeepSpeed's mean."""
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
@@ -62,12 +65,12 @@ class LastLoss:
         self.sum = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def __call__(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        loss = self._objective.loss_sum(_Computed(logits), batch)
+        loss = self._objective.loss_sum(_PrecomputedOutput(logits), batch)
         self.sum += loss.detach()
         return loss * self._weight
 
 
-class _Computed(nn.Module):
+class _PrecomputedOutput(nn.Module):
     """A model that has run already."""
 
     def __init__(self, logits: torch.Tensor) -> None:
@@ -78,10 +81,10 @@ class _Computed(nn.Module):
         return self._output
 
 
-class Pipeline(PipelineModule):
+class StagePipelineModule(PipelineModule):
     """``names``: the canonical name of each parameter of this rank's stage."""
 
-    def __init__(self, plan: RunPlan, device: torch.device, loss: LastLoss) -> None:
+    def __init__(self, plan: RunPlan, device: torch.device, loss: LastStageLoss) -> None:
         assert plan.shape is not None, "a model of a family"
         count = plan.axes.pipeline
         specs = [LayerSpec(StageLayer, plan, device, stage) for stage in range(count)]
@@ -93,7 +96,7 @@ class Pipeline(PipelineModule):
                 partition_method="uniform",
             )
         self.layer: StageLayer = self.forward_funcs[0]
-        tied = get(plan.shape.family).tied(plan.shape)
+        tied = get_family(plan.shape.family).tied_weights(plan.shape)
         self.names: Mapping[torch.Tensor, str] = {
             parameter: tied.get(name, name) for name, parameter in self.layer.stage.model.named_parameters()
         }
@@ -115,3 +118,35 @@ class Pipeline(PipelineModule):
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
         return self._tied
+
+
+# What passes between stages and over data ranks is timed by itself (``collectives.py``); here is what is left around it.
+PARTS = {
+    schedule.LoadMicroBatch: TRANSFER,
+    schedule.RecvActivation: FORWARD,
+    schedule.ForwardPass: FORWARD,
+    schedule.SendActivation: FORWARD,
+    schedule.RecvGrad: BACKWARD,
+    schedule.BackwardPass: BACKWARD,
+    schedule.SendGrad: BACKWARD,
+    schedule.ReduceTiedGrads: BACKWARD,
+    schedule.ReduceGrads: BACKWARD,
+    schedule.OptimizerStep: OPTIMIZER,
+}
+
+
+def time_instructions(engine: Any, recorder: Recorder) -> None:
+    """Let ``engine`` tell the part of what it executes."""
+    engine._INSTRUCTION_MAP = {
+        kind: _timed(execute, recorder, PARTS[kind]) if kind in PARTS else execute
+        for kind, execute in engine._INSTRUCTION_MAP.items()
+    }
+
+
+def _timed(execute: Callable[..., None], recorder: Recorder, part: str) -> Callable[..., None]:
+    @wraps(execute)
+    def telling(engine: Any, **arguments: Any) -> None:
+        with recorder.part(part):
+            execute(engine, **arguments)
+
+    return telling

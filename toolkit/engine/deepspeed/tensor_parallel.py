@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 
-def cut(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
+def apply_tensor_parallel(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
     """Replace linear layers of ``module``, whose parameters are on meta, by DeepSpeed's parallel ones under the same names.
 
     Makes DeepSpeed's tensor and data groups: tensor ranks are neighbours, as in ``layout/axes.py``. The returned function is called
@@ -46,12 +46,12 @@ def cut(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
     auto.set_tensor_parallel_config(wanted.autotp_size, groups.get_tensor_model_parallel_group())
     auto.update_linear_policies()
     auto._replace_module(module)
-    _multiply_by_the_weight_itself(module)
+    _use_functional_linear(module)
     module.ds_autotp_parsed = True  # type: ignore[assignment]  # ``deepspeed.initialize`` leaves it as it is
     return lambda: auto.register_replicated_grad_hooks(module)
 
 
-def _multiply_by_the_weight_itself(module: nn.Module) -> None:
+def _use_functional_linear(module: nn.Module) -> None:
     """DeepSpeed's layers multiply by ``weight.transpose``, and autograd keeps that view for backward: under ZeRO 3 every gathered
     weight stays in memory until then (measured: all that are cut). ``functional.linear``, which ZeRO 3 replaces, keeps the parameter."""
     from deepspeed.module_inject.layers import (

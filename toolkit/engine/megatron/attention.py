@@ -14,10 +14,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from toolkit.engine.documents import visible
+from toolkit.engine.attention_mask import document_causal_mask
 
 
-class Norm:
+class TorchNorm:
     """torch's norm. Under sequence parallelism each rank normalises its own tokens; only the gradients of the weights must be
     summed, which ``finalize_model_grads`` does for parameters with this mark."""
 
@@ -34,7 +34,7 @@ class Norm:
         return norm
 
 
-class Attention(MegatronModule):
+class TorchAttention(MegatronModule):
     """Scaled dot-product attention by torch, which takes flash attention where there is one.
 
     Under context parallelism keys and values are gathered, and each rank computes the rows of its own queries: the all-gather
@@ -80,7 +80,7 @@ class Attention(MegatronModule):
         mask = attention_mask
         if self._group is not None:
             mask = self._mask(length, query.device) if mask is None else mask
-            key, value = _Gather.apply(key, self._group), _Gather.apply(value, self._group)
+            key, value = _GatherSequence.apply(key, self._group), _GatherSequence.apply(value, self._group)
         if (
             mask is not None and heads != key.shape[2]
         ):  # on GPUs no fused kernel takes a mask and grouped keys
@@ -106,35 +106,40 @@ class Attention(MegatronModule):
     def _mask(self, length: int, device: torch.device) -> torch.Tensor:
         """bool [length, whole sequence]: True where a query sees a key."""
         assert self._group is not None
-        queries, keys = _places(length, self._group, device)
+        queries, keys = _query_and_key_positions(length, self._group, device)
         return keys[None, :] <= queries[:, None]
 
 
 def document_mask(position_ids: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """bool [batch, 1, this rank's part, whole sequence]: True where a query sees a key, in the order in which ``Attention`` has them.
+    """bool [batch, 1, this rank's part, whole sequence]: True where a query sees a key, in the order in which ``TorchAttention`` has them.
 
     ``position_ids``: int64 [batch, whole sequence], 0 at the first token of each document. ``group``: context ranks.
     """
     if group is None:
-        return visible(position_ids)
-    return visible(position_ids, *_places(position_ids.shape[1] // group.size(), group, position_ids.device))
+        return document_causal_mask(position_ids)
+    return document_causal_mask(
+        position_ids,
+        *_query_and_key_positions(position_ids.shape[1] // group.size(), group, position_ids.device),
+    )
 
 
-def _places(length: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _query_and_key_positions(
+    length: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Places in the whole sequence: of this context rank's ``length`` tokens, and of all ranks' as they are gathered."""
     size = group.size()
-    every = [_positions(length, peer, size, device) for peer in range(size)]
+    every = [_rank_positions(length, peer, size, device) for peer in range(size)]
     return every[group.rank()], torch.cat(every)
 
 
-def _positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
+def _rank_positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
     """Places in the whole sequence of what a context rank holds: of ``2 * size`` pieces the one at ``rank`` and the one as far
     from the end, so that all ranks have as much causal attention to compute."""
     piece = torch.arange(length // 2, device=device)
     return torch.cat([rank * (length // 2) + piece, (2 * size - 1 - rank) * (length // 2) + piece])
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     """All ranks' parts along dim 0; backward, the sum of all ranks' gradients of this rank's part."""
 
     @staticmethod

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -15,6 +16,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
@@ -22,13 +24,13 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from toolkit.config.schema import Precision
 from toolkit.engine.megatron.attention import document_mask
 from toolkit.engine.megatron.model import build_chunks, transformer_config
-from toolkit.engine.megatron.state import State, inner_optimizers, kept
+from toolkit.engine.megatron.state import MegatronState, inner_optimizers, state_names
 from toolkit.engine.precision import LossScaler
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan.types import RunPlan
 
 
-class Built:
+class MegatronModel:
     """``chunks`` are this rank's stages of the model in Megatron-core's data parallelism."""
 
     def __init__(self, plan: RunPlan) -> None:
@@ -51,19 +53,19 @@ class Built:
         self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(**settings), self.chunks, use_gloo_process_groups=False
         )
-        _skip_steps_that_are_not_finite(self.optimizer)
-        self.state = State(plan, models, self.optimizer)
+        _skip_nonfinite_steps(self.optimizer)
+        self.state = MegatronState(plan, models, self.optimizer)
         self.draws = plan.shape.dropout > 0  # whether training draws random numbers
         self._parallel_context = plan.axes.context > 1
         self._data_ranks = plan.axes.data
         self._weight_decay = plan.config.optim.weight_decay
         self._config = config
-        _connect(config, ddp, self.chunks)
+        _set_schedule_functions(config, ddp, self.chunks)
 
     @property
     def kept(self) -> set[str]:
         """States that the optimizer keeps; of this rank's parameters, which are never none."""
-        return {name for master in self.state.masters for name in kept(master.inner)}
+        return {name for master in self.state.masters for name in state_names(master.inner)}
 
     def set_rates(self, lr: float) -> None:
         """Megatron-core marks the groups that do not decay; elsewhere its scheduler multiplies."""
@@ -74,7 +76,7 @@ class Built:
     def scale_by(self, scaler: LossScaler) -> None:
         """The run's own loss scale, whose rules are the same in every engine, in place of Megatron-core's."""
         for part in inner_optimizers(self.optimizer):
-            part.grad_scaler = _Scale(scaler, self._data_ranks)
+            part.grad_scaler = _DividedLossScale(scaler, self._data_ranks)
         self._config.grad_scale_func = self.optimizer.scale_loss
 
     def cut(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -117,7 +119,8 @@ class Built:
             if step is None:
                 continue
             found: dict[str, torch.Tensor] = {
-                name: torch.zeros_like(master.tensor, requires_grad=False) for name in kept(master.inner)
+                name: torch.zeros_like(master.tensor, requires_grad=False)
+                for name in state_names(master.inner)
             }
             if "betas" in master.inner.defaults and not counts_in_group:
                 found["step"] = torch.tensor(float(step))  # each its own: torch advances it once a parameter
@@ -141,7 +144,7 @@ class Built:
         del self.optimizer, self.state
 
 
-def _connect(
+def _set_schedule_functions(
     config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[DistributedDataParallel]
 ) -> None:
     """The schedules find what they call in the configuration: one function, or with virtual stages one a chunk."""
@@ -157,7 +160,7 @@ def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
     return functions if len(functions) > 1 else functions[0]
 
 
-def _skip_steps_that_are_not_finite(optimizer: Any) -> None:
+def _skip_nonfinite_steps(optimizer: Any) -> None:
     """Skip a step whose gradient norm is not finite; ``optimizer.step()`` then returns False as its first value.
 
     Megatron-core checks gradients in fp16 only, and applies those that are not finite in fp32 and bf16. The norm is
@@ -175,7 +178,7 @@ def _skip_steps_that_are_not_finite(optimizer: Any) -> None:
     optimizer.step_with_ready_grads = lambda: math.isfinite(norm) and update()
 
 
-class _Scale:
+class _DividedLossScale:
     """The run's loss scale as Megatron-core reads it: divided by the data ranks.
 
     The engine multiplies the loss by their number, because Megatron-core averages over them; with the run's whole scale
@@ -198,3 +201,38 @@ class _Scale:
     @property
     def inv_scale(self) -> torch.Tensor:
         return self.scale.double().reciprocal().float()
+
+
+def initialize_process_groups(plan: RunPlan) -> None:
+    """Collective. Megatron-core keeps its groups in module globals: those of an earlier engine of this process are let go."""
+    assert dist.is_initialized(), "the process group is made before the engine"
+    assert plan.megatron is not None
+    destroy_process_groups()
+    axes = plan.axes
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=axes.tensor,
+        pipeline_model_parallel_size=axes.pipeline,
+        virtual_pipeline_model_parallel_size=plan.megatron["transformer"].get(
+            "virtual_pipeline_model_parallel_size"
+        ),
+        context_parallel_size=axes.context,
+        expert_model_parallel_size=axes.expert,
+        expert_tensor_parallel_size=plan.megatron["transformer"].get("expert_tensor_parallel_size"),
+        create_gloo_process_groups=False,
+        order="tp-cp-ep-dp-pp",
+    )
+    assert parallel_state.get_data_parallel_rank() == axes.coordinates(dist.get_rank()).data, (
+        "both count ranks in the same order"
+    )
+    model_parallel_cuda_manual_seed(plan.config.train.seed)
+
+
+def destroy_process_groups() -> None:
+    """End the groups, not only the names for them: under gloo each is a handful of threads, which wait for ever else."""
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    made = parallel_state._global_process_group_list or ()
+    parallel_state.destroy_model_parallel()
+    for group in made:
+        if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)

@@ -54,9 +54,9 @@ def enable() -> bool:
     import megatron.core.tensor_parallel.random as random
 
     megatron.core.jit.disable_jit_fuser()  # torch.compile would build C++ kernels
-    _act_differently("cuda", lambda tensor, *_args, **_settings: tensor)
+    _patch_tensor_method("cuda", lambda tensor, *_args, **_settings: tensor)
     of_tensor = torch.Tensor.type
-    _act_differently(
+    _patch_tensor_method(
         "type",
         lambda tensor, *args, **settings: (
             of_tensor(tensor, *args, **settings)
@@ -85,13 +85,13 @@ class _Proxy(ModuleType):
         return getattr(self._module, name)
 
 
-class _Idle:
+class _NoOp:
     """A stream, an event, a range of a profiler: on a CPU everything has happened when the call returns."""
 
     def __init__(self, *_args: Any, **_settings: Any) -> None:
         pass
 
-    def __enter__(self) -> _Idle:
+    def __enter__(self) -> _NoOp:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -100,8 +100,8 @@ class _Idle:
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: _Idle | None = None) -> _Idle:
-        return event or _Idle()
+    def record_event(self, event: _NoOp | None = None) -> _NoOp:
+        return event or _NoOp()
 
     def wait(self, *_others: object) -> None:
         """For another stream, for an event, for the host."""
@@ -170,14 +170,14 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 @functools.cache
-def _torch() -> ModuleType:
+def _cpu_torch() -> ModuleType:
     """What modules of Megatron-core have for ``torch``. The "CUDA" random state is the CPU's."""
     state = {
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": _set_state,
         "manual_seed": torch.manual_seed,
     }
-    ranges = _Proxy(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "range": _Idle})
+    ranges = _Proxy(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "range": _NoOp})
     cuda = _Proxy(
         torch.cuda,
         {
@@ -188,11 +188,11 @@ def _torch() -> ModuleType:
             "set_device": _nothing,
             "synchronize": _nothing,
             "empty_cache": _nothing,
-            "Stream": _Idle,
-            "Event": _Idle,
-            "stream": _Idle,
-            "current_stream": _Idle,
-            "default_stream": _Idle,
+            "Stream": _NoOp,
+            "Event": _NoOp,
+            "stream": _NoOp,
+            "current_stream": _NoOp,
+            "default_stream": _NoOp,
         },
     )
     collectives = _Proxy(dist, {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter})
@@ -206,7 +206,7 @@ def _torch() -> ModuleType:
     )
 
 
-def _act_differently(method: str, replacement: Callable[..., Any]) -> None:
+def _patch_tensor_method(method: str, replacement: Callable[..., Any]) -> None:
     """A method of ``Tensor``, for callers in Megatron-core."""
     original = getattr(torch.Tensor, method)
 
@@ -233,7 +233,7 @@ REPLACED: dict[str, Callable[..., Any]] = {
 def _rebind(module: ModuleType) -> None:
     names = vars(module)
     if names.get("torch") is torch:
-        names["torch"] = _torch()
+        names["torch"] = _cpu_torch()
     names.update({name: function for name, function in REPLACED.items() if name in names})
     for name, value in list(names.items()):
         if isinstance(value, type) and value.__module__ == module.__name__:

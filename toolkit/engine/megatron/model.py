@@ -19,14 +19,14 @@ from torch.nn import functional
 from toolkit.config.data import Documents
 from toolkit.config.vendor import show
 from toolkit.config.vendor_megatron import TRANSFORMER_ENGINE
-from toolkit.engine.megatron.attention import Attention, Norm
+from toolkit.engine.megatron.attention import TorchAttention, TorchNorm
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.types import Device, RunPlan
 
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
 
 
-class Model(GPTModel):
+class PaddedVocabularyGPT(GPTModel):
     """``GPTModel`` whose padded vocabulary never enters the softmax: logits of zero would raise the loss."""
 
     real_vocabulary: int
@@ -48,25 +48,27 @@ def transformer_config(plan: RunPlan) -> TransformerConfig:
     for key in ("params_dtype", "pipeline_dtype"):
         found[key] = getattr(torch, found[key])
     # Its constructors mark parameters as cut by the tensor axis where they initialise them, so they are let run with nothing to do.
-    drawn = dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave)
+    drawn = dict.fromkeys(
+        ("init_method", "output_layer_init_method", "embedding_init_method"), _leave_uninitialized
+    )
     return TransformerConfig(**found, **drawn)
 
 
-def _leave(weight: torch.Tensor) -> torch.Tensor:
+def _leave_uninitialized(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def build_chunks(plan: RunPlan, config: TransformerConfig) -> list[Model]:
+def build_chunks(plan: RunPlan, config: TransformerConfig) -> list[PaddedVocabularyGPT]:
     """This pipeline rank's stages: one, or with virtual stages several."""
     stages = config.virtual_pipeline_model_parallel_size
-    return [_build(plan, config, None if stages is None else stage) for stage in range(stages or 1)]
+    return [_build_chunk(plan, config, None if stages is None else stage) for stage in range(stages or 1)]
 
 
-def _build(plan: RunPlan, config: TransformerConfig, stage: int | None) -> Model:
+def _build_chunk(plan: RunPlan, config: TransformerConfig, stage: int | None) -> PaddedVocabularyGPT:
     assert plan.megatron is not None
     assert plan.shape is not None
     arguments: Mapping[str, Any] = plan.megatron["model"]
-    model = Model(
+    model = PaddedVocabularyGPT(
         config,
         layer_spec(plan, config, stage),
         parallel_output=True,
@@ -89,25 +91,25 @@ def layer_spec(plan: RunPlan, config: TransformerConfig, stage: int | None) -> T
         if plan.config.data.documents is Documents.separate:
             spec = copy.deepcopy(spec)  # its layers are one object
             for layer in spec.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = Attention
+                layer.submodules.self_attention.submodules.core_attention = TorchAttention
         return spec
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage
     )
     spec = copy.deepcopy(spec)  # its layers are one object
-    spec.layer_norm = Norm
+    spec.layer_norm = TorchNorm
     for layer in spec.layer_specs:
         parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
         attention = parts.self_attention.submodules
-        attention.core_attention = Attention
+        attention.core_attention = TorchAttention
         for name in ("q_layernorm", "k_layernorm"):
             if getattr(attention, name) not in (None, IdentityOp):
-                setattr(attention, name, Norm)
+                setattr(attention, name, TorchNorm)
     return spec
 
 
-def refuse_ignored(plan: RunPlan) -> None:
+def check_transformer_engine_settings(plan: RunPlan) -> None:
     """The plan knows the device, and not whether Transformer Engine is installed on it.
 
     Raises:

@@ -28,8 +28,17 @@ from toolkit.checkpoint.shard import (
     flat_boxes,
 )
 from toolkit.config.schema import Precision
-from toolkit.families import get
-from toolkit.families.megatron import EMBEDDING, FUSED_NORMS, OUTPUT, Cut, LocalTensor, by_name, inside, local
+from toolkit.families import get_family
+from toolkit.families.megatron import (
+    EMBEDDING,
+    FUSED_NORMS,
+    OUTPUT,
+    LocalTensor,
+    TensorCut,
+    intersect_parts,
+    local_tensor,
+    tensors_by_name,
+)
 from toolkit.plan.types import RunPlan
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -37,7 +46,7 @@ EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class ReplicaIndex:
     """How many ranks hold what this one holds, and the number of this one among them."""
 
     number: int
@@ -45,7 +54,7 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalParameter:
     """One parameter of this rank: where it lies in the model, and who else has it.
 
     Attributes:
@@ -59,8 +68,8 @@ class Held:
 
     parameter: nn.Parameter
     local: LocalTensor
-    whole: Copies
-    ranges: Copies
+    whole: ReplicaIndex
+    ranges: ReplicaIndex
     mirror: bool
     tied: bool
     name: str
@@ -69,13 +78,13 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Master:
+class MasterParameter:
     """What the optimizer steps: elements ``start`` to ``start + len`` of a parameter, flat, and the state kept for them.
 
     ``inner`` is the torch optimizer (or one like it) that has ``tensor`` in its ``group``.
     """
 
-    held: Held
+    held: LocalParameter
     tensor: torch.Tensor
     start: int
     inner: torch.optim.Optimizer
@@ -83,15 +92,15 @@ class Master:
     ranged: bool  # by the distributed optimizer
 
 
-class State:
+class MegatronState:
     """The shards of one rank's model and optimizer."""
 
     def __init__(self, plan: RunPlan, chunks: Sequence[nn.Module], optimizer: Any) -> None:
         assert plan.shape is not None
         self._shapes = {spec.name: spec.shape for spec in plan.parameters}
         self._sixteen_bits = plan.config.precision.name is not Precision.fp32
-        self.held = list(_held(plan, chunks))
-        self.masters = list(_masters(optimizer, {held.parameter: held for held in self.held}))
+        self.held = list(_local_parameters(plan, chunks))
+        self.masters = list(_master_parameters(optimizer, {held.parameter: held for held in self.held}))
 
     def weights(self) -> list[Shard]:
         return [
@@ -113,22 +122,24 @@ class State:
         return [
             shard
             for master in self.masters
-            for name in kept(master.inner)
+            for name in state_names(master.inner)
             if (tensor := master.inner.state.get(master.tensor, {}).get(name)) is not None
             for shard in self._of_master(master, name, tensor)
         ]
 
-    def _of_master(self, master: Master, state: str, tensor: torch.Tensor) -> Iterator[Shard]:
+    def _of_master(self, master: MasterParameter, state: str, tensor: torch.Tensor) -> Iterator[Shard]:
         copies = master.held.ranges if master.ranged else master.held.whole
         return self._of(master.held, state, tensor.detach().view(-1), master.start, copies)
 
-    def _of(self, held: Held, state: str, flat: torch.Tensor, start: int, copies: Copies) -> Iterator[Shard]:
+    def _of(
+        self, held: LocalParameter, state: str, flat: torch.Tensor, start: int, copies: ReplicaIndex
+    ) -> Iterator[Shard]:
         """``flat`` has the elements from ``start`` on of the parameter's local tensor."""
         at = 0
         for box in flat_boxes(held.local.shape, start, start + flat.numel()):
             data = flat[at : at + box.numel].view(box.shape)
             at += box.numel
-            for part in inside(held.local.parts, box.offset, box.shape):
+            for part in intersect_parts(held.local.parts, box.offset, box.shape):
                 yield Shard(
                     TensorKey(state, part.canonical),
                     self._shapes[part.canonical],
@@ -140,7 +151,7 @@ class State:
                 )
 
 
-def kept(inner: torch.optim.Optimizer) -> tuple[str, ...]:
+def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
     """States of parameter shape that the optimizer keeps once it has stepped. Any Adam calls them by the same names."""
     if "betas" in inner.defaults:
         return (EXP_AVG, EXP_AVG_SQ)
@@ -154,10 +165,10 @@ def inner_optimizers(optimizer: Any) -> Iterator[Any]:
             yield part
 
 
-def _held(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[Held]:
+def _local_parameters(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[LocalParameter]:
     assert plan.shape is not None
     assert plan.megatron is not None
-    tensors = by_name(get(plan.shape.family).megatron(plan.shape))
+    tensors = tensors_by_name(get_family(plan.shape.family).megatron_tensors(plan.shape))
     rows = plan.megatron["model"]["vocab_size"]
     tied = plan.axes.pipeline > 1 and OUTPUT in tensors and tensors[OUTPUT].name == EMBEDDING
     for chunk in chunks:
@@ -170,14 +181,22 @@ def _held(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[Held]:
                 if expert
                 else parallel_state.get_tensor_model_parallel_group()
             )
-            held = local(tensor, group.rank(), group.size(), rows if tensor.cut is Cut.vocabulary else None)
+            held = local_tensor(
+                tensor, group.rank(), group.size(), rows if tensor.cut is TensorCut.vocabulary else None
+            )
             assert held.shape == tuple(parameter.shape), (
                 f"{name}: Megatron-core has {tuple(parameter.shape)}, the map {held.shape}"
             )
-            over_tensor = Copies(group.rank(), group.size()) if tensor.cut is Cut.whole else Copies(0, 1)
+            over_tensor = (
+                ReplicaIndex(group.rank(), group.size())
+                if tensor.cut is TensorCut.whole
+                else ReplicaIndex(0, 1)
+            )
             peers = _data_group(expert)
-            whole = Copies(over_tensor.number * peers.size() + peers.rank(), over_tensor.count * peers.size())
-            yield Held(
+            whole = ReplicaIndex(
+                over_tensor.number * peers.size() + peers.rank(), over_tensor.count * peers.size()
+            )
+            yield LocalParameter(
                 parameter,
                 held,
                 whole,
@@ -186,7 +205,7 @@ def _held(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[Held]:
                 tied=tied and tensor.name == EMBEDDING,
                 name=tensor.name,
                 data_ranks=_ranks(peers),
-                tensor_ranks=_ranks(group) if tensor.cut is Cut.whole else (dist.get_rank(),),
+                tensor_ranks=_ranks(group) if tensor.cut is TensorCut.whole else (dist.get_rank(),),
             )
 
 
@@ -217,16 +236,20 @@ def global_name(chunk: nn.Module, name: str) -> str:
     return name
 
 
-def _masters(optimizer: Any, held: Mapping[nn.Parameter, Held]) -> Iterator[Master]:
+def _master_parameters(
+    optimizer: Any, held: Mapping[nn.Parameter, LocalParameter]
+) -> Iterator[MasterParameter]:
     for part in inner_optimizers(optimizer):
         groups = {tensor: group for group in part.optimizer.param_groups for tensor in group["params"]}
         if hasattr(part, "model_param_group_index_map"):
             for parameter, (group, place) in part.model_param_group_index_map.items():
                 tensor = part.optimizer.param_groups[group]["params"][place]
                 start = part._get_model_param_range_map(parameter)["param"].start
-                yield Master(held[parameter], tensor, start, part.optimizer, groups[tensor], ranged=True)
+                yield MasterParameter(
+                    held[parameter], tensor, start, part.optimizer, groups[tensor], ranged=True
+                )
             continue
         for parameter, own in held.items():
             tensor = getattr(parameter, "main_param", parameter)
             if tensor in groups:
-                yield Master(own, tensor, 0, part.optimizer, groups[tensor], ranged=False)
+                yield MasterParameter(own, tensor, 0, part.optimizer, groups[tensor], ranged=False)

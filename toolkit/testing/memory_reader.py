@@ -19,7 +19,7 @@ class MemoryReader:
         self._state, self.scalars = dict(state), copy.deepcopy(dict(scalars))
 
     @staticmethod
-    def of(engine: Engine) -> MemoryReader:
+    def from_engine(engine: Engine) -> MemoryReader:
         """A copy of the state of an engine of one rank."""
         return MemoryReader(
             {shard.key: shard.data.detach().clone() for shard in engine.shards()}, engine.scalars()

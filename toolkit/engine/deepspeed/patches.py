@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from toolkit.plan.types import Device
 
 
-def load(device: Device, local_rank: int) -> ModuleType:
+def import_deepspeed(device: Device, local_rank: int) -> ModuleType:
     """Import DeepSpeed for ``device`` and make it adopt the process group that exists. Returns the package."""
     assert dist.is_initialized(), "the process group is made before the engine"
     # Without it the accelerator is guessed from what happens to be installed: a CPU run on a GPU machine would not start.
@@ -36,8 +37,8 @@ def load(device: Device, local_rank: int) -> ModuleType:
         _import_muon_without_compiling()
         _allow_fp16_on_any_cpu(deepspeed.DeepSpeedEngine)
     silence_memory_reports()
-    if deepspeed.comm.comm.cdb is not None and not _adopted_group_lives():
-        _forget_groups()
+    if deepspeed.comm.comm.cdb is not None and not _adopted_group_is_current():
+        _release_stale_groups()
     deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
     _adopted_group.append(dist.group.WORLD)
     return deepspeed
@@ -46,11 +47,11 @@ def load(device: Device, local_rank: int) -> ModuleType:
 _adopted_group: list[object] = []  # the process group that DeepSpeed's caches belong to
 
 
-def _adopted_group_lives() -> bool:
+def _adopted_group_is_current() -> bool:
     return bool(_adopted_group) and _adopted_group[-1] is dist.group.WORLD
 
 
-def _forget_groups() -> None:
+def _release_stale_groups() -> None:
     """DeepSpeed caches its groups in module globals; after a new ``init_process_group`` they name dead ones."""
     import deepspeed.comm
     from deepspeed.utils import groups
@@ -60,7 +61,7 @@ def _forget_groups() -> None:
     _adopted_group.clear()
 
 
-def forget_axes() -> None:
+def release_parallel_groups() -> None:
     """DeepSpeed keeps the groups of an engine's axes for the process: the next engine in it, of other axes, would reduce its
     gradients over them. Their process groups live as long as the world's."""
     from deepspeed.module_inject.layers import set_autotp_mode
@@ -107,7 +108,7 @@ def _allow_fp16_on_any_cpu(engine: Any) -> None:
 
 
 @contextmanager
-def muon_update_norms() -> Iterator[list[torch.Tensor]]:
+def capture_muon_update_norms() -> Iterator[list[torch.Tensor]]:
     """Around a step without ZeRO: the norm of each matrix's update, in the list when the step is done.
 
     ZeRO 1 to 3 replace gradients by Muon's updates before they take the norm. Without ZeRO the updates exist only inside the step.
@@ -129,7 +130,7 @@ def muon_update_norms() -> Iterator[list[torch.Tensor]]:
         muon_optimizer.muon_update = make
 
 
-def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:
+def defer_loss_scale_growth(optimizer: Any) -> Callable[[], None]:
     """Keep the loss scale unchanged while a step uses it; the returned function, called after the step, lets it grow.
 
     ZeRO updates the scale before it unscales and clips the gradients. In the step in which the scale doubles, gradients that
@@ -158,7 +159,7 @@ def grow_loss_scale_after_step(optimizer: Any) -> Callable[[], None]:
     return settle
 
 
-def make_skippable(optimizer: Any) -> None:
+def allow_skipping_steps(optimizer: Any) -> None:
     """Without ZeRO: skip the update while ``optimizer.overflow`` is true. DeepSpeed's engine reads it after each step.
 
     ZeRO's optimizers have that attribute and skip a step whose gradient norm is not finite; a plain optimizer has not.
@@ -171,7 +172,7 @@ def make_skippable(optimizer: Any) -> None:
     optimizer.overflow, optimizer.step = False, step
 
 
-def forget_secondary_partitions(module: torch.nn.Module) -> None:
+def drop_secondary_partitions(module: torch.nn.Module) -> None:
     """Under ZeRO++'s hpZ each group of ranks keeps a second copy of the weights, and a parameter that has one is gathered from it.
 
     DeepSpeed fills the copies whenever it cuts parameters, so those made before ``engine.load`` hold what the memory held before (NaN
@@ -194,7 +195,7 @@ def divide_loss_scale(optimizer: Any, ranks: int) -> None:
         scaler.min_scale /= ranks
 
 
-def loss_scale(optimizer: Any, ranks: int) -> float:
+def run_loss_scale(optimizer: Any, ranks: int) -> float:
     """The run's, after :func:`divide_loss_scale`; 1 where nothing is scaled."""
     scaler = getattr(optimizer, "loss_scaler", None)
     return float(scaler.cur_scale) * ranks if scaler is not None and scaler.dynamic else 1.0
@@ -207,7 +208,7 @@ def silence_memory_reports() -> None:
     bf16_optimizer.see_memory_usage = lambda *_args, **_settings: None
 
 
-def number_from_zero() -> None:
+def reset_zero3_counters() -> None:
     """ZeRO 3 numbers modules and parameters over all engines that a process ever made, and ranks compare the numbers: ranks
     with different pasts (tests that share them) would be told that their models differ."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -227,7 +228,7 @@ def restore_linear() -> None:
         torch.nn.functional.linear = Patched.linear_bk
 
 
-def unwind(parts: Collection[torch.nn.Module]) -> None:
+def remove_from_module_stack(parts: Collection[torch.nn.Module]) -> None:
     """Take ``parts`` off ZeRO 3's global stack of running modules.
 
     A module is pushed before its forward and popped after it, but activation checkpointing stops its recomputation as soon as it
@@ -240,7 +241,7 @@ def unwind(parts: Collection[torch.nn.Module]) -> None:
     stack[:] = [entry for entry in stack if entry not in gone]
 
 
-def empty(engine: Any) -> None:
+def release_zero3_engine(engine: Any) -> None:
     """Take out of a closed engine of ZeRO 3 what is large: weights, optimizer, groups.
 
     It defines classes of autograd functions for every module, which hold the module and the engine and which torch never lets go. A
@@ -255,3 +256,69 @@ def empty(engine: Any) -> None:
     engine.optimizer.parameter_offload.__dict__.clear()
     engine.optimizer.__dict__.clear()
     vars(engine).update(optimizer=None, mpu=None)
+
+
+def clip_by_pipeline_norm(engine: Any) -> Callable[[], float]:
+    """Without ZeRO: clip by the gradient norm of the whole model, and skip the step if it is not finite. The returned
+    function gives the last step's norm, before clipping.
+
+    DeepSpeed takes a stage for a rank of tensor parallelism and counts what is not cut on its first rank: it clips all stages by the
+    norm of the first one (3e-3 of the loss after 20 steps), and without clipping reports none.
+    """
+    norm = 0.0
+    take, clip = engine._take_model_step, engine.gradient_clipping()
+    allow_skipping_steps(engine.optimizer)
+
+    def measured(lr_kwargs: Any = None) -> None:
+        nonlocal norm
+        parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
+        # A tied weight is on two stages, with the same gradient.
+        square = (
+            torch.nn.utils.get_total_norm([p.grad for p in parameters if not p.ds_pipe_replicated])
+            .double()
+            .square()
+        )
+        dist.all_reduce(square, group=engine.grid.get_pipe_parallel_group())
+        norm = float(square.sqrt())
+        engine.optimizer.overflow = not math.isfinite(norm)
+        if clip > 0 and not engine.optimizer.overflow:
+            factor = 1.0 / max((norm + 1e-6) / clip, 1.0)
+            for parameter in parameters:
+                parameter.grad.mul_(factor)
+        take(lr_kwargs)
+
+    engine.clip_fp32_gradients = lambda: None
+    engine._take_model_step = measured
+    return lambda: norm
+
+
+def disable_timers(engine: Any) -> None:
+    """Every step adds to a list of times that is emptied when they are printed, and they are not printed."""
+    from deepspeed.utils.timer import NoopTimer
+
+    if not engine.wall_clock_breakdown():
+        engine.timers = NoopTimer()
+
+
+def set_gradient_accumulation(engine: Any, micro_batches: int) -> None:
+    """For the next steps, in a batch ramp. ZeRO has a copy of the number that DeepSpeed forgets."""
+    engine.set_train_batch_size(
+        engine.train_micro_batch_size_per_gpu() * micro_batches * engine.dp_world_size
+    )
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = micro_batches
+
+
+def drop_last_step(engine: Any) -> None:
+    """The last stage keeps the last micro-batch's loss, a hook of which holds the engine: a circle that torch hides from Python, so that
+    no closed engine would go, nor its groups."""
+    engine.loss = engine.total_loss = None
+    for buffers in engine.pipe_buffers.values():
+        buffers.clear()
+
+
+def drop_pipeline_grid() -> None:
+    """The module that sends activations keeps the grid of the last engine, and its groups with it: the process's threads add up."""
+    from deepspeed.runtime.pipe import p2p
+
+    p2p._grid = p2p._groups = None

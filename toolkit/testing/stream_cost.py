@@ -26,7 +26,7 @@ WEIGHTS = (
 )  # of the three sources of a mixture, before and after half of the first epoch
 
 
-class Invented:
+class SyntheticTokens:
     """Any number of tokens, in no memory: each is a hash of its place."""
 
     token_bytes = 2
@@ -51,24 +51,25 @@ class Invented:
         return [row.tobytes() for row in rows]
 
 
-def invented_stream(samples: int, *, mixed: bool) -> Stream:
+def synthetic_stream(samples: int, *, mixed: bool) -> Stream:
     """Rank 3 of 128, over sources that have ``samples`` in all."""
     stages = (RampStage(GLOBAL_BATCH, 0, 0, None),)
     batch = BatchPlan(micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH, data_parallel=RANKS, stages=stages)
     if not mixed:
-        windows = TokenWindows(Invented(samples * LENGTH), LENGTH, 0)
+        windows = TokenWindows(SyntheticTokens(samples * LENGTH), LENGTH, 0)
         return Stream({"train": windows}, None, seed=0, batch=batch, data_rank=3)
     tables = [tuple(Fraction(str(weight)) for weight in weights) for weights in WEIGHTS]
     mixture = Mixture([Phase(0, tables[0]), Phase(samples // 2, tables[1])], 0)
     names = ("code", "maths", "web")
     sources = {
-        name: TokenWindows(Invented(samples // 3 * LENGTH), LENGTH, source_seed(0, name)) for name in names
+        name: TokenWindows(SyntheticTokens(samples // 3 * LENGTH), LENGTH, source_seed(0, name))
+        for name in names
     }
     return Stream(sources, mixture, seed=0, batch=batch, data_rank=3)
 
 
 @dataclass(frozen=True, slots=True)
-class FlatCost:
+class StreamCost:
     """
     Attributes:
         first_batch_seconds: from nothing to the micro-batches of the first step: 8 windows of 2,048 tokens.
@@ -85,7 +86,7 @@ class FlatCost:
     state_bytes: int
 
 
-def flat_cost(samples: int, *, mixed: bool, rounds: int = 5) -> FlatCost:
+def measure_stream_cost(samples: int, *, mixed: bool, rounds: int = 5) -> StreamCost:
     """Of an index of ``samples``; seconds are the best of ``rounds``, which other work on the machine disturbs least."""
     late = 5 * samples // 2 // GLOBAL_BATCH
     first = min(_seconds(samples, mixed, 0) for _ in range(rounds))
@@ -94,14 +95,14 @@ def flat_cost(samples: int, *, mixed: bool, rounds: int = 5) -> FlatCost:
     _seconds(samples, mixed, late)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    stream = invented_stream(samples, mixed=mixed)
+    stream = synthetic_stream(samples, mixed=mixed)
     state = {"step": late, "samples": stream.first_sample(late), "fingerprint": stream.fingerprint()}
-    return FlatCost(samples, mixed, first, resume, peak, len(json.dumps(state)))
+    return StreamCost(samples, mixed, first, resume, peak, len(json.dumps(state)))
 
 
 def _seconds(samples: int, mixed: bool, step: int) -> float:
     began = time.perf_counter()
-    stream = invented_stream(samples, mixed=mixed)
+    stream = synthetic_stream(samples, mixed=mixed)
     steps = stream.steps(step)  # held, so that closing waits for its thread
     (batch,) = next(steps)
     seconds = time.perf_counter() - began

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def visible(
+def document_causal_mask(
     position_ids: torch.Tensor, queries: torch.Tensor | None = None, keys: torch.Tensor | None = None
 ) -> torch.Tensor:
     """bool [batch, 1, queries, keys]: True where the key is in the query's document and not after it.

@@ -14,29 +14,29 @@ from collections.abc import Iterator
 
 import torch
 
-from toolkit.engine.copies import EXPERT_STATE, EXPERTS, STATE, TIED, WEIGHTS, uncut
-from toolkit.engine.megatron.state import EXPERT, Held, State
+from toolkit.engine.megatron.state import EXPERT, LocalParameter, MegatronState
+from toolkit.engine.replicas import EXPERT_STATE, EXPERTS, STATE, TIED, WEIGHTS, replicated_over_tensor
 from toolkit.layout.axes import Axes, Axis
 
-Found = tuple[str, tuple[int, ...], str, torch.Tensor]  # as copies.together takes it
+ReplicaTensor = tuple[str, tuple[int, ...], str, torch.Tensor]  # as copies.together takes it
 
 
-def weights(state: State, axes: Axes, rank: int) -> Iterator[Found]:
+def weights(state: MegatronState, axes: Axes, rank: int) -> Iterator[ReplicaTensor]:
     stages = axes.peers(rank, (Axis.PIPELINE,))
     for held in state.held:
-        ranks = _everywhere(held, rank)
+        ranks = _all_holders(held, rank)
         if held.tied:
             ends = tuple(sorted({peer + end - rank for peer in ranks for end in (stages[0], stages[-1])}))
             yield TIED, ends, held.name, held.parameter
         else:
-            yield _called(EXPERTS if _expert(held) else WEIGHTS, held), ranks, held.name, held.parameter
+            yield _kind(EXPERTS if _is_expert(held) else WEIGHTS, held), ranks, held.name, held.parameter
 
 
-def kept(state: State, rank: int, device: torch.device) -> Iterator[Found]:
+def optimizer_state(state: MegatronState, rank: int, device: torch.device) -> Iterator[ReplicaTensor]:
     """Of what the optimizer keeps on ``device``."""
     for master in state.masters:
         held = master.held
-        ranks = held.tensor_ranks if master.ranged else _everywhere(held, rank)
+        ranks = held.tensor_ranks if master.ranged else _all_holders(held, rank)
         # In fp32 the master is the weight, or a range of it.
         same = master.tensor.untyped_storage().data_ptr() == held.parameter.untyped_storage().data_ptr()
         own = {} if same else {"master": master.tensor}
@@ -47,7 +47,7 @@ def kept(state: State, rank: int, device: torch.device) -> Iterator[Found]:
         }
         for name, tensor in (own | moments).items():
             if tensor.device == device:
-                what = _called(EXPERT_STATE if _expert(held) else STATE, held)
+                what = _kind(EXPERT_STATE if _is_expert(held) else STATE, held)
                 yield (
                     what,
                     ranks,
@@ -56,14 +56,14 @@ def kept(state: State, rank: int, device: torch.device) -> Iterator[Found]:
                 )
 
 
-def _everywhere(held: Held, rank: int) -> tuple[int, ...]:
+def _all_holders(held: LocalParameter, rank: int) -> tuple[int, ...]:
     """Ranks are linear in their coordinates, so those along two axes are all sums of a step along each."""
     return tuple(sorted(data + tensor - rank for data in held.data_ranks for tensor in held.tensor_ranks))
 
 
-def _called(what: str, held: Held) -> str:
-    return uncut(what) if len(held.tensor_ranks) > 1 else what
+def _kind(what: str, held: LocalParameter) -> str:
+    return replicated_over_tensor(what) if len(held.tensor_ranks) > 1 else what
 
 
-def _expert(held: Held) -> bool:
+def _is_expert(held: LocalParameter) -> bool:
     return EXPERT.search(held.name) is not None

@@ -14,47 +14,47 @@ from typing import Any
 
 from toolkit.testing.matrix import ALL, TOLERANCE
 from toolkit.testing.measure import Differences
-from toolkit.testing.verify import Row, Verdict
+from toolkit.testing.verify import ParityRow, ParityVerdict
 
 FORMAT = 1
 FIGURES = ("loss", "norm", "gradient", "weight", "evaluation")
 
 
-def read(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[ParityRow]:
     """The rows of an earlier run whose cells are still in the matrix; none where there is no file."""
     if not path.exists():
         return []
     known = {cell.name for cell in ALL}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return [_row(row) for row in rows if row["cell"] in known]
+    return [_parse_row(row) for row in rows if row["cell"] in known]
 
 
-def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+def merge_rows(old: Iterable[ParityRow], new: Iterable[ParityRow]) -> list[ParityRow]:
     """In the order of the matrix. A cell that could not run here does not replace one that did."""
     found = {_key(row): row for row in old}
     for row in new:
-        if row.verdict is not Verdict.NOT_RUN or _key(row) not in found:
+        if row.verdict is not ParityVerdict.NOT_RUN or _key(row) not in found:
             found[_key(row)] = row
     order = {cell.name: place for place, cell in enumerate(ALL)}
     return sorted(found.values(), key=lambda row: (row.device, order[row.cell], row.case))
 
 
-def write_json(rows: Sequence[Row], path: Path) -> None:
+def write_json(rows: Sequence[ParityRow], path: Path) -> None:
     """A line a row, so that what changed is seen in a diff."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
     path.write_text(f'{{"format": {FORMAT}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
-def write_markdown(rows: Sequence[Row], path: Path) -> None:
+def write_markdown(rows: Sequence[ParityRow], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(markdown(rows), encoding="utf-8")
+    path.write_text(format_markdown(rows), encoding="utf-8")
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def format_markdown(rows: Sequence[ParityRow]) -> str:
     parts = [HEAD.format(**{name: f"{getattr(TOLERANCE, name):.0e}" for name in FIGURES})]
     for device in sorted({row.device for row in rows}):
-        parts.append(_of_device(device, [row for row in rows if row.device == device]))
+        parts.append(_format_device(device, [row for row in rows if row.device == device]))
     ran_on_gpu = {row.cell for row in rows if row.device == "cuda" and row.differences is not None}
     never = [cell.name for cell in ALL if cell.name not in ran_on_gpu]
     told = "all of them" if len(never) == len(ALL) else ", ".join(f"`{name}`" for name in never) or "none"
@@ -81,11 +81,11 @@ may choose another expert where two are as close as rounding: from that step on 
 """
 
 
-def _of_device(device: str, rows: Sequence[Row]) -> str:
+def _format_device(device: str, rows: Sequence[ParityRow]) -> str:
     ran = [row for row in rows if row.differences is not None]
     counts = ", ".join(
         f"{sum(row.verdict is verdict for row in rows)} {verdict}"
-        for verdict in Verdict
+        for verdict in ParityVerdict
         if any(row.verdict is verdict for row in rows)
     )
     lines = [
@@ -107,12 +107,12 @@ def _of_device(device: str, rows: Sequence[Row]) -> str:
     told = [row for row in rows if row.cause]
     if told:
         lines += ["What a verdict rests on:", ""]
-        lines += [f"- `{row.cell}` {row.case}, {row.verdict}: {_one_line(row.cause)}" for row in told]
+        lines += [f"- `{row.cell}` {row.case}, {row.verdict}: {_last_line(row.cause)}" for row in told]
         lines.append("")
     return "\n".join(lines)
 
 
-def _provenance(rows: Sequence[Row]) -> str:
+def _provenance(rows: Sequence[ParityRow]) -> str:
     versions: dict[str, set[str]] = {}
     for row in rows:
         for name, version in row.versions.items():
@@ -123,7 +123,7 @@ def _provenance(rows: Sequence[Row]) -> str:
     return f"{', '.join(sorted({row.hardware for row in rows}))}; {told}; {when}."
 
 
-def _largest(rows: Sequence[Row]) -> str:
+def _largest(rows: Sequence[ParityRow]) -> str:
     """Of every figure, with the cell that has it."""
     told = []
     for name in FIGURES:
@@ -138,22 +138,22 @@ def _figure(differences: Differences | None, name: str) -> str:
     return "" if value is None else f"{value:.1e}"
 
 
-def _one_line(text: str) -> str:
+def _last_line(text: str) -> str:
     """Of a traceback, its last line."""
     return text.strip().splitlines()[-1]
 
 
-def _row(held: dict[str, Any]) -> Row:
+def _parse_row(held: dict[str, Any]) -> ParityRow:
     differences = held["differences"]
-    return Row(
+    return ParityRow(
         **{
             **held,
-            "verdict": Verdict(held["verdict"]),
+            "verdict": ParityVerdict(held["verdict"]),
             "tolerance": Differences(**held["tolerance"]),
             "differences": None if differences is None else Differences(**differences),
         }
     )
 
 
-def _key(row: Row) -> tuple[str, str, str]:
+def _key(row: ParityRow) -> tuple[str, str, str]:
     return row.cell, row.case, row.device

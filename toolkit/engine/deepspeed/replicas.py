@@ -16,24 +16,24 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.shard import WEIGHT
-from toolkit.engine.copies import EXPERTS, STATE, TIED, WEIGHTS, uncut
-from toolkit.engine.deepspeed import load as moving
-from toolkit.engine.deepspeed.state import Partition, Place
+from toolkit.engine.deepspeed import state
+from toolkit.engine.deepspeed.partitions import ParameterBox, ZeroPartition
+from toolkit.engine.replicas import EXPERTS, STATE, TIED, WEIGHTS, replicated_over_tensor
 from toolkit.layout.axes import Axes, Axis
 
-Found = tuple[str, tuple[int, ...], str, torch.Tensor]  # as copies.together takes it
-ZEROS = (Axis.CONTEXT, Axis.DATA)  # along which ZeRO's ranks differ
+ReplicaTensor = tuple[str, tuple[int, ...], str, torch.Tensor]  # as replicas.together takes it
+ZERO_AXES = (Axis.CONTEXT, Axis.DATA)  # along which ZeRO's ranks differ
 
 
 def weights(
-    places: Mapping[torch.Tensor, Place], axes: Axes, rank: int, tied: Collection[torch.Tensor] = ()
-) -> Iterator[Found]:
+    places: Mapping[torch.Tensor, ParameterBox], axes: Axes, rank: int, tied: Collection[torch.Tensor] = ()
+) -> Iterator[ReplicaTensor]:
     """Of ZeRO 0 to 2.
 
     Args:
         tied: over a pipeline.
     """
-    same, wider = axes.peers(rank, ZEROS), axes.peers(rank, (*ZEROS, Axis.TENSOR))
+    same, wider = axes.peers(rank, ZERO_AXES), axes.peers(rank, (*ZERO_AXES, Axis.TENSOR))
     experts = tuple(peer for peer in same if peer % axes.expert == rank % axes.expert)
     stages = axes.peers(rank, (Axis.PIPELINE,))
     ends = tuple(sorted({peer + end - rank for peer in same for end in (stages[0], stages[-1])}))
@@ -44,27 +44,27 @@ def weights(
         elif getattr(parameter, "allreduce", True) is False:
             yield EXPERTS, experts, place.name, parameter
         elif place.replicas > 1:
-            yield uncut(WEIGHTS), wider, place.name, parameter
+            yield replicated_over_tensor(WEIGHTS), wider, place.name, parameter
         else:
             yield WEIGHTS, same, place.name, parameter
 
 
-def state(
+def optimizer_state(
     optimizer: Any,
-    partitions: Sequence[Partition],
+    partitions: Sequence[ZeroPartition],
     axes: Axes,
     rank: int,
     *,
     stage: int,
     device: torch.device,
-) -> Iterator[Found]:
+) -> Iterator[ReplicaTensor]:
     """Of what the optimizer keeps on ``device``: nothing that is offloaded, and not Muon's whole matrices, of which several ranges have
     a part."""
     if any(partition.whole for partition in partitions):
         return
-    along = ZEROS if stage == 0 else ()
+    along = ZERO_AXES if stage == 0 else ()
     same, wider = axes.peers(rank, along), axes.peers(rank, (*along, Axis.TENSOR))
-    for shard in moving.shards(optimizer, partitions):
+    for shard in state.shards(optimizer, partitions):
         if shard.data.device != device or (stage < 3 and shard.key.state == WEIGHT):
             continue
         name = (
@@ -73,6 +73,6 @@ def state(
             else f"{shard.key} from {list(shard.box.offset)}"
         )
         if shard.replicas == len(wider) and axes.tensor > 1:
-            yield uncut(STATE), wider, name, shard.data
+            yield replicated_over_tensor(STATE), wider, name, shard.data
         elif shard.replicas == len(same):
             yield STATE, same, name, shard.data

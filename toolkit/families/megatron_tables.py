@@ -1,4 +1,4 @@
-"""What families make their tables of Megatron-core's tensors of. Names are relative to a block until :func:`in_layer`."""
+"""What families make their tables of Megatron-core's tensors of. Names are relative to a block until :func:`move_to_layer`."""
 
 from __future__ import annotations
 
@@ -6,31 +6,40 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from toolkit.families.base import ModelShape, Traits
-from toolkit.families.megatron import Cut, MegatronTensor, Part
+from toolkit.families.base import FamilyTraits, ModelShape
+from toolkit.families.megatron import MegatronTensor, TensorCut, TensorPart
 
 
-def same(
-    name: str, canonical: str, shape: tuple[int, ...], cut: Cut = Cut.whole, *, transposed: bool = False
+def rename_tensor(
+    name: str,
+    canonical: str,
+    shape: tuple[int, ...],
+    cut: TensorCut = TensorCut.whole,
+    *,
+    transposed: bool = False,
 ) -> MegatronTensor:
     """One canonical tensor under another name; ``shape`` is the Megatron-core tensor's."""
     extent = shape[::-1] if transposed else shape
     return MegatronTensor(
-        name, shape, (Part(canonical, (0,) * len(shape), extent, (0,) * len(shape), transposed),), cut
+        name, shape, (TensorPart(canonical, (0,) * len(shape), extent, (0,) * len(shape), transposed),), cut
     )
 
 
-def stacked(name: str, canonical: tuple[str, ...], shape: tuple[int, int], cut: Cut) -> MegatronTensor:
+def stack_rows(
+    name: str, canonical: tuple[str, ...], shape: tuple[int, int], cut: TensorCut
+) -> MegatronTensor:
     """Canonical tensors of ``shape``, each, one below the other."""
     rows, columns = shape
-    parts = tuple(Part(one, (0, 0), shape, (index * rows, 0)) for index, one in enumerate(canonical))
+    parts = tuple(TensorPart(one, (0, 0), shape, (index * rows, 0)) for index, one in enumerate(canonical))
     return MegatronTensor(name, (len(canonical) * rows, columns), parts, cut)
 
 
-def expert(name: str, canonical: str, shape: tuple[int, int], cut: Cut, number: int) -> MegatronTensor:
+def expert_tensor(
+    name: str, canonical: str, shape: tuple[int, int], cut: TensorCut, number: int
+) -> MegatronTensor:
     """Expert ``number`` of a canonical tensor ``[E, *shape]``."""
     return MegatronTensor(
-        name, shape, (Part(canonical, (number, 0, 0), (1, *shape), (0, 0)),), cut, expert=number
+        name, shape, (TensorPart(canonical, (number, 0, 0), (1, *shape), (0, 0)),), cut, expert=number
     )
 
 
@@ -47,13 +56,13 @@ def query_groups(shape: ModelShape) -> Iterator[tuple[str, int, int, int]]:
             row += rows
 
 
-def in_layer(tensor: MegatronTensor, layer: int, prefix: str) -> MegatronTensor:
+def move_to_layer(tensor: MegatronTensor, layer: int, prefix: str) -> MegatronTensor:
     """``tensor``, named within a block, as that of block ``layer``; ``prefix`` is the block's in canonical names."""
     parts = tuple(replace(part, canonical=prefix + part.canonical) for part in tensor.parts)
     return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}", parts=parts, layer=layer)
 
 
-def config(shape: ModelShape, traits: Traits) -> dict[str, Any]:
+def transformer_config(shape: ModelShape, traits: FamilyTraits) -> dict[str, Any]:
     """See ``Family.megatron_config``."""
     found: dict[str, Any] = {
         "normalization": traits.norm.value,

@@ -59,7 +59,7 @@ class InitialWeights:
         for path, module in self._skeleton.named_modules():
             names = {name: f"{path}.{name}" if path else name for name in module._parameters}
             if any(name in wanted for name in names.values()):
-                with _materialised(module):
+                with _materialize(module):
                     self._initialise(path, module)
                     _copy(
                         {names[name]: weight for name, weight in module.named_parameters(recurse=False)},
@@ -88,7 +88,7 @@ class InitialWeights:
 
 
 @contextmanager
-def _materialised(module: nn.Module) -> Iterator[None]:
+def _materialize(module: nn.Module) -> Iterator[None]:
     """The module's own parameters have memory inside, and are on meta again after."""
     meta = dict(module._parameters)
     for name, parameter in meta.items():

@@ -29,16 +29,16 @@ SIZES = (
 )
 
 
-def model_of_config(family: Family, config: Mapping[str, Any], file: object) -> ModelConfig:
+def parse_model_config(family: Family, config: Mapping[str, Any], file: object) -> ModelConfig:
     """What ``config.json`` says. ``file``: its path, for errors.
 
     Raises:
         InputError: a size is missing, is no whole number, or is out of bounds; or it is a variant that the family does not cover.
     """
-    return _checked(lambda: family.from_hugging_face_config(config), file)
+    return _check_sizes(lambda: family.from_hugging_face_config(config), file)
 
 
-def shape_of(sizes: Mapping[str, Any], file: object) -> ModelShape:
+def parse_model_shape(sizes: Mapping[str, Any], file: object) -> ModelShape:
     """What this toolkit recorded of a model; what a later version added is passed over. ``file``: where, for errors.
 
     Raises:
@@ -50,18 +50,18 @@ def shape_of(sizes: Mapping[str, Any], file: object) -> ModelShape:
     given: dict[str, Any] = {
         name: value or None if name in experts else value for name, value in known.items()
     }
-    _checked(lambda: ModelConfig(**given), file)
+    _check_sizes(lambda: ModelConfig(**given), file)
     try:
         shape = ModelShape(**known)
     except TypeError as error:
-        raise _wrong(file, str(error)) from error
+        raise _invalid_file(file, str(error)) from error
     missing = [name for name in SIZES if getattr(shape, name) is None]
     if missing:
-        raise _wrong(file, f"{missing[0]} is missing")
+        raise _invalid_file(file, f"{missing[0]} is missing")
     return shape
 
 
-def _checked(make: Callable[[], ModelConfig], file: object) -> ModelConfig:
+def _check_sizes(make: Callable[[], ModelConfig], file: object) -> ModelConfig:
     try:
         model = make()
     except InputError:
@@ -77,13 +77,13 @@ def _checked(make: Callable[[], ModelConfig], file: object) -> ModelConfig:
         seen = (
             f"{problem.seen} ({problem.rule})" if problem is not None else f"{type(error).__name__}: {error}"
         )
-        raise _wrong(file, seen) from error
+        raise _invalid_file(file, seen) from error
     for name in SIZES:
         value = getattr(model, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise _wrong(file, f"{name}={value!r:.80}")
+            raise _invalid_file(file, f"{name}={value!r:.80}")
     return model
 
 
-def _wrong(file: object, seen: str) -> InputError:
+def _invalid_file(file: object, seen: str) -> InputError:
     return InputError(Problem(str(file), f"{file}: {seen}", RULE, REMEDY))

@@ -18,22 +18,22 @@ import torch
 from torch import nn
 
 
-def reach(loss: torch.Tensor, module: nn.Module) -> torch.Tensor:
+def connect_all_parameters(loss: torch.Tensor, module: nn.Module) -> torch.Tensor:
     """The same loss, whose backward gives every trainable parameter of ``module`` a gradient, zero if no other.
 
     For ZeRO 1 and 2. Under ZeRO 3 a parameter has its shape only while its module runs, and all ranks must run the same
     modules: a branch that depends on the samples cannot train there.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    reached: torch.Tensor = _Reach.apply(loss, *parameters)
+    reached: torch.Tensor = _ConnectAllParameters.apply(loss, *parameters)
     return reached
 
 
-def in_order(optimizer: Any) -> Callable[[], None]:
+def reduce_in_fixed_order(optimizer: Any) -> Callable[[], None]:
     """Let ZeRO 2 reduce gradients in one fixed order, last parameter first; the returned function is called before a backward.
 
     It reduces them as they come, side by side in buckets, and they come in another order where a branch is not taken: ranks
-    would add up gradients of different parameters. With :func:`reach` each gradient comes, so none waits for ever.
+    would add up gradients of different parameters. With :func:`connect_all_parameters` each gradient comes, so none waits for ever.
     """
     order = [
         (parameter, number) for number, group in enumerate(optimizer.bit16_groups) for parameter in group
@@ -58,7 +58,7 @@ def in_order(optimizer: Any) -> Callable[[], None]:
     return begin
 
 
-class _Reach(torch.autograd.Function):
+class _ConnectAllParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.like = [(parameter.new_zeros(()), parameter.shape) for parameter in parameters]
@@ -70,7 +70,7 @@ class _Reach(torch.autograd.Function):
         return (*gradients, *(zero.expand(shape) for zero, shape in ctx.like))
 
 
-def forget(optimizer: Any) -> None:
+def zero_gradient_buffers(optimizer: Any) -> None:
     """Before the first micro-batch of a step: no buffer holds a gradient of an earlier step."""
     flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if flat is None:
@@ -83,7 +83,7 @@ def forget(optimizer: Any) -> None:
 
 
 @contextmanager
-def kept_of_earlier(optimizer: Any, last: bool) -> Iterator[None]:
+def keep_earlier_gradients(optimizer: Any, last: bool) -> Iterator[None]:
     """Around a backward: under ZeRO 3 with the optimizer offloaded, the last one of a step hands over the gradients of the
     parameters that it used; those of parameters that only earlier micro-batches used follow here."""
     if not (last and getattr(optimizer, "offload_optimizer", False)):

@@ -18,11 +18,11 @@ from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.data.evaluation import IGNORED
 from toolkit.engine import seeding
-from toolkit.engine.copies import together
 from toolkit.engine.megatron import cpu, patches
+from toolkit.engine.optimizers import has_optimizer_state, master_or_weight_key
 from toolkit.engine.precision import LossScaler
-from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
-from toolkit.engine.resume import resumes, weight_key
+from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, ReplicaSet, StepResult, StepSettings
+from toolkit.engine.replicas import group_replicas
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
 
@@ -44,19 +44,18 @@ class MegatronEngine:
         assert plan.megatron is not None, "the plan of a megatron run has Megatron-core's settings"
         cpu.enable()
         patches.apply()
-        from toolkit.engine.megatron import groups
-        from toolkit.engine.megatron.build import Built
-        from toolkit.engine.megatron.model import refuse_ignored
+        from toolkit.engine.megatron.build import MegatronModel, initialize_process_groups
+        from toolkit.engine.megatron.model import check_transformer_engine_settings
 
-        refuse_ignored(plan)
+        check_transformer_engine_settings(plan)
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
         self.device = (
             torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
         )
-        groups.make(plan)
-        self._built = Built(plan)
-        self._scaler = LossScaler.of(plan.config.precision)
+        initialize_process_groups(plan)
+        self._built = MegatronModel(plan)
+        self._scaler = LossScaler.from_config(plan.config.precision)
         if self._scaler is not None:
             self._built.scale_by(self._scaler)
 
@@ -94,7 +93,7 @@ class MegatronEngine:
         for chunk in self._built.chunks:
             chunk.eval()
         try:
-            with torch.no_grad(), seeding.unchanged(self.device):
+            with torch.no_grad(), seeding.preserve_rng_state(self.device):
                 loss_sum = self._run(self._whole_rounds(micro_batches), None, 0)
         finally:
             for chunk in self._built.chunks:
@@ -107,13 +106,16 @@ class MegatronEngine:
         state = self._built.state
         return [*state.weights(), *state.master_weights(), *state.moments()]
 
-    def copies(self) -> list[Copies]:
-        from toolkit.engine.megatron import copies
+    def replica_sets(self) -> list[ReplicaSet]:
+        from toolkit.engine.megatron import replicas
 
         self._built.settle_weights()
         state, rank = self._built.state, self._plan.axes.rank(self._at)
-        return together(
-            [*copies.weights(state, self._plan.axes, rank), *copies.kept(state, rank, self.device)]
+        return group_replicas(
+            [
+                *replicas.weights(state, self._plan.axes, rank),
+                *replicas.optimizer_state(state, rank, self.device),
+            ]
         )
 
     def scalars(self) -> dict[str, object]:
@@ -121,20 +123,20 @@ class MegatronEngine:
         if (step := self._built.optimizer_step()) is not None:
             found[OPTIMIZER_STEP] = step
         if self._scaler:
-            found[LOSS_SCALER] = self._scaler.state()
+            found[LOSS_SCALER] = self._scaler.state_dict()
         return found
 
     @torch.no_grad()
     def load(self, reader: Reader) -> None:
         state = self._built.state
         self._built.settle_weights()
-        continues = resumes(reader, self._built.kept)
+        continues = has_optimizer_state(reader, self._built.kept)
         step = cast(int, reader.scalars.get(OPTIMIZER_STEP, 0))
         self._built.reset_state(step if continues else None)
         for held in state.held:
             held.parameter.zero_()  # the padded vocabulary has no other source
         targets = [
-            replace(shard, key=weight_key(reader, shard.key.name))
+            replace(shard, key=master_or_weight_key(reader, shard.key.name))
             for shard in (*state.weights(), *state.master_weights())
         ]
         for master in state.masters:
@@ -142,15 +144,15 @@ class MegatronEngine:
         reader.read(targets + state.moments())
         saved = reader.scalars.get(LOSS_SCALER)
         if self._scaler and isinstance(saved, dict):
-            self._scaler.restore(saved)
+            self._scaler.load_state_dict(saved)
 
     def close(self) -> None:
-        from toolkit.engine.megatron import groups
+        from toolkit.engine.megatron.build import destroy_process_groups
 
         self._built.forget()
         del self._built
         gc.collect()  # its modules refer to each other in circles, and to the groups
-        groups.drop()
+        destroy_process_groups()
 
     # -- One pass over the micro-batches
 
@@ -230,7 +232,7 @@ class MegatronEngine:
         at = self._at
         seed = self._plan.config.train.seed
         model_parallel_cuda_manual_seed(
-            seeding.seed_of(seed, step, micro_batch, chunk, at.data, at.pipeline, at.context)
+            seeding.derive_seed(seed, step, micro_batch, chunk, at.data, at.pipeline, at.context)
         )
 
     def _speaks_for_data(self) -> bool:
