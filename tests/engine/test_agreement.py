@@ -15,7 +15,7 @@ from toolkit.checkpoint.scalars import SCALER_STATE
 from toolkit.config.schema import EngineName, OptimizerName, Precision
 from toolkit.engine import muon
 from toolkit.engine.deepspeed import patches as deepspeed_compat
-from toolkit.engine.optimizers import uses_muon
+from toolkit.families.base import uses_muon
 from toolkit.engine.precision import LossScaler
 from toolkit.models.build import build_model
 from toolkit.plan.types import Device
@@ -91,7 +91,7 @@ def test_loss_scale(deepspeed: dict[str, Any]) -> None:
 
 def test_which_parameters_go_to_muon(deepspeed: dict[str, Any]) -> None:
     module = build_model(tiny_plan("mixtral"), "cpu", meta=True)
-    assert {name: uses_muon(name, parameter) for name, parameter in module.named_parameters()} == deepspeed[
+    assert {name: uses_muon(name, parameter.dim()) for name, parameter in module.named_parameters()} == deepspeed[
         "flags"
     ]
     assert set(deepspeed["flags"].values()) == {True, False}

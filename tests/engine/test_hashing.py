@@ -55,7 +55,7 @@ def test_every_column_of_many_rows_counts() -> None:
 def test_memory_that_does_not_begin_at_a_word_has_the_same_hash(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.engine.hashing.AT_ONCE", COLUMNS)  # several pieces
+    monkeypatch.setattr("toolkit.engine.hashing.COPY_CHUNK", COLUMNS)  # several pieces
     tensor = numbers(10_001, dtype)
     for start in (1, 2, 3):
         flat = torch.zeros(len(tensor) + start, dtype=dtype)

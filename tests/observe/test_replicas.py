@@ -78,7 +78,7 @@ def compared(rank: int, ranks: int, plan: RunPlan, odd: int, watched: bool = Tru
             hook.on_step(step_done(step + 1))
     flips = flipped(rank, ranks, engine, hook, alerts, odd) if watched else []
     hook.on_end(STEPS)
-    sets = [(one.what, one.ranks, list(one.tensors)) for one in engine.replica_sets()]
+    sets = [(one.kind, one.ranks, list(one.tensors)) for one in engine.replica_sets()]
     engine.close()
     return Seen([alert for alert in alerts if alert.step <= STEPS], flips, sets, losses)
 
@@ -95,7 +95,7 @@ def flipped(
         name = list(mine[number].tensors)[len(mine[number].tensors) // 2] if rank == odd else ""
         if rank == odd:
             flip(mine[number].tensors[name])
-        told = [(mine[number].what, mine[number].ranks, name) if rank == odd else None]
+        told = [(mine[number].kind, mine[number].ranks, name) if rank == odd else None]
         dist.broadcast_object_list(told, src=odd)
         assert told[0] is not None
         hook.on_step(step_done(step))

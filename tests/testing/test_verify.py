@@ -140,7 +140,7 @@ def test_a_cell_that_does_not_run_is_not_good() -> None:
 
 
 def a_row(
-    cell: Cell, verdict: Verdict = ParityVerdict.EQUAL, device: str = "cpu", cause: str = ""
+    cell: Cell, verdict: ParityVerdict = ParityVerdict.EQUAL, device: str = "cpu", cause: str = ""
 ) -> ParityRow:
     return ParityRow(
         cell=cell.name,

@@ -1,7 +1,7 @@
-"""Plain torch in one process: the oracle that every other engine is compared with. Written to be read in one sitting.
+"""Plain torch in one process: the reference implementation that every other engine is compared with.
 
-One step is: the sum of the losses of all micro-batches / their units -> gradients in fp32 -> their norm -> clipping -> update of
-fp32 weights -> their rounding to the run's precision.
+A step: sum of the losses of all micro-batches / their units -> fp32 gradients -> gradient norm -> clipping -> update of the
+fp32 weights -> rounding to the run's precision.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from toolkit.plan.types import Device, RunPlan
 
 
 class LocalEngine:
-    """``_parameters`` are what forward uses; ``_masters`` what the optimizer updates: in fp32 the same tensors."""
+    """Forward uses ``_parameters``, the optimizer updates ``_masters``; in fp32 they are the same tensors."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class LocalEngine:
             for gradient in gradients:
                 gradient.div_(scale)
             norm = torch.nn.utils.get_total_norm(gradients)
-            skipped = not bool(norm.isfinite())  # known before the update, which moves Muon's momentum
+            skipped = not bool(norm.isfinite())  # checked before the update, which changes Muon's momentum
             grad_norm = torch.inf if skipped else float(self._update(norm, settings.lr))
             for parameter in (*self._masters.values(), *self._parameters.values()):
                 parameter.grad = None
@@ -92,11 +92,11 @@ class LocalEngine:
         return StepResult(loss=loss, grad_norm=grad_norm, tokens=units, skipped=skipped, loss_scale=scale)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], step: int, weight: float) -> torch.Tensor:
-        """Leave ``weight`` times the gradient of the summed losses in the masters' ``grad``; the sum of the losses, fp64."""
+        """Accumulate ``weight`` times the loss gradient in the masters' ``grad``; return the sum of the losses, fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._recorder.part(OPTIMIZER):
             for master in self._masters.values():
-                # Zero rather than None: a parameter that no micro-batch reached still decays, as it does under ZeRO.
+                # Zero rather than None: an unused parameter still decays, as it does under ZeRO.
                 master.grad = torch.zeros_like(master)
         for number, batch in enumerate(micro_batches):
             seeding.seed_micro_batch(self._plan.config.train.seed, step, self._at, number)
@@ -105,7 +105,7 @@ class LocalEngine:
                 total += loss.detach()
             with self._recorder.part(BACKWARD):
                 (loss * weight).backward()
-                if self._has_masters:  # a 16-bit sum over micro-batches would lose what is small
+                if self._has_masters:  # summing over micro-batches in 16 bits would lose precision
                     for name, parameter in self._parameters.items():
                         if parameter.grad is not None:
                             cast(torch.Tensor, self._masters[name].grad).add_(parameter.grad)
@@ -114,7 +114,7 @@ class LocalEngine:
 
     @torch.no_grad()
     def _update(self, norm: torch.Tensor, lr: float) -> torch.Tensor:
-        """Clip, step the optimizer, round the masters. The norm before clipping."""
+        """Clip, step the optimizer and round the masters; return the norm before clipping."""
         masters = list(self._masters.values())
         if any(isinstance(optimizer, Muon) for optimizer in self._optimizers):
             for optimizer in self._optimizers:
@@ -164,7 +164,7 @@ class LocalEngine:
         return found + list(self._moments())
 
     def _moments(self) -> Iterator[Shard]:
-        """What exists: optimizers make their state in their first step."""
+        """Optimizer state that exists: optimizers create it in their first step."""
         names = {master: name for name, master in self._masters.items()}
         for optimizer in self._optimizers:
             for master, state in optimizer.state.items():
@@ -225,8 +225,11 @@ def _shard(state: str, name: str, tensor: torch.Tensor) -> Shard:
 
 
 def _cast(module: nn.Module, plan: RunPlan) -> nn.Module:
-    """Weights in the run's precision. A family's buffers stay: rotary frequencies lose positions in 16 bits. A model of the
-    user's own is converted whole, since its own code combines its buffers with its weights."""
+    """Cast weights to the run's precision.
+
+    A family's buffers stay in fp32, because rotary frequencies are too imprecise in 16 bits. ``model.target`` is
+    converted with its buffers, since its code may combine them with its weights.
+    """
     dtype = DTYPES[plan.config.precision.name]
     if plan.shape is None:
         return module.to(dtype)

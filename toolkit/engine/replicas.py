@@ -1,4 +1,4 @@
-"""What ranks hold in common, put together by who holds it."""
+"""Group the tensors that several ranks store by the ranks that store them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from toolkit.engine.protocol import ReplicaSet
 
+ReplicaTensor = tuple[str, tuple[int, ...], str, torch.Tensor]  # kind, ranks that store it, name, tensor
 WEIGHTS = "weights"
 EXPERTS = "weights of experts"
 TIED = "tied weights"
@@ -15,18 +16,15 @@ STATE = "optimizer state"
 EXPERT_STATE = "optimizer state of experts"
 
 
-def replicated_over_tensor(what: str) -> str:
-    """The part of it that the tensor axis does not cut: its ranks hold that as well."""
-    return f"{what} that tensor ranks share"
+def replicated_over_tensor(kind: str) -> str:
+    """The kind of tensors that tensor parallelism does not shard, so that tensor ranks store them too."""
+    return f"{kind} that tensor ranks share"
 
 
-def group_replicas(found: Iterable[tuple[str, tuple[int, ...], str, torch.Tensor]]) -> list[ReplicaSet]:
-    """
-    Args:
-        found: what, the ranks that hold it, name and tensor. What only one rank holds is left out.
-    """
+def group_replicas(tensors: Iterable[ReplicaTensor]) -> list[ReplicaSet]:
+    """Group tensors by kind and ranks. Empty tensors and those that only one rank stores are left out."""
     sets: dict[tuple[str, tuple[int, ...]], dict[str, torch.Tensor]] = {}
-    for what, ranks, name, tensor in found:
+    for kind, ranks, name, tensor in tensors:
         if len(ranks) > 1 and tensor.numel():
-            sets.setdefault((what, ranks), {})[name] = tensor.detach()
-    return [ReplicaSet(what, ranks, tensors) for (what, ranks), tensors in sets.items()]
+            sets.setdefault((kind, ranks), {})[name] = tensor.detach()
+    return [ReplicaSet(kind, ranks, named) for (kind, ranks), named in sets.items()]

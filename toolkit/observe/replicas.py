@@ -69,7 +69,7 @@ class Replicas(Hook):
         if done.step % self._every:
             return
         copies = self._engine.replica_sets()
-        sets = [Set(one.what, one.ranks[0], tuple(one.tensors)) for one in copies]
+        sets = [Set(one.kind, one.ranks[0], tuple(one.tensors)) for one in copies]
         # Optimizers make their state in their first step: what there is may change.
         names = pack_names(sets, self._rank) if sets != self._sets else b""
         changed, slots, length = self._all_reduce_flags([sets != self._sets, len(sets), len(names)])
