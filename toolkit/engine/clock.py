@@ -13,10 +13,10 @@ from toolkit.plan.types import Device
 
 
 class CudaClock(Clock):
-    """A clock whose stamps are CUDA events on the compute stream, the stream that was current at construction.
+    """A clock whose stamps are CUDA events on the stream that is current at construction.
 
-    Work on other streams counts only while the compute stream waits for it. The resolution is half a microsecond
-    (``cudaEventElapsedTime``).
+    Work on other streams counts only while that compute stream waits for it. The resolution is half a
+    microsecond (``cudaEventElapsedTime``).
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ def make_clock(device: Device) -> Clock:
 class SideStreams:
     """Attribute waiting for a communication stream to the collective that runs on it.
 
-    Engines start some collectives on streams other than the compute stream (ZeRO with ``overlap_comm``, parameter
-    gathering under ZeRO 3, Megatron-core with several distributed-optimizer instances). Such a collective is exposed
-    while the compute stream or the host waits for its stream; that time is attributed to the last collective started
-    there. On CPUs, which have no streams, this does nothing.
+    Engines start some collectives on streams other than the compute stream (ZeRO with ``overlap_comm``,
+    parameter gathering under ZeRO 3, Megatron-core with several distributed-optimizer instances). Such a
+    collective is exposed while the compute stream or the host waits for its stream; that time is attributed
+    to the last collective started there. On CPUs, which have no streams, this does nothing.
     """
 
     def __init__(self, recorder: StepRecorder | None) -> None:

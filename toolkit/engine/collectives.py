@@ -1,12 +1,13 @@
 """Record and time every collective, send and receive of this process.
 
-DeepSpeed and Megatron-core import functions of ``torch.distributed`` by name, so patching those would miss calls. All of
-them end in methods of ``ProcessGroup`` and in ``Work.wait``: those two classes are patched, once per process (pybind11
-classes allow setting attributes). Collectives started from C++ are not seen: torch's DistributedDataParallel and
-functional collectives, which neither engine uses.
+DeepSpeed and Megatron-core import functions of ``torch.distributed`` by name, so patching those would miss
+calls. All of them end in methods of ``ProcessGroup`` and in ``Work.wait``: those two classes are patched,
+once per process (pybind11 classes allow setting attributes). Collectives started from C++ are not seen:
+torch's DistributedDataParallel and functional collectives, which neither engine uses.
 
-A collective is timed in two parts, both named after the axes of its group: starting it, which enqueues it on GPUs, and
-waiting for it. Waiting for a finished collective takes no time, so only exposed communication shows.
+A collective is timed in two parts, both named after the axes of its group: starting it, which enqueues it on
+GPUs, and waiting for it. Waiting for a finished collective takes no time, so only exposed communication
+shows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from toolkit.layout.axes import OTHER, Axes, axis_name
 from toolkit.monitor.calls import Call
 from toolkit.monitor.recorder import StepRecorder
 
-# Methods of ProcessGroup and the names of their operations in torch.distributed. torch 2.13 renamed some of 2.11's.
+# Methods of ProcessGroup and the names of their operations in torch.distributed. torch 2.13 renamed some of
+# 2.11's.
 OPERATIONS: Mapping[str, str] = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -91,7 +93,7 @@ def record_collectives(axes: Axes, recorder: StepRecorder | None) -> Iterator[No
 
 
 def last_calls() -> list[Call]:
-    """The last ``CALLS_PER_GROUP`` collectives of each group, and as many sends to and receives from each rank.
+    """Return the last ``CALLS_PER_GROUP`` collectives of each group and the last sends and receives per peer.
 
     Oldest first; empty if nothing is being recorded. May be called from any thread.
     """
@@ -100,7 +102,8 @@ def last_calls() -> list[Call]:
 
 
 def set_call_listener(listener: CallListener | None) -> None:
-    """Pass each call to ``listener`` before it starts; None removes the listener. No effect if nothing is recorded.
+    """Pass each call to ``listener`` before it starts; None removes the listener. No effect if nothing is
+    recorded.
 
     The listener gets plain fields instead of a ``Call``, because it runs hundreds of times per step.
     """
@@ -360,7 +363,7 @@ def _tensor_spec(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
     return (count, argument.shape, argument.dtype) if isinstance(argument, torch.Tensor) else None
 
 
-@functools.lru_cache(maxsize=CACHE_SIZE)  # the calls of a step repeat those of the step before
+@functools.lru_cache(maxsize=CACHE_SIZE)
 def _format_tensors(tensors: tuple[tuple[int, torch.Size, torch.dtype], ...]) -> str:
     """``[1024] float32``; ``2 x [512] float32, [1024] float32`` for several arguments."""
     formatted = [

@@ -1,9 +1,10 @@
 """Hash tensors that should be equal on several ranks.
 
-A tensor's memory is read as 64-bit words w_0, w_1, ... Word i is multiplied by an odd weight that depends on i modulo
-COLUMNS, and the products are summed modulo 2^64. An odd weight is invertible modulo 2^64, so a change of a single word,
-and hence of any single bit, always changes the hash. Two changes, or two swapped words, cancel only within one column.
-Integer sums do not depend on the order of summation, so the hash is the same on every device. Memory is read once.
+A tensor's memory is read as 64-bit words w_0, w_1, ... Word i is multiplied by an odd weight that depends on
+i modulo COLUMNS, and the products are summed modulo 2^64. An odd weight is invertible modulo 2^64, so a
+change of a single word, and hence of any single bit, always changes the hash. Two changes, or two swapped
+words, cancel only within one column. Integer sums do not depend on the order of summation, so the hash is the
+same on every device. Memory is read once.
 """
 
 from __future__ import annotations

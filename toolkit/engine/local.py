@@ -1,7 +1,7 @@
 """Plain torch in one process: the reference implementation that every other engine is compared with.
 
-A step: sum of the losses of all micro-batches / their units -> fp32 gradients -> gradient norm -> clipping -> update of the
-fp32 weights -> rounding to the run's precision.
+A step: sum of the losses of all micro-batches / their units -> fp32 gradients -> gradient norm -> clipping ->
+update of the fp32 weights -> rounding to the run's precision.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LocalEngine:
         return StepResult(loss=loss, grad_norm=grad_norm, tokens=units, skipped=skipped, loss_scale=scale)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], step: int, weight: float) -> torch.Tensor:
-        """Accumulate ``weight`` times the loss gradient in the masters' ``grad``; return the sum of the losses, fp64."""
+        """Accumulate ``weight`` times the loss gradient in the masters' ``grad``; return the fp64 loss sum."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._recorder.part(OPTIMIZER):
             for master in self._masters.values():
@@ -227,8 +227,8 @@ def _shard(state: str, name: str, tensor: torch.Tensor) -> Shard:
 def _cast(module: nn.Module, plan: RunPlan) -> nn.Module:
     """Cast weights to the run's precision.
 
-    A family's buffers stay in fp32, because rotary frequencies are too imprecise in 16 bits. ``model.target`` is
-    converted with its buffers, since its code may combine them with its weights.
+    A family's buffers stay in fp32, because rotary frequencies are too imprecise in 16 bits. ``model.target``
+    is converted with its buffers, since its code may combine them with its weights.
     """
     dtype = DTYPES[plan.config.precision.name]
     if plan.shape is None:

@@ -1,6 +1,7 @@
 """Muon (K. Jordan, https://kellerjordan.github.io/posts/muon): momentum with orthogonalized update matrices.
 
-The arithmetic is that of DeepSpeed's default (Newton-Schulz iterations on the Gram matrix), so that engines agree.
+The arithmetic is that of DeepSpeed's default (Newton-Schulz iterations on the Gram matrix), so that engines
+agree.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ A, B, C = 3.4445, -4.7750, 2.0315  # the quintic a x + b x^3 + c x^5
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps in two phases, as ZeRO 1 to 3 do: :meth:`prepare` replaces gradients by updates, :meth:`step` applies them.
+    """Steps in two phases, as ZeRO 1 to 3 do: :meth:`prepare` replaces gradients by updates, :meth:`step`
+    applies them.
 
     The gradient norm and clipping in between therefore act on the updates.
     """
@@ -27,7 +29,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Replace each gradient by its update. Call it for finite gradients only, because it changes the momentum."""
+        """Replace each gradient by its update. Call it for finite gradients only, because it changes the
+        momentum.
+        """
         for group in self.param_groups:
             for matrix in group["params"]:
                 state = self.state[matrix]
@@ -53,7 +57,8 @@ def muon_update(gradient: torch.Tensor, momentum: torch.Tensor, beta: float) -> 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Approximate ``U V^T`` of ``matrix = U S V^T``.
 
-    For a wide X, iterating on ``X X^T`` instead of X saves work (https://tridao.me/blog/2026/gram-newton-schulz).
+    For a wide X, iterating on ``X X^T`` instead of X saves work
+    (https://tridao.me/blog/2026/gram-newton-schulz).
     """
     x = matrix.mT if matrix.size(-2) > matrix.size(-1) else matrix
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(_compute_dtype(matrix.device))
@@ -88,7 +93,9 @@ def _product(gram: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:
-    """fp16 if the device supports it. The matrix is normalized, so fp16's range suffices and its precision helps."""
+    """fp16 if the device supports it. The matrix is normalized, so fp16's range suffices and its precision
+    helps.
+    """
     if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_fp16_supported():
         return torch.float16
     return torch.float32

@@ -19,9 +19,9 @@ SMALLEST = 1.0
 class LossScaler:
     """Multiplies the loss by ``cur_scale``, so that small gradients do not underflow in fp16.
 
-    The scale halves at every overflow, whose step is skipped, and doubles after ``window`` steps without overflow. The
-    fields and the way steps are counted are those of DeepSpeed's ``DynamicLossScaler`` with hysteresis 1, so that a
-    checkpoint of one engine resumes in another.
+    The scale halves at every overflow, whose step is skipped, and doubles after ``window`` steps without
+    overflow. The fields and the way steps are counted are those of DeepSpeed's ``DynamicLossScaler`` with
+    hysteresis 1, so that a checkpoint of one engine resumes in another.
     """
 
     cur_scale: float

@@ -1,4 +1,6 @@
-"""The interface of an engine: a whole step, because pipeline engines have no separate forward, backward and step."""
+"""The interface of an engine: a whole step, because pipeline engines have no separate forward, backward and
+step.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,17 @@ from torch import nn
 
 from toolkit.checkpoint.shard import Reader, Shard
 
-# Tensors of one micro-batch by name. In the text task: ``input_ids`` and ``labels``, int64 [micro_batch, sequence]; labels
-# are already shifted, and -100 where masked. With data.documents=separate also ``position_ids`` of the same shape, which
-# restart at 0 with each document; attention does not cross documents.
+# Tensors of one micro-batch by name. In the text task: ``input_ids`` and ``labels``, int64 [micro_batch,
+# sequence]; labels are already shifted, and -100 where masked. With data.documents=separate also
+# ``position_ids`` of the same shape, which restart at 0 with each document; attention does not cross
+# documents.
 MicroBatch = Mapping[str, torch.Tensor]
 
 LOSS = "loss"
 
 
 class Objective(Protocol):
-    """Computes the loss of a micro-batch, so that engines need not know about text, images or other samples."""
+    """Computes the loss of a micro-batch, so that engines are independent of the kind of samples."""
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         """The loss summed over the micro-batch's units (tokens of text): a differentiable fp32 scalar."""
@@ -49,8 +52,8 @@ class StepResult:
     loss: float  # sum of the losses of the global batch / its unmasked units
     grad_norm: float  # before clipping; infinite if a gradient is infinite or NaN
     tokens: int  # unmasked units of the global batch
-    # The gradient norm is not finite: samples are consumed, but weights, moments and the optimizer's step count do not
-    # change.
+    # The gradient norm is not finite: samples are consumed, but weights, moments and the optimizer's step
+    # count do not change.
     skipped: bool = False
     loss_scale: float = 1.0
 
@@ -97,15 +100,15 @@ class Engine(Protocol):
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
         """Run one optimizer step over this rank's micro-batches of the global batch. Collective.
 
-        A step whose gradient norm is not finite is skipped in any precision: see ``StepResult.skipped``. Dropout is
-        seeded by (seed, step, coordinates), so a resumed run repeats it in the same layout.
+        A step whose gradient norm is not finite is skipped in any precision: see ``StepResult.skipped``.
+        Dropout is seeded by (seed, step, coordinates), so a resumed run repeats it in the same layout.
         """
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Compute losses without gradients. Random state and gradients do not change. Collective."""
 
     def shards(self) -> list[Shard]:
-        """This rank's weights, master weights and optimizer tensors: views for saving and loading in place."""
+        """Views of this rank's weights, master weights and optimizer tensors, for saving and loading."""
 
     def replica_sets(self) -> list[ReplicaSet]:
         """The tensors that this rank shares with others after a step.
@@ -114,7 +117,7 @@ class Engine(Protocol):
         """
 
     def scalars(self) -> dict[str, object]:
-        """The engine's state other than tensors of parameter shape: optimizer step, loss scaler. JSON types."""
+        """State other than tensors of parameter shape, in JSON types: optimizer step, loss scaler."""
 
     def load(self, reader: Reader) -> None:
         """Load weights, and the optimizer state if the reader has it. Collective.

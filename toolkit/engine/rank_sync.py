@@ -19,13 +19,17 @@ from toolkit.errors import InputError, Problem
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FlagReduce = Callable[[Sequence[int]], list[int]]  # this rank's small integers -> elementwise maximum over ranks
+FlagReduce = Callable[
+    [Sequence[int]], list[int]
+]  # this rank's small integers -> elementwise maximum over ranks
 FINALIZE_SECONDS = 1800.0  # how long the other ranks wait for rank 0's work at the end of a run
 
 
 @dataclass(frozen=True, slots=True)
 class StepConsensus:
-    """What all ranks agree on after a step. Figures are maxima over ranks, since the slowest rank delays the others."""
+    """What all ranks agree on after a step. Figures are maxima over ranks, since the slowest rank delays the
+    others.
+    """
 
     stop: bool = False  # some rank received a request to stop
     save: bool = False  # a checkpoint is due by rank 0's clock
@@ -45,7 +49,7 @@ def single_rank_reduce(values: Sequence[int]) -> list[int]:
 
 
 class GlooFlagReduce:
-    """Reduce flags over gloo: they stay in host memory, so no GPU is synchronized."""
+    """Reduces flags in host memory over gloo, so no GPU is synchronized."""
 
     def __init__(self) -> None:
         whole = dist.get_backend() == "gloo"
@@ -82,7 +86,8 @@ def check_same_data(fingerprint: Mapping[str, str | int], ranks: int) -> None:
         differing = [key for key in first.keys() | found.keys() if found.get(key) != first.get(key)]
         if differing:
             seen = [
-                f"rank {number} on {name} reads {', '.join(f'{key}={data.get(key)}' for key in sorted(differing))}"
+                f"rank {number} on {name} reads "
+                + ", ".join(f"{key}={data.get(key)}" for key in sorted(differing))
                 for number, name, data in ((0, first_host, first), (rank, host, found))
             ]
             raise InputError(

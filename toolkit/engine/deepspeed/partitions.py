@@ -1,16 +1,18 @@
-"""Where DeepSpeed keeps a rank's share of weights and optimizer state, as views under canonical names.
+"""Find a rank's share of weights and optimizer state in DeepSpeed's buffers, as views under canonical names.
 
-ZeRO 1 and 2 flatten each parameter group in the order of ``round_robin_bit16_groups``, pad it, and cut it into one range a
-rank: a parameter may lie on several ranks, and a rank's range may start in the middle of one. ZeRO 3 cuts each parameter
-into ``ceil(numel / ranks)`` elements a rank and lays a sub-group's pieces one after another. Either way a rank holds a flat
-range of a row-major parameter, which is a few boxes; padding belongs to no parameter and so never becomes a shard.
+ZeRO 1 and 2 flatten each parameter group in the order of ``round_robin_bit16_groups``, pad it, and split it
+into one range per rank: a parameter may lie on several ranks, and a range may start in the middle of a
+parameter. ZeRO 3 splits each parameter into ``ceil(numel / ranks)`` elements per rank and concatenates the
+ranges of a sub-group. In both cases a rank stores flat ranges of row-major parameters, each of which is a few
+boxes. Padding never becomes a shard.
 
     ZeRO 1/2, two ranks, a [2, 3] and b [4]          ZeRO 3
     rank 0   a0 a1 a2 a3 a4 a5                       a0 a1 a2  b0 b1
     rank 1   b0 b1 b2 b3 pad pad                     a3 a4 a5  b2 b3
 
-What a parameter is to this rank, its ``ParameterBox`` says: a whole canonical tensor, or the box of one that an axis cut off for it.
-ZeRO's ranks are those that hold the same box: data and context ranks, and of an expert its data ranks.
+A ``ParameterBox`` maps a parameter of this rank to a canonical tensor, or to the box of it that belongs to
+this rank under tensor or expert parallelism. ZeRO partitions over the ranks with the same box: data and
+context ranks, and for experts the data ranks that share them.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ from toolkit.checkpoint.shard import (
 
 @dataclass(frozen=True, slots=True)
 class ParameterBox:
-    """What a parameter of this rank is: ``box`` of the canonical tensor ``name`` of ``shape``.
+    """A parameter of this rank: ``box`` of the canonical tensor ``name`` of ``shape``.
 
-    ``replica, replicas``: as in Shard, of the ranks that hold the same box and are not ZeRO's (tensor ranks, of what is not cut).
+    ``replica, replicas`` are those of ``Shard`` among tensor ranks that store the same box, over which ZeRO
+    does not partition.
     """
 
     name: str
@@ -52,12 +55,12 @@ class ParameterBox:
 
 @dataclass(frozen=True, slots=True)
 class FlatRange:
-    """The elements ``start .. start + numel`` of the parameter at ``place``, which lie at ``at .. at + numel`` of a flat tensor.
+    """Elements ``start .. start + numel`` of a parameter, stored at ``at .. at + numel`` of a flat tensor.
 
-    ``replica, replicas`` as in Shard, of ZeRO's ranks.
+    ``replica, replicas`` are those of ``Shard`` among the ranks over which ZeRO partitions.
     """
 
-    place: ParameterBox
+    parameter_box: ParameterBox
     start: int
     at: int
     numel: int
@@ -65,44 +68,47 @@ class FlatRange:
     replicas: int = 1
 
     def shards(self, state: str, flat: torch.Tensor) -> Iterator[Shard]:
-        """Views of ``flat``, the whole flat tensor: a few boxes, in the canonical tensor's coordinates."""
-        place, at = self.place, self.at
-        for box in flat_boxes(place.box.shape, self.start, self.start + self.numel):
-            offset = tuple(low + first for low, first in zip(box.offset, place.box.offset, strict=True))
+        """Yield views of ``flat``, the whole flat tensor, as boxes of the canonical tensor."""
+        parameter_box, at = self.parameter_box, self.at
+        for box in flat_boxes(parameter_box.box.shape, self.start, self.start + self.numel):
+            offset = tuple(
+                low + first for low, first in zip(box.offset, parameter_box.box.offset, strict=True)
+            )
             yield Shard(
-                TensorKey(state, place.name),
-                place.shape,
+                TensorKey(state, parameter_box.name),
+                parameter_box.shape,
                 Box(offset, box.shape),
                 flat.narrow(0, at, box.numel).view(box.shape),
-                self.replica * place.replicas + place.replica,
-                self.replicas * place.replicas,
+                self.replica * parameter_box.replicas + parameter_box.replica,
+                self.replicas * parameter_box.replicas,
             )
             at += box.numel
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroPartition:
-    """One flat fp32 range of this rank and what belongs to it.
+    """One flat fp32 buffer of this rank.
 
     Attributes:
-        number: of the group (ZeRO 1, 2) or sub-group (ZeRO 3) in DeepSpeed's lists.
+        number: index of the group (ZeRO 1, 2) or sub-group (ZeRO 3) in DeepSpeed's lists.
         group: the optimizer's parameter group, for its settings.
-        pieces: in flat order, without padding.
-        master: fp32 [elements with padding]; what the optimizer updates, and the key of its state.
-        bit16: the weights in the run's precision, laid out as ``master``; None where the master is the weight (fp32).
-        whole: Muon under ZeRO 1 and 2 keeps momentum of whole matrices, not of this range: where they lie in that buffer.
+        ranges: in flat order, without padding.
+        master: fp32 [elements with padding]; the tensor that the optimizer updates, and the key of its state.
+        bit16: the weights in the run's precision with the layout of ``master``; None if the master is the
+            weight (fp32).
+        whole: under ZeRO 1 and 2 Muon stores the momentum of whole matrices: their positions in that buffer.
     """
 
     number: int
     group: Mapping[str, Any]
-    pieces: tuple[FlatRange, ...]
+    ranges: tuple[FlatRange, ...]
     master: torch.Tensor
     bit16: torch.Tensor | None
     whole: tuple[FlatRange, ...] = ()
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """States of parameter shape that the optimizer keeps for this group."""
+        """Names of this group's optimizer states of parameter shape."""
         if self.group.get("use_muon"):
             return (MOMENTUM,)
         if "betas" in self.group:
@@ -110,13 +116,13 @@ class ZeroPartition:
         return (MOMENTUM,) if self.group.get("momentum") else ()
 
     def shards(self, state: str, flat: torch.Tensor) -> Iterator[Shard]:
-        """Views of ``flat``, which is laid out as the master (or as ``whole``)."""
+        """Yield views of ``flat``, which has the layout of the master (or of ``whole``)."""
         flat = flat.detach().view(-1)
-        for piece in self.whole if state == MOMENTUM and self.whole else self.pieces:
-            yield from piece.shards(state, flat)
+        for flat_range in self.whole if state == MOMENTUM and self.whole else self.ranges:
+            yield from flat_range.shards(state, flat)
 
     def weights(self, master: torch.Tensor) -> Iterator[Shard]:
-        """The weight and, under 16 bits, the master that it is rounded from."""
+        """Yield the weights and, in 16 bits, the masters that they are rounded from."""
         if self.bit16 is None:
             yield from self.shards(WEIGHT, master)
         else:
@@ -125,105 +131,108 @@ class ZeroPartition:
 
 
 def read_partitions(
-    optimizer: Any, places: Mapping[torch.Tensor, ParameterBox], *, rank: int, ranks: int
+    optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox], *, rank: int, ranks: int
 ) -> list[ZeroPartition]:
-    """This rank's share, read from DeepSpeed's own optimizer wrapper (or a plain torch optimizer: stage 0).
+    """Read this rank's partitions from DeepSpeed's optimizer wrapper, or from a plain torch optimizer under
+    stage 0.
 
-    ``places`` is each parameter's; a tied parameter is one tensor and has one place. ``rank, ranks``: among ZeRO's ranks.
+    ``rank, ranks`` count the ranks over which ZeRO partitions.
     """
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return _stage3(optimizer, places, rank)
+        return _stage3(optimizer, parameter_boxes, rank)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return _stage12(optimizer, places)
+        return _stage12(optimizer, parameter_boxes)
     if hasattr(optimizer, "fp32_groups_flat_partition"):
-        return _bf16(optimizer, places)
-    return _stage0(optimizer, places, rank, ranks)
+        return _bf16(optimizer, parameter_boxes)
+    return _stage0(optimizer, parameter_boxes, rank, ranks)
 
 
-def _intersect(place: ParameterBox, offset: int, low: int, high: int) -> Iterator[FlatRange]:
-    """What of a parameter at ``offset`` of a flat group lies in ``low .. high``; nothing if it does not."""
-    first, last = max(offset, low), min(offset + place.box.numel, high)
+def _intersect(parameter_box: ParameterBox, offset: int, low: int, high: int) -> Iterator[FlatRange]:
+    """Yield the range of a parameter at ``offset`` of a flat group that lies in ``low .. high``, if any."""
+    first, last = max(offset, low), min(offset + parameter_box.box.numel, high)
     if first < last:
-        yield FlatRange(place, first - offset, first - low, last - first)
+        yield FlatRange(parameter_box, first - offset, first - low, last - first)
 
 
-def _stage12(optimizer: Any, places: Mapping[torch.Tensor, ParameterBox]) -> list[ZeroPartition]:
+def _stage12(optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox]) -> list[ZeroPartition]:
     found = []
     for number, master in enumerate(optimizer.single_partition_of_fp32_groups):
         group, size = optimizer.param_groups[number], master.numel()
-        rank = dist.get_rank(
-            optimizer.real_dp_process_group[number]
-        )  # a group of experts has fewer ranks than the others
-        pieces: list[FlatRange] = []
+        rank = dist.get_rank(optimizer.real_dp_process_group[number])  # fewer ranks for experts
+        ranges: list[FlatRange] = []
         whole: list[FlatRange] = []
-        # The flat order, which differs from the group's under round_robin_gradients; the offsets include any alignment.
+        # The flat order differs from the group's under round_robin_gradients; the offsets include alignment.
         for parameter, offset in zip(
             optimizer.round_robin_bit16_groups[number],
             optimizer.round_robin_bit16_offsets[number],
             strict=True,
         ):
-            here = list(_intersect(places[parameter], offset, rank * size, (rank + 1) * size))
-            pieces += here
+            here = list(_intersect(parameter_boxes[parameter], offset, rank * size, (rank + 1) * size))
+            ranges += here
             if here and group.get("use_muon"):
                 first, last = offset // size, (offset + parameter.numel() - 1) // size
                 at = whole[-1].at + whole[-1].numel if whole else 0
                 whole.append(
-                    FlatRange(places[parameter], 0, at, parameter.numel(), rank - first, last - first + 1)
+                    FlatRange(
+                        parameter_boxes[parameter], 0, at, parameter.numel(), rank - first, last - first + 1
+                    )
                 )
-        # In fp32 ZeRO still keeps a second copy of the weights; the partition is the one that the optimizer updates.
+        # In fp32 ZeRO stores a second copy of the weights; the optimizer updates the partition.
         bit16 = optimizer.parallel_partitioned_bit16_groups[number][rank]
         found.append(
-            ZeroPartition(number, group, tuple(pieces), master, _sixteen_bit_or_none(bit16), tuple(whole))
+            ZeroPartition(number, group, tuple(ranges), master, _sixteen_bit_or_none(bit16), tuple(whole))
         )
     return found
 
 
-def _bf16(optimizer: Any, places: Mapping[torch.Tensor, ParameterBox]) -> list[ZeroPartition]:
-    """``BF16_Optimizer``: what DeepSpeed makes of ZeRO 1 in bf16 with gradients accumulated in fp32."""
+def _bf16(optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox]) -> list[ZeroPartition]:
+    """Partitions of ``BF16_Optimizer``, which DeepSpeed uses for bf16 ZeRO 1 with fp32 accumulation."""
     found = []
     for number, master in enumerate(optimizer.fp32_groups_flat_partition):
         rank = dist.get_rank(optimizer.real_dp_process_group[number])
         low, offset = rank * master.numel(), 0
-        pieces: list[FlatRange] = []
+        ranges: list[FlatRange] = []
         for parameter in optimizer.bf16_groups[number]:
-            pieces += _intersect(places[parameter], offset, low, low + master.numel())
+            ranges += _intersect(parameter_boxes[parameter], offset, low, low + master.numel())
             offset += parameter.numel()
         bit16 = optimizer.bf16_partitioned_groups[number][rank]
-        found.append(ZeroPartition(number, optimizer.param_groups[number], tuple(pieces), master, bit16))
+        found.append(ZeroPartition(number, optimizer.param_groups[number], tuple(ranges), master, bit16))
     return found
 
 
-def _stage3(optimizer: Any, places: Mapping[torch.Tensor, ParameterBox], rank: int) -> list[ZeroPartition]:
+def _stage3(
+    optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox], rank: int
+) -> list[ZeroPartition]:
     found = []
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
-        pieces: list[FlatRange] = []
+        ranges: list[FlatRange] = []
         at = 0
         for parameter in optimizer.fp16_groups[number]:
-            pieces += _own_range(parameter, places[parameter], rank, at)
+            ranges += _own_range(parameter, parameter_boxes[parameter], rank, at)
             at += parameter.partition_numel()
         group = optimizer.param_groups[optimizer.sub_group_to_group_id[number]]
-        # In fp32 there is a second copy of the weights too, refreshed after each step.
+        # In fp32 too there is a second copy of the weights, refreshed after each step.
         bit16 = optimizer.fp16_partitioned_groups_flat[number]
-        found.append(ZeroPartition(number, group, tuple(pieces), master, _sixteen_bit_or_none(bit16)))
+        found.append(ZeroPartition(number, group, tuple(ranges), master, _sixteen_bit_or_none(bit16)))
     return found
 
 
-def _own_range(parameter: Any, place: ParameterBox, rank: int, at: int) -> Iterator[FlatRange]:
-    """This rank's part of a parameter that ZeRO 3 has cut; nothing where the part is padding."""
+def _own_range(parameter: Any, parameter_box: ParameterBox, rank: int, at: int) -> Iterator[FlatRange]:
+    """Yield this rank's range of a parameter that ZeRO 3 has partitioned; nothing if it is padding."""
     length = parameter.partition_numel()
     numel = min(length, parameter.ds_numel - rank * length)
     if numel > 0:
-        yield FlatRange(place, rank * length, at, numel)
+        yield FlatRange(parameter_box, rank * length, at, numel)
 
 
 def _stage0(
-    optimizer: Any, places: Mapping[torch.Tensor, ParameterBox], rank: int, ranks: int
+    optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox], rank: int, ranks: int
 ) -> list[ZeroPartition]:
     found: list[ZeroPartition] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            piece = FlatRange(places[parameter], 0, 0, parameter.numel(), rank, ranks)
-            found.append(ZeroPartition(len(found), group, (piece,), parameter, None))
+            flat_range = FlatRange(parameter_boxes[parameter], 0, 0, parameter.numel(), rank, ranks)
+            found.append(ZeroPartition(len(found), group, (flat_range,), parameter, None))
     return found
 
 
@@ -232,16 +241,16 @@ def _sixteen_bit_or_none(weights: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def frozen_shards(
-    module: nn.Module, places: Mapping[torch.Tensor, ParameterBox], *, rank: int, ranks: int
+    module: nn.Module, parameter_boxes: Mapping[torch.Tensor, ParameterBox], *, rank: int, ranks: int
 ) -> Iterator[Shard]:
-    """Weights that no optimizer holds: ``requires_grad=False`` in a model of the user's own."""
+    """Yield weights without an optimizer: those with ``requires_grad=False`` in a ``model.target``."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             continue
         if hasattr(parameter, "ds_tensor"):
-            for piece in _own_range(parameter, places[parameter], rank, 0):
-                yield from piece.shards(WEIGHT, parameter.ds_tensor.detach())
+            for flat_range in _own_range(parameter, parameter_boxes[parameter], rank, 0):
+                yield from flat_range.shards(WEIGHT, parameter.ds_tensor.detach())
         else:
-            yield from FlatRange(places[parameter], 0, 0, parameter.numel(), rank, ranks).shards(
+            yield from FlatRange(parameter_boxes[parameter], 0, 0, parameter.numel(), rank, ranks).shards(
                 WEIGHT, parameter.detach().view(-1)
             )

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19 does to a process, and its defects that are mended from outside. Each entry says why it is here."""
+"""Import DeepSpeed 0.19 and work around its defects. Each docstring explains why the patch is needed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from toolkit.plan.types import Device
 
 
 def import_deepspeed(device: Device, local_rank: int) -> ModuleType:
-    """Import DeepSpeed for ``device`` and make it adopt the process group that exists. Returns the package."""
-    assert dist.is_initialized(), "the process group is made before the engine"
-    # Without it the accelerator is guessed from what happens to be installed: a CPU run on a GPU machine would not start.
+    """Import DeepSpeed for ``device`` and let it adopt the existing process group. Returns the package."""
+    assert dist.is_initialized(), "the process group is created before the engine"
+    # Otherwise DeepSpeed guesses the accelerator from installed packages: a CPU run on a GPU machine would
+    # not start.
     os.environ.setdefault("DS_ACCELERATOR", str(device))
-    os.environ["LOCAL_RANK"] = str(
-        local_rank
-    )  # ``zero.Init`` takes its device from it, and the engine refuses to start without
+    os.environ["LOCAL_RANK"] = str(local_rank)  # read by ``zero.Init`` and required by the engine
 
     import deepspeed
     import deepspeed.comm
     import deepspeed.ops
 
-    # The shared-memory collectives are compiled on first use: 50 s cold, an exception without a compiler, and a stale lock
-    # file of a killed build hangs the start for ever. Probing for them also runs a compiler, hence no ``__getattr__`` here.
+    # Disable the shared-memory collectives. They are compiled on first use, which takes 50 s, fails without a
+    # compiler and hangs on the lock file of a killed build. Even probing for them runs a compiler.
     deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     if device is Device.CPU:
         _import_muon_without_compiling()
@@ -52,7 +51,9 @@ def _adopted_group_is_current() -> bool:
 
 
 def _release_stale_groups() -> None:
-    """DeepSpeed caches its groups in module globals; after a new ``init_process_group`` they name dead ones."""
+    """Clear the groups that DeepSpeed caches in module globals; after a new ``init_process_group`` they are
+    dead.
+    """
     import deepspeed.comm
     from deepspeed.utils import groups
 
@@ -62,8 +63,11 @@ def _release_stale_groups() -> None:
 
 
 def release_parallel_groups() -> None:
-    """DeepSpeed keeps the groups of an engine's axes for the process: the next engine in it, of other axes, would reduce its
-    gradients over them. Their process groups live as long as the world's."""
+    """Clear the groups of this engine's axes, over which the next engine in this process would reduce its
+    gradients.
+
+    The process groups themselves exist until the default group is destroyed.
+    """
     from deepspeed.module_inject.layers import set_autotp_mode
     from deepspeed.utils import groups
 
@@ -72,8 +76,11 @@ def release_parallel_groups() -> None:
 
 
 def _import_muon_without_compiling() -> None:
-    """ZeRO-3 imports the Muon optimizer whatever the optimizer is, and that import decorates kernels with
-    ``torch.compile``: seconds of start-up for nothing on CPU, where Muon's kernels gain nothing from it."""
+    """Import the Muon optimizer with ``torch.compile`` disabled.
+
+    ZeRO 3 imports it for any optimizer, and the import decorates kernels with ``torch.compile``: seconds of
+    start-up without a benefit on CPUs.
+    """
     if "deepspeed.runtime.zero.muon.original_muon" in sys.modules:
         return
     from deepspeed.runtime import compiler
@@ -86,9 +93,11 @@ def _import_muon_without_compiling() -> None:
 
 
 def _allow_fp16_on_any_cpu(engine: Any) -> None:
-    """An engine refuses fp16 where oneDNN has no fast kernels for it (most CPUs without AVX512-FP16); torch computes it everywhere.
+    """Let DeepSpeed's sanity check accept fp16 on every CPU, since torch computes it even without fast oneDNN
+    kernels.
 
-    Nobody but its sanity check is told so: Muon chooses the precision of its own arithmetic by the same answer.
+    Only the sanity check sees the changed answer, because Muon chooses the precision of its arithmetic by it
+    too.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -97,72 +106,75 @@ def _allow_fp16_on_any_cpu(engine: Any) -> None:
     check, accelerator = engine._do_sanity_check, get_accelerator()
 
     @functools.wraps(check)
-    def allowing(self: Any) -> None:
+    def check_with_fp16(self: Any) -> None:
         accelerator.is_fp16_supported = lambda: True
         try:
             check(self)
         finally:
             del accelerator.is_fp16_supported
 
-    engine._do_sanity_check = allowing
+    engine._do_sanity_check = check_with_fp16
 
 
 @contextmanager
 def capture_muon_update_norms() -> Iterator[list[torch.Tensor]]:
-    """Around a step without ZeRO: the norm of each matrix's update, in the list when the step is done.
+    """Collect the norm of each matrix's update during a step without ZeRO.
 
-    ZeRO 1 to 3 replace gradients by Muon's updates before they take the norm. Without ZeRO the updates exist only inside the step.
+    ZeRO 1 to 3 replace gradients by Muon's updates before they compute the norm. Without ZeRO the updates
+    exist only inside the step.
     """
     from deepspeed.runtime.zero.muon import muon_optimizer
 
     norms: list[torch.Tensor] = []
-    make = muon_optimizer.muon_update
+    muon_update = muon_optimizer.muon_update
 
-    def making(*arguments: Any, **settings: Any) -> torch.Tensor:
-        update: torch.Tensor = make(*arguments, **settings)
+    def muon_update_with_norm(*arguments: Any, **settings: Any) -> torch.Tensor:
+        update: torch.Tensor = muon_update(*arguments, **settings)
         norms.append(update.float().norm())
         return update
 
-    muon_optimizer.muon_update = making
+    muon_optimizer.muon_update = muon_update_with_norm
     try:
         yield norms
     finally:
-        muon_optimizer.muon_update = make
+        muon_optimizer.muon_update = muon_update
 
 
 def defer_loss_scale_growth(optimizer: Any) -> Callable[[], None]:
-    """Keep the loss scale unchanged while a step uses it; the returned function, called after the step, lets it grow.
+    """Keep the loss scale constant during a step. Call the returned function after the step to let the scale
+    grow.
 
-    ZeRO updates the scale before it unscales and clips the gradients. In the step in which the scale doubles, gradients that
-    carry the old scale are divided by the new one: that step moves the weights by half (and ZeRO 3 reports half the norm).
-
-    An overflow at the smallest scale is skipped like any other; DeepSpeed would raise, on its own terms.
+    ZeRO updates the scale before it unscales and clips gradients. In the step in which the scale doubles,
+    gradients with the old scale would be divided by the new one: the update is halved, and ZeRO 3 reports
+    half the norm. An overflow at the smallest scale is skipped like any other, while DeepSpeed would raise.
     """
     scaler = getattr(optimizer, "loss_scaler", None)
     if scaler is None or not scaler.dynamic:
         return lambda: None
     scaler.raise_error_at_min_scale = False
-    due: list[None] = []
+    growth_due = False
 
     def update(has_overflow: bool = False) -> None:
+        nonlocal growth_due
         if has_overflow:
             scaler.update_scale(True)  # the step is skipped: nothing is unscaled after this
         else:
-            due.append(None)
+            growth_due = True
 
-    def settle() -> None:
-        if due:
-            due.clear()
+    def grow() -> None:
+        nonlocal growth_due
+        if growth_due:
+            growth_due = False
             scaler.update_scale(False)
 
     optimizer._update_scale = update
-    return settle
+    return grow
 
 
 def allow_skipping_steps(optimizer: Any) -> None:
-    """Without ZeRO: skip the update while ``optimizer.overflow`` is true. DeepSpeed's engine reads it after each step.
+    """Let a plain optimizer skip the update while ``optimizer.overflow`` is true, as ZeRO's optimizers do.
 
-    ZeRO's optimizers have that attribute and skip a step whose gradient norm is not finite; a plain optimizer has not.
+    DeepSpeed's engine reads the attribute after each step.
     """
     update = optimizer.step
 
@@ -173,21 +185,22 @@ def allow_skipping_steps(optimizer: Any) -> None:
 
 
 def drop_secondary_partitions(module: torch.nn.Module) -> None:
-    """Under ZeRO++'s hpZ each group of ranks keeps a second copy of the weights, and a parameter that has one is gathered from it.
+    """Drop the second copies of weights that groups of ranks keep under ZeRO++ hpZ.
 
-    DeepSpeed fills the copies whenever it cuts parameters, so those made before ``engine.load`` hold what the memory held before (NaN
-    from the first step), and drops them after each optimizer step; here that is done after a load. Frozen parameters too, which
-    DeepSpeed's own ``invalidate_secondary_tensor`` leaves out.
+    DeepSpeed fills the copies whenever it partitions parameters, and gathers from them. Those created before
+    ``engine.load`` contain uninitialized memory (NaN from the first step). DeepSpeed drops them after each
+    optimizer step; this does it after a load, also for frozen parameters, which
+    ``invalidate_secondary_tensor`` leaves out.
     """
     for parameter in module.parameters():
         parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
 
 def divide_loss_scale(optimizer: Any, ranks: int) -> None:
-    """Let an fp16 optimizer hold the run's loss scale divided by the ``ranks`` whose gradients DeepSpeed averages.
+    """Divide the loss scale of an fp16 optimizer by the ``ranks`` whose gradients DeepSpeed averages.
 
-    The engine multiplies the loss by ``ranks`` to undo that mean. With the run's whole scale on top of it, gradients would be ``ranks``
-    times those of the local engine and overflow that much earlier.
+    The engine multiplies the loss by ``ranks`` to undo the mean. With the whole scale on top, gradients would
+    be ``ranks`` times larger than those of the local engine and overflow earlier.
     """
     scaler = getattr(optimizer, "loss_scaler", None)
     if scaler is not None and scaler.dynamic:
@@ -196,32 +209,35 @@ def divide_loss_scale(optimizer: Any, ranks: int) -> None:
 
 
 def run_loss_scale(optimizer: Any, ranks: int) -> float:
-    """The run's, after :func:`divide_loss_scale`; 1 where nothing is scaled."""
+    """The run's loss scale, after :func:`divide_loss_scale`; 1 without loss scaling."""
     scaler = getattr(optimizer, "loss_scaler", None)
     return float(scaler.cur_scale) * ranks if scaler is not None and scaler.dynamic else 1.0
 
 
 def silence_memory_reports() -> None:
-    """``BF16_Optimizer`` prints a dozen memory reports while it is made, whatever the log level."""
+    """Silence the memory reports that ``BF16_Optimizer`` prints at construction at any log level."""
     from deepspeed.runtime import bf16_optimizer
 
     bf16_optimizer.see_memory_usage = lambda *_args, **_settings: None
 
 
 def reset_zero3_counters() -> None:
-    """ZeRO 3 numbers modules and parameters over all engines that a process ever made, and ranks compare the numbers: ranks
-    with different pasts (tests that share them) would be told that their models differ."""
+    """Number ZeRO 3's modules and parameters from zero for each engine.
+
+    The counters run over all engines of a process, and ranks compare them: ranks that created different
+    numbers of engines would raise that their models differ.
+    """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = (
-        0  # a mutable default argument is the counter
+        0  # the counter is a default argument
     )
     Init.param_id = 0
 
 
 def restore_linear() -> None:
-    """ZeRO-3 replaces ``torch.nn.functional.linear`` for the whole process and never puts it back."""
+    """Restore ``torch.nn.functional.linear``, which ZeRO 3 replaces for the whole process."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
 
     if hasattr(Patched, "linear_bk"):
@@ -229,11 +245,11 @@ def restore_linear() -> None:
 
 
 def remove_from_module_stack(parts: Collection[torch.nn.Module]) -> None:
-    """Take ``parts`` off ZeRO 3's global stack of running modules.
+    """Remove ``parts`` from ZeRO 3's global stack of running modules.
 
-    A module is pushed before its forward and popped after it, but activation checkpointing stops its recomputation as soon as it
-    has what it needs: each block leaves an entry a micro-batch, for ever. The whole model is pushed at the start and never
-    popped, which keeps a closed engine's weights alive.
+    A module is pushed before its forward and popped after it. Activation checkpointing stops recomputation
+    early, so each block leaves an entry per micro-batch. The whole model is never popped, which keeps a
+    closed engine's weights alive.
     """
     from deepspeed.runtime.zero import parameter_offload
 
@@ -242,10 +258,11 @@ def remove_from_module_stack(parts: Collection[torch.nn.Module]) -> None:
 
 
 def release_zero3_engine(engine: Any) -> None:
-    """Take out of a closed engine of ZeRO 3 what is large: weights, optimizer, groups.
+    """Remove weights, optimizer and groups from a closed engine of ZeRO 3.
 
-    It defines classes of autograd functions for every module, which hold the module and the engine and which torch never lets go. A
-    process that makes many engines would keep all of them, and under gloo each group is threads that wake a hundred times a second.
+    ZeRO 3 defines autograd functions for every module, which reference module and engine and are never freed.
+    A process that creates many engines would keep all of them; under gloo each group has threads that wake a
+    hundred times a second.
     """
     for parameter in engine.module.parameters():
         parameter.__dict__.clear()
@@ -259,17 +276,20 @@ def release_zero3_engine(engine: Any) -> None:
 
 
 def clip_by_pipeline_norm(engine: Any) -> Callable[[], float]:
-    """Without ZeRO: clip by the gradient norm of the whole model, and skip the step if it is not finite. The returned
-    function gives the last step's norm, before clipping.
+    """Without ZeRO, clip by the gradient norm of the whole pipeline, and skip steps whose norm is not finite.
 
-    DeepSpeed takes a stage for a rank of tensor parallelism and counts what is not cut on its first rank: it clips all stages by the
-    norm of the first one (3e-3 of the loss after 20 steps), and without clipping reports none.
+    DeepSpeed takes a stage for a tensor-parallel rank and counts unsharded parameters on the first one only,
+    so it clips all stages by the norm of the first (3e-3 of the loss after 20 steps), and reports no norm
+    without clipping.
+
+    Returns:
+        A function that returns the last step's norm before clipping.
     """
     norm = 0.0
-    take, clip = engine._take_model_step, engine.gradient_clipping()
+    take_model_step, clip = engine._take_model_step, engine.gradient_clipping()
     allow_skipping_steps(engine.optimizer)
 
-    def measured(lr_kwargs: Any = None) -> None:
+    def clip_and_step(lr_kwargs: Any = None) -> None:
         nonlocal norm
         parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
         # A tied weight is on two stages, with the same gradient.
@@ -285,15 +305,15 @@ def clip_by_pipeline_norm(engine: Any) -> Callable[[], float]:
             factor = 1.0 / max((norm + 1e-6) / clip, 1.0)
             for parameter in parameters:
                 parameter.grad.mul_(factor)
-        take(lr_kwargs)
+        take_model_step(lr_kwargs)
 
     engine.clip_fp32_gradients = lambda: None
-    engine._take_model_step = measured
+    engine._take_model_step = clip_and_step
     return lambda: norm
 
 
 def disable_timers(engine: Any) -> None:
-    """Every step adds to a list of times that is emptied when they are printed, and they are not printed."""
+    """Disable timers, which append to lists that are emptied only when the times are printed."""
     from deepspeed.utils.timer import NoopTimer
 
     if not engine.wall_clock_breakdown():
@@ -301,7 +321,10 @@ def disable_timers(engine: Any) -> None:
 
 
 def set_gradient_accumulation(engine: Any, micro_batches: int) -> None:
-    """For the next steps, in a batch ramp. ZeRO has a copy of the number that DeepSpeed forgets."""
+    """Change the number of micro-batches per step, in a batch ramp.
+
+    DeepSpeed does not update ZeRO's copy of it.
+    """
     engine.set_train_batch_size(
         engine.train_micro_batch_size_per_gpu() * micro_batches * engine.dp_world_size
     )
@@ -310,15 +333,18 @@ def set_gradient_accumulation(engine: Any, micro_batches: int) -> None:
 
 
 def drop_last_step(engine: Any) -> None:
-    """The last stage keeps the last micro-batch's loss, a hook of which holds the engine: a circle that torch hides from Python, so that
-    no closed engine would go, nor its groups."""
+    """Drop the last micro-batch's loss and buffers.
+
+    A hook of the loss references the engine. The garbage collector does not see this cycle, so a closed
+    engine and its groups would never be freed.
+    """
     engine.loss = engine.total_loss = None
     for buffers in engine.pipe_buffers.values():
         buffers.clear()
 
 
 def drop_pipeline_grid() -> None:
-    """The module that sends activations keeps the grid of the last engine, and its groups with it: the process's threads add up."""
+    """Drop the last engine's grid and groups, which the pipeline's send module keeps."""
     from deepspeed.runtime.pipe import p2p
 
     p2p._grid = p2p._groups = None

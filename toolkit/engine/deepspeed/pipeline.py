@@ -1,7 +1,8 @@
-"""DeepSpeed's pipeline, ZeRO 0 and 1: the blocks of a family's model spread over ranks, micro-batches one behind the other (1F1B).
+"""DeepSpeed's 1F1B pipeline under ZeRO 0 and 1, for models of families.
 
-Pipeline peers get the same micro-batches. The first stage uses their tokens and the last one their labels; all count their units, so
-that no rank needs to be told by what the loss is divided, and take the positions in documents that are kept apart.
+All pipeline ranks get the same micro-batches. The first stage uses their tokens and the last stage their
+labels; every stage counts their units, so that all know the loss denominator, and uses document positions if
+there are any.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from toolkit.plan.types import Device, RunPlan
 
 
 class DeepSpeedPipelineEngine:
-    """One rank of a pipeline. Every method but ``shards``, ``scalars`` and ``close`` is collective."""
+    """One pipeline rank. Every method but ``shards``, ``scalars`` and ``close`` is collective."""
 
     def __init__(
         self,
@@ -53,26 +54,25 @@ class DeepSpeedPipelineEngine:
         self._loss = LastStageLoss(objective, self.device)
         self._module = StagePipelineModule(plan, self.device, self._loss)
         groups = parameter_groups(self._module, plan.config.optim)
-        settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed writes into what it is given
+        settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed modifies its configuration
+        self._stage = settings["zero_optimization"]["stage"]
         self._ds, *_ = deepspeed.initialize(
             model=self._module, model_parameters=groups, config=settings, dist_init_required=False
         )
-        self._places = {
+        self._parameter_boxes = {
             parameter: ParameterBox(name, tuple(parameter.shape), Box.whole(tuple(parameter.shape)))
             for parameter, name in self._module.names.items()
         }
         patches.divide_loss_scale(self._ds.optimizer, plan.axes.data)
         self._settle_loss_scale = patches.defer_loss_scale_growth(self._ds.optimizer)
         self._norm = (
-            patches.clip_by_pipeline_norm(self._ds)
-            if plan.config.zero.stage == 0
-            else self._ds.get_global_grad_norm
+            patches.clip_by_pipeline_norm(self._ds) if self._stage == 0 else self._ds.get_global_grad_norm
         )
         patches.disable_timers(self._ds)
         time_instructions(self._ds, recorder)
         self._module.layer.register_forward_pre_hook(self._reseed)
         self._step = self._micro_batch = 0
-        self._shape: torch.Size | None = None  # of the tokens that went through last
+        self._shape: torch.Size | None = None  # of the last micro-batch
         self._module.train()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
@@ -82,7 +82,7 @@ class DeepSpeedPipelineEngine:
         for group in self._ds.optimizer.param_groups:
             group["lr"] = settings.lr
         units = int(self._sum_over_data(sum(self._objective.units(batch) for batch in micro_batches)))
-        # DeepSpeed averages over micro-batches and data ranks; the loss is a sum over the global batch / its units.
+        # Undo DeepSpeed's mean over micro-batches and data ranks; divide by the units of the global batch.
         self._loss.begin(len(micro_batches) * self._plan.axes.data / max(units, 1))
         self._step, self._micro_batch = settings.step, 0
         loss_scale = patches.run_loss_scale(self._ds.optimizer, self._plan.axes.data)
@@ -113,10 +113,10 @@ class DeepSpeedPipelineEngine:
         return EvalResult(loss_sum=self._sum(self._loss.sum), tokens=int(units))
 
     def shards(self) -> list[Shard]:
-        """A tied weight and its moments come from the first stage, which holds the same as the last."""
+        """A tied weight and its moments are saved by the first stage; the last stage stores equal copies."""
         repeated = {
-            self._places[parameter].name
-            for parameter in self._places
+            self._parameter_boxes[parameter].name
+            for parameter in self._parameter_boxes
             if getattr(parameter, "ds_pipe_replicated", False)
         }
         return [
@@ -128,8 +128,8 @@ class DeepSpeedPipelineEngine:
     def replica_sets(self) -> list[ReplicaSet]:
         axes, rank = self._plan.axes, self._plan.axes.rank(self._at)
         tied = [parameter for parameter, _ in self._module.get_tied_weights_and_groups()]
-        found = list(replicas.weights(self._places, axes, rank, tied))
-        if self._plan.config.zero.stage == 0:
+        found = list(replicas.weights(self._parameter_boxes, axes, rank, tied))
+        if self._stage == 0:
             found += replicas.optimizer_state(
                 self._ds.optimizer, self._partitions(), axes, rank, stage=0, device=self.device
             )
@@ -148,16 +148,18 @@ class DeepSpeedPipelineEngine:
         patches.drop_last_step(self._ds)
         patches.drop_pipeline_grid()
         patches.release_parallel_groups()
-        self._places = {}
+        self._parameter_boxes = {}
         del self._ds, self._module, self._norm
 
     def _partitions(self) -> list[ZeroPartition]:
         return read_partitions(
-            self._ds.optimizer, self._places, rank=self._at.data, ranks=self._plan.axes.data
+            self._ds.optimizer, self._parameter_boxes, rank=self._at.data, ranks=self._plan.axes.data
         )
 
     def _expect(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Before a step. Stages tell each other the shape of activations once, and keep buffers of it."""
+        """Prepare for the shapes and positions of a step. Stages exchange activation shapes once and allocate
+        buffers.
+        """
         shape, *others = {batch["input_ids"].shape for batch in micro_batches}
         assert not others, f"micro-batches of one step have one shape, not {[shape, *others]}"
         if shape != self._shape:
@@ -166,14 +168,17 @@ class DeepSpeedPipelineEngine:
         self._module.layer.positions = iter([batch.get("position_ids") for batch in micro_batches])
 
     def _reseed(self, layer: nn.Module, _: object) -> None:
-        """Before each micro-batch of training. Its backward, which runs among forwards of others, draws nothing: recomputed
-        blocks get the random state that they had."""
+        """Seed each training micro-batch before its forward.
+
+        Its backward runs between forwards of other micro-batches but draws nothing: recomputed blocks restore
+        their state.
+        """
         if layer.training:
             seeding.seed_micro_batch(self._plan.config.train.seed, self._step, self._at, self._micro_batch)
             self._micro_batch += 1
 
     def _sum(self, value: torch.Tensor) -> float:
-        """Over all ranks: of losses, which are zero everywhere but on last stages."""
+        """Sum losses over all ranks; they are zero on all but the last stages."""
         total = value.clone()
         dist.all_reduce(total)
         return float(total)

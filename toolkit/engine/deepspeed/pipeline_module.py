@@ -1,4 +1,7 @@
-"""What DeepSpeed's pipeline takes for a model. Imported after ``deepspeed_compat.load``, which says on what device DeepSpeed runs."""
+"""The pipeline module and layers that DeepSpeed runs.
+
+Import it after ``patches.import_deepspeed``, which sets the device.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ from toolkit.plan.types import RunPlan
 
 
 class StageLayer(nn.Module):
-    """The one layer that DeepSpeed sees of a stage, with memory for its weights in the run's precision.
+    """The single layer that DeepSpeed sees of a stage, with uninitialized weights in the run's precision.
 
-    One layer a stage: transformers' own forward makes masks and rotary embeddings once for all blocks of the stage and checkpoints
-    activations block by block, and weights keep their canonical names.
+    A stage is one layer, so that transformers' own forward computes masks and rotary embeddings once for all
+    blocks of the stage and checkpoints activations by block, and weights keep their canonical names.
 
     Attributes:
-        positions: ``position_ids`` of the micro-batches of a step (None: their tokens' places), taken in turn: stages tell each
-            other hidden states only, and pipeline peers have the same micro-batches.
+        positions: ``position_ids`` of the micro-batches of a step (None: consecutive), consumed in order.
+            Stages exchange hidden states only, and all pipeline ranks have the same micro-batches.
     """
 
     positions: Iterator[torch.Tensor | None]
@@ -53,14 +56,16 @@ class StageLayer(nn.Module):
 
 
 class LastStageLoss:
-    """What the last stage computes of logits. ``weight`` turns a micro-batch's sum of losses into its part of DeepSpeed's mean."""
+    """The loss on the last stage. ``weight`` converts a micro-batch's summed loss to its part of DeepSpeed's
+    mean.
+    """
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
         self._objective, self._device = objective, device
         self.begin(1.0)
 
     def begin(self, weight: float) -> None:
-        """Before the first micro-batch of a step."""
+        """Reset the sum before the first micro-batch of a step."""
         self._weight = weight
         self.sum = torch.zeros((), dtype=torch.float64, device=self._device)
 
@@ -71,7 +76,7 @@ class LastStageLoss:
 
 
 class _PrecomputedOutput(nn.Module):
-    """A model that has run already."""
+    """A model whose output is already computed."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
@@ -85,10 +90,10 @@ class StagePipelineModule(PipelineModule):
     """``names``: the canonical name of each parameter of this rank's stage."""
 
     def __init__(self, plan: RunPlan, device: torch.device, loss: LastStageLoss) -> None:
-        assert plan.shape is not None, "a model of a family"
+        assert plan.shape is not None, "pipelines are of families"
         count = plan.axes.pipeline
         specs = [LayerSpec(StageLayer, plan, device, stage) for stage in range(count)]
-        with redirect_stdout(io.StringIO()):  # DeepSpeed prints the topology and a layer a line
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints topology and layers
             super().__init__(
                 layers=specs,
                 topology=PipeDataParallelTopology(num_pp=count, num_dp=plan.axes.data),
@@ -103,8 +108,10 @@ class StagePipelineModule(PipelineModule):
         self._tied = self._tie(plan, set(tied.values()))
 
     def _tie(self, plan: RunPlan, tied: set[str]) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
-        """DeepSpeed ties whole layers; here the first and the last one share a weight. Its gradients are added up over both, and
-        its norm is counted on the first alone."""
+        """Tie a weight of the first and the last stage; DeepSpeed ties whole layers only.
+
+        Its gradients are summed over both stages, and its norm is counted on the first stage only.
+        """
         if not tied:
             return []
         groups = [dist.new_group([ranks[0], ranks[-1]]) for ranks in plan.axes.groups(Axis.PIPELINE)]
@@ -120,7 +127,7 @@ class StagePipelineModule(PipelineModule):
         return self._tied
 
 
-# What passes between stages and over data ranks is timed by itself (``collectives.py``); here is what is left around it.
+# The part of a step that each pipeline instruction belongs to; communication is timed by ``collectives.py``.
 PARTS = {
     schedule.LoadMicroBatch: TRANSFER,
     schedule.RecvActivation: FORWARD,
@@ -136,7 +143,7 @@ PARTS = {
 
 
 def time_instructions(engine: Any, recorder: Recorder) -> None:
-    """Let ``engine`` tell the part of what it executes."""
+    """Attribute the time of each instruction that ``engine`` executes to a part of the step."""
     engine._INSTRUCTION_MAP = {
         kind: _timed(execute, recorder, PARTS[kind]) if kind in PARTS else execute
         for kind, execute in engine._INSTRUCTION_MAP.items()
@@ -145,8 +152,8 @@ def time_instructions(engine: Any, recorder: Recorder) -> None:
 
 def _timed(execute: Callable[..., None], recorder: Recorder, part: str) -> Callable[..., None]:
     @wraps(execute)
-    def telling(engine: Any, **arguments: Any) -> None:
+    def timed(engine: Any, **arguments: Any) -> None:
         with recorder.part(part):
             execute(engine, **arguments)
 
-    return telling
+    return timed

@@ -1,11 +1,13 @@
-"""What DeepSpeed's ranks hold in common.
+"""List the tensors that several DeepSpeed ranks store.
 
-    weights           ZeRO 0 to 2: whole on all data and context ranks; what the tensor axis does not cut, on its ranks too; experts, on
-                      the ranks that have the same ones; a weight tied over a pipeline, on its first and last stage
-    optimizer state   ZeRO 0: as the weights. From ZeRO 1 on each data rank has a range of its own, which a tensor rank shares with the
-                      others where the axis does not cut
+    weights           ZeRO 0 to 2: on all data and context ranks; unsharded ones also on all tensor ranks;
+                      experts on the ranks with the same experts; a weight tied over a pipeline on its first
+                      and last stage
+    optimizer state   ZeRO 0: like the weights. From ZeRO 1 on each data rank has its own range, which tensor
+                      ranks share if tensor parallelism does not shard the parameter
 
-Under ZeRO 1 and 2 the weights are written anew in each step, from the ranges: a flipped bit of a copy lasts until the next step.
+Under ZeRO 1 and 2 each step rewrites the weights from the ranges, so a flipped bit in a copy lasts until the
+next step.
 """
 
 from __future__ import annotations
@@ -18,35 +20,37 @@ import torch
 from toolkit.checkpoint.shard import WEIGHT
 from toolkit.engine.deepspeed import state
 from toolkit.engine.deepspeed.partitions import ParameterBox, ZeroPartition
-from toolkit.engine.replicas import EXPERTS, STATE, TIED, WEIGHTS, replicated_over_tensor
+from toolkit.engine.replicas import EXPERTS, STATE, TIED, WEIGHTS, ReplicaTensor, replicated_over_tensor
 from toolkit.layout.axes import Axes, Axis
 
-ReplicaTensor = tuple[str, tuple[int, ...], str, torch.Tensor]  # as replicas.together takes it
-ZERO_AXES = (Axis.CONTEXT, Axis.DATA)  # along which ZeRO's ranks differ
+ZERO_AXES = (Axis.CONTEXT, Axis.DATA)  # the axes over which ZeRO partitions
 
 
 def weights(
-    places: Mapping[torch.Tensor, ParameterBox], axes: Axes, rank: int, tied: Collection[torch.Tensor] = ()
+    parameter_boxes: Mapping[torch.Tensor, ParameterBox],
+    axes: Axes,
+    rank: int,
+    tied: Collection[torch.Tensor] = (),
 ) -> Iterator[ReplicaTensor]:
-    """Of ZeRO 0 to 2.
+    """Yield the replicated weights under ZeRO 0 to 2.
 
     Args:
-        tied: over a pipeline.
+        tied: parameters tied over a pipeline.
     """
     same, wider = axes.peers(rank, ZERO_AXES), axes.peers(rank, (*ZERO_AXES, Axis.TENSOR))
     experts = tuple(peer for peer in same if peer % axes.expert == rank % axes.expert)
     stages = axes.peers(rank, (Axis.PIPELINE,))
     ends = tuple(sorted({peer + end - rank for peer in same for end in (stages[0], stages[-1])}))
     shared = {id(parameter) for parameter in tied}
-    for parameter, place in places.items():
+    for parameter, parameter_box in parameter_boxes.items():
         if id(parameter) in shared:
-            yield TIED, ends, place.name, parameter
+            yield TIED, ends, parameter_box.name, parameter
         elif getattr(parameter, "allreduce", True) is False:
-            yield EXPERTS, experts, place.name, parameter
-        elif place.replicas > 1:
-            yield replicated_over_tensor(WEIGHTS), wider, place.name, parameter
+            yield EXPERTS, experts, parameter_box.name, parameter
+        elif parameter_box.replicas > 1:
+            yield replicated_over_tensor(WEIGHTS), wider, parameter_box.name, parameter
         else:
-            yield WEIGHTS, same, place.name, parameter
+            yield WEIGHTS, same, parameter_box.name, parameter
 
 
 def optimizer_state(
@@ -58,8 +62,10 @@ def optimizer_state(
     stage: int,
     device: torch.device,
 ) -> Iterator[ReplicaTensor]:
-    """Of what the optimizer keeps on ``device``: nothing that is offloaded, and not Muon's whole matrices, of which several ranges have
-    a part."""
+    """Yield the replicated optimizer state on ``device``.
+
+    Offloaded state is left out, and so are Muon's whole matrices, which overlap with several ranges.
+    """
     if any(partition.whole for partition in partitions):
         return
     along = ZERO_AXES if stage == 0 else ()

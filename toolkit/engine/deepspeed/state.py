@@ -1,4 +1,4 @@
-"""State out of DeepSpeed's partitions and back into them, after which weights of every precision and place agree."""
+"""Read state from DeepSpeed's partitions and load it back, so that all copies of the weights agree."""
 
 from __future__ import annotations
 
@@ -14,31 +14,37 @@ from toolkit.engine.optimizers import has_optimizer_state, master_or_weight_key
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside DeepSpeed's wrapper; in stage 0 there is no wrapper."""
+    """The torch optimizer inside DeepSpeed's wrapper; stage 0 has no wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def shards(optimizer: Any, partitions: Sequence[ZeroPartition]) -> list[Shard]:
-    """Everything to save. Views, except of what lives on NVMe, which is copied to host memory."""
+    """Shards of all state to save: views, except for state on NVMe, which is copied to host memory."""
     found: list[Shard] = []
     for partition in partitions:
         on_nvme = _on_nvme(optimizer, partition)
         if on_nvme:
             optimizer._optimizer_states_and_gradient_swap_in(partition.number)
-        held = [*partition.weights(partition.master)]
+        local = [*partition.weights(partition.master)]
         state = inner_optimizer(optimizer).state.get(partition.master, {})
         for name in partition.moments:
-            if state.get(name) is not None:  # optimizers make their state in their first step
-                held += partition.shards(name, state[name])
+            if state.get(name) is not None:  # optimizers create their state in their first step
+                local += partition.shards(name, state[name])
         if on_nvme:
-            held = [Shard(s.key, s.global_shape, s.box, s.data.clone(), s.replica, s.replicas) for s in held]
+            local = [
+                Shard(s.key, s.global_shape, s.box, s.data.clone(), s.replica, s.replicas) for s in local
+            ]
             optimizer._release_swap_buffers(partition.number)
-        found += held
+        found += local
     return found
 
 
 def scalars(optimizer: Any, partitions: Sequence[ZeroPartition], averaged: int) -> dict[str, object]:
-    """Plain JSON types; equal on all ranks. ``averaged``: by how much DeepSpeed's loss scale is smaller than the run's."""
+    """State that is not a tensor, in JSON types; equal on all ranks.
+
+    Args:
+        averaged: the ranks that DeepSpeed averages over; its loss scale is the run's divided by this number.
+    """
     found: dict[str, object] = {}
     steps = {
         int(state["step"])
@@ -59,11 +65,10 @@ def scalars(optimizer: Any, partitions: Sequence[ZeroPartition], averaged: int) 
 
 @torch.no_grad()
 def load(optimizer: Any, partitions: Sequence[ZeroPartition], reader: Reader, averaged: int) -> None:
-    """Fill masters, moments, step counts and the loss scaler; ``update_weights`` then makes the other copies of weights follow. ``averaged``
-    as in :func:`scalars`.
+    """Load masters, moments, step counts and the loss scaler. Call :func:`update_weights` next.
 
     Raises:
-        CheckpointError: the reader lacks a weight, or has another optimizer's state.
+        CheckpointError: the reader lacks a weight, or has the state of another optimizer.
     """
     with_moments = has_optimizer_state(
         reader, {name for partition in partitions for name in partition.moments}
@@ -75,7 +80,7 @@ def load(optimizer: Any, partitions: Sequence[ZeroPartition], reader: Reader, av
         if _on_nvme(optimizer, partition):
             _load_nvme(optimizer, partition, reader, with_moments=with_moments, step=step)
             continue
-        partition.master.zero_()  # padding too: it was never initialised
+        partition.master.zero_()  # the padding is uninitialized
         direct += _master_targets(partition, reader)
         state = _create_state(inner_optimizer(optimizer), partition, step=step, with_moments=with_moments)
         if with_moments:
@@ -91,33 +96,29 @@ def load(optimizer: Any, partitions: Sequence[ZeroPartition], reader: Reader, av
 
 @torch.no_grad()
 def update_weights(optimizer: Any, partitions: Sequence[ZeroPartition]) -> None:
-    """From the masters to every copy of the weights, as DeepSpeed does after a step. Collective."""
+    """Copy the masters to the weights, as DeepSpeed does after a step. Collective."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         for partition in partitions:
             if not _on_nvme(optimizer, partition):
                 optimizer._reassign_or_swap_out_partitioned_parameters(partition.number)
-        _gather_persistent(optimizer)
+        gather_persistent_parameters(optimizer)
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
 
 
 def partition_parameters(optimizer: Any) -> None:
-    """Free every parameter that ZeRO 3 holds gathered or has in flight. Collective."""
+    """Free every parameter that ZeRO 3 has gathered or is gathering. Collective."""
     optimizer._partition_all_parameters()
 
 
 def gather_persistent_parameters(optimizer: Any) -> None:
-    """After :func:`partition_parameters`, bring back the small parameters that ZeRO 3 keeps gathered between steps. Collective."""
-    _gather_persistent(optimizer)
-
-
-def _gather_persistent(optimizer: Any) -> None:
+    """Gather the small parameters that ZeRO 3 keeps gathered between steps. Collective."""
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
 def _master_targets(partition: ZeroPartition, reader: Reader) -> list[Shard]:
-    """The partition's master as targets of a read."""
+    """The shards of the partition's master under the keys that a checkpoint has them under."""
     found = partition.shards(WEIGHT, partition.master)
     return [
         Shard(master_or_weight_key(reader, s.key.name), s.global_shape, s.box, s.data, s.replica, s.replicas)
@@ -126,13 +127,16 @@ def _master_targets(partition: ZeroPartition, reader: Reader) -> list[Shard]:
 
 
 def _create_state(inner: Any, partition: ZeroPartition, *, step: int, with_moments: bool) -> dict[str, Any]:
-    """The state that the optimizer would make in its first step, zeroed. Nothing is made where nothing is resumed."""
+    """Create zeroed state as the optimizer would in its first step.
+
+    Without moments to load nothing is created.
+    """
     state = inner.state[partition.master] if with_moments or partition.master in inner.state else {}
     for name in partition.moments:
         if state.get(name) is not None:
             state[name].zero_()
         elif with_moments:
-            size = sum(piece.numel for piece in partition.whole) if partition.whole else None
+            size = sum(flat_range.numel for flat_range in partition.whole) if partition.whole else None
             like = torch.zeros_like(partition.master, requires_grad=False, dtype=torch.float32)
             state[name] = like if size is None else like.new_zeros(size)
     if "betas" in partition.group and (with_moments or "step" in state):
@@ -141,11 +145,10 @@ def _create_state(inner: Any, partition: ZeroPartition, *, step: int, with_momen
 
 
 def _step_count(inner: Any, partition: ZeroPartition, step: int) -> object:
-    """torch's optimizers count in a tensor (each its own: a shared one would be advanced once a parameter), DeepSpeed's in an int."""
-    acts = inner
+    """The step count of a parameter: a new tensor for torch's optimizers, an int for DeepSpeed's."""
     if not partition.group.get("use_muon") and getattr(inner, "aux_optimizer", None) is not None:
-        acts = inner.aux_optimizer  # Muon's matrices apart, an Adam inside it does the work
-    if not type(acts).__module__.startswith("torch."):
+        inner = inner.aux_optimizer  # the Adam inside Muon
+    if not type(inner).__module__.startswith("torch."):
         return step
     on_device = partition.group.get("capturable") or partition.group.get("fused")
     return torch.tensor(float(step), device=partition.master.device if on_device else "cpu")
@@ -159,7 +162,7 @@ def _on_nvme(optimizer: Any, partition: ZeroPartition) -> bool:
 def _load_nvme(
     optimizer: Any, partition: ZeroPartition, reader: Reader, *, with_moments: bool, step: int
 ) -> None:
-    """As the rest, but the partition has elements only between the swap in and the swap out."""
+    """Load a partition on NVMe, which has memory only between swap-in and swap-out."""
     optimizer._optimizer_states_and_gradient_swap_in(partition.number)
     partition.master.zero_()
     targets = _master_targets(partition, reader)

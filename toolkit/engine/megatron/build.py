@@ -1,4 +1,4 @@
-"""Model, gradient buffers and optimizer of one rank, put together, and what the engine asks of them as a whole."""
+"""Build the process groups, model, gradient buffers and optimizer of one rank of Megatron-core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from toolkit.plan.types import RunPlan
 
 
 class MegatronModel:
-    """``chunks`` are this rank's stages of the model in Megatron-core's data parallelism."""
+    """This rank's part of the model and its optimizer. ``chunks`` are its stages in Megatron-core's
+    DistributedDataParallel.
+    """
 
     def __init__(self, plan: RunPlan) -> None:
         assert plan.megatron is not None
@@ -55,7 +57,7 @@ class MegatronModel:
         )
         _skip_nonfinite_steps(self.optimizer)
         self.state = MegatronState(plan, models, self.optimizer)
-        self.draws = plan.shape.dropout > 0  # whether training draws random numbers
+        self.uses_dropout = plan.shape.dropout > 0  # whether training draws random numbers
         self._parallel_context = plan.axes.context > 1
         self._data_ranks = plan.axes.data
         self._weight_decay = plan.config.optim.weight_decay
@@ -63,25 +65,28 @@ class MegatronModel:
         _set_schedule_functions(config, ddp, self.chunks)
 
     @property
-    def kept(self) -> set[str]:
-        """States that the optimizer keeps; of this rank's parameters, which are never none."""
+    def state_names(self) -> set[str]:
+        """Names of the optimizer's states of parameter shape."""
         return {name for master in self.state.masters for name in state_names(master.inner)}
 
-    def set_rates(self, lr: float) -> None:
-        """Megatron-core marks the groups that do not decay; elsewhere its scheduler multiplies."""
+    def set_learning_rate(self, lr: float) -> None:
+        """Set learning rate and weight decay, with Megatron-core's multipliers for groups without decay."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
 
-    def scale_by(self, scaler: LossScaler) -> None:
-        """The run's own loss scale, whose rules are the same in every engine, in place of Megatron-core's."""
+    def use_loss_scaler(self, scaler: LossScaler) -> None:
+        """Use the run's loss scaler, whose rules are the same in every engine."""
         for part in inner_optimizers(self.optimizer):
             part.grad_scaler = _DividedLossScale(scaler, self._data_ranks)
         self._config.grad_scale_func = self.optimizer.scale_loss
 
-    def cut(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """This context rank's part of a micro-batch: with the places of its tokens in the sequence, or where documents are kept apart
-        in those, and the mask of its attention. Rotary positions run on in any case: only their differences count."""
+    def slice_for_context_rank(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """This context rank's part of a micro-batch, with position ids and an attention mask.
+
+        Position ids count in the sequence, or in documents if the batch has any. Rotary positions always
+        count in the sequence, since only their differences matter.
+        """
         tokens = batch["input_ids"]
         group = parallel_state.get_context_parallel_group() if self._parallel_context else None
         mask = (
@@ -93,14 +98,14 @@ class MegatronModel:
         }
         return {**(get_batch_on_this_cp_rank(found) if self._parallel_context else found), **mask}
 
-    def settle_weights(self) -> None:
-        """Wait for weights that are still on their way from the ranks that stepped them. Collective where the gather overlaps."""
+    def wait_for_weights(self) -> None:
+        """Wait for weights that are still being gathered. Collective if the gather overlaps."""
         for chunk in self.chunks:
             if chunk.use_forward_hook:
                 chunk.start_param_sync(force_sync=True)
 
     def optimizer_step(self) -> int | None:
-        """Steps that Adam has taken; None before the first, and for optimizers that do not count."""
+        """The number of Adam's steps; None before the first step and for optimizers that do not count."""
         for master in self.state.masters:
             step = master.inner.state.get(master.tensor, {}).get("step", master.group.get("step"))
             if step is not None:
@@ -108,7 +113,7 @@ class MegatronModel:
         return None
 
     def reset_state(self, step: int | None) -> None:
-        """No optimizer state; with ``step``, zeroed state as after that many steps, to be filled."""
+        """Remove the optimizer state, or with ``step`` zero it as after that many steps, to be filled."""
         for master in self.state.masters:
             master.inner.state.pop(master.tensor, None)
             counts_in_group = (
@@ -123,11 +128,13 @@ class MegatronModel:
                 for name in state_names(master.inner)
             }
             if "betas" in master.inner.defaults and not counts_in_group:
-                found["step"] = torch.tensor(float(step))  # each its own: torch advances it once a parameter
+                found["step"] = torch.tensor(
+                    float(step)
+                )  # not shared: torch increments it for each parameter
             master.inner.state[master.tensor] = found
 
-    def forget(self) -> None:
-        """Let go of memory: hooks and configuration refer to each other."""
+    def release(self) -> None:
+        """Break the reference cycles of hooks and configuration, so that memory is freed."""
         for name in (
             "finalize_model_grads_func",
             "no_sync_func",
@@ -136,9 +143,10 @@ class MegatronModel:
             "grad_scale_func",
         ):
             setattr(self._config, name, None)
-        RotaryEmbedding.forward.cache_clear()  # a cache of the class, which keeps every module that ever asked, and its groups
+        RotaryEmbedding.forward.cache_clear()  # the class-level cache references modules and their groups
         for module in (module for chunk in self.chunks for module in chunk.modules()):
-            # It keeps the last batch's probabilities; with them the autograd graph, which holds hooks where no collector looks.
+            # It references the last batch's probabilities, hence the autograd graph with hooks that gc cannot
+            # see.
             vars(module).pop("token_dispatcher", None)
         self.chunks.clear()
         del self.optimizer, self.state
@@ -147,7 +155,9 @@ class MegatronModel:
 def _set_schedule_functions(
     config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[DistributedDataParallel]
 ) -> None:
-    """The schedules find what they call in the configuration: one function, or with virtual stages one a chunk."""
+    """Set the functions that the schedules read from the configuration: one, or with virtual stages one per
+    chunk.
+    """
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
     if ddp.overlap_grad_reduce and len(chunks) > 1:
@@ -161,17 +171,19 @@ def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
 
 
 def _skip_nonfinite_steps(optimizer: Any) -> None:
-    """Skip a step whose gradient norm is not finite; ``optimizer.step()`` then returns False as its first value.
+    """Skip a step whose gradient norm is not finite;
 
-    Megatron-core checks gradients in fp16 only, and applies those that are not finite in fp32 and bf16. The norm is
-    global, and on the host already, when the update is due.
+    ``optimizer.step()`` then returns False as its first value.
+
+    Megatron-core checks gradients in fp16 only. The norm is global and already on the host when the update is
+    due.
     """
-    norm_of, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    compute_norm, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
     norm = 0.0
 
     def get_grad_norm() -> float:
         nonlocal norm
-        norm = norm_of()
+        norm = compute_norm()
         return norm
 
     optimizer.get_grad_norm = get_grad_norm
@@ -179,11 +191,11 @@ def _skip_nonfinite_steps(optimizer: Any) -> None:
 
 
 class _DividedLossScale:
-    """The run's loss scale as Megatron-core reads it: divided by the data ranks.
+    """The run's loss scale divided by the data ranks, in the interface of Megatron-core's scalers.
 
-    The engine multiplies the loss by their number, because Megatron-core averages over them; with the run's whole scale
-    on top of it, gradients would overflow that much earlier than those of the local engine. The engine updates the
-    scale, once a step; Megatron-core would update it once for each of its optimizers, those of the experts and of the rest.
+    Megatron-core averages over data ranks, and the engine multiplies the loss by their number. With the whole
+    scale on top, gradients would overflow earlier than in the local engine. The engine updates the scale once
+    per step; Megatron-core would update it once for each of its optimizers.
     """
 
     def __init__(self, scaler: LossScaler, data_ranks: int) -> None:
@@ -204,8 +216,12 @@ class _DividedLossScale:
 
 
 def initialize_process_groups(plan: RunPlan) -> None:
-    """Collective. Megatron-core keeps its groups in module globals: those of an earlier engine of this process are let go."""
-    assert dist.is_initialized(), "the process group is made before the engine"
+    """Create Megatron-core's process groups for the plan's axes. Collective.
+
+    Groups of an earlier engine of this process, which Megatron-core keeps in module globals, are destroyed
+    first.
+    """
+    assert dist.is_initialized(), "the process group is created before the engine"
     assert plan.megatron is not None
     destroy_process_groups()
     axes = plan.axes
@@ -228,7 +244,7 @@ def initialize_process_groups(plan: RunPlan) -> None:
 
 
 def destroy_process_groups() -> None:
-    """End the groups, not only the names for them: under gloo each is a handful of threads, which wait for ever else."""
+    """Destroy the groups, because each gloo group has threads that would otherwise wait forever."""
     if not parallel_state.model_parallel_is_initialized():
         return
     made = parallel_state._global_process_group_list or ()
