@@ -311,8 +311,8 @@ def slow_engine(engine: Any, plan: RunPlan, rank: int, delays: Delays) -> None:
 
     first_norm(engine).register_forward_hook(after)
     optimizer = (
-        engine._built.optimizer
-        if hasattr(engine, "_built")
+        engine._model.optimizer
+        if hasattr(engine, "_model")
         else engine._ds.optimizer
         if hasattr(engine, "_ds")
         else engine._optimizers[0]
@@ -329,8 +329,8 @@ def slow_engine(engine: Any, plan: RunPlan, rank: int, delays: Delays) -> None:
 def first_norm(engine: Any) -> nn.Module:
     """Of the rank's model: a module that gives a tensor, in every family and on every stage."""
     model = (
-        engine._built.chunks[0]
-        if hasattr(engine, "_built")
+        engine._model.chunks[0]
+        if hasattr(engine, "_model")
         else engine._ds.module
         if hasattr(engine, "_ds")
         else engine._module
@@ -380,7 +380,7 @@ def bubble(rank: int, ranks: int, plan: RunPlan, seconds: float, steps: int) -> 
         task = text_task(plan)
         engine: Any = build_engine(plan, task, rank=rank, local_rank=rank, recorder=recorder)
         engine.load(first_weights(plan))
-        for model in engine._built.chunks if hasattr(engine, "_built") else [engine._ds.module]:
+        for model in engine._model.chunks if hasattr(engine, "_model") else [engine._ds.module]:
             norm = next(module for module in model.modules() if "Norm" in type(module).__name__)
             norm.register_forward_hook(_sleeping(seconds))
         delays = Delays([None] * steps)

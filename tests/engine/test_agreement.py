@@ -14,9 +14,9 @@ import torch
 from toolkit.checkpoint.scalars import SCALER_STATE
 from toolkit.config.schema import EngineName, OptimizerName, Precision
 from toolkit.engine import muon
-from toolkit.engine.deepspeed import patches as deepspeed_compat
-from toolkit.families.base import uses_muon
+from toolkit.engine.deepspeed import patches
 from toolkit.engine.precision import LossScaler
+from toolkit.families.base import uses_muon
 from toolkit.models.build import build_model
 from toolkit.plan.types import Device
 from toolkit.testing import parity
@@ -28,7 +28,7 @@ SHAPES = [(8, 8), (8, 24), (24, 8), (16, 64), (64, 1)]
 
 def on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
     """What DeepSpeed makes of the same inputs, where it may be imported."""
-    deepspeed_compat.import_deepspeed(Device.CPU, 0)
+    patches.import_deepspeed(Device.CPU, 0)
     from deepspeed import set_optimizer_flags
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
     from deepspeed.runtime.zero.muon.original_muon import muon_update
@@ -91,9 +91,9 @@ def test_loss_scale(deepspeed: dict[str, Any]) -> None:
 
 def test_which_parameters_go_to_muon(deepspeed: dict[str, Any]) -> None:
     module = build_model(tiny_plan("mixtral"), "cpu", meta=True)
-    assert {name: uses_muon(name, parameter.dim()) for name, parameter in module.named_parameters()} == deepspeed[
-        "flags"
-    ]
+    assert {
+        name: uses_muon(name, parameter.dim()) for name, parameter in module.named_parameters()
+    } == deepspeed["flags"]
     assert set(deepspeed["flags"].values()) == {True, False}
 
 

@@ -225,7 +225,9 @@ def copies(rank: int, ranks: int, case: Cell) -> dict[str, torch.Tensor]:
     assert isinstance(engine, DeepSpeedEngine)
     steps(engine, case, rank, 0, 4)
     found = {
-        place.name: weight.detach().clone() for weight, place in engine._places.items() if place.replicas > 1
+        place.name: weight.detach().clone()
+        for weight, place in engine._parameter_boxes.items()
+        if place.replicas > 1
     }
     engine.close()
     return found
@@ -411,7 +413,7 @@ def kept_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
     """The parameters whose gathered memory autograd holds besides the parameter itself."""
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
-    places = engine._places
+    places = engine._parameter_boxes
     found: set[str] = set()
 
     def look(saved: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import Reader
 from toolkit.config.schema import BatchRampConfig
-from toolkit.engine.deepspeed import pipeline_compat as deepspeed_pipe_compat
+from toolkit.engine.deepspeed import patches
 from toolkit.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
 from toolkit.engine.protocol import EvalResult, StepResult
 from toolkit.plan.memory import stage_memory
@@ -146,12 +146,12 @@ def test_control_duplicated_micro_batch(stage: int, pool: RankPool) -> None:
 
 
 def unmended(rank: int, ranks: int, case: Cell) -> RunTrace:
-    mend = deepspeed_pipe_compat.norm_of_all_stages
-    deepspeed_pipe_compat.norm_of_all_stages = lambda engine: lambda: 0.0
+    mend = patches.clip_by_pipeline_norm
+    patches.clip_by_pipeline_norm = lambda engine: lambda: 0.0
     try:
         return trace(rank, ranks, case)
     finally:
-        deepspeed_pipe_compat.norm_of_all_stages = mend
+        patches.clip_by_pipeline_norm = mend
 
 
 def test_control_norm_of_the_first_stage(pool: RankPool) -> None:

@@ -34,11 +34,11 @@ def overflowing(
     rank: int, ranks: int, plan: RunPlan, undivided: bool = False
 ) -> tuple[list[StepResult], Any]:
     """Steps from a scale of 2^24, of which the first overflow, and the scale that a checkpoint would have then."""
-    from toolkit.engine.deepspeed import patches as deepspeed_compat
+    from toolkit.engine.deepspeed import patches
 
-    divide = deepspeed_compat.divide_loss_scale
+    divide = patches.divide_loss_scale
     if undivided:
-        deepspeed_compat.divide_loss_scale = lambda optimizer, ranks: None
+        patches.divide_loss_scale = lambda optimizer, ranks: None
     try:
         engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
         engine.load(first_weights(plan))
@@ -46,7 +46,7 @@ def overflowing(
         saved: Any = engine.scalars()[LOSS_SCALER]
         engine.close()
     finally:
-        deepspeed_compat.divide_loss_scale = divide
+        patches.divide_loss_scale = divide
     return results, saved["cur_scale"]
 
 

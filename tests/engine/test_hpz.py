@@ -41,14 +41,14 @@ def test_hpz_gathers_frozen_parameters_as_loaded(pool: RankPool) -> None:
 
 def with_the_copies_of_before_the_load(rank: int, ranks: int, case: Cell) -> RunTrace:
     """A control."""
-    from toolkit.engine.deepspeed import patches as deepspeed_compat
+    from toolkit.engine.deepspeed import patches
 
-    forget = deepspeed_compat.drop_secondary_partitions
-    deepspeed_compat.drop_secondary_partitions = lambda module: None
+    forget = patches.drop_secondary_partitions
+    patches.drop_secondary_partitions = lambda module: None
     try:
         return trace(rank, ranks, case)
     finally:
-        deepspeed_compat.drop_secondary_partitions = forget
+        patches.drop_secondary_partitions = forget
 
 
 @pytest.mark.parametrize("case", [hpz(2), hpz(2, **FROZEN)], ids=str)

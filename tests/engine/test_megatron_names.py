@@ -21,13 +21,14 @@ def built(rank: int, ranks: int, family: str, tie: bool) -> Named:
 
     cpu.enable()
     patches.apply()
-    from toolkit.engine.megatron import groups, model
+    from toolkit.engine.megatron import model
+    from toolkit.engine.megatron.build import destroy_process_groups, initialize_process_groups
 
     plan = tiny_plan(family, engine__name=EngineName.megatron, model__tie_word_embeddings=tie)
-    groups.make(plan)
+    initialize_process_groups(plan)
     (chunk,) = model.build_chunks(plan, model.transformer_config(plan))
     found = {name: tuple(parameter.shape) for name, parameter in chunk.named_parameters()}
-    groups.drop()
+    destroy_process_groups()
     return found
 
 

@@ -82,7 +82,7 @@ def measure(rank: int, ranks: int, plan: RunPlan) -> Bytes:
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     train_steps(engine, plan, range(2), rank=rank)
-    built = engine._built
+    built = engine._model
     parameters = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
     buffers = [
         buffer for chunk in built.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
@@ -145,7 +145,7 @@ def _saved(plan: RunPlan, rank: int) -> int:
 
 
 def _kept_bytes(engine: Any, plan: RunPlan) -> int:
-    (chunk,) = engine._built.chunks
+    (chunk,) = engine._model.chunks
     weights = storages(chunk.parameters())
     kept: dict[int, Any] = {}
 
@@ -155,7 +155,7 @@ def _kept_bytes(engine: Any, plan: RunPlan) -> int:
         )  # held, so that no address comes again
         return tensor.detach()  # the tensor itself would keep the graph, which keeps it
 
-    batch = engine._built.cut(micro_batches(plan, 0)[0])
+    batch = engine._model.slice_for_context_rank(micro_batches(plan, 0)[0])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         losses = chunk(
             batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"]

@@ -78,8 +78,8 @@ def poisoned_run(
 def matrix_of(engine: Any) -> nn.Parameter:
     """A matrix that each layout holds once: the tensor axis cuts it, and every stage has one."""
     modules = (
-        engine._built.chunks
-        if hasattr(engine, "_built")
+        engine._model.chunks
+        if hasattr(engine, "_model")
         else [engine._module if hasattr(engine, "_module") else engine._ds.module]
     )
     names = ("down_proj", "linear_fc2", "experts")

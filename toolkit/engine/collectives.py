@@ -351,7 +351,7 @@ def _group_ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 
 def _tensor_spec(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
-    """The number of tensors, and the shape and dtype of the first; None if the argument contains no tensor."""
+    """The number of tensors, and shape and dtype of the first; None if there is no tensor."""
     if isinstance(argument, torch.Tensor):  # the common case
         return 1, argument.shape, argument.dtype
     count = 1

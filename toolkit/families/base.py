@@ -1,4 +1,4 @@
-"""The interface of a model family. Canonical names are the ``state_dict`` names of the pinned transformers version."""
+"""The interface of a model family. Canonical names are ``state_dict`` names of the pinned transformers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class HubTensor:
-    """One tensor of a published checkpoint: the box ``offset, extent`` of a canonical tensor, reshaped to ``shape``.
+    """One tensor of a published checkpoint: the box ``offset, extent`` of a canonical tensor, reshaped to
+    ``shape``.
 
     ``aliases`` are other names of the tensor in published checkpoints; writing uses ``name``.
     """
@@ -89,14 +90,15 @@ class FamilyTraits:
     Attributes:
         norm: the kind of all norms.
         rotary: rotary position embeddings; otherwise learned positions are added to the token embedding.
-        gated: the feed-forward is ``down(silu(gate(x)) * up(x))``; otherwise ``down(gelu(up(x)))`` with tanh gelu.
+        gated: the feed-forward is ``down(silu(gate(x)) * up(x))``; otherwise ``down(gelu(up(x)))`` with tanh
+            gelu.
         biases: every linear layer of a block has a bias.
         qkv_bias: the query, key and value projections have a bias.
         qk_norm: queries and keys are normalized per head before the rotation.
         experts: the feed-forward consists of a router and experts.
         linear: projections are torch's linear layers, which DeepSpeed replaces under ZeRO 3.
-        hidden_dropout: ``model.dropout`` also applies to the embedding's output and to what is added to the residual
-            stream.
+        hidden_dropout: ``model.dropout`` also applies to the embedding's output and to what is added to the
+            residual stream.
         muon: why DeepSpeed's Muon cannot train this family; None if it can.
     """
 
@@ -116,13 +118,15 @@ class FamilyTraits:
 class ForwardFlops:
     """FLOPs of the forward pass per token, summed over all blocks; a multiply-add counts as two.
 
-    Only matrix multiplications count. Embedding lookups, norms, biases, activations, rotations, softmax and the loss are
-    left out.
+    Only matrix multiplications count. Embedding lookups, norms, biases, activations, rotations, softmax and
+    the loss are left out.
 
     Attributes:
         projections: of queries, keys, values and the attention output.
-        scores: queries times keys, and the result times values, over the whole sequence although attention is causal.
-        up: the feed-forward except its last matrix, including the router. With experts, those that one token visits.
+        scores: queries times keys, and the result times values, over the whole sequence although attention is
+            causal.
+        up: the feed-forward except its last matrix, including the router. With experts, those that one token
+            visits.
         down: the last matrix of the feed-forward.
         head: the logits.
     """
@@ -167,16 +171,18 @@ class Family(Protocol):
         """Tied aliases: alias -> the canonical name under which the weight is stored."""
 
     def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
-        """The tensors of the family's checkpoints on the hub; Mixtral's experts are separate there, fused in memory."""
+        """The tensors of the family's checkpoints on the hub; Mixtral's experts are separate there, fused in
+        memory.
+        """
 
     def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
-        """Every parameter of the Megatron-core model, with the boxes of canonical tensors that it consists of."""
+        """Every parameter of the Megatron-core model, with the boxes of canonical tensors in it."""
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
         """Fields of Megatron-core's ``TransformerConfig`` that describe the architecture.
 
-        ``activation_func`` is a name: ``silu`` or ``gelu_tanh``. ``position_embedding_type`` and ``rotary_base`` are
-        arguments of ``GPTModel``.
+        ``activation_func`` is a name: ``silu`` or ``gelu_tanh``. ``position_embedding_type`` and
+        ``rotary_base`` are arguments of ``GPTModel``.
         """
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:

@@ -1,7 +1,8 @@
-"""What the families after GPT-2 share: RMS norms, rotary embeddings, grouped-query attention, a gated feed-forward.
+"""The common base of Llama-like families: RMS norms, rotary embeddings, grouped-query attention, a gated
+feed-forward.
 
-Shapes: H hidden, F feed-forward, D head_dim, A query heads, K key-value heads, V vocabulary, E experts.
-A family of this kind gives its differences: defaults, biases, its feed-forward, its ``config.json``.
+Shapes: H hidden, F feed-forward, D head_dim, A query heads, K key-value heads, V vocabulary, E experts. A
+family overrides what differs: defaults, biases, its feed-forward, its ``config.json``.
 """
 
 from __future__ import annotations
@@ -16,17 +17,27 @@ from toolkit.families.megatron import EMBEDDING, OUTPUT, MegatronTensor, TensorC
 
 
 class Decoder:
-    """A decoder-only family with the canonical names ``model.layers.N. ...``."""
+    """A decoder-only family with the canonical names ``model.layers.N. ...``.
+
+    Attributes:
+        architecture: the class in transformers.
+        defaults: values of sizes that may be left out.
+        fixed: switches of ``config.json`` that must have this value.
+        published_norm_eps, published_rope_theta: what transformers assumes if a ``config.json`` lacks the
+            key.
+    """
 
     name: str
     namespace: str
-    architecture: ClassVar[str]  # the class in transformers
-    defaults: ClassVar[Mapping[str, Any]]  # sizes that may be left out
+    architecture: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]]
     required: ClassVar[tuple[str, ...]] = ("intermediate_size",)
     traits: FamilyTraits = FamilyTraits()
     published: ClassVar[Mapping[str, ModelConfig]]
     tiny: ClassVar[Mapping[str, Any]]
-    fixed: ClassVar[Mapping[str, Any]] = {}  # switches of config.json that must have this value
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    published_norm_eps: ClassVar[float] = 1e-6
+    published_rope_theta: ClassVar[float] = 10000.0
 
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
         return resolve_shape.resolve_model_shape(model, required=self.required, **self.defaults)
@@ -63,7 +74,7 @@ class Decoder:
         yield "mlp.down_proj.weight", (shape.hidden_size, shape.intermediate_size)
 
     def feed_forward_weights_used(self, shape: ModelShape) -> tuple[int, int]:
-        """Elements of a block's feed-forward that one token is multiplied with: before its last matrix, and in it."""
+        """Elements of the feed-forward that one token is multiplied with: before the last matrix, and in it."""
         matrix = shape.hidden_size * shape.intermediate_size
         return 2 * matrix, matrix
 
@@ -74,7 +85,7 @@ class Decoder:
         return tuple(tensor for spec in self.parameters(shape) for tensor in self.split_for_hub(spec, shape))
 
     def split_for_hub(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
-        """How the hub stores one canonical tensor; here: as it is."""
+        """The hub's tensors for one canonical tensor; here the tensor itself."""
         yield HubTensor(spec.name, spec.shape, spec.name, (0,) * len(spec.shape), spec.shape)
 
     def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
@@ -104,7 +115,7 @@ class Decoder:
             yield megatron_tables.rename_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
 
     def megatron_attention(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Within a block: linear_qkv [(A + 2K) * D, H], group after group, and linear_proj [H, A*D]."""
+        """Names within a block: linear_qkv [(A + 2K) * D, H] by query groups, and linear_proj [H, A*D]."""
         rows = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
         for kind, rest in (("weight", (shape.hidden_size,)), ("bias", ())):
             if kind == "weight" or self.traits.qkv_bias:
@@ -126,7 +137,7 @@ class Decoder:
         )
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
+        """Names within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
         yield megatron_tables.stack_rows(
             "mlp.linear_fc1.weight",
@@ -139,11 +150,12 @@ class Decoder:
         )
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
-        """Two a weight that multiplies the token, and ``4 s A D`` a layer for the attention matrix.
+        """Two per weight that multiplies the token, and ``4 s A D`` per layer for the attention matrix.
 
-        A layer has ``2 (2 H A D + 2 H K D)`` in projections (grouped-query attention makes those of keys and values smaller, and the
-        matrix no smaller: all A heads of queries meet keys and values) and ``6 H F`` in its feed-forward; the output layer ``2 H V``.
-        The matrix is counted whole although it is causal, as PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473, appendix) do.
+        A layer has ``2 (2 H A D + 2 H K D)`` in projections (grouped-query attention shrinks those of keys
+        and values, but not the attention matrix, in which all A heads take part) and ``6 H F`` in its
+        feed-forward; the output layer has ``2 H V``. The whole attention matrix counts although it is causal,
+        as in PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473, appendix).
         """
         layers, width = shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim
         up, down = self.feed_forward_weights_used(shape)
@@ -173,7 +185,7 @@ class Decoder:
             "initializer_range": shape.initializer_range,
             "rms_norm_eps": shape.norm_eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-            "rope_theta": shape.rope_theta,  # transformers 4 and other readers look here
+            "rope_theta": shape.rope_theta,  # for transformers 4 and other readers
             "tie_word_embeddings": shape.tie_word_embeddings,
             "attention_dropout": shape.dropout,
         }
@@ -196,7 +208,3 @@ class Decoder:
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             dropout=config.get("attention_dropout", 0.0),
         )
-
-    # What transformers assumes where a published config.json leaves the key out.
-    published_norm_eps: ClassVar[float] = 1e-6
-    published_rope_theta: ClassVar[float] = 10000.0

@@ -1,6 +1,7 @@
-"""GPT-2 (Radford et al., 2019): layer norms with biases, learned positions, one fused query-key-value projection.
+"""GPT-2 (Radford et al., 2019): layer norms with biases, learned positions, one fused query-key-value
+projection.
 
-Its projections are transformers' ``Conv1D``: weights lie [in, out], the transpose of a linear layer's.
+Its projections are transformers' ``Conv1D``: weights are [in, out], the transpose of a linear layer's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class GPT2Family:
         biases=True,
         linear=False,
         hidden_dropout=True,
-        muon="DeepSpeed's Muon tells embeddings by the word embed, and gpt2's are wte and wpe",
+        muon="DeepSpeed's Muon recognizes embeddings by the name embed, and gpt2's are wte and wpe",
     )
     published: ClassVar[Mapping[str, ModelConfig]] = {
         "gpt2": ModelConfig(
@@ -104,7 +105,10 @@ class GPT2Family:
         return {"lm_head.weight": f"{PREFIX}wte.weight"} if shape.tie_word_embeddings else {}
 
     def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
-        """As in memory. The first releases were saved without the outer module, so their names lack its prefix."""
+        """As in memory.
+
+        The first releases were saved without the outer module, so their names lack its prefix.
+        """
         return tuple(
             HubTensor(
                 spec.name,
@@ -143,8 +147,11 @@ class GPT2Family:
             yield megatron_tables.rename_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
 
     def _megatron_block(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Within a block, H hidden and F feed-forward: the fused projection's columns [H, 3H], queries before keys before values,
-        become rows [3H, H], head after head; other matrices are transposed as they are."""
+        """Names within a block, H hidden and F feed-forward.
+
+        The fused projection's columns [H, 3H] (queries, keys, values) become rows [3H, H] by heads; other
+        matrices are transposed.
+        """
         hidden, inner = shape.hidden_size, shape.intermediate_size
         for ours, theirs in (("ln_1", "input_layernorm"), ("ln_2", "pre_mlp_layernorm")):
             for kind in ("weight", "bias"):
@@ -175,10 +182,10 @@ class GPT2Family:
             )
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
-        """``l (8 h^2 + 4 h f + 4 s h) + 2 h V``, h being all heads' width in attention.
+        """``l (8 h^2 + 4 h f + 4 s h) + 2 h V``, where h is the width of all heads in attention.
 
-        With ``f = 4h`` it is a third of ``72 l h^2 (1 + s/6h + V/12lh)`` (Megatron-LM, 2104.04473, equation 3 without
-        recomputation). The attention matrix is counted whole although it is causal.
+        With ``f = 4h`` it is a third of ``72 l h^2 (1 + s/6h + V/12lh)`` (Megatron-LM, 2104.04473, equation 3
+        without recomputation). The whole attention matrix counts although it is causal.
         """
         hidden, inner, layers = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers
         width = shape.num_attention_heads * shape.head_dim

@@ -1,8 +1,9 @@
-"""Mixtral: Llama with a feed-forward of experts, of which a router picks some for each token (Jiang et al., 2401.04088).
+"""Mixtral: Llama with a feed-forward of experts, of which a router selects some for each token (Jiang et al.,
+2401.04088).
 
-In memory a layer's experts are two tensors: ``gate_up_proj`` [E, 2F, H] (gate above up) and ``down_proj`` [E, H, F]. The
-hub stores three matrices an expert, ``w1`` (gate) [F, H], ``w2`` (down) [H, F] and ``w3`` (up) [F, H], under
-``block_sparse_moe``. transformers converts between the two in its ``conversion_mapping``.
+In memory a layer's experts are two tensors: ``gate_up_proj`` [E, 2F, H] (gate above up) and ``down_proj`` [E,
+H, F]. The hub stores three matrices per expert under ``block_sparse_moe``: ``w1`` (gate) [F, H], ``w2``
+(down) [H, F] and ``w3`` (up) [F, H]. transformers converts between the two in its ``conversion_mapping``.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Mixtral(Decoder):
         yield "mlp.experts.down_proj", (experts, hidden, inner)
 
     def feed_forward_weights_used(self, shape: ModelShape) -> tuple[int, int]:
-        """Of the experts that it visits, and the router, which sees it once for all of them."""
+        """The weights of the experts that a token visits, and of the router."""
         up, down = super().feed_forward_weights_used(shape)
         return (
             shape.num_experts_per_tok * up + shape.num_local_experts * shape.hidden_size,
@@ -85,7 +86,7 @@ class Mixtral(Decoder):
         )
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Within a block: router [E, H]; of each expert linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
+        """Names within a block: router [E, H]; per expert linear_fc1 [2F, H] (gate, up) and linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
         yield megatron_tables.rename_tensor(
             "mlp.router.weight", "mlp.gate.weight", (shape.num_local_experts, hidden)

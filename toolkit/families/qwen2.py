@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5, dense: Llama with biases on the query, key and value projections (Yang et al., 2407.10671)."""
+"""Qwen 2 and 2.5, dense: Llama with biases on query, key and value projections (Yang et al., 2407.10671)."""
 
 from __future__ import annotations
 

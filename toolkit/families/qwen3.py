@@ -1,6 +1,6 @@
-"""Qwen 3, dense: Llama whose heads normalise their queries and keys before rotating them (Yang et al., 2505.09388).
+"""Qwen 3, dense: Llama with normalized queries and keys in each head (Yang et al., 2505.09388).
 
-Published models state ``head_dim=128``, which need not be hidden_size / num_attention_heads.
+Published models have ``head_dim=128``, which need not be hidden_size / num_attention_heads.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Qwen3(Decoder):
     fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "use_sliding_window": False}
 
     def attention(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """As in every decoder, and a norm [D] of the queries and one of the keys, which all heads share."""
+        """The parameters of every decoder, and norms [D] of queries and keys that all heads share."""
         yield from super().attention(shape)
         for letter in ("q", "k"):
             yield f"self_attn.{letter}_norm.weight", (shape.head_dim,)

@@ -166,7 +166,7 @@ def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers inside Megatron-core's chained one that have parameters: of experts, of the rest."""
+    """Yield the optimizers in Megatron-core's chained one that have parameters: of experts, of the rest."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             yield part
