@@ -92,7 +92,7 @@ class LocalEngine:
         return StepResult(loss=loss, grad_norm=grad_norm, tokens=units, skipped=skipped, loss_scale=scale)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], step: int, weight: float) -> torch.Tensor:
-        """Accumulate ``weight`` times the loss gradient in the masters' ``grad``; return the loss sum, fp64."""
+        """Accumulate ``weight`` times the gradient in the masters' ``grad``; return the loss sum, fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._recorder.part(OPTIMIZER):
             for master in self._masters.values():

@@ -95,7 +95,7 @@ def check_same_data(fingerprint: Mapping[str, str | int], ranks: int) -> None:
                     "data.path",
                     "; ".join(seen),
                     "every rank reads the same data",
-                    "copy one node's data folder to the others, or set data.path=FOLDER to one that all nodes "
-                    "share (data=stdlib depends on the version of Python)",
+                    "copy one node's data folder to the others, or set data.path=FOLDER to one that all "
+                    "nodes share (data=stdlib depends on the version of Python)",
                 )
             )

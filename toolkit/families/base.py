@@ -14,7 +14,7 @@ from toolkit.families.megatron import MegatronTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A model configuration with every size resolved. Fields are those of ``ModelConfig``; sizes in elements."""
+    """A model configuration with every size resolved, in elements. Fields are those of ``ModelConfig``."""
 
     family: str
     hidden_size: int

@@ -74,7 +74,7 @@ class Decoder:
         yield "mlp.down_proj.weight", (shape.hidden_size, shape.intermediate_size)
 
     def feed_forward_weights_used(self, shape: ModelShape) -> tuple[int, int]:
-        """Elements of the feed-forward that one token is multiplied with: before the last matrix, and in it."""
+        """Elements of the feed-forward multiplied with one token: before the last matrix, and in it."""
         matrix = shape.hidden_size * shape.intermediate_size
         return 2 * matrix, matrix
 

@@ -61,14 +61,12 @@ class Llama(Decoder):
 
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
         shape = super().resolve_shape(model)
-        if (
-            shape.hidden_size % shape.num_attention_heads
-        ):  # LlamaConfig raises, although its modules could do it
+        if shape.hidden_size % shape.num_attention_heads:  # required by LlamaConfig
             raise PlanError(
                 resolve_shape.indivisible(
                     shape.hidden_size,
                     shape.num_attention_heads,
-                    "transformers requires for Llama that model.num_attention_heads divides model.hidden_size, "
+                    "transformers builds Llama only if model.num_attention_heads divides model.hidden_size "
                     "even with model.head_dim",
                 )
             )

@@ -46,7 +46,8 @@ def resolve_model_shape(
         problems.append(
             Problem(
                 "model.num_key_value_heads",
-                f"model.num_key_value_heads={sizes['num_key_value_heads']}, model.num_attention_heads={heads}",
+                f"model.num_key_value_heads={sizes['num_key_value_heads']}, "
+                f"model.num_attention_heads={heads}",
                 "model.num_key_value_heads divides model.num_attention_heads",
                 f"write one of {divisors}",
             )

@@ -1,7 +1,7 @@
 """Random initial weights as a checkpoint reader.
 
-They are a pure function of seed and parameter name, equal in every layout. A rank initializes one module at a time and
-copies its shards, so no rank ever stores the whole model.
+They are a pure function of seed and parameter name, equal in every layout. A rank initializes one module at a
+time and copies its shards, so no rank ever stores the whole model.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from toolkit.plan.types import RunPlan
 class StageModel(nn.Module):
     """The part of a model that one pipeline stage runs.
 
-    Input: token ids [micro-batch, sequence] on the first stage, otherwise hidden states [micro-batch, sequence, hidden].
-    Output: logits [micro-batch, sequence, vocabulary] on the last stage, otherwise hidden states.
+    Input: token ids [micro-batch, sequence] on the first stage, otherwise hidden states [micro-batch,
+    sequence, hidden]. Output: logits [micro-batch, sequence, vocabulary] on the last stage, otherwise hidden
+    states.
     """
 
     def __init__(self, model: nn.Module, *, takes_ids: bool) -> None:

@@ -134,7 +134,7 @@ def _check(module: nn.Module, model: ModelConfig) -> None:
             raise _problem(
                 model,
                 f"its {name} ({type(part).__name__}) keeps running statistics",
-                "training changes parameters only: other state would differ between ranks and be lost at a resume",
+                "training changes parameters only; other state differs between ranks and is not saved",
                 "use LayerNorm or GroupNorm, or write track_running_stats=False",
             )
 

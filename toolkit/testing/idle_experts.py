@@ -1,7 +1,8 @@
-"""First weights with which most experts of a model get no token, so that ranks of the expert axis stay empty.
+"""Initial weights with which most experts get no token, so that ranks of the expert axis stay empty.
 
-The embedding gets one coordinate that is large and equal for all tokens, and the routers read little else: in even layers all
-tokens go to the first experts, in odd layers to the last ones. So a rank is empty in one layer and not in the other.
+One coordinate of the embedding is large and equal for all tokens, and the routers depend mostly on it: in
+even layers all tokens go to the first experts, in odd layers to the last ones. So a rank is empty in one
+layer and not in the other.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def biased_first_weights(plan: RunPlan) -> Reader:
 
 
 class _BiasedReader:
-    """Implements ``Reader``. ``chosen``: how many experts of each layer get all tokens."""
+    """A ``Reader``. ``chosen``: the number of experts of each layer that get all tokens."""
 
     def __init__(self, reader: Reader, chosen: int) -> None:
         self._reader, self._chosen = reader, chosen
@@ -53,7 +54,7 @@ class _BiasedReader:
                 self._bias(shard)
 
     def _bias(self, shard: Shard) -> None:
-        """Set the column COORDINATE, where the shard's box has a part of it."""
+        """Set the column COORDINATE if it overlaps with the shard's box."""
         (row, column), (rows, columns) = shard.box.offset, shard.box.shape
         if not column <= COORDINATE < column + columns:
             return

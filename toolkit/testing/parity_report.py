@@ -1,7 +1,7 @@
-"""Rows of the parity matrix as JSON and as a page to read.
+"""Write rows of the parity matrix as JSON and as a Markdown page.
 
-A later run replaces the rows that it ran again on the same kind of device and keeps the others, so that cells run on GPUs stand
-beside those run on CPUs; each row says on what, with which versions and when it ran.
+A later run replaces its rows on the same kind of device and keeps the others, so that results on GPUs and
+CPUs are in one page; each row records hardware, versions and day.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIGURES = ("loss", "norm", "gradient", "weight", "evaluation")
 
 
 def read_rows(path: Path) -> list[ParityRow]:
-    """The rows of an earlier run whose cells are still in the matrix; none where there is no file."""
+    """Rows of earlier runs whose cells are still in the matrix; none without a file."""
     if not path.exists():
         return []
     known = {cell.name for cell in ALL}
@@ -30,17 +30,17 @@ def read_rows(path: Path) -> list[ParityRow]:
 
 
 def merge_rows(old: Iterable[ParityRow], new: Iterable[ParityRow]) -> list[ParityRow]:
-    """In the order of the matrix. A cell that could not run here does not replace one that did."""
+    """Merge in the order of the matrix. A cell that could not run here does not replace one that did."""
     found = {_key(row): row for row in old}
     for row in new:
         if row.verdict is not ParityVerdict.NOT_RUN or _key(row) not in found:
             found[_key(row)] = row
-    order = {cell.name: place for place, cell in enumerate(ALL)}
+    order = {cell.name: index for index, cell in enumerate(ALL)}
     return sorted(found.values(), key=lambda row: (row.device, order[row.cell], row.case))
 
 
 def write_json(rows: Sequence[ParityRow], path: Path) -> None:
-    """A line a row, so that what changed is seen in a diff."""
+    """Write one row per line, for readable diffs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
     path.write_text(f'{{"format": {FORMAT}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
@@ -57,27 +57,28 @@ def format_markdown(rows: Sequence[ParityRow]) -> str:
         parts.append(_format_device(device, [row for row in rows if row.device == device]))
     ran_on_gpu = {row.cell for row in rows if row.device == "cuda" and row.differences is not None}
     never = [cell.name for cell in ALL if cell.name not in ran_on_gpu]
-    told = "all of them" if len(never) == len(ALL) else ", ".join(f"`{name}`" for name in never) or "none"
-    parts.append(f"## Never run on a GPU\n\n{told[0].upper()}{told[1:]}.\n")
+    listed = "all of them" if len(never) == len(ALL) else ", ".join(f"`{name}`" for name in never) or "none"
+    parts.append(f"## Never run on a GPU\n\n{listed[0].upper()}{listed[1:]}.\n")
     return "\n".join(parts)
 
 
 HEAD = """# Parity
 
-Written by `python launch/verify.py --cells all`; `make verify` runs the core of it. Each cell trains a tiny model of its family for
-20 steps in fp32, which is the horizon of all figures here, twice:
-with AdamW and clipping, and with SGD without. It is held against the engine `local` (plain torch, one
-process) with the same first weights and samples. Largest differences, and what is allowed: loss {loss}, gradient norm {norm},
-gradient of each parameter at the first step {gradient} of its largest element (from the SGD run), final weights {weight}, mean
-loss on held-out samples after the last step {evaluation}.
+Written by `python launch/verify.py --cells all`; `make verify` runs the core. Each cell trains a tiny model
+of its family for 20 steps in fp32, once with AdamW and clipping and once with SGD without clipping. It is
+compared with the engine `local` (plain torch, one process), with the same first weights and samples.
+Tolerances of the largest differences: loss {loss}, gradient norm {norm}, gradient of each parameter at the
+first step {gradient} of its largest element (from the SGD run), final weights {weight}, mean loss on
+held-out samples after the last step {evaluation}.
 
-A name is engine, family, layout: `tp` tensor, `cp` context (Ulysses under DeepSpeed), `ep` expert, `pp` pipeline, `dp` data ranks,
-`zero` the stage (under Megatron-core 1 and 2 are the distributed optimizer), `sp` sequence parallel, `vpp2` two model chunks a
-stage, `padded` a vocabulary of 263 rows that the ranks do not divide, `uneven` stages of different depth, `full` and `selective`
-recomputation, `eps1e-08` Adam with the eps that runs have by default (1e-4 elsewhere), `idle` routers that send no token to most
-experts, and so none to whole ranks of the expert axis.
-In every cell the micro-batches differ in their numbers of unmasked tokens. With mixtral another order of summation
-may choose another expert where two are as close as rounding: from that step on two right runs differ, and the step is named.
+A name consists of engine, family and layout: `tp` tensor, `cp` context (Ulysses under DeepSpeed), `ep`
+expert, `pp` pipeline, `dp` data ranks, `zero` the stage (under Megatron-core 1 and 2 are the distributed
+optimizer), `sp` sequence parallelism, `vpp2` two model chunks per stage, `padded` a vocabulary of 263 rows
+that the ranks do not divide, `uneven` stages of different depth, `full` and `selective` recomputation,
+`eps1e-08` Adam with the default eps of runs (1e-4 in other cells), `idle` routers that send no token to most
+experts, and so none to whole ranks of the expert axis. In every cell micro-batches differ in their numbers of
+unmasked tokens. With mixtral, another order of summation may choose another expert if two are as close as
+rounding; from that step on two correct runs differ, and the page names it.
 """
 
 
@@ -104,10 +105,10 @@ def _format_device(device: str, rows: Sequence[ParityRow]) -> str:
             figures = " | ".join(_figure(row.differences, name) for name in FIGURES)
             lines.append(f"| `{row.cell}` | {row.case} | {figures} | {row.verdict} |")
         lines.append("")
-    told = [row for row in rows if row.cause]
-    if told:
+    explained = [row for row in rows if row.cause]
+    if explained:
         lines += ["What a verdict rests on:", ""]
-        lines += [f"- `{row.cell}` {row.case}, {row.verdict}: {_last_line(row.cause)}" for row in told]
+        lines += [f"- `{row.cell}` {row.case}, {row.verdict}: {_last_line(row.cause)}" for row in explained]
         lines.append("")
     return "\n".join(lines)
 
@@ -117,20 +118,20 @@ def _provenance(rows: Sequence[ParityRow]) -> str:
     for row in rows:
         for name, version in row.versions.items():
             versions.setdefault(name, set()).add(version)
-    told = ", ".join(f"{name} {' and '.join(sorted(found))}" for name, found in versions.items())
+    packages = ", ".join(f"{name} {' and '.join(sorted(found))}" for name, found in versions.items())
     days = sorted({row.day for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"{', '.join(sorted({row.hardware for row in rows}))}; {told}; {when}."
+    return f"{', '.join(sorted({row.hardware for row in rows}))}; {packages}; {when}."
 
 
 def _largest(rows: Sequence[ParityRow]) -> str:
-    """Of every figure, with the cell that has it."""
-    told = []
+    """The maximum of every figure, with its cell."""
+    maxima = []
     for name in FIGURES:
-        held = [(value, row.cell) for row in rows if (value := getattr(row.differences, name)) is not None]
-        if held:
-            told.append("{} {:.1e} (`{}`)".format(name, *max(held)))
-    return ", ".join(told)
+        values = [(value, row.cell) for row in rows if (value := getattr(row.differences, name)) is not None]
+        if values:
+            maxima.append("{} {:.1e} (`{}`)".format(name, *max(values)))
+    return ", ".join(maxima)
 
 
 def _figure(differences: Differences | None, name: str) -> str:
@@ -139,17 +140,17 @@ def _figure(differences: Differences | None, name: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """Of a traceback, its last line."""
+    """The last line, for tracebacks."""
     return text.strip().splitlines()[-1]
 
 
-def _parse_row(held: dict[str, Any]) -> ParityRow:
-    differences = held["differences"]
+def _parse_row(fields: dict[str, Any]) -> ParityRow:
+    differences = fields["differences"]
     return ParityRow(
         **{
-            **held,
-            "verdict": ParityVerdict(held["verdict"]),
-            "tolerance": Differences(**held["tolerance"]),
+            **fields,
+            "verdict": ParityVerdict(fields["verdict"]),
+            "tolerance": Differences(**fields["tolerance"]),
             "differences": None if differences is None else Differences(**differences),
         }
     )

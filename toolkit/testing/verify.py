@@ -1,9 +1,10 @@
-"""The parity matrix carried out: every cell beside its oracle, and a verdict on each.
+"""Run the parity matrix: compare every cell with its oracle and return a verdict for each.
 
     with rank_pool(4) as pool:
         rows = verify(CORE, pool, devices=4, device=Device.CPU, progress=progress)
 
-An oracle runs once for all cells with its family, sizes and optimizer, on one rank of the same pool and so on the same device.
+An oracle runs once for all cells with its family, sizes and optimizer, on one rank of the same pool and the
+same device.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from toolkit.testing.matrix import Cell, OptimizerCase
 from toolkit.testing.measure import Differences, FirstWeights, Measured, measure
 from toolkit.testing.parity import REQUIRED_FALL, STEPS
 
-SECONDS = 300.0  # that a cell may take; the first on a GPU compiles and loads kernels
-# A gap between a router's choices that another order of summation can close: fp32 logits of size one differ by 1e-7 to 1e-6
-# between right runs, and by more as the steps add up.
+SECONDS = 300.0  # the time limit of a cell; the first on a GPU compiles and loads kernels
+# A gap between a router's choices that another order of summation can close: fp32 logits of size one differ
+# by 1e-7 to 1e-6 between correct runs, and by more in later steps.
 FLIP_GAP = 1e-5
 
 
 class ParityVerdict(StrEnum):
     EQUAL = "equal"  # within the tolerances
-    BOUND = "within its bound"  # above a tolerance for a measured cause
+    BOUND = "within its bound"  # above a tolerance, with a measured cause
     FLIP = "equal until a routing flip"
     APART = "apart"
-    INVALID = "invalid"  # the oracle learnt nothing, so agreement proves nothing
-    FAILED = "failed"  # it did not run to its end
-    NOT_RUN = "not run"  # more devices than there are
+    INVALID = "invalid"  # the oracle's loss did not decrease, so agreement proves nothing
+    FAILED = "failed"  # the run raised
+    NOT_RUN = "not run"  # it needs more devices than there are
 
     @property
     def good(self) -> bool:
@@ -52,7 +53,7 @@ class ParityVerdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRow:
-    """One cell with one optimizer case, on one kind of device."""
+    """The result of one cell with one optimizer case, on one kind of device."""
 
     cell: str
     engine: str
@@ -66,7 +67,7 @@ class ParityRow:
     day: str  # UTC
     seconds: float
     verdict: ParityVerdict
-    cause: str  # of anything but EQUAL
+    cause: str  # of a verdict other than EQUAL
     differences: Differences | None
     tolerance: Differences
 
@@ -85,11 +86,11 @@ def verify(
     report: Report = lambda row: None,
     steps: int = STEPS,
 ) -> list[ParityRow]:
-    """Run ``cells`` with their optimizer cases, those that share an oracle next to each other.
+    """Run ``cells`` with their optimizer cases, grouped by oracle.
 
     Args:
-        devices: ranks that there is a device for; cells of more are NOT_RUN.
-        report: told of each row as it comes.
+        devices: the number of ranks that can have a device; larger cells are NOT_RUN.
+        report: called with each row.
     """
 
     @cache
@@ -175,7 +176,10 @@ def measure_on_rank(
 
 
 def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:
-    """Pure. After a routing flip two right runs go different ways: then only the steps before it are judged."""
+    """Judge the differences.
+
+    After a routing flip correct runs diverge, so only the steps before it are judged.
+    """
     fall = right.trace.losses[0] - right.trace.losses[-1]
     differences = found.differences(right)
     if not right.gradients and fall < REQUIRED_FALL:
@@ -192,7 +196,10 @@ def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:
     if step and right.gaps and (gap := min(right.gaps[step - 1 : step + 1])) <= FLIP_GAP:
         before = found.differences(right, step)
         if not {"loss", "norm", "gradient"} & set(before.over(cell.allowed)):
-            cause = f"at step {step} two experts are {gap:.1e} apart for a token and rounding chooses; loss and norm are of before"
+            cause = (
+                f"at step {step} two experts are {gap:.1e} apart for a token and rounding chooses; "
+                "loss and norm are from before"
+            )
             return ParityVerdict.FLIP, cause, before
     worst = ", ".join(
         f"{name} {getattr(differences, name):.1e} (allowed {getattr(cell.allowed, name):.0e})"

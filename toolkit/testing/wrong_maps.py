@@ -1,6 +1,6 @@
-"""Tables from canonical tensors to Megatron-core's that are wrong on purpose: controls that a test of parity must see.
+"""Deliberately wrong tables of Megatron-core's tensors: controls that a parity test must detect.
 
-Each still covers every element exactly once, so nothing but the numbers of a run can show it.
+Each still covers every element exactly once, so only the numbers of a run can show the error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Change = Callable[[tuple[MegatronTensor, ...]], tuple[MegatronTensor, ...]]
 
 
 def rotate_groups(tensors: tuple[MegatronTensor, ...]) -> tuple[MegatronTensor, ...]:
-    """Each query group stands where the next one belongs, the last one first; linear_proj stays as it is."""
+    """Move each query group to the position of the next one; linear_proj does not change."""
 
     def rotated(tensor: MegatronTensor) -> MegatronTensor:
         group = sum(part.shape[0] for part in tensor.parts[:3])  # queries, key, value
@@ -50,7 +50,7 @@ def swap_gate_and_up(tensors: tuple[MegatronTensor, ...]) -> tuple[MegatronTenso
 
 @contextmanager
 def wrong_map(family: str, change: Change) -> Iterator[None]:
-    """Within it, the tables of ``family`` in this process are wrong by ``change``."""
+    """Apply ``change`` to the tables of ``family`` in this process, inside the context."""
     owner = FAMILIES[family]
     right = owner.megatron_tensors
 
