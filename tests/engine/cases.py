@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import pytest
 
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard, TensorInfo, TensorKey
 from toolkit.cluster.machine import this_machine
@@ -92,6 +94,14 @@ TENSOR: dict[str, Any] = {"parallel__tensor": 2}
 CONTEXT: dict[str, Any] = {"parallel__context": 2}
 EXPERT: dict[str, Any] = {"parallel__expert": 2}
 DROPOUT: dict[str, Any] = {"model__dropout": 0.1}
+
+
+def quick(cases: Iterable[Any], *indices: int) -> list[Any]:
+    """Mark all cases but those at ``indices`` as ``full``, so that ``make test`` runs one of each claim."""
+    return [
+        case if number in indices or hasattr(case, "marks") else pytest.param(case, marks=pytest.mark.full)
+        for number, case in enumerate(cases)
+    ]
 
 
 def trace(rank: int, ranks: int, cell: Cell, **settings: Any) -> RunTrace:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-from tests.engine.cases import SGD, Cell, trace
+import torch
+
+from tests.engine.cases import SGD, Cell, make, steps, trace
+from toolkit.checkpoint.shard import WEIGHT, TensorKey
+from toolkit.config.schema import BatchRampConfig, EngineName
+from toolkit.engine.deepspeed.engine import DeepSpeedEngine
+from toolkit.engine.protocol import StepResult
+from toolkit.plan import make_plan
+from toolkit.plan.types import Device, World
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import (
     Distance,
@@ -12,8 +21,11 @@ from toolkit.testing.parity import (
     RunTrace,
     check_control,
     check_parity,
+    gather_tensors,
     repeat_first_rank,
+    train_steps,
 )
+from toolkit.testing.tiny import tiny_config
 
 TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 
@@ -58,3 +70,30 @@ def far(wrong: RunTrace, case: Cell) -> None:
     assert distance.loss > 10 * TOLERANCE.loss, (
         f"a wrong run passes for right: {distance} against {TOLERANCE}"
     )
+
+
+def held(rank: int, ranks: int, case: Cell) -> tuple[dict[TensorKey, torch.Tensor], int, int]:
+    """All state, this rank's elements of weights in shards, and the elements of its partitions with their padding."""
+    engine = make(case, rank)
+    assert isinstance(engine, DeepSpeedEngine)
+    steps(engine, case, rank, 0, 1)
+    mine = sum(shard.data.numel() for shard in engine.shards() if shard.key.state == WEIGHT)
+    padded = sum(partition.master.numel() for partition in engine._partitions())
+    state = gather_tensors(engine.shards(), rank, ranks)
+    engine.close()
+    return state, mine, padded
+
+
+def ramped(rank: int, ranks: int, stage: int | None, more: dict[str, Any]) -> list[StepResult]:
+    config = tiny_config("llama", zero__stage=stage or 0, **more)
+    config.engine.name = EngineName.local if stage is None else EngineName.deepspeed
+    config.train.global_batch, config.train.batch_ramp = 12, BatchRampConfig(start=4, increment=4, samples=24)
+    plan = make_plan(config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU))
+    from toolkit.engine.build import build_engine, first_weights
+    from toolkit.train.task import text_task
+
+    engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
+    engine.load(first_weights(plan))
+    results = train_steps(engine, plan, range(8), rank=rank)
+    engine.close()
+    return results

@@ -67,7 +67,7 @@ def deepspeed() -> dict[str, Any]:
     return run_ranks(on_a_rank, 1)[0]
 
 
-def test_muon_update(deepspeed: dict[str, Any]) -> None:
+def test_muon_update_matches_deepspeed(deepspeed: dict[str, Any]) -> None:
     for (gradient, momentum), (update, moved) in zip(matrices(), deepspeed["updates"], strict=True):
         kept = gradient.clone()
         found = muon.muon_update(gradient, momentum, 0.95)
@@ -80,7 +80,7 @@ def test_muon_update(deepspeed: dict[str, Any]) -> None:
         assert values.max() > 0.6
 
 
-def test_loss_scale(deepspeed: dict[str, Any]) -> None:
+def test_loss_scaler_matches_deepspeed(deepspeed: dict[str, Any]) -> None:
     scaler, found = LossScaler(cur_scale=2.0**20, window=3), []
     for overflow in overflows():
         scaler.update(overflow)
@@ -89,7 +89,7 @@ def test_loss_scale(deepspeed: dict[str, Any]) -> None:
     assert len({state["cur_scale"] for state in found}) > 4
 
 
-def test_which_parameters_go_to_muon(deepspeed: dict[str, Any]) -> None:
+def test_muon_parameters_match_deepspeed(deepspeed: dict[str, Any]) -> None:
     module = build_model(tiny_plan("mixtral"), "cpu", meta=True)
     assert {
         name: uses_muon(name, parameter.dim()) for name, parameter in module.named_parameters()
@@ -111,7 +111,7 @@ TOLERANCES = {"fp16": parity.Distance(2e-4, 2e-3, 2e-4), "muon": parity.Distance
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_on_one_rank(name: str) -> None:
+def test_local_engine_matches_deepspeed_on_one_rank(name: str) -> None:
     """Masks of dropout, skipped steps, scales, clipped Muon updates: the same in both engines."""
     oracle = parity.run_trace(tiny_plan(**RUNS[name]), steps=12)
     plan = tiny_plan(**RUNS[name], engine__name=EngineName.deepspeed, zero__stage=1)

@@ -68,7 +68,7 @@ def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[s
     return found, dict(first.parts), dict(second.parts)
 
 
-def test_calls_are_named_and_timed(pool: RankPool) -> None:
+def test_calls_are_recorded_and_timed(pool: RankPool) -> None:
     """The last eight of each group, sends and receives apart."""
     for rank, (calls, parts, threads) in enumerate(pool.run(call_all, ranks=4)):
         there, back = (
@@ -98,7 +98,7 @@ class Stream:
     cuda_stream: int
 
 
-def test_waiting_for_a_side_stream_is_what_was_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_side_stream_is_attributed_to_its_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """With streams that only keep time."""
     hands, main, side, idle = Counted(), Stream(0), Stream(7), Stream(9)
     recorder: Any = StepRecorder(hands)

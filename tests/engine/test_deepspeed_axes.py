@@ -33,12 +33,12 @@ from tests.engine.cases import (
     WithoutMoments,
     cell,
     make,
+    quick,
     steps,
     trace,
 )
-from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, far, oracle
-from tests.engine.test_deepspeed import held, ramped
-from tests.engine.test_resume import MORE, Saved, check_pairs, check_same
+from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, far, held, oracle, ramped
+from tests.engine.resuming import MORE, Saved, check_pairs, check_same
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
@@ -98,13 +98,13 @@ def everything() -> Iterator[Cell]:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_a_cell_of_each_axis(case: Cell, pool: RankPool) -> None:
+def test_axes_match_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in everything() if case not in QUICK], ids=str)
-def test_every_cell(case: Cell, pool: RankPool) -> None:
+def test_all_cells_match_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
@@ -115,13 +115,8 @@ AXES = [
 ]
 
 
-def quickly(first: Any, *rest: Any) -> list[Any]:
-    """Cases of which the quick suite has the first."""
-    return [first, *(pytest.param(case, marks=pytest.mark.full) for case in rest)]
-
-
-@pytest.mark.parametrize("case", quickly(*AXES), ids=str)
-def test_bf16_follows_the_local_engine_in_bf16(case: Cell, pool: RankPool) -> None:
+@pytest.mark.parametrize("case", quick(AXES, 0), ids=str)
+def test_bf16_matches_local_bf16(case: Cell, pool: RankPool) -> None:
     """Not to the bit: parts of activations and gradients are rounded to bf16 before they are added up. Measured over 20 steps: loss
     5.2e-4, gradient norm 7.9e-3, weights 4.8e-3 (of a router, whose choices are not smooth)."""
     case = replace(case, more=(*case.more, *BF16.items()))
@@ -135,7 +130,7 @@ def test_bf16_follows_the_local_engine_in_bf16(case: Cell, pool: RankPool) -> No
 # -- Controls
 
 
-def halves_swapped(rank: int, ranks: int, case: Cell) -> Any:
+def trace_with_swapped_slices(rank: int, ranks: int, case: Cell) -> Any:
     """Each context rank takes the other's piece, at the positions of its own."""
     from toolkit.engine.deepspeed import context_parallel as context
 
@@ -147,28 +142,28 @@ def halves_swapped(rank: int, ranks: int, case: Cell) -> Any:
         context.slice_sequence = right
 
 
-def unreduced(rank: int, ranks: int, case: Cell) -> Any:
+def trace_without_norm_reduction(rank: int, ranks: int, case: Cell) -> Any:
     """The gradients of a norm inside the heads are those of this rank's heads only."""
     from toolkit.engine.deepspeed import build as deepspeed_build
 
-    right = deepspeed_build.tensor.cut
+    right = deepspeed_build.tensor_parallel.apply_tensor_parallel
 
     def wrong(*arguments: Any) -> Any:
         right(*arguments)
         return lambda: None
 
-    deepspeed_build.tensor.cut = wrong
+    deepspeed_build.tensor_parallel.apply_tensor_parallel = wrong
     try:
         return trace(rank, ranks, case)
     finally:
-        deepspeed_build.tensor.cut = right
+        deepspeed_build.tensor_parallel.apply_tensor_parallel = right
 
 
 def on_sgd(case: Cell) -> Cell:
     return replace(case, more=(*case.more, *SGD.items()))
 
 
-@pytest.mark.parametrize("case", quickly(*map(on_sgd, AXES)), ids=str)
+@pytest.mark.parametrize("case", quick(map(on_sgd, AXES), 0), ids=str)
 def test_control_doubled_gradients(case: Cell, pool: RankPool) -> None:
     far(pool.run(doubling, case, ranks=2)[0], case)
 
@@ -176,21 +171,21 @@ def test_control_doubled_gradients(case: Cell, pool: RankPool) -> None:
 DUPLICATED = [cell(2, 2, 2, "mixtral", **EXPERT, **SGD), cell(1, 4, 1, **TENSOR), cell(1, 4, 1, **CONTEXT)]
 
 
-@pytest.mark.parametrize("case", quickly(*DUPLICATED), ids=str)
+@pytest.mark.parametrize("case", quick(DUPLICATED, 0), ids=str)
 def test_control_duplicated_micro_batch(case: Cell, pool: RankPool) -> None:
     far(pool.run(duplicating, case, ranks=case.ranks)[0], case)
 
 
 @pytest.mark.full
-def test_control_swapped_pieces(pool: RankPool) -> None:
+def test_control_swapped_sequence_slices(pool: RankPool) -> None:
     case = cell(2, 2, 2, **CONTEXT, **SGD)
-    far(pool.run(halves_swapped, case, ranks=2)[0], case)
+    far(pool.run(trace_with_swapped_slices, case, ranks=2)[0], case)
 
 
 def test_control_unreduced_norms_of_heads(pool: RankPool) -> None:
     """Measured: the weights are 1.8e-3 off, the loss in 20 steps 7e-5."""
     case = cell(1, 2, 2, "qwen3", **TENSOR, **SGD)
-    wrong = pool.run(unreduced, case, ranks=2)[0]
+    wrong = pool.run(trace_without_norm_reduction, case, ranks=2)[0]
     assert wrong.distance(oracle(case.oracle())).weight > 10 * TOLERANCE.weight
 
 
@@ -210,7 +205,7 @@ COVERED = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", COVERED, ids=str)
-def test_shards_are_boxes_that_cover_every_element(case: Cell, pool: RankPool) -> None:
+def test_shards_cover_every_element_once(case: Cell, pool: RankPool) -> None:
     """``held`` gathers, and that asserts the covering. Sizes that do not divide leave padding and boxes of every kind."""
     state = pool.run(held, case, ranks=4)[0][0]
     plan = case.plan()
@@ -233,8 +228,8 @@ def copies(rank: int, ranks: int, case: Cell) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", quickly("qwen3", "llama"))
-def test_tensor_ranks_keep_equal_copies(family: str, pool: RankPool) -> None:
+@pytest.mark.parametrize("family", quick(["qwen3", "llama"], 0))
+def test_replicated_parameters_stay_equal_on_tensor_ranks(family: str, pool: RankPool) -> None:
     """With dropout, which is of attention: of each rank's own heads. What is not cut sees the same activations, so it stays equal."""
     case = cell(1, 2, 2, family, **TENSOR, **DROPOUT)
     first, second = pool.run(copies, case, ranks=2)
@@ -253,8 +248,8 @@ def evaluating(rank: int, ranks: int, case: Cell, every: bool) -> tuple[list[Ste
     return results, evaluations
 
 
-@pytest.mark.parametrize("case", quickly(AXES[1], AXES[0], AXES[2]), ids=str)
-def test_evaluation_is_the_oracles_and_changes_nothing(case: Cell, pool: RankPool) -> None:
+@pytest.mark.parametrize("case", quick(AXES, 1), ids=str)
+def test_evaluation_matches_local_and_does_not_change_training(case: Cell, pool: RankPool) -> None:
     answers = pool.run(evaluating, case, True, ranks=2)
     plain, _ = pool.run(evaluating, case, False, ranks=2)[0]
     _, expected = evaluating(0, 1, case.oracle(), True)
@@ -267,7 +262,7 @@ def test_evaluation_is_the_oracles_and_changes_nothing(case: Cell, pool: RankPoo
 
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "axis"), [(1, TENSOR), (3, TENSOR), (2, CONTEXT)])
-def test_batch_ramp(stage: int, axis: dict[str, Any], pool: RankPool) -> None:
+def test_batch_ramp_matches_local(stage: int, axis: dict[str, Any], pool: RankPool) -> None:
     """Accumulation 2, 4, 6: DeepSpeed counts a context rank as one of the batch, and a tensor rank not."""
     expected = ramped(0, 1, None, {})
     found = pool.run(ramped, stage, axis, ranks=2)[0]
@@ -327,7 +322,7 @@ def neighbours(layouts: list[Cell]) -> Iterator[tuple[Cell, list[Cell]]]:
     [*neighbours(LLAMAS), *neighbours(MIXTRALS)],
     ids=lambda part: str(part) if isinstance(part, Cell) else "",
 )
-def test_another_layout_goes_on(target: Cell, sources: list[Cell], saved: Saved, pool: RankPool) -> None:
+def test_resume_in_another_layout(target: Cell, sources: list[Cell], saved: Saved, pool: RankPool) -> None:
     check_pairs(target, sources, saved, pool)
 
 
@@ -349,8 +344,8 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("case", quickly(*SAME), ids=str)
-def test_same_layout_to_the_bit(case: Cell, saved: Saved, pool: RankPool) -> None:
+@pytest.mark.parametrize("case", quick(SAME, 0), ids=str)
+def test_resume_in_the_same_layout_is_bitwise(case: Cell, saved: Saved, pool: RankPool) -> None:
     check_same(case, saved, pool)
 
 
@@ -393,8 +388,8 @@ HOPS = [
 ]
 
 
-@pytest.mark.parametrize("legs", quickly(*HOPS), ids=["llama", "mixtral"])
-def test_a_run_hops_between_layouts(legs: list[Cell], pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("legs", quick(HOPS, 0), ids=["llama", "mixtral"])
+def test_resuming_across_layouts_matches_local(legs: list[Cell], pool: RankPool, tmp_path: Path) -> None:
     """As if it had stayed on ``local``, and not so with zeroed moments."""
     right, found = stayed(legs), travel(legs, tmp_path / "hops", pool)
     assert max(abs(a - b) for a, b in zip(found, right, strict=True)) <= TOLERANCE.loss
@@ -409,7 +404,7 @@ GATHERED: dict[str, Any] = {
 }
 
 
-def kept_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
+def weights_saved_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
     """The parameters whose gathered memory autograd holds besides the parameter itself."""
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
@@ -432,12 +427,12 @@ def kept_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
     return sorted(found)
 
 
-def test_zero3_frees_the_weights_that_the_tensor_axis_cuts(pool: RankPool) -> None:
+def test_zero3_frees_gathered_tensor_parallel_weights(pool: RankPool) -> None:
     """Unmended, all 15 of them stay gathered from their forward to their backward."""
-    assert pool.run(kept_for_backward, cell(3, 4, 1, **TENSOR, **GATHERED), ranks=4)[0] == []
+    assert pool.run(weights_saved_for_backward, cell(3, 4, 1, **TENSOR, **GATHERED), ranks=4)[0] == []
 
 
-def one_after_another(rank: int, ranks: int, cells: list[Cell]) -> list[list[StepResult]]:
+def run_in_sequence(rank: int, ranks: int, cells: list[Cell]) -> list[list[StepResult]]:
     found = []
     for case in cells:
         engine = make(case, rank)
@@ -446,9 +441,9 @@ def one_after_another(rank: int, ranks: int, cells: list[Cell]) -> list[list[Ste
     return found
 
 
-def test_an_engines_axes_end_with_it(pool: RankPool) -> None:
+def test_close_releases_the_groups_of_an_engines_axes(pool: RankPool) -> None:
     """In one process: unmended, DeepSpeed takes the second engine's groups for the first one's, and does not start."""
     cells = [cell(1, 2, 2, **TENSOR), cell(1, 2, 2), cell(1, 2, 2, **CONTEXT)]
-    together = pool.run(one_after_another, cells, ranks=2)[0]
-    alone = [pool.run(one_after_another, [case], ranks=2)[0][0] for case in cells[1:]]
+    together = pool.run(run_in_sequence, cells, ranks=2)[0]
+    alone = [pool.run(run_in_sequence, [case], ranks=2)[0][0] for case in cells[1:]]
     assert together[1:] == alone

@@ -32,8 +32,8 @@ from tests.engine.cases import (
     trace,
 )
 from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, far, oracle
-from tests.engine.test_memory import Bytes, gradients, states, weights
-from tests.engine.test_resume import assert_same, resume, save_and_go_on
+from tests.engine.memory_measures import Bytes, gradients, states, weights
+from tests.engine.resuming import assert_same, resume, save_and_go_on
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import Reader
@@ -91,13 +91,13 @@ def everything() -> Iterator[Cell]:
 
 
 @pytest.mark.parametrize("case", CORE, ids=str)
-def test_core(case: Cell, pool: RankPool) -> None:
+def test_pipelines_match_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in everything() if case not in CORE], ids=str)
-def test_everything(case: Cell, pool: RankPool) -> None:
+def test_all_pipelines_match_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
@@ -154,7 +154,7 @@ def unmended(rank: int, ranks: int, case: Cell) -> RunTrace:
         patches.clip_by_pipeline_norm = mend
 
 
-def test_control_norm_of_the_first_stage(pool: RankPool) -> None:
+def test_control_clipping_by_the_first_stage(pool: RankPool) -> None:
     """What DeepSpeed clips by without ZeRO."""
     case = CORE[0]
     far(pool.run(unmended, case, ranks=2)[0], case)
@@ -174,7 +174,7 @@ def traced(rank: int, ranks: int, case: Cell, steps: int) -> RunTrace:
     ids=["bf16", "fp32-sums"],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_bf16_follows_the_local_engine_in_bf16(family: str, more: dict[str, Any], pool: RankPool) -> None:
+def test_bf16_matches_local_bf16(family: str, more: dict[str, Any], pool: RankPool) -> None:
     case = pipe(1, family=family, layers=3, optim__lr=1e-3, **BF16, **more)
     distance = pool.run(trace, case, ranks=2)[0].distance(trace(0, 1, case.oracle()))
     print(distance)
@@ -182,7 +182,7 @@ def test_bf16_follows_the_local_engine_in_bf16(family: str, more: dict[str, Any]
 
 
 @pytest.mark.full
-def test_fp16_skips_the_same_steps(pool: RankPool) -> None:
+def test_fp16_skips_the_same_steps_as_zero1(pool: RankPool) -> None:
     """As ZeRO 1 on one rank: both add up micro-batches in fp16, which overflows a step before the fp32 sums of ``local``."""
     scaling = {"precision__initial_scale_power": 24, "precision__scale_window": 3}
     case = pipe(1, family="qwen2", **FP16, **scaling)
@@ -197,7 +197,7 @@ def test_fp16_skips_the_same_steps(pool: RankPool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
-def test_batch_ramp(stage: int, pool: RankPool) -> None:
+def test_batch_ramp_matches_local(stage: int, pool: RankPool) -> None:
     ramp = BatchRampConfig(start=4, increment=2, samples=60)
     case = pipe(stage, train__global_batch=12, train__batch_ramp=ramp)
     plan = case.plan()
@@ -212,7 +212,7 @@ def results(rank: int, ranks: int, case: Cell, count: int = 4) -> list[StepResul
     return found
 
 
-def test_dropout_is_the_same_recomputed(pool: RankPool) -> None:
+def test_recomputation_uses_the_same_dropout_masks(pool: RankPool) -> None:
     """Backwards of earlier micro-batches run between the forwards of later ones, and recompute with the masks they had."""
     case = pipe(1, family="gpt2", **DROPOUT)
     kept = pool.run(results, case, ranks=2)[0]
@@ -244,7 +244,7 @@ def evaluated(rank: int, ranks: int, case: Cell) -> tuple[list[StepResult], Eval
     ],
     ids=str,
 )
-def test_evaluation(case: Cell, pool: RankPool) -> None:
+def test_evaluation_matches_local_and_does_not_change_training(case: Cell, pool: RankPool) -> None:
     every = pool.run(evaluated, case, ranks=case.ranks)
     assert all(other == every[0] for other in every)
     went_on, whole, short = every[0]
@@ -264,7 +264,7 @@ GLOBAL = 4  # micro-batches of a step, in every layout
 EACH = 6
 
 
-def test_same_layout_to_the_bit(pool: RankPool, tmp_path: Path) -> None:
+def test_resume_in_the_same_layout_is_bitwise(pool: RankPool, tmp_path: Path) -> None:
     check_to_the_bit(pipe(1, data=2, accumulation=2, family="gpt2", layers=3, **DROPOUT), pool, tmp_path)
 
 
@@ -280,7 +280,7 @@ def test_same_layout_to_the_bit(pool: RankPool, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_more_same_layouts_to_the_bit(case: Cell, pool: RankPool, tmp_path: Path) -> None:
+def test_resume_in_more_layouts_is_bitwise(case: Cell, pool: RankPool, tmp_path: Path) -> None:
     check_to_the_bit(case, pool, tmp_path)
 
 
@@ -317,7 +317,7 @@ def hops(family: str) -> list[Cell]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "mixtral"])
-def test_hops(family: str, pool: RankPool, tmp_path: Path) -> None:
+def test_resuming_across_layouts_matches_local(family: str, pool: RankPool, tmp_path: Path) -> None:
     """Within 1e-5 of never hopping, over all 36 steps; the last stretch once more with zeroed moments, which must be outside."""
     layouts, found, source = hops(family), list[StepResult](), None
     for number, case in enumerate(layouts):
@@ -341,7 +341,7 @@ def one_after_another(rank: int, ranks: int, first: Cell, second: Cell) -> RunTr
     return trace(rank, ranks, second)
 
 
-def test_the_next_engine_of_a_process_has_its_own_groups(pool: RankPool) -> None:
+def test_close_releases_pipeline_groups(pool: RankPool) -> None:
     second = cell(1, 2, 2, **SGD)
     found = pool.run(one_after_another, pipe(1, **SGD), second, ranks=2)[0]
     assert found.distance(oracle(second.oracle())).times(TOLERANCE) <= 1
@@ -400,7 +400,7 @@ def held(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
     ],
     ids=str,
 )
-def test_each_stage_holds_what_the_plan_says(case: Cell, pool: RankPool) -> None:
+def test_memory_of_each_stage_matches_the_plan(case: Cell, pool: RankPool) -> None:
     """Within 1%. The stages differ, so a plan of one would not do for another."""
     every = pool.run(held, case, ranks=case.ranks)
     for found, plan in every:

@@ -50,7 +50,7 @@ def counted(rank: int, ranks: int, plan: RunPlan) -> int:
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CELLS]
 )
-def test_ranks_compute_what_the_plan_says(name: str, pool: RankPool) -> None:
+def test_flops_of_all_ranks_match_the_plan(name: str, pool: RankPool) -> None:
     cell: Cell = CELLS[name]
     plan = cell.plan(OptimizerCase.ADAM)
     found = sum(pool.run(counted, plan, ranks=plan.world.ranks)) / plan.units_per_step

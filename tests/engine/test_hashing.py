@@ -29,7 +29,7 @@ def numbers(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("count", [1, 3, 37])
-def test_every_bit_counts(dtype: torch.dtype, count: int) -> None:
+def test_hash_changes_with_every_bit(dtype: torch.dtype, count: int) -> None:
     tensor = numbers(count, dtype)
     right, bits = hash_of(tensor), tensor.view(BITS[dtype])
     width = 8 * tensor.element_size()
@@ -42,7 +42,7 @@ def test_every_bit_counts(dtype: torch.dtype, count: int) -> None:
     assert hash_of(tensor) == right
 
 
-def test_every_column_of_many_rows_counts() -> None:
+def test_hash_changes_with_every_column_of_many_rows() -> None:
     tensor = numbers(5 * 2 * COLUMNS + 3)
     right = hash_of(tensor)
     for place in range(len(tensor)):
@@ -52,9 +52,7 @@ def test_every_column_of_many_rows_counts() -> None:
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_memory_that_does_not_begin_at_a_word_has_the_same_hash(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unaligned_memory_has_the_same_hash(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.engine.hashing.COPY_CHUNK", COLUMNS)  # several pieces
     tensor = numbers(10_001, dtype)
     for start in (1, 2, 3):
@@ -63,14 +61,14 @@ def test_memory_that_does_not_begin_at_a_word_has_the_same_hash(
         assert hash_of(flat[start:]) == hash_of(tensor)
 
 
-def test_words_that_change_places_are_seen() -> None:
+def test_hash_changes_with_swapped_words() -> None:
     tensor = numbers(4 * COLUMNS)
     right = hash_of(tensor)
     tensor[[0, 1, 2, 3]] = tensor[[2, 3, 0, 1]]
     assert hash_of(tensor) != right
 
 
-def test_shapes_and_layouts() -> None:
+def test_hash_is_independent_of_shape_and_layout() -> None:
     tensor = numbers(6 * 5).view(6, 5)
     assert hash_of(tensor) == hash_of(tensor.flatten())
     assert hash_of(tensor.T) == hash_of(tensor.T.contiguous()) != hash_of(tensor)

@@ -32,19 +32,19 @@ def oracle(tiles: Path) -> RunTrace:
     return trace_images(0, 1, image_plan(tiles, **BATCH))
 
 
-def test_zero_2_on_two_ranks_is_local(tiles: Path, oracle: RunTrace, pool: RankPool) -> None:
+def test_zero2_on_two_ranks_matches_local(tiles: Path, oracle: RunTrace, pool: RankPool) -> None:
     traces = pool.run(trace_images, image_plan(tiles, ranks=2, zero__stage=2, **BATCH), ranks=2)
     check_parity(traces[0], oracle, TOLERANCE)
     assert traces[0].results == traces[1].results
 
 
-def test_another_order_is_another_run(tiles: Path, oracle: RunTrace) -> None:
+def test_control_another_sample_order(tiles: Path, oracle: RunTrace) -> None:
     """The control: the same images over the epoch, shuffled by another seed."""
     plan = image_plan(tiles, data__shuffle_seed=1, **BATCH)
     check_control(trace_images(0, 1, plan), oracle, TOLERANCE)
 
 
-def test_an_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> None:
+def test_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> None:
     """37 images in global batches of 16: in the last one the second rank has one image and then none, and under ZeRO 3 all ranks pass
     through the model as often."""
     evaluation = EvalConfig(every=1, batches=9)
@@ -58,7 +58,7 @@ def test_an_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "ranks", "micro"), [(0, 2, 8), (1, 2, 2), (2, 4, 1), (3, 2, 4), (3, 4, 2)])
-def test_every_stage_is_local(
+def test_every_stage_matches_local(
     stage: int, ranks: int, micro: int, tiles: Path, oracle: RunTrace, pool: RankPool
 ) -> None:
     plan = image_plan(tiles, ranks=ranks, zero__stage=stage, **{**BATCH, "train__micro_batch": micro})

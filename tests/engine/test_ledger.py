@@ -118,7 +118,7 @@ def check_counted(measured: list[Measured], parts: tuple[str, ...]) -> None:
         assert set(one.delayed) == {None, *parts}
 
 
-def test_every_part_of_one_rank(pool: RankPool) -> None:
+def test_delays_of_one_rank_are_attributed_to_their_parts(pool: RankPool) -> None:
     parts = (*COMPUTED, *LOOP)
     check_counted(
         pool.run(partial(measure, around=True, counted=True), small(LOCAL), parts, 1, ranks=1), parts
@@ -126,7 +126,7 @@ def test_every_part_of_one_rank(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepspeed-dp2-zero3", "megatron-tp2"])
-def test_communication_and_its_control(name: str, pool: RankPool) -> None:
+def test_communication_is_attributed_to_its_axis(name: str, pool: RankPool) -> None:
     """Without the replaced methods nothing is communication: what computes has it."""
     cell, axes = LAYOUTS[name]
     parts = (*COMPUTED, *map(communication, axes))
@@ -138,7 +138,7 @@ def test_communication_and_its_control(name: str, pool: RankPool) -> None:
         )
 
 
-def test_a_slow_stage_is_the_others_bubble(pool: RankPool) -> None:
+def test_slow_stage_appears_as_bubble_of_other_stages(pool: RankPool) -> None:
     """The last stage's forward is delayed; to the first one the whole delay is waiting for it."""
     cell, _ = LAYOUTS["megatron-pp2"]
     check_slow_stage(
@@ -157,7 +157,7 @@ def check_slow_stage(run: Callable[[float], list[Measured]]) -> None:
     raise AssertionError(f"bubble of the first stage, forward of the last one: {shares}")
 
 
-def test_the_last_calls_of_each_group(pool: RankPool) -> None:
+def test_last_calls_of_each_group_are_recorded(pool: RankPool) -> None:
     cell, _ = LAYOUTS["megatron-tp2"]
     for calls in pool.run(calls_of, small(cell, 1), ranks=2):
         begun = [call for call in calls if call[1] == "all_reduce [3, 5] float32"]
@@ -170,7 +170,7 @@ def test_the_last_calls_of_each_group(pool: RankPool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout(name: str, pool: RankPool) -> None:
+def test_delays_are_attributed_in_every_layout(name: str, pool: RankPool) -> None:
     """A fifth of a step put into each part is there. What the loop does is the same in all layouts: one of each engine shows it."""
     cell, axes = LAYOUTS[name]
     piped, around = cell.pipeline > 1, name.endswith("dp2-zero1")
@@ -191,7 +191,7 @@ def test_every_layout(name: str, pool: RankPool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_little_is_unexplained_and_losses_are_the_same_to_the_bit(name: str, pool: RankPool) -> None:
+def test_unattributed_time_is_small_and_losses_are_bitwise_equal(name: str, pool: RankPool) -> None:
     cell, _ = LAYOUTS[name]
     recorded = pool.run(measure, large(cell), ranks=cell.ranks)
     alone = pool.run(partial(measure, recorded=False), large(cell), ranks=cell.ranks)
@@ -219,7 +219,7 @@ PIPELINES: dict[str, tuple[Cell, int, int]] = {  # stages, chunks of a stage
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", PIPELINES)
-def test_the_bubble_of_equal_stages(name: str, pool: RankPool) -> None:
+def test_bubble_of_equal_stages_matches_theory(name: str, pool: RankPool) -> None:
     """(p - 1) / (v m), within two points."""
     cell, stages, chunks = PIPELINES[name]
     micro_batches = 8

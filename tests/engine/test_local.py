@@ -96,7 +96,7 @@ def plain_loop(plan: RunPlan, count: int) -> tuple[list[float], list[float], nn.
 @pytest.mark.parametrize(
     "optimizer", [{}, SGD, SGD | {"optim__momentum": 0.9}], ids=["adamw", "sgd", "momentum"]
 )
-def test_equals_a_plain_loop(family: str, optimizer: dict[str, Any]) -> None:
+def test_matches_a_plain_training_loop(family: str, optimizer: dict[str, Any]) -> None:
     plan = tiny_plan(family, **optimizer)
     losses, norms, model = plain_loop(plan, 12)
     engine = started(plan)
@@ -114,7 +114,7 @@ def test_equals_a_plain_loop(family: str, optimizer: dict[str, Any]) -> None:
     assert moved > 5e-3, "a run that learns nothing proves nothing"
 
 
-def test_clipping_is_by_the_global_norm() -> None:
+def test_clipping_uses_the_global_norm() -> None:
     """A small enough bound makes every step of SGD as long as lr x bound."""
     plan = tiny_plan(**SGD | {"optim__clip": 0.01, "optim__weight_decay": 0.0})
     engine = started(plan)
@@ -138,7 +138,7 @@ def test_accumulation_does_not_change_the_step() -> None:
         assert trace.distance(traces[0]).times(parity.Distance(2e-6, 2e-5, 2e-6)) <= 1
 
 
-def test_masked_micro_batch_counts_for_nothing() -> None:
+def test_fully_masked_micro_batch_has_no_effect() -> None:
     plan = tiny_plan(**SGD)
     batches = micro_batches(plan, 0)
     masked = {"input_ids": batches[0]["input_ids"], "labels": torch.full_like(batches[0]["labels"], -100)}
@@ -151,7 +151,7 @@ def test_masked_micro_batch_counts_for_nothing() -> None:
     assert (nothing.loss, nothing.grad_norm, nothing.tokens) == (0.0, 0.0, 0)
 
 
-def test_doubled_gradients_show_under_sgd() -> None:
+def test_control_doubled_gradients() -> None:
     plan = tiny_plan(**SGD)
     parity.check_control(
         parity.run_trace(plan, task=parity.DoubledGradients(), steps=5), parity.run_trace(plan, steps=5)
@@ -218,7 +218,7 @@ def test_fp16_skips_overflowing_steps() -> None:
     assert results[-1].loss < first.loss
 
 
-def test_fp16_that_overflows_at_the_smallest_scale_is_no_affair_of_the_scale() -> None:
+def test_fp16_overflow_at_the_smallest_scale_is_nonfinite() -> None:
     plan = tiny_plan(precision__name=Precision.fp16, precision__initial_scale_power=1)
     engine = started(plan)
     next(iter(engine._parameters.values())).register_hook(lambda gradient: gradient * torch.inf)
@@ -229,7 +229,7 @@ def test_fp16_that_overflows_at_the_smallest_scale_is_no_affair_of_the_scale() -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_activation_checkpointing_changes_nothing(family: str) -> None:
+def test_activation_checkpointing_does_not_change_results(family: str) -> None:
     """With dropout: what is recomputed draws the same masks."""
     plain, saving = (
         tiny_plan(family, model__dropout=0.1, train__activation_checkpointing=on) for on in (False, True)
@@ -253,7 +253,7 @@ RESUMES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", RESUMES.values(), ids=list(RESUMES))
-def test_resumes_bit_for_bit_with_dropout(changes: dict[str, Any]) -> None:
+def test_resume_with_dropout_is_bitwise(changes: dict[str, Any]) -> None:
     plan = tiny_plan("gpt2" if "optim__name" not in changes else "llama", model__dropout=0.1, **changes)
     straight = started(plan)
     whole = steps(straight, plan, 0, 8)
@@ -270,7 +270,7 @@ def test_resumes_bit_for_bit_with_dropout(changes: dict[str, Any]) -> None:
     assert all(torch.equal(left.state[key], right.state[key]) for key in left.state)
 
 
-def test_zeroed_moments_are_noticed() -> None:
+def test_control_zeroed_moments() -> None:
     """The control of every resume test."""
     plan = tiny_plan()
     engine = started(plan)
@@ -287,7 +287,7 @@ def test_zeroed_moments_are_noticed() -> None:
     )
 
 
-def test_weights_alone_begin_anew() -> None:
+def test_loading_weights_only_resets_the_optimizer() -> None:
     """A source without optimizer state also forgets the state that the engine had."""
     plan = tiny_plan()
     engine = started(plan)
@@ -297,7 +297,7 @@ def test_weights_alone_begin_anew() -> None:
     assert steps(engine, plan, 0, 3) == first
 
 
-def test_bf16_weights_come_from_masters() -> None:
+def test_resume_between_precisions_uses_masters() -> None:
     """fp32 resumes a bf16 run from its masters, and bf16 an fp32 run from its weights."""
     half, full = tiny_plan(precision__name=Precision.bf16), tiny_plan()
     source = started(half)
@@ -342,7 +342,7 @@ class Drawing(NextToken):
         return super().loss_sum(model, batch)
 
 
-def test_evaluation_leaves_no_trace() -> None:
+def test_evaluation_does_not_change_training() -> None:
     plan = tiny_plan("gpt2", model__dropout=0.5)
     plain, engine = LocalEngine(plan, Drawing()), LocalEngine(plan, Drawing())
     plain.load(first_weights(plan))
@@ -356,7 +356,7 @@ def test_evaluation_leaves_no_trace() -> None:
         assert steps(engine, plan, step, step + 1) == steps(plain, plan, step, step + 1)
 
 
-def test_evaluation_is_without_dropout() -> None:
+def test_evaluation_disables_dropout() -> None:
     dropping, plain = (started(tiny_plan("gpt2", model__dropout=dropout)) for dropout in (0.5, 0.0))
     batches = micro_batches(tiny_plan(), 0)
     found = dropping.eval_step(batches)
@@ -409,7 +409,7 @@ def test_frozen_and_unused_parameters() -> None:
     assert torch.equal(MemoryReader.from_engine(again).state[frozen], before[frozen])
 
 
-def test_pretrained_weights_are_the_start(tmp_path: Any) -> None:
+def test_training_starts_from_pretrained_weights(tmp_path: Any) -> None:
     plan = tiny_plan("mixtral")
     assert plan.shape is not None
     torch.manual_seed(99)
@@ -422,7 +422,7 @@ def test_pretrained_weights_are_the_start(tmp_path: Any) -> None:
         assert torch.equal(engine._parameters[name], parameter), name
 
 
-def test_build_engine_gives_the_local_engine() -> None:
+def test_build_engine_returns_the_local_engine() -> None:
     plan = tiny_plan()
     assert isinstance(build_engine(plan, NextToken(), rank=0, local_rank=0), LocalEngine)
     with pytest.raises(AssertionError, match="one process"):

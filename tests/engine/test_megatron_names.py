@@ -15,7 +15,7 @@ from toolkit.testing.tiny import tiny_plan
 Named = dict[str, tuple[int, ...]]
 
 
-def built(rank: int, ranks: int, family: str, tie: bool) -> Named:
+def parameter_shapes(rank: int, ranks: int, family: str, tie: bool) -> Named:
     """Parameters of the model on one rank, by name."""
     from toolkit.engine.megatron import cpu, patches
 
@@ -34,8 +34,8 @@ def built(rank: int, ranks: int, family: str, tie: bool) -> Named:
 
 @pytest.mark.parametrize("tie", [False, True], ids=["own", "tied"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_table_has_every_parameter_and_no_other(family: str, tie: bool, pool: RankPool) -> None:
+def test_table_lists_exactly_the_models_parameters(family: str, tie: bool, pool: RankPool) -> None:
     shape = tiny_plan(family, model__tie_word_embeddings=tie).shape
     assert shape is not None
     ours = {tensor.name: tensor.shape for tensor in get_family(family).megatron_tensors(shape)}
-    assert pool.run(built, family, tie, ranks=1)[0] == ours
+    assert pool.run(parameter_shapes, family, tie, ranks=1)[0] == ours

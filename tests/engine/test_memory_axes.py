@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_memory import SIZES, Bytes, storages
+from tests.engine.cases import quick
+from tests.engine.memory_measures import SIZES, Bytes, storages
 from toolkit.config.data import Documents
 from toolkit.config.schema import EngineName, Precision
 from toolkit.engine.build import build_engine, first_weights
@@ -102,14 +103,14 @@ def measure(rank: int, ranks: int, plan: RunPlan) -> Bytes:
     return Bytes(sum(weights.values()), sum(gradients.values()), sum(states.values()))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks(name: str, pool: RankPool) -> None:
+@pytest.mark.parametrize("name", quick(CASES, 0, 3, 4, 6))
+def test_memory_on_two_ranks_matches_the_plan(name: str, pool: RankPool) -> None:
     check(CASES[name], pool)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", FULL)
-def test_more_layouts(name: str, pool: RankPool) -> None:
+def test_memory_of_more_layouts_matches_the_plan(name: str, pool: RankPool) -> None:
     check(FULL[name], pool)
 
 
@@ -190,7 +191,7 @@ QUICK = ("llama-bf16", "mixtral", "tp2-sp", "documents-bf16")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in BLOCKS]
 )
-def test_a_block_keeps_what_the_formula_says(name: str, pool: RankPool) -> None:
+def test_saved_activations_of_a_block_match_the_formula(name: str, pool: RankPool) -> None:
     """The difference of two depths is one block, whatever the ends of the model keep."""
     family, changes = BLOCKS[name]
     ranks = 2 if any(key.startswith("parallel") for key in changes) else 1

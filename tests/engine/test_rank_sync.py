@@ -50,7 +50,7 @@ def reads_its_own_data(rank: int, ranks: int) -> str:
     return "not noticed"
 
 
-def test_ranks_with_different_data_are_told_on_every_rank() -> None:
+def test_different_data_raises_on_every_rank() -> None:
     answers = run_ranks(reads_its_own_data, 3)
     assert len(set(answers)) == 1
     assert re.search(
@@ -60,5 +60,5 @@ def test_ranks_with_different_data_are_told_on_every_rank() -> None:
     check_same_data({"data": "mine"}, 1)
 
 
-def test_without_a_wish_nothing_is_agreed() -> None:
+def test_no_request_stops_or_saves_nothing() -> None:
     assert step_done(1).agreed == StepConsensus()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.cases import quick
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
@@ -72,15 +73,15 @@ def oracles(pool: RankPool) -> dict[Any, Measured]:
     }
 
 
-@pytest.mark.parametrize("cell", SINGLE, ids=lambda cell: cell.name)
-def test_a_single_micro_batch_has_the_same_losses_and_gradients_on_every_engine(
+@pytest.mark.parametrize("cell", quick(SINGLE, 0, 3), ids=lambda cell: cell.name)
+def test_router_loss_of_one_micro_batch_matches_local(
     cell: Cell, pool: RankPool, oracles: dict[Any, Measured]
 ) -> None:
     agree(measured(pool, cell, 2, COEFFICIENT), oracles[2, COEFFICIENT])
 
 
-@pytest.mark.parametrize("cell", SEVERAL, ids=lambda cell: cell.name)
-def test_several_micro_batches_of_equal_size_too(
+@pytest.mark.parametrize("cell", quick(SEVERAL, 1), ids=lambda cell: cell.name)
+def test_router_loss_of_several_micro_batches_matches_local(
     cell: Cell, pool: RankPool, oracles: dict[Any, Measured]
 ) -> None:
     agree(measured(pool, cell, 8, COEFFICIENT), oracles[8, COEFFICIENT])
@@ -91,7 +92,7 @@ def agree(found: Measured, oracle: Measured) -> None:
     assert not differences.over(TOLERANCE), differences
 
 
-def test_control_a_run_without_the_coefficient_is_far_away(oracles: dict[Any, Measured]) -> None:
+def test_control_zero_coefficient(oracles: dict[Any, Measured]) -> None:
     """In the loss, which is reported with it, and in the routers' gradients."""
     differences = oracles[2, 0.0].differences(oracles[2, COEFFICIENT])
     assert differences.loss > COEFFICIENT, "a balanced router has a loss of 2, times the coefficient"

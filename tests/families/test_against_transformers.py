@@ -55,7 +55,7 @@ def built(shape: ModelShape) -> torch.nn.Module:
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_names_shapes_and_aliases(family: str, tie: bool) -> None:
+def test_names_shapes_and_aliases_match_transformers(family: str, tie: bool) -> None:
     shape = small(family, tie)
     model = built(shape)
     assert type(model).__name__ == get_family(family).hugging_face_config(shape)["architectures"][0]
@@ -73,7 +73,7 @@ def test_names_shapes_and_aliases(family: str, tie: bool) -> None:
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_config_json_makes_the_round_trip(family: str, tie: bool) -> None:
+def test_config_json_round_trip(family: str, tie: bool) -> None:
     shape = small(family, tie)
     ours = get_family(family).hugging_face_config(shape)
     written = json.loads(json.dumps(ours))
@@ -85,7 +85,7 @@ def test_config_json_makes_the_round_trip(family: str, tie: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3"])
-def test_a_head_dim_frees_hidden_size_from_the_number_of_heads(family: str) -> None:
+def test_head_dim_may_differ_from_hidden_size_over_heads(family: str) -> None:
     """Control: transformers' Llama is not free of it, and so refused."""
     sizes = {"hidden_size": 18, "num_attention_heads": 4, "head_dim": 6}
     shape = get_family(family).resolve_shape(
@@ -100,7 +100,7 @@ def test_a_head_dim_frees_hidden_size_from_the_number_of_heads(family: str) -> N
         transformers.AutoConfig.for_model("llama", **sizes)
 
 
-def test_gpt2_reads_what_old_releases_wrote() -> None:
+def test_gpt2_reads_configs_of_old_releases() -> None:
     """They give ``n_inner`` as null and neither tie nor initializer keys."""
     config = {
         "model_type": "gpt2",
@@ -115,7 +115,7 @@ def test_gpt2_reads_what_old_releases_wrote() -> None:
     assert (shape.intermediate_size, shape.tie_word_embeddings, shape.dropout) == (64, True, 0.1)
 
 
-def test_qwen3_without_a_head_dim_has_that_of_transformers() -> None:
+def test_qwen3_default_head_dim_matches_transformers() -> None:
     config = get_family("qwen3").hugging_face_config(small("qwen3", False))
     del config["head_dim"]
     assert (
@@ -125,7 +125,7 @@ def test_qwen3_without_a_head_dim_has_that_of_transformers() -> None:
     assert transformers.AutoConfig.for_model(**config).head_dim == 128
 
 
-def test_mixtral_is_stored_as_transformers_converts_it() -> None:
+def test_mixtral_hub_names_match_transformers_conversion() -> None:
     """Each hub tensor matches a source of transformers' own conversion, and lands in that conversion's target."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -150,7 +150,7 @@ def test_mixtral_is_stored_as_transformers_converts_it() -> None:
         assert tensor.canonical.endswith(matching.pop().split(".")[-1])
 
 
-def test_mixtral_folder_written_by_transformers_holds_our_hub_names(tmp_path: object) -> None:
+def test_mixtral_folder_saved_by_transformers_has_our_hub_names(tmp_path: object) -> None:
     """The real thing: values of a saved model, box by box."""
     from pathlib import Path
 

@@ -41,18 +41,18 @@ def count(shape: ModelShape) -> int:
         ("qwen3-8b", 8.19, 2),
     ],
 )
-def test_published_models_have_their_published_sizes(name: str, billions: float, digits: int) -> None:
+def test_parameter_counts_match_published_sizes(name: str, billions: float, digits: int) -> None:
     assert round(count(shape_of(name)) / 1e9, digits) == billions
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-0.6b", 0.44), ("qwen3-8b", 6.95)])
-def test_qwen3_without_its_embeddings_has_its_published_size(name: str, billions: float) -> None:
+def test_qwen3_non_embedding_count_matches_published_size(name: str, billions: float) -> None:
     shape = shape_of(name)
     tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     assert round((count(shape) - tables) / 1e9, 2) == billions
 
 
-def test_gpt2_flops_are_the_formula_of_megatron_lm() -> None:
+def test_gpt2_flops_match_the_megatron_lm_formula() -> None:
     shape = shape_of("gpt2")
     layers, hidden, sequence, vocab = shape.num_hidden_layers, shape.hidden_size, 1024, shape.vocab_size
     expected = 24 * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
@@ -60,7 +60,7 @@ def test_gpt2_flops_are_the_formula_of_megatron_lm() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b", "qwen3-8b"])
-def test_flops_of_a_dense_decoder_are_two_a_weight_and_the_attention_matrix(name: str) -> None:
+def test_dense_decoder_flops_are_two_per_weight_plus_attention(name: str) -> None:
     shape = shape_of(name)
     matrices = sum(
         spec.numel
@@ -71,7 +71,7 @@ def test_flops_of_a_dense_decoder_are_two_a_weight_and_the_attention_matrix(name
     assert get_family(shape.family).forward_flops(shape, 2048).total == 2 * matrices + attention
 
 
-def test_a_token_pays_for_the_experts_that_it_visits() -> None:
+def test_flops_count_only_visited_experts() -> None:
     shape = shape_of("mixtral-8x7b")
     active = get_family("mixtral").forward_flops(shape, 1).total / 2
     assert active / 1e9 == pytest.approx(
@@ -109,7 +109,7 @@ def _volume(extent: tuple[int, ...]) -> int:
     return total
 
 
-def test_no_decay_is_for_one_dimensional_tensors() -> None:
+def test_vectors_do_not_decay() -> None:
     specs = {spec.name: spec for spec in get_family("qwen2").parameters(shape_of("qwen2-7b"))}
     assert specs["model.layers.0.self_attn.q_proj.weight"].decays
     assert not specs["model.layers.0.self_attn.q_proj.bias"].decays
@@ -147,7 +147,7 @@ SMALL = ModelConfig(
         ),
     ],
 )
-def test_impossible_sizes_name_their_key_and_a_remedy(change: dict[str, object], key: str) -> None:
+def test_invalid_sizes_report_key_and_remedy(change: dict[str, object], key: str) -> None:
     model = replace(SMALL, **change)
     with pytest.raises(PlanError) as caught:
         get_family(model.family or "").resolve_shape(model)
@@ -155,7 +155,7 @@ def test_impossible_sizes_name_their_key_and_a_remedy(change: dict[str, object],
     assert caught.value.problems[0].remedy
 
 
-def test_every_missing_size_is_named_at_once() -> None:
+def test_all_missing_sizes_are_reported_at_once() -> None:
     with pytest.raises(PlanError) as caught:
         get_family("mixtral").resolve_shape(ModelConfig(family="mixtral", hidden_size=16))
     assert {problem.key.removeprefix("model.") for problem in caught.value.problems} == {
@@ -169,7 +169,7 @@ def test_every_missing_size_is_named_at_once() -> None:
     }
 
 
-def test_an_unknown_family_lists_the_known_ones() -> None:
+def test_unknown_family_lists_known_families() -> None:
     with pytest.raises(PlanError, match=", ".join(FAMILIES)):
         get_family("bert")
 
@@ -188,7 +188,7 @@ def test_an_unknown_family_lists_the_known_ones() -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     ],
 )
-def test_a_variant_that_is_not_covered_is_refused_by_name(family: str, change: dict[str, object]) -> None:
+def test_unsupported_variant_is_refused(family: str, change: dict[str, object]) -> None:
     shape = shape_of(next(iter(FAMILIES[family].published)))
     config = FAMILIES[family].hugging_face_config(shape)
     FAMILIES[family].from_hugging_face_config(config)
@@ -197,10 +197,10 @@ def test_a_variant_that_is_not_covered_is_refused_by_name(family: str, change: d
     assert next(iter(change)).split("_")[0] in caught.value.problems[0].key
 
 
-def test_a_family_is_one_file_and_its_registration() -> None:
+def test_family_is_one_file_and_its_registration() -> None:
     """Of all code in toolkit/, only these know that Qwen3 exists, besides the parity matrix, which picks its cells by name."""
     toolkit = Path(__file__).resolve().parents[2] / "toolkit"
-    knowing = {path.relative_to(toolkit).as_posix() for path in toolkit.rglob("*.py") if knows_qwen3(path)}
+    knowing = {path.relative_to(toolkit).as_posix() for path in toolkit.rglob("*.py") if mentions_qwen3(path)}
     assert knowing - {"testing/matrix.py"} == {"families/qwen3.py", "families/__init__.py"}
     registration = [
         line
@@ -213,7 +213,7 @@ def test_a_family_is_one_file_and_its_registration() -> None:
     )
 
 
-def knows_qwen3(path: Path) -> bool:
+def mentions_qwen3(path: Path) -> bool:
     """In code: comments do not count, nor texts that stand alone, as docstrings do."""
     text = path.read_text(encoding="utf-8")
     if "qwen3" not in text.lower():

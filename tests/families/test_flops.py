@@ -75,7 +75,7 @@ def forward(shape: ModelShape) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forward_pass_is_what_torch_counts(family: str) -> None:
+def test_forward_flops_match_torch(family: str) -> None:
     plan = tiny_plan(family)
     found = counted(plan, backward=False)
     assert forward(shape_of(plan)) == pytest.approx(found, rel=NEAR)
@@ -83,7 +83,7 @@ def test_a_forward_pass_is_what_torch_counts(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forward_and_backward_are_three_times_as_much(family: str) -> None:
+def test_training_flops_are_three_times_forward(family: str) -> None:
     plan = tiny_plan(family)
     found = counted(plan, backward=True)
     assert model_flops(plan) == pytest.approx(found, rel=NEAR)
@@ -95,7 +95,7 @@ def test_forward_and_backward_are_three_times_as_much(family: str) -> None:
     [*((family, {}) for family in FAMILIES), ("gpt2", {"model__dropout": 0.1})],
     ids=[*FAMILIES, "gpt2-dropout"],
 )
-def test_what_is_recomputed_is_in_the_hardware_flops(family: str, changes: Mapping[str, Any]) -> None:
+def test_hardware_flops_include_recomputation(family: str, changes: Mapping[str, Any]) -> None:
     """Control: without the rule of when torch stops to recompute they would be too many, and model FLOPs are too few."""
     plan = tiny_plan(family, train__activation_checkpointing=True, **changes)
     found = counted(plan, backward=True)

@@ -109,9 +109,7 @@ each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 @each_family
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_every_element_lies_in_one_part_and_every_place_is_filled_once(
-    family: str, data: st.DataObject
-) -> None:
+def test_parts_cover_both_sides_exactly_once(family: str, data: st.DataObject) -> None:
     shape = data.draw(shapes(family))
     canonical, tensors = numbered(shape), get_family(family).megatron_tensors(shape)
     memory = [(tensor.parts, filled(canonical, tensor)) for tensor in tensors]
@@ -125,7 +123,7 @@ def test_every_element_lies_in_one_part_and_every_place_is_filled_once(
 @each_family
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), size=st.sampled_from([1, 2, 4]))
-def test_ranks_hold_what_an_independent_formula_says(family: str, data: st.DataObject, size: int) -> None:
+def test_local_tensors_match_an_independent_formula(family: str, data: st.DataObject, size: int) -> None:
     """With 4 ranks and 1 or 2 key-value heads the cuts go through query groups; the vocabulary is padded by up to 2 rows a rank."""
     shape = data.draw(shapes(family))
     rows = -(-shape.vocab_size // size) * size + data.draw(st.integers(0, 1)) * size
@@ -229,9 +227,7 @@ def packed(query: np.ndarray, key: np.ndarray, value: np.ndarray, *, groups: int
 @each_family
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_any_range_of_a_ranks_flat_memory_is_boxes_of_canonical_tensors(
-    family: str, data: st.DataObject
-) -> None:
+def test_flat_ranges_map_to_canonical_boxes(family: str, data: st.DataObject) -> None:
     """What an optimizer that is sharded over data ranks holds: ranges of the flattened tensor, wherever they begin."""
     shape = data.draw(shapes(family))
     canonical = numbered(shape)
@@ -264,7 +260,7 @@ def small(family: str, **changes: object) -> ModelShape:
     return get_family(family).resolve_shape(replace(model, **changes))
 
 
-def test_a_tied_output_layer_leads_to_the_embedding() -> None:
+def test_tied_output_layer_maps_to_the_embedding() -> None:
     """A last pipeline stage of its own has a copy: it is saved and filled as the embedding."""
     for family in FAMILIES:
         tied, own = (
@@ -275,7 +271,7 @@ def test_a_tied_output_layer_leads_to_the_embedding() -> None:
         assert own["output_layer.weight"].parts[0].canonical == "lm_head.weight"
 
 
-def test_a_rank_may_hold_nothing_but_padding() -> None:
+def test_rank_may_store_only_padding() -> None:
     tensor = tensors_by_name(get_family("llama").megatron_tensors(small("llama")))[
         "embedding.word_embeddings.weight"
     ]  # 6 rows
@@ -284,7 +280,7 @@ def test_a_rank_may_hold_nothing_but_padding() -> None:
 
 
 @each_family
-def test_wrong_maps_move_elements_and_lose_none(family: str) -> None:
+def test_wrong_maps_permute_elements(family: str) -> None:
     """Only numbers of a run can show them: names, shapes and covers are right."""
     shape = small(family)
     right = get_family(family).megatron_tensors(shape)
@@ -303,7 +299,7 @@ def test_wrong_maps_move_elements_and_lose_none(family: str) -> None:
     assert get_family(family).megatron_tensors(shape) == right
 
 
-def test_published_models_have_tables_of_every_element() -> None:
+def test_tables_of_published_models_cover_every_element() -> None:
     """By count alone: their tensors are too large to fill here."""
     for name, model in PUBLISHED.items():
         assert model.family is not None

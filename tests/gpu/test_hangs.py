@@ -42,7 +42,7 @@ def calls_of_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
     return {"own": own, "trace": trace, "timeout": timeout}
 
 
-def test_the_device_knows_which_call_has_not_ended(gpu: RankPool) -> None:
+def test_flight_recorder_reports_the_unfinished_call(gpu: RankPool) -> None:
     (found,) = gpu.run(calls_of_a_gpu)
     assert [call.number for call in found["trace"]] == [call.number for call in found["own"]] == [1, 2, 3, 4]
     assert {call.operation for call in found["trace"]} == {"all_reduce"}

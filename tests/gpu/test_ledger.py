@@ -88,7 +88,7 @@ def timed(
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_events_add_up_to_the_step(name: str, gpu: RankPool) -> None:
+def test_event_times_add_up_to_the_step(name: str, gpu: RankPool) -> None:
     steps, walls, losses = gpu.run(timed, CELLS[name], True, timeout=300)[0]
     assert [found.step for found in steps] == list(range(1, STEPS + 1))
     for found, wall in list(zip(steps, walls, strict=True))[2:]:
@@ -131,7 +131,7 @@ def asleep(rank: int, ranks: int) -> dict[str, float]:
     return {**late[-1].parts, "early": early, "late": len(late)}
 
 
-def test_work_lands_where_the_device_does_it(gpu: RankPool) -> None:
+def test_work_is_attributed_to_the_part_that_runs_it(gpu: RankPool) -> None:
     found = gpu.run(asleep)[0]
     assert found["early"] < 3, "a step was read that the device had not finished"
     assert found["early"] + found["late"] == 3
@@ -163,6 +163,6 @@ def aside(rank: int, ranks: int) -> dict[str, float]:
         return dict(recorder.taken()[0].parts)
 
 
-def test_waiting_for_a_side_stream_is_what_was_put_there(gpu: RankPool) -> None:
+def test_waiting_for_a_side_stream_is_attributed_to_its_collective(gpu: RankPool) -> None:
     found = gpu.run(aside)[0]
     assert found[communication("data")] > 10 * found[BACKWARD]

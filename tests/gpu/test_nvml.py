@@ -88,11 +88,11 @@ def figures(gpus: Gpus) -> dict[str, Any]:
     return {name.removeprefix("gpu/0/"): value for name, value in gpus.read().items()}
 
 
-def test_torch_and_nvml_mean_the_same_gpu(gpus: Gpus) -> None:
+def test_torch_and_nvml_select_the_same_gpu(gpus: Gpus) -> None:
     assert str(torch.cuda.get_device_properties(0).uuid) in gpus.cards[0].uuid
 
 
-def test_figures_are_those_of_nvidia_smi(gpus: Gpus, at_work: None) -> None:
+def test_figures_match_nvidia_smi(gpus: Gpus, at_work: None) -> None:
     ours = figures(gpus)
     theirs = nvidia_smi([*STEADY, *MOVING], gpus.cards[0].uuid)
     compared = 0
@@ -107,7 +107,7 @@ def test_figures_are_those_of_nvidia_smi(gpus: Gpus, at_work: None) -> None:
     assert compared >= 10
 
 
-def test_a_gpu_at_work_shows_it(gpus: Gpus, at_work: None) -> None:
+def test_busy_gpu_shows_utilization(gpus: Gpus, at_work: None) -> None:
     figures(gpus)
     time.sleep(2)
     row = figures(gpus)
@@ -121,7 +121,7 @@ def test_a_gpu_at_work_shows_it(gpus: Gpus, at_work: None) -> None:
         assert row["pcie_tx_bytes_per_second"] >= 0
 
 
-def test_events_can_be_waited_for(gpus: Gpus) -> None:
+def test_nvml_events_can_be_waited_for(gpus: Gpus) -> None:
     events = XidEvents(nvml_gpus.load(), gpus.cards)
     assert events.watched == 1
     began = time.monotonic()
@@ -130,7 +130,7 @@ def test_events_can_be_waited_for(gpus: Gpus) -> None:
     events.close()
 
 
-def test_a_sample_is_cheap(gpus: Gpus, tmp_path: Path) -> None:
+def test_sampling_is_cheap(gpus: Gpus, tmp_path: Path) -> None:
     rows: list[Any] = []
     source = GpuSource(
         lambda: gpus, lambda opened: XidEvents(nvml_gpus.load(), opened.cards), xid=lambda *_: None, say=print

@@ -52,12 +52,12 @@ def timed(rank: int, ranks: int) -> tuple[float, float, float]:
     return start.elapsed_time(end) / 1e3, asked, answered
 
 
-def test_a_gpu_has_the_same_hashes(gpu: RankPool) -> None:
+def test_gpu_hashes_equal_cpu_hashes(gpu: RankPool) -> None:
     (answers,) = gpu.run(both)
     assert answers[0] == answers[1]
 
 
-def test_hashing_is_reading(gpu: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hashing_runs_at_memory_bandwidth(gpu: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     ((device, asked, answered),) = gpu.run(timed)
     with capsys.disabled():
         print(

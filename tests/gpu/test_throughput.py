@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.test_gpu import sized, text
+from tests.gpu.runs import sized, text
 from toolkit.cluster.machine import this_machine
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
@@ -44,9 +44,7 @@ def step_seconds(rank: int, ranks: int, plan: RunPlan) -> float:
 @pytest.mark.parametrize(
     ("engine", "stage"), [(EngineName.local, 0), (EngineName.deepspeed, 2), (EngineName.megatron, 1)]
 )
-def test_a_run_in_bf16_uses_a_plausible_part_of_the_gpu(
-    engine: EngineName, stage: int, gpu: RankPool
-) -> None:
+def test_bf16_run_has_plausible_mfu(engine: EngineName, stage: int, gpu: RankPool) -> None:
     """Small as the model is, more than a fiftieth of it, and less than nine tenths, which nothing reaches."""
     kind = normalise(this_machine().gpus[0].product)
     assert kind is not None, f"toolkit/plan/devices.py does not know {this_machine().gpus[0].product}"

@@ -15,7 +15,7 @@ sizes = st.integers(1, 8)
 axes = st.builds(Axes, data=sizes, tensor=sizes, pipeline=sizes, context=sizes)
 
 
-def test_the_worked_example_of_the_docstring() -> None:
+def test_example_of_the_docstring() -> None:
     example = Axes(data=2, pipeline=2, context=1, tensor=2)
     places = [example.coordinates(rank) for rank in range(8)]
     assert [place.tensor for place in places] == [0, 1, 0, 1, 0, 1, 0, 1]
@@ -37,7 +37,7 @@ def test_rank_and_coordinates_are_inverse(axes: Axes, data: st.DataObject) -> No
 
 @given(axes, st.sampled_from(list(Axis)))
 @settings(max_examples=50, deadline=None)
-def test_groups_split_the_ranks_and_differ_in_one_coordinate(axes: Axes, axis: Axis) -> None:
+def test_groups_partition_ranks_along_one_coordinate(axes: Axes, axis: Axis) -> None:
     groups = list(axes.groups(axis))
     assert sorted(rank for group in groups for rank in group) == list(range(axes.size))
     others = [other for other in Axis if other is not axis]
@@ -47,14 +47,14 @@ def test_groups_split_the_ranks_and_differ_in_one_coordinate(axes: Axes, axis: A
         assert len({tuple(getattr(place, other) for other in others) for place in places}) == 1
 
 
-def test_tensor_ranks_are_neighbours_and_stages_lie_furthest_apart() -> None:
+def test_tensor_is_innermost_and_pipeline_outermost() -> None:
     axes = Axes(data=16, tensor=8, pipeline=8)
     assert axes.size == 1024
     assert next(axes.groups(Axis.TENSOR)) == tuple(range(8))
     assert next(axes.groups(Axis.PIPELINE)) == tuple(range(0, 1024, 128))
 
 
-def test_a_rank_out_of_range_is_our_own_mistake() -> None:
+def test_rank_out_of_range_asserts() -> None:
     with pytest.raises(AssertionError, match="rank 4 of 4"):
         Axes(data=4).coordinates(4)
     assert Axes(data=4).coordinates(3) == Coordinates(tensor=0, context=0, data=3, pipeline=0)
@@ -63,7 +63,7 @@ def test_a_rank_out_of_range_is_our_own_mistake() -> None:
 # ---- names of groups
 
 
-def test_groups_are_named_after_the_axes_along_which_their_ranks_differ() -> None:
+def test_groups_are_named_after_their_axes() -> None:
     axes = Axes(tensor=2, data=4, pipeline=2)
     named = {
         (0, 1): "tensor",
@@ -78,7 +78,7 @@ def test_groups_are_named_after_the_axes_along_which_their_ranks_differ() -> Non
     assert axis_name((0, 1), Axes(data=2)) == "data"  # of one axis alone its own name says more than "all"
 
 
-def test_experts_have_a_part_of_the_data_ranks() -> None:
+def test_expert_groups_are_part_of_the_data_ranks() -> None:
     axes = Axes(data=4, tensor=2, expert=2)
     assert axis_name((0, 2), axes) == axis_name((4, 6), axes) == "expert"
     assert axis_name((0, 4), axes) == axis_name((0, 2, 4, 6), axes) == "data"
@@ -90,7 +90,7 @@ def test_experts_have_a_part_of_the_data_ranks() -> None:
 
 @given(axes, st.data())
 @settings(max_examples=100, deadline=None)
-def test_every_name_is_among_those_of_the_layout(axes: Axes, data: st.DataObject) -> None:
+def test_axis_names_include_every_group_name(axes: Axes, data: st.DataObject) -> None:
     ranks = (
         data.draw(st.sets(st.integers(0, axes.size - 1), min_size=2, max_size=9)) if axes.size > 1 else {0}
     )
@@ -99,7 +99,7 @@ def test_every_name_is_among_those_of_the_layout(axes: Axes, data: st.DataObject
     assert len(set(axis_names(axes))) == len(axis_names(axes))
 
 
-def test_a_single_rank_talks_to_nobody() -> None:
+def test_single_rank_has_no_axis_names() -> None:
     assert axis_names(Axes()) == ()
     assert axis_names(Axes(data=2)) == ("data", "other")
     assert axis_names(Axes(data=2, tensor=2, expert=2)) == ("tensor", "data", "all", "expert", "other")

@@ -17,7 +17,7 @@ from toolkit.testing.tiny import FAMILIES, micro_batches, tiny_plan
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("meta", [False, True], ids=["memory", "meta"])
-def test_has_the_canonical_parameters(family: str, meta: bool) -> None:
+def test_model_has_the_canonical_parameters(family: str, meta: bool) -> None:
     plan = tiny_plan(family)
     module = build_model(plan, "cpu", meta=meta)
     found = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
@@ -29,7 +29,7 @@ def test_has_the_canonical_parameters(family: str, meta: bool) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_buffers_are_those_of_the_constructor(family: str, device: str) -> None:
+def test_buffers_keep_the_constructors_values(family: str, device: str) -> None:
     plan = tiny_plan(family)
     assert plan.shape is not None
     theirs = AutoModelForCausalLM.from_config(
@@ -42,7 +42,7 @@ def test_buffers_are_those_of_the_constructor(family: str, device: str) -> None:
         assert torch.equal(buffer, expected[name]), name
 
 
-def test_a_tied_parameter_is_one() -> None:
+def test_tied_parameters_are_one_object() -> None:
     for meta in (False, True):
         module = build_model(tiny_plan("qwen2"), "cpu", meta=meta)
         assert module.lm_head.weight is module.model.embed_tokens.weight
@@ -65,7 +65,7 @@ def filled(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dropout_is_in_every_family(family: str) -> None:
+def test_dropout_applies_in_every_family(family: str) -> None:
     tokens = micro_batches(tiny_plan(), 0)[0]["input_ids"]
     for dropout in (0.0, 0.5):
         module = filled(build_model(tiny_plan(family, model__dropout=dropout), "cpu"))

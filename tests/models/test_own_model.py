@@ -37,13 +37,13 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
-def test_it_trains(example: dict[str, Any], precision: Precision) -> None:
+def test_example_trains(example: dict[str, Any], precision: Precision) -> None:
     losses = parity.run_trace(tiny_plan(None, **example, precision__name=precision)).losses
     assert losses[0] - losses[-1] > 0.3
 
 
 @pytest.mark.parametrize("optimizer", OptimizerName, ids=lambda optimizer: optimizer.value)
-def test_it_resumes(example: dict[str, Any], optimizer: OptimizerName) -> None:
+def test_example_resumes(example: dict[str, Any], optimizer: OptimizerName) -> None:
     momentum = 0.0 if optimizer is OptimizerName.adamw else 0.9
     plan = tiny_plan(None, **example, optim__name=optimizer, optim__momentum=momentum)
     straight, resumed = LocalEngine(plan, text_task(plan)), LocalEngine(plan, text_task(plan))
@@ -53,7 +53,7 @@ def test_it_resumes(example: dict[str, Any], optimizer: OptimizerName) -> None:
     assert parity.train_steps(resumed, plan, range(3, 6)) == parity.train_steps(straight, plan, range(3, 6))
 
 
-def test_its_commands_are_the_toolkits() -> None:
+def test_commands_use_existing_keys() -> None:
     """The keys of the page's commands exist."""
     from toolkit.config.compose import compose
 
@@ -67,7 +67,7 @@ def test_its_commands_are_the_toolkits() -> None:
         assert config.engine.name is EngineName.deepspeed
 
 
-def test_what_the_page_says_of_conversion(example: dict[str, Any]) -> None:
+def test_conversion_follows_the_page(example: dict[str, Any]) -> None:
     plan: RunPlan = tiny_plan(None, **example, precision__name=Precision.bf16)
     engine = LocalEngine(plan, text_task(plan))
     assert {parameter.dtype for parameter in engine._parameters.values()} == {torch.bfloat16}

@@ -21,12 +21,12 @@ def oracle() -> parity.RunTrace:
     return parity.run_trace(tiny_plan())
 
 
-def test_a_run_equals_itself(oracle: parity.RunTrace) -> None:
+def test_run_has_no_distance_to_itself(oracle: parity.RunTrace) -> None:
     parity.check_parity(parity.run_trace(tiny_plan()), oracle)
 
 
 @pytest.mark.parametrize("what", ["loss", "norm", "weight"])
-def test_each_difference_is_seen(oracle: parity.RunTrace, what: str) -> None:
+def test_each_difference_is_detected(oracle: parity.RunTrace, what: str) -> None:
     last = oracle.results[-1]
     weights = {name: value.clone() for name, value in oracle.weights.items()}
     if what == "loss":
@@ -42,13 +42,13 @@ def test_each_difference_is_seen(oracle: parity.RunTrace, what: str) -> None:
         parity.check_control(changed, oracle)
 
 
-def test_an_oracle_that_learns_nothing_is_no_oracle() -> None:
+def test_oracle_that_does_not_learn_is_refused() -> None:
     still = parity.run_trace(tiny_plan(optim__lr=0.0), steps=3)
     with pytest.raises(AssertionError, match="invalid cell"):
         parity.check_parity(still, still)
 
 
-def test_controls_are_far_away() -> None:
+def test_controls_exceed_the_tolerance() -> None:
     sgd = {"optim__name": OptimizerName.sgd, "optim__lr": 0.1, "optim__momentum": 0.9}
     right = parity.run_trace(tiny_plan("qwen2", **sgd, optim__clip=0.0))
     assert right.losses[0] - right.losses[-1] > parity.REQUIRED_FALL
@@ -59,7 +59,7 @@ def test_controls_are_far_away() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_can_learn_the_samples(family: str) -> None:
+def test_each_family_learns_the_samples(family: str) -> None:
     losses = parity.run_trace(tiny_plan(family)).losses
     assert losses[0] - losses[-1] > parity.REQUIRED_FALL
 
@@ -86,7 +86,7 @@ def test_samples_do_not_depend_on_the_layout() -> None:
     assert max(units) <= 2 * LENGTH
 
 
-def test_gathering_notices_holes_and_overlaps() -> None:
+def test_gathering_detects_holes_and_overlaps() -> None:
     key = TensorKey(WEIGHT, "w")
 
     def part(low: int, high: int, replicas: int = 1) -> Shard:

@@ -61,7 +61,7 @@ def test_each_figure_is_judged(name: str, by: float) -> None:
     )
 
 
-def test_an_excess_has_its_cause_and_its_bound() -> None:
+def test_excess_is_bounded_and_has_a_cause() -> None:
     cell = replace(LOCAL, excess=Excess(replace(TOLERANCE, loss=1e-3), "rounding of a router"))
     assert judge(cell, fabricated(loss=(0, 5e-4)), fabricated())[:2] == (
         ParityVerdict.BOUND,
@@ -71,7 +71,7 @@ def test_an_excess_has_its_cause_and_its_bound() -> None:
     assert judge(cell, fabricated(), fabricated())[0] is ParityVerdict.EQUAL
 
 
-def test_a_flip_is_named_and_excuses_nothing_before_it() -> None:
+def test_routing_flip_does_not_excuse_earlier_differences() -> None:
     close = (1.0, 1.0, 1.0, 3e-7, 1.0, 1.0)
     verdict, cause, differences = judge(LOCAL, fabricated(loss=(3, 1e-4), weight=(0, 1.0)), fabricated(close))
     assert verdict is ParityVerdict.FLIP
@@ -89,13 +89,13 @@ def test_a_flip_is_named_and_excuses_nothing_before_it() -> None:
     )
 
 
-def test_an_oracle_that_learns_nothing_makes_a_cell_invalid() -> None:
+def test_oracle_that_does_not_learn_makes_a_cell_invalid() -> None:
     still = Measured(RunTrace((StepResult(5.0, 1.0, 1),) * 6, {"w": torch.ones(1)}), 3.0)
     assert judge(LOCAL, still, still)[0] is ParityVerdict.INVALID
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-def test_gradients_from_one_step_are_the_gradients(family: str) -> None:
+def test_gradients_from_one_step_match_backward(family: str) -> None:
     """Those that backward leaves, to their last bits."""
     plan = Cell(engine=EngineName.local, family=family).plan(OptimizerCase.SGD)
     engine: Any = build_engine(plan, text_task(plan), rank=0, local_rank=0)
@@ -109,7 +109,7 @@ def test_gradients_from_one_step_are_the_gradients(family: str) -> None:
     assert relative_difference(found, doubled) == pytest.approx(0.5, rel=1e-3)
 
 
-def test_only_models_with_experts_have_routers_to_watch() -> None:
+def test_routing_gaps_require_experts() -> None:
     plan = Cell(engine=EngineName.local, family="mixtral").plan(OptimizerCase.ADAM)
     found = measure(0, 1, plan, steps=3, gaps=True)
     assert len(found.gaps) == 3
@@ -117,7 +117,7 @@ def test_only_models_with_experts_have_routers_to_watch() -> None:
     assert measure(0, 1, plan, steps=3).trace.losses == found.trace.losses, "watching changes nothing"
 
 
-def test_cells_that_need_more_devices_are_named() -> None:
+def test_cells_with_too_few_devices_are_not_run() -> None:
     cell = next(cell for cell in CORE if cell.ranks == 4)
     with rank_pool(1) as pool:
         row = verify_cell(
@@ -128,7 +128,7 @@ def test_cells_that_need_more_devices_are_named() -> None:
     assert "4" in row.cause
 
 
-def test_a_cell_that_does_not_run_is_not_good() -> None:
+def test_failing_cell_is_reported() -> None:
     cell = Cell(engine=EngineName.deepspeed, family="gpt2", tensor=2, pipeline=2, label="refused")
     with rank_pool(1) as pool:
         row = verify_cell(
@@ -161,7 +161,7 @@ def a_row(
     )
 
 
-def test_rows_come_back_and_later_ones_replace_them(tmp_path: Path) -> None:
+def test_later_rows_replace_earlier_rows(tmp_path: Path) -> None:
     first, second = ALL[0], ALL[1]
     report.write_json([a_row(first), a_row(second)], tmp_path / "parity.json")
     old = report.read_rows(tmp_path / "parity.json")
@@ -188,7 +188,7 @@ def test_rows_come_back_and_later_ones_replace_them(tmp_path: Path) -> None:
     assert report.read_rows(tmp_path / "none.json") == []
 
 
-def test_cells_are_chosen_by_name_and_pattern() -> None:
+def test_cells_are_selected_by_name_and_pattern() -> None:
     assert select_cells(["core"]) == CORE
     assert select_cells(["all", "core"]) == ALL
     assert {cell.engine for cell in select_cells(["megatron/*"])} == {EngineName.megatron}
@@ -199,7 +199,7 @@ def test_cells_are_chosen_by_name_and_pattern() -> None:
         select_cells(["nonsense"])
 
 
-def test_the_command_names_a_wrong_cell() -> None:
+def test_command_reports_an_unknown_cell() -> None:
     done = subprocess.run(
         [sys.executable, "launch/verify.py", "--cells", "nonsense"],
         capture_output=True,

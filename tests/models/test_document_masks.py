@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.models.broken import Fine
-from tests.models.test_stage import stages
+from tests.models.pipeline_stages import stages
 from toolkit.config.data import Documents
 from toolkit.config.schema import ModelConfig
 from toolkit.engine.attention_mask import document_causal_mask
@@ -60,7 +60,7 @@ def apart(model: Any, logits: torch.Tensor, batch: MicroBatch) -> float:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_document_among_others_is_as_alone(family: str, attention: str) -> None:
+def test_document_in_a_window_matches_the_document_alone(family: str, attention: str) -> None:
     plan = tiny_plan(family, **SEPARATE)
     model, batch = filled(plan), micro_batches(plan, 0)[0]
     model.set_attn_implementation(attention)  # type: ignore[operator]
@@ -74,7 +74,7 @@ def test_a_document_among_others_is_as_alone(family: str, attention: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recomputed_blocks_have_the_same_mask(family: str) -> None:
+def test_recomputed_blocks_use_the_same_mask(family: str) -> None:
     """Gradients of the loss of a micro-batch, against the sum over its documents alone; in evaluation as well."""
     plan = tiny_plan(family, train__activation_checkpointing=True, **SEPARATE)
     model, batch, task = filled(plan), micro_batches(plan, 0)[0], text_task(plan)
@@ -103,7 +103,7 @@ def test_recomputed_blocks_have_the_same_mask(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stages_make_the_model_of_documents_too(family: str) -> None:
+def test_pipeline_stages_match_the_model_with_documents(family: str) -> None:
     plan = tiny_plan(family, model__num_hidden_layers=3, **SEPARATE)
     whole, batch = filled(plan), micro_batches(plan, 0)[0]
     positions = batch["position_ids"]
@@ -117,7 +117,7 @@ def test_stages_make_the_model_of_documents_too(family: str) -> None:
         assert float((forgotten - logits).abs().max()) > 1e3 * TOLERANCE
 
 
-def test_a_cache_is_not_taken_for_documents() -> None:
+def test_generation_cache_is_not_mistaken_for_documents() -> None:
     """Text is continued token by token, positions running on: as the whole text at once."""
     model, ids = filled(tiny_plan()).eval(), torch.arange(12).unsqueeze(0)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_a_cache_is_not_taken_for_documents() -> None:
     assert float((torch.cat(rest, 1) - whole).abs().max()) < TOLERANCE
 
 
-def test_a_query_sees_its_own_document_up_to_itself() -> None:
+def test_mask_is_causal_within_documents() -> None:
     seen = document_causal_mask(torch.tensor([[0, 1, 0, 0, 1], [0, 1, 2, 3, 4]]))
     assert seen.shape == (2, 1, 5, 5)
     assert seen[0, 0].int().tolist() == [
@@ -173,7 +173,7 @@ class AnyName(nn.Module):
         return self.weight * input_ids.float().mean()
 
 
-def test_a_model_of_ones_own_is_told_where_documents_begin() -> None:
+def test_custom_model_receives_position_ids() -> None:
     here = "tests.models.test_documents"
     plan = tiny_plan(None, model__target=f"{here}.Placed", **SEPARATE)
     model, batch = build_model(plan, "cpu"), micro_batches(plan, 0)[0]

@@ -1,0 +1,74 @@
+"""Measure the memory of DeepSpeed engines by the storages of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from toolkit.engine.deepspeed.engine import DeepSpeedEngine
+from toolkit.engine.deepspeed.state import inner_optimizer
+
+# 1.6 M parameters: with fewer, padding and what is kept whole would be the most of it.
+SIZES = {
+    "model__hidden_size": 128,
+    "model__intermediate_size": 352,
+    "model__num_hidden_layers": 6,
+    "model__vocab_size": 1501,
+}
+
+
+@dataclass
+class Bytes:
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    host: int = 0
+
+
+def storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """Bytes by address of every storage."""
+    found = {}
+    for tensor in tensors:
+        if torch.is_tensor(tensor) and tensor.numel():
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return found
+
+
+def weights(engine: DeepSpeedEngine) -> dict[int, int]:
+    parameters = list(engine._ds.module.parameters())
+    return storages([*(p.data for p in parameters), *(getattr(p, "ds_tensor", None) for p in parameters)])
+
+
+def gradients(engine: DeepSpeedEngine) -> dict[int, int]:
+    optimizer: Any = engine._ds.optimizer
+    held: list[Any] = []
+    for parameter in engine._ds.module.parameters():
+        held += [parameter.grad, getattr(parameter, "grad_accum", None)]
+    for lists in ("averaged_gradients", "all_grad_tensors"):
+        held += [
+            gradient for some in (getattr(optimizer, lists, None) or {}).values() for gradient in some or ()
+        ]
+    held += [
+        getattr(optimizer, "grad_partitions_flat_buffer", None),
+        *getattr(optimizer, "fp32_groups_gradients_flat", ()),
+    ]
+    # A gradient on its way lies in a bucket, which is a buffer.
+    buckets = storages(
+        buffer
+        for bucket in getattr(optimizer, "ipg_buckets", {}).values()
+        for buffer in (bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer])
+    )
+    return {address: size for address, size in storages(held).items() if address not in buckets}
+
+
+def states(engine: DeepSpeedEngine) -> dict[int, int]:
+    """Master weights and the optimizer's tensors of parameter shape; in stage 0 the weights are the masters."""
+    every = [
+        tensor for state in inner_optimizer(engine._ds.optimizer).state.values() for tensor in state.values()
+    ]
+    held = [tensor for tensor in every if torch.is_tensor(tensor) and tensor.dim()]  # not the step count
+    held += [partition.master for partition in engine._partitions()]
+    return storages(held)
