@@ -1,4 +1,4 @@
-"""Cells of the engine's matrices, and what a rank does in them."""
+"""Cells of DeepSpeed's test matrix, and what a rank does with them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from toolkit.train.task import text_task
 
 @dataclass(frozen=True)
 class Cell:
-    """A layout and its settings. ``stage`` None: the local engine, which takes all micro-batches on its one rank.
+    """A layout and its settings.
 
-    ``more`` are further keys as ``testing/tiny.py`` takes them.
+    ``stage`` None is the local engine, with all micro-batches on one rank. ``more`` are further keys as in
+    ``testing/tiny.py``.
     """
 
     stage: int | None = 2
@@ -42,7 +43,7 @@ class Cell:
 
     @property
     def data(self) -> int:
-        """Ranks that have samples of their own."""
+        """The number of ranks with their own samples."""
         more = dict(self.more)
         return self.ranks // (
             more.get("parallel__tensor", 1)
@@ -70,7 +71,7 @@ class Cell:
         )
 
     def oracle(self) -> Cell:
-        """The same samples, first weights and optimizer on the local engine."""
+        """The cell of the local engine with the same samples, first weights and optimizer."""
         carriage = ("engine__", "offload__", "parallel__", "train__activation_checkpointing", "optim__kernel")
         more = tuple((key, value) for key, value in self.more if not key.startswith(carriage))
         return replace(self, stage=None, ranks=1, accumulation=self.data * self.accumulation, more=more)
@@ -82,7 +83,7 @@ def cell(
     return Cell(stage, ranks, accumulation, family, tuple(more.items()))
 
 
-# No clipping: with it, or with Adam, a wrong scale of all gradients does not show.
+# Without clipping, because clipping and Adam hide a wrong scale of all gradients.
 SGD: dict[str, Any] = {"optim__name": OptimizerName.sgd, "optim__clip": 0.0, "optim__lr": 0.1}
 BF16: dict[str, Any] = {"precision__name": Precision.bf16}
 FP16: dict[str, Any] = {"precision__name": Precision.fp16}
@@ -110,7 +111,7 @@ def trace(rank: int, ranks: int, cell: Cell, **settings: Any) -> RunTrace:
 
 
 def make(cell: Cell, rank: int, reader: Reader | None = None) -> Engine:
-    """The cell's engine with its first weights, or what ``reader`` has."""
+    """The cell's engine with its first weights, or with the state of ``reader``."""
     plan = cell.plan()
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan) if reader is None else reader)
@@ -122,7 +123,7 @@ def steps(engine: Engine, cell: Cell, rank: int, first: int, last: int) -> list[
 
 
 class WithoutMoments:
-    """The control: moments are there and zero."""
+    """A control: moments exist but are zero."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

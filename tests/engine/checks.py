@@ -1,4 +1,4 @@
-"""A cell against ``local``: right cells within the tolerance, wrong ones ten tolerances away."""
+"""Compare a cell with the local engine: correct cells are within the tolerance, controls are far away."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ def oracle(local: Cell) -> RunTrace:
 
 @cache
 def doubled(local: Cell) -> RunTrace:
-    """The oracle, wrong on purpose."""
+    """The oracle with doubled gradients."""
     return trace(0, 1, local, task=DoubledGradients())
 
 
 def check_cell(case: Cell, pool: RankPool) -> None:
-    """All ranks give the same results. And a cell must be able to fail: with AdamW the oracle must learn; with SGD, which at a rate
-    that does not diverge learns too little in 20 steps, the oracle with doubled gradients must be far."""
+    """Check that all ranks return the same results, and that these agree with the oracle.
+
+    A cell must be able to fail: with AdamW the oracle must learn; with SGD, which learns too little in 20
+    steps, the oracle with doubled gradients must be far away.
+    """
     traces = pool.run(trace, case, ranks=case.ranks)
     found, right = traces[0], oracle(case.oracle())
     print(found.distance(right))
@@ -64,16 +67,18 @@ def duplicating(rank: int, ranks: int, case: Cell) -> RunTrace:
 
 
 def far(wrong: RunTrace, case: Cell) -> None:
-    """In the loss itself: weights alone would be the weaker evidence."""
+    """Assert a large difference of the loss itself; that of weights alone would be weaker evidence."""
     distance = wrong.distance(oracle(case.oracle()))
     print(distance)
     assert distance.loss > 10 * TOLERANCE.loss, (
-        f"a wrong run passes for right: {distance} against {TOLERANCE}"
+        f"a wrong run passes as correct: {distance} against {TOLERANCE}"
     )
 
 
 def held(rank: int, ranks: int, case: Cell) -> tuple[dict[TensorKey, torch.Tensor], int, int]:
-    """All state, this rank's elements of weights in shards, and the elements of its partitions with their padding."""
+    """Return all state, this rank's elements of weights in shards, and the elements of its partitions with
+    padding.
+    """
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
     steps(engine, case, rank, 0, 1)

@@ -1,4 +1,4 @@
-"""One pool of ranks for all of tests/engine."""
+"""One pool of ranks for all tests of engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.testing.dist import RankPool, rank_pool
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """The oracle runs in the tests' own process, beside ranks that wait: more threads than cores only wait for each other."""
+    """Use one thread for the oracle, which runs in the test process next to waiting ranks."""
     torch.set_num_threads(1)
 
 

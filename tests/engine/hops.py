@@ -25,7 +25,9 @@ TOLERANCE = 1e-5
 def stretch(
     rank: int, ranks: int, cell: Cell, first: int, source: Path | None, target: Path, forget: bool
 ) -> list[StepResult]:
-    """Six steps from ``first`` on, of the state at ``source`` (None: the first weights), saved to ``target``."""
+    """Train six steps from ``first`` on, from the state at ``source`` (None: first weights); save to
+    ``target``.
+    """
     plan = cell.plan(OptimizerCase.ADAM)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     reader: Reader = cell.first_weights(plan) if source is None else open_reader(source)

@@ -20,7 +20,7 @@ def named(name: str) -> Cell:
 
 
 class Oracles:
-    """One run for every (family, sizes, optimizer)."""
+    """Runs each oracle (family, sizes, optimizer) once."""
 
     def __init__(self, pool: RankPool) -> None:
         self.of = cache(lambda cell, case: measure_cell(cell, case, pool, Device.CPU))
@@ -57,7 +57,7 @@ def wrong_on_rank(
 
 
 def far(cell: Cell, case: OptimizerCase, found: Measured, oracles: Oracles) -> None:
-    """In the loss itself: weights alone would be the weaker evidence."""
+    """Assert a large difference of the loss itself; that of weights alone would be weaker evidence."""
     loss = found.trace.distance(oracles.of(cell.oracle(), case).trace).loss
     print(loss)
     assert loss > 10 * TOLERANCE.loss, (

@@ -11,7 +11,7 @@ import torch
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.engine.deepspeed.state import inner_optimizer
 
-# 1.6 M parameters: with fewer, padding and what is kept whole would be the most of it.
+# 1.6 M parameters; in smaller models padding and unsharded parameters would dominate.
 SIZES = {
     "model__hidden_size": 128,
     "model__intermediate_size": 352,
@@ -29,7 +29,7 @@ class Bytes:
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Bytes by address of every storage."""
+    """Bytes of every distinct storage by address."""
     found = {}
     for tensor in tensors:
         if torch.is_tensor(tensor) and tensor.numel():
@@ -55,7 +55,7 @@ def gradients(engine: DeepSpeedEngine) -> dict[int, int]:
         getattr(optimizer, "grad_partitions_flat_buffer", None),
         *getattr(optimizer, "fp32_groups_gradients_flat", ()),
     ]
-    # A gradient on its way lies in a bucket, which is a buffer.
+    # Gradients that are being reduced are in buckets, which count as buffers.
     buckets = storages(
         buffer
         for bucket in getattr(optimizer, "ipg_buckets", {}).values()
@@ -65,7 +65,7 @@ def gradients(engine: DeepSpeedEngine) -> dict[int, int]:
 
 
 def states(engine: DeepSpeedEngine) -> dict[int, int]:
-    """Master weights and the optimizer's tensors of parameter shape; in stage 0 the weights are the masters."""
+    """Master weights and the optimizer's tensors of parameter shape; in stage 0 masters are weights."""
     every = [
         tensor for state in inner_optimizer(engine._ds.optimizer).state.values() for tensor in state.values()
     ]

@@ -43,7 +43,7 @@ def save_and_go_on(rank: int, ranks: int, case: Cell, folder: Path) -> tuple[Run
 
 
 def go_on(engine: Engine, case: Cell, rank: int) -> tuple[RunTrace, State]:
-    """Six further steps, and all state after them (on rank 0)."""
+    """Train six more steps; return the trace and all state after them (on rank 0)."""
     results = steps(engine, case, rank, STOP, STOP + MORE)
     state = gather_tensors(engine.shards(), rank, case.ranks)
     weights = {key.name: value.float() for key, value in state.items() if key.state == WEIGHT}
@@ -53,7 +53,7 @@ def go_on(engine: Engine, case: Cell, rank: int) -> tuple[RunTrace, State]:
 def resume(
     rank: int, ranks: int, case: Cell, folders: Sequence[Path], forget: bool = False
 ) -> list[tuple[RunTrace, Any]]:
-    """From each of ``folders`` in turn, in one engine: loading must leave nothing of what was there."""
+    """Resume from each of ``folders`` in turn in one engine, so loading must replace all earlier state."""
     engine = make(case, rank)
     found = []
     for folder in folders:
@@ -65,7 +65,7 @@ def resume(
 
 
 class Saved:
-    """What each layout saved and how it went on, made when first asked for."""
+    """Saves each layout on first use, and records how it continued."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool, self._folder = pool, folder

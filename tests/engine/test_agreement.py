@@ -1,4 +1,4 @@
-"""The oracle's own arithmetic against the parts of DeepSpeed that it restates.
+"""Arithmetic of the local engine that restates parts of DeepSpeed, compared with DeepSpeed.
 
 pytest tests/engine/test_agreement.py
 """
@@ -27,7 +27,7 @@ SHAPES = [(8, 8), (8, 24), (24, 8), (16, 64), (64, 1)]
 
 
 def on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
-    """What DeepSpeed makes of the same inputs, where it may be imported."""
+    """DeepSpeed's results for the same inputs, computed on a rank that may import it."""
     patches.import_deepspeed(Device.CPU, 0)
     from deepspeed import set_optimizer_flags
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -106,13 +106,14 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "muon": {"optim__name": OptimizerName.muon, "optim__momentum": 0.95, "optim__clip": 0.0},
 }
-# fp16: rounding of single gradients. Muon: Newton-Schulz enlarges rounding differences, and the norm is that of its updates.
+# fp16: rounding of single gradients. Muon: Newton-Schulz enlarges rounding differences, and the norm is that
+# of its updates.
 TOLERANCES = {"fp16": parity.Distance(2e-4, 2e-3, 2e-4), "muon": parity.Distance(5e-5, 5e-2, 1e-3)}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_local_engine_matches_deepspeed_on_one_rank(name: str) -> None:
-    """Masks of dropout, skipped steps, scales, clipped Muon updates: the same in both engines."""
+    """Dropout masks, skipped steps, loss scales and clipped Muon updates are equal in both engines."""
     oracle = parity.run_trace(tiny_plan(**RUNS[name]), steps=12)
     plan = tiny_plan(**RUNS[name], engine__name=EngineName.deepspeed, zero__stage=1)
     found = run_ranks(trace, 1, plan)[0]

@@ -1,4 +1,4 @@
-"""What building any engine settles.
+"""Settings that building an engine applies to the process.
 
 pytest tests/engine/test_build.py
 """
@@ -14,7 +14,10 @@ import pytest
 from toolkit.config.schema import EngineName
 from toolkit.engine import build
 
-RENAMED = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use `torch.distributed.all_gather_single` instead."
+RENAMED = (
+    "`torch.distributed.all_gather_into_tensor` is deprecated. "
+    "Please use `torch.distributed.all_gather_single` instead."
+)
 
 
 def test_renamed_torch_collectives_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""A closed engine leaves nothing behind: under gloo each process group is threads that wake a hundred times a second."""
+"""A closed engine leaves no threads: under gloo each process group has threads that wake a hundred times a
+second.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def threads(rank: int, ranks: int) -> int:
 @pytest.mark.parametrize("cell", quick(CELLS, 1, 3, 4), ids=lambda cell: cell.name)
 def test_close_ends_all_threads(cell: Cell, pool: RankPool) -> None:
     found = []
-    for _ in range(3):  # what a first engine makes once may stay
+    for _ in range(3):  # the first engine may create threads that stay
         pool.run(partial(trace_on_rank, steps=1), cell.plan(OptimizerCase.ADAM), ranks=2)
         found.append(pool.run(threads, ranks=2))
     assert found[1] == found[2], f"threads after each engine: {found}"

@@ -1,4 +1,4 @@
-"""Which calls of torch.distributed are seen, and what they are called.
+"""Recording of calls to torch.distributed.
 
 pytest tests/engine/test_collectives.py
 """
@@ -26,7 +26,9 @@ AXES = Axes(tensor=2, data=2)
 
 
 def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[str, float]]:
-    """What was called of each kind, and the parts of the calls and of the same ones on another thread."""
+    """Return the recorded calls, and the timed parts of the same calls on the recorder's thread and on
+    another one.
+    """
     tensor = next(
         groups for groups in map(dist.new_group, AXES.groups(Axis.TENSOR)) if dist.get_rank(groups) >= 0
     )
@@ -69,7 +71,7 @@ def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[s
 
 
 def test_calls_are_recorded_and_timed(pool: RankPool) -> None:
-    """The last eight of each group, sends and receives apart."""
+    """The last eight calls of each group are recorded; sends and receives separately."""
     for rank, (calls, parts, threads) in enumerate(pool.run(call_all, ranks=4)):
         there, back = (
             f"data: send to rank {rank ^ 2} [4] float32",
@@ -99,7 +101,7 @@ class Stream:
 
 
 def test_waiting_for_a_side_stream_is_attributed_to_its_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With streams that only keep time."""
+    """Uses fake streams that only measure time."""
     hands, main, side, idle = Counted(), Stream(0), Stream(7), Stream(9)
     recorder: Any = StepRecorder(hands)
     clock = object.__new__(CudaClock)

@@ -1,7 +1,7 @@
-"""What the DeepSpeed engine adds to DeepSpeed, and the defects of DeepSpeed 0.19 that it mends: each with the case that shows it.
+"""The DeepSpeed engine and its patches of DeepSpeed 0.19, each with a case that fails without it.
 
 pytest tests/engine/test_deepspeed.py
-pytest tests/engine/test_deepspeed.py -m full     with what must be compiled first: CPU Adam, NVMe
+pytest tests/engine/test_deepspeed.py -m full     including CPU Adam and NVMe, which are compiled first
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ ODD: dict[str, Any] = {"model__vocab_size": 263, "model__hidden_size": 36, "mode
     "case", quick([cell(stage, 4, 1, "gpt2", **ODD) for stage in range(4)], 2, 3), ids=str
 )
 def test_shards_cover_every_element_once_and_no_padding(case: Cell, pool: RankPool) -> None:
-    """``gather_tensors`` asserts the covering; the embedding is tied, and its 263 x 36 elements do not divide evenly."""
+    """``gather_tensors`` asserts the coverage; the embedding is tied, and its 263 x 36 elements do not divide
+    evenly.
+    """
     plan = case.plan()
     found = pool.run(held, case, ranks=4)
     state = found[0][0]
@@ -77,14 +79,16 @@ def test_shards_cover_every_element_once_and_no_padding(case: Cell, pool: RankPo
 
 
 def most_at_once(rank: int, ranks: int) -> tuple[int, int, int]:
-    """The most elements of parameters that this rank holds while a ZeRO-3 model is built, its share, and the whole."""
+    """The maximum of elements that this rank stores while a ZeRO-3 model is built, its share, and the largest
+    parameter.
+    """
     from toolkit.engine.deepspeed import build as deepspeed_build
 
     case, most, share = cell(3, ranks, 1, train__global_batch=2 * ranks), 0, 0
     made: list[Any] = []
 
     class Watched(nn.Parameter):
-        """Counts what is alive whenever one more parameter has got memory."""
+        """Counts the elements in memory whenever a parameter is created."""
 
         def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
             nonlocal most
@@ -111,7 +115,7 @@ def test_zero3_build_stores_one_whole_parameter_at_most(pool: RankPool) -> None:
 
 
 def read_back(rank: int, ranks: int, case: Cell) -> list[bool]:
-    """After ``load`` and after a step: does forward see the masters, rounded to the run's precision?"""
+    """Whether forward sees the masters rounded to the run's precision, after ``load`` and after a step."""
     import deepspeed
 
     engine = make(case, rank)
@@ -160,7 +164,7 @@ def lower_stage1(rank: int, ranks: int, case: Cell) -> str:
 
 
 def test_bf16_optimizer_state_is_saved_and_loaded(pool: RankPool) -> None:
-    """A user's own data_types.grad_accum_dtype makes DeepSpeed take its BF16_Optimizer under stage 1."""
+    """With data_types.grad_accum_dtype DeepSpeed uses its BF16_Optimizer under stage 1."""
     case = cell(1, **BF16, engine__deepspeed={"data_types": {"grad_accum_dtype": "fp32"}})
     assert pool.run(lower_stage1, case, ranks=2)[0] == "BF16_Optimizer"
     assert pool.run(read_back, case, ranks=2)[0] == [True, True]
@@ -180,7 +184,9 @@ RAMPED = [*((stage, {}) for stage in range(4)), *((stage, OFFLOAD) for stage in 
     ],
 )
 def test_batch_ramp_matches_local(stage: int, more: dict[str, Any], pool: RankPool) -> None:
-    """Accumulation 1, 2, 3. By its own count of micro-steps DeepSpeed would step in the middle of the first larger batch."""
+    """Accumulation 1, 2, 3. DeepSpeed's own count of micro-steps would step in the middle of the first larger
+    batch.
+    """
     expected = ramped(0, 1, None, {})
     assert len({result.tokens for result in expected}) > 3
     found = pool.run(ramped, stage, more, ranks=2)[0]
@@ -207,7 +213,9 @@ def evaluating(
     "case", quick([cell(stage, family="gpt2", **DROPOUT) for stage in range(4)], 2, 3), ids=str
 )
 def test_evaluation_does_not_change_training(case: Cell, pool: RankPool) -> None:
-    """To the bit, with dropout, before the first step (which is ZeRO 3's trace) and between steps; and it is the oracle's."""
+    """Bitwise, with dropout, before the first step (ZeRO 3's trace) and between steps; the loss matches the
+    oracle's.
+    """
     plain, _ = pool.run(evaluating, case, 0, ranks=2)[0]
     results, evaluations = pool.run(evaluating, case, 1, ranks=2)[0]
     assert results == plain
@@ -221,8 +229,9 @@ def test_evaluation_does_not_change_training(case: Cell, pool: RankPool) -> None
 
 @pytest.mark.parametrize("stage", quick([1, 2, 3], 2))
 def test_bf16_matches_local_bf16(stage: int, pool: RankPool) -> None:
-    """Not to the bit: DeepSpeed reduces gradients in bf16 where ``local`` sums them in fp32. Measured over 20 steps: loss
-    2.7e-4, gradient norm 2.4e-3, weights 2.6e-4."""
+    """Within tolerances: DeepSpeed reduces gradients in bf16, ``local`` in fp32. Measured differences over 20
+    steps: loss 2.7e-4, gradient norm 2.4e-3, weights 2.6e-4.
+    """
     case = cell(stage, **BF16)
     check_parity(
         pool.run(trace, case, ranks=2)[0],
@@ -238,7 +247,7 @@ def scaling(power: int, window: int) -> dict[str, Any]:
 def skipping(
     rank: int, ranks: int, case: Cell, count: int
 ) -> tuple[list[StepResult], list[bool], dict[str, object]]:
-    """Each step's result, and whether it left weights and moments as they were."""
+    """Each step's result, and whether it left weights and moments unchanged."""
     engine = make(case, rank)
     results, unchanged = [], []
     for step in range(count):
@@ -273,8 +282,9 @@ def growing(rank: int, ranks: int, stage: int, window: int) -> Any:
 
 @pytest.mark.parametrize("stage", quick([1, 2, 3], 1))
 def test_fp16_scale_growth_does_not_change_the_step(stage: int, pool: RankPool) -> None:
-    """DeepSpeed updates the scale before it unscales: unmended, the step in which it doubles moves the weights by half and this
-    differs by 4e-3."""
+    """DeepSpeed updates the scale before it unscales; without the patch, a step with a doubled scale is
+    halved and the weights differ by 4e-3.
+    """
     steady = pool.run(growing, stage, 1000, ranks=2)[0]
     grown = pool.run(growing, stage, 2, ranks=2)[0]
     assert grown.results[-1].loss_scale > steady.results[-1].loss_scale
@@ -295,7 +305,7 @@ MUON: dict[str, Any] = {
 
 @pytest.mark.parametrize("stage", quick([0, 1, 2, 3], 0, 3))
 def test_muon_matches_local(stage: int, pool: RankPool) -> None:
-    """The gradient norm is that of the orthogonalised update under every stage, as in the local engine."""
+    """The gradient norm is that of the orthogonalized update under every stage, as in the local engine."""
     case = cell(stage, **MUON)
     found, expected = pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle())
     distance = found.distance(expected)
@@ -308,7 +318,7 @@ def test_muon_matches_local(stage: int, pool: RankPool) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_cpu_adam_matches_local(stage: int, pool: RankPool) -> None:
-    """DeepSpeed's vectorised Adam, compiled on first use (a minute)."""
+    """DeepSpeed's vectorized Adam, which is compiled on first use (a minute)."""
     case = cell(stage, **{**OFFLOAD, "optim__kernel": OptimizerKernel.cpu})
     check_parity(pool.run(trace, case, ranks=2, timeout=500)[0], trace(0, 1, case.oracle()), TOLERANCE)
 
@@ -319,7 +329,9 @@ def test_cpu_adam_matches_local(stage: int, pool: RankPool) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_nvme_offload_resumes_bitwise(pool: RankPool, tmp_path: Path) -> None:
-    """Where libaio is, states live on disk between steps and a resume is the same to the bit; where it is not, the plan says so."""
+    """With libaio, states are on disk between steps and a resume is bitwise equal; without it the plan is
+    refused.
+    """
     from tests.engine.resuming import resume, save_and_go_on
 
     large = {
@@ -339,7 +351,7 @@ def test_nvme_offload_resumes_bitwise(pool: RankPool, tmp_path: Path) -> None:
     if not this_machine().has_libaio:
         with pytest.raises(PlanError, match="libaio"):
             case.plan()
-        return
+        pytest.skip("needs libaio")
     went_on, state = pool.run(save_and_go_on, case, tmp_path / "saved", ranks=2, timeout=800)[0]
     assert any((tmp_path / "nvme").rglob("exp_avg*.swp")), "nothing was swapped: the case shows nothing"
     ((again, found),) = pool.run(resume, case, [tmp_path / "saved"], ranks=2, timeout=200)[0]
@@ -373,7 +385,9 @@ SOMETIMES = [
 
 @pytest.mark.parametrize("case", SOMETIMES, ids=str)
 def test_parameters_unused_by_some_micro_batches_match_local(case: Cell, pool: RankPool) -> None:
-    """Unmended, ZeRO 3 and offload step them with gradients of earlier steps (loss 0.1 off), and ranks mix them up."""
+    """Without the patches, ZeRO 3 and offload use gradients of earlier steps (loss 0.1 off), and ranks mix
+    parameters up.
+    """
     check_parity(pool.run(trace, case, ranks=case.ranks)[0], trace(0, 1, case.oracle()), TOLERANCE)
 
 
@@ -396,8 +410,9 @@ def closing(rank: int, ranks: int) -> tuple[bool, list[int]]:
 
 
 def test_zero3_close_restores_the_process(pool: RankPool) -> None:
-    """torch's linear is torch's, and the stack of running modules neither grows with steps (unmended by 8 a step here) nor holds
-    a closed model."""
+    """torch's linear is restored, and the module stack neither grows (without the patch by 8 per step) nor
+    keeps a closed model.
+    """
     assert pool.run(closing, ranks=2) == [(True, [1, 1, 0] * 2)] * 2
 
 

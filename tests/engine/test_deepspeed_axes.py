@@ -1,9 +1,10 @@
-"""DeepSpeed's tensor, context and expert axes against ``local``: curves, state, resume, and what would be wrong without a word.
+"""DeepSpeed's tensor, context and expert axes compared with ``local``: training, state, resume and controls.
 
-    pytest tests/engine/test_deepspeed_axes.py             a cell of each axis, controls, hops
-    pytest tests/engine/test_deepspeed_axes.py -m full     every axis x ZeRO stage x ranks x optimizer, offload, hops
+    pytest tests/engine/test_deepspeed_axes.py             a cell of each axis, controls, resumes
+    pytest tests/engine/test_deepspeed_axes.py -m full     axis x ZeRO stage x ranks x optimizer, offload
 
-As in test_parity.py: 20 steps, fp32, the same samples with different numbers of unmasked tokens, AdamW with clipping and SGD without.
+As in test_parity.py: 20 steps, fp32, the same samples with different numbers of unmasked tokens, AdamW with
+clipping and SGD without.
 """
 
 from __future__ import annotations
@@ -60,8 +61,12 @@ QUICK = [
 
 
 def everything() -> Iterator[Cell]:
-    """Llama on two ranks in every combination. On four ranks, in other families and with offload the optimizers take turns: cells of
-    four ranks take twice as long on two cores, and the matrix (test_matrix.py) runs other ones with both."""
+    """Llama on two ranks in every combination.
+
+    On four ranks, in other families and with offload the optimizers alternate.
+
+    Cells of four ranks take twice as long on two cores, and test_matrix.py runs others with both optimizers.
+    """
     turns: tuple[dict[str, Any], ...] = ({}, SGD)
     for stage, optimizer in itertools.product(range(4), turns):
         for axis in (TENSOR, CONTEXT):
@@ -117,8 +122,11 @@ AXES = [
 
 @pytest.mark.parametrize("case", quick(AXES, 0), ids=str)
 def test_bf16_matches_local_bf16(case: Cell, pool: RankPool) -> None:
-    """Not to the bit: parts of activations and gradients are rounded to bf16 before they are added up. Measured over 20 steps: loss
-    5.2e-4, gradient norm 7.9e-3, weights 4.8e-3 (of a router, whose choices are not smooth)."""
+    """Within tolerances: partial activations and gradients are rounded to bf16 before they are summed.
+
+    Measured over 20 steps: loss 5.2e-4, gradient norm 7.9e-3, weights 4.8e-3 (of a router, whose choices are
+    not smooth).
+    """
     case = replace(case, more=(*case.more, *BF16.items()))
     check_parity(
         pool.run(trace, case, ranks=2)[0],
@@ -131,7 +139,7 @@ def test_bf16_matches_local_bf16(case: Cell, pool: RankPool) -> None:
 
 
 def trace_with_swapped_slices(rank: int, ranks: int, case: Cell) -> Any:
-    """Each context rank takes the other's piece, at the positions of its own."""
+    """Each context rank takes the other's slice, at its own positions."""
     from toolkit.engine.deepspeed import context_parallel as context
 
     right = context.slice_sequence
@@ -183,7 +191,7 @@ def test_control_swapped_sequence_slices(pool: RankPool) -> None:
 
 
 def test_control_unreduced_norms_of_heads(pool: RankPool) -> None:
-    """Measured: the weights are 1.8e-3 off, the loss in 20 steps 7e-5."""
+    """Measured: the weights differ by 1.8e-3, the loss after 20 steps by 7e-5."""
     case = cell(1, 2, 2, "qwen3", **TENSOR, **SGD)
     wrong = pool.run(trace_without_norm_reduction, case, ranks=2)[0]
     assert wrong.distance(oracle(case.oracle())).weight > 10 * TOLERANCE.weight
@@ -206,7 +214,10 @@ COVERED = [
 @pytest.mark.full
 @pytest.mark.parametrize("case", COVERED, ids=str)
 def test_shards_cover_every_element_once(case: Cell, pool: RankPool) -> None:
-    """``held`` gathers, and that asserts the covering. Sizes that do not divide leave padding and boxes of every kind."""
+    """``gather_tensors`` asserts the coverage.
+
+    Sizes that do not divide evenly leave padding and boxes of every kind.
+    """
     state = pool.run(held, case, ranks=4)[0][0]
     plan = case.plan()
     assert {key.state for key in state} == {"weight", "exp_avg", "exp_avg_sq"}
@@ -215,7 +226,7 @@ def test_shards_cover_every_element_once(case: Cell, pool: RankPool) -> None:
 
 
 def copies(rank: int, ranks: int, case: Cell) -> dict[str, torch.Tensor]:
-    """This rank's whole parameters after some steps."""
+    """This rank's replicated parameters after some steps."""
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
     steps(engine, case, rank, 0, 4)
@@ -230,7 +241,9 @@ def copies(rank: int, ranks: int, case: Cell) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", quick(["qwen3", "llama"], 0))
 def test_replicated_parameters_stay_equal_on_tensor_ranks(family: str, pool: RankPool) -> None:
-    """With dropout, which is of attention: of each rank's own heads. What is not cut sees the same activations, so it stays equal."""
+    """Attention dropout differs per rank, but replicated parameters see the same activations, so they stay
+    equal.
+    """
     case = cell(1, 2, 2, family, **TENSOR, **DROPOUT)
     first, second = pool.run(copies, case, ranks=2)
     assert "model.norm.weight" in first
@@ -263,7 +276,7 @@ def test_evaluation_matches_local_and_does_not_change_training(case: Cell, pool:
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "axis"), [(1, TENSOR), (3, TENSOR), (2, CONTEXT)])
 def test_batch_ramp_matches_local(stage: int, axis: dict[str, Any], pool: RankPool) -> None:
-    """Accumulation 2, 4, 6: DeepSpeed counts a context rank as one of the batch, and a tensor rank not."""
+    """Accumulation 2, 4, 6: DeepSpeed counts a context rank as part of the batch, but not a tensor rank."""
     expected = ramped(0, 1, None, {})
     found = pool.run(ramped, stage, axis, ranks=2)[0]
     assert [result.tokens for result in found] == [result.tokens for result in expected]
@@ -310,8 +323,11 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def neighbours(layouts: list[Cell]) -> Iterator[tuple[Cell, list[Cell]]]:
-    """Each layout with the first, which is ``local``, and the two before it: a checkpoint has no layout, so that who reads it does not
-    ask which of them wrote it, and each is written and read often."""
+    """Each layout with the first, which is ``local``, and the two before it.
+
+    A checkpoint has no layout, so a reader does not depend on the writer's; each layout is written and read
+    often.
+    """
     for at, target in enumerate(layouts):
         yield target, [layouts[0], *(layouts[at - back] for back in (1, 2) if (at - back) % len(layouts))]
 
@@ -350,7 +366,7 @@ def test_resume_in_the_same_layout_is_bitwise(case: Cell, saved: Saved, pool: Ra
 
 
 def leg(rank: int, ranks: int, case: Cell, number: int, folder: Path, forget: bool) -> list[StepResult]:
-    """Steps ``number * MORE ..`` from what the leg before saved (the first from the first weights), saved in turn."""
+    """Train from the checkpoint of the leg before (the first leg from the first weights), and save."""
     reader = open_reader(folder / str(number - 1)) if number else None
     engine = make(case, rank, WithoutMoments(reader) if forget and reader is not None else reader)
     results = steps(engine, case, rank, number * MORE, (number + 1) * MORE)
@@ -390,7 +406,7 @@ HOPS = [
 
 @pytest.mark.parametrize("legs", quick(HOPS, 0), ids=["llama", "mixtral"])
 def test_resuming_across_layouts_matches_local(legs: list[Cell], pool: RankPool, tmp_path: Path) -> None:
-    """As if it had stayed on ``local``, and not so with zeroed moments."""
+    """The losses match those of ``local`` without resuming; with zeroed moments they do not."""
     right, found = stayed(legs), travel(legs, tmp_path / "hops", pool)
     assert max(abs(a - b) for a, b in zip(found, right, strict=True)) <= TOLERANCE.loss
     wrong = travel(legs[:2], tmp_path / "forgetting", pool, forget_at=1)
@@ -405,7 +421,7 @@ GATHERED: dict[str, Any] = {
 
 
 def weights_saved_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
-    """The parameters whose gathered memory autograd holds besides the parameter itself."""
+    """The parameters whose gathered memory autograd keeps in addition to the parameter itself."""
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
     places = engine._parameter_boxes
@@ -428,7 +444,7 @@ def weights_saved_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
 
 
 def test_zero3_frees_gathered_tensor_parallel_weights(pool: RankPool) -> None:
-    """Unmended, all 15 of them stay gathered from their forward to their backward."""
+    """Without the patch all 15 stay gathered from forward to backward."""
     assert pool.run(weights_saved_for_backward, cell(3, 4, 1, **TENSOR, **GATHERED), ranks=4)[0] == []
 
 
@@ -442,7 +458,7 @@ def run_in_sequence(rank: int, ranks: int, cells: list[Cell]) -> list[list[StepR
 
 
 def test_close_releases_the_groups_of_an_engines_axes(pool: RankPool) -> None:
-    """In one process: unmended, DeepSpeed takes the second engine's groups for the first one's, and does not start."""
+    """Without the patch DeepSpeed uses the first engine's groups in the second one and does not start."""
     cells = [cell(1, 2, 2, **TENSOR), cell(1, 2, 2), cell(1, 2, 2, **CONTEXT)]
     together = pool.run(run_in_sequence, cells, ranks=2)[0]
     alone = [pool.run(run_in_sequence, [case], ranks=2)[0][0] for case in cells[1:]]

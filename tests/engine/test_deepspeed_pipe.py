@@ -1,10 +1,11 @@
-"""DeepSpeed's pipeline against the local engine: 20 steps, fp32, the same samples, |loss difference| <= 1e-5.
+"""DeepSpeed's pipeline compared with the local engine: 20 steps, fp32, the same samples, |loss difference| <=
+1e-5.
 
     pytest tests/engine/test_deepspeed_pipe.py             one cell of each kind, and the controls
-    pytest tests/engine/test_deepspeed_pipe.py -m full     every family x stage x layout x optimizer, precisions, ramps, hops
+    pytest tests/engine/test_deepspeed_pipe.py -m full     family x stage x layout x optimizer, precisions
 
-Micro-batches have different numbers of unmasked tokens; several are in the pipeline at a time. Controls break one thing each: among
-them, a stage that gets two micro-batches' activations in each other's place.
+Micro-batches have different numbers of unmasked tokens, and several are in flight at a time. Controls break
+one thing each, for example a stage that swaps the activations of two micro-batches.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def pipe(
     layers: int = 2,
     **more: Any,
 ) -> Cell:
-    """With Adam at 2e-3, at which four blocks learn enough in twenty steps."""
+    """A pipeline cell, with Adam at 2e-3, at which four blocks learn enough in twenty steps."""
     settings = {"parallel__pipeline": stages, "model__num_hidden_layers": layers, "optim__lr": 2e-3, **more}
     return cell(stage, stages * data, accumulation, family, **settings)
 
@@ -105,7 +106,7 @@ def test_all_pipelines_match_local(case: Cell, pool: RankPool) -> None:
 
 
 def swapping(rank: int, ranks: int, case: Cell) -> RunTrace:
-    """Stage 1 takes two micro-batches' activations from the first stage before it uses either, and uses each as the other."""
+    """Stage 1 receives two micro-batches' activations from the first stage and swaps them."""
     from deepspeed.runtime.pipe import p2p
 
     receive, kept = p2p.recv, list[torch.Tensor]()
@@ -128,7 +129,7 @@ def swapping(rank: int, ranks: int, case: Cell) -> RunTrace:
 
 
 def test_control_swapped_activations(pool: RankPool) -> None:
-    """Of four stages the first sends twice before it waits for a gradient."""
+    """With four stages the first one sends twice before it waits for a gradient."""
     case = pipe(1, stages=4, layers=4, accumulation=2)
     far(pool.run(swapping, case, ranks=4)[0], case)
 
@@ -145,19 +146,19 @@ def test_control_duplicated_micro_batch(stage: int, pool: RankPool) -> None:
     far(pool.run(duplicating, case, ranks=4)[0], case)
 
 
-def unmended(rank: int, ranks: int, case: Cell) -> RunTrace:
-    mend = patches.clip_by_pipeline_norm
+def trace_without_pipeline_norm(rank: int, ranks: int, case: Cell) -> RunTrace:
+    patch = patches.clip_by_pipeline_norm
     patches.clip_by_pipeline_norm = lambda engine: lambda: 0.0
     try:
         return trace(rank, ranks, case)
     finally:
-        patches.clip_by_pipeline_norm = mend
+        patches.clip_by_pipeline_norm = patch
 
 
 def test_control_clipping_by_the_first_stage(pool: RankPool) -> None:
-    """What DeepSpeed clips by without ZeRO."""
+    """DeepSpeed clips by this norm without ZeRO."""
     case = CORE[0]
-    far(pool.run(unmended, case, ranks=2)[0], case)
+    far(pool.run(trace_without_pipeline_norm, case, ranks=2)[0], case)
 
 
 # -- Other precisions, batches, seeds
@@ -183,7 +184,9 @@ def test_bf16_matches_local_bf16(family: str, more: dict[str, Any], pool: RankPo
 
 @pytest.mark.full
 def test_fp16_skips_the_same_steps_as_zero1(pool: RankPool) -> None:
-    """As ZeRO 1 on one rank: both add up micro-batches in fp16, which overflows a step before the fp32 sums of ``local``."""
+    """The reference is ZeRO 1 on one rank: both sum micro-batches in fp16, which overflows a step earlier
+    than fp32 sums.
+    """
     scaling = {"precision__initial_scale_power": 24, "precision__scale_window": 3}
     case = pipe(1, family="qwen2", **FP16, **scaling)
     found = pool.run(traced, case, 12, ranks=2)[0]
@@ -213,7 +216,7 @@ def results(rank: int, ranks: int, case: Cell, count: int = 4) -> list[StepResul
 
 
 def test_recomputation_uses_the_same_dropout_masks(pool: RankPool) -> None:
-    """Backwards of earlier micro-batches run between the forwards of later ones, and recompute with the masks they had."""
+    """Backwards of earlier micro-batches run between forwards of later ones."""
     case = pipe(1, family="gpt2", **DROPOUT)
     kept = pool.run(results, case, ranks=2)[0]
     assert kept == pool.run(results, pipe(1, family="gpt2", **DROPOUT, **CHECKPOINTING), ranks=2)[0]
@@ -221,7 +224,7 @@ def test_recomputation_uses_the_same_dropout_masks(pool: RankPool) -> None:
 
 
 def evaluated(rank: int, ranks: int, case: Cell) -> tuple[list[StepResult], EvalResult, EvalResult]:
-    """Evaluation between steps, and again of shorter sequences in fewer micro-batches."""
+    """Evaluate between steps, and again with shorter sequences and fewer micro-batches."""
     engine = make(case, rank)
     found = steps(engine, case, rank, 0, 2)
     batches = micro_batches(case.plan(), 7, case.plan().axes.coordinates(rank).data)
@@ -318,7 +321,7 @@ def hops(family: str) -> list[Cell]:
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "mixtral"])
 def test_resuming_across_layouts_matches_local(family: str, pool: RankPool, tmp_path: Path) -> None:
-    """Within 1e-5 of never hopping, over all 36 steps; the last stretch once more with zeroed moments, which must be outside."""
+    """Within 1e-5 over all 36 steps; with zeroed moments the last stretch must be outside."""
     layouts, found, source = hops(family), list[StepResult](), None
     for number, case in enumerate(layouts):
         target = tmp_path / str(number)
@@ -359,7 +362,7 @@ SIZES: dict[str, Any] = {
 
 
 def held(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
-    """What this rank holds, gradients when the last backward is through, and what the plan says of its stage."""
+    """This rank's memory, with gradients after the last backward, and the plan's memory of its stage."""
     engine: Any = make(case, rank)
     most, reduce = 0, engine._ds.allreduce_gradients
 
@@ -401,7 +404,7 @@ def held(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
     ids=str,
 )
 def test_memory_of_each_stage_matches_the_plan(case: Cell, pool: RankPool) -> None:
-    """Within 1%. The stages differ, so a plan of one would not do for another."""
+    """Within 1%. The stages differ, so the plan of one does not fit another."""
     every = pool.run(held, case, ranks=case.ranks)
     for found, plan in every:
         for name in ("parameters", "gradients", "optimizer"):

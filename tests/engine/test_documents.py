@@ -1,9 +1,10 @@
-"""Documents kept apart in their windows: every engine against ``local``, and runs in which attention crosses them.
+"""Separate documents in a window: every engine compared with ``local``, and controls in which attention
+crosses documents.
 
     pytest tests/engine/test_documents.py
 
-A cell of every axis; ``-m full`` of test_matrix.py has all cells with both optimizers. That ``local`` is right, document by document,
-is said in tests/models/test_documents.py.
+One cell of every axis; test_matrix.py -m full has all cells with both optimizers.
+tests/models/test_document_masks.py checks ``local`` itself, document by document.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def test_separate_documents_match_local(name: str, pool: RankPool, oracles: Orac
 
 
 def joined(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
-    """The same samples, without a word of where documents begin."""
+    """The same samples without document positions."""
     return [
         {name: tensor for name, tensor in batch.items() if name != "position_ids"}
         for batch in micro_batches(plan, step, data_rank)

@@ -1,7 +1,8 @@
-"""What all ranks together compute in a step, by torch's counter, is the plan's hardware FLOPs: in each engine, with and without
-recomputation, along each axis that splits matrices.
+"""FLOPs that all ranks compute in a step, by torch's counter, match the plan's hardware FLOPs.
 
     pytest tests/engine/test_flops.py
+
+In each engine, with and without recomputation, along each axis that splits matrices.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ QUICK = ("deepspeed-zero3-full", "megatron-selective")
 
 
 def counted(rank: int, ranks: int, plan: RunPlan) -> int:
-    """FLOPs of this rank in one step."""
+    """The FLOPs of this rank in one step."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""fp16: the loss scale means the same in every layout, so steps overflow where they overflow in the local engine.
+"""In fp16 the loss scale means the same in every layout, so the same steps overflow as in the local engine.
 
 pytest tests/engine/test_fp16.py
 """
@@ -34,7 +34,9 @@ CELLS = [
 def overflowing(
     rank: int, ranks: int, plan: RunPlan, undivided: bool = False
 ) -> tuple[list[StepResult], Any]:
-    """Steps from a scale of 2^24, of which the first overflow, and the scale that a checkpoint would have then."""
+    """Steps from a scale of 2^24, of which the first overflow, and the scale that a checkpoint would have
+    then.
+    """
     from toolkit.engine.deepspeed import patches
 
     divide = patches.divide_loss_scale
@@ -76,6 +78,6 @@ def test_same_steps_overflow_as_in_the_local_engine(
 
 
 def test_control_undivided_loss_scale(pool: RankPool, right: tuple[list[StepResult], Any]) -> None:
-    """Only what divides it is left out: gradients are twice as large and overflow where the local engine's do not."""
+    """Without the division gradients are twice as large and overflow when the local engine's do not."""
     found, _ = pool.run(overflowing, plan_of(deepspeed("llama", 2, data=2)), True, ranks=2)[0]
     assert [result.skipped for result in found] != [result.skipped for result in right[0]]

@@ -1,4 +1,4 @@
-"""A hash changes with every bit of a tensor's memory, wherever it lies, and with the order of its words.
+"""A hash changes with every bit of a tensor's memory and with the order of its words, at any alignment.
 
 pytest tests/engine/test_hashing.py
 """

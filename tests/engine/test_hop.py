@@ -1,10 +1,11 @@
-"""One run hops between engines and layouts as if it had stayed; what every engine saves, transformers opens.
+"""A run that resumes in other engines and layouts matches one that does not; transformers opens every
+engine's export.
 
     pytest tests/engine/test_hop.py
     pytest tests/engine/test_hop.py -m full        exports of every family from every engine
 
-Six steps each, through checkpoints on disk that every rank writes and reads, in one order of samples. The yardstick is ``local``, which
-never hops; with zeroed moments the hop must leave the tolerance.
+Six steps each, through checkpoints on disk that every rank writes and reads. The reference is ``local``; with
+zeroed moments the losses must leave the tolerance.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ IDLE_HOPS = tuple(
 
 @pytest.fixture(scope="module")
 def stayed(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of ``local`` over all steps, each stretch from its own checkpoint."""
+    """The losses of ``local`` over all steps, resuming from its own checkpoints."""
     return travel((STAYS,) * len(HOPS), pool, tmp_path_factory.mktemp("stayed"))
 
 
@@ -80,7 +81,7 @@ def travel(
 
 
 def test_local_engine_resumes_bitwise(pool: RankPool, stayed: list[float]) -> None:
-    """The yardstick itself stops and resumes to the bit."""
+    """The reference itself resumes bitwise."""
     plan = STAYS.plan(OptimizerCase.ADAM)
     engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
     engine.load(first_weights(plan))
@@ -140,26 +141,26 @@ PROBES = (
     (11, 200),
     (20, 3),
     (30, 120),
-)  # a place in the sequence, and a token whose probability is asked
+)  # a place in the sequence, and a token whose probability is token_loss
 
 
 def export(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[float]:
-    """Two steps, a checkpoint; what the engine itself says then: loss on held-out samples, and of single tokens."""
+    """Train two steps, save, and return the engine's loss on held-out samples and on single tokens."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     train_steps(engine, plan, range(2), rank=rank)
     save(engine, plan, 2, folder, rank, ranks)
     whole = engine.eval_step(rank_samples(engine, plan, EVALUATION_STEP, rank))
-    said = [whole.loss_sum / whole.tokens]
+    reported = [whole.loss_sum / whole.tokens]
     for place, token in PROBES:
-        asked = engine.eval_step(probe(rank_samples(engine, plan, EVALUATION_STEP, rank), place, token))
-        said.append(asked.loss_sum / asked.tokens)
+        token_loss = engine.eval_step(probe(rank_samples(engine, plan, EVALUATION_STEP, rank), place, token))
+        reported.append(token_loss.loss_sum / token_loss.tokens)
     engine.close()
-    return said
+    return reported
 
 
 def probe(batches: list[Any], place: int, token: int) -> list[Any]:
-    """The same inputs; the one thing to predict in each row is ``token`` at ``place``."""
+    """The same inputs, with ``token`` at ``place`` as the only label of each row."""
     found = []
     for batch in batches:
         labels = torch.full_like(batch["labels"], IGNORED)
@@ -188,12 +189,14 @@ def test_excluded_exporters_have_no_plan(exporter: str, family: str) -> None:
 
 
 def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> None:
-    """Of the exported weights, about tokens that occur and tokens that do not: log-probabilities within 1e-5 of the engine's own."""
+    """Log-probabilities of the exported model are within 1e-5 of the engine's, for tokens that occur and
+    tokens that do not.
+    """
     from transformers import AutoModelForCausalLM
 
     cell = EXPORTERS[exporter](family)
     plan = cell.plan(OptimizerCase.ADAM)
-    said = pool.run(export, plan, folder / "run", ranks=cell.ranks)[0]
+    reported = pool.run(export, plan, folder / "run", ranks=cell.ranks)[0]
     exported = huggingface_target.export(open_source(folder / "run", plan.shape), folder / "export")
     model, report = AutoModelForCausalLM.from_pretrained(
         exported, output_loading_info=True, dtype=torch.float32
@@ -204,7 +207,7 @@ def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> No
         chances = model.eval()(input_ids=tokens).logits.float().log_softmax(-1)
     expected = [float(-chances[labels != IGNORED].gather(1, labels[labels != IGNORED][:, None]).mean())]
     expected += [float(-chances[:, place, token].mean()) for place, token in PROBES]
-    apart = [abs(a - b) for a, b in zip(said, expected, strict=True)]
+    apart = [abs(a - b) for a, b in zip(reported, expected, strict=True)]
     assert max(apart) <= TOLERANCE, apart
 
 

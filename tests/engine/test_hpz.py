@@ -1,4 +1,4 @@
-"""ZeRO++'s hpZ: the second copy of the weights that each group of ranks keeps is that of the loaded weights.
+"""ZeRO++ hpZ: the secondary partitions that each group of ranks keeps are those of the loaded weights.
 
 pytest tests/engine/test_hpz.py
 """
@@ -19,7 +19,7 @@ from toolkit.testing.parity import RunTrace, rank_samples
 
 
 def hpz(size: int, *, threshold: int = 0, ranks: int = 4, **more: Any) -> Cell:
-    """``threshold``: elements; smaller parameters stay gathered between steps, so the tiny model has none of those."""
+    """A cell with hpZ. Parameters with fewer elements than ``threshold`` stay gathered between steps."""
     keys = {"zero_hpz_partition_size": size, "stage3_param_persistence_threshold": threshold}
     return cell(3, ranks, 1, **{"engine__deepspeed": {"zero_optimization": keys}, **more})
 
@@ -40,7 +40,7 @@ def test_hpz_frozen_parameters_match_local(pool: RankPool) -> None:
 
 
 def trace_with_stale_partitions(rank: int, ranks: int, case: Cell) -> RunTrace:
-    """A control."""
+    """A control: secondary partitions from before the load are kept."""
     from toolkit.engine.deepspeed import patches
 
     forget = patches.drop_secondary_partitions
@@ -58,7 +58,9 @@ def test_control_stale_secondary_partitions(case: Cell, pool: RankPool) -> None:
 
 
 def evaluate_and_reload(rank: int, ranks: int, case: Cell) -> tuple[list[float], int]:
-    """Losses of steps with evaluations between them, and of the first one again; elements of the second copies after an evaluation."""
+    """Losses of steps with evaluations between them and of a reloaded first step, and the elements of
+    secondary partitions after an evaluation.
+    """
     from toolkit.engine.build import first_weights
 
     engine, plan = make(case, rank), case.plan()

@@ -1,4 +1,5 @@
-"""A vision transformer on records under ZeRO, against ``local``: the same images in the same order, the same losses.
+"""A vision transformer on image records under ZeRO compared with ``local``: the same images in the same
+order, the same losses.
 
 pytest tests/engine/test_images.py
 pytest tests/engine/test_images.py -m full     the other stages, more ranks, bf16
@@ -39,14 +40,15 @@ def test_zero2_on_two_ranks_matches_local(tiles: Path, oracle: RunTrace, pool: R
 
 
 def test_control_another_sample_order(tiles: Path, oracle: RunTrace) -> None:
-    """The control: the same images over the epoch, shuffled by another seed."""
+    """The same images, shuffled by another seed."""
     plan = image_plan(tiles, data__shuffle_seed=1, **BATCH)
     check_control(trace_images(0, 1, plan), oracle, TOLERANCE)
 
 
 def test_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> None:
-    """37 images in global batches of 16: in the last one the second rank has one image and then none, and under ZeRO 3 all ranks pass
-    through the model as often."""
+    """37 images in global batches of 16: in the last batch the second rank has one image and then none, and
+    under ZeRO 3 all ranks run the model equally often.
+    """
     evaluation = EvalConfig(every=1, batches=9)
     alone = evaluate_images(0, 1, image_plan(tiles, **BATCH), evaluation)
     two = pool.run(evaluate_images, image_plan(tiles, ranks=2, zero__stage=3, **BATCH), evaluation, ranks=2)

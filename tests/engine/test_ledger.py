@@ -1,4 +1,5 @@
-"""Where a step's time goes, on both engines in every layout: through the real loop, with delays put where they can be found again.
+"""The parts of a step's time on both engines in every layout: delays in the real loop are attributed to their
+parts.
 
 pytest tests/engine/test_ledger.py
 pytest tests/engine/test_ledger.py -m full
@@ -58,12 +59,12 @@ MOST_UNEXPLAINED = 0.05
 
 
 def small(cell: Cell, accumulation: int = 1, **more: Any) -> RunPlan:
-    """For steps that mostly sleep."""
+    """A model for steps that mostly sleep."""
     return cell.plan(OptimizerCase.ADAM, train__global_batch=2 * accumulation * cell.data, **more)
 
 
 def large(cell: Cell) -> RunPlan:
-    """Steps of more than 100 ms."""
+    """A model with steps of more than 100 ms."""
     return small(
         cell,
         4,
@@ -76,13 +77,13 @@ def large(cell: Cell) -> RunPlan:
 
 
 def within(measured: list[Measured], parts: tuple[str, ...]) -> dict[tuple[int, str], float]:
-    """Rank and part of each delay that is not found where it was put, and how much of it is there."""
+    """Rank and part of each delay that is not attributed to its part, and how much of it is."""
     found = {(rank, part): one.landed(part) for rank, one in enumerate(measured) for part in parts}
     return {place: share for place, share in found.items() if abs(share - 1) > WITHIN}
 
 
 def check_delays(run: Callable[[float], list[Measured]], parts: tuple[str, ...]) -> None:
-    """With longer and longer steps, where other processes disturb: a delay that is counted elsewhere is never found."""
+    """Repeat with longer steps, in case other processes interfere."""
     missing: dict[tuple[int, str], float] = {}
     for attempt in range(TRIES):
         measured = run(ASLEEP * 2**attempt)
@@ -109,7 +110,7 @@ def check_sums(measured: list[Measured]) -> None:
 
 
 def check_counted(measured: list[Measured], parts: tuple[str, ...]) -> None:
-    """Each delay is in its part, and nothing anywhere else."""
+    """Each delay is attributed to its part and to no other."""
     for one in measured:
         for found, delayed in zip(one.times, one.delayed, strict=True):
             assert {part: seconds for part, seconds in found.parts.items() if seconds} == (
@@ -127,7 +128,7 @@ def test_delays_of_one_rank_are_attributed_to_their_parts(pool: RankPool) -> Non
 
 @pytest.mark.parametrize("name", ["deepspeed-dp2-zero3", "megatron-tp2"])
 def test_communication_is_attributed_to_its_axis(name: str, pool: RankPool) -> None:
-    """Without the replaced methods nothing is communication: what computes has it."""
+    """Control: without the patched methods the time counts as computation."""
     cell, axes = LAYOUTS[name]
     parts = (*COMPUTED, *map(communication, axes))
     check_counted(pool.run(partial(measure, counted=True), small(cell), parts, 1, ranks=2), parts)
@@ -139,7 +140,7 @@ def test_communication_is_attributed_to_its_axis(name: str, pool: RankPool) -> N
 
 
 def test_slow_stage_appears_as_bubble_of_other_stages(pool: RankPool) -> None:
-    """The last stage's forward is delayed; to the first one the whole delay is waiting for it."""
+    """The last stage's forward is delayed; the first stage waits for the whole delay."""
     cell, _ = LAYOUTS["megatron-pp2"]
     check_slow_stage(
         lambda asleep: pool.run(partial(measure, asleep=asleep), small(cell), (BUBBLE,), 2, ranks=2)
@@ -171,7 +172,9 @@ def test_last_calls_of_each_group_are_recorded(pool: RankPool) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_delays_are_attributed_in_every_layout(name: str, pool: RankPool) -> None:
-    """A fifth of a step put into each part is there. What the loop does is the same in all layouts: one of each engine shows it."""
+    """A delay of a fifth of a step in each part. The loop's own parts are the same in all layouts, so one per
+    engine is tested.
+    """
     cell, axes = LAYOUTS[name]
     piped, around = cell.pipeline > 1, name.endswith("dp2-zero1")
     own = (*COMPUTED, *(communication(axis) for axis in axes if not piped), *(LOOP if around else ()))

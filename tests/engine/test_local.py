@@ -1,4 +1,5 @@
-"""The oracle against a plain loop that knows nothing of it, and against itself: saved, resumed, in other precisions.
+"""The local engine compared with a plain training loop, and with itself after a resume and in other
+precisions.
 
 pytest tests/engine/test_local.py
 """
@@ -51,7 +52,10 @@ def rate(plan: RunPlan, step: int) -> float:
 
 
 def plain_loop(plan: RunPlan, count: int) -> tuple[list[float], list[float], nn.Module]:
-    """What a person would write: one batch a step, torch's own optimizer and clipping. Losses, gradient norms, the model."""
+    """A plain loop: one batch per step, torch's own optimizer and clipping.
+
+    Returns losses, gradient norms and the model.
+    """
     shape, optim = plan.shape, plan.config.optim
     assert shape is not None
     config = AutoConfig.for_model(**get_family(shape.family).hugging_face_config(shape))
@@ -115,7 +119,7 @@ def test_matches_a_plain_training_loop(family: str, optimizer: dict[str, Any]) -
 
 
 def test_clipping_uses_the_global_norm() -> None:
-    """A small enough bound makes every step of SGD as long as lr x bound."""
+    """With a small bound every step of SGD has length lr x bound."""
     plan = tiny_plan(**SGD | {"optim__clip": 0.01, "optim__weight_decay": 0.0})
     engine = started(plan)
     before = MemoryReader.from_engine(engine).state
@@ -132,7 +136,7 @@ def test_clipping_uses_the_global_norm() -> None:
 
 
 def test_accumulation_does_not_change_the_step() -> None:
-    """Micro-batches have different numbers of tokens, so averaging their means would be seen."""
+    """Micro-batches have different numbers of tokens, so averaging their means would show."""
     traces = [parity.run_trace(tiny_plan(**SGD, train__micro_batch=size), steps=8) for size in (1, 2, 8)]
     for trace in traces[1:]:
         assert trace.distance(traces[0]).times(parity.Distance(2e-6, 2e-5, 2e-6)) <= 1
@@ -159,7 +163,7 @@ def test_control_doubled_gradients() -> None:
 
 
 def test_vectors_do_not_decay() -> None:
-    """With gradients of nothing (every label masked), only decay moves weights."""
+    """With every label masked, gradients are zero and only decay changes weights."""
     plan = tiny_plan("gpt2", optim__weight_decay=0.5, optim__lr=0.1)
     engine = started(plan)
     with torch.no_grad():
@@ -187,7 +191,8 @@ def test_bf16_keeps_masters() -> None:
     assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values()), (
         "masters have more digits"
     )
-    # lr 1e-3 is below half a unit in the last place of a bf16 weight near 1: without masters norms would never move.
+    # lr 1e-3 is below half a unit in the last place of a bf16 weight near 1: without masters norms would
+    # never move.
     assert any(
         not torch.equal(masters[name], torch.ones_like(masters[name]))
         for name in masters
@@ -230,7 +235,7 @@ def test_fp16_overflow_at_the_smallest_scale_is_nonfinite() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activation_checkpointing_does_not_change_results(family: str) -> None:
-    """With dropout: what is recomputed draws the same masks."""
+    """With dropout: recomputation uses the same masks."""
     plain, saving = (
         tiny_plan(family, model__dropout=0.1, train__activation_checkpointing=on) for on in (False, True)
     )
@@ -288,7 +293,7 @@ def test_control_zeroed_moments() -> None:
 
 
 def test_loading_weights_only_resets_the_optimizer() -> None:
-    """A source without optimizer state also forgets the state that the engine had."""
+    """A source without optimizer state also resets the engine's state."""
     plan = tiny_plan()
     engine = started(plan)
     first = steps(engine, plan, 0, 3)

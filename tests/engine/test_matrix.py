@@ -1,10 +1,11 @@
-"""Layouts of both engines against ``local``: losses, norms, gradients of the first step, final weights, evaluation.
+"""Layouts of both engines compared with ``local``: losses, norms, gradients of the first step, final weights,
+evaluation.
 
     pytest tests/engine/test_matrix.py             a cell of every axis, and the controls
-    pytest tests/engine/test_matrix.py -m full     every cell of toolkit/testing/matrix.py, the optimizers by turns
+    pytest tests/engine/test_matrix.py -m full     every cell, with alternating optimizers
 
-``python launch/verify.py`` runs the same cells and writes docs/parity.md. A control breaks one thing of a cell and must be more than
-ten tolerances of the loss away, with the optimizer case that can show it.
+``python launch/verify.py`` runs the same cells and writes docs/parity.md. A control breaks one thing of a
+cell, and its loss must differ by more than ten tolerances, with the optimizer that shows it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def test_all_cells_match_local(cell: Cell, case: OptimizerCase, pool: RankPool, 
 
 
 def test_idle_experts_get_no_token(oracles: Oracles) -> None:
-    """What cells of that name are about: two experts of each layer, not the same in both, get all tokens of every expert axis."""
+    """In idle cells two experts of each layer, different in both layers, get all tokens."""
     cell = named("deepspeed/mixtral/ep2-dp2-zero1-idle").oracle()
     right = oracles.of(cell, OptimizerCase.SGD)
     for layer, visited in ((0, slice(0, 2)), (1, slice(2, 4))):
@@ -79,11 +80,12 @@ def test_idle_experts_get_no_token(oracles: Oracles) -> None:
     assert min(right.gaps) > 1.0, "and so it stays: chosen and idle experts are far apart in every step"
 
 
-# -- Controls. Each is a function of a rank's plan that gives a context in which the run is wrong, or other samples or objective.
+# -- Controls. Each is a function of a rank's plan that gives a context in which the run is wrong, or other
+# samples or objective.
 
 
 def doubled(plan: RunPlan) -> Any:
-    """Gradients twice what they are, under Megatron-core, whose engine scales the loss itself."""
+    """Doubled gradients under Megatron-core, whose engine scales the loss itself."""
     from toolkit.engine.megatron.engine import MegatronEngine
 
     run = MegatronEngine._forward_backward
@@ -95,7 +97,7 @@ def doubled(plan: RunPlan) -> Any:
 
 
 def everything_decays(plan: RunPlan) -> Any:
-    """Norms too."""
+    """Weight decay on norms too."""
     from toolkit.engine.megatron.build import MegatronModel
 
     set_learning_rate = MegatronModel.set_learning_rate
@@ -120,7 +122,7 @@ def swapped(plan: RunPlan) -> Any:
 
 @contextmanager
 def crossed(plan: RunPlan) -> Iterator[None]:
-    """The first stage has the activations of two micro-batches in flight, and gives each the other's gradient."""
+    """The first stage has two micro-batches in flight and swaps their gradients."""
     from megatron.core.pipeline_parallel import schedules
 
     forward_step, backward_step, forward_backward = (
@@ -199,7 +201,7 @@ def test_control_no_clipping(pool: RankPool, oracles: Oracles) -> None:
 
 @pytest.mark.parametrize("name", ["deepspeed/llama/dp2-zero1", "megatron/llama/dp2-zero1"])
 def test_sgd_adds_weight_decay_to_the_gradient_on_every_engine(name: str, pool: RankPool) -> None:
-    """So it enters the momentum, as in torch's SGD, which ``local`` is. Control: without decay the weights are others."""
+    """Decay enters the momentum, as in torch's SGD. Control: without decay the weights differ."""
     cell, settings = named(name), {"optim__momentum": 0.9, "optim__lr": 0.02}
     found, oracle, control = (
         pool.run(

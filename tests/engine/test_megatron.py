@@ -1,9 +1,9 @@
-"""Megatron-core's own: resuming in its layouts, evaluation, the CPU backend, and the defects that are mended.
+"""The Megatron-core engine: resume in its layouts, evaluation, the CPU backend, and the patches.
 
     pytest tests/engine/test_megatron.py             two ranks
     pytest tests/engine/test_megatron.py -m full     every ordered pair of layouts of both engines, four ranks
 
-That it computes what ``local`` computes is said in test_matrix.py.
+test_matrix.py compares it with ``local``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from toolkit.train.task import text_task
 
 @dataclass(frozen=True)
 class Layout:
-    """A cell of the matrix as test_resume.py takes cases."""
+    """A cell of the matrix in the form that resuming.py expects."""
 
     cell: matrix.Cell
     more: tuple[tuple[str, Any], ...] = ()
@@ -113,7 +113,7 @@ def test_resume_between_all_layouts(target: Layout, saved: Saved, pool: RankPool
 
 
 def test_dropout_changes_the_losses(saved: Saved) -> None:
-    """Else the cells with dropout prove nothing."""
+    """Otherwise the cells with dropout would prove nothing."""
     with_dropout, without = (
         saved.of(layout(megatron("gpt2", tensor=2), **more))[1] for more in (DROPOUT, {})
     )
@@ -121,7 +121,7 @@ def test_dropout_changes_the_losses(saved: Saved) -> None:
 
 
 def evaluate(rank: int, ranks: int, plan: RunPlan, batches: int) -> list[tuple[float, int]]:
-    """Twice, with a training step between that must not see the first."""
+    """Evaluate twice, with a training step between that must not depend on the first evaluation."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     found = [
@@ -132,7 +132,7 @@ def evaluate(rank: int, ranks: int, plan: RunPlan, batches: int) -> list[tuple[f
 
 
 def test_evaluation_accepts_any_number_of_micro_batches(pool: RankPool) -> None:
-    """Virtual stages take as many at a time as there are pipeline ranks; three are not a multiple of two."""
+    """Virtual stages need a multiple of the pipeline ranks; three is not a multiple of two."""
     virtual = megatron(
         "llama", pipeline=2, layers=4, own=(("virtual_pipeline_model_parallel_size", 2),), label="vpp2"
     )
@@ -149,7 +149,7 @@ def test_evaluation_accepts_any_number_of_micro_batches(pool: RankPool) -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[RankPool]:
-    """A rank in which nothing of Megatron-core was mended yet."""
+    """A rank without any patch of Megatron-core."""
     with rank_pool(1) as ranks:
         yield ranks
 
@@ -183,12 +183,12 @@ PATCHES: dict[str, tuple[matrix.Cell, OptimizerCase, str]] = {
 }
 
 
-@pytest.mark.parametrize("mend", PATCHES)
-def test_each_patch_is_needed(mend: str, fresh: RankPool) -> None:
-    cell, case, error = PATCHES[mend]
+@pytest.mark.parametrize("patch", PATCHES)
+def test_each_patch_is_needed(patch: str, fresh: RankPool) -> None:
+    cell, case, error = PATCHES[patch]
     plan = cell.plan(case)
     with pytest.raises(RanksFailed, match=error):
-        fresh.run(one_step, plan, mend)
+        fresh.run(one_step, plan, patch)
     fresh.run(one_step, plan, None)
 
 
@@ -200,7 +200,7 @@ def test_cpu_backend_does_nothing_with_cuda(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def outside(rank: int, ranks: int) -> tuple[str, str]:
-    """What torch does for everybody else once Megatron-core runs on the CPU."""
+    """What other modules see of torch while Megatron-core runs on the CPU."""
     cpu.enable()
     try:
         torch.zeros(1).cuda()
@@ -228,7 +228,7 @@ def refusal(rank: int, ranks: int, plan: RunPlan) -> str | None:
 
 
 def test_transformer_engine_settings_are_refused_without_it(pool: RankPool) -> None:
-    """Here it is not installed; the plan, of a GPU machine, cannot know."""
+    """Transformer Engine is not installed here, which the plan for a GPU machine cannot know."""
     fp8, plain = (
         megatron("llama", own=own, label="own").plan(OptimizerCase.ADAM, Device.CUDA)
         for own in ((("fp8", "hybrid"),), ())

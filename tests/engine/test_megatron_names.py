@@ -1,4 +1,4 @@
-"""The tables of families/ against the parameters of real Megatron-core models.
+"""The families' tables compared with the parameters of real Megatron-core models.
 
 pytest tests/engine/test_megatron_names.py
 """
@@ -16,7 +16,7 @@ Named = dict[str, tuple[int, ...]]
 
 
 def parameter_shapes(rank: int, ranks: int, family: str, tie: bool) -> Named:
-    """Parameters of the model on one rank, by name."""
+    """Shapes of the model's parameters on one rank, by name."""
     from toolkit.engine.megatron import cpu, patches
 
     cpu.enable()

@@ -1,9 +1,11 @@
-"""The plan's bytes against DeepSpeed's own tensors: parameters, gradients, optimizer states, on each rank, within 1%.
+"""The plan's memory compared with DeepSpeed's tensors on each rank: parameters, gradients, optimizer states,
+within 1%.
 
     pytest tests/engine/test_memory.py
     pytest tests/engine/test_memory.py -m full
 
-What each figure counts is said at the top of toolkit/plan/memory.py. Storages are counted once, however many views they have.
+toolkit/plan/memory.py defines what each figure counts. Storages are counted once, regardless of the number of
+views.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ FULL = [
 CORE = [case for case in FULL if case.ranks == 2 and case.accumulation == 2]
 
 
-# One axis beside data: what it leaves on a rank, and the ranks that ZeRO then shares it over. A vocabulary that the tensor axis divides.
+# One axis beside data: what it leaves on a rank, and the ranks that ZeRO then shares it over. A vocabulary
+# that the tensor axis divides.
 EXPERTS = {
     "model__hidden_size": 64,
     "model__intermediate_size": 96,
@@ -65,7 +68,8 @@ AXES = {
 
 
 def brief(case: Cell) -> str:
-    return f"zero{case.stage}-{case.ranks}ranks-{case.accumulation}accumulated-{case.plan().config.precision.name.value}"
+    precision = case.plan().config.precision.name.value
+    return f"zero{case.stage}-{case.ranks}ranks-{case.accumulation}accumulated-{precision}"
 
 
 @pytest.mark.parametrize("case", quick(CORE, 0, 3, 5, 7), ids=brief)
@@ -88,7 +92,7 @@ def test_memory_of_every_layout_matches_the_plan(case: Cell, pool: RankPool) -> 
 
 
 def check(case: Cell, pool: RankPool) -> None:
-    """The plan is of the fullest rank."""
+    """The plan is that of the fullest rank."""
     measured = pool.run(measure, case, ranks=case.ranks)
     plan = measured[0][1]
     for name in ("parameters", "gradients", "optimizer"):

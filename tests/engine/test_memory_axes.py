@@ -1,9 +1,11 @@
-"""The plan's bytes of every pipeline stage against what Megatron-core and DeepSpeed's axes really hold, and what autograd keeps.
+"""The plan's memory of every pipeline stage compared with Megatron-core and DeepSpeed's axes, and saved
+activations.
 
     pytest tests/engine/test_memory_axes.py
     pytest tests/engine/test_memory_axes.py -m full
 
-What each figure counts is said at the top of toolkit/plan/memory_megatron.py. Storages are counted once, however many views they have.
+toolkit/plan/memory_megatron.py defines what each figure counts. Storages are counted once, regardless of the
+number of views.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def test_memory_of_more_layouts_matches_the_plan(name: str, pool: RankPool) -> N
 
 
 def check(plan: RunPlan, pool: RankPool) -> None:
-    """Of each stage the fullest rank."""
+    """Compare the fullest rank of each stage."""
     found = pool.run(measure, plan, ranks=plan.world.ranks)
     stages = planned(plan)
     assert len(stages) == plan.axes.pipeline
@@ -133,7 +135,7 @@ def check(plan: RunPlan, pool: RankPool) -> None:
 
 
 def saved_bytes(rank: int, ranks: int, plans: tuple[RunPlan, ...]) -> list[int]:
-    """For each plan, bytes of distinct storages that autograd keeps in a forward pass, without weights."""
+    """For each plan, the bytes of storages that autograd saves in a forward pass, without weights."""
     return [_saved(plan, rank) for plan in plans]
 
 
@@ -141,7 +143,7 @@ def _saved(plan: RunPlan, rank: int) -> int:
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     found = _kept_bytes(engine, plan)
-    engine.close()  # when nothing here names the model or its graph: that would keep its groups alive, and their threads
+    engine.close()  # nothing references the model or its graph here, so its groups are freed
     return found
 
 
@@ -192,7 +194,7 @@ QUICK = ("llama-bf16", "mixtral", "tp2-sp", "documents-bf16")
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in BLOCKS]
 )
 def test_saved_activations_of_a_block_match_the_formula(name: str, pool: RankPool) -> None:
-    """The difference of two depths is one block, whatever the ends of the model keep."""
+    """The difference of two depths is one block, independent of the ends of the model."""
     family, changes = BLOCKS[name]
     ranks = 2 if any(key.startswith("parallel") for key in changes) else 1
     plans = tuple(

@@ -1,10 +1,10 @@
-"""A gradient that is not finite, on one rank and in one step: every engine and layout skips that step, and only that one.
+"""A nonfinite gradient on one rank in one step: every engine and layout skips that step, and only that one.
 
     pytest tests/engine/test_nonfinite.py             one layout of each kind
     pytest tests/engine/test_nonfinite.py -m full     further precisions, optimizers and layouts
 
-Each layout is compared with the local engine, poisoned in the same step, by results and final weights. The controls: a run that is
-not poisoned, and one that is poisoned one step later, are far from it.
+Each layout is compared with the local engine, poisoned in the same step, by results and final weights.
+Controls: a run that is not poisoned and one that is poisoned a step later are far from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from toolkit.testing.parity import TOLERANCE, Distance, RunTrace, gather_weights
 from toolkit.train.task import text_task
 
 STEPS, POISONED = 4, 2
-# One sum of gradients in bf16 or two. Newton-Schulz enlarges rounding differences, and under ZeRO 0 Muon's norm is of gradients.
+# One sum of gradients in bf16 or two. Newton-Schulz enlarges rounding differences, and under ZeRO 0 Muon's
+# norm is of gradients.
 TOLERANCES = {
     "precision__name": Distance(loss=2e-3, norm=5e-2, weight=1e-3),
     "optim__momentum": Distance(2e-3, math.inf, 1e-3),
@@ -76,7 +77,7 @@ def poisoned_run(
 
 
 def matrix_of(engine: Any) -> nn.Parameter:
-    """A matrix that each layout holds once: the tensor axis cuts it, and every stage has one."""
+    """A matrix that each layout stores once: the tensor axis shards it, and every stage has one."""
     modules = (
         engine._model.chunks
         if hasattr(engine, "_model")
@@ -97,7 +98,7 @@ def oracle(case: Cell, poisoned: int | None = POISONED) -> Skipped:
 
 
 def names(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
-    """Weights that differ."""
+    """Names of the weights that differ."""
     assert before.keys() == after.keys()
     return [name for name, value in before.items() if not torch.equal(value, after[name])]
 
@@ -199,7 +200,7 @@ FP16 = [cell(None, 1, **FP16_UNSCALED), cell(1, **FP16_UNSCALED), cell(0, **FP16
 
 @pytest.mark.parametrize("case", FP16, ids=["local", "deepspeed", "megatron"])
 def test_fp16_skips_a_nonfinite_step_at_the_smallest_scale(case: Cell, pool: RankPool) -> None:
-    """No engine ends the process by itself: what follows is decided by train.on_nonfinite."""
+    """No engine raises: train.on_nonfinite decides what follows."""
     results = pool.run(poisoned_run, case, ranks=case.ranks)[0].trace.results
     assert [result.skipped for result in results] == [False, False, True, False]
     assert [result.loss_scale for result in results] == [1.0] * STEPS

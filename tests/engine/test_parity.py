@@ -1,11 +1,13 @@
-"""ZeRO 0-3 against the local engine, in what tests/engine/test_matrix.py has not: other numbers of ranks and of micro-batches, offload.
+"""ZeRO 0 to 3 compared with the local engine, with other numbers of ranks and micro-batches than
+test_matrix.py, and offload.
 
     pytest tests/engine/test_parity.py             the core
-    pytest tests/engine/test_parity.py -m full     every family x stage x offload, with every ranks x accumulation x optimizer of one
+    pytest tests/engine/test_parity.py -m full     family x stage x offload, ranks x accumulation x optimizer
 
-20 steps, fp32, the same samples, |loss difference| <= 1e-5, gradient norm within 1e-4. With AdamW and clipping, and with SGD without:
-Adam and clipping hide wrong scales of gradients. Samples have different numbers of unmasked tokens, so a mean of means would show.
-Controls break one thing each and must be ten tolerances away.
+20 steps, fp32, the same samples, |loss difference| <= 1e-5, gradient norm within 1e-4. With AdamW and
+clipping, and with SGD without: Adam and clipping hide wrong scales of gradients. Samples have different
+numbers of unmasked tokens, so that a mean of means would show. Controls break one thing each and must be ten
+tolerances away.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ CORE = [
 
 
 def everything() -> Iterator[Cell]:
-    """Llama on two ranks in every combination; on four ranks, and in other families, the optimizers take turns."""
+    """Llama on two ranks in every combination; on four ranks, and in other families, the optimizers
+    alternate.
+    """
     places: list[tuple[int, dict[str, Any]]] = [(stage, {}) for stage in range(4)]
     places += [(1, OFFLOAD), (2, OFFLOAD), (3, OFFLOAD), (3, OFFLOAD_ALL)]
     turns: tuple[dict[str, Any], ...] = ({}, SGD)
@@ -74,7 +78,7 @@ def test_all_combinations_match_local(case: Cell, pool: RankPool) -> None:
 
 
 def decaying(rank: int, ranks: int, case: Cell) -> RunTrace:
-    """Weight decay on every parameter, norms and biases too."""
+    """Weight decay on every parameter, including norms and biases."""
     from toolkit.engine.deepspeed import build as deepspeed_build
 
     right = deepspeed_build.parameter_groups

@@ -1,4 +1,4 @@
-"""Ranks decide together: a stop that one rank is told of ends all at the same step, saved.
+"""Ranks decide together: after one rank's request to stop, all stop at the same step with a checkpoint.
 
 pytest tests/engine/test_rank_sync.py
 """
@@ -20,7 +20,9 @@ from toolkit.train.task import NextToken
 
 
 def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
-    """Rank 1 is asked to stop in its fifth step; rank 0's clock says save at its third. Returns code, last step, saves."""
+    """Rank 1 gets a request to stop in its fifth step; rank 0's clock requests a save at its third. Returns
+    code, last step, saves.
+    """
     all_reduce_flags, state, saved = GlooFlagReduce(), TrainState(), []
 
     class Saves(Hook):

@@ -1,10 +1,11 @@
-"""A run that stopped goes on as if it had not: same layout to the bit, any other layout within 1e-5 of the loss for 6 steps.
+"""A resumed run continues as if it had not stopped: bitwise in the same layout, within 1e-5 of the loss in
+others.
 
     pytest tests/engine/test_resume.py             two ranks
     pytest tests/engine/test_resume.py -m full     every ordered pair of {local, ZeRO 0-3} x {1, 2, 4 ranks}
 
-Through checkpoints on disk, written by every rank and read by every rank. Each pair is held against the run that went on in the
-layout that it was saved in; a resume with zeroed moments must leave the tolerance.
+Checkpoints on disk are written and read by every rank. Each pair is compared with the run that continued in
+the layout of the checkpoint, for 6 steps; a resume with zeroed moments must leave the tolerance.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def test_resume_in_the_same_layout_is_bitwise(case: Cell, saved: Saved, pool: Ra
 
 
 def test_dropout_changes_the_losses(saved: Saved) -> None:
-    """Else the cells with dropout prove nothing."""
+    """Otherwise the cells with dropout would prove nothing."""
     assert saved.of(layout(2, 2, **DROPOUT))[1].losses != saved.of(layout(2, 2))[1].losses
 
 
@@ -94,8 +95,10 @@ def test_control_zeroed_moments(saved: Saved, pool: RankPool) -> None:
 
 
 def test_resume_in_another_precision(saved: Saved, pool: RankPool) -> None:
-    """A bf16 run resumes a fp32 one with its exact weights as masters, and the other way round: what differs is bf16's
-    arithmetic, 1e-3 of the loss here, not the state. Back in its own precision the state is the same to the bit."""
+    """A bf16 run resumes an fp32 one with its exact weights as masters, and the other way round.
+
+    The differences are those of bf16 arithmetic, 1e-3 of the loss here, not of the state.
+    """
     full, half = layout(2, 2), layout(3, 2, **BF16)
     folder, went_on, _ = saved.of(full)
     ((again, _),) = pool.run(resume, half, [folder], ranks=2)[0]
@@ -108,7 +111,7 @@ def test_resume_in_another_precision(saved: Saved, pool: RankPool) -> None:
 
 
 def test_masters_survive_a_change_of_precision(saved: Saved, pool: RankPool) -> None:
-    """fp32 -> bf16 -> fp32 without a step between gives the same weights."""
+    """fp32 -> bf16 -> fp32 without a step in between gives the same weights."""
     full, half = layout(1, 2), layout(3, 4, **BF16)
     folder, _, _ = saved.of(full)
     through = folder.with_name(folder.name + "-bf16")
@@ -138,8 +141,8 @@ def load(rank: int, ranks: int, case: Cell, folders: Sequence[Path]) -> list[Sta
 
 def test_optimizer_state_of_another_optimizer_is_refused(saved: Saved, pool: RankPool) -> None:
     folder, _, _ = saved.of(layout(2, 2))
-    told = pool.run(refusal, layout(2, 2, **SGD), folder, ranks=2)
-    assert all("exp_avg" in text and "optim" in text for text in told)
+    messages = pool.run(refusal, layout(2, 2, **SGD), folder, ranks=2)
+    assert all("exp_avg" in text and "optim" in text for text in messages)
 
 
 def refusal(rank: int, ranks: int, case: Cell, folder: Path) -> str:

@@ -1,8 +1,9 @@
-"""``model.router_aux_loss_coef`` is one loss on every engine: reported, and with the same gradients.
+"""``model.router_aux_loss_coef`` is the same loss on every engine, reported and with the same gradients.
 
     pytest tests/engine/test_router_loss.py
 
-Four layers with two experts a token, so that coefficients that add up layers, or divide by the experts, would show.
+Four layers with two experts per token, so that coefficients that sum over layers, or divide by the experts,
+would show.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SEVERAL = [
 
 
 def unmasked(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
-    """Equal numbers of tokens in all micro-batches."""
+    """Micro-batches with equal numbers of tokens."""
     found = micro_batches(plan, step, data_rank)
     return [
         {**batch, "labels": torch.where(batch["labels"] == IGNORED, 0, batch["labels"])} for batch in found
@@ -93,7 +94,7 @@ def agree(found: Measured, oracle: Measured) -> None:
 
 
 def test_control_zero_coefficient(oracles: dict[Any, Measured]) -> None:
-    """In the loss, which is reported with it, and in the routers' gradients."""
+    """The loss, which includes it, and the routers' gradients differ."""
     differences = oracles[2, 0.0].differences(oracles[2, COEFFICIENT])
     assert differences.loss > COEFFICIENT, "a balanced router has a loss of 2, times the coefficient"
     assert differences.gradient is not None

@@ -1,4 +1,5 @@
-"""Canonical names and shapes are the ``state_dict`` of the pinned transformers, and ``config.json`` makes the round trip.
+"""Canonical names and shapes equal the ``state_dict`` of the pinned transformers, and ``config.json``
+round-trips.
 
 pytest tests/families/test_against_transformers.py
 """
@@ -86,7 +87,7 @@ def test_config_json_round_trip(family: str, tie: bool) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3"])
 def test_head_dim_may_differ_from_hidden_size_over_heads(family: str) -> None:
-    """Control: transformers' Llama is not free of it, and so refused."""
+    """Control: transformers' Llama does not support it, so it is refused."""
     sizes = {"hidden_size": 18, "num_attention_heads": 4, "head_dim": 6}
     shape = get_family(family).resolve_shape(
         replace(
@@ -101,7 +102,7 @@ def test_head_dim_may_differ_from_hidden_size_over_heads(family: str) -> None:
 
 
 def test_gpt2_reads_configs_of_old_releases() -> None:
-    """They give ``n_inner`` as null and neither tie nor initializer keys."""
+    """They have ``n_inner`` null and lack tie and initializer keys."""
     config = {
         "model_type": "gpt2",
         "n_embd": 16,
@@ -126,7 +127,7 @@ def test_qwen3_default_head_dim_matches_transformers() -> None:
 
 
 def test_mixtral_hub_names_match_transformers_conversion() -> None:
-    """Each hub tensor matches a source of transformers' own conversion, and lands in that conversion's target."""
+    """Each hub tensor matches a source of transformers' conversion, and maps to its target."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     shape = small("mixtral", False)
@@ -151,7 +152,7 @@ def test_mixtral_hub_names_match_transformers_conversion() -> None:
 
 
 def test_mixtral_folder_saved_by_transformers_has_our_hub_names(tmp_path: object) -> None:
-    """The real thing: values of a saved model, box by box."""
+    """Compares the values of a saved model, box by box."""
     from pathlib import Path
 
     from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""Families by themselves: sizes, counts, FLOPs, mistakes. No torch.
+"""Families: sizes, parameter counts, FLOPs, errors. No torch.
 
 pytest tests/families/test_families.py
 """
@@ -198,7 +198,7 @@ def test_unsupported_variant_is_refused(family: str, change: dict[str, object]) 
 
 
 def test_family_is_one_file_and_its_registration() -> None:
-    """Of all code in toolkit/, only these know that Qwen3 exists, besides the parity matrix, which picks its cells by name."""
+    """In toolkit/ only these files mention Qwen3, and the parity matrix, which selects cells by name."""
     toolkit = Path(__file__).resolve().parents[2] / "toolkit"
     knowing = {path.relative_to(toolkit).as_posix() for path in toolkit.rglob("*.py") if mentions_qwen3(path)}
     assert knowing - {"testing/matrix.py"} == {"families/qwen3.py", "families/__init__.py"}
@@ -214,7 +214,7 @@ def test_family_is_one_file_and_its_registration() -> None:
 
 
 def mentions_qwen3(path: Path) -> bool:
-    """In code: comments do not count, nor texts that stand alone, as docstrings do."""
+    """Whether code mentions it; comments and docstrings do not count."""
     text = path.read_text(encoding="utf-8")
     if "qwen3" not in text.lower():
         return False

@@ -1,9 +1,9 @@
-"""FLOPs by formula against torch's own counter, on the models that the toolkit builds.
+"""FLOPs by formula compared with torch's counter, on the models that the toolkit builds.
 
     pytest tests/families/test_flops.py
 
-The counter sees what is dispatched to torch: with the kernel of attention that multiplies whole matrices it counts by the convention of
-the formulas, which is the attention matrix whole and its backward pass twice its forward pass.
+The counter sees operations dispatched to torch. With the attention kernel that multiplies whole matrices it
+counts by the formulas' convention: the whole attention matrix, and a backward pass of twice the forward pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 def counted(plan: RunPlan, backward: bool) -> float:
-    """FLOPs per token of a forward pass and, if asked, the backward pass of the loss."""
+    """FLOPs per token of a forward pass and, if requested, the backward pass of the loss."""
     model: Any = filled(build_model(plan, "cpu"))
     if get_family(plan.config.model.family or "").traits.experts:
         model.set_experts_implementation(
@@ -57,7 +57,7 @@ def counted(plan: RunPlan, backward: bool) -> float:
 
 
 def filled(module: nn.Module) -> nn.Module:
-    """Parameters are memory without content before."""
+    """Give uninitialized parameters values."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -96,7 +96,9 @@ def test_training_flops_are_three_times_forward(family: str) -> None:
     ids=[*FAMILIES, "gpt2-dropout"],
 )
 def test_hardware_flops_include_recomputation(family: str, changes: Mapping[str, Any]) -> None:
-    """Control: without the rule of when torch stops to recompute they would be too many, and model FLOPs are too few."""
+    """Control: without the rule of when torch stops recomputation the formula is too large, and model FLOPs
+    are too small.
+    """
     plan = tiny_plan(family, train__activation_checkpointing=True, **changes)
     found = counted(plan, backward=True)
     assert hardware_flops(plan) == pytest.approx(found, rel=NEAR)

@@ -1,4 +1,5 @@
-"""Where canonical tensors lie in Megatron-core's: every element once, on every rank, and where an independent formula puts it.
+"""Maps from canonical tensors to Megatron-core's: every element once, on every rank, and equal to an
+independent formula.
 
 pytest tests/families/test_megatron.py
 """
@@ -35,7 +36,7 @@ NOTHING = -1
 
 @st.composite
 def shapes(draw: st.DrawFn, family: str) -> ModelShape:
-    """Small, with every size another number where it can be; what Megatron-core cuts is divisible by 4."""
+    """Small shapes with different sizes if possible; sharded sizes are divisible by 4."""
     groups = draw(st.sampled_from([1, 2, 4]))
     heads, width = (
         groups * draw(st.sampled_from([1, 3] if groups == 4 else [4])),
@@ -60,7 +61,7 @@ def shapes(draw: st.DrawFn, family: str) -> ModelShape:
 
 
 def numbered(shape: ModelShape) -> Arrays:
-    """Canonical tensors whose elements are all different numbers."""
+    """Canonical tensors with distinct numbers."""
     found, count = {}, 0
     for spec in get_family(shape.family).parameters(shape):
         found[spec.name] = np.arange(count, count + spec.numel).reshape(spec.shape)
@@ -75,7 +76,7 @@ def box(canonical: Mapping[str, np.ndarray], part: TensorPart) -> np.ndarray:
 
 
 def filled(canonical: Mapping[str, np.ndarray], held: MegatronTensor | LocalTensor) -> np.ndarray:
-    """The tensor's memory, filled from canonical tensors; what no part fills is NOTHING."""
+    """The tensor's memory, filled from canonical tensors; elements outside all parts are NOTHING."""
     data = np.full(held.shape, NOTHING)
     for part in held.parts:
         view = part.view(data)
@@ -88,7 +89,7 @@ def filled(canonical: Mapping[str, np.ndarray], held: MegatronTensor | LocalTens
 def returned(
     shape: ModelShape, memory: list[tuple[tuple[TensorPart, ...], np.ndarray]]
 ) -> tuple[Arrays, Arrays]:
-    """Canonical tensors taken out of memory, and how often each element was found."""
+    """Canonical tensors read from memory, and how often each element was found."""
     right = numbered(shape)
     back = {name: np.full(array.shape, NOTHING) for name, array in right.items()}
     times = {name: np.zeros(array.shape, int) for name, array in right.items()}
@@ -124,7 +125,9 @@ def test_parts_cover_both_sides_exactly_once(family: str, data: st.DataObject) -
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), size=st.sampled_from([1, 2, 4]))
 def test_local_tensors_match_an_independent_formula(family: str, data: st.DataObject, size: int) -> None:
-    """With 4 ranks and 1 or 2 key-value heads the cuts go through query groups; the vocabulary is padded by up to 2 rows a rank."""
+    """With 4 ranks and 1 or 2 key-value heads shards split query groups; the vocabulary is padded by up to 2
+    rows per rank.
+    """
     shape = data.draw(shapes(family))
     rows = -(-shape.vocab_size // size) * size + data.draw(st.integers(0, 1)) * size
     canonical, memory = numbered(shape), []
@@ -147,7 +150,9 @@ def test_local_tensors_match_an_independent_formula(family: str, data: st.DataOb
 
 
 def cut_by_formula(whole: np.ndarray, cut: TensorCut, rank: int, size: int, rows: int) -> np.ndarray:
-    """As tensor_parallel/layers.py and mlp.py of Megatron-core cut: chunks of a dim, of each half for a gated linear_fc1."""
+    """Shard as tensor_parallel/layers.py and mlp.py of Megatron-core: chunks of a dim, of each half for a
+    gated linear_fc1.
+    """
     if cut is TensorCut.whole:
         return whole
     if cut is TensorCut.gated:
@@ -158,7 +163,7 @@ def cut_by_formula(whole: np.ndarray, cut: TensorCut, rank: int, size: int, rows
 
 
 def by_formula(shape: ModelShape, canonical: Arrays, tensor: MegatronTensor) -> np.ndarray:
-    """The whole tensor by reshaping and concatenating, without ``parts``; names only tell which canonical tensors are meant."""
+    """The whole tensor by reshaping and concatenating, without ``parts``; only names are used."""
     ours = canonical.__getitem__
     if shape.family == "gpt2":
         return gpt2_by_formula(shape, ours, tensor)
@@ -218,7 +223,7 @@ def gpt2_by_formula(
 
 
 def packed(query: np.ndarray, key: np.ndarray, value: np.ndarray, *, groups: int) -> np.ndarray:
-    """Rows of the three projections, group after group."""
+    """Rows of the three projections by query groups."""
     return np.concatenate(
         [one.reshape(groups, -1, *query.shape[1:]) for one in (query, key, value)], axis=1
     ).reshape(-1, *query.shape[1:])
@@ -228,7 +233,7 @@ def packed(query: np.ndarray, key: np.ndarray, value: np.ndarray, *, groups: int
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_flat_ranges_map_to_canonical_boxes(family: str, data: st.DataObject) -> None:
-    """What an optimizer that is sharded over data ranks holds: ranges of the flattened tensor, wherever they begin."""
+    """The optimizer state of data ranks: ranges of the flattened tensor with any start."""
     shape = data.draw(shapes(family))
     canonical = numbered(shape)
     rows = -(-shape.vocab_size // 2) * 2
@@ -261,7 +266,7 @@ def small(family: str, **changes: object) -> ModelShape:
 
 
 def test_tied_output_layer_maps_to_the_embedding() -> None:
-    """A last pipeline stage of its own has a copy: it is saved and filled as the embedding."""
+    """A separate last pipeline stage has a copy, which is saved and loaded as the embedding."""
     for family in FAMILIES:
         tied, own = (
             tensors_by_name(get_family(family).megatron_tensors(small(family, tie_word_embeddings=tie)))
@@ -281,7 +286,7 @@ def test_rank_may_store_only_padding() -> None:
 
 @each_family
 def test_wrong_maps_permute_elements(family: str) -> None:
-    """Only numbers of a run can show them: names, shapes and covers are right."""
+    """Only the numbers of a run can show them: names, shapes and coverage are right."""
     shape = small(family)
     right = get_family(family).megatron_tensors(shape)
     canonical = numbered(shape)
@@ -300,7 +305,7 @@ def test_wrong_maps_permute_elements(family: str) -> None:
 
 
 def test_tables_of_published_models_cover_every_element() -> None:
-    """By count alone: their tensors are too large to fill here."""
+    """By count only: their tensors are too large to fill here."""
     for name, model in PUBLISHED.items():
         assert model.family is not None
         shape = get_family(model.family).resolve_shape(model)

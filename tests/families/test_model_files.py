@@ -1,6 +1,6 @@
-"""Sizes of a model in a file that somebody else wrote.
+"""Sizes of a model in an untrusted file.
 
-pytest tests/families/test_recorded.py
+pytest tests/families/test_model_files.py
 """
 
 from __future__ import annotations

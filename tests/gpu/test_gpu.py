@@ -1,4 +1,5 @@
-"""Both engines on one GPU: fp32 equal to CPU, bf16, flash attention, a hop, and the plan's peak memory.
+"""Both engines on one GPU: fp32 equals CPU, bf16, flash attention, a resume in another engine, and the plan's
+peak memory.
 
 make test-gpu
 pytest tests/gpu -m gpu
@@ -74,7 +75,7 @@ def test_bf16_matches_local(name: str, gpu: RankPool) -> None:
 
 
 def kernels_and_peak(rank: int, ranks: int, plan: RunPlan) -> tuple[list[str], int]:
-    """Names of the kernels of a step, and the most bytes that were allocated over three others."""
+    """Names of the kernels of a step, and the maximum of allocated bytes over three other steps."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)

@@ -1,4 +1,4 @@
-"""What NCCL's flight recorder says of a rank's calls.
+"""NCCL's flight recorder for a rank's calls.
 
 make test-gpu
 pytest tests/gpu/test_hangs.py -m gpu
@@ -26,7 +26,9 @@ SECONDS = 3
 
 
 def calls_of_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
-    """Three that end, then one behind a kernel that takes SECONDS: in the queue, and for the process over."""
+    """Three calls that finish, then one behind a kernel that takes SECONDS: enqueued, and returned for the
+    process.
+    """
     group = dist.new_group(backend="nccl")
     last_collective.extend_group_timeouts(7200)
     with collectives.record_collectives(Axes(), None):

@@ -1,4 +1,4 @@
-"""The ledger by the GPU's own clock: events on the stream that computes, read when they have passed.
+"""Step times by the GPU's clock: events on the compute stream, read once they have passed.
 
 make test-gpu
 pytest tests/gpu/test_ledger.py -m gpu
@@ -53,11 +53,11 @@ def timed(
     plan = cell.plan(OptimizerCase.ADAM, Device.CUDA, train__global_batch=16)
     plan.config.train.steps = STEPS
     recorder: Any = StepRecorder(CudaClock())
-    telling = {"recorder": recorder} if recorded else {}
+    recording = {"recorder": recorder} if recorded else {}
     losses: list[float] = []
     with collectives.record_collectives(plan.axes, recorder):
         task = text_task(plan)
-        engine = build_engine(plan, task, rank=rank, local_rank=rank, **telling)
+        engine = build_engine(plan, task, rank=rank, local_rank=rank, **recording)
         engine.load(first_weights(plan))
         delays = Delays([None] * STEPS)
         walls: list[float] = []
@@ -78,9 +78,9 @@ def timed(
             task,
             stream(plan, 0, delays),
             TrainState(),
-            Hooks(**telling),
+            Hooks(**recording),
             agreeing(ranks, delays),
-            **telling,
+            **recording,
         )
         engine.close()
     torch.cuda.synchronize()
@@ -97,12 +97,14 @@ def test_event_times_add_up_to_the_step(name: str, gpu: RankPool) -> None:
         assert all(seconds >= -1e-5 for seconds in found.parts.values()), found.parts
         assert all(found.parts[part] > 0 for part in (DATA, FORWARD, BACKWARD, OPTIMIZER))
         assert found.parts[UNEXPLAINED] <= 0.1 * found.wall
-        assert not any(part.startswith(COMMUNICATION) for part in found.parts), "one rank waits for nobody"
+        assert not any(part.startswith(COMMUNICATION) for part in found.parts), (
+            "a single rank does not communicate"
+        )
     assert gpu.run(timed, CELLS[name], False, timeout=300)[0][2] == losses
 
 
 def asleep(rank: int, ranks: int) -> dict[str, float]:
-    """Parts of a step in which the GPU works in forward, the host sleeps in data, and a hook of backward on autograd's thread works."""
+    """The GPU works in forward, the host sleeps in data, and a backward hook on autograd's thread works."""
     recorder = StepRecorder(CudaClock())
     weights = torch.randn(2048, 2048, device="cuda", requires_grad=True)
 
@@ -140,7 +142,7 @@ def test_work_is_attributed_to_the_part_that_runs_it(gpu: RankPool) -> None:
 
 
 def aside(rank: int, ranks: int) -> dict[str, float]:
-    """A stream of its own has work, and the computing stream waits for it."""
+    """A side stream has work, and the compute stream waits for it."""
     import torch.distributed as dist
 
     from toolkit.layout.axes import Axes

@@ -1,4 +1,4 @@
-"""NVML's figures against nvidia-smi's, on a GPU that computes.
+"""NVML's figures compared with nvidia-smi's, on a busy GPU.
 
 make test-gpu
 pytest tests/gpu/test_nvml.py -m gpu
@@ -23,7 +23,8 @@ from toolkit.monitor.system.sampler import GpuSource, Sampler, Source
 
 pytestmark = pytest.mark.gpu
 
-# nvidia-smi's names (nvidia-smi --help-query-gpu), ours, what makes ours of theirs, how far they may be apart: a GPU at work changes.
+# nvidia-smi's names (nvidia-smi --help-query-gpu), ours, what makes ours of theirs, how far they may be
+# apart: a GPU at work changes.
 STEADY = {
     "uuid": ("uuid", str),
     "name": ("name", str),
@@ -150,6 +151,7 @@ def test_sampling_is_cheap(gpus: Gpus, tmp_path: Path) -> None:
     sampler.close()
     taken = sorted(row["sample_seconds"] for row in rows[1:])
     print(
-        f"a sample of one GPU takes {taken[len(taken) // 2] * 1e3:.1f} ms (median of {len(taken)}), {taken[-1] * 1e3:.1f} ms at most"
+        f"a sample of one GPU takes {taken[len(taken) // 2] * 1e3:.1f} ms (median of {len(taken)}), "
+        f"{taken[-1] * 1e3:.1f} ms at most"
     )
     assert taken[len(taken) // 2] < 0.25

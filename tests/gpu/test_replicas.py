@@ -1,4 +1,4 @@
-"""Hashes on a GPU: equal to those of a CPU, at the speed of reading, and nobody waits for them.
+"""Hashes on a GPU equal those of a CPU, run at memory bandwidth, and do not block the host.
 
 pytest tests/gpu/test_replicas.py -m gpu
 """
@@ -35,7 +35,9 @@ def both(rank: int, ranks: int) -> tuple[list[int], list[int]]:
 
 
 def timed(rank: int, ranks: int) -> tuple[float, float, float]:
-    """Seconds of the device for 4 GiB in 64 tensors, of the host to ask for it, and of the host to have the answer."""
+    """Seconds of the device for 4 GiB in 64 tensors, of the host to enqueue it, and of the host to get the
+    result.
+    """
     gpu = torch.device("cuda", 0)
     tensors = [torch.ones(2**25, dtype=torch.bfloat16, device=gpu) for _ in range(64)]
     _Pending(hash_tensors(tensors, gpu)).wait()
@@ -61,7 +63,7 @@ def test_hashing_runs_at_memory_bandwidth(gpu: RankPool, capsys: pytest.CaptureF
     ((device, asked, answered),) = gpu.run(timed)
     with capsys.disabled():
         print(
-            f"hashing takes {device / 4 * 1e3:.2f} ms a GiB, of the host {asked * 1e3:.1f} ms to ask for 64 tensors"
+            f"hashing takes {device / 4 * 1e3:.2f} ms per GiB, and {asked * 1e3:.1f} ms of the host for 64 tensors"
         )
     assert answered >= asked
     known = find(this_machine().gpus[0].product)

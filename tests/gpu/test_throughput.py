@@ -1,4 +1,4 @@
-"""MFU of a bf16 run on one GPU of a kind that the table knows.
+"""MFU of a bf16 run on one GPU of a known kind.
 
 pytest tests/gpu/test_throughput.py -m gpu
 """
@@ -28,7 +28,7 @@ STEPS = 10
 
 
 def step_seconds(rank: int, ranks: int, plan: RunPlan) -> float:
-    """Of a step, on average, after three others."""
+    """Mean seconds of a step, after three others."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     train_steps(engine, plan, range(3), rank=rank, batches=text)
@@ -45,7 +45,7 @@ def step_seconds(rank: int, ranks: int, plan: RunPlan) -> float:
     ("engine", "stage"), [(EngineName.local, 0), (EngineName.deepspeed, 2), (EngineName.megatron, 1)]
 )
 def test_bf16_run_has_plausible_mfu(engine: EngineName, stage: int, gpu: RankPool) -> None:
-    """Small as the model is, more than a fiftieth of it, and less than nine tenths, which nothing reaches."""
+    """More than 2% although the model is small, and less than 90%, which nothing reaches."""
     kind = normalise(this_machine().gpus[0].product)
     assert kind is not None, f"toolkit/plan/devices.py does not know {this_machine().gpus[0].product}"
     plan = sized(engine, stage)

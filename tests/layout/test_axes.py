@@ -1,4 +1,4 @@
-"""Rank arithmetic, in worlds of up to 4,096 ranks.
+"""Rank arithmetic for up to 4,096 ranks.
 
 pytest tests/layout/test_axes.py
 """

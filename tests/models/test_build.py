@@ -1,4 +1,4 @@
-"""The module of a plan: names, places, what configuration reaches.
+"""The module of a plan: names, devices, and settings from the configuration.
 
 pytest tests/models/test_build.py
 """

@@ -1,6 +1,7 @@
-"""A document in a window with others has the logits that it has alone: every family, its attention, recomputed blocks, its stages.
+"""A document in a window with others has the logits that it has alone: every family, attention, recomputation
+and stage.
 
-pytest tests/models/test_documents.py
+pytest tests/models/test_document_masks.py
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ def filled(plan: RunPlan) -> nn.Module:
 
 
 def documents(batch: MicroBatch) -> Iterator[tuple[int, slice]]:
-    """Row and place of each document of a micro-batch."""
+    """Row and slice of each document of a micro-batch."""
     for row, places in enumerate(batch["position_ids"]):
         starts = [*torch.nonzero(places == 0).flatten().tolist(), len(places)]
         yield from ((row, slice(first, end)) for first, end in pairwise(starts))
 
 
 def apart(model: Any, logits: torch.Tensor, batch: MicroBatch) -> float:
-    """How far any document's ``logits`` are from those that it has alone."""
+    """The largest difference of any document's ``logits`` from those that it has alone."""
     found = []
     for row, place in documents(batch):
         alone = model(input_ids=batch["input_ids"][row : row + 1, place], use_cache=False).logits
@@ -75,7 +76,7 @@ def test_document_in_a_window_matches_the_document_alone(family: str, attention:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputed_blocks_use_the_same_mask(family: str) -> None:
-    """Gradients of the loss of a micro-batch, against the sum over its documents alone; in evaluation as well."""
+    """Gradients and evaluation loss equal the sum over the documents alone."""
     plan = tiny_plan(family, train__activation_checkpointing=True, **SEPARATE)
     model, batch, task = filled(plan), micro_batches(plan, 0)[0], text_task(plan)
 
@@ -118,7 +119,7 @@ def test_pipeline_stages_match_the_model_with_documents(family: str) -> None:
 
 
 def test_generation_cache_is_not_mistaken_for_documents() -> None:
-    """Text is continued token by token, positions running on: as the whole text at once."""
+    """Generating token by token with running positions matches the whole text at once."""
     model, ids = filled(tiny_plan()).eval(), torch.arange(12).unsqueeze(0)
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits
@@ -150,7 +151,7 @@ def test_mask_is_causal_within_documents() -> None:
 
 
 class Placed(nn.Module):
-    """Takes positions, and says which it was given."""
+    """Takes positions and records them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Initial weights are a function of seed and name alone, and distributed as transformers' own.
+"""Initial weights depend on seed and name only, and are distributed as transformers' own.
 
-pytest tests/models/test_initial.py
+pytest tests/models/test_initial_weights.py
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def shard_of(name: str, value: torch.Tensor) -> Shard:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_equal_in_any_layout(family: str) -> None:
-    """Cut into flat ranges as ZeRO cuts them, each read alone and in another order."""
+    """Flat ranges as in ZeRO, read separately and in another order."""
     plan = tiny_plan(family)
     expected = whole(plan)
     ranks = 3
@@ -155,7 +155,7 @@ def test_one_module_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(parameter.is_meta for parameter in reader._skeleton.parameters())
     del held[:]
     reader.read([shard_of("model.norm.weight", torch.empty(64))])
-    assert held == [64], "what nobody asks for is not made"
+    assert held == [64], "unrequested modules are not initialized"
 
 
 @pytest.mark.parametrize(

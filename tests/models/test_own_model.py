@@ -1,4 +1,4 @@
-"""The example of docs/own_model.md, as written there, trains and resumes.
+"""The example of docs/own_model.md trains and resumes as written.
 
 pytest tests/models/test_own_model.py
 """
@@ -26,7 +26,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/own_model.md"
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The plan's changes that train the page's model, which lies in the working folder."""
+    """Changes of the plan that train the page's model, which is in the working folder."""
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert 25 <= len(code.splitlines()) <= 35, "the page promises a short example"
     (tmp_path / "my_model.py").write_text(code, encoding="utf-8")
@@ -54,7 +54,7 @@ def test_example_resumes(example: dict[str, Any], optimizer: OptimizerName) -> N
 
 
 def test_commands_use_existing_keys() -> None:
-    """The keys of the page's commands exist."""
+    """The keys in the page's commands exist."""
     from toolkit.config.compose import compose
 
     commands = re.findall(

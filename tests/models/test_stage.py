@@ -1,4 +1,4 @@
-"""The stages of a pipeline one after another are the model: the same logits to the bit, each parameter under its own name.
+"""Pipeline stages in sequence equal the model: bitwise equal logits, each parameter under its own name.
 
 pytest tests/models/test_stage.py
 """

@@ -1,4 +1,4 @@
-"""model.target: what is built, and what each mistake is answered with.
+"""model.target: what is built, and the error for each mistake.
 
 pytest tests/models/test_target.py
 """

@@ -1,4 +1,4 @@
-"""Ranks for tests: results, failures, time limits, and nothing left behind.
+"""Ranks for tests: results, failures, timeouts, and no leftover processes.
 
 pytest tests/testing/test_dist.py
 """

@@ -1,4 +1,4 @@
-"""What judges engines must itself be right: distances, controls, and shards put together.
+"""The parity checks themselves: distances, controls, and gathering shards.
 
 pytest tests/testing/test_parity.py
 """
@@ -65,7 +65,7 @@ def test_each_family_learns_the_samples(family: str) -> None:
 
 
 def test_samples_do_not_depend_on_the_layout() -> None:
-    """The global batch is the same; micro-batches of it have different numbers of tokens."""
+    """The global batch is the same; its micro-batches have different numbers of tokens."""
     layouts = [(1, 8), (1, 2), (2, 2), (4, 1), (4, 2)]
     for step in (0, 3):
         rows = []

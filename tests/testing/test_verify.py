@@ -1,4 +1,4 @@
-"""What judges cells must itself be right: verdicts, gradients from one step, rows that are kept, names that are chosen.
+"""The verdicts of the parity matrix: figures, gradients from one step, stored rows, selected cells.
 
 pytest tests/testing/test_verify.py
 """
@@ -96,7 +96,7 @@ def test_oracle_that_does_not_learn_makes_a_cell_invalid() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_gradients_from_one_step_match_backward(family: str) -> None:
-    """Those that backward leaves, to their last bits."""
+    """They equal those that backward leaves, to the last bits."""
     plan = Cell(engine=EngineName.local, family=family).plan(OptimizerCase.SGD)
     engine: Any = build_engine(plan, text_task(plan), rank=0, local_rank=0)
     found = first_gradients(engine, plan, 0)

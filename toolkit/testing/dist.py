@@ -61,7 +61,7 @@ class RanksFailed(AssertionError):
 
 
 class RankPool:
-    """``size`` ranks that wait for calls. After a failure they are killed; the next call starts new ones."""
+    """``size`` ranks that wait for calls. After a failure they are killed; the next call starts others."""
 
     def __init__(self, size: int, device: Device = Device.CPU) -> None:
         self._size, self._device = size, device

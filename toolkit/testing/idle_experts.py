@@ -18,7 +18,7 @@ from toolkit.plan.types import RunPlan
 COORDINATE = 0
 EMBEDDING, ROUTER = "embed_tokens.weight", "mlp.gate.weight"
 CONSTANT = 0.2  # ten times the standard deviation of the embedding's other elements
-BIAS = 1.0  # the normalised COORDINATE is about 6, so logits of chosen and idle experts are about 12 apart
+BIAS = 1.0  # the normalized COORDINATE is about 6, so logits of chosen and idle experts are about 12 apart
 
 
 def biased_first_weights(plan: RunPlan) -> Reader:

@@ -247,8 +247,8 @@ def destroy_process_groups() -> None:
     """Destroy the groups, because each gloo group has threads that would otherwise wait forever."""
     if not parallel_state.model_parallel_is_initialized():
         return
-    made = parallel_state._global_process_group_list or ()
+    groups = parallel_state._global_process_group_list or ()
     parallel_state.destroy_model_parallel()
-    for group in made:
+    for group in groups:
         if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
