@@ -61,5 +61,5 @@ def far(cell: Cell, case: OptimizerCase, found: Measured, oracles: Oracles) -> N
     loss = found.trace.distance(oracles.of(cell.oracle(), case).trace).loss
     print(loss)
     assert loss > 10 * TOLERANCE.loss, (
-        f"a wrong run passes for right: {loss:.1e} against {TOLERANCE.loss:.0e}"
+        f"a wrong run passes as correct: {loss:.1e} against {TOLERANCE.loss:.0e}"
     )

@@ -1,7 +1,4 @@
-"""Arithmetic of the local engine that restates parts of DeepSpeed, compared with DeepSpeed.
-
-pytest tests/engine/test_agreement.py
-"""
+"""Arithmetic of the local engine that restates parts of DeepSpeed, compared with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ def test_loss_scaler_matches_deepspeed(deepspeed: dict[str, Any]) -> None:
     scaler, found = LossScaler(cur_scale=2.0**20, window=3), []
     for overflow in overflows():
         scaler.update(overflow)
-        found.append(scaler.state())
+        found.append(scaler.state_dict())
     assert found == deepspeed["scales"]
     assert len({state["cur_scale"] for state in found}) > 4
 

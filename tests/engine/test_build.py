@@ -1,7 +1,4 @@
-"""Settings that building an engine applies to the process.
-
-pytest tests/engine/test_build.py
-"""
+"""Settings that building an engine applies to the process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Recording of calls to torch.distributed.
-
-pytest tests/engine/test_collectives.py
-"""
+"""Recording of calls to torch.distributed."""
 
 from __future__ import annotations
 

@@ -231,9 +231,7 @@ def copies(rank: int, ranks: int, case: Cell) -> dict[str, torch.Tensor]:
     assert isinstance(engine, DeepSpeedEngine)
     steps(engine, case, rank, 0, 4)
     found = {
-        place.name: weight.detach().clone()
-        for weight, place in engine._parameter_boxes.items()
-        if place.replicas > 1
+        place.name: weight.detach().clone() for weight, place in engine._boxes.items() if place.replicas > 1
     }
     engine.close()
     return found
@@ -424,7 +422,7 @@ def weights_saved_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
     """The parameters whose gathered memory autograd keeps in addition to the parameter itself."""
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
-    places = engine._parameter_boxes
+    places = engine._boxes
     found: set[str] = set()
 
     def look(saved: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """FLOPs that all ranks compute in a step, by torch's counter, match the plan's hardware FLOPs.
 
-    pytest tests/engine/test_flops.py
-
 In each engine, with and without recomputation, along each axis that splits matrices.
 """
 

@@ -1,7 +1,4 @@
-"""In fp16 the loss scale means the same in every layout, so the same steps overflow as in the local engine.
-
-pytest tests/engine/test_fp16.py
-"""
+"""In fp16 the loss scale means the same in every layout, so the same steps overflow as in ``local``."""
 
 from __future__ import annotations
 

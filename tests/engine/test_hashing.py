@@ -1,7 +1,4 @@
-"""A hash changes with every bit of a tensor's memory and with the order of its words, at any alignment.
-
-pytest tests/engine/test_hashing.py
-"""
+"""A hash changes with every bit of a tensor's memory and with the order of its words, at any alignment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""ZeRO++ hpZ: the secondary partitions that each group of ranks keeps are those of the loaded weights.
-
-pytest tests/engine/test_hpz.py
-"""
+"""ZeRO++ hpZ: the secondary partitions that each group of ranks keeps are those of the loaded weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The local engine compared with a plain training loop, and with itself after a resume and in other
 precisions.
-
-pytest tests/engine/test_local.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The families' tables compared with the parameters of real Megatron-core models.
-
-pytest tests/engine/test_megatron_names.py
-"""
+"""The families' tables compared with the parameters of real Megatron-core models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Ranks decide together: after one rank's request to stop, all stop at the same step with a checkpoint.
-
-pytest tests/engine/test_rank_sync.py
-"""
+"""Ranks decide together: after one rank's request to stop, all stop at the same step with a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """``model.router_aux_loss_coef`` is the same loss on every engine, reported and with the same gradients.
 
-    pytest tests/engine/test_router_loss.py
-
 Four layers with two experts per token, so that coefficients that sum over layers, or divide by the experts,
 would show.
 """

@@ -1,7 +1,5 @@
 """Canonical names and shapes equal the ``state_dict`` of the pinned transformers, and ``config.json``
 round-trips.
-
-pytest tests/families/test_against_transformers.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Families: sizes, parameter counts, FLOPs, errors. No torch.
-
-pytest tests/families/test_families.py
-"""
+"""Families: sizes, parameter counts, FLOPs, errors. No torch."""
 
 from __future__ import annotations
 

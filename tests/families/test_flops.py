@@ -1,7 +1,5 @@
 """FLOPs by formula compared with torch's counter, on the models that the toolkit builds.
 
-    pytest tests/families/test_flops.py
-
 The counter sees operations dispatched to torch. With the attention kernel that multiplies whole matrices it
 counts by the formulas' convention: the whole attention matrix, and a backward pass of twice the forward pass.
 """

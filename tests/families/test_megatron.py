@@ -1,7 +1,5 @@
 """Maps from canonical tensors to Megatron-core's: every element once, on every rank, and equal to an
 independent formula.
-
-pytest tests/families/test_megatron.py
 """
 
 from __future__ import annotations

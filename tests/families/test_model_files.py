@@ -1,7 +1,4 @@
-"""Sizes of a model in an untrusted file.
-
-pytest tests/families/test_model_files.py
-"""
+"""Sizes of a model in an untrusted file."""
 
 from __future__ import annotations
 

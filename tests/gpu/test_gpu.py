@@ -1,8 +1,5 @@
 """Both engines on one GPU: fp32 equals CPU, bf16, flash attention, a resume in another engine, and the plan's
 peak memory.
-
-make test-gpu
-pytest tests/gpu -m gpu
 """
 
 from __future__ import annotations

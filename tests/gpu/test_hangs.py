@@ -1,8 +1,4 @@
-"""NCCL's flight recorder for a rank's calls.
-
-make test-gpu
-pytest tests/gpu/test_hangs.py -m gpu
-"""
+"""NCCL's flight recorder for a rank's calls."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Step times by the GPU's clock: events on the compute stream, read once they have passed.
-
-make test-gpu
-pytest tests/gpu/test_ledger.py -m gpu
-"""
+"""Step times by the GPU's clock: events on the compute stream, read once they have passed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""NVML's figures compared with nvidia-smi's, on a busy GPU.
-
-make test-gpu
-pytest tests/gpu/test_nvml.py -m gpu
-"""
+"""NVML's figures compared with nvidia-smi's, on a busy GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Hashes on a GPU equal those of a CPU, run at memory bandwidth, and do not block the host.
-
-pytest tests/gpu/test_replicas.py -m gpu
-"""
+"""Hashes on a GPU equal those of a CPU, run at memory bandwidth, and do not block the host."""
 
 from __future__ import annotations
 
@@ -62,9 +59,7 @@ def test_gpu_hashes_equal_cpu_hashes(gpu: RankPool) -> None:
 def test_hashing_runs_at_memory_bandwidth(gpu: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     ((device, asked, answered),) = gpu.run(timed)
     with capsys.disabled():
-        print(
-            f"hashing takes {device / 4 * 1e3:.2f} ms per GiB, and {asked * 1e3:.1f} ms of the host for 64 tensors"
-        )
+        print(f"hashing takes {device / 4 * 1e3:.2f} ms per GiB, and {asked * 1e3:.1f} ms of the host for 64")
     assert answered >= asked
     known = find(this_machine().gpus[0].product)
     if known is not None:

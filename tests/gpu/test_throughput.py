@@ -1,7 +1,4 @@
-"""MFU of a bf16 run on one GPU of a known kind.
-
-pytest tests/gpu/test_throughput.py -m gpu
-"""
+"""MFU of a bf16 run on one GPU of a known kind."""
 
 from __future__ import annotations
 

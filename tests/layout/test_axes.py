@@ -1,7 +1,4 @@
-"""Rank arithmetic for up to 4,096 ranks.
-
-pytest tests/layout/test_axes.py
-"""
+"""Rank arithmetic for up to 4,096 ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The module of a plan: names, devices, and settings from the configuration.
-
-pytest tests/models/test_build.py
-"""
+"""The module of a plan: names, devices, and settings from the configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A document in a window with others has the logits that it has alone: every family, attention, recomputation
 and stage.
-
-pytest tests/models/test_document_masks.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Initial weights depend on seed and name only, and are distributed as transformers' own.
-
-pytest tests/models/test_initial_weights.py
-"""
+"""Initial weights depend on seed and name only, and are distributed as transformers' own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The example of docs/own_model.md trains and resumes as written.
-
-pytest tests/models/test_own_model.py
-"""
+"""The example of docs/own_model.md trains and resumes as written."""
 
 from __future__ import annotations
 

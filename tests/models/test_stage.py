@@ -1,7 +1,4 @@
-"""Pipeline stages in sequence equal the model: bitwise equal logits, each parameter under its own name.
-
-pytest tests/models/test_stage.py
-"""
+"""Pipeline stages in sequence equal the model: bitwise equal logits, each parameter under its own name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""model.target: what is built, and the error for each mistake.
-
-pytest tests/models/test_target.py
-"""
+"""model.target: what is built, and the error for each mistake."""
 
 from __future__ import annotations
 
@@ -32,18 +29,18 @@ MISTAKES = {
     "a function without annotation": (
         f"{HERE}.unannotated",
         {"command": "true"},
-        "unannotated does not say that it returns",
+        "unannotated is not annotated to return",
     ),
-    "a function of another type": (f"{HERE}.no_module", {}, "no_module does not say that it returns"),
+    "a function of another type": (f"{HERE}.no_module", {}, "no_module is not annotated to return"),
     "a function that lies": (f"{HERE}.lying", {}, "gives a int"),
     "an annotation that cannot be resolved": (
         f"{HERE}.unresolved",
         {},
-        "unresolved does not say that it returns",
+        "unresolved is not annotated to return",
     ),
     "a class that is no module": (f"{HERE}.NoModule", {}, "NoModule is a class that is not derived"),
     "an object that can be called": (f"{HERE}.partial_of_fine", {}, "no class partial_of_fine"),
-    "a function of a package": ("torch.hub.load", {"repo_or_dir": "x"}, "load does not say that it returns"),
+    "a function of a package": ("torch.hub.load", {"repo_or_dir": "x"}, "load is not annotated to return"),
     "Python's own library": ("subprocess.getoutput", {"cmd": "true"}, "of Python's own library"),
     "nothing to train": (f"{HERE}.NoParameters", {}, "no parameter"),
     "running statistics": (f"{HERE}.Normed", {}, r"inside.1 \(BatchNorm1d\)"),

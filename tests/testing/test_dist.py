@@ -1,7 +1,4 @@
-"""Ranks for tests: results, failures, timeouts, and no leftover processes.
-
-pytest tests/testing/test_dist.py
-"""
+"""Ranks for tests: results, failures, timeouts, and no leftover processes."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ def test_dead_rank_is_reported(pool: RankPool) -> None:
 
 def test_timeout_is_enforced(pool: RankPool) -> None:
     started = time.monotonic()
-    with pytest.raises(RanksFailed, match="did not answer in 1 s"):
+    with pytest.raises(RanksFailed, match="did not return within 1 s"):
         pool.run(sleep_on_one, ranks=2, timeout=1)
     assert time.monotonic() - started < 5
 

@@ -1,7 +1,4 @@
-"""The parity checks themselves: distances, controls, and gathering shards.
-
-pytest tests/testing/test_parity.py
-"""
+"""The parity checks themselves: distances, controls, and gathering shards."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def test_each_difference_is_detected(oracle: parity.RunTrace, what: str) -> None
     changed = parity.RunTrace((*oracle.results[:-1], last), weights)
     with pytest.raises(AssertionError, match=f"{what}="):
         parity.check_parity(changed, oracle)
-    with pytest.raises(AssertionError, match="passes for right"):
+    with pytest.raises(AssertionError, match="passes as correct"):
         parity.check_control(changed, oracle)
 
 

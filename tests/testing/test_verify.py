@@ -1,7 +1,4 @@
-"""The verdicts of the parity matrix: figures, gradients from one step, stored rows, selected cells.
-
-pytest tests/testing/test_verify.py
-"""
+"""The verdicts of the parity matrix: figures, gradients from one step, stored rows, selected cells."""
 
 from __future__ import annotations
 

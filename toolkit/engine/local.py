@@ -168,7 +168,7 @@ class LocalEngine:
         names = {master: name for name, master in self._masters.items()}
         for optimizer in self._optimizers:
             for master, state in optimizer.state.items():
-                for kind in optimizer_state_names(optimizer):
+                for kind in optimizer_state_names(optimizer.defaults):
                     if state.get(kind) is not None:
                         yield _shard(kind, names[master], state[kind])
 
@@ -193,7 +193,8 @@ class LocalEngine:
     @torch.no_grad()
     def load(self, reader: Reader) -> None:
         continues = has_optimizer_state(
-            reader, (kind for optimizer in self._optimizers for kind in optimizer_state_names(optimizer))
+            reader,
+            (kind for optimizer in self._optimizers for kind in optimizer_state_names(optimizer.defaults)),
         )
         targets = [_shard(WEIGHT, name, parameter) for name, parameter in self._frozen.items()]
         for name, master in self._masters.items():
@@ -204,7 +205,7 @@ class LocalEngine:
             if continues:
                 for group in optimizer.param_groups:
                     for master in group["params"]:
-                        for kind in optimizer_state_names(optimizer):
+                        for kind in optimizer_state_names(optimizer.defaults):
                             optimizer.state[master][kind] = torch.zeros_like(master, requires_grad=False)
                         if isinstance(optimizer, torch.optim.AdamW):
                             optimizer.state[master]["step"] = torch.tensor(float(step))

@@ -46,11 +46,17 @@ def torch_optimizers(
     return optimizers
 
 
-def optimizer_state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Names of the optimizer's states of parameter shape; they exist after its first step."""
-    if isinstance(optimizer, torch.optim.AdamW):
+def optimizer_state_names(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of an optimizer's states of parameter shape, which exist after its first step.
+
+    Args:
+        settings: defaults of a torch optimizer, or of one of its parameter groups.
+    """
+    if settings.get("use_muon"):
+        return (MOMENTUM,)
+    if "betas" in settings:
         return (EXP_AVG, EXP_AVG_SQ)
-    return (MOMENTUM,) if isinstance(optimizer, Muon) or optimizer.defaults["momentum"] else ()
+    return (MOMENTUM,) if settings.get("momentum") else ()
 
 
 def _groups(parameters: Iterable[torch.Tensor], optim: OptimConfig) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ class DeepSpeedModel:
 
     module: nn.Module
     groups: list[dict[str, Any]]
-    parameter_boxes: Mapping[torch.Tensor, ParameterBox]
+    boxes: Mapping[torch.Tensor, ParameterBox]
 
 
 def build_deepspeed_model(
@@ -57,7 +57,7 @@ def build_deepspeed_model(
             # freed.
             zero3._enable_mem_efficient_linear()
     created: dict[nn.Parameter, Any] = {}
-    parameter_boxes: dict[torch.Tensor, ParameterBox] = {}
+    boxes: dict[torch.Tensor, ParameterBox] = {}
     for path, owner, name, parameter in list(_named_parameter_slots(module)):
         if parameter not in created:
             memory = torch.empty(parameter.shape, dtype=_dtype(parameter, plan), device=device)
@@ -66,9 +66,7 @@ def build_deepspeed_model(
                 {mark: getattr(parameter, mark) for mark in MARKS if hasattr(parameter, mark)}
             )
             shape = tuple(parameter.shape)
-            parameter_boxes[created[parameter]] = _parameter_box(
-                path, whole.get(path, shape), shape, plan, rank
-            )
+            boxes[created[parameter]] = _parameter_box(path, whole.get(path, shape), shape, plan, rank)
             if zero3 is not None:
                 zero3._convert_to_deepspeed_param(created[parameter])
                 created[parameter].partition()  # without zero.Init's broadcast, since it is uninitialized
@@ -76,7 +74,7 @@ def build_deepspeed_model(
     for group in groups:
         group["params"] = [created[parameter] for parameter in group["params"]]
     finish()
-    return DeepSpeedModel(module, groups, parameter_boxes)
+    return DeepSpeedModel(module, groups, boxes)
 
 
 def _apply_axes(

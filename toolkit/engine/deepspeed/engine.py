@@ -63,7 +63,7 @@ class DeepSpeedEngine:
         self._optimizer_on_nvme = zero.get("offload_optimizer", {}).get("device") == "nvme"
         self._muon = settings["optimizer"]["type"] == "Muon"
         built = build_deepspeed_model(deepspeed, plan, settings, self.device, rank=rank)
-        module, self._parameter_boxes = built.module, built.parameter_boxes
+        module, self._boxes = built.module, built.boxes
         self._ds, *_ = deepspeed.initialize(
             model=module, model_parameters=built.groups, config=settings, dist_init_required=False
         )
@@ -160,7 +160,7 @@ class DeepSpeedEngine:
 
     def replica_sets(self) -> list[ReplicaSet]:
         axes, rank = self._plan.axes, self._plan.axes.rank(self._coordinates)
-        found = list(replicas.weights(self._parameter_boxes, axes, rank)) if self._stage < 3 else []
+        found = list(replicas.weights(self._boxes, axes, rank)) if self._stage < 3 else []
         if (self._stage == 0 or axes.tensor > 1) and not self._optimizer_on_nvme:
             found += replicas.optimizer_state(
                 self._ds.optimizer, self._partitions(), axes, rank, stage=self._stage, device=self.device
@@ -189,7 +189,7 @@ class DeepSpeedEngine:
             patches.release_zero3_engine(self._ds)
         patches.restore_linear()
         patches.release_parallel_groups()
-        del self._ds, self._parameter_boxes
+        del self._ds, self._boxes
 
     def _mine(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """This rank's slice of each sequence."""
@@ -202,10 +202,10 @@ class DeepSpeedEngine:
         ]
 
     def _partitions(self) -> list[ZeroPartition]:
-        return read_partitions(self._ds.optimizer, self._parameter_boxes, rank=self._rank, ranks=self._ranks)
+        return read_partitions(self._ds.optimizer, self._boxes, rank=self._rank, ranks=self._ranks)
 
     def _frozen(self) -> list[Shard]:
-        return list(frozen_shards(self._ds.module, self._parameter_boxes, rank=self._rank, ranks=self._ranks))
+        return list(frozen_shards(self._ds.module, self._boxes, rank=self._rank, ranks=self._ranks))
 
     def _accumulate(self, micro_batches: int) -> None:
         """Change the number of micro-batches per step, in a batch ramp."""
@@ -218,7 +218,7 @@ class DeepSpeedEngine:
         """Check Muon's gradients without ZeRO; only their updates count in the reported norm."""
         gradients = [
             parameter.grad
-            for parameter in self._parameter_boxes
+            for parameter in self._boxes
             if parameter.grad is not None and getattr(parameter, "use_muon", False)
         ]
         return not gradients or bool(torch.nn.utils.get_total_norm(gradients).isfinite())
@@ -231,7 +231,7 @@ class DeepSpeedEngine:
         """
         gradients = [
             parameter.grad
-            for parameter, parameter_box in self._parameter_boxes.items()
+            for parameter, parameter_box in self._boxes.items()
             if parameter.grad is not None
             and parameter_box.replica == 0
             and not getattr(parameter, "use_muon", False)
@@ -242,7 +242,7 @@ class DeepSpeedEngine:
             dist.all_reduce(squares)
             norm = (squares / self._ranks).sqrt()
         if self._ds.gradient_clipping() > 0:
-            torch.nn.utils.clip_grads_with_norm_(self._parameter_boxes, self._ds.gradient_clipping(), norm)
+            torch.nn.utils.clip_grads_with_norm_(self._boxes, self._ds.gradient_clipping(), norm)
         return float(norm)
 
     def _loss_scale(self) -> float:

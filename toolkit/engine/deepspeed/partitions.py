@@ -25,17 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.checkpoint.shard import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    MOMENTUM,
-    WEIGHT,
-    Box,
-    Shard,
-    TensorKey,
-    flat_boxes,
-)
+from toolkit.checkpoint.shard import MASTER, MOMENTUM, WEIGHT, Box, Shard, TensorKey, flat_boxes
+from toolkit.engine.optimizers import optimizer_state_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +100,7 @@ class ZeroPartition:
     @property
     def moments(self) -> tuple[str, ...]:
         """Names of this group's optimizer states of parameter shape."""
-        if self.group.get("use_muon"):
-            return (MOMENTUM,)
-        if "betas" in self.group:
-            return (EXP_AVG, EXP_AVG_SQ)
-        return (MOMENTUM,) if self.group.get("momentum") else ()
+        return optimizer_state_names(self.group)
 
     def shards(self, state: str, flat: torch.Tensor) -> Iterator[Shard]:
         """Yield views of ``flat``, which has the layout of the master (or of ``whole``)."""
@@ -131,7 +118,7 @@ class ZeroPartition:
 
 
 def read_partitions(
-    optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox], *, rank: int, ranks: int
+    optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], *, rank: int, ranks: int
 ) -> list[ZeroPartition]:
     """Read this rank's partitions from DeepSpeed's optimizer wrapper, or from a plain torch optimizer under
     stage 0.
@@ -139,12 +126,12 @@ def read_partitions(
     ``rank, ranks`` count the ranks over which ZeRO partitions.
     """
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return _stage3(optimizer, parameter_boxes, rank)
+        return _stage3(optimizer, boxes, rank)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return _stage12(optimizer, parameter_boxes)
+        return _stage12(optimizer, boxes)
     if hasattr(optimizer, "fp32_groups_flat_partition"):
-        return _bf16(optimizer, parameter_boxes)
-    return _stage0(optimizer, parameter_boxes, rank, ranks)
+        return _bf16(optimizer, boxes)
+    return _stage0(optimizer, boxes, rank, ranks)
 
 
 def _intersect(parameter_box: ParameterBox, offset: int, low: int, high: int) -> Iterator[FlatRange]:
@@ -154,7 +141,7 @@ def _intersect(parameter_box: ParameterBox, offset: int, low: int, high: int) ->
         yield FlatRange(parameter_box, first - offset, first - low, last - first)
 
 
-def _stage12(optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox]) -> list[ZeroPartition]:
+def _stage12(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox]) -> list[ZeroPartition]:
     found = []
     for number, master in enumerate(optimizer.single_partition_of_fp32_groups):
         group, size = optimizer.param_groups[number], master.numel()
@@ -167,15 +154,13 @@ def _stage12(optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox
             optimizer.round_robin_bit16_offsets[number],
             strict=True,
         ):
-            here = list(_intersect(parameter_boxes[parameter], offset, rank * size, (rank + 1) * size))
+            here = list(_intersect(boxes[parameter], offset, rank * size, (rank + 1) * size))
             ranges += here
             if here and group.get("use_muon"):
                 first, last = offset // size, (offset + parameter.numel() - 1) // size
                 at = whole[-1].at + whole[-1].numel if whole else 0
                 whole.append(
-                    FlatRange(
-                        parameter_boxes[parameter], 0, at, parameter.numel(), rank - first, last - first + 1
-                    )
+                    FlatRange(boxes[parameter], 0, at, parameter.numel(), rank - first, last - first + 1)
                 )
         # In fp32 ZeRO stores a second copy of the weights; the optimizer updates the partition.
         bit16 = optimizer.parallel_partitioned_bit16_groups[number][rank]
@@ -185,7 +170,7 @@ def _stage12(optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox
     return found
 
 
-def _bf16(optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox]) -> list[ZeroPartition]:
+def _bf16(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox]) -> list[ZeroPartition]:
     """Partitions of ``BF16_Optimizer``, which DeepSpeed uses for bf16 ZeRO 1 with fp32 accumulation."""
     found = []
     for number, master in enumerate(optimizer.fp32_groups_flat_partition):
@@ -193,22 +178,20 @@ def _bf16(optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox]) 
         low, offset = rank * master.numel(), 0
         ranges: list[FlatRange] = []
         for parameter in optimizer.bf16_groups[number]:
-            ranges += _intersect(parameter_boxes[parameter], offset, low, low + master.numel())
+            ranges += _intersect(boxes[parameter], offset, low, low + master.numel())
             offset += parameter.numel()
         bit16 = optimizer.bf16_partitioned_groups[number][rank]
         found.append(ZeroPartition(number, optimizer.param_groups[number], tuple(ranges), master, bit16))
     return found
 
 
-def _stage3(
-    optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox], rank: int
-) -> list[ZeroPartition]:
+def _stage3(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], rank: int) -> list[ZeroPartition]:
     found = []
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         ranges: list[FlatRange] = []
         at = 0
         for parameter in optimizer.fp16_groups[number]:
-            ranges += _own_range(parameter, parameter_boxes[parameter], rank, at)
+            ranges += _own_range(parameter, boxes[parameter], rank, at)
             at += parameter.partition_numel()
         group = optimizer.param_groups[optimizer.sub_group_to_group_id[number]]
         # In fp32 too there is a second copy of the weights, refreshed after each step.
@@ -226,12 +209,12 @@ def _own_range(parameter: Any, parameter_box: ParameterBox, rank: int, at: int) 
 
 
 def _stage0(
-    optimizer: Any, parameter_boxes: Mapping[torch.Tensor, ParameterBox], rank: int, ranks: int
+    optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], rank: int, ranks: int
 ) -> list[ZeroPartition]:
     found: list[ZeroPartition] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            flat_range = FlatRange(parameter_boxes[parameter], 0, 0, parameter.numel(), rank, ranks)
+            flat_range = FlatRange(boxes[parameter], 0, 0, parameter.numel(), rank, ranks)
             found.append(ZeroPartition(len(found), group, (flat_range,), parameter, None))
     return found
 
@@ -241,16 +224,16 @@ def _sixteen_bit_or_none(weights: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def frozen_shards(
-    module: nn.Module, parameter_boxes: Mapping[torch.Tensor, ParameterBox], *, rank: int, ranks: int
+    module: nn.Module, boxes: Mapping[torch.Tensor, ParameterBox], *, rank: int, ranks: int
 ) -> Iterator[Shard]:
     """Yield weights without an optimizer: those with ``requires_grad=False`` in a ``model.target``."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             continue
         if hasattr(parameter, "ds_tensor"):
-            for flat_range in _own_range(parameter, parameter_boxes[parameter], rank, 0):
+            for flat_range in _own_range(parameter, boxes[parameter], rank, 0):
                 yield from flat_range.shards(WEIGHT, parameter.ds_tensor.detach())
         else:
-            yield from FlatRange(parameter_boxes[parameter], 0, 0, parameter.numel(), rank, ranks).shards(
+            yield from FlatRange(boxes[parameter], 0, 0, parameter.numel(), rank, ranks).shards(
                 WEIGHT, parameter.detach().view(-1)
             )

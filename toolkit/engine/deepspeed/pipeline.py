@@ -59,7 +59,7 @@ class DeepSpeedPipelineEngine:
         self._ds, *_ = deepspeed.initialize(
             model=self._module, model_parameters=groups, config=settings, dist_init_required=False
         )
-        self._parameter_boxes = {
+        self._boxes = {
             parameter: ParameterBox(name, tuple(parameter.shape), Box.whole(tuple(parameter.shape)))
             for parameter, name in self._module.names.items()
         }
@@ -115,8 +115,8 @@ class DeepSpeedPipelineEngine:
     def shards(self) -> list[Shard]:
         """A tied weight and its moments are saved by the first stage; the last stage stores equal copies."""
         repeated = {
-            self._parameter_boxes[parameter].name
-            for parameter in self._parameter_boxes
+            self._boxes[parameter].name
+            for parameter in self._boxes
             if getattr(parameter, "ds_pipe_replicated", False)
         }
         return [
@@ -128,7 +128,7 @@ class DeepSpeedPipelineEngine:
     def replica_sets(self) -> list[ReplicaSet]:
         axes, rank = self._plan.axes, self._plan.axes.rank(self._at)
         tied = [parameter for parameter, _ in self._module.get_tied_weights_and_groups()]
-        found = list(replicas.weights(self._parameter_boxes, axes, rank, tied))
+        found = list(replicas.weights(self._boxes, axes, rank, tied))
         if self._stage == 0:
             found += replicas.optimizer_state(
                 self._ds.optimizer, self._partitions(), axes, rank, stage=0, device=self.device
@@ -148,12 +148,12 @@ class DeepSpeedPipelineEngine:
         patches.drop_last_step(self._ds)
         patches.drop_pipeline_grid()
         patches.release_parallel_groups()
-        self._parameter_boxes = {}
+        self._boxes = {}
         del self._ds, self._module, self._norm
 
     def _partitions(self) -> list[ZeroPartition]:
         return read_partitions(
-            self._ds.optimizer, self._parameter_boxes, rank=self._at.data, ranks=self._plan.axes.data
+            self._ds.optimizer, self._boxes, rank=self._at.data, ranks=self._plan.axes.data
         )
 
     def _expect(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -27,10 +27,7 @@ ZERO_AXES = (Axis.CONTEXT, Axis.DATA)  # the axes over which ZeRO partitions
 
 
 def weights(
-    parameter_boxes: Mapping[torch.Tensor, ParameterBox],
-    axes: Axes,
-    rank: int,
-    tied: Collection[torch.Tensor] = (),
+    boxes: Mapping[torch.Tensor, ParameterBox], axes: Axes, rank: int, tied: Collection[torch.Tensor] = ()
 ) -> Iterator[ReplicaTensor]:
     """Yield the replicated weights under ZeRO 0 to 2.
 
@@ -42,7 +39,7 @@ def weights(
     stages = axes.peers(rank, (Axis.PIPELINE,))
     ends = tuple(sorted({peer + end - rank for peer in same for end in (stages[0], stages[-1])}))
     shared = {id(parameter) for parameter in tied}
-    for parameter, parameter_box in parameter_boxes.items():
+    for parameter, parameter_box in boxes.items():
         if id(parameter) in shared:
             yield TIED, ends, parameter_box.name, parameter
         elif getattr(parameter, "allreduce", True) is False:

@@ -24,7 +24,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from toolkit.config.schema import Precision
 from toolkit.engine.megatron.attention import document_mask
 from toolkit.engine.megatron.model import build_chunks, transformer_config
-from toolkit.engine.megatron.state import MegatronState, inner_optimizers, state_names
+from toolkit.engine.megatron.state import MegatronState, inner_optimizers
+from toolkit.engine.optimizers import optimizer_state_names
 from toolkit.engine.precision import LossScaler
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan.types import RunPlan
@@ -67,7 +68,9 @@ class MegatronModel:
     @property
     def state_names(self) -> set[str]:
         """Names of the optimizer's states of parameter shape."""
-        return {name for master in self.state.masters for name in state_names(master.inner)}
+        return {
+            name for master in self.state.masters for name in optimizer_state_names(master.inner.defaults)
+        }
 
     def set_learning_rate(self, lr: float) -> None:
         """Set learning rate and weight decay, with Megatron-core's multipliers for groups without decay."""
@@ -125,7 +128,7 @@ class MegatronModel:
                 continue
             found: dict[str, torch.Tensor] = {
                 name: torch.zeros_like(master.tensor, requires_grad=False)
-                for name in state_names(master.inner)
+                for name in optimizer_state_names(master.inner.defaults)
             }
             if "betas" in master.inner.defaults and not counts_in_group:
                 found["step"] = torch.tensor(

@@ -17,18 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from toolkit.checkpoint.shard import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    MOMENTUM,
-    WEIGHT,
-    Box,
-    Shard,
-    TensorKey,
-    flat_boxes,
-)
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey, flat_boxes
 from toolkit.config.schema import Precision
+from toolkit.engine.optimizers import optimizer_state_names
 from toolkit.families import get_family
 from toolkit.families.megatron import (
     EMBEDDING,
@@ -127,7 +118,7 @@ class MegatronState:
         return [
             shard
             for master in self.masters
-            for name in state_names(master.inner)
+            for name in optimizer_state_names(master.inner.defaults)
             if (tensor := master.inner.state.get(master.tensor, {}).get(name)) is not None
             for shard in self._master_shards(master, name, tensor)
         ]
@@ -156,13 +147,6 @@ class MegatronState:
                     replica.count,
                     mirror=parameter.mirror,
                 )
-
-
-def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Names of the optimizer's states of parameter shape, which are the same for any Adam."""
-    if "betas" in inner.defaults:
-        return (EXP_AVG, EXP_AVG_SQ)
-    return (MOMENTUM,) if inner.defaults["momentum"] else ()
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[Any]:
