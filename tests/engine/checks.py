@@ -75,7 +75,7 @@ def far(wrong: RunTrace, case: Cell) -> None:
     )
 
 
-def held(rank: int, ranks: int, case: Cell) -> tuple[dict[TensorKey, torch.Tensor], int, int]:
+def gather_state(rank: int, ranks: int, case: Cell) -> tuple[dict[TensorKey, torch.Tensor], int, int]:
     """Return all state, this rank's elements of weights in shards, and the elements of its partitions with
     padding.
     """

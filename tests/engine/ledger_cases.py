@@ -47,8 +47,8 @@ from toolkit.train.saving import Checkpoints, Timer
 from toolkit.train.state import TrainState
 from toolkit.train.task import Task, text_task
 
-WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not looked at
-SHARE = 0.2  # a delay's of a step
+WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not measured
+SHARE = 0.2  # a delay as a share of a step
 
 
 @dataclass(frozen=True)

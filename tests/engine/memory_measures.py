@@ -29,7 +29,7 @@ class Bytes:
 
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Bytes of every distinct storage by address."""
+    """Bytes of state_tensors distinct storage by address."""
     found = {}
     for tensor in tensors:
         if torch.is_tensor(tensor) and tensor.numel():
@@ -44,14 +44,14 @@ def weights(engine: DeepSpeedEngine) -> dict[int, int]:
 
 def gradients(engine: DeepSpeedEngine) -> dict[int, int]:
     optimizer: Any = engine._ds.optimizer
-    held: list[Any] = []
+    tensors: list[Any] = []
     for parameter in engine._ds.module.parameters():
-        held += [parameter.grad, getattr(parameter, "grad_accum", None)]
+        tensors += [parameter.grad, getattr(parameter, "grad_accum", None)]
     for lists in ("averaged_gradients", "all_grad_tensors"):
-        held += [
+        tensors += [
             gradient for some in (getattr(optimizer, lists, None) or {}).values() for gradient in some or ()
         ]
-    held += [
+    tensors += [
         getattr(optimizer, "grad_partitions_flat_buffer", None),
         *getattr(optimizer, "fp32_groups_gradients_flat", ()),
     ]
@@ -61,14 +61,16 @@ def gradients(engine: DeepSpeedEngine) -> dict[int, int]:
         for bucket in getattr(optimizer, "ipg_buckets", {}).values()
         for buffer in (bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer])
     )
-    return {address: size for address, size in storages(held).items() if address not in buckets}
+    return {address: size for address, size in storages(tensors).items() if address not in buckets}
 
 
 def states(engine: DeepSpeedEngine) -> dict[int, int]:
     """Master weights and the optimizer's tensors of parameter shape; in stage 0 masters are weights."""
-    every = [
+    state_tensors = [
         tensor for state in inner_optimizer(engine._ds.optimizer).state.values() for tensor in state.values()
     ]
-    held = [tensor for tensor in every if torch.is_tensor(tensor) and tensor.dim()]  # not the step count
-    held += [partition.master for partition in engine._partitions()]
-    return storages(held)
+    tensors = [
+        tensor for tensor in state_tensors if torch.is_tensor(tensor) and tensor.dim()
+    ]  # not the step count
+    tensors += [partition.master for partition in engine._partitions()]
+    return storages(tensors)

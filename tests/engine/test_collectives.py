@@ -61,7 +61,9 @@ def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[s
         thread.start()
         thread.join()
         recorder.next_step(3)
-        assert len(collectives.last_calls()) > len(found)  # a thread's calls are not the step's, and can hang
+        assert len(collectives.last_calls()) > len(
+            found
+        )  # calls of other threads are recorded too, since they can hang
     assert collectives.last_calls() == []
     first, second = recorder.taken()
     return found, dict(first.parts), dict(second.parts)
@@ -85,7 +87,7 @@ def test_calls_are_recorded_and_timed(pool: RankPool) -> None:
         ]
         assert all(
             call.startswith("tensor: all_gather") for call in calls[5:7]
-        )  # of an object: its size, and then itself
+        )  # the size of a pickled object, then its bytes
         assert calls[8] == "all: all_reduce [4] float32"
         assert sorted(calls[9:]) == sorted([there, back, there if rank < rank ^ 2 else back])
         assert set(parts) == {UNEXPLAINED, *map(communication, ("tensor", "data", "all"))}
@@ -118,7 +120,9 @@ def test_waiting_for_a_side_stream_is_attributed_to_its_collective(monkeypatch: 
     recorder.clock = hands
     recorder.next_step(1)
     with recorder.part(BACKWARD):
-        streams.carry(recorder.part(communication("tensor")))  # on the computing stream: nothing to wait for
+        streams.carry(
+            recorder.part(communication("tensor"))
+        )  # on the compute stream, which does not wait for itself
         current = side
         streams.carry(recorder.part(communication("data")))
         current = main

@@ -30,7 +30,7 @@ from tests.engine.cases import (
     steps,
     trace,
 )
-from tests.engine.checks import held, ramped
+from tests.engine.checks import gather_state, ramped
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.cluster.machine import this_machine
 from toolkit.config.schema import OptimizerKernel, OptimizerName, Place
@@ -65,7 +65,7 @@ def test_shards_cover_every_element_once_and_no_padding(case: Cell, pool: RankPo
     evenly.
     """
     plan = case.plan()
-    found = pool.run(held, case, ranks=4)
+    found = pool.run(gather_state, case, ranks=4)
     state = found[0][0]
     names = {spec.name for spec in plan.parameters}
     assert "lm_head.weight" not in names
@@ -94,8 +94,10 @@ def most_at_once(rank: int, ranks: int) -> tuple[int, int, int]:
             nonlocal most
             parameter = nn.Parameter(data, requires_grad)
             made.append(parameter)
-            held = sum(p.data.numel() + (p.ds_tensor.numel() if hasattr(p, "ds_tensor") else 0) for p in made)
-            most = max(most, held)
+            stored = sum(
+                p.data.numel() + (p.ds_tensor.numel() if hasattr(p, "ds_tensor") else 0) for p in made
+            )
+            most = max(most, stored)
             return parameter
 
     original = deepspeed_build.nn

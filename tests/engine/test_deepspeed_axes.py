@@ -38,7 +38,16 @@ from tests.engine.cases import (
     steps,
     trace,
 )
-from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, far, held, oracle, ramped
+from tests.engine.checks import (
+    TOLERANCE,
+    check_cell,
+    doubling,
+    duplicating,
+    far,
+    gather_state,
+    oracle,
+    ramped,
+)
 from tests.engine.resuming import MORE, Saved, check_pairs, check_same
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
@@ -77,7 +86,7 @@ def everything() -> Iterator[Cell]:
             yield cell(stage, 4, 2, **axis, **now)
             yield cell(
                 stage, 4, 1, **axis, **other
-            )  # one micro-batch; with fewer samples a step other families' oracles learn too little
+            )  # other families' oracles learn too little with fewer samples per step
             yield from (
                 cell(stage, 2, 2, family, **axis, **turns[(stage + number) % 2])
                 for number, family in enumerate(families)
@@ -218,7 +227,7 @@ def test_shards_cover_every_element_once(case: Cell, pool: RankPool) -> None:
 
     Sizes that do not divide evenly leave padding and boxes of every kind.
     """
-    state = pool.run(held, case, ranks=4)[0][0]
+    state = pool.run(gather_state, case, ranks=4)[0][0]
     plan = case.plan()
     assert {key.state for key in state} == {"weight", "exp_avg", "exp_avg_sq"}
     for spec in plan.parameters:
@@ -230,9 +239,7 @@ def copies(rank: int, ranks: int, case: Cell) -> dict[str, torch.Tensor]:
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
     steps(engine, case, rank, 0, 4)
-    found = {
-        place.name: weight.detach().clone() for weight, place in engine._boxes.items() if place.replicas > 1
-    }
+    found = {box.name: weight.detach().clone() for weight, box in engine._boxes.items() if box.replicas > 1}
     engine.close()
     return found
 
@@ -422,15 +429,15 @@ def weights_saved_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
     """The parameters whose gathered memory autograd keeps in addition to the parameter itself."""
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
-    places = engine._boxes
+    boxes = engine._boxes
     found: set[str] = set()
 
     def look(saved: torch.Tensor) -> torch.Tensor:
         if not isinstance(saved, nn.Parameter):
             memory = saved.untyped_storage().data_ptr()
             found.update(
-                place.name
-                for weight, place in places.items()
+                box.name
+                for weight, box in boxes.items()
                 if weight.numel() and weight.untyped_storage().data_ptr() == memory
             )
         return saved

@@ -332,7 +332,7 @@ def test_resuming_across_layouts_matches_local(family: str, pool: RankPool, tmp_
     print(family, worst)
     assert worst <= 1e-5
     last = len(layouts) - 1
-    for case in (layouts[-1], layouts[1]):  # into the pipeline too
+    for case in (layouts[-1], layouts[1]):  # including into a pipeline
         wrong = pool.run(
             stretch, case, last * EACH, before, tmp_path / f"wrong-{case.ranks}", True, ranks=case.ranks
         )[0]
@@ -361,7 +361,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def held(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
+def measure_stage(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
     """This rank's memory, with gradients after the last backward, and the plan's memory of its stage."""
     engine: Any = make(case, rank)
     most, reduce = 0, engine._ds.allreduce_gradients
@@ -405,7 +405,7 @@ def held(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
 )
 def test_memory_of_each_stage_matches_the_plan(case: Cell, pool: RankPool) -> None:
     """Within 1%. The stages differ, so the plan of one does not fit another."""
-    every = pool.run(held, case, ranks=case.ranks)
+    every = pool.run(measure_stage, case, ranks=case.ranks)
     for found, plan in every:
         for name in ("parameters", "gradients", "optimizer"):
             assert getattr(found, name) == pytest.approx(getattr(plan, name), rel=0.01), (

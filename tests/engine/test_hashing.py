@@ -30,22 +30,22 @@ def test_hash_changes_with_every_bit(dtype: torch.dtype, count: int) -> None:
     tensor = numbers(count, dtype)
     right, bits = hash_of(tensor), tensor.view(BITS[dtype])
     width = 8 * tensor.element_size()
-    for place in range(count):
+    for index in range(count):
         for bit in range(width):
             mask = 1 << bit if bit < width - 1 else -(1 << bit)
-            bits[place] ^= mask
-            assert hash_of(tensor) != right, f"bit {bit} of element {place}"
-            bits[place] ^= mask
+            bits[index] ^= mask
+            assert hash_of(tensor) != right, f"bit {bit} of element {index}"
+            bits[index] ^= mask
     assert hash_of(tensor) == right
 
 
 def test_hash_changes_with_every_column_of_many_rows() -> None:
     tensor = numbers(5 * 2 * COLUMNS + 3)
     right = hash_of(tensor)
-    for place in range(len(tensor)):
-        tensor.view(torch.int32)[place] ^= 1 << 22
+    for index in range(len(tensor)):
+        tensor.view(torch.int32)[index] ^= 1 << 22
         assert hash_of(tensor) != right
-        tensor.view(torch.int32)[place] ^= 1 << 22
+        tensor.view(torch.int32)[index] ^= 1 << 22
 
 
 @pytest.mark.parametrize("dtype", BITS)

@@ -91,10 +91,12 @@ def test_local_engine_resumes_bitwise(pool: RankPool, stayed: list[float]) -> No
 
 def test_resuming_across_engines_matches_local(pool: RankPool, stayed: list[float], tmp_path: Path) -> None:
     losses = travel(HOPS, pool, tmp_path)
-    apart = [abs(a - b) for a, b in zip(losses, stayed, strict=True)]
-    print(f"{max(apart):.1e}")
-    assert max(apart) <= TOLERANCE, [
-        f"{HOPS[step // EACH].name} step {step}: {by:.1e}" for step, by in enumerate(apart) if by > TOLERANCE
+    differences = [abs(a - b) for a, b in zip(losses, stayed, strict=True)]
+    print(f"{max(differences):.1e}")
+    assert max(differences) <= TOLERANCE, [
+        f"{HOPS[step // EACH].name} step {step}: {by:.1e}"
+        for step, by in enumerate(differences)
+        if by > TOLERANCE
     ]
     assert stayed[0] - stayed[-1] > 0.3
 
@@ -106,9 +108,9 @@ def test_resuming_with_idle_experts_matches_local(
     hops: tuple[Cell, ...], pool: RankPool, tmp_path: Path
 ) -> None:
     right = travel((IDLE_STAYS,) * len(hops), pool, tmp_path / "stayed")
-    apart = [abs(a - b) for a, b in zip(travel(hops, pool, tmp_path / "hopped"), right, strict=True)]
-    print(f"{max(apart):.1e}")
-    assert max(apart) <= TOLERANCE, apart
+    differences = [abs(a - b) for a, b in zip(travel(hops, pool, tmp_path / "hopped"), right, strict=True)]
+    print(f"{max(differences):.1e}")
+    assert max(differences) <= TOLERANCE, differences
     assert right[0] - right[-1] > 0.3
     forgetful = travel(hops[:2], pool, tmp_path / "forgetful", forget_before=1)
     assert max(abs(a - b) for a, b in zip(forgetful, right, strict=False)) > 10 * TOLERANCE, (
@@ -141,7 +143,7 @@ PROBES = (
     (11, 200),
     (20, 3),
     (30, 120),
-)  # a place in the sequence, and a token whose probability is token_loss
+)  # a position in the sequence, and a token whose probability is compared
 
 
 def export(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[float]:
@@ -152,19 +154,21 @@ def export(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[float]:
     save(engine, plan, 2, folder, rank, ranks)
     whole = engine.eval_step(rank_samples(engine, plan, EVALUATION_STEP, rank))
     reported = [whole.loss_sum / whole.tokens]
-    for place, token in PROBES:
-        token_loss = engine.eval_step(probe(rank_samples(engine, plan, EVALUATION_STEP, rank), place, token))
+    for position, token in PROBES:
+        token_loss = engine.eval_step(
+            probe(rank_samples(engine, plan, EVALUATION_STEP, rank), position, token)
+        )
         reported.append(token_loss.loss_sum / token_loss.tokens)
     engine.close()
     return reported
 
 
-def probe(batches: list[Any], place: int, token: int) -> list[Any]:
-    """The same inputs, with ``token`` at ``place`` as the only label of each row."""
+def probe(batches: list[Any], position: int, token: int) -> list[Any]:
+    """The same inputs, with ``token`` at ``position`` as the only label of each row."""
     found = []
     for batch in batches:
         labels = torch.full_like(batch["labels"], IGNORED)
-        labels[:, place] = token
+        labels[:, position] = token
         found.append({**batch, "labels": labels})
     return found
 
@@ -206,9 +210,9 @@ def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> No
     with torch.no_grad():
         chances = model.eval()(input_ids=tokens).logits.float().log_softmax(-1)
     expected = [float(-chances[labels != IGNORED].gather(1, labels[labels != IGNORED][:, None]).mean())]
-    expected += [float(-chances[:, place, token].mean()) for place, token in PROBES]
-    apart = [abs(a - b) for a, b in zip(reported, expected, strict=True)]
-    assert max(apart) <= TOLERANCE, apart
+    expected += [float(-chances[:, position, token].mean()) for position, token in PROBES]
+    differences = [abs(a - b) for a, b in zip(reported, expected, strict=True)]
+    assert max(differences) <= TOLERANCE, differences
 
 
 def held_out(plan: RunPlan) -> tuple[torch.Tensor, torch.Tensor]:

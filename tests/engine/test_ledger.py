@@ -35,7 +35,7 @@ from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import VPP, Cell, OptimizerCase, deepspeed, megatron
 
 LOCAL = Cell(engine=EngineName.local, family="llama")
-LAYOUTS: dict[str, tuple[Cell, tuple[str, ...]]] = {  # and along which axes there is communication
+LAYOUTS: dict[str, tuple[Cell, tuple[str, ...]]] = {  # cell, and axes with communication
     "local": (LOCAL, ()),
     "deepspeed-dp2-zero1": (deepspeed("llama", 1, data=2), ("data",)),
     "deepspeed-dp2-zero3": (deepspeed("llama", 3, data=2), ("data",)),
@@ -52,9 +52,9 @@ LAYOUTS: dict[str, tuple[Cell, tuple[str, ...]]] = {  # and along which axes the
 }
 COMPUTED = (FORWARD, BACKWARD, OPTIMIZER)
 LOOP = (DATA, TRANSFER, CHECKPOINT, EVALUATION, LOGGING, UNEXPLAINED)
-WITHIN = 0.1  # of a delay
+WITHIN = 0.1  # tolerated share of a delay
 TRIES = 4
-ASLEEP = 0.06  # seconds of forward and of backward: steps in which little is computed
+ASLEEP = 0.06  # seconds of forward and of backward, in steps with little computation
 MOST_UNEXPLAINED = 0.05
 
 
@@ -78,8 +78,8 @@ def large(cell: Cell) -> RunPlan:
 
 def within(measured: list[Measured], parts: tuple[str, ...]) -> dict[tuple[int, str], float]:
     """Rank and part of each delay that is not attributed to its part, and how much of it is."""
-    found = {(rank, part): one.landed(part) for rank, one in enumerate(measured) for part in parts}
-    return {place: share for place, share in found.items() if abs(share - 1) > WITHIN}
+    found = {(rank, part): result.landed(part) for rank, result in enumerate(measured) for part in parts}
+    return {key: share for key, share in found.items() if abs(share - 1) > WITHIN}
 
 
 def check_delays(run: Callable[[float], list[Measured]], parts: tuple[str, ...]) -> None:
@@ -89,16 +89,16 @@ def check_delays(run: Callable[[float], list[Measured]], parts: tuple[str, ...])
         measured = run(ASLEEP * 2**attempt)
         check_sums(measured)
         found = within(measured, parts)
-        missing = {place: share for place, share in found.items() if attempt == 0 or place in missing}
+        missing = {key: share for key, share in found.items() if attempt == 0 or key in missing}
         if not missing:
             break
     assert not missing, missing
 
 
 def check_sums(measured: list[Measured]) -> None:
-    for one in measured:
-        assert [found.step for found in one.times] == list(range(1, len(one.times) + 1))
-        for found in one.times:
+    for result in measured:
+        assert [found.step for found in result.times] == list(range(1, len(result.times) + 1))
+        for found in result.times:
             assert sum(found.parts.values()) == pytest.approx(found.wall)
             assert min(found.parts.values()) >= -1e-9
             waited = sum(
@@ -111,12 +111,12 @@ def check_sums(measured: list[Measured]) -> None:
 
 def check_counted(measured: list[Measured], parts: tuple[str, ...]) -> None:
     """Each delay is attributed to its part and to no other."""
-    for one in measured:
-        for found, delayed in zip(one.times, one.delayed, strict=True):
+    for result in measured:
+        for found, delayed in zip(result.times, result.delayed, strict=True):
             assert {part: seconds for part, seconds in found.parts.items() if seconds} == (
                 {delayed: 1.0} if delayed else {}
             )
-        assert set(one.delayed) == {None, *parts}
+        assert set(result.delayed) == {None, *parts}
 
 
 def test_delays_of_one_rank_are_attributed_to_their_parts(pool: RankPool) -> None:
@@ -132,10 +132,11 @@ def test_communication_is_attributed_to_its_axis(name: str, pool: RankPool) -> N
     cell, axes = LAYOUTS[name]
     parts = (*COMPUTED, *map(communication, axes))
     check_counted(pool.run(partial(measure, counted=True), small(cell), parts, 1, ranks=2), parts)
-    for one in pool.run(partial(measure, counted=True, replaced=False), small(cell), parts, 1, ranks=2):
-        assert not any(part.startswith("communication") for found in one.times for part in found.parts)
+    for result in pool.run(partial(measure, counted=True, replaced=False), small(cell), parts, 1, ranks=2):
+        assert not any(part.startswith("communication") for found in result.times for part in found.parts)
         assert all(
-            found.wall == (delayed is not None) for found, delayed in zip(one.times, one.delayed, strict=True)
+            found.wall == (delayed is not None)
+            for found, delayed in zip(result.times, result.delayed, strict=True)
         )
 
 
@@ -155,7 +156,7 @@ def check_slow_stage(run: Callable[[float], list[Measured]]) -> None:
         shares.append((first.landed(BUBBLE), last.landed(FORWARD, BUBBLE)))
         if all(abs(share - 1) <= WITHIN for share in shares[-1]):
             return
-    raise AssertionError(f"bubble of the first stage, forward of the last one: {shares}")
+    raise AssertionError(f"bubble of the first stage, forward of the last result: {shares}")
 
 
 def test_last_calls_of_each_group_are_recorded(pool: RankPool) -> None:
@@ -199,10 +200,10 @@ def test_unattributed_time_is_small_and_losses_are_bitwise_equal(name: str, pool
     recorded = pool.run(measure, large(cell), ranks=cell.ranks)
     alone = pool.run(partial(measure, recorded=False), large(cell), ranks=cell.ranks)
     assert len(recorded[0].losses) == 6
-    assert [one.losses for one in recorded] == [one.losses for one in alone]
-    assert all(one.times and not other.times for one, other in zip(recorded, alone, strict=True))
-    for one in recorded:
-        assert one.unexplained() <= MOST_UNEXPLAINED, f"{one.unexplained():.1%}"
+    assert [result.losses for result in recorded] == [result.losses for result in alone]
+    assert all(result.times and not other.times for result, other in zip(recorded, alone, strict=True))
+    for result in recorded:
+        assert result.unexplained() <= MOST_UNEXPLAINED, f"{result.unexplained():.1%}"
 
 
 PIPELINES: dict[str, tuple[Cell, int, int]] = {  # stages, chunks of a stage
@@ -215,7 +216,7 @@ PIPELINES: dict[str, tuple[Cell, int, int]] = {  # stages, chunks of a stage
         deepspeed("gpt2", 1, pipeline=2),
         2,
         1,
-    ),  # tied embeddings: the last stage waits for the first one's gradients
+    ),  # tied embeddings: the last stage waits for the first result's gradients
     "megatron-pp2-dp2": (megatron("llama", pipeline=2, data=2, zero=1), 2, 1),
 }
 
@@ -232,4 +233,4 @@ def test_bubble_of_equal_stages_matches_theory(name: str, pool: RankPool) -> Non
     while not tried or abs(tried[-1] - ideal) > 0.02:
         assert len(tried) < TRIES, f"{tried}, not {ideal}"
         steps = pool.run(bubble, plan, ASLEEP * 2 ** len(tried) / chunks, 4, ranks=cell.ranks)
-        tried.append(statistics.mean(map(min, steps)))  # what else the machine does only adds
+        tried.append(statistics.mean(map(min, steps)))  # other processes only add time

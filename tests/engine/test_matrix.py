@@ -24,7 +24,7 @@ from toolkit.testing.measure import Measured, measure
 from toolkit.testing.parity import DoubledGradients, repeat_first_rank
 from toolkit.testing.wrong_maps import rotate_groups, swap_gate_and_up, wrong_map
 
-# DeepSpeed's other axes have quick cells of their own: test_deepspeed_axes.py, test_deepspeed_pipe.py.
+# Quick cells of DeepSpeed's other axes are in test_deepspeed_axes.py and test_deepspeed_pipe.py.
 QUICK = select_cells(
     (
         "megatron/llama/tp2-sp",
@@ -55,7 +55,7 @@ def test_cells_match_local(cell: Cell, case: OptimizerCase, pool: RankPool, orac
     check(cell, case, pool, oracles)
 
 
-# All cells with both optimizers are `launch/verify.py --cells all`.
+# ``launch/verify.py --cells all`` runs all cells with both optimizers.
 FULL = [
     *((cell, cell.cases[number % len(cell.cases)]) for number, cell in enumerate(ALL) if cell not in QUICK),
     *((cell, case) for cell in QUICK for case in cell.cases if (cell, case) not in QUICK_CASES),
@@ -77,11 +77,10 @@ def test_idle_experts_get_no_token(oracles: Oracles) -> None:
         assert [bool(expert.any()) for expert in gradient] == [
             number in range(4)[visited] for number in range(4)
         ]
-    assert min(right.gaps) > 1.0, "and so it stays: chosen and idle experts are far apart in every step"
+    assert min(right.gaps) > 1.0, "chosen and idle experts stay far apart in every step"
 
 
-# -- Controls. Each is a function of a rank's plan that gives a context in which the run is wrong, or other
-# samples or objective.
+# -- Controls: each is a context in which a rank's run is wrong, or has other samples or another objective
 
 
 def doubled(plan: RunPlan) -> Any:

@@ -30,14 +30,16 @@ def measure(rank: int, ranks: int, case: Cell) -> tuple[Bytes, Any]:
     def look() -> None:
         nonlocal most
         most = max(most, sum(gradients(engine).values()))
-        after_backward()  # reduces; ZeRO 2 keeps its part of the gradients from here on
+        after_backward()  # reduces; afterwards ZeRO 2 keeps only its part of the gradients
         most = max(most, sum(gradients(engine).values()))
 
     engine._ds._backward_epilogue = look
     steps(engine, case, rank, 0, 2)
-    held = weights(engine)
+    parameter_bytes = weights(engine)
     found = Bytes(
-        sum(held.values()), most, sum(size for address, size in states(engine).items() if address not in held)
+        sum(parameter_bytes.values()),
+        most,
+        sum(size for address, size in states(engine).items() if address not in parameter_bytes),
     )
     engine.close()
     return found, case.plan().memory
@@ -51,8 +53,7 @@ FULL = [
 CORE = [case for case in FULL if case.ranks == 2 and case.accumulation == 2]
 
 
-# One axis beside data: what it leaves on a rank, and the ranks that ZeRO then shares it over. A vocabulary
-# that the tensor axis divides.
+# One axis in addition to data, with a vocabulary that the tensor axis divides.
 EXPERTS = {
     "model__hidden_size": 64,
     "model__intermediate_size": 96,

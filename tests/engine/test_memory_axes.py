@@ -123,9 +123,9 @@ def check(plan: RunPlan, pool: RankPool) -> None:
     assert len(stages) == plan.axes.pipeline
     assert plan.memory in stages
     for stage, memory in enumerate(stages):
-        here = [held for rank, held in enumerate(found) if plan.axes.coordinates(rank).pipeline == stage]
+        here = [stored for rank, stored in enumerate(found) if plan.axes.coordinates(rank).pipeline == stage]
         for name in ("parameters", "gradients", "optimizer"):
-            most = max(getattr(held, name) for held in here)
+            most = max(getattr(stored, name) for stored in here)
             assert most == pytest.approx(getattr(memory, name), rel=0.01), (
                 f"stage {stage}, {name}: {most}, planned {getattr(memory, name)}"
             )
@@ -155,8 +155,8 @@ def _kept_bytes(engine: Any, plan: RunPlan) -> int:
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.setdefault(
             tensor.untyped_storage().data_ptr(), tensor.untyped_storage()
-        )  # held, so that no address comes again
-        return tensor.detach()  # the tensor itself would keep the graph, which keeps it
+        )  # stored, so that no address comes again
+        return tensor.detach()  # the tensor itself would keep the graph alive
 
     batch = engine._model.slice_for_context_rank(micro_batches(plan, 0)[0])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

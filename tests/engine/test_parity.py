@@ -53,17 +53,17 @@ def everything() -> Iterator[Cell]:
     """Llama on two ranks in every combination; on four ranks, and in other families, the optimizers
     alternate.
     """
-    places: list[tuple[int, dict[str, Any]]] = [(stage, {}) for stage in range(4)]
-    places += [(1, OFFLOAD), (2, OFFLOAD), (3, OFFLOAD), (3, OFFLOAD_ALL)]
+    offloads: list[tuple[int, dict[str, Any]]] = [(stage, {}) for stage in range(4)]
+    offloads += [(1, OFFLOAD), (2, OFFLOAD), (3, OFFLOAD), (3, OFFLOAD_ALL)]
     turns: tuple[dict[str, Any], ...] = ({}, SGD)
-    for (stage, place), accumulation, optimizer in itertools.product(places, (1, 2), turns):
-        if place or accumulation != 2:  # these are cells of the matrix
-            yield cell(stage, 2, accumulation, **optimizer, **place)
-    for number, (stage, place) in enumerate(places):
+    for (stage, offload), accumulation, optimizer in itertools.product(offloads, (1, 2), turns):
+        if offload or accumulation != 2:  # these are cells of the matrix
+            yield cell(stage, 2, accumulation, **optimizer, **offload)
+    for number, (stage, offload) in enumerate(offloads):
         now, other = turns[number % 2], turns[1 - number % 2]
-        yield cell(stage, 4, 1, **now, **place)
-        yield cell(stage, 4, 2, **other, **place)
-        yield from (cell(stage, 2, 1, family, **other, **place) for family in FAMILIES if family != "llama")
+        yield cell(stage, 4, 1, **now, **offload)
+        yield cell(stage, 4, 2, **other, **offload)
+        yield from (cell(stage, 2, 1, family, **other, **offload) for family in FAMILIES if family != "llama")
 
 
 @pytest.mark.parametrize("case", quick(CORE, *range(len(QUICK))), ids=str)

@@ -77,7 +77,7 @@ def test_config_json_round_trip(family: str, tie: bool) -> None:
     ours = get_family(family).hugging_face_config(shape)
     written = json.loads(json.dumps(ours))
     theirs = transformers.AutoConfig.for_model(**ours).to_dict()
-    for config in (written, theirs):  # what we write, and what transformers writes of it
+    for config in (written, theirs):  # our file, and the file that transformers writes for it
         assert asdict(
             get_family(family).resolve_shape(get_family(family).from_hugging_face_config(config))
         ) == asdict(shape)

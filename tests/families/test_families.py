@@ -73,7 +73,7 @@ def test_flops_count_only_visited_experts() -> None:
     active = get_family("mixtral").forward_flops(shape, 1).total / 2
     assert active / 1e9 == pytest.approx(
         12.9 - 32000 * 4096 / 1e9, rel=0.01
-    )  # 12.9 B active, of which the embedding is a look-up
+    )  # 12.9 B active parameters, including the embedding, which is a lookup
     more = get_family("mixtral").forward_flops(replace(shape, num_experts_per_tok=4), 1).total / 2
     assert more - active == 2 * 3 * shape.hidden_size * shape.intermediate_size * shape.num_hidden_layers
 

@@ -26,7 +26,7 @@ from toolkit.train.task import NextToken
 
 SEQUENCES = 2
 NEAR = 0.02
-# Another model that could be taken for this one: each must leave the 2%.
+# Similar models that must differ by more than 2%.
 WRONG: dict[str, dict[str, Any]] = {
     "gpt2": {"num_attention_heads": 8},
     "llama": {"num_key_value_heads": 1},
@@ -42,7 +42,7 @@ def counted(plan: RunPlan, backward: bool) -> float:
     if get_family(plan.config.model.family or "").traits.experts:
         model.set_experts_implementation(
             "eager"
-        )  # a matrix product an expert; the counter does not know grouped ones
+        )  # one matrix product per expert; the counter does not support grouped products
     batch = {
         name: torch.arange(SEQUENCES * LENGTH).reshape(SEQUENCES, LENGTH) % VOCABULARY
         for name in ("input_ids", "labels")

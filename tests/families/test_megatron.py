@@ -73,10 +73,10 @@ def box(canonical: Mapping[str, np.ndarray], part: TensorPart) -> np.ndarray:
     ]
 
 
-def filled(canonical: Mapping[str, np.ndarray], held: MegatronTensor | LocalTensor) -> np.ndarray:
+def filled(canonical: Mapping[str, np.ndarray], local: MegatronTensor | LocalTensor) -> np.ndarray:
     """The tensor's memory, filled from canonical tensors; elements outside all parts are NOTHING."""
-    data = np.full(held.shape, NOTHING)
-    for part in held.parts:
+    data = np.full(local.shape, NOTHING)
+    for part in local.parts:
         view = part.view(data)
         assert view.shape == part.extent
         assert (view == NOTHING).all(), f"two parts fill the same place: {part}"
@@ -132,13 +132,13 @@ def test_local_tensors_match_an_independent_formula(family: str, data: st.DataOb
     for tensor in get_family(family).megatron_tensors(shape):
         whole = by_formula(shape, canonical, tensor)
         for rank in range(size):
-            held = local_tensor(tensor, rank, size, rows if tensor.cut is TensorCut.vocabulary else None)
-            values = filled(canonical, held)
+            local = local_tensor(tensor, rank, size, rows if tensor.cut is TensorCut.vocabulary else None)
+            values = filled(canonical, local)
             assert np.array_equal(values, cut_by_formula(whole, tensor.cut, rank, size, rows)), (
                 tensor.name,
                 rank,
             )
-            memory.append((tensor.cut, held.parts, values))
+            memory.append((tensor.cut, local.parts, values))
     back, _ = returned(shape, [(parts, values) for _, parts, values in memory])
     assert equal(back, canonical)
     for cut in TensorCut:
@@ -236,14 +236,14 @@ def test_flat_ranges_map_to_canonical_boxes(family: str, data: st.DataObject) ->
     canonical = numbered(shape)
     rows = -(-shape.vocab_size // 2) * 2
     for tensor in get_family(family).megatron_tensors(shape):
-        held = local_tensor(tensor, 1, 2, rows if tensor.cut is TensorCut.vocabulary else None)
-        flat, count = filled(canonical, held).reshape(-1), 0
+        local = local_tensor(tensor, 1, 2, rows if tensor.cut is TensorCut.vocabulary else None)
+        flat, count = filled(canonical, local).reshape(-1), 0
         at = data.draw(st.integers(0, flat.size))
         for start, stop in ((0, at), (at, flat.size)):
-            for piece in flat_boxes(held.shape, start, stop):
+            for piece in flat_boxes(local.shape, start, stop):
                 memory = flat[start : start + piece.numel].reshape(piece.shape)
                 start += piece.numel
-                for part in intersect_parts(held.parts, piece.offset, piece.shape):
+                for part in intersect_parts(local.parts, piece.offset, piece.shape):
                     assert np.array_equal(part.view(memory), box(canonical, part))
                     count += math.prod(part.extent)
         assert count == (flat != NOTHING).sum()

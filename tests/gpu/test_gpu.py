@@ -127,5 +127,5 @@ def test_resume_between_engines(gpu: RankPool, tmp_path: Path) -> None:
                 for result in gpu.run(stretch, plan, number * EACH, source, target, False, timeout=300)[0]
             ]
             source = target
-    apart = max(abs(a - b) for a, b in zip(losses["hops"], losses["stays"], strict=True))
-    assert apart <= TOLERANCE, f"{apart:.1e}"
+    difference = max(abs(a - b) for a, b in zip(losses["hops"], losses["stays"], strict=True))
+    assert difference <= TOLERANCE, f"{difference:.1e}"

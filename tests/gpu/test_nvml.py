@@ -19,8 +19,8 @@ from toolkit.monitor.system.sampler import GpuSource, Sampler, Source
 
 pytestmark = pytest.mark.gpu
 
-# nvidia-smi's names (nvidia-smi --help-query-gpu), ours, what makes ours of theirs, how far they may be
-# apart: a GPU at work changes.
+# Names of nvidia-smi (nvidia-smi --help-query-gpu): our name, unit conversion, tolerance (a busy GPU
+# changes).
 STEADY = {
     "uuid": ("uuid", str),
     "name": ("name", str),
@@ -97,9 +97,9 @@ def test_figures_match_nvidia_smi(gpus: Gpus, at_work: None) -> None:
         if theirs[name] not in ABSENT:
             assert ours[mine] == make(theirs[name]), name
             compared += 1
-    for name, (mine, unit, apart) in MOVING.items():
+    for name, (mine, unit, tolerance) in MOVING.items():
         if theirs[name] not in ABSENT:
-            assert abs(ours[mine] - float(theirs[name]) * unit) <= apart, (name, ours[mine], theirs[name])
+            assert abs(ours[mine] - float(theirs[name]) * unit) <= tolerance, (name, ours[mine], theirs[name])
             compared += 1
     assert compared >= 10
 

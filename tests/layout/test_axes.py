@@ -14,22 +14,22 @@ axes = st.builds(Axes, data=sizes, tensor=sizes, pipeline=sizes, context=sizes)
 
 def test_example_of_the_docstring() -> None:
     example = Axes(data=2, pipeline=2, context=1, tensor=2)
-    places = [example.coordinates(rank) for rank in range(8)]
-    assert [place.tensor for place in places] == [0, 1, 0, 1, 0, 1, 0, 1]
-    assert [place.data for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [place.pipeline for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
+    coordinates = [example.coordinates(rank) for rank in range(8)]
+    assert [at.tensor for at in coordinates] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [at.data for at in coordinates] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [at.pipeline for at in coordinates] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 @given(axes, st.data())
 @settings(max_examples=100, deadline=None)
 def test_rank_and_coordinates_are_inverse(axes: Axes, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, axes.size - 1))
-    place = axes.coordinates(rank)
-    assert axes.rank(place) == rank
-    assert 0 <= place.tensor < axes.tensor
-    assert 0 <= place.context < axes.context
-    assert 0 <= place.data < axes.data
-    assert 0 <= place.pipeline < axes.pipeline
+    at = axes.coordinates(rank)
+    assert axes.rank(at) == rank
+    assert 0 <= at.tensor < axes.tensor
+    assert 0 <= at.context < axes.context
+    assert 0 <= at.data < axes.data
+    assert 0 <= at.pipeline < axes.pipeline
 
 
 @given(axes, st.sampled_from(list(Axis)))
@@ -39,9 +39,9 @@ def test_groups_partition_ranks_along_one_coordinate(axes: Axes, axis: Axis) -> 
     assert sorted(rank for group in groups for rank in group) == list(range(axes.size))
     others = [other for other in Axis if other is not axis]
     for group in groups:
-        places = [axes.coordinates(rank) for rank in group]
-        assert [getattr(place, axis) for place in places] == list(range(getattr(axes, axis)))
-        assert len({tuple(getattr(place, other) for other in others) for place in places}) == 1
+        coordinates = [axes.coordinates(rank) for rank in group]
+        assert [getattr(at, axis) for at in coordinates] == list(range(getattr(axes, axis)))
+        assert len({tuple(getattr(at, other) for other in others) for at in coordinates}) == 1
 
 
 def test_tensor_is_innermost_and_pipeline_outermost() -> None:
@@ -72,7 +72,7 @@ def test_groups_are_named_after_their_axes() -> None:
         (5,): "",
     }
     assert {ranks: axis_name(ranks, axes) for ranks in named} == named
-    assert axis_name((0, 1), Axes(data=2)) == "data"  # of one axis alone its own name says more than "all"
+    assert axis_name((0, 1), Axes(data=2)) == "data"  # more specific than "all"
 
 
 def test_expert_groups_are_part_of_the_data_ranks() -> None:

@@ -233,8 +233,8 @@ def _master_parameters(
     for part in inner_optimizers(optimizer):
         groups = {tensor: group for group in part.optimizer.param_groups for tensor in group["params"]}
         if hasattr(part, "model_param_group_index_map"):
-            for parameter, (group, place) in part.model_param_group_index_map.items():
-                tensor = part.optimizer.param_groups[group]["params"][place]
+            for parameter, (group, index) in part.model_param_group_index_map.items():
+                tensor = part.optimizer.param_groups[group]["params"][index]
                 start = part._get_model_param_range_map(parameter)["param"].start
                 yield MasterParameter(
                     parameters[parameter], tensor, start, part.optimizer, groups[tensor], ranged=True
