@@ -91,7 +91,7 @@ def main(model: str, ranks: str, missing: str) -> None:
         return
     assert source.shape is not None
     print(
-        f"parameters={sum(spec.numel for spec in families.get(source.shape.family).parameters(source.shape))}"
+        f"parameters={sum(spec.numel for spec in families.get_family(source.shape.family).parameters(source.shape))}"
     )
     print(f"read={plan.bytes_read}\nreads={plan.reads}\nwritten={plan.target_bytes}\nwrites={plan.writes}")
     print(

@@ -319,9 +319,9 @@ def test_closing_and_dropping_end_the_thread() -> None:
 def test_a_script_may_end_while_samples_are_read_ahead() -> None:
     """Seen before threads were ended at the exit: the process died of a signal, in about every second run."""
     code = (
-        "from toolkit.testing.stream_cost import invented_stream\n"
-        "left = [invented_stream(10**6, mixed=True).steps(0) for _ in range(8)]\n"
-        "next(left[0]); next(invented_stream(10**6, mixed=False).steps(0))\n"
+        "from toolkit.testing.stream_cost import synthetic_stream\n"
+        "left = [synthetic_stream(10**6, mixed=True).steps(0) for _ in range(8)]\n"
+        "next(left[0]); next(synthetic_stream(10**6, mixed=False).steps(0))\n"
     )
     for _ in range(3):
         done = subprocess.run(
