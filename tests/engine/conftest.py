@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.engine.matrix_checks import Oracles
+from tests.engine.resuming import Saved
 from toolkit.testing.dist import RankPool, rank_pool
 
 
@@ -20,3 +22,13 @@ def one_thread() -> None:
 def pool() -> Iterator[RankPool]:
     with rank_pool(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(pool, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="session")
+def oracles(pool: RankPool) -> Oracles:
+    return Oracles(pool)

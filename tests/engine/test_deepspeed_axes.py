@@ -322,11 +322,6 @@ MIXTRALS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(pool, tmp_path_factory.mktemp("saved"))
-
-
 def neighbours(layouts: list[Cell]) -> Iterator[tuple[Cell, list[Cell]]]:
     """Each layout with the first, which is ``local``, and the two before it.
 

@@ -34,11 +34,6 @@ QUICK = (
 )
 
 
-@pytest.fixture(scope="module")
-def oracles(pool: RankPool) -> Oracles:
-    return Oracles(pool)
-
-
 @pytest.mark.parametrize("name", quick(QUICK, 0, 2, 4, 5))
 def test_separate_documents_match_local(name: str, pool: RankPool, oracles: Oracles) -> None:
     check(named(f"{name}-documents"), OptimizerCase.ADAM, pool, oracles)

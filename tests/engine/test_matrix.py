@@ -41,11 +41,6 @@ QUICK = select_cells(
 )
 
 
-@pytest.fixture(scope="module")
-def oracles(pool: RankPool) -> Oracles:
-    return Oracles(pool)
-
-
 # The optimizers alternate.
 QUICK_CASES = [(cell, cell.cases[number % len(cell.cases)]) for number, cell in enumerate(QUICK)]
 

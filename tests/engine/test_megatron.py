@@ -96,11 +96,6 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(pool, tmp_path_factory.mktemp("saved"))
-
-
 @pytest.mark.parametrize("case", quick(SAME, 0, 2), ids=str)
 def test_resume_in_the_same_layout_is_bitwise(case: Layout, saved: Saved, pool: RankPool) -> None:
     check_same(case, saved, pool)

@@ -48,11 +48,6 @@ CORE = [layout(None, 1), *(layout(stage, 2) for stage in range(4))]
 ALL = [layout(None, 1), *(layout(stage, ranks) for stage in range(4) for ranks in (1, 2, 4))]
 
 
-@pytest.fixture(scope="module")
-def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(pool, tmp_path_factory.mktemp("saved"))
-
-
 @pytest.mark.parametrize("target", quick(CORE, 0, 4), ids=name)
 def test_resume_between_layouts(target: Cell, saved: Saved, pool: RankPool) -> None:
     check_pairs(target, CORE, saved, pool)

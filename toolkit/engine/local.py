@@ -33,10 +33,11 @@ from toolkit.engine.protocol import (
     ReplicaSet,
     StepResult,
     StepSettings,
+    rank_device,
 )
 from toolkit.models.build import build_model
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
-from toolkit.plan.types import Device, RunPlan
+from toolkit.plan.types import RunPlan
 
 
 class LocalEngine:
@@ -54,9 +55,7 @@ class LocalEngine:
         assert plan.axes.size == 1, f"the local engine is one process, the plan has {plan.axes.size} ranks"
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
-        self.device = (
-            torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
-        )
+        self.device = rank_device(plan.world.device, local_rank)
         self._module = _cast(build_model(plan, self.device), plan)
         self._parameters = {
             name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.plan.types import Device
 
 # Tensors of one micro-batch by name. In the text task: ``input_ids`` and ``labels``, int64 [micro_batch,
 # sequence]; labels are already shifted, and -100 where masked. With data.documents=separate also
@@ -128,3 +129,8 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the engine's memory and its process groups. The default process group stays."""
+
+
+def rank_device(device: Device, local_rank: int) -> torch.device:
+    """The device of a rank: its own GPU, or the CPU."""
+    return torch.device("cuda", local_rank) if device is Device.CUDA else torch.device("cpu")

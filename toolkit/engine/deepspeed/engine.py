@@ -27,10 +27,11 @@ from toolkit.engine.protocol import (
     ReplicaSet,
     StepResult,
     StepSettings,
+    rank_device,
 )
 from toolkit.engine.replicas import group_replicas
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
-from toolkit.plan.types import Device, RunPlan
+from toolkit.plan.types import RunPlan
 
 
 class DeepSpeedEngine:
@@ -53,9 +54,7 @@ class DeepSpeedEngine:
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._rank, self._ranks = rank // plan.axes.tensor, plan.axes.size // plan.axes.tensor  # of ZeRO
         self._coordinates = plan.axes.coordinates(rank)
-        self.device = (
-            torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
-        )
+        self.device = rank_device(plan.world.device, local_rank)
         deepspeed = patches.import_deepspeed(plan.world.device, local_rank)
         settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed modifies its configuration
         zero = settings["zero_optimization"]

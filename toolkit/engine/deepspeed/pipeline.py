@@ -20,10 +20,18 @@ from toolkit.engine import seeding
 from toolkit.engine.deepspeed import patches, replicas, state
 from toolkit.engine.deepspeed.partitions import ParameterBox, ZeroPartition, read_partitions
 from toolkit.engine.optimizers import parameter_groups
-from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, ReplicaSet, StepResult, StepSettings
+from toolkit.engine.protocol import (
+    EvalResult,
+    MicroBatch,
+    Objective,
+    ReplicaSet,
+    StepResult,
+    StepSettings,
+    rank_device,
+)
 from toolkit.engine.replicas import group_replicas
 from toolkit.monitor.parts import UNRECORDED, Recorder
-from toolkit.plan.types import Device, RunPlan
+from toolkit.plan.types import RunPlan
 
 
 class DeepSpeedPipelineEngine:
@@ -41,9 +49,7 @@ class DeepSpeedPipelineEngine:
         assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
-        self.device = (
-            torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
-        )
+        self.device = rank_device(plan.world.device, local_rank)
         deepspeed = patches.import_deepspeed(plan.world.device, local_rank)
         from toolkit.engine.deepspeed.pipeline_module import (
             LastStageLoss,

@@ -21,7 +21,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from toolkit.config.schema import Precision
 from toolkit.engine.megatron.attention import document_mask
 from toolkit.engine.megatron.model import build_chunks, transformer_config
 from toolkit.engine.megatron.state import MegatronState, inner_optimizers
@@ -32,8 +31,9 @@ from toolkit.plan.types import RunPlan
 
 
 class MegatronModel:
-    """This rank's part of the model and its optimizer. ``chunks`` are its stages in Megatron-core's
-    DistributedDataParallel.
+    """This rank's part of the model and its optimizer.
+
+    ``chunks`` are its stages in Megatron-core's DistributedDataParallel.
     """
 
     def __init__(self, plan: RunPlan) -> None:
@@ -41,11 +41,8 @@ class MegatronModel:
         assert plan.shape is not None
         config = transformer_config(plan)
         models = build_chunks(plan, config)
-        wrapped = (
-            models
-            if plan.config.precision.name is Precision.fp32
-            else [Float16Module(config, model) for model in models]
-        )
+        sixteen_bits = config.bf16 or config.fp16
+        wrapped = [Float16Module(config, model) for model in models] if sixteen_bits else models
         ddp = DistributedDataParallelConfig(**plan.megatron["ddp"])
         self.chunks = [
             DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
@@ -57,11 +54,11 @@ class MegatronModel:
             OptimizerConfig(**settings), self.chunks, use_gloo_process_groups=False
         )
         _skip_nonfinite_steps(self.optimizer)
-        self.state = MegatronState(plan, models, self.optimizer)
+        self.state = MegatronState(plan, models, self.optimizer, sixteen_bits=sixteen_bits)
         self.uses_dropout = plan.shape.dropout > 0  # whether training draws random numbers
         self._parallel_context = plan.axes.context > 1
         self._data_ranks = plan.axes.data
-        self._weight_decay = plan.config.optim.weight_decay
+        self._weight_decay = settings["weight_decay"]
         self._config = config
         _set_schedule_functions(config, ddp, self.chunks)
 

@@ -22,10 +22,18 @@ from toolkit.engine import seeding
 from toolkit.engine.megatron import cpu, patches
 from toolkit.engine.optimizers import has_optimizer_state, master_or_weight_key
 from toolkit.engine.precision import LossScaler
-from toolkit.engine.protocol import EvalResult, MicroBatch, Objective, ReplicaSet, StepResult, StepSettings
+from toolkit.engine.protocol import (
+    EvalResult,
+    MicroBatch,
+    Objective,
+    ReplicaSet,
+    StepResult,
+    StepSettings,
+    rank_device,
+)
 from toolkit.engine.replicas import group_replicas
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
-from toolkit.plan.types import Device, RunPlan
+from toolkit.plan.types import RunPlan
 
 Output = tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
 
@@ -51,9 +59,7 @@ class MegatronEngine:
         check_transformer_engine_settings(plan)
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
-        self.device = (
-            torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
-        )
+        self.device = rank_device(plan.world.device, local_rank)
         initialize_process_groups(plan)
         self._model = MegatronModel(plan)
         self._scaler = LossScaler.from_config(plan.config.precision)

@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from torch import nn
 
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey, flat_boxes
-from toolkit.config.schema import Precision
 from toolkit.engine.optimizers import optimizer_state_names
 from toolkit.families import get_family
 from toolkit.families.megatron import (
@@ -87,10 +86,12 @@ class MasterParameter:
 class MegatronState:
     """The shards of one rank's model and optimizer."""
 
-    def __init__(self, plan: RunPlan, chunks: Sequence[nn.Module], optimizer: Any) -> None:
+    def __init__(
+        self, plan: RunPlan, chunks: Sequence[nn.Module], optimizer: Any, *, sixteen_bits: bool
+    ) -> None:
         assert plan.shape is not None
         self._shapes = {spec.name: spec.shape for spec in plan.parameters}
-        self._sixteen_bits = plan.config.precision.name is not Precision.fp32
+        self._sixteen_bits = sixteen_bits
         self.parameters = list(_local_parameters(plan, chunks))
         self.masters = list(
             _master_parameters(optimizer, {parameter.tensor: parameter for parameter in self.parameters})
