@@ -78,15 +78,15 @@ class DeepSpeedEngine:
             self._ds.clip_fp32_gradients = lambda: None  # _clip_stage0 clips
             patches.allow_skipping_steps(self._ds.optimizer)
         patches.divide_loss_scale(self._ds.optimizer, self._ranks)
-        self._settle_loss_scale = patches.defer_loss_scale_growth(self._ds.optimizer)
-        self._parts = list(module.modules())[1:]
+        self._grow_loss_scale = patches.defer_loss_scale_growth(self._ds.optimizer)
+        self._submodules = list(module.modules())[1:]
         module.train()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
-        self._accumulate(len(micro_batches))
+        self._set_accumulation(len(micro_batches))
         for group in self._ds.optimizer.param_groups:
             group["lr"] = settings.lr
-        micro_batches = self._mine(micro_batches)
+        micro_batches = self._slice_sequences(micro_batches)
         units = int(self._sum_over_ranks(sum(self._objective.units(batch) for batch in micro_batches)))
         # Undo DeepSpeed's mean over ZeRO's ranks; divide by the units of the global batch.
         weight = self._ranks / max(units, 1)
@@ -121,9 +121,9 @@ class DeepSpeedEngine:
                 grad_norm = math.hypot(grad_norm, *map(float, updates))
             else:
                 self._ds.step()
-            self._settle_loss_scale()
+            self._grow_loss_scale()
             if self._stage == 3:
-                patches.remove_from_module_stack(self._parts)
+                patches.remove_from_module_stack(self._submodules)
         skipped = not self._ds.was_step_applied()
         grad_norm = float(self._ds.get_global_grad_norm()) if grad_norm is None else grad_norm
         return StepResult(
@@ -142,7 +142,7 @@ class DeepSpeedEngine:
         module.eval()
         try:
             with torch.no_grad(), seeding.preserve_rng_state(self.device):
-                for batch in self._mine(micro_batches):
+                for batch in self._slice_sequences(micro_batches):
                     for name, value in self._objective.eval_sums(module, batch).items():
                         sums[name] = sums.get(name, 0) + value.double()
                     units += self._objective.units(batch)
@@ -183,14 +183,14 @@ class DeepSpeedEngine:
     def close(self) -> None:
         module = self._ds.module
         self._ds.destroy()
-        patches.remove_from_module_stack([module, *self._parts])
+        patches.remove_from_module_stack([module, *self._submodules])
         if self._stage == 3:
             patches.release_zero3_engine(self._ds)
         patches.restore_linear()
         patches.release_parallel_groups()
         del self._ds, self._boxes
 
-    def _mine(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    def _slice_sequences(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """This rank's slice of each sequence."""
         ranks = self._plan.axes.context
         if ranks == 1:
@@ -206,7 +206,7 @@ class DeepSpeedEngine:
     def _frozen(self) -> list[Shard]:
         return list(frozen_shards(self._ds.module, self._boxes, rank=self._rank, ranks=self._ranks))
 
-    def _accumulate(self, micro_batches: int) -> None:
+    def _set_accumulation(self, micro_batches: int) -> None:
         """Change the number of micro-batches per step, in a batch ramp."""
         if micro_batches == self._accumulation:
             return

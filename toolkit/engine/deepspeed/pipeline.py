@@ -70,19 +70,19 @@ class DeepSpeedPipelineEngine:
             for parameter, name in self._module.names.items()
         }
         patches.divide_loss_scale(self._ds.optimizer, plan.axes.data)
-        self._settle_loss_scale = patches.defer_loss_scale_growth(self._ds.optimizer)
+        self._grow_loss_scale = patches.defer_loss_scale_growth(self._ds.optimizer)
         self._norm = (
             patches.clip_by_pipeline_norm(self._ds) if self._stage == 0 else self._ds.get_global_grad_norm
         )
         patches.disable_timers(self._ds)
         time_instructions(self._ds, recorder)
-        self._module.layer.register_forward_pre_hook(self._reseed)
+        self._module.layer.register_forward_pre_hook(self._seed_micro_batch)
         self._step = self._micro_batch = 0
         self._shape: torch.Size | None = None  # of the last micro-batch
         self._module.train()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
-        self._expect(micro_batches)
+        self._prepare_shapes(micro_batches)
         if len(micro_batches) != self._ds.micro_batches:  # a batch ramp
             patches.set_gradient_accumulation(self._ds, len(micro_batches))
         for group in self._ds.optimizer.param_groups:
@@ -94,7 +94,7 @@ class DeepSpeedPipelineEngine:
         loss_scale = patches.run_loss_scale(self._ds.optimizer, self._plan.axes.data)
         with self._recorder.schedule():
             self._ds.train_batch((batch["input_ids"], batch) for batch in micro_batches)
-        self._settle_loss_scale()
+        self._grow_loss_scale()
         skipped = not self._ds.was_step_applied()
         return StepResult(
             loss=self._sum(self._loss.sum) / max(units, 1),
@@ -105,7 +105,7 @@ class DeepSpeedPipelineEngine:
         )
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        self._expect(micro_batches)
+        self._prepare_shapes(micro_batches)
         self._loss.begin(1.0)
         samples = ((batch["input_ids"], batch) for batch in micro_batches)
         try:
@@ -162,7 +162,7 @@ class DeepSpeedPipelineEngine:
             self._ds.optimizer, self._boxes, rank=self._at.data, ranks=self._plan.axes.data
         )
 
-    def _expect(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def _prepare_shapes(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Prepare for the shapes and positions of a step. Stages exchange activation shapes once and allocate
         buffers.
         """
@@ -173,7 +173,7 @@ class DeepSpeedPipelineEngine:
             self._shape = shape
         self._module.layer.positions = iter([batch.get("position_ids") for batch in micro_batches])
 
-    def _reseed(self, layer: nn.Module, _: object) -> None:
+    def _seed_micro_batch(self, layer: nn.Module, _: object) -> None:
         """Seed each training micro-batch before its forward.
 
         Its backward runs between forwards of other micro-batches but draws nothing: recomputed blocks restore
