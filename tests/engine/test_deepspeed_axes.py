@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from tests.engine.cases import (
     SGD,
     TENSOR,
     Cell,
-    WithoutMoments,
     cell,
     make,
     quick,
@@ -48,9 +46,7 @@ from tests.engine.checks import (
     oracle,
     ramped,
 )
-from tests.engine.resuming import MORE, Saved, check_pairs, check_same
-from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.online.store import CheckpointStore
+from tests.engine.resuming import Saved, check_pairs, check_same
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.engine.protocol import EvalResult, StepResult
@@ -363,54 +359,6 @@ SAME = [
 @pytest.mark.parametrize("case", quick(SAME, 0), ids=str)
 def test_resume_in_the_same_layout_is_bitwise(case: Cell, saved: Saved, pool: RankPool) -> None:
     check_same(case, saved, pool)
-
-
-def leg(rank: int, ranks: int, case: Cell, number: int, folder: Path, forget: bool) -> list[StepResult]:
-    """Train from the checkpoint of the leg before (the first leg from the first weights), and save."""
-    reader = open_reader(folder / str(number - 1)) if number else None
-    engine = make(case, rank, WithoutMoments(reader) if forget and reader is not None else reader)
-    results = steps(engine, case, rank, number * MORE, (number + 1) * MORE)
-    CheckpointStore(folder / str(number)).save(
-        number, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1
-    ).wait()
-    engine.close()
-    return results
-
-
-def travel(legs: list[Cell], folder: Path, pool: RankPool, forget_at: int | None = None) -> list[float]:
-    losses: list[float] = []
-    for number, case in enumerate(legs):
-        losses += [
-            result.loss
-            for result in pool.run(leg, case, number, folder, number == forget_at, ranks=case.ranks)[0]
-        ]
-    return losses
-
-
-def stayed(legs: list[Cell]) -> list[float]:
-    home = legs[0]
-    engine = make(home, 0)
-    results = steps(engine, home, 0, 0, len(legs) * MORE)
-    engine.close()
-    return [result.loss for result in results]
-
-
-HOPS = [
-    [layout(None, 1, {}), layout(1, 2, TENSOR), layout(3, 2, {}), layout(2, 2, CONTEXT), layout(None, 1, {})],
-    [
-        layout(stage, ranks, axis, "mixtral")
-        for stage, ranks, axis in ((None, 1, {}), (1, 2, EXPERT), (3, 2, {}), (2, 4, EXPERT), (None, 1, {}))
-    ],
-]
-
-
-@pytest.mark.parametrize("legs", quick(HOPS, 0), ids=["llama", "mixtral"])
-def test_resuming_across_layouts_matches_local(legs: list[Cell], pool: RankPool, tmp_path: Path) -> None:
-    """The losses match those of ``local`` without resuming; with zeroed moments they do not."""
-    right, found = stayed(legs), travel(legs, tmp_path / "hops", pool)
-    assert max(abs(a - b) for a, b in zip(found, right, strict=True)) <= TOLERANCE.loss
-    wrong = travel(legs[:2], tmp_path / "forgetting", pool, forget_at=1)
-    assert max(abs(a - b) for a, b in zip(wrong, right[: len(wrong)], strict=True)) > 10 * TOLERANCE.loss
 
 
 # -- What DeepSpeed keeps

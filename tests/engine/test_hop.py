@@ -37,7 +37,9 @@ HOPS = (
     deepspeed("llama", 3, data=4),
     megatron("llama", tensor=2, pipeline=2),
     deepspeed("llama", 1, pipeline=2),
+    deepspeed("llama", 1, tensor=2),
     megatron("llama", data=2, zero=1),
+    deepspeed("llama", 2, context=2),
     STAYS,
 )
 
