@@ -76,9 +76,7 @@ def far(wrong: RunTrace, case: Cell) -> None:
 
 
 def gather_state(rank: int, ranks: int, case: Cell) -> tuple[dict[TensorKey, torch.Tensor], int, int]:
-    """Return all state, this rank's elements of weights in shards, and the elements of its partitions with
-    padding.
-    """
+    """Return all state, this rank's elements of weights in shards, and those of its padded partitions."""
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
     steps(engine, case, rank, 0, 1)

@@ -23,9 +23,7 @@ class Mixer(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """A branch that about half of the micro-batches take, depending on their samples; some steps do not use
-    it at all.
-    """
+    """A branch that about half of the micro-batches take, depending on their samples."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""A closed engine leaves no threads: under gloo each process group has threads that wake a hundred times a
-second.
-"""
+"""A closed engine leaves no threads, of which gloo has several per process group."""
 
 from __future__ import annotations
 

@@ -61,9 +61,7 @@ ODD: dict[str, Any] = {"model__vocab_size": 263, "model__hidden_size": 36, "mode
     "case", quick([cell(stage, 4, 1, "gpt2", **ODD) for stage in range(4)], 2, 3), ids=str
 )
 def test_shards_cover_every_element_once_and_no_padding(case: Cell, pool: RankPool) -> None:
-    """``gather_tensors`` asserts the coverage; the embedding is tied, and its 263 x 36 elements do not divide
-    evenly.
-    """
+    """``gather_tensors`` asserts the coverage; the tied embedding's 263 x 36 elements do not divide evenly."""
     plan = case.plan()
     found = pool.run(gather_state, case, ranks=4)
     state = found[0][0]
@@ -79,9 +77,7 @@ def test_shards_cover_every_element_once_and_no_padding(case: Cell, pool: RankPo
 
 
 def most_at_once(rank: int, ranks: int) -> tuple[int, int, int]:
-    """The maximum of elements that this rank stores while a ZeRO-3 model is built, its share, and the largest
-    parameter.
-    """
+    """The maximum of elements in memory while a ZeRO-3 model is built, the share, the largest parameter."""
     from toolkit.engine.deepspeed import build as deepspeed_build
 
     case, most, share = cell(3, ranks, 1, train__global_batch=2 * ranks), 0, 0
@@ -186,9 +182,7 @@ RAMPED = [*((stage, {}) for stage in range(4)), *((stage, OFFLOAD) for stage in 
     ],
 )
 def test_batch_ramp_matches_local(stage: int, more: dict[str, Any], pool: RankPool) -> None:
-    """Accumulation 1, 2, 3. DeepSpeed's own count of micro-steps would step in the middle of the first larger
-    batch.
-    """
+    """Accumulation 1, 2, 3. DeepSpeed's own count would step in the middle of the first larger batch."""
     expected = ramped(0, 1, None, {})
     assert len({result.tokens for result in expected}) > 3
     found = pool.run(ramped, stage, more, ranks=2)[0]
@@ -215,9 +209,7 @@ def evaluating(
     "case", quick([cell(stage, family="gpt2", **DROPOUT) for stage in range(4)], 2, 3), ids=str
 )
 def test_evaluation_does_not_change_training(case: Cell, pool: RankPool) -> None:
-    """Bitwise, with dropout, before the first step (ZeRO 3's trace) and between steps; the loss matches the
-    oracle's.
-    """
+    """Bitwise, with dropout, before the first step (ZeRO 3's trace) and between steps."""
     plain, _ = pool.run(evaluating, case, 0, ranks=2)[0]
     results, evaluations = pool.run(evaluating, case, 1, ranks=2)[0]
     assert results == plain
@@ -231,8 +223,9 @@ def test_evaluation_does_not_change_training(case: Cell, pool: RankPool) -> None
 
 @pytest.mark.parametrize("stage", quick([1, 2, 3], 2))
 def test_bf16_matches_local_bf16(stage: int, pool: RankPool) -> None:
-    """Within tolerances: DeepSpeed reduces gradients in bf16, ``local`` in fp32. Measured differences over 20
-    steps: loss 2.7e-4, gradient norm 2.4e-3, weights 2.6e-4.
+    """DeepSpeed reduces gradients in bf16, ``local`` in fp32.
+
+    Measured differences over 20 steps: loss 2.7e-4, gradient norm 2.4e-3, weights 2.6e-4.
     """
     case = cell(stage, **BF16)
     check_parity(
@@ -284,9 +277,7 @@ def growing(rank: int, ranks: int, stage: int, window: int) -> Any:
 
 @pytest.mark.parametrize("stage", quick([1, 2, 3], 1))
 def test_fp16_scale_growth_does_not_change_the_step(stage: int, pool: RankPool) -> None:
-    """DeepSpeed updates the scale before it unscales; without the patch, a step with a doubled scale is
-    halved and the weights differ by 4e-3.
-    """
+    """Without the patch, a step whose scale doubles is halved, and the weights differ by 4e-3."""
     steady = pool.run(growing, stage, 1000, ranks=2)[0]
     grown = pool.run(growing, stage, 2, ranks=2)[0]
     assert grown.results[-1].loss_scale > steady.results[-1].loss_scale
@@ -331,9 +322,7 @@ def test_cpu_adam_matches_local(stage: int, pool: RankPool) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_nvme_offload_resumes_bitwise(pool: RankPool, tmp_path: Path) -> None:
-    """With libaio, states are on disk between steps and a resume is bitwise equal; without it the plan is
-    refused.
-    """
+    """States are on disk between steps. Without libaio the plan is refused."""
     from tests.engine.resuming import resume, save_and_go_on
 
     large = {
@@ -387,9 +376,7 @@ SOMETIMES = [
 
 @pytest.mark.parametrize("case", SOMETIMES, ids=str)
 def test_parameters_unused_by_some_micro_batches_match_local(case: Cell, pool: RankPool) -> None:
-    """Without the patches, ZeRO 3 and offload use gradients of earlier steps (loss 0.1 off), and ranks mix
-    parameters up.
-    """
+    """Without the patches, ZeRO 3 and offload use gradients of earlier steps (loss 0.1 off)."""
     check_parity(pool.run(trace, case, ranks=case.ranks)[0], trace(0, 1, case.oracle()), TOLERANCE)
 
 
@@ -412,9 +399,7 @@ def closing(rank: int, ranks: int) -> tuple[bool, list[int]]:
 
 
 def test_zero3_close_restores_the_process(pool: RankPool) -> None:
-    """torch's linear is restored, and the module stack neither grows (without the patch by 8 per step) nor
-    keeps a closed model.
-    """
+    """torch's linear is restored, and the module stack does not grow (without the patch by 8 per step)."""
     assert pool.run(closing, ranks=2) == [(True, [1, 1, 0] * 2)] * 2
 
 

@@ -242,9 +242,7 @@ def copies(rank: int, ranks: int, case: Cell) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", quick(["qwen3", "llama"], 0))
 def test_replicated_parameters_stay_equal_on_tensor_ranks(family: str, pool: RankPool) -> None:
-    """Attention dropout differs per rank, but replicated parameters see the same activations, so they stay
-    equal.
-    """
+    """Attention dropout differs per rank, but replicated parameters see the same activations."""
     case = cell(1, 2, 2, family, **TENSOR, **DROPOUT)
     first, second = pool.run(copies, case, ranks=2)
     assert "model.norm.weight" in first

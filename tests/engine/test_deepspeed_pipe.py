@@ -184,9 +184,7 @@ def test_bf16_matches_local_bf16(family: str, more: dict[str, Any], pool: RankPo
 
 @pytest.mark.full
 def test_fp16_skips_the_same_steps_as_zero1(pool: RankPool) -> None:
-    """The reference is ZeRO 1 on one rank: both sum micro-batches in fp16, which overflows a step earlier
-    than fp32 sums.
-    """
+    """ZeRO 1 on one rank sums micro-batches in fp16 too, which overflows a step earlier than fp32 sums."""
     scaling = {"precision__initial_scale_power": 24, "precision__scale_window": 3}
     case = pipe(1, family="qwen2", **FP16, **scaling)
     found = pool.run(traced, case, 12, ranks=2)[0]

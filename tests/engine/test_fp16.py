@@ -31,9 +31,7 @@ CELLS = [
 def overflowing(
     rank: int, ranks: int, plan: RunPlan, undivided: bool = False
 ) -> tuple[list[StepResult], Any]:
-    """Steps from a scale of 2^24, of which the first overflow, and the scale that a checkpoint would have
-    then.
-    """
+    """Steps from a scale of 2^24, of which the first overflow, and the final scale."""
     from toolkit.engine.deepspeed import patches
 
     divide = patches.divide_loss_scale

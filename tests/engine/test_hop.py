@@ -1,11 +1,10 @@
-"""A run that resumes in other engines and layouts matches one that does not; transformers opens every
-engine's export.
+"""Resuming in other engines and layouts matches ``local``; transformers opens every engine's export.
 
     pytest tests/engine/test_hop.py
     pytest tests/engine/test_hop.py -m full        exports of every family from every engine
 
-Six steps each, through checkpoints on disk that every rank writes and reads. The reference is ``local``; with
-zeroed moments the losses must leave the tolerance.
+Six steps each, through checkpoints on disk that every rank writes and reads. With zeroed moments the losses
+must leave the tolerance.
 """
 
 from __future__ import annotations
@@ -195,9 +194,7 @@ def test_excluded_exporters_have_no_plan(exporter: str, family: str) -> None:
 
 
 def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> None:
-    """Log-probabilities of the exported model are within 1e-5 of the engine's, for tokens that occur and
-    tokens that do not.
-    """
+    """Log-probabilities of the exported model are within 1e-5 of the engine's."""
     from transformers import AutoModelForCausalLM
 
     cell = EXPORTERS[exporter](family)

@@ -55,8 +55,8 @@ def test_control_stale_secondary_partitions(case: Cell, pool: RankPool) -> None:
 
 
 def evaluate_and_reload(rank: int, ranks: int, case: Cell) -> tuple[list[float], int]:
-    """Losses of steps with evaluations between them and of a reloaded first step, and the elements of
-    secondary partitions after an evaluation.
+    """Losses with evaluations between steps and of a reloaded first step, and elements of secondary
+    partitions.
     """
     from toolkit.engine.build import first_weights
 

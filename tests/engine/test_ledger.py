@@ -1,8 +1,6 @@
-"""The parts of a step's time on both engines in every layout: delays in the real loop are attributed to their
-parts.
+"""The parts of a step's time on both engines: delays in the real loop are attributed to their parts.
 
-pytest tests/engine/test_ledger.py
-pytest tests/engine/test_ledger.py -m full
+pytest tests/engine/test_ledger.py -m full     every layout
 """
 
 from __future__ import annotations
@@ -173,9 +171,7 @@ def test_last_calls_of_each_group_are_recorded(pool: RankPool) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_delays_are_attributed_in_every_layout(name: str, pool: RankPool) -> None:
-    """A delay of a fifth of a step in each part. The loop's own parts are the same in all layouts, so one per
-    engine is tested.
-    """
+    """A delay of a fifth of a step in each part; the loop's own parts are tested once per engine."""
     cell, axes = LAYOUTS[name]
     piped, around = cell.pipeline > 1, name.endswith("dp2-zero1")
     own = (*COMPUTED, *(communication(axis) for axis in axes if not piped), *(LOOP if around else ()))

@@ -1,6 +1,4 @@
-"""The local engine compared with a plain training loop, and with itself after a resume and in other
-precisions.
-"""
+"""The local engine compared with a plain training loop, and with itself after a resume."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Layouts of both engines compared with ``local``: losses, norms, gradients of the first step, final weights,
-evaluation.
+"""Layouts of both engines compared with ``local``.
 
     pytest tests/engine/test_matrix.py             a cell of every axis, and the controls
     pytest tests/engine/test_matrix.py -m full     every cell, with alternating optimizers
 
-``python launch/verify.py`` runs the same cells and writes docs/parity.md. A control breaks one thing of a
-cell, and its loss must differ by more than ten tolerances, with the optimizer that shows it.
+Losses, norms, gradients of the first step, final weights and evaluation must agree. ``python
+launch/verify.py`` runs the same cells and writes docs/parity.md. A control breaks one thing of a cell, and
+its loss must differ by more than ten tolerances, with the optimizer that shows it.
 """
 
 from __future__ import annotations

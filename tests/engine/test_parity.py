@@ -50,9 +50,7 @@ CORE = [
 
 
 def everything() -> Iterator[Cell]:
-    """Llama on two ranks in every combination; on four ranks, and in other families, the optimizers
-    alternate.
-    """
+    """Llama on two ranks in every combination; elsewhere the optimizers alternate."""
     offloads: list[tuple[int, dict[str, Any]]] = [(stage, {}) for stage in range(4)]
     offloads += [(1, OFFLOAD), (2, OFFLOAD), (3, OFFLOAD), (3, OFFLOAD_ALL)]
     turns: tuple[dict[str, Any], ...] = ({}, SGD)

@@ -94,9 +94,7 @@ def test_training_flops_are_three_times_forward(family: str) -> None:
     ids=[*FAMILIES, "gpt2-dropout"],
 )
 def test_hardware_flops_include_recomputation(family: str, changes: Mapping[str, Any]) -> None:
-    """Control: without the rule of when torch stops recomputation the formula is too large, and model FLOPs
-    are too small.
-    """
+    """Control: model FLOPs are too small, and full recomputation is too large."""
     plan = tiny_plan(family, train__activation_checkpointing=True, **changes)
     found = counted(plan, backward=True)
     assert hardware_flops(plan) == pytest.approx(found, rel=NEAR)

@@ -1,6 +1,4 @@
-"""Maps from canonical tensors to Megatron-core's: every element once, on every rank, and equal to an
-independent formula.
-"""
+"""Maps from canonical tensors to Megatron-core's: every element once, on every rank."""
 
 from __future__ import annotations
 
@@ -123,9 +121,7 @@ def test_parts_cover_both_sides_exactly_once(family: str, data: st.DataObject) -
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), size=st.sampled_from([1, 2, 4]))
 def test_local_tensors_match_an_independent_formula(family: str, data: st.DataObject, size: int) -> None:
-    """With 4 ranks and 1 or 2 key-value heads shards split query groups; the vocabulary is padded by up to 2
-    rows per rank.
-    """
+    """With 4 ranks and 1 or 2 key-value heads, shards split query groups; the vocabulary is padded."""
     shape = data.draw(shapes(family))
     rows = -(-shape.vocab_size // size) * size + data.draw(st.integers(0, 1)) * size
     canonical, memory = numbered(shape), []
@@ -148,9 +144,7 @@ def test_local_tensors_match_an_independent_formula(family: str, data: st.DataOb
 
 
 def cut_by_formula(whole: np.ndarray, cut: TensorCut, rank: int, size: int, rows: int) -> np.ndarray:
-    """Shard as tensor_parallel/layers.py and mlp.py of Megatron-core: chunks of a dim, of each half for a
-    gated linear_fc1.
-    """
+    """Shard as tensor_parallel/layers.py and mlp.py of Megatron-core do."""
     if cut is TensorCut.whole:
         return whole
     if cut is TensorCut.gated:

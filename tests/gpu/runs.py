@@ -12,9 +12,7 @@ from toolkit.testing.tiny import tiny_config
 
 
 def sized(engine: EngineName, stage: int) -> RunPlan:
-    """100 M parameters in bf16, sequences of 1024: large enough that unplanned memory (workspaces) is a small
-    part.
-    """
+    """100 M parameters in bf16, sequences of 1024, so that unplanned memory (workspaces) is a small part."""
     config = tiny_config(
         "llama",
         engine__name=engine,

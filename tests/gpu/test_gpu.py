@@ -1,6 +1,4 @@
-"""Both engines on one GPU: fp32 equals CPU, bf16, flash attention, a resume in another engine, and the plan's
-peak memory.
-"""
+"""Both engines on one GPU: fp32 and bf16 parity, flash attention, resuming, and peak memory."""
 
 from __future__ import annotations
 

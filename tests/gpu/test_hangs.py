@@ -22,9 +22,7 @@ SECONDS = 3
 
 
 def calls_of_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
-    """Three calls that finish, then one behind a kernel that takes SECONDS: enqueued, and returned for the
-    process.
-    """
+    """Three calls that finish, then one behind a kernel that takes SECONDS."""
     group = dist.new_group(backend="nccl")
     last_collective.extend_group_timeouts(7200)
     with collectives.record_collectives(Axes(), None):

@@ -32,9 +32,7 @@ def both(rank: int, ranks: int) -> tuple[list[int], list[int]]:
 
 
 def timed(rank: int, ranks: int) -> tuple[float, float, float]:
-    """Seconds of the device for 4 GiB in 64 tensors, of the host to enqueue it, and of the host to get the
-    result.
-    """
+    """Seconds of the device for 4 GiB in 64 tensors, and of the host to enqueue it and to get the result."""
     gpu = torch.device("cuda", 0)
     tensors = [torch.ones(2**25, dtype=torch.bfloat16, device=gpu) for _ in range(64)]
     _Pending(hash_tensors(tensors, gpu)).wait()

@@ -1,6 +1,4 @@
-"""A document in a window with others has the logits that it has alone: every family, attention, recomputation
-and stage.
-"""
+"""A document in a window with others has the logits that it has alone, in every family."""
 
 from __future__ import annotations
 

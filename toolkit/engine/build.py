@@ -32,8 +32,7 @@ def build_engine(
 
 
 def first_weights(plan: RunPlan) -> Reader:
-    """Open the weights of a run that does not resume: ``model.pretrained``, or random ones seeded by
-    ``train.seed``.
+    """Open the weights that a new run starts from: ``model.pretrained``, or random ones.
 
     Raises:
         InputError: the pretrained weights cannot be downloaded.

@@ -102,8 +102,7 @@ def last_calls() -> list[Call]:
 
 
 def set_call_listener(listener: CallListener | None) -> None:
-    """Pass each call to ``listener`` before it starts; None removes the listener. No effect if nothing is
-    recorded.
+    """Pass each call to ``listener`` before it starts; None removes it. No effect if nothing is recorded.
 
     The listener gets plain fields instead of a ``Call``, because it runs hundreds of times per step.
     """

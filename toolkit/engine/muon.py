@@ -18,8 +18,8 @@ A, B, C = 3.4445, -4.7750, 2.0315  # the quintic a x + b x^3 + c x^5
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps in two phases, as ZeRO 1 to 3 do: :meth:`prepare` replaces gradients by updates, :meth:`step`
-    applies them.
+    """Steps in two phases, as ZeRO 1 to 3 do: :meth:`prepare` computes the updates, :meth:`step` applies
+    them.
 
     The gradient norm and clipping in between therefore act on the updates.
     """
@@ -29,9 +29,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Replace each gradient by its update. Call it for finite gradients only, because it changes the
-        momentum.
-        """
+        """Replace gradients, which must be finite, by updates. This changes the momentum."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 state = self.state[matrix]
@@ -93,9 +91,7 @@ def _product(gram: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:
-    """fp16 if the device supports it. The matrix is normalized, so fp16's range suffices and its precision
-    helps.
-    """
+    """fp16 if the device supports it: the matrix is normalized, so the range suffices."""
     if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_fp16_supported():
         return torch.float16
     return torch.float32

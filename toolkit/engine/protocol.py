@@ -1,6 +1,4 @@
-"""The interface of an engine: a whole step, because pipeline engines have no separate forward, backward and
-step.
-"""
+"""The interface of an engine: whole steps, because pipelines have no separate forward and backward."""
 
 from __future__ import annotations
 

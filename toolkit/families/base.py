@@ -64,8 +64,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class HubTensor:
-    """One tensor of a published checkpoint: the box ``offset, extent`` of a canonical tensor, reshaped to
-    ``shape``.
+    """A tensor of a published checkpoint: a box of a canonical tensor, reshaped to ``shape``.
 
     ``aliases`` are other names of the tensor in published checkpoints; writing uses ``name``.
     """
@@ -171,9 +170,7 @@ class Family(Protocol):
         """Tied aliases: alias -> the canonical name under which the weight is stored."""
 
     def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
-        """The tensors of the family's checkpoints on the hub; Mixtral's experts are separate there, fused in
-        memory.
-        """
+        """The tensors of the family's checkpoints on the hub."""
 
     def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
         """Every parameter of the Megatron-core model, with the boxes of canonical tensors in it."""

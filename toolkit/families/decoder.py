@@ -1,8 +1,9 @@
-"""The common base of Llama-like families: RMS norms, rotary embeddings, grouped-query attention, a gated
-feed-forward.
+"""The common base of Llama-like families.
 
-Shapes: H hidden, F feed-forward, D head_dim, A query heads, K key-value heads, V vocabulary, E experts. A
-family overrides what differs: defaults, biases, its feed-forward, its ``config.json``.
+They have RMS norms, rotary embeddings, grouped-query attention and a gated feed-forward. A family overrides
+what differs: defaults, biases, its feed-forward, its ``config.json``.
+
+Shapes: H hidden, F feed-forward, D head_dim, A query heads, K key-value heads, V vocabulary, E experts.
 """
 
 from __future__ import annotations

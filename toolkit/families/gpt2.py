@@ -1,5 +1,4 @@
-"""GPT-2 (Radford et al., 2019): layer norms with biases, learned positions, one fused query-key-value
-projection.
+"""GPT-2 (Radford et al., 2019): layer norms with biases, learned positions, fused query-key-value.
 
 Its projections are transformers' ``Conv1D``: weights are [in, out], the transpose of a linear layer's.
 """

@@ -1,6 +1,4 @@
-"""Llama 2 and 3: no biases, grouped-query attention, plain rotary embeddings (Touvron et al., 2307.09288;
-2407.21783).
-"""
+"""Llama 2 and 3 (Touvron et al., 2307.09288; 2407.21783): grouped-query attention without biases."""
 
 from __future__ import annotations
 

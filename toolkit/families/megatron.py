@@ -59,9 +59,7 @@ class TensorPart:
 
     @property
     def dropped(self) -> int:
-        """The number of leading dims that the canonical tensor has in addition to those of the Megatron-core
-        tensor.
-        """
+        """The number of leading dims that only the canonical tensor has."""
         return len(self.extent) - len(self.at)
 
     @property
@@ -71,17 +69,14 @@ class TensorPart:
         return kept[::-1] if self.transposed else kept
 
     def view(self, data: Any) -> Any:
-        """Return this part of ``data``, the Megatron-core tensor (torch or numpy), as a view of shape
-        ``extent``.
-        """
+        """Return this part of ``data``, the whole tensor (torch or numpy), as a view of shape ``extent``."""
         found = data[tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))]
         return (found.T if self.transposed else found)[(None,) * self.dropped]
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronTensor:
-    """One parameter of a Megatron-core model with all axes 1; ``name`` has the global numbers of layer and
-    expert.
+    """One parameter of a Megatron-core model with all axes 1; names have global layer and expert numbers.
 
     Attributes:
         shape: whole, with an unpadded vocabulary.
@@ -155,9 +150,7 @@ def _divide_evenly(tensor: MegatronTensor, length: int, pieces: int) -> int:
 def intersect_parts(
     parts: Iterable[TensorPart], offset: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[TensorPart, ...]:
-    """Return the parts within the box ``offset, shape`` of their tensor; ``at`` of the result counts from its
-    origin.
-    """
+    """Return the parts within the box ``offset, shape``; ``at`` of the result counts from its origin."""
     found = []
     for part in parts:
         low = tuple(max(a, o) for a, o in zip(part.at, offset, strict=True))

@@ -1,6 +1,4 @@
-"""Helpers with which families define their Megatron-core tensors. Names are relative to a block until
-:func:`move_to_layer`.
-"""
+"""Helpers with which families define Megatron-core tensors, named relative to a block at first."""
 
 from __future__ import annotations
 

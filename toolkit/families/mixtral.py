@@ -1,5 +1,4 @@
-"""Mixtral: Llama with a feed-forward of experts, of which a router selects some for each token (Jiang et al.,
-2401.04088).
+"""Mixtral (Jiang et al., 2401.04088): Llama with a router and experts as feed-forward.
 
 In memory a layer's experts are two tensors: ``gate_up_proj`` [E, 2F, H] (gate above up) and ``down_proj`` [E,
 H, F]. The hub stores three matrices per expert under ``block_sparse_moe``: ``w1`` (gate) [F, H], ``w2``

@@ -40,8 +40,7 @@ def parse_model_config(family: Family, config: Mapping[str, Any], file: object) 
 
 
 def parse_model_shape(sizes: Mapping[str, Any], file: object) -> ModelShape:
-    """Parse a shape that this toolkit recorded, ignoring fields of later versions. ``file`` is its path, for
-    errors.
+    """Parse a recorded shape, ignoring fields of later versions. ``file`` is its path, for errors.
 
     Raises:
         InputError: a size is missing, not an integer or out of bounds.

@@ -1,6 +1,4 @@
-"""Build the module that a plan describes, under the family's canonical names; ``engine.load`` brings the
-weights.
-"""
+"""Build the module that a plan describes; ``engine.load`` brings the weights."""
 
 from __future__ import annotations
 
@@ -78,8 +76,7 @@ def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], torch.T
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Create parameters on the meta device, so that initializing them costs nothing, and buffers on real
-    devices.
+    """Create parameters on the meta device and buffers on real devices.
 
     Under ``torch.device("meta")`` buffers such as rotary frequencies would be lost.
     """

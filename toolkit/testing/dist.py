@@ -135,9 +135,7 @@ def rank_pool(size: int, device: Device = Device.CPU) -> Iterator[RankPool]:
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Call ``function(rank, ranks, *arguments)`` on ``ranks`` ranks once. Returns and raises as
-    :meth:`RankPool.run`.
-    """
+    """Call ``function(rank, ranks, *arguments)`` once, on new ranks. See :meth:`RankPool.run`."""
     with rank_pool(ranks) as pool:
         return pool.run(function, *arguments, timeout=timeout)
 

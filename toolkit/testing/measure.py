@@ -1,5 +1,4 @@
-"""Measure what engines are compared by, through their protocol only: losses, norms, gradients, weights,
-evaluation.
+"""Measure what engines are compared by, through their protocol only.
 
 Gradients need no hooks: the first step of plain SGD gives them as ``(w0 - w1) / lr``. With a learning rate of
 2^20 the old weight is negligible, so the quotient has the gradient's own 24 bits; a power of two adds no
@@ -62,9 +61,7 @@ class Measured:
     gaps: tuple[float, ...] = ()  # by step, for an oracle with experts: see RoutingGaps
 
     def differences(self, oracle: Measured, steps: int | None = None) -> Differences:
-        """Differences over the first ``steps`` steps; weights and evaluation are always those after the last
-        step.
-        """
+        """Differences over the first ``steps`` steps, with the final weights and evaluation."""
         ours, theirs = (RunTrace(side.trace.results[:steps], side.trace.weights) for side in (self, oracle))
         distance = ours.distance(theirs) if ours.results else None
         return Differences(

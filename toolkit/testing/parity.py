@@ -117,9 +117,7 @@ def train_steps(
 def rank_samples(
     engine: Engine, plan: RunPlan, step: int, rank: int, batches: Batches = micro_batches
 ) -> list[MicroBatch]:
-    """The micro-batches of ``rank`` in ``step``, on the engine's device; equal for ranks with the same data
-    coordinate.
-    """
+    """The micro-batches of ``rank`` in ``step``, on the engine's device."""
     data_rank = plan.axes.coordinates(rank).data
     return [
         {name: tensor.to(engine.device) for name, tensor in batch.items()}

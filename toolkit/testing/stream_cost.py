@@ -86,9 +86,7 @@ class StreamCost:
 
 
 def measure_stream_cost(samples: int, *, mixed: bool, rounds: int = 5) -> StreamCost:
-    """Measure an index of ``samples``; seconds are the minimum over ``rounds``, which is least disturbed by
-    other work.
-    """
+    """Measure an index of ``samples``; seconds are minima over ``rounds``."""
     late = 5 * samples // 2 // GLOBAL_BATCH
     first = min(_seconds(samples, mixed, 0) for _ in range(rounds))
     resume = min(_seconds(samples, mixed, late) for _ in range(rounds))

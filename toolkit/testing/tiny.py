@@ -39,8 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {name: dict(family.tiny) for name, family 
 
 
 def tiny_config(family: str | None = "llama", **changes: Any) -> RunConfig:
-    """A tiny configuration with constant lr 1e-3, and eps 1e-4 so that Adam does not amplify rounding of tiny
-    gradients.
+    """A tiny configuration. Its eps of 1e-4 keeps Adam from amplifying rounding of tiny gradients.
 
     Args:
         family: None for ``model__target``.

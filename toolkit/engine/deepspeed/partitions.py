@@ -120,8 +120,7 @@ class ZeroPartition:
 def read_partitions(
     optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], *, rank: int, ranks: int
 ) -> list[ZeroPartition]:
-    """Read this rank's partitions from DeepSpeed's optimizer wrapper, or from a plain torch optimizer under
-    stage 0.
+    """Read this rank's partitions from DeepSpeed's optimizer wrapper (stage 0: a plain torch optimizer).
 
     ``rank, ranks`` count the ranks over which ZeRO partitions.
     """

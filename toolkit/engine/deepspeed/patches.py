@@ -51,9 +51,7 @@ def _adopted_group_is_current() -> bool:
 
 
 def _release_stale_groups() -> None:
-    """Clear the groups that DeepSpeed caches in module globals; after a new ``init_process_group`` they are
-    dead.
-    """
+    """Clear the groups cached in DeepSpeed's module globals, which a new process group invalidates."""
     import deepspeed.comm
     from deepspeed.utils import groups
 
@@ -63,8 +61,7 @@ def _release_stale_groups() -> None:
 
 
 def release_parallel_groups() -> None:
-    """Clear the groups of this engine's axes, over which the next engine in this process would reduce its
-    gradients.
+    """Clear the groups of this engine's axes, which the next engine in this process would use.
 
     The process groups themselves exist until the default group is destroyed.
     """
@@ -93,8 +90,7 @@ def _import_muon_without_compiling() -> None:
 
 
 def _allow_fp16_on_any_cpu(engine: Any) -> None:
-    """Let DeepSpeed's sanity check accept fp16 on every CPU, since torch computes it even without fast oneDNN
-    kernels.
+    """Let DeepSpeed's sanity check accept fp16 on CPUs without fast oneDNN kernels.
 
     Only the sanity check sees the changed answer, because Muon chooses the precision of its arithmetic by it
     too.
@@ -141,8 +137,7 @@ def capture_muon_update_norms() -> Iterator[list[torch.Tensor]]:
 
 
 def defer_loss_scale_growth(optimizer: Any) -> Callable[[], None]:
-    """Keep the loss scale constant during a step. Call the returned function after the step to let the scale
-    grow.
+    """Keep the loss scale constant during a step; the returned function, called after it, lets it grow.
 
     ZeRO updates the scale before it unscales and clips gradients. In the step in which the scale doubles,
     gradients with the old scale would be divided by the new one: the update is halved, and ZeRO 3 reports

@@ -163,9 +163,7 @@ class DeepSpeedPipelineEngine:
         )
 
     def _prepare_shapes(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Prepare for the shapes and positions of a step. Stages exchange activation shapes once and allocate
-        buffers.
-        """
+        """Set the positions of a step, and reset the activation shapes that stages exchange only once."""
         shape, *others = {batch["input_ids"].shape for batch in micro_batches}
         assert not others, f"micro-batches of one step have one shape, not {[shape, *others]}"
         if shape != self._shape:

@@ -56,9 +56,7 @@ class StageLayer(nn.Module):
 
 
 class LastStageLoss:
-    """The loss on the last stage. ``weight`` converts a micro-batch's summed loss to its part of DeepSpeed's
-    mean.
-    """
+    """The loss on the last stage. ``weight`` converts a micro-batch's sum to its part of DeepSpeed's mean."""
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
         self._objective, self._device = objective, device

@@ -21,8 +21,7 @@ from torch import nn
 
 
 def connect_all_parameters(loss: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """Return the loss, connected so that backward gives every trainable parameter a gradient, zero if it is
-    unused.
+    """Return the loss such that backward gives every trainable parameter a gradient, zero if unused.
 
     For ZeRO 1 and 2. Under ZeRO 3 a parameter has its shape only while its module runs, and all ranks must
     run the same modules, so a data-dependent branch cannot be trained.
@@ -33,8 +32,7 @@ def connect_all_parameters(loss: torch.Tensor, module: nn.Module) -> torch.Tenso
 
 
 def reduce_in_fixed_order(optimizer: Any) -> Callable[[], None]:
-    """Let ZeRO 2 reduce gradients in a fixed order, last parameter first. Call the returned function before
-    backward.
+    """Let ZeRO 2 reduce gradients in a fixed order; call the returned function before each backward.
 
     By default it reduces gradients in the order in which they become ready, which depends on the branches
     taken: ranks would sum gradients of different parameters. With :func:`connect_all_parameters` every

@@ -118,12 +118,11 @@ class TorchAttention(MegatronModule):
 
 
 def document_mask(position_ids: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """bool [batch, 1, this rank's part, whole sequence]: True if a query sees a key, in the order of
-    ``TorchAttention``.
+    """bool [batch, 1, this rank's part, whole sequence]: True if a query sees a key.
 
     Args:
         position_ids: int64 [batch, whole sequence], 0 at the first token of each document.
-        group: the context ranks.
+        group: the context ranks; keys are in the order in which ``TorchAttention`` gathers them.
     """
     if group is None:
         return document_causal_mask(position_ids)
@@ -136,9 +135,7 @@ def document_mask(position_ids: torch.Tensor, group: dist.ProcessGroup | None) -
 def _query_and_key_positions(
     length: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions in the whole sequence of this context rank's ``length`` tokens, and of all ranks' gathered
-    tokens.
-    """
+    """Positions in the whole sequence of this rank's ``length`` tokens, and of the gathered tokens."""
     size = group.size()
     every = [_rank_positions(length, peer, size, device) for peer in range(size)]
     return every[group.rank()], torch.cat(every)

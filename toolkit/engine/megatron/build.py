@@ -155,9 +155,7 @@ class MegatronModel:
 def _set_schedule_functions(
     config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[DistributedDataParallel]
 ) -> None:
-    """Set the functions that the schedules read from the configuration: one, or with virtual stages one per
-    chunk.
-    """
+    """Set the functions that the schedules call: one, or with virtual stages one per chunk."""
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
     if ddp.overlap_grad_reduce and len(chunks) > 1:

@@ -208,8 +208,7 @@ class MegatronEngine:
         return mine.to(self.device)
 
     def _router_loss(self, micro_batches: int) -> float:
-        """The routers' load-balancing losses times their coefficient, averaged over the micro-batches of the
-        global batch.
+        """The routers' load-balancing losses times their coefficient, averaged over all micro-batches.
 
         Megatron-core adds their gradients itself. Each rank stores the losses of its own layers and part of
         each sequence.
@@ -250,9 +249,7 @@ class MegatronEngine:
         )
 
     def _counts_units(self) -> bool:
-        """Whether this rank counts units for its tensor, context and pipeline peers, which have the same
-        micro-batches.
-        """
+        """Whether this rank counts units for its peers with the same micro-batches."""
         return (self._at.tensor, self._at.context, self._at.pipeline) == (0, 0, 0)
 
     def _sum(self, value: torch.Tensor | float) -> float:

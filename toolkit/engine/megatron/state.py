@@ -131,9 +131,7 @@ class MegatronState:
     def _shards(
         self, parameter: LocalParameter, state: str, flat: torch.Tensor, start: int, replica: ReplicaIndex
     ) -> Iterator[Shard]:
-        """Yield the shards in ``flat``, which has the elements of the parameter's local tensor from ``start``
-        on.
-        """
+        """Yield the shards in ``flat``, the elements of the parameter's local tensor from ``start`` on."""
         at = 0
         for box in flat_boxes(parameter.local.shape, start, start + flat.numel()):
             data = flat[at : at + box.numel].view(box.shape)
