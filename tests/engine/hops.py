@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 def stretch(
     rank: int, ranks: int, cell: Cell, first: int, source: Path | None, target: Path, forget: bool
 ) -> list[StepResult]:
-    """Train six steps from ``first`` on, from the state at ``source`` or first weights; save to ``target``."""
+    """Train six steps from ``first`` on, from the state at ``source`` if any, and save to ``target``."""
     plan = cell.plan(OptimizerCase.ADAM)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     reader: Reader = cell.first_weights(plan) if source is None else open_reader(source)

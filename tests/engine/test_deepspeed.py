@@ -61,7 +61,7 @@ ODD: dict[str, Any] = {"model__vocab_size": 263, "model__hidden_size": 36, "mode
     "case", quick([cell(stage, 4, 1, "gpt2", **ODD) for stage in range(4)], 2, 3), ids=str
 )
 def test_shards_cover_every_element_once_and_no_padding(case: Cell, pool: RankPool) -> None:
-    """``gather_tensors`` asserts the coverage; the tied embedding's 263 x 36 elements do not divide evenly."""
+    """``gather_tensors`` asserts the coverage; the embedding's 263 x 36 elements do not divide evenly."""
     plan = case.plan()
     found = pool.run(gather_state, case, ranks=4)
     state = found[0][0]

@@ -44,7 +44,7 @@ def test_control_another_sample_order(tiles: Path, oracle: RunTrace) -> None:
 
 
 def test_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> None:
-    """37 images in global batches of 16: in the last one a rank has fewer images but runs the model as often."""
+    """37 images in global batches of 16: in the last one a rank has fewer images."""
     evaluation = EvalConfig(every=1, batches=9)
     alone = evaluate_images(0, 1, image_plan(tiles, **BATCH), evaluation)
     two = pool.run(evaluate_images, image_plan(tiles, ranks=2, zero__stage=3, **BATCH), evaluation, ranks=2)

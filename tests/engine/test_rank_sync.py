@@ -17,7 +17,7 @@ from toolkit.train.task import NextToken
 
 
 def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
-    """Rank 1 requests a stop in its fifth step, rank 0 a save at its third. Returns code, last step, saves."""
+    """Rank 1 requests a stop in its fifth step, rank 0 a save at its third; return code, step, saves."""
     all_reduce_flags, state, saved = GlooFlagReduce(), TrainState(), []
 
     class Saves(Hook):

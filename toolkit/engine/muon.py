@@ -18,8 +18,7 @@ A, B, C = 3.4445, -4.7750, 2.0315  # the quintic a x + b x^3 + c x^5
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps in two phases, as ZeRO 1 to 3 do: :meth:`prepare` computes the updates, :meth:`step` applies
-    them.
+    """Steps in two phases, as ZeRO 1 to 3 do: :meth:`prepare` computes updates, :meth:`step` applies them.
 
     The gradient norm and clipping in between therefore act on the updates.
     """

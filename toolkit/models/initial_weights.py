@@ -69,7 +69,7 @@ class InitialWeights:
 
     @cached_property
     def _target_weights(self) -> dict[str, torch.Tensor]:
-        """The weights of ``model.target``: the whole model is built, since only its constructor knows them."""
+        """The weights of ``model.target``: the whole model is built, as only its constructor knows them."""
         module = build_target(self._plan.config.model, self._plan.config.train.seed)
         return {name: parameter.detach() for name, parameter in module.named_parameters()}
 

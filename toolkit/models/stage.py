@@ -31,7 +31,7 @@ class StageModel(nn.Module):
         self._input = "input_ids" if takes_ids else "inputs_embeds"
 
     def forward(self, given: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Pass ``position_ids`` [micro-batch, sequence] if the batch has documents; every stage needs them."""
+        """Pass ``position_ids`` [micro-batch, sequence] to every stage if the batch has documents."""
         output: Any = self.model(**{self._input: given}, position_ids=position_ids, use_cache=False)
         logits: torch.Tensor = output.logits
         return logits
