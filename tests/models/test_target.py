@@ -32,7 +32,7 @@ MISTAKES = {
         "unannotated is not annotated to return",
     ),
     "a function of another type": (f"{HERE}.no_module", {}, "no_module is not annotated to return"),
-    "a function that lies": (f"{HERE}.lying", {}, "gives a int"),
+    "a function that lies": (f"{HERE}.lying", {}, "returns a int"),
     "an annotation that cannot be resolved": (
         f"{HERE}.unresolved",
         {},
