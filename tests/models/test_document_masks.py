@@ -171,7 +171,7 @@ class AnyName(nn.Module):
 
 
 def test_custom_model_receives_position_ids() -> None:
-    here = "tests.models.test_documents"
+    here = "tests.models.test_document_masks"
     plan = tiny_plan(None, model__target=f"{here}.Placed", **SEPARATE)
     model, batch = build_model(plan, "cpu"), micro_batches(plan, 0)[0]
     text_task(plan, 0).loss_sum(model, batch)
