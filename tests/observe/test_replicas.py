@@ -244,7 +244,7 @@ def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
 
     weights = {"w": torch.ones(4)}
     engine: Any = SimpleNamespace(
-        device=torch.device("cpu"), copies=lambda: [ReplicaSet("weights", (0, 1), weights)]
+        device=torch.device("cpu"), replica_sets=lambda: [ReplicaSet("weights", (0, 1), weights)]
     )
     # type: ignore[arg-type]
     hook = Replicas(
@@ -259,7 +259,7 @@ def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
 
 def test_a_gather_that_never_comes_does_not_hold_up_the_end() -> None:
     engine: Any = SimpleNamespace(
-        device=torch.device("cpu"), copies=lambda: [ReplicaSet("weights", (0, 1), {"w": torch.ones(4)})]
+        device=torch.device("cpu"), replica_sets=lambda: [ReplicaSet("weights", (0, 1), {"w": torch.ones(4)})]
     )
     # type: ignore[arg-type]
     hook = Replicas(
