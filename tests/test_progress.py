@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from toolkit.progress import Pace, Progress, duration, quantity
+from toolkit.progress import Progress, ThroughputWindow, duration, quantity
 
 
 class FakeClock:
@@ -28,7 +28,7 @@ def clock() -> FakeClock:
 
 
 def test_pace_forgets_a_slow_start() -> None:
-    pace = Pace(0.0, 0.0, window_seconds=10.0)
+    pace = ThroughputWindow(0.0, 0.0, window_seconds=10.0)
     assert pace.per_second() is None
     pace.record(60.0, 1.0)  # the first step compiles for a minute
     assert pace.per_second() == pytest.approx(1 / 60)
@@ -38,7 +38,7 @@ def test_pace_forgets_a_slow_start() -> None:
 
 
 def test_pace_keeps_bounded_memory() -> None:
-    pace = Pace(0.0, 0.0, window_seconds=10.0)
+    pace = ThroughputWindow(0.0, 0.0, window_seconds=10.0)
     for call in range(100_000):
         pace.record(call * 1e-3, float(call))
     assert len(pace._marks) < 60

@@ -89,7 +89,7 @@ class Tee(io.TextIOBase):
         return self._stream.encoding
 
 
-class Pace:
+class ThroughputWindow:
     """Throughput over the last ``window_seconds``: a slow start (compilation, cold caches) leaves the estimate."""
 
     def __init__(self, start_seconds: float, done: float, window_seconds: float = 30.0) -> None:
@@ -110,7 +110,7 @@ class Pace:
         return (done - before) / (now - start) if now > start and done > before else None
 
 
-class Task:
+class ProgressTask:
     """One piece of work under way. Belongs to one thread."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Task:
         self._display = display
         self._clock = clock
         self._start = (clock(), done)
-        self._pace = Pace(*self._start)
+        self._pace = ThroughputWindow(*self._start)
         self._open = True
         display.begin(self)
 
@@ -162,7 +162,7 @@ class Task:
     def _of_total(self, total: float) -> str:
         return f"{quantity(self.done, self.unit)}/{quantity(total, self.unit)}"
 
-    def __enter__(self) -> Task:
+    def __enter__(self) -> ProgressTask:
         return self
 
     def __exit__(
@@ -172,19 +172,19 @@ class Task:
 
 
 class _Display(Protocol):
-    def begin(self, task: Task) -> None: ...
-    def update(self, task: Task) -> None: ...
-    def end(self, task: Task) -> None: ...
+    def begin(self, task: ProgressTask) -> None: ...
+    def update(self, task: ProgressTask) -> None: ...
+    def end(self, task: ProgressTask) -> None: ...
 
 
 class _Nothing:
-    def begin(self, task: Task) -> None:
+    def begin(self, task: ProgressTask) -> None:
         pass
 
-    def update(self, task: Task) -> None:
+    def update(self, task: ProgressTask) -> None:
         pass
 
-    def end(self, task: Task) -> None:
+    def end(self, task: ProgressTask) -> None:
         pass
 
 
@@ -193,18 +193,18 @@ class _Lines:
         self._stream = stream
         self._clock = clock
         self._line_seconds = line_seconds
-        self._next: dict[Task, float] = {}
+        self._next: dict[ProgressTask, float] = {}
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: ProgressTask) -> None:
         self._next[task] = self._clock() + self._line_seconds
 
-    def update(self, task: Task) -> None:
+    def update(self, task: ProgressTask) -> None:
         now = self._clock()
         if now >= self._next[task]:
             self._next[task] = now + self._line_seconds
             self._write(f"{task.description}: {task.measures()}")
 
-    def end(self, task: Task) -> None:
+    def end(self, task: ProgressTask) -> None:
         del self._next[task]
         self._write(f"{task.description}: {task.summary()}")
 
@@ -220,20 +220,20 @@ class _Bars:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._bars: Bars | None = None
-        self._rows: dict[Task, TaskID] = {}
+        self._rows: dict[ProgressTask, TaskID] = {}
         self._logs: list[Tee] = []
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: ProgressTask) -> None:
         if self._bars is None:
             self._bars = self._start()
         self._rows[task] = self._bars.add_task(task.description, total=task.total, measures="")
         self.update(task)
 
-    def update(self, task: Task) -> None:
+    def update(self, task: ProgressTask) -> None:
         assert self._bars is not None
         self._bars.update(self._rows[task], completed=task.done, measures=task.measures())
 
-    def end(self, task: Task) -> None:
+    def end(self, task: ProgressTask) -> None:
         assert self._bars is not None
         row = self._rows.pop(task)
         self._bars.update(row, total=task.done or 1, completed=task.done or 1, measures=task.summary())
@@ -299,7 +299,7 @@ class Progress:
         self.live = stream.isatty() if terminal is None else terminal
         self._clock = clock
         self._display: _Display = _Bars(stream) if self.live else _Lines(stream, clock, line_seconds)
-        self._tasks: list[Task] = []
+        self._tasks: list[ProgressTask] = []
 
     @classmethod
     def silent(cls) -> Progress:
@@ -310,9 +310,9 @@ class Progress:
 
     def task(
         self, description: str, total: float | None = None, unit: str = "items", *, done: float = 0
-    ) -> Task:
+    ) -> ProgressTask:
         """Begin a piece of work of ``total`` units (None: unknown), ``done`` of them before (they do not count as throughput)."""
-        task = Task(self._display, self._clock, description, total, unit, done)
+        task = ProgressTask(self._display, self._clock, description, total, unit, done)
         self._tasks = [other for other in self._tasks if other._open] + [task]
         return task
 

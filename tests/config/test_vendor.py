@@ -23,7 +23,7 @@ from toolkit.config import keys, vendor, vendor_megatron
 from toolkit.config.compose import compose
 from toolkit.config.keys import flatten
 from toolkit.config.vendors import cache
-from toolkit.config.vendors.node import Node
+from toolkit.config.vendors.key_schema import KeySchema
 from toolkit.plan import deepspeed as plan_deepspeed
 from toolkit.plan.batch import plan_batch
 from toolkit.plan.types import Device, World
@@ -55,7 +55,7 @@ MODELS = {
 SAMPLES = (True, 3, -2, 0.5, 5e8, "cpu", "text", [1], ["a"], {"a": 1}, None)
 
 
-def node_at(path: str) -> Node:
+def node_at(path: str) -> KeySchema:
     node = SCHEMA
     assert node is not None
     for part in path.split("."):
@@ -177,7 +177,7 @@ def test_functions_look_for_the_keys_that_were_read_in_the_source() -> None:
 
 
 def assert_known(path: str) -> None:
-    node: Node | None = SCHEMA
+    node: KeySchema | None = SCHEMA
     for part in path.split("."):
         assert node is not None
         if node.open or node.fields is None:
@@ -327,7 +327,7 @@ def test_settings_go_to_the_dataclasses_that_have_them() -> None:
 
 CODE = """
 import time; began = time.perf_counter()
-from toolkit.config.vendors.cache import deepspeed_schema
+from toolkit.config.vendors.installed import deepspeed_schema
 import json, sys
 print(len(json.dumps(deepspeed_schema().to_json())), "deepspeed" in sys.modules)
 """
@@ -351,7 +351,7 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
     (file,) = (tmp_path / "deepspeed-megatron-toolkit").iterdir()
     assert file.name.startswith("deepspeed-0.19.")
     whole = file.read_text()
-    assert Node.from_json(json.loads(whole)) == SCHEMA
+    assert KeySchema.from_json(json.loads(whole)) == SCHEMA
     assert read_with(tmp_path) == first
     for torn in (whole[:1000], "", "[]", "{}", '{"fields": {"a": 3}}'):
         file.write_text(torn)

@@ -31,7 +31,7 @@ from tests.engine.cases import (
 )
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.cluster.machine import this_machine
-from toolkit.config.schema import BatchRampConfig, EngineName, OptimizerKernel, OptimizerName, Place
+from toolkit.config.schema import BatchRampConfig, EngineName, OffloadDevice, OptimizerKernel, OptimizerName
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.engine.protocol import StepResult, StepSettings
 from toolkit.errors import PlanError
@@ -348,7 +348,7 @@ def test_nvme(pool: RankPool, tmp_path: Path) -> None:
         2,
         "gpt2",
         **large,
-        offload__optimizer=Place.nvme,
+        offload__optimizer=OffloadDevice.nvme,
         offload__nvme_path=str(tmp_path / "nvme"),
         optim__kernel=OptimizerKernel.torch,
     )

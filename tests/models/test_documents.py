@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.models.broken import Fine
 from tests.models.test_stage import stages
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import ModelConfig
 from toolkit.engine.documents import visible
 from toolkit.engine.protocol import MicroBatch
@@ -29,7 +29,7 @@ from toolkit.testing.tiny import micro_batches, tiny_plan
 from toolkit.train.task import OwnLoss, text_task
 
 TOLERANCE = 1e-5
-SEPARATE = {"data__documents": Documents.separate}
+SEPARATE = {"data__documents": DocumentMasking.separate}
 
 
 def filled(plan: RunPlan) -> nn.Module:
@@ -182,5 +182,5 @@ def test_a_model_of_ones_own_is_told_where_documents_begin() -> None:
         own = replace(ModelConfig(), target=target, arguments=arguments)
         build_target(own, 0)
         with pytest.raises(ConfigError, match="position_ids") as refused:
-            build_target(own, 0, documents=Documents.separate)
+            build_target(own, 0, documents=DocumentMasking.separate)
         assert "data.documents=joined" in refused.value.problems[0].remedy

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.plan.cases import CPU, h100s, run_config
-from toolkit.config.schema import OptimizerKernel, OptimizerName, Place, Precision
+from toolkit.config.schema import OffloadDevice, OptimizerKernel, OptimizerName, Precision
 from toolkit.plan import make_plan
 from toolkit.plan.deepspeed import kernel, merge
 from toolkit.plan.types import World
@@ -78,14 +78,14 @@ def test_fp16_scales_the_loss_as_the_run_says() -> None:
 @pytest.mark.parametrize(
     ("stage", "place", "expected"),
     [
-        (1, Place.none, None),
-        (2, Place.none, {"grad_accum_dtype": "fp32"}),
-        (2, Place.cpu, None),
-        (3, Place.cpu, {"grad_accum_dtype": "fp32"}),
+        (1, OffloadDevice.none, None),
+        (2, OffloadDevice.none, {"grad_accum_dtype": "fp32"}),
+        (2, OffloadDevice.cpu, None),
+        (3, OffloadDevice.cpu, {"grad_accum_dtype": "fp32"}),
     ],
 )
 def test_bf16_gradients_are_summed_in_fp32_where_only_a_partition_is_kept(
-    stage: int, place: Place, expected: object
+    stage: int, place: OffloadDevice, expected: object
 ) -> None:
     found = settings(precision__name=Precision.bf16, zero__stage=stage, offload__optimizer=place)
     assert found["bf16"] == {"enabled": True}
@@ -95,8 +95,8 @@ def test_bf16_gradients_are_summed_in_fp32_where_only_a_partition_is_kept(
 def test_offload_to_nvme() -> None:
     zero = settings(
         zero__stage=3,
-        offload__optimizer=Place.nvme,
-        offload__parameters=Place.nvme,
+        offload__optimizer=OffloadDevice.nvme,
+        offload__parameters=OffloadDevice.nvme,
         offload__nvme_path="/disk",
     )["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "nvme", "pin_memory": False, "nvme_path": "/disk"}
@@ -121,14 +121,14 @@ def test_optimizers() -> None:
 @pytest.mark.parametrize(
     ("world", "place", "expected"),
     [
-        (CPU, Place.none, OptimizerKernel.torch),
-        (CPU, Place.cpu, OptimizerKernel.torch),
-        (h100s(2), Place.none, OptimizerKernel.fused),
-        (h100s(2), Place.cpu, OptimizerKernel.cpu),
-        (replace(h100s(2), has_compiler=False), Place.cpu, OptimizerKernel.torch),
+        (CPU, OffloadDevice.none, OptimizerKernel.torch),
+        (CPU, OffloadDevice.cpu, OptimizerKernel.torch),
+        (h100s(2), OffloadDevice.none, OptimizerKernel.fused),
+        (h100s(2), OffloadDevice.cpu, OptimizerKernel.cpu),
+        (replace(h100s(2), has_compiler=False), OffloadDevice.cpu, OptimizerKernel.torch),
     ],
 )
-def test_which_adamw_runs(world: World, place: Place, expected: OptimizerKernel) -> None:
+def test_which_adamw_runs(world: World, place: OffloadDevice, expected: OptimizerKernel) -> None:
     assert kernel(run_config(offload__optimizer=place), world) is expected
     assert (
         kernel(run_config(offload__optimizer=place, optim__kernel=OptimizerKernel.torch), world)
@@ -142,7 +142,9 @@ def test_the_kernels_as_deepspeed_names_them() -> None:
     assert fused["torch_adam"]
     assert (
         "torch_adam"
-        not in settings(world=h100s(2), zero__stage=2, offload__optimizer=Place.cpu)["optimizer"]["params"]
+        not in settings(world=h100s(2), zero__stage=2, offload__optimizer=OffloadDevice.cpu)["optimizer"][
+            "params"
+        ]
     )
 
 

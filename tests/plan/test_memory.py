@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.cases import CPU, SMALL, h100s, run_config
-from toolkit.config.schema import EngineName, OptimizerName, Place, Precision, RunConfig
+from toolkit.config.schema import EngineName, OffloadDevice, OptimizerName, Precision, RunConfig
 from toolkit.families import get
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.families.published import PUBLISHED
 from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan
 from toolkit.plan.batch import plan_batch
-from toolkit.plan.memory import Group, plan_memory
+from toolkit.plan.memory import OptimizerGroup, plan_memory
 from toolkit.plan.types import Device, MemoryPlan
 
 GB = 1e9
@@ -103,7 +103,7 @@ def test_zero_paper_figure_1() -> None:
 @settings(max_examples=150, deadline=None)
 def test_partitions_are_those_of_a_flat_buffer(sizes: list[int], ranks: int) -> None:
     """Laid out element by element: who owns each element, and which parameters an owner touches."""
-    group = Group(tuple(sizes), 8, ranks)
+    group = OptimizerGroup(tuple(sizes), 8, ranks)
     length = group.partition
     owners = [index for index, size in enumerate(sizes) for _ in range(size)]
     assert length * ranks >= len(owners)
@@ -149,7 +149,7 @@ def test_what_was_measured(
         zero__stage=stage,
         precision__name=Precision(precision),
         data__vocab_size=1501,
-        offload__optimizer=Place(offload),
+        offload__optimizer=OffloadDevice(offload),
     )
     memory = make_plan(config, replace(CPU, ranks=ranks, ranks_per_node=ranks)).memory
     assert memory is not None
@@ -163,7 +163,13 @@ def test_offload_moves_states_to_the_host() -> None:
     common = {"model": MEASURED_MODEL, "data__vocab_size": 1501, "precision__name": Precision.bf16}
     whole = memory_of(run_config(zero__stage=3, **common), 2)
     away = memory_of(
-        run_config(zero__stage=3, offload__optimizer=Place.cpu, offload__parameters=Place.cpu, **common), 2
+        run_config(
+            zero__stage=3,
+            offload__optimizer=OffloadDevice.cpu,
+            offload__parameters=OffloadDevice.cpu,
+            **common,
+        ),
+        2,
     )
     assert away.optimizer == away.gradients == 0
     assert (
@@ -172,7 +178,7 @@ def test_offload_moves_states_to_the_host() -> None:
     assert away.host / numel == pytest.approx(
         (12 + 4 + 2 + 2) / 2, rel=0.01
     )  # states, fp32 gradients, gradients, weights
-    nvme = memory_of(run_config(zero__stage=3, offload__optimizer=Place.nvme, **common), 2)
+    nvme = memory_of(run_config(zero__stage=3, offload__optimizer=OffloadDevice.nvme, **common), 2)
     assert nvme.nvme / numel == pytest.approx(16 / 2, rel=0.01)
 
 

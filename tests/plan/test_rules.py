@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from tests.plan.cases import CPU, SMALL, h100s, run_config
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import (
     BatchRampConfig,
     CheckpointConfig,
     EngineName,
     EvalConfig,
     LrScaling,
+    OffloadDevice,
     OptimizerKernel,
     OptimizerName,
-    Place,
     Precision,
     ScheduleConfig,
     ScheduleName,
@@ -109,7 +109,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"parallel__pipeline": 4}, h100s(8), "parallel.pipeline", "model.num_hidden_layers"),
     ({"parallel__pipeline": 2, "zero__stage": 2}, h100s(8), "zero.stage", "stages 0 and 1"),
     (
-        {"parallel__pipeline": 2, "zero__stage": 1, "offload__optimizer": Place.cpu},
+        {"parallel__pipeline": 2, "zero__stage": 1, "offload__optimizer": OffloadDevice.cpu},
         h100s(8),
         "offload.optimizer",
         "zero=stage3",
@@ -181,7 +181,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         {
             "parallel__tensor": 2,
             "zero__stage": 3,
-            "offload__optimizer": Place.nvme,
+            "offload__optimizer": OffloadDevice.nvme,
             "offload__nvme_path": "/n",
         },
         CPU,
@@ -282,37 +282,37 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"precision__name": Precision.fp16, "zero__stage": 1}, CPU, "precision.name", "slowly"),
     ({"model": PUBLISHED["gpt2"], "zero__stage": 1}, h100s(2), "precision.name", "precision=bf16"),
     ({"precision__name": Precision.bf16, "zero__stage": 1}, CPU, "zero.stage", "zero=stage2"),
-    ({"offload__parameters": Place.cpu, "zero__stage": 2}, CPU, "offload.parameters", "zero=stage3"),
-    ({"offload__optimizer": Place.cpu}, CPU, "offload.optimizer", "zero=stage1"),
+    ({"offload__parameters": OffloadDevice.cpu, "zero__stage": 2}, CPU, "offload.parameters", "zero=stage3"),
+    ({"offload__optimizer": OffloadDevice.cpu}, CPU, "offload.optimizer", "zero=stage1"),
     (
-        {"offload__optimizer": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 2},
+        {"offload__optimizer": OffloadDevice.nvme, "offload__nvme_path": "/n", "zero__stage": 2},
         CPU,
         "offload.optimizer",
         "without saying so",
     ),
-    ({"offload__optimizer": Place.nvme, "zero__stage": 3}, CPU, "offload.nvme_path", "/local_nvme"),
+    ({"offload__optimizer": OffloadDevice.nvme, "zero__stage": 3}, CPU, "offload.nvme_path", "/local_nvme"),
     (
-        {"offload__optimizer": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 3},
+        {"offload__optimizer": OffloadDevice.nvme, "offload__nvme_path": "/n", "zero__stage": 3},
         replace(CPU, has_libaio=False),
         "offload.optimizer",
         "libaio-dev",
     ),
     (
-        {"offload__parameters": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 3},
+        {"offload__parameters": OffloadDevice.nvme, "offload__nvme_path": "/n", "zero__stage": 3},
         replace(CPU, has_compiler=False),
         "offload.nvme_path",
         "g++",
     ),
     ({"offload__nvme_path": "/n"}, CPU, "offload.nvme_path", "offload=nvme"),
     (
-        {"offload__optimizer": Place.cpu, "engine__name": EngineName.local},
+        {"offload__optimizer": OffloadDevice.cpu, "engine__name": EngineName.local},
         replace(CPU, ranks=1),
         "offload.optimizer",
         "engine=deepspeed",
     ),
     ({"optim__kernel": OptimizerKernel.cpu}, CPU, "optim.kernel", "offload=cpu_optimizer"),
     (
-        {"optim__kernel": OptimizerKernel.cpu, "offload__optimizer": Place.cpu, "zero__stage": 2},
+        {"optim__kernel": OptimizerKernel.cpu, "offload__optimizer": OffloadDevice.cpu, "zero__stage": 2},
         replace(CPU, has_compiler=False),
         "optim.kernel",
         "g++",
@@ -343,7 +343,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
             "optim__name": OptimizerName.muon,
             "optim__momentum": 0.9,
             "zero__stage": 3,
-            "offload__optimizer": Place.nvme,
+            "offload__optimizer": OffloadDevice.nvme,
             "offload__nvme_path": "/n",
         },
         CPU,
@@ -446,7 +446,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
             "data__name": "prepared",
             "zero__stage": 2,
             "precision__name": Precision.bf16,
-            "offload__optimizer": Place.cpu,
+            "offload__optimizer": OffloadDevice.cpu,
         },
         replace(h100s(2), host_memory_bytes=64 * 10**9),
         "offload.optimizer",
@@ -512,7 +512,9 @@ def test_a_silently_wrong_key_of_the_users_own_is_refused(key: str) -> None:
     keys: Any = SILENT_VALUES[key]
     for part in reversed(key.split(".")):
         keys = {part: keys}
-    found = problems_of({"engine__deepspeed": keys, "zero__stage": 2, "offload__optimizer": Place.cpu})
+    found = problems_of(
+        {"engine__deepspeed": keys, "zero__stage": 2, "offload__optimizer": OffloadDevice.cpu}
+    )
     keyed = [problem for problem in found if f"engine.deepspeed.{key}".startswith(problem.key)]
     assert len(keyed) == len(found) == 1, "\n".join(map(str, found))
     assert found[0].severity is Severity.ERROR
@@ -544,13 +546,13 @@ def test_gradients_are_not_rounded_to_less_than_the_runs_precision(
 def test_what_torchs_attention_does_not_do_is_refused_with_documents_apart(name: str) -> None:
     own = {name: {"cp_comm_type": "p2p", "cuda_graph_impl": "local"}.get(name, True)}
     changes = {"engine__name": EngineName.megatron, "engine__megatron": own}
-    found = problems_of({**changes, "data__documents": Documents.separate}, h100s(2, 2))
+    found = problems_of({**changes, "data__documents": DocumentMasking.separate}, h100s(2, 2))
     assert [problem.key for problem in found if "documents" in problem.rule] == [f"engine.megatron.{name}"]
     assert not [problem for problem in problems_of(changes, h100s(2, 2)) if "documents" in problem.rule]
 
 
 def test_images_have_no_documents() -> None:
-    found = problems_of({"data__name": "arrays", "data__documents": Documents.separate})
+    found = problems_of({"data__name": "arrays", "data__documents": DocumentMasking.separate})
     assert "data.documents" in [problem.key for problem in found]
 
 
@@ -574,8 +576,8 @@ def test_a_key_that_the_plan_derives_is_refused_whatever_it_says() -> None:
     """Else the plan would override what somebody wrote."""
     config = run_config(
         zero__stage=3,
-        offload__optimizer=Place.cpu,
-        offload__parameters=Place.cpu,
+        offload__optimizer=OffloadDevice.cpu,
+        offload__parameters=OffloadDevice.cpu,
         precision__name=Precision.fp16,
     )
     batch = plan_batch(config, 2)

@@ -24,7 +24,7 @@ import torch
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, Shard
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EvalConfig, RunConfig, RunSection
 from toolkit.data.manifest import read_manifest
@@ -257,7 +257,7 @@ def test_documents_are_kept_apart_in_training_and_evaluation(
     for number in range(200):
         (texts / f"{number}.py").write_text(f"x{number} = {number * number}\n")
     ensure(tmp_path / "data", 257, root=texts)
-    settings = {"data__documents": Documents.separate, "optim__lr": 1e-2}
+    settings = {"data__documents": DocumentMasking.separate, "optim__lr": 1e-2}
     separate = Start(tmp_path / "separate", tmp_path / "data", **settings)
     said = capfd.readouterr().out
     assert re.search(

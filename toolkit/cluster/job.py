@@ -20,7 +20,7 @@ from typing import Protocol
 
 from toolkit.cluster.environment import Launch, detect_world
 from toolkit.cluster.machine import Machine
-from toolkit.config.cluster import ClusterConfig, Where
+from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.files import write_whole
@@ -86,7 +86,7 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobId:
-    where: Where
+    where: ClusterBackend
     id: str  # as the backend's own commands take it
 
 
@@ -119,7 +119,7 @@ def planned_world(cluster: ClusterConfig, machine: Machine | None = None) -> Wor
     Raises:
         ConfigError: it is not described.
     """
-    if cluster.where is Where.local:
+    if cluster.where is ClusterBackend.local:
         return detect_world(cluster, Launch(), machine)
     if cluster.gpus_per_node is None:
         raise ConfigError(
@@ -171,7 +171,7 @@ def make_job(plan: RunPlan, script: str | Path, *, name: str | None = None, here
         ConfigError: a name or path that no list of jobs can show.
     """
     run_dir = plan.run_dir
-    if plan.config.cluster.where is not Where.kubernetes:
+    if plan.config.cluster.where is not ClusterBackend.kubernetes:
         run_dir = str((here or Path.cwd()) / run_dir)
     name = name or Path(run_dir).name
     for key, text in (("run.name", name), ("run.dir", run_dir)):

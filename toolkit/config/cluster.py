@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.checks import at_least
 
 
-class Where(Enum):
+class ClusterBackend(Enum):
     """Where a run's jobs are carried out; chosen by ``cluster=``."""
 
     local = "local"
@@ -18,7 +18,7 @@ class Where(Enum):
     kubernetes = "kubernetes"
 
 
-class Notice(Enum):
+class PreemptionNotice(Enum):
     """Who is asked whether a machine will be taken away."""
 
     none = "none"
@@ -104,7 +104,7 @@ class KubernetesConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    where: Where = Where.local
+    where: ClusterBackend = ClusterBackend.local
     """local, slurm or kubernetes. Written by choosing cluster=NAME."""
     nodes: int | None = None
     """Machines. Null: what the launcher started, or this one."""
@@ -119,7 +119,7 @@ class ClusterConfig:
     restarts: int = 3
     """How often a job that failed goes on from its newest checkpoint by itself; only attempts without progress count. A mistake in
     configuration is never started again."""
-    notice: Notice = Notice.none
+    notice: PreemptionNotice = PreemptionNotice.none
     """Ask this cloud every five seconds whether it takes a machine of the run away (spot, preemptible): gce, aws or azure. Then the run
     is saved and stops. none: nobody is asked; a signal does the same."""
     preflight: bool = False

@@ -21,10 +21,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
 from toolkit.config import keys, search
-from toolkit.config.overrides import Words, read, schema, unknown_key, wrong_value
+from toolkit.config.overrides import ParsedOverrides, read, schema, unknown_key, wrong_value
 from toolkit.config.prepare import PrepareConfig
 from toolkit.config.reshard import ReshardConfig, check_together
-from toolkit.config.roots import PREPARE, RESHARD, RUN, SWEEP, Root
+from toolkit.config.roots import PREPARE, RESHARD, RUN, SWEEP, ConfigRoot
 from toolkit.config.schema import RunConfig
 from toolkit.config.sweep import SweepConfig, SweepSection
 from toolkit.errors import ConfigError, Problem
@@ -135,7 +135,7 @@ def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
 # -- composing
 
 
-def _composed(words: Words, root: Root) -> DictConfig:
+def _composed(words: ParsedOverrides, root: ConfigRoot) -> DictConfig:
     config = _hydra(words, words.overrides, root)
     if not words.changes:
         return config
@@ -147,12 +147,12 @@ def _composed(words: Words, root: Root) -> DictConfig:
 
 
 @cache
-def register(root: Root) -> None:
+def register(root: ConfigRoot) -> None:
     """Tell Hydra of the schema, which the root's file in conf/ begins with."""
     ConfigStore.instance().store(name=root.schema, node=root.kind, provider="toolkit")
 
 
-def _hydra(words: Words, overrides: list[str], root: Root) -> DictConfig:
+def _hydra(words: ParsedOverrides, overrides: list[str], root: ConfigRoot) -> DictConfig:
     register(root)
     own = [f"file://{folder}" for folder in words.search[1:]]
     try:
@@ -172,7 +172,9 @@ def _hydra(words: Words, overrides: list[str], root: Root) -> DictConfig:
     return config
 
 
-def _check_given(words: Words, config: DictConfig, overrides: Sequence[str], root: Root) -> None:
+def _check_given(
+    words: ParsedOverrides, config: DictConfig, overrides: Sequence[str], root: ConfigRoot
+) -> None:
     """``KEY: ???`` in a chosen file leaves the key to the user. Merged over a default it would vanish, so the files are asked."""
     defaults = keys.table(root)
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
@@ -208,7 +210,7 @@ def _present(config: DictConfig, name: str) -> bool:
     return isinstance(inner, DictConfig) and last in inner
 
 
-def _needs_plus(text: str, root: Root) -> Problem:
+def _needs_plus(text: str, root: ConfigRoot) -> Problem:
     name = text.partition("=")[0]
     above = next(above for above in root.open if name.startswith(above + "."))
     return Problem(
@@ -222,7 +224,7 @@ def _needs_plus(text: str, root: Root) -> Problem:
 # -- from OmegaConf's tree to dataclasses
 
 
-def _typed(config: DictConfig, root: Root = RUN) -> Any:
+def _typed(config: DictConfig, root: ConfigRoot = RUN) -> Any:
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     problems = [*_unknown(written, root), *_unresolved(config, written, root)]
@@ -243,7 +245,7 @@ def _typed(config: DictConfig, root: Root = RUN) -> Any:
 
 
 def _unknown(
-    written: Mapping[Any, Any], root: Root = RUN, kind: type | None = None, prefix: str = ""
+    written: Mapping[Any, Any], root: ConfigRoot = RUN, kind: type | None = None, prefix: str = ""
 ) -> Iterator[Problem]:
     """Keys that the schema lacks. Hydra adds what a file or a plus brings in, whatever the types say."""
     hints = get_type_hints(kind or root.kind)
@@ -256,7 +258,7 @@ def _unknown(
             yield from _unknown(inner, root, hint, f"{prefix}{name}.")
 
 
-def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: Root) -> Iterator[Problem]:
+def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: ConfigRoot) -> Iterator[Problem]:
     """Values that are missing, or that refer to a key that is not there or has a value of another type."""
     for name, value in keys.flatten(written).items():
         if value == "???":
@@ -314,7 +316,7 @@ def _no_yaml(error: yaml.YAMLError) -> ConfigError:
     return ConfigError(Problem(where, where, f"a configuration file is YAML ({why})", "mend that line"))
 
 
-def _answer(error: Exception, root: Root = RUN) -> Problem:
+def _answer(error: Exception, root: ConfigRoot = RUN) -> Problem:
     """The problem behind an exception of Hydra or OmegaConf."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     place = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""

@@ -13,7 +13,7 @@ from toolkit.config.urls import is_url, shown, url_problem
 from toolkit.errors import ConfigError
 
 
-class Documents(Enum):
+class DocumentMasking(Enum):
     """What attention makes of documents that lie in one window."""
 
     joined = "joined"
@@ -93,7 +93,7 @@ class DataConfig:
     """stdlib: size of the byte-level BPE tokenizer that is trained on the text."""
     shuffle_seed: int = 0
     """Seed of the sample order; apart from train.seed, so that two runs can differ in weights and share their order."""
-    documents: Documents = Documents.joined
+    documents: DocumentMasking = DocumentMasking.joined
     """joined: tokens see all that is before them in their window; separate: only their own document, and positions begin anew in it."""
     special_tokens: SpecialTokens = SpecialTokens.refuse
     """dataset: what the string of one of the tokenizer's special tokens (<|user|>) becomes where a document contains it: parse makes it

@@ -19,7 +19,7 @@ import yaml
 from toolkit.config import keys, search
 from toolkit.config.compose import compose
 from toolkit.config.overrides import EXPERIMENT, unknown_key
-from toolkit.config.roots import RUN, SWEEP, Root
+from toolkit.config.roots import RUN, SWEEP, ConfigRoot
 from toolkit.errors import ConfigError, ExitCode
 
 INTRODUCTION = """\
@@ -43,7 +43,7 @@ WORDS
 """
 
 
-def show_help(words: Sequence[str], above: str = "", root: Root = RUN) -> ExitCode:
+def show_help(words: Sequence[str], above: str = "", root: ConfigRoot = RUN) -> ExitCode:
     """Print the help on ``words``, below the text ``above``; or the mistake among them."""
     try:
         text = help_text(words, root)
@@ -54,7 +54,7 @@ def show_help(words: Sequence[str], above: str = "", root: Root = RUN) -> ExitCo
     return ExitCode.DONE
 
 
-def help_text(words: Sequence[str] = (), root: Root = RUN) -> str:
+def help_text(words: Sequence[str] = (), root: ConfigRoot = RUN) -> str:
     """All of it, or what belongs to ``words``: sections, groups and keys. Options and overrides among them are passed over.
 
     Raises:
@@ -77,7 +77,7 @@ def help_text(words: Sequence[str] = (), root: Root = RUN) -> str:
     return "\n".join(_topic(topic, folders, groups, root) for topic in topics)
 
 
-def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: Root) -> str:
+def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: ConfigRoot) -> str:
     parts = []
     if topic == EXPERIMENT and root.groups is None:
         parts.append(_experiments(folders))
@@ -109,7 +109,7 @@ def _experiments(folders: Sequence[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _group(folders: Sequence[Path], group: str, root: Root) -> str:
+def _group(folders: Sequence[Path], group: str, root: ConfigRoot) -> str:
     if group == EXPERIMENT:
         return ""
     chosen = _defaults(root).get(group)
@@ -120,13 +120,13 @@ def _group(folders: Sequence[Path], group: str, root: Root) -> str:
     return "\n".join(lines)
 
 
-def _ordered(groups: Sequence[str], root: Root) -> list[str]:
+def _ordered(groups: Sequence[str], root: ConfigRoot) -> list[str]:
     """As in the defaults list; others after them."""
     first = list(_defaults(root))
     return [*(name for name in first if name in groups), *(name for name in groups if name not in first)]
 
 
-def _defaults(root: Root) -> dict[str, str | None]:
+def _defaults(root: ConfigRoot) -> dict[str, str | None]:
     """Group -> the option that the command's file in conf/ chooses."""
     entries = yaml.safe_load((search.ROOT / f"{root.file}.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
@@ -148,7 +148,7 @@ def _comment(folders: Sequence[Path], group: str, option: str) -> tuple[str, str
 # -- keys
 
 
-def _section(section: str, root: Root) -> str:
+def _section(section: str, root: ConfigRoot) -> str:
     """The keys that stand right in ``section``, not those of sections within it."""
     lines = [f"  {section}"] if section else []
     for name, key in keys.table(root).items():
@@ -157,7 +157,7 @@ def _section(section: str, root: Root) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _key(name: str, root: Root) -> list[str]:
+def _key(name: str, root: ConfigRoot) -> list[str]:
     value = _values(root).get(name, keys.table(root)[name].default)
     return _labelled(f"    {name}={_show(value)}", _documents(root)[name], 44)
 
@@ -173,13 +173,13 @@ def _show(value: Any) -> str:
 
 
 @cache
-def _values(root: Root) -> dict[str, Any]:
+def _values(root: ConfigRoot) -> dict[str, Any]:
     """What the defaults list sets besides the schema."""
     return keys.flatten(compose([])) if root is RUN else {}
 
 
 @cache
-def _documents(root: Root) -> dict[str, str]:
+def _documents(root: ConfigRoot) -> dict[str, str]:
     """The string under each field of the schema, by the key's full name."""
     return dict(_walk(root.kind, ""))
 

@@ -9,11 +9,11 @@ from enum import Enum
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from toolkit.config.roots import RUN, Root
+from toolkit.config.roots import RUN, ConfigRoot
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ConfigKey:
     """One key. ``kinds`` are the types its value may have, without None; ``nullable`` says whether null may be written."""
 
     name: str
@@ -36,20 +36,20 @@ class Key:
 
 
 @cache
-def table(root: Root = RUN) -> Mapping[str, Key]:
+def table(root: ConfigRoot = RUN) -> Mapping[str, ConfigKey]:
     """Every key of the schema, in its order. Keys below ``root.open`` are not in it."""
-    found: dict[str, Key] = {}
+    found: dict[str, ConfigKey] = {}
     _collect(root.kind, "", found)
     return found
 
 
 @cache
-def sections(root: Root = RUN) -> tuple[str, ...]:
+def sections(root: ConfigRoot = RUN) -> tuple[str, ...]:
     """Every name that holds keys: ``train``, ``train.batch_ramp``, ..."""
     return tuple(dict.fromkeys(key.section for key in table(root).values() if key.section))
 
 
-def _collect(kind: type, prefix: str, found: dict[str, Key]) -> None:
+def _collect(kind: type, prefix: str, found: dict[str, ConfigKey]) -> None:
     hints = get_type_hints(kind)
     for field in fields(kind):
         name, hint = prefix + field.name, hints[field.name]
@@ -62,7 +62,7 @@ def _collect(kind: type, prefix: str, found: dict[str, Key]) -> None:
             if type(None) in get_args(hint)
             else (hint,)
         )
-        found[name] = Key(name, alternatives, type(None) in get_args(hint), _default(field))
+        found[name] = ConfigKey(name, alternatives, type(None) in get_args(hint), _default(field))
 
 
 def _default(field: Field[Any]) -> Any:
@@ -71,7 +71,7 @@ def _default(field: Field[Any]) -> Any:
     return field.default
 
 
-def is_open(name: str, root: Root = RUN) -> bool:
+def is_open(name: str, root: ConfigRoot = RUN) -> bool:
     """Whether ``name`` lies below a key that holds settings which are not the schema's."""
     return any(name.startswith(above + ".") for above in root.open)
 
@@ -90,7 +90,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nearest(name: str, root: Root = RUN) -> str | None:
+def nearest(name: str, root: ConfigRoot = RUN) -> str | None:
     """The key or section that somebody who wrote ``name`` most likely meant; None where nothing is near."""
     names = [*table(root), *sections(root)]
     last = name.rpartition(".")[2]

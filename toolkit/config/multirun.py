@@ -40,7 +40,7 @@ OWN = ("run.dir", "monitor.group")  # which a sweep gives its points
 
 
 @dataclass(frozen=True, slots=True)
-class SweepWords:
+class SweepArguments:
     """
     Attributes:
         options: ``--config-dir=FOLDER``, absolute, if it was given.
@@ -93,7 +93,7 @@ def is_sweep(arguments: Sequence[str]) -> bool:
     return not set(overrides.MULTIRUN).isdisjoint(arguments)
 
 
-def read_sweep(arguments: Sequence[str]) -> SweepWords:
+def read_sweep(arguments: Sequence[str]) -> SweepArguments:
     """What was typed, told apart. The values of points are checked when they are composed.
 
     Raises:
@@ -140,7 +140,7 @@ def read_sweep(arguments: Sequence[str]) -> SweepWords:
     if problems:
         raise ConfigError(*problems)
     options = tuple(f"{overrides.CONFIG_DIR[0]}={folder}" for folder in folders[1:])
-    return SweepWords(options, tuple(words), frozenset(fixed), tuple(of_hydra), sweep)
+    return SweepArguments(options, tuple(words), frozenset(fixed), tuple(of_hydra), sweep)
 
 
 def _folders(arguments: Sequence[str]) -> tuple[tuple[Path, ...], list[str]]:
@@ -187,7 +187,7 @@ class _Loader:
         return master_config
 
 
-def run_sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> None:
+def run_sweeper(words: SweepArguments, folder: Path, carry_out: CarryOut) -> None:
     """Let the sweeper make points, batch by batch, until it has enough.
 
     Args:
@@ -204,7 +204,7 @@ def run_sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> None:
         raise ConfigError(_refused(words, error)) from error
 
 
-def _sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> Any:
+def _sweeper(words: SweepArguments, folder: Path, carry_out: CarryOut) -> Any:
     _register()
     register(RUN)
     own = [*words.hydra, f"{LAUNCHER}=toolkit", f"hydra.sweep.dir={quoted(folder)}"]
@@ -238,7 +238,7 @@ def _register() -> None:
     plugins.register(ToolkitLauncher)
 
 
-def _refused(words: SweepWords, error: Exception) -> Problem:
+def _refused(words: SweepArguments, error: Exception) -> Problem:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return Problem(
         SWEEPERS[0],

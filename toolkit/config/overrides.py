@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.config import keys, search
-from toolkit.config.roots import RUN, Root
+from toolkit.config.roots import RUN, ConfigRoot
 from toolkit.errors import ConfigError, Problem
 
 CONFIG_DIR = ("--config-dir", "-cd")
@@ -25,7 +25,7 @@ EXPERIMENT = "exp"
 
 
 @dataclass(slots=True)
-class Words:
+class ParsedOverrides:
     """Checked overrides, ready for Hydra, and the folders in which it finds groups.
 
     ``changes`` are settings below an open key that were written without a plus: right only where an experiment's file sets them.
@@ -36,14 +36,14 @@ class Words:
     changes: list[str] = field(default_factory=list)
 
 
-def read(arguments: Sequence[str], root: Root = RUN) -> Words:
+def read(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedOverrides:
     """Check every argument.
 
     Raises:
         ConfigError: with a problem for each word that cannot be meant.
     """
     plain, own, problems = options(arguments)
-    words = Words(search.folders(own))
+    words = ParsedOverrides(search.folders(own))
     checker = _Checker(words.search, root)
     for typed in plain:
         text = _long(typed, root)
@@ -65,7 +65,7 @@ def read(arguments: Sequence[str], root: Root = RUN) -> Words:
     return words
 
 
-def _long(text: str, root: Root) -> str:
+def _long(text: str, root: ConfigRoot) -> str:
     """``target.path=PATH`` for ``target=PATH``: OmegaConf gives a name keys or a value, not both."""
     name, equals, value = text.partition("=")
     return f"{dict(root.short).get(name, name)}={value}" if equals else text
@@ -111,7 +111,7 @@ def options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Prob
     return plain, own, problems
 
 
-def _for_hydra(override: Override, root: Root) -> str:
+def _for_hydra(override: Override, root: ConfigRoot) -> str:
     """The override in the words that make Hydra do what was meant.
 
     A setting below an open key may be there already, from an experiment's file: it is added or changed. Where the schema says
@@ -131,13 +131,13 @@ def _for_hydra(override: Override, root: Root) -> str:
 
 
 @cache
-def schema(root: Root = RUN) -> DictConfig:
+def schema(root: ConfigRoot = RUN) -> DictConfig:
     """The schema as OmegaConf's types, at its defaults. To be copied or merged from, not changed."""
     return OmegaConf.structured(root.kind)
 
 
 class _Checker:
-    def __init__(self, folders: Sequence[Path], root: Root) -> None:
+    def __init__(self, folders: Sequence[Path], root: ConfigRoot) -> None:
         self.folders = folders
         self.root = root
         self.groups = search.groups(folders) if root.groups is None else root.groups
@@ -280,7 +280,7 @@ def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -
     )
 
 
-def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: Root = RUN) -> Problem:
+def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: ConfigRoot = RUN) -> Problem:
     """``name`` is no key: say what it may have meant."""
     above = name.rpartition(".")[0]
     while above and above not in keys.table(root) and above not in keys.sections(root):
@@ -306,7 +306,7 @@ def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: Root = R
     )
 
 
-def wrong_value(name: str, seen: str, root: Root = RUN) -> Problem:
+def wrong_value(name: str, seen: str, root: ConfigRoot = RUN) -> Problem:
     """``seen`` gives a value that the type of ``name`` does not take."""
     key = keys.table(root).get(name)
     if key is None and keys.is_open(name, root):
@@ -327,7 +327,7 @@ def wrong_value(name: str, seen: str, root: Root = RUN) -> Problem:
     return Problem(name, seen, f"{name} is {kind}{null}", f"write {name}={example}")
 
 
-def _kind(key: keys.Key) -> str:
+def _kind(key: keys.ConfigKey) -> str:
     if key.choices:
         return f"one of {', '.join(key.choices)}"
     names = {
@@ -342,7 +342,7 @@ def _kind(key: keys.Key) -> str:
     return " or ".join(names.get(kind, "a dictionary") for kind in key.kinds)
 
 
-def _example(key: keys.Key) -> str:
+def _example(key: keys.ConfigKey) -> str:
     examples = {int: "8", float: "0.1", bool: "true", str: "text"}
     if isinstance(key.default, list):
         return "[" + ",".join(str(item) for item in key.default) + "]"

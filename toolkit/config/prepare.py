@@ -53,7 +53,7 @@ class TokenizerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class DatasetConfig:
+class InputDatasetConfig:
     name: str | None = None
     """Configuration of the dataset, where it has several."""
     split: str = "train"
@@ -79,7 +79,7 @@ class PrepareConfig:
     on_bad_row: OnBadRow = OnBadRow.refuse
     """What a row becomes that is broken, lacks the field, or has no text in it: refuse stops with an error that names it (start again
     to continue after you corrected it), skip leaves it out and counts it."""
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    dataset: InputDatasetConfig = field(default_factory=InputDatasetConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     special_tokens: SpecialTokens = SpecialTokens.refuse
     """What the string of one of the tokenizer's special tokens (<|user|>) becomes where a document contains it: parse makes it that

@@ -12,7 +12,7 @@ from toolkit.config.sweep import SweepConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class ConfigRoot:
     """
     Attributes:
         kind: dataclass of the whole configuration.
@@ -30,7 +30,7 @@ class Root:
     short: tuple[tuple[str, str], ...] = ()
 
 
-RUN = Root(
+RUN = ConfigRoot(
     RunConfig,
     "config",
     "run_schema",
@@ -48,8 +48,10 @@ RUN = Root(
         ),
     ),
 )
-PREPARE = Root(PrepareConfig, "prepare", "prepare_schema", groups=(), short=(("import", "import_path"),))
-RESHARD = Root(
+PREPARE = ConfigRoot(
+    PrepareConfig, "prepare", "prepare_schema", groups=(), short=(("import", "import_path"),)
+)
+RESHARD = ConfigRoot(
     ReshardConfig, "reshard", "reshard_schema", groups=("model",), short=(("target", "target.path"),)
 )
-SWEEP = Root(SweepConfig, "sweep", "sweep_schema", groups=())
+SWEEP = ConfigRoot(SweepConfig, "sweep", "sweep_schema", groups=())

@@ -24,7 +24,7 @@ class EngineName(Enum):
     megatron = "megatron"
 
 
-class Place(Enum):
+class OffloadDevice(Enum):
     """Where a kind of state lives between its uses."""
 
     none = "none"
@@ -233,9 +233,9 @@ class ZeroConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OffloadConfig:
-    optimizer: Place = Place.none
+    optimizer: OffloadDevice = OffloadDevice.none
     """Where optimizer states live: none (on the device), cpu or nvme."""
-    parameters: Place = Place.none
+    parameters: OffloadDevice = OffloadDevice.none
     """Where parameters live between uses (ZeRO-3 only): none, cpu or nvme."""
     nvme_path: str | None = None
     """A folder on a local NVMe disk, for the places that say nvme."""

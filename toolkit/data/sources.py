@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from toolkit.config.data import DataConfig, Documents
+from toolkit.config.data import DataConfig, DocumentMasking
 from toolkit.config.mixture import sources_of
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
@@ -87,7 +87,7 @@ def vocabulary_problem(
 
 def documents_problem(config: RunConfig, manifest: DataManifest, key: str, path: str) -> Problem | None:
     """Of the folder ``path`` that ``key`` names: windows are tokens alone, so documents end where a token says so."""
-    if config.data.documents is Documents.joined or manifest.tokenizer.ends_documents:
+    if config.data.documents is DocumentMasking.joined or manifest.tokenizer.ends_documents:
         return None
     return Problem(
         "data.documents",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.target import check_target
@@ -19,7 +19,9 @@ from toolkit.plan.target import check_target
 GIVES = "model.target is a class derived from torch.nn.Module, or a function whose annotation says that it returns one"
 
 
-def build_target(model: ModelConfig, seed: int, *, documents: Documents = Documents.joined) -> nn.Module:
+def build_target(
+    model: ModelConfig, seed: int, *, documents: DocumentMasking = DocumentMasking.joined
+) -> nn.Module:
     """The module on the CPU with the weights that its constructor draws under ``seed``; random state outside is unchanged.
 
     With ``documents`` kept apart its forward takes ``position_ids`` beside ``input_ids`` and ``labels``.
@@ -45,7 +47,7 @@ def build_target(model: ModelConfig, seed: int, *, documents: Documents = Docume
     if not isinstance(module, nn.Module):
         raise _problem(model, f"it gives a {type(module).__name__}", GIVES, "return what the annotation says")
     _check(module, model)
-    if documents is Documents.separate:
+    if documents is DocumentMasking.separate:
         _check_takes_positions(module, model)
     return module
 

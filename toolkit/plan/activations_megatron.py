@@ -27,7 +27,7 @@ FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ActivationLayout:
     """What of a micro-batch one rank sees. ``spread``: tensor ranks that share what lies between blocks: with sequence parallelism all."""
 
     tokens: int  # of its part of the sequences of a micro-batch
@@ -44,7 +44,7 @@ class Layout:
         return self.tokens // self.sequences
 
 
-def block_bytes(shape: ModelShape, layout: Layout, recomputed: frozenset[str] = frozenset()) -> int:
+def block_bytes(shape: ModelShape, layout: ActivationLayout, recomputed: frozenset[str] = frozenset()) -> int:
     """Of one block for one micro-batch, without what the submodules ``recomputed`` would keep."""
     traits, element = get(shape.family).traits, layout.element
     norms = 2 * _norm(shape.hidden_size, layout, traits.norm)
@@ -59,12 +59,12 @@ def block_bytes(shape: ModelShape, layout: Layout, recomputed: frozenset[str] = 
     return layout.tokens * (norms // layout.spread + inside) + layout.positions * (rotations + mask)
 
 
-def boundary_bytes(shape: ModelShape, layout: Layout) -> int:
+def boundary_bytes(shape: ModelShape, layout: ActivationLayout) -> int:
     """The residual stream between two blocks."""
     return layout.tokens * layout.element * shape.hidden_size // layout.spread
 
 
-def head_bytes(shape: ModelShape, layout: Layout, vocabulary: int) -> int:
+def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int) -> int:
     """Final norm, logits and cross-entropy of one micro-batch; ``vocabulary``: rows on this rank."""
     logits = FP32 + (layout.element if layout.element != FP32 else 0)
     return layout.tokens * (
@@ -79,14 +79,14 @@ def in_flight(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
     return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, micro_batches * chunks)
 
 
-def _norm(width: int, layout: Layout, kind: Norm) -> int:
+def _norm(width: int, layout: ActivationLayout, kind: Norm) -> int:
     """Bytes a token. On CPUs RMSNorm keeps its input and the normalised input in fp32."""
     if kind is Norm.layer or layout.fused_norms:
         return 2 * layout.element * width + 2 * FP32
     return (2 * FP32 + layout.element) * width + FP32
 
 
-def _attention(shape: ModelShape, layout: Layout, recomputed: frozenset[str]) -> int:
+def _attention(shape: ModelShape, layout: ActivationLayout, recomputed: frozenset[str]) -> int:
     """Bytes a token, before the tensor axis divides them."""
     traits, element = get(shape.family).traits, layout.element
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
@@ -116,7 +116,7 @@ def _attention(shape: ModelShape, layout: Layout, recomputed: frozenset[str]) ->
     return kept
 
 
-def _feed_forward(shape: ModelShape, layout: Layout, *, gated: bool) -> int:
+def _feed_forward(shape: ModelShape, layout: ActivationLayout, *, gated: bool) -> int:
     """Bytes a token. With experts, of all tokens that the tensor ranks gather for them: their input, and one more of width f, before
     the router's weight; the router keeps probabilities and places."""
     width = layout.element * shape.intermediate_size

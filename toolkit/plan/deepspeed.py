@@ -10,7 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.config.schema import OptimConfig, OptimizerKernel, OptimizerName, Place, Precision, RunConfig
+from toolkit.config.schema import (
+    OffloadDevice,
+    OptimConfig,
+    OptimizerKernel,
+    OptimizerName,
+    Precision,
+    RunConfig,
+)
 from toolkit.plan.types import BatchPlan, Device, World
 
 NEVER = 2**31 - 1  # steps_per_print has no "off"; progress and metrics are this toolkit's
@@ -69,7 +76,7 @@ def kernel(config: RunConfig, world: World) -> OptimizerKernel:
         return config.optim.kernel
     if config.optim.name is not OptimizerName.adamw or world.device is Device.CPU:
         return OptimizerKernel.torch
-    if config.offload.optimizer is Place.none:
+    if config.offload.optimizer is OffloadDevice.none:
         return OptimizerKernel.fused
     return OptimizerKernel.cpu if world.has_compiler else OptimizerKernel.torch
 
@@ -82,7 +89,9 @@ def accumulates_in_fp32(config: RunConfig) -> bool:
     """
     if config.precision.name is not Precision.bf16:
         return False
-    return config.zero.stage == 3 or (config.zero.stage == 2 and config.offload.optimizer is Place.none)
+    return config.zero.stage == 3 or (
+        config.zero.stage == 2 and config.offload.optimizer is OffloadDevice.none
+    )
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def _defaults(config: RunConfig, ranks: int, sizes: Sequence[int]) -> dict[str, 
         # The buckets are allocated whole, 2 GB in fp32: a small model needs no more than itself. Even, for alignment.
         size = min(BUCKET, sum(sizes) + sum(sizes) % 2)
         found["zero_optimization"] = {"reduce_bucket_size": size, "allgather_bucket_size": size}
-        if config.offload.parameters is Place.nvme:
+        if config.offload.parameters is OffloadDevice.nvme:
             # DeepSpeed asserts that every partition fits into a swap buffer.
             largest = -(-max(sizes) // ranks)
             found["zero_optimization"]["offload_param"] = {"buffer_size": max(SWAP_BUFFER, largest)}
@@ -165,9 +174,9 @@ def _zero(config: RunConfig, world: World) -> dict[str, Any]:
         ("offload_optimizer", config.offload.optimizer),
         ("offload_param", config.offload.parameters),
     ):
-        if place is not Place.none:
+        if place is not OffloadDevice.none:
             zero[key] = {"device": place.value, "pin_memory": world.device is Device.CUDA}
-            if place is Place.nvme:
+            if place is OffloadDevice.nvme:
                 zero[key]["nvme_path"] = config.offload.nvme_path
     if config.optim.name is OptimizerName.muon and config.zero.stage == 3:
         zero["reduce_scatter"] = False  # DeepSpeed refuses to start Muon under stage 3 otherwise

@@ -41,8 +41,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from toolkit.config.data import Documents
-from toolkit.config.schema import EngineName, OptimConfig, OptimizerName, Place, Precision, RunConfig
+from toolkit.config.data import DocumentMasking
+from toolkit.config.schema import EngineName, OffloadDevice, OptimConfig, OptimizerName, Precision, RunConfig
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import memory_megatron
@@ -61,7 +61,7 @@ def element_bytes(precision: Precision) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OptimizerGroup:
     """One parameter group of the optimizer, in the order in which DeepSpeed flattens it. ``ranks`` share it: for experts fewer."""
 
     sizes: tuple[int, ...]  # elements of each parameter
@@ -93,7 +93,7 @@ class Group:
 
 def optimizer_groups(
     parameters: Iterable[ParameterSpec], optim: OptimConfig, ranks: int, expert: int = 1
-) -> tuple[Group, ...]:
+) -> tuple[OptimizerGroup, ...]:
     """With and without decay; Muon splits each again into matrices and the rest, as DeepSpeed tells them apart by name, and so does
     an expert axis of ``expert`` ranks, whose parameters are shared by fewer."""
     sizes: dict[tuple[bool, bool, bool], list[int]] = {}
@@ -105,7 +105,9 @@ def optimizer_groups(
         )
         sizes.setdefault((spec.decays, muon, expert > 1 and is_expert_parameter(spec)), []).append(spec.numel)
     return tuple(
-        Group(tuple(numels), _state_bytes(optim, muon), max(1, ranks // expert) if apart else ranks, muon)
+        OptimizerGroup(
+            tuple(numels), _state_bytes(optim, muon), max(1, ranks // expert) if apart else ranks, muon
+        )
         for (_, muon, apart), numels in sizes.items()
     )
 
@@ -121,14 +123,14 @@ class _Run:
     """What the formulas look at."""
 
     parameters: Sequence[ParameterSpec]
-    groups: tuple[Group, ...]
+    groups: tuple[OptimizerGroup, ...]
     ranks: int
     element: int
     accumulates: bool  # several micro-batches a step
     fp32_accumulation: bool
     precision: Precision
-    optimizer_place: Place
-    parameter_place: Place
+    optimizer_place: OffloadDevice
+    parameter_place: OffloadDevice
     settings: Mapping[str, Any]  # zero_optimization as DeepSpeed gets it
 
     @property
@@ -137,7 +139,7 @@ class _Run:
 
     @property
     def offloaded(self) -> bool:
-        return self.optimizer_place is not Place.none
+        return self.optimizer_place is not OffloadDevice.none
 
 
 def plan_memory(
@@ -196,7 +198,7 @@ def stage_memory(
             head=number == len(held) - 1,
             tensor=axes.tensor,
             seen=config.train.sequence_length * axes.context
-            if config.data.documents is Documents.separate
+            if config.data.documents is DocumentMasking.separate
             else 0,
         )
         found.append(
@@ -214,7 +216,7 @@ def stage_memory(
 
 
 @dataclass(frozen=True, slots=True)
-class States:
+class StateBytes:
     parameters: int
     gradients: int
     optimizer: int
@@ -223,23 +225,23 @@ class States:
     buffers: int = 0
 
 
-def stage0(run: _Run) -> States:
+def stage0(run: _Run) -> StateBytes:
     """Plain data parallel, and the local engine: everything on every rank. In fp32 the weight is its own master; in 16 bits (the
     local engine only) a micro-batch's gradients are added to fp32 ones."""
     master = 0 if run.element == FP32 else FP32
     optimizer = sum(group.numel * (group.state_bytes + master) for group in run.groups)
-    return States(run.numel * run.element, run.numel * (run.element + master), optimizer)
+    return StateBytes(run.numel * run.element, run.numel * (run.element + master), optimizer)
 
 
-def stage1(run: _Run) -> States:
+def stage1(run: _Run) -> StateBytes:
     return _stage12(run, partitioned_gradients=False)
 
 
-def stage2(run: _Run) -> States:
+def stage2(run: _Run) -> StateBytes:
     return _stage12(run, partitioned_gradients=True)
 
 
-def _stage12(run: _Run, *, partitioned_gradients: bool) -> States:
+def _stage12(run: _Run, *, partitioned_gradients: bool) -> StateBytes:
     partitions = [group.partition for group in run.groups]
     total = sum(partitions)
     whole = sum(group.partition * group.ranks for group in run.groups)
@@ -254,7 +256,7 @@ def _stage12(run: _Run, *, partitioned_gradients: bool) -> States:
     separate = run.fp32_accumulation and run.element != FP32
     if not partitioned_gradients and separate and not run.offloaded and run.precision is Precision.bf16:
         # BF16_Optimizer: gradients in bf16, zeroed and kept, and all of them again in fp32; it reduces in place.
-        return States(weights, run.numel * run.element + whole * FP32, optimizer)
+        return StateBytes(weights, run.numel * run.element + whole * FP32, optimizer)
     if run.offloaded:
         host = optimizer + total * FP32 + total * run.element
         if not partitioned_gradients:
@@ -264,29 +266,29 @@ def _stage12(run: _Run, *, partitioned_gradients: bool) -> States:
         else:
             gradients = 0
             host += touched * run.element if run.accumulates else 0
-        return States(weights, gradients, 0, host=host, buffers=buffers)
+        return StateBytes(weights, gradients, 0, host=host, buffers=buffers)
     if not partitioned_gradients:
         gradients = run.numel * (FP32 if separate else run.element)
     elif separate:
         gradients = total * FP32
     else:
         gradients = touched * run.element
-    return States(weights, gradients, optimizer, buffers=buffers)
+    return StateBytes(weights, gradients, optimizer, buffers=buffers)
 
 
-def _by_rank(group: Group, ranks: int) -> list[int]:
+def _by_rank(group: OptimizerGroup, ranks: int) -> list[int]:
     """What each of all ranks touches of a group that perhaps fewer share."""
     return [size for size in group.touched for _ in range(ranks // group.ranks)]
 
 
-def _moments12(group: Group, partition: int, run: _Run) -> int:
+def _moments12(group: OptimizerGroup, partition: int, run: _Run) -> int:
     """Muon keeps the momentum of whole parameters, in its gradients' precision."""
     if group.muon and not run.offloaded:
         return max(group.touched) * run.element
     return partition * group.state_bytes
 
 
-def stage3(run: _Run) -> States:
+def stage3(run: _Run) -> StateBytes:
     partitions = [sum(-(-size // run.ranks) for size in group.sizes) for group in run.groups]
     total = sum(partitions)
     threshold = int(_either(run.settings, "param_persistence_threshold", PERSISTENCE))
@@ -303,21 +305,21 @@ def stage3(run: _Run) -> States:
     weights = (total + _secondary(run)) * run.element
     bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
     buffers = (
-        bucket + (_live(run) if run.ranks > 1 or run.parameter_place is not Place.none else 0)
+        bucket + (_live(run) if run.ranks > 1 or run.parameter_place is not OffloadDevice.none else 0)
     ) * run.element
     host = nvme = 0
-    if run.optimizer_place is Place.cpu:
+    if run.optimizer_place is OffloadDevice.cpu:
         host += optimizer + total * FP32 + gradients
         optimizer = gradients = 0
-    elif run.optimizer_place is Place.nvme:
+    elif run.optimizer_place is OffloadDevice.nvme:
         host += gradients
         nvme += optimizer + total * FP32
         optimizer = gradients = 0
-    if run.parameter_place is Place.cpu:
+    if run.parameter_place is OffloadDevice.cpu:
         host, weights = host + weights, 0
-    elif run.parameter_place is Place.nvme:
+    elif run.parameter_place is OffloadDevice.nvme:
         nvme, weights = nvme + weights, 0
-    return States(
+    return StateBytes(
         weights + persistent * run.element, gradients, optimizer, host=host, nvme=nvme, buffers=buffers
     )
 
@@ -351,4 +353,4 @@ def _padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-STAGES: dict[int, Callable[[_Run], States]] = {0: stage0, 1: stage1, 2: stage2, 3: stage3}
+STAGES: dict[int, Callable[[_Run], StateBytes]] = {0: stage0, 1: stage1, 2: stage2, 3: stage3}

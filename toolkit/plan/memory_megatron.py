@@ -29,13 +29,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import OptimConfig, OptimizerName, Precision, RunConfig
 from toolkit.families import get
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import EMBEDDING, Cut, MegatronTensor
 from toolkit.layout.axes import Axes
-from toolkit.plan.activations_megatron import Layout, block_bytes, boundary_bytes, head_bytes, in_flight
+from toolkit.plan.activations_megatron import (
+    ActivationLayout,
+    block_bytes,
+    boundary_bytes,
+    head_bytes,
+    in_flight,
+)
 from toolkit.plan.megatron import padded_vocabulary, sequence_parallel, virtual_stages
 from toolkit.plan.types import BatchPlan, Device, MemoryPlan
 
@@ -49,7 +55,7 @@ def stage_memory(
     """Of a rank of each pipeline stage. Transfers work in place, so there are no buffers but what sequence parallelism gathers."""
     micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
     spread = axes.tensor if sequence_parallel(config) else 1
-    layout = Layout(
+    layout = ActivationLayout(
         tokens=max(1, batch.micro_batch * config.train.sequence_length // axes.context),
         sequences=batch.micro_batch,
         context=axes.context,
@@ -57,7 +63,7 @@ def stage_memory(
         spread=spread,
         element=FP32 if config.precision.name is Precision.fp32 else 2,
         fused_norms=device is Device.CUDA,
-        documents=config.data.documents is Documents.separate,
+        documents=config.data.documents is DocumentMasking.separate,
     )
     gathered = 0 if spread == 1 else layout.tokens * layout.element * shape.hidden_size
     chunks = virtual_stages(config)
@@ -85,7 +91,7 @@ def stage_memory(
     return found
 
 
-def _blocks(config: RunConfig, shape: ModelShape, layout: Layout, layers: int, passes: int) -> int:
+def _blocks(config: RunConfig, shape: ModelShape, layout: ActivationLayout, layers: int, passes: int) -> int:
     """Activations of ``passes`` forward passes through ``layers`` blocks each."""
     given = config.engine.megatron
     whole, boundary = block_bytes(shape, layout), boundary_bytes(shape, layout)
@@ -109,7 +115,7 @@ def _blocks(config: RunConfig, shape: ModelShape, layout: Layout, layers: int, p
 
 
 @dataclass(frozen=True, slots=True)
-class StageStates:
+class StageStateBytes:
     """Bytes on each rank of one pipeline stage; ``layers`` is how many blocks it has."""
 
     layers: int
@@ -142,7 +148,7 @@ def stage_chunks(layers: Sequence[int], chunks: int) -> list[list[range]]:
     return found
 
 
-def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStates]:
+def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateBytes]:
     """Of each pipeline stage. What the tensor axis does not divide is counted as if it did, rounded up: a rule refuses it."""
     layers = stage_layers(shape, axes.pipeline, config.engine.megatron)
     chunks = stage_chunks(layers, virtual_stages(config))
@@ -176,7 +182,7 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStates
                     gradients + numel * FP32,
                     optimizer + share * kept,
                 )
-        found.append(StageStates(count, parameters, gradients, optimizer))
+        found.append(StageStateBytes(count, parameters, gradients, optimizer))
     return found
 
 

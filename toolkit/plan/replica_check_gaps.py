@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.config.schema import EngineName, Place
+from toolkit.config.schema import EngineName, OffloadDevice
 from toolkit.plan.types import RunPlan
 
 
@@ -33,6 +33,6 @@ def replica_check_gaps(plan: RunPlan) -> list[str]:
         found.append("what stages have for themselves: there is one copy of it")
     if axes.expert > 1 and axes.expert == axes.data * axes.context:
         found.append("experts: there is one copy of each")
-    if config.offload.optimizer is not Place.none:
+    if config.offload.optimizer is not OffloadDevice.none:
         found.append("optimizer state that is offloaded")
     return found

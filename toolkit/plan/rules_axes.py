@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.config.schema import EngineName, OptimizerName, Place
+from toolkit.config.schema import EngineName, OffloadDevice, OptimizerName
 from toolkit.errors import Problem
 from toolkit.plan.deepspeed import cut_by_tensor
 from toolkit.plan.rule_context import Rule, RuleContext, refuse
@@ -59,7 +59,7 @@ def pipeline_limits(ctx: RuleContext) -> Iterator[Problem]:
             "under DeepSpeed a pipeline goes with ZeRO stages 0 and 1",
             "write zero=stage1, or parallel.pipeline=1",
         )
-    if {config.offload.optimizer, config.offload.parameters} != {Place.none}:
+    if {config.offload.optimizer, config.offload.parameters} != {OffloadDevice.none}:
         yield refuse(
             config,
             "offload.optimizer offload.parameters parallel.pipeline",
@@ -157,7 +157,7 @@ def _zero_key(ctx: RuleContext, key: str, default: Any) -> Any:
 
 
 def _nvme(ctx: RuleContext, axis: str) -> Iterator[Problem]:
-    if Place.nvme in (ctx.config.offload.optimizer, ctx.config.offload.parameters):
+    if OffloadDevice.nvme in (ctx.config.offload.optimizer, ctx.config.offload.parameters):
         yield refuse(
             ctx.config,
             f"offload.optimizer offload.parameters parallel.{axis}",

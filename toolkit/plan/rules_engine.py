@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from toolkit.config import vendor
-from toolkit.config.schema import EngineName, OptimizerKernel, OptimizerName, Place, Precision
+from toolkit.config.schema import EngineName, OffloadDevice, OptimizerKernel, OptimizerName, Precision
 from toolkit.errors import Problem
 from toolkit.plan.deepspeed import accumulates_in_fp32
 from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
@@ -25,7 +24,7 @@ def local_is_one_rank(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def vendor_keys(ctx: RuleContext) -> Iterator[Problem]:
-    yield from vendor.problems(ctx.config)
+    yield from ctx.engine_problems
 
 
 def sixteen_bits_need_a_stage(ctx: RuleContext) -> Iterator[Problem]:
@@ -57,7 +56,7 @@ def bf16_sums(ctx: RuleContext) -> Iterator[Problem]:
     ):
         better = (
             "write zero=stage2, which sums in fp32"
-            if config.zero.stage == 1 and config.offload.optimizer is Place.none
+            if config.zero.stage == 1 and config.offload.optimizer is OffloadDevice.none
             else "write zero=stage3, which sums in fp32"
         )
         if config.parallel.pipeline > 1:
@@ -72,7 +71,7 @@ def bf16_sums(ctx: RuleContext) -> Iterator[Problem]:
 
 def kernel_fits(ctx: RuleContext) -> Iterator[Problem]:
     config, kernel = ctx.config, ctx.config.optim.kernel
-    offloaded = config.offload.optimizer is not Place.none
+    offloaded = config.offload.optimizer is not OffloadDevice.none
     if kernel in (OptimizerKernel.auto, OptimizerKernel.torch) or ctx.megatron:
         return
     if config.optim.name is not OptimizerName.adamw:
@@ -128,7 +127,7 @@ def muon_limits(ctx: RuleContext) -> Iterator[Problem]:
         )
     if ctx.traits is not None and ctx.traits.muon is not None:
         yield refuse(config, "optim.name model.family", ctx.traits.muon, "write optim=adamw")
-    if Place.nvme in (config.offload.optimizer, config.offload.parameters):
+    if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
         yield refuse(
             config,
             "optim.name offload.optimizer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.config.schema import Place, Precision
+from toolkit.config.schema import OffloadDevice, Precision
 from toolkit.errors import Problem, Severity
 from toolkit.plan.devices import GPUS, find, memory_bytes
 from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
@@ -65,7 +65,7 @@ def precision_against_device(ctx: RuleContext) -> Iterator[Problem]:
 def offload_against_stage(ctx: RuleContext) -> Iterator[Problem]:
     offload, stage = ctx.config.offload, ctx.config.zero.stage
     if not ctx.deepspeed:
-        if offload.optimizer is not Place.none or offload.parameters is not Place.none:
+        if offload.optimizer is not OffloadDevice.none or offload.parameters is not OffloadDevice.none:
             why = (
                 "; Megatron-core offloads its optimizer on GPUs only, into states that are not saved"
                 if ctx.megatron
@@ -78,21 +78,21 @@ def offload_against_stage(ctx: RuleContext) -> Iterator[Problem]:
                 "write offload=none, or engine=deepspeed",
             )
         return
-    if offload.parameters is not Place.none and stage != 3:
+    if offload.parameters is not OffloadDevice.none and stage != 3:
         yield refuse(
             ctx.config,
             "offload.parameters zero.stage",
             "parameters are offloaded under ZeRO 3 only",
             "write zero=stage3, or offload=cpu_optimizer to offload the optimizer alone",
         )
-    if offload.optimizer is Place.cpu and stage == 0:
+    if offload.optimizer is OffloadDevice.cpu and stage == 0:
         yield refuse(
             ctx.config,
             "offload.optimizer zero.stage",
             "optimizer states are offloaded under ZeRO 1 to 3",
             "write zero=stage1 or higher, or offload=none",
         )
-    if offload.optimizer is Place.nvme and stage != 3:
+    if offload.optimizer is OffloadDevice.nvme and stage != 3:
         yield refuse(
             ctx.config,
             "offload.optimizer zero.stage",
@@ -103,7 +103,7 @@ def offload_against_stage(ctx: RuleContext) -> Iterator[Problem]:
 
 def offload_to_nvme(ctx: RuleContext) -> Iterator[Problem]:
     offload = ctx.config.offload
-    if Place.nvme not in (offload.optimizer, offload.parameters):
+    if OffloadDevice.nvme not in (offload.optimizer, offload.parameters):
         if offload.nvme_path is not None:
             yield warn(
                 ctx.config,
@@ -121,7 +121,7 @@ def offload_to_nvme(ctx: RuleContext) -> Iterator[Problem]:
         )
     if not ctx.world.has_libaio:
         yield Problem(
-            "offload.optimizer" if offload.optimizer is Place.nvme else "offload.parameters",
+            "offload.optimizer" if offload.optimizer is OffloadDevice.nvme else "offload.parameters",
             "offload to nvme on a machine without libaio",
             "DeepSpeed reads and writes NVMe through libaio",
             "install libaio's headers (apt-get install libaio-dev), or write offload=cpu",
@@ -208,9 +208,9 @@ def _more_room(ctx: RuleContext) -> str:
         return f"write {', or '.join(options)}, or take more GPUs"
     if stage < 3 and ctx.world.ranks > 1 and ctx.config.parallel.pipeline == 1:
         options.append("zero=stage3")
-    if offload.optimizer is Place.none:
+    if offload.optimizer is OffloadDevice.none:
         options.append("offload=cpu_optimizer" + (" zero=stage2" if stage == 0 else ""))
-    elif offload.parameters is Place.none:
+    elif offload.parameters is OffloadDevice.none:
         options.append("zero=stage3 offload=cpu")
     options.append("more GPUs" if stage == 3 else "more GPUs with zero=stage3")
     return f"write {', or '.join(options[:-1])}, or take {options[-1]}"

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.config.schema import OptimizerKernel, OptimizerName
 from toolkit.config.vendor import show
 from toolkit.config.vendor_megatron import GPU_ONLY, TRANSFORMER_ENGINE
-from toolkit.config.vendors.cache import MEGATRON
+from toolkit.config.vendors.installed import MEGATRON
 from toolkit.errors import Problem
 from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
 from toolkit.plan.types import Device
@@ -21,7 +21,7 @@ RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe")
 
 
 def is_installed(ctx: RuleContext) -> Iterator[Problem]:
-    if ctx.megatron and MEGATRON.folder() is None:
+    if ctx.megatron and not MEGATRON.installed:
         yield refuse(
             ctx.config,
             "engine.name",

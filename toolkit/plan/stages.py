@@ -16,14 +16,16 @@ from toolkit.families.base import ParameterSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """``layers`` are global numbers of blocks; ``parameters`` everything that the stage's ranks hold."""
 
     layers: range
     parameters: tuple[ParameterSpec, ...]
 
 
-def split(parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]) -> tuple[Stage, ...]:
+def split(
+    parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]
+) -> tuple[PipelineStage, ...]:
     """The stages of a model whose ``parameters`` are in ``state_dict`` order; those named in ``tied`` are the head's too."""
     first = next(index for index, spec in enumerate(parameters) if spec.layer is not None)
     blocks: dict[int, list[ParameterSpec]] = {}
@@ -47,7 +49,7 @@ def split(parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]
         layers = range(bounds[stage], bounds[stage + 1])
         held = [spec for layer in layers for spec in blocks[layer]]
         held = (before if stage == 0 else []) + held + (after if stage == count - 1 else [])
-        stages.append(Stage(layers, tuple(held)))
+        stages.append(PipelineStage(layers, tuple(held)))
     return tuple(stages)
 
 

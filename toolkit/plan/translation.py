@@ -85,7 +85,7 @@ EXACT, OWN_MASKS, ONE_MICRO_BATCH = "exact", "own dropout masks", "exact for one
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Support:
     """``words``: what is typed besides; ``problem``: why it is refused whatever is typed; ``sameness``: how alike layouts are."""
 
     words: tuple[str, ...] = ()
@@ -105,19 +105,19 @@ def sameness(config: RunConfig) -> str:
     return ONE_MICRO_BATCH if config.model.router_aux_loss_coef else EXACT
 
 
-def answer(words: Sequence[str], engine: EngineName) -> Answer:
+def answer(words: Sequence[str], engine: EngineName) -> Support:
     """What ``words`` (of one group or key, or several) are on ``engine``."""
     return follow(tuple(words), lambda typed: described(typed, engine), _world(engine), depth=2)
 
 
 def follow(
     words: tuple[str, ...], compose_words: Callable[[tuple[str, ...]], RunConfig], world: World, *, depth: int
-) -> Answer:
+) -> Support:
     """Plan ``words``; where they are refused, type up to ``depth`` of the overrides that refusals print, none of them about ``words``."""
     config = compose_words(words)
     errors = refusals(config, world)
     if not errors:
-        return Answer(sameness=sameness(config))
+        return Support(sameness=sameness(config))
     taken = {word.partition("=")[0] for word in words}
     printed = dict.fromkeys(word for problem in errors for word in OVERRIDE.findall(problem.remedy))
     for word in printed if depth else ():
@@ -127,7 +127,7 @@ def follow(
             if further.problem is None:
                 return replace(further, words=(word, *further.words))
     # Of several, the one about the engine: on an engine of one rank, that it has one.
-    return Answer(problem=next((problem for problem in errors if "engine.name" in problem.seen), errors[0]))
+    return Support(problem=next((problem for problem in errors if "engine.name" in problem.seen), errors[0]))
 
 
 def refusals(config: RunConfig, world: World) -> list[Problem]:
@@ -182,7 +182,7 @@ def experiments() -> list[str]:
     return sorted(path.stem for path in (search.ROOT / "exp").glob("*.yaml"))
 
 
-def experiment(name: str, engine: EngineName) -> Answer:
+def experiment(name: str, engine: EngineName) -> Support:
     """On 64 H100s (the quickstart on two CPU ranks): as it stands, or with one of the overrides that its refusal prints."""
     return follow(
         (f"+exp={name}", f"engine={engine.value}"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from toolkit import families
-from toolkit.config.data import DataConfig, Documents
+from toolkit.config.data import DataConfig, DocumentMasking
 from toolkit.config.schema import (
     EngineConfig,
     EngineName,
@@ -103,7 +103,7 @@ def _shifted(row: torch.Tensor, masked: int) -> dict[str, torch.Tensor]:
 def micro_batches(plan: RunPlan, step: int, data_rank: int = 0) -> list[MicroBatch]:
     """A data rank's part of the global batch of ``step``, which is the same samples in every layout; of documents, with their
     ``position_ids``, where the plan keeps them apart."""
-    make = sample_of_documents if plan.config.data.documents is Documents.separate else sample
+    make = sample_of_documents if plan.config.data.documents is DocumentMasking.separate else sample
     batch, size, ranks = plan.batch.at(step), plan.batch.micro_batch, plan.batch.data_parallel
     found: list[MicroBatch] = []
     for number in range(batch.accumulation):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint_folder import newest
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.evaluation import EvalSet
 from toolkit.data.open import open_data
@@ -278,7 +278,7 @@ def run(
 
 def end_of_text(plan: RunPlan, reads: RunData) -> int | None:
     """None where documents are not kept apart."""
-    if plan.config.data.documents is Documents.joined:
+    if plan.config.data.documents is DocumentMasking.joined:
         return None
     assert reads.end_of_text is not None, "what has no documents is refused with data.documents=separate"
     return reads.end_of_text
@@ -286,7 +286,7 @@ def end_of_text(plan: RunPlan, reads: RunData) -> int | None:
 
 def costs_of_windows(plan: RunPlan, reads: RunData) -> list[str]:
     """To people, where documents are kept apart."""
-    if plan.config.data.documents is Documents.joined:
+    if plan.config.data.documents is DocumentMasking.joined:
         return []
     return [
         f"documents of {name} are kept apart: {cost} (in {cost.tokens:,} tokens looked at)"

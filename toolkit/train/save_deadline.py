@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from toolkit.goodput import Save
-from toolkit.plan.saving import assumed_speed, rank_bytes
+from toolkit.plan.checkpoint_size import assumed_speed, rank_bytes
 from toolkit.plan.types import RunPlan
 from toolkit.progress import duration, quantity
 from toolkit.train.saving import NoCosts

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.shard import Reader, Shard
-from toolkit.config.schema import OptimizerName
-from toolkit.config.schema import Place as Where
+from toolkit.config.schema import OffloadDevice, OptimizerName
 from toolkit.engine import seeding
 from toolkit.engine.copies import together
 from toolkit.engine.deepspeed import compat, copies, gradients, state
@@ -149,7 +148,9 @@ class DeepSpeedEngine:
     def copies(self) -> list[Copies]:
         axes, rank = self._plan.axes, self._plan.axes.rank(self._coordinates)
         found = list(copies.weights(self._places, axes, rank)) if self._stage < 3 else []
-        if (self._stage == 0 or axes.tensor > 1) and self._plan.config.offload.optimizer is not Where.nvme:
+        if (
+            self._stage == 0 or axes.tensor > 1
+        ) and self._plan.config.offload.optimizer is not OffloadDevice.nvme:
             found += copies.state(
                 self._ds.optimizer, self._partitions(), axes, rank, stage=self._stage, device=self.device
             )
