@@ -3,8 +3,8 @@
     with Progress() as progress, progress.task("tokenising", total=12_000_000, unit="B") as task:
         task.advance(65536)
 
-On a terminal rich draws live bars. In a log file or pipe each task prints a line at a bounded rate. Ranks and processes
-whose output is not watched use ``Progress.silent()``.
+On a terminal rich draws live bars. In a log file or pipe each task prints a line at a bounded rate. Ranks and
+processes whose output is not watched use ``Progress.silent()``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class LoggedStream(Protocol):
         """The stream without the log."""
 
     def show_on(self, screen: TextIO | None) -> None:
-        """Write lines to ``screen`` instead of the stream while a live display uses the terminal; None: to the stream."""
+        """Write lines to ``screen`` instead of the stream while a live display uses the terminal; None: to
+        the stream.
+        """
 
 
 class ProgressTask:
@@ -95,7 +97,9 @@ class ProgressTask:
 
 
 class Progress:
-    """The display. Several tasks may be open at the same time, in several threads (training and a background save)."""
+    """The display. Several tasks may be open at the same time, in several threads (training and a background
+    save).
+    """
 
     def __init__(
         self,
@@ -135,7 +139,9 @@ class Progress:
     def task(
         self, description: str, total: float | None = None, unit: str = "items", *, done: float = 0
     ) -> ProgressTask:
-        """Start a task of ``total`` units (None: unknown). ``done`` units were done before and do not count as throughput."""
+        """Start a task of ``total`` units (None: unknown). ``done`` units were done before and do not count
+        as throughput.
+        """
         task = ProgressTask(self, description, total, unit, done)
         if not self._silent:
             if self._rich is None:

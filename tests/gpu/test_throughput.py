@@ -16,7 +16,7 @@ from toolkit.cluster.machine import this_machine
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.monitor.throughput import Throughput
-from toolkit.plan.devices import normalise
+from toolkit.plan.devices import normalise_gpu_name
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import step_all
@@ -48,7 +48,7 @@ def test_a_run_in_bf16_uses_a_plausible_part_of_the_gpu(
     engine: EngineName, stage: int, gpu: RankPool
 ) -> None:
     """Small as the model is, more than a fiftieth of it, and less than nine tenths, which nothing reaches."""
-    kind = normalise(this_machine().gpus[0].product)
+    kind = normalise_gpu_name(this_machine().gpus[0].product)
     assert kind is not None, f"toolkit/plan/devices.py does not know {this_machine().gpus[0].product}"
     plan = sized(engine, stage)
     plan = replace(plan, world=replace(plan.world, gpu=kind))

@@ -19,7 +19,7 @@ from toolkit.families import get
 from toolkit.families.base import ForwardFlops
 from toolkit.families.published import PUBLISHED
 from toolkit.plan import make_plan
-from toolkit.plan.flops import hardware_flops, model_flops, peak_flops, without_utilisation
+from toolkit.plan.flops import hardware_flops, model_flops, peak_flops, why_no_utilisation
 from toolkit.plan.types import RunPlan, World
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
@@ -95,7 +95,7 @@ def test_each_stage_of_a_pipeline_recomputes_its_first_blocks() -> None:
 def test_a_peak_is_of_a_known_gpu_in_16_bits() -> None:
     bf16 = {"precision__name": Precision.bf16, "zero__stage": 1}
     assert peak_flops(planned(h100s(4), **bf16)) == 989.4e12
-    assert without_utilisation(planned(h100s(4), **bf16)) is None
+    assert why_no_utilisation(planned(h100s(4), **bf16)) is None
     for world, changes, reason in (
         (h100s(4), {}, "precision=fp32"),
         (replace(h100s(4), gpu=None), bf16, "cluster.gpu"),
@@ -103,7 +103,7 @@ def test_a_peak_is_of_a_known_gpu_in_16_bits() -> None:
     ):
         plan = planned(world, **changes)
         assert peak_flops(plan) is None
-        assert reason in (without_utilisation(plan) or "")
+        assert reason in (why_no_utilisation(plan) or "")
 
 
 # ---- other tools

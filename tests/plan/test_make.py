@@ -19,7 +19,7 @@ from toolkit.config.schema import EngineName, Precision, RunConfig
 from toolkit.families.published import PUBLISHED
 from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan
-from toolkit.plan.devices import GPUS, find, normalise
+from toolkit.plan.devices import GPUS, find_gpu, normalise_gpu_name
 from toolkit.plan.flops import flops_per_step
 from toolkit.plan.present import table, to_json
 from toolkit.plan.types import World
@@ -232,9 +232,9 @@ def test_the_table_says_what_a_person_asks() -> None:
     ],
 )
 def test_names_of_gpus(name: str, key: str | None) -> None:
-    assert normalise(name) == key
-    assert find(name) is (GPUS[key] if key else None)
+    assert normalise_gpu_name(name) == key
+    assert find_gpu(name) is (GPUS[key] if key else None)
 
 
 def test_every_key_of_the_table_is_its_own_name() -> None:
-    assert [normalise(key) for key in GPUS] == list(GPUS)
+    assert [normalise_gpu_name(key) for key in GPUS] == list(GPUS)

@@ -24,7 +24,7 @@ from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.files import write_whole
-from toolkit.plan.devices import normalise
+from toolkit.plan.devices import normalise_gpu_name
 from toolkit.plan.types import Device, RunPlan, World
 
 FROZEN = "--frozen="  # launch/train.py takes a whole configuration from a file
@@ -136,7 +136,7 @@ def planned_world(cluster: ClusterConfig, machine: Machine | None = None) -> Wor
         ranks=per_node * (cluster.nodes or 1),
         ranks_per_node=per_node,
         device=Device.CUDA if on_gpus else Device.CPU,
-        gpu=(normalise(cluster.gpu) or cluster.gpu) if on_gpus and cluster.gpu is not None else None,
+        gpu=(normalise_gpu_name(cluster.gpu) or cluster.gpu) if on_gpus and cluster.gpu is not None else None,
         # What the nodes have besides is found when the job starts there.
         has_libaio=True,
         has_compiler=True,

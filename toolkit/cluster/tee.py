@@ -15,8 +15,8 @@ _REDRAWS = ("\r", "\x1b[1A", "\x1b[2K")
 class Tee(io.TextIOBase):
     """Write to a stream and to a file. ``isatty``, ``fileno`` and ``encoding`` are those of the stream.
 
-    A line is written in one call: ``print`` writes its text and its end separately, and another thread, or another rank
-    with the same pipe, could write in between. ``flush`` writes an incomplete line.
+    A line is written in one call: ``print`` writes its text and its end separately, and another thread, or
+    another rank with the same pipe, could write in between. ``flush`` writes an incomplete line.
     """
 
     def __init__(self, stream: TextIO, file: TextIO) -> None:
@@ -46,7 +46,9 @@ class Tee(io.TextIOBase):
         return self._stream
 
     def show_on(self, screen: TextIO | None) -> None:
-        """Write lines to ``screen`` instead of the stream while a live display uses the terminal; None: to the stream."""
+        """Write lines to ``screen`` instead of the stream while a live display uses the terminal; None: to
+        the stream.
+        """
         self.flush()
         with self._lock:
             self._shown = self._stream if screen is None else screen

@@ -1,20 +1,20 @@
-"""Size of a checkpoint, and an assumed write speed for the first save of a run, before any save was measured."""
+"""Size of a checkpoint, and an assumed write speed for the first save of a run."""
 
 from __future__ import annotations
 
 from toolkit.plan.memory import FP32, element_bytes, optimizer_groups
 from toolkit.plan.types import RunPlan, World
 
-# Write speed of a node with a fast local disk, or with a good share of a parallel file system. The value is optimistic:
-# trying a save that does not finish in time costs nothing.
+# Write speed of a node with a fast local disk, or with a good share of a parallel file system. The value is
+# optimistic: trying a save that does not finish in time costs nothing.
 NODE_BYTES_PER_SECOND = 2e9
 
 
 def checkpoint_bytes(plan: RunPlan) -> int | None:
     """Bytes of the tensors of one checkpoint; the rest is some kilobytes. None for ``model.target``.
 
-    A checkpoint has the weights, their fp32 master copy if they have 16 bits, and the optimizer's tensors, each once
-    whatever the layout.
+    A checkpoint has the weights, their fp32 master copy if they have 16 bits, and the optimizer's tensors,
+    each once whatever the layout.
     """
     if not plan.parameters:
         return None
@@ -27,7 +27,9 @@ def checkpoint_bytes(plan: RunPlan) -> int | None:
 
 
 def rank_bytes(plan: RunPlan) -> int | None:
-    """Bytes that one rank writes: replicas are written once, and the work is spread evenly. None for ``model.target``."""
+    """Bytes that one rank writes: replicas are written once, and the work is spread evenly. None for
+    ``model.target``.
+    """
     total = checkpoint_bytes(plan)
     return None if total is None else -(-total // plan.world.ranks)
 

@@ -20,7 +20,8 @@ from toolkit.plan.types import BatchPlan, RunPlan, World
 
 
 def make_plan(config: RunConfig, world: World) -> RunPlan:
-    """Plan ``config`` on ``world``. ``model.pretrained`` must be resolved (plan/pretrained.py). Reads no files.
+    """Plan ``config`` on ``world``. ``model.pretrained`` must be resolved (plan/pretrained.py). Reads no
+    files.
 
     Raises:
         PlanError: with every problem found, errors first.
@@ -122,7 +123,8 @@ def _axes(config: RunConfig, world: World, problems: list[Problem]) -> Axes | No
                 "parallel",
                 f"{world.ranks} ranks, parallel.tensor={parallel.tensor}, "
                 f"parallel.pipeline={parallel.pipeline}, parallel.context={parallel.context}",
-                "the number of ranks is divisible by tensor x pipeline x context; the quotient is the number of data ranks",
+                "the number of ranks is divisible by tensor x pipeline x context; the quotient is the number "
+                "of data ranks",
                 f"start {-(-world.ranks // model_ranks) * model_ranks} ranks, or change parallel.*",
             )
         )

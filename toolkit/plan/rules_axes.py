@@ -1,4 +1,6 @@
-"""Rules of the axes beside data under ``local`` and DeepSpeed: one at a time with data, and each with the ZeRO stages it goes with."""
+"""Rules of the axes beside data under ``local`` and DeepSpeed: one at a time with data, and each with the
+ZeRO stages it goes with.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,16 @@ def local_has_no_axes(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def one_axis_beside_data(ctx: RuleContext) -> Iterator[Problem]:
-    """Each of DeepSpeed's is another engine inside: AutoTP, PipelineModule, Ulysses and its MoE layers do not know each other."""
+    """Each of DeepSpeed's is another engine inside: AutoTP, PipelineModule, Ulysses and its MoE layers do not
+    know each other.
+    """
     used = _used(ctx)
     if ctx.deepspeed and len(used) > 1:
         yield refuse(
             ctx.config,
             " ".join(f"parallel.{axis}" for axis in used) + " engine.name",
-            "DeepSpeed has one axis beside data at a time: its tensor, pipeline, context and expert parallelism do not combine",
+            "DeepSpeed has one axis beside data at a time: its tensor, pipeline, context and expert "
+            "parallelism do not combine",
             "write engine=megatron, which combines them all",
         )
 
@@ -70,7 +75,8 @@ def pipeline_limits(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             config,
             "optim.name parallel.pipeline",
-            "DeepSpeed adds up norms group by group over stages, and Muon's groups are not the same in all of them",
+            "DeepSpeed adds up norms group by group over stages, and Muon's groups are not the same in all "
+            "of them",
             "write optim=adamw, or parallel.pipeline=1",
         )
     if _zero_key(ctx, "overlap_comm", False):
@@ -84,14 +90,17 @@ def pipeline_limits(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             config,
             "model.router_aux_loss_coef parallel.pipeline",
-            "a stage of DeepSpeed's pipeline hands on activations alone, so the loss does not see the other stages' routers",
+            "a stage of DeepSpeed's pipeline hands on activations alone, so the loss does not see the other "
+            "stages' routers",
             "write model.router_aux_loss_coef=0, or parallel.pipeline=1",
         )
 
 
 def tensor_limits(ctx: RuleContext) -> Iterator[Problem]:
-    """AutoTP replaces linear layers. transformers' gpt2 has transposed ones (``Conv1D``), which its training does not know, and
-    mixtral's experts are no layers; both would be left whole on every rank, without a word."""
+    """AutoTP replaces linear layers. transformers' gpt2 has transposed ones (``Conv1D``), which its training
+    does not know, and mixtral's experts are no layers; both would be left whole on every rank, without a
+    word.
+    """
     config = ctx.config
     if not ctx.deepspeed or config.parallel.tensor == 1:
         return
@@ -122,14 +131,16 @@ def tensor_limits(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             config,
             f"{ZERO}.zero_hpz_partition_size parallel.tensor",
-            "its groups are neighbouring ranks, which under a tensor axis hold different parts of the weights",
+            "its groups are neighbouring ranks, which under a tensor axis hold different parts of the "
+            "weights",
             f"leave {ZERO}.zero_hpz_partition_size out, or write parallel.tensor=1",
         )
 
 
 def expert_limits(ctx: RuleContext) -> Iterator[Problem]:
-    """Without ZeRO DeepSpeed clips by the mean of norms of different experts (measured: 3e-4 in the loss); its ZeRO 3 asserts that no
-    layer of its MoE type is there."""
+    """Without ZeRO DeepSpeed clips by the mean of norms of different experts (measured: 3e-4 in the loss);
+    its ZeRO 3 asserts that no layer of its MoE type is there.
+    """
     if not ctx.deepspeed or ctx.config.parallel.expert == 1:
         return
     if ctx.config.zero.stage not in (1, 2):
@@ -167,7 +178,9 @@ def _nvme(ctx: RuleContext, axis: str) -> Iterator[Problem]:
 
 
 def heads_are_spread_over_context(ctx: RuleContext) -> Iterator[Problem]:
-    """Ulysses (Jacobs et al., 2309.14509): for attention a rank has whole sequences of some heads. Too few key-value heads are copied."""
+    """Ulysses (Jacobs et al., 2309.14509): for attention a rank has whole sequences of some heads. Too few
+    key-value heads are copied.
+    """
     context, shape, length = ctx.config.parallel.context, ctx.shape, ctx.config.train.sequence_length
     if not ctx.deepspeed or context == 1:
         return
@@ -182,7 +195,8 @@ def heads_are_spread_over_context(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "model.router_aux_loss_coef parallel.context",
-            "the router's load balance is of whole sequences, and a context rank of DeepSpeed routes its piece of each",
+            "the router's load balance is of whole sequences, and a context rank of DeepSpeed routes its "
+            "piece of each",
             "write model.router_aux_loss_coef=0, parallel.context=1, or engine=megatron",
         )
     if shape is not None and shape.num_attention_heads % context:

@@ -18,7 +18,8 @@ def local_is_one_rank(ctx: RuleContext) -> Iterator[Problem]:
             "engine.name",
             f"engine.name=local with {ctx.world.ranks} ranks",
             "the local engine is one process",
-            "write engine=deepspeed, or start one rank: python launch/train.py cluster.nodes=1 cluster.cpu_ranks=1 "
+            "write engine=deepspeed, or start one rank: python launch/train.py cluster.nodes=1 "
+            "cluster.cpu_ranks=1 "
             "(cluster.gpus_per_node=1 on GPUs)",
         )
 
@@ -28,8 +29,9 @@ def vendor_keys(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def sixteen_bits_need_a_stage(ctx: RuleContext) -> Iterator[Problem]:
-    """BF16_Optimizer and the FP16 optimizers take a step with zero gradients while they are made: Adam's step count starts at 1
-    and the weights decay once. Measured: 1.4e-2 in the loss."""
+    """BF16_Optimizer and the FP16 optimizers take a step with zero gradients while they are made: Adam's step
+    count starts at 1 and the weights decay once. Measured: 1.4e-2 in the loss.
+    """
     if ctx.deepspeed and ctx.config.zero.stage == 0 and ctx.config.precision.name is not Precision.fp32:
         yield refuse(
             ctx.config,
@@ -105,7 +107,9 @@ def kernel_fits(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def muon_limits(ctx: RuleContext) -> Iterator[Problem]:
-    """DeepSpeed gives to Muon each tensor of two or more dims whose name has neither ``embed`` nor ``lm_head``."""
+    """DeepSpeed gives to Muon each tensor of two or more dims whose name has neither ``embed`` nor
+    ``lm_head``.
+    """
     config, optim = ctx.config, ctx.config.optim
     if optim.name is not OptimizerName.muon:
         return
@@ -221,7 +225,8 @@ SILENT: tuple[tuple[str, Test, str, str], ...] = (
         (
             key,
             _other_than_the_runs,
-            "gradients are rounded to it, which the run's precision does not, so no other engine repeats the run",
+            "gradients are rounded to it, which the run's precision does not, so no other engine repeats the "
+            "run",
             "leave it out, or write precision=bf16 or precision=fp16",
         )
         for key in (
@@ -243,8 +248,9 @@ def silently_wrong_keys(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def hpz_divides_the_ranks(ctx: RuleContext) -> Iterator[Problem]:
-    """DeepSpeed asserts it when the ranks have started, and takes fewer ranks without a message if there are not as many. With a tensor
-    axis another rule refuses hpZ."""
+    """DeepSpeed asserts it when the ranks have started, and takes fewer ranks without a message if there are
+    not as many. With a tensor axis another rule refuses hpZ.
+    """
     key = "zero_optimization.zero_hpz_partition_size"
     size, axes = _get(ctx.config.engine.deepspeed, key), ctx.axes
     if (
@@ -263,7 +269,8 @@ def hpz_divides_the_ranks(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             f"engine.deepspeed.{key}",
             f"engine.deepspeed.{key}={size} on {ranks} ranks",
-            "groups of as many ranks, usually those of a node, keep a second copy of the weights, so it divides their number",
+            "groups of as many ranks, usually those of a node, keep a second copy of the weights, so it "
+            "divides their number",
             remedy,
         )
 

@@ -14,7 +14,9 @@ from toolkit.plan.types import Device
 
 
 def heads_divide(ctx: RuleContext) -> Iterator[Problem]:
-    """The vocabulary need not divide where it is padded (Megatron-core) or stays whole (DeepSpeed, with tied embeddings)."""
+    """The vocabulary need not divide where it is padded (Megatron-core) or stays whole (DeepSpeed, with tied
+    embeddings).
+    """
     tensor, shape = ctx.config.parallel.tensor, ctx.shape
     if shape is None or tensor == 1:
         return
@@ -42,7 +44,9 @@ def heads_divide(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def layers_divide(ctx: RuleContext) -> Iterator[Problem]:
-    """Unless Megatron-core's own keys size the first or last stage, which rules_megatron.py checks. DeepSpeed balances uneven stages."""
+    """Unless Megatron-core's own keys size the first or last stage, which rules_megatron.py checks. DeepSpeed
+    balances uneven stages.
+    """
     stages, shape = ctx.config.parallel.pipeline, ctx.shape
     if shape is None or stages == 1:
         return
@@ -65,7 +69,8 @@ def sequence_divides(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "train.sequence_length parallel.context",
-            "train.sequence_length is divisible by 2 x parallel.context: a rank has one piece of each half of a causal sequence",
+            "train.sequence_length is divisible by 2 x parallel.context: a rank has one piece of each half "
+            "of a causal sequence",
             f"write train.sequence_length={-(-length // (2 * context)) * 2 * context}",
         )
 
@@ -93,7 +98,9 @@ def experts_divide(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def experts_are_aligned(ctx: RuleContext) -> Iterator[Problem]:
-    """transformers multiplies all experts in one call, and torch's ``grouped_mm`` asks for strides of whole 16 bytes."""
+    """transformers multiplies all experts in one call, and torch's ``grouped_mm`` asks for strides of whole
+    16 bytes.
+    """
     shape = ctx.shape
     if ctx.megatron or shape is None or not ctx.has_experts:
         return
@@ -118,13 +125,15 @@ def tensor_axis_stays_in_a_node(ctx: RuleContext) -> Iterator[Problem]:
             "parallel.tensor",
             f"parallel.tensor={tensor}, {per_node} ranks a node",
             "the ranks that share a matrix are on one node: they talk several times a layer",
-            f"write parallel.tensor={_divisor_near(per_node, tensor)} and raise parallel.pipeline or zero.stage instead",
+            f"write parallel.tensor={_divisor_near(per_node, tensor)} and raise parallel.pipeline or "
+            f"zero.stage instead",
         )
 
 
 def model_parallelism_without_need(ctx: RuleContext) -> Iterator[Problem]:
-    """States in 16 bits sharded over all ranks (18 bytes a parameter with fp32 gradients; Megatron-core keeps 6 of them whole) would
-    leave half the device free."""
+    """States in 16 bits sharded over all ranks (18 bytes a parameter with fp32 gradients; Megatron-core keeps
+    6 of them whole) would leave half the device free.
+    """
     parallel, memory = ctx.config.parallel, memory_bytes(ctx.world)
     if (
         parallel.tensor * parallel.pipeline == 1
@@ -139,7 +148,8 @@ def model_parallelism_without_need(ctx: RuleContext) -> Iterator[Problem]:
             ctx.config,
             "parallel.tensor parallel.pipeline",
             "the model's states fit without model parallelism, which costs communication in every layer",
-            f"write parallel.tensor=1 parallel.pipeline=1 with zero=stage{1 if ctx.megatron else 3}, and compare tokens/s",
+            f"write parallel.tensor=1 parallel.pipeline=1 with zero=stage{1 if ctx.megatron else 3}, and "
+            f"compare tokens/s",
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from toolkit.config.schema import OffloadDevice, Precision
 from toolkit.errors import Problem, Severity
-from toolkit.plan.devices import GPUS, find, memory_bytes
+from toolkit.plan.devices import GPUS, find_gpu, memory_bytes
 from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
 from toolkit.plan.types import Device
 
@@ -16,12 +16,13 @@ GB = 1e9
 
 def gpu_is_known(ctx: RuleContext) -> Iterator[Problem]:
     name = ctx.config.cluster.gpu
-    if name is not None and find(name) is None:
+    if name is not None and find_gpu(name) is None:
         yield warn(
             ctx.config,
             "cluster.gpu",
             "memory and speed are known for the GPUs of toolkit/plan/devices.py only",
-            f"write one of {', '.join(GPUS)}; without it the plan gives no memory verdict and metrics have no utilisation",
+            f"write one of {', '.join(GPUS)}; without it the plan gives no memory verdict and metrics have "
+            f"no utilisation",
         )
 
 
@@ -36,7 +37,7 @@ def price_is_of_gpus(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def precision_against_device(ctx: RuleContext) -> Iterator[Problem]:
-    precision, gpu = ctx.config.precision.name, find(ctx.world.gpu)
+    precision, gpu = ctx.config.precision.name, find_gpu(ctx.world.gpu)
     if precision is Precision.bf16 and gpu is not None and not gpu.has_bf16:
         yield Problem(
             "precision.name",
@@ -56,7 +57,8 @@ def precision_against_device(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "precision.name",
             f"precision.name=fp32 with {ctx.numel / GB:.1f} B parameters on a GPU",
-            "fp32 does not use the 16-bit matrix units: several times slower, twice the bytes of weights and activations",
+            "fp32 does not use the 16-bit matrix units: several times slower, twice the bytes of weights and "
+            "activations",
             "write precision=bf16",
             Severity.WARNING,
         )
@@ -96,7 +98,8 @@ def offload_against_stage(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "offload.optimizer zero.stage",
-            "NVMe offload needs ZeRO 3: under the other stages DeepSpeed keeps the states in host memory without saying so",
+            "NVMe offload needs ZeRO 3: under the other stages DeepSpeed keeps the states in host memory "
+            "without saying so",
             "write zero=stage3, or offload=cpu_optimizer",
         )
 

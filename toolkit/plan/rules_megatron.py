@@ -1,4 +1,6 @@
-"""Rules of ``engine=megatron``: what Megatron-core 0.16 can carry out, and what it would do wrong, or not at all, without saying so."""
+"""Rules of ``engine=megatron``: what Megatron-core 0.16 can carry out, and what it would do wrong, or not at
+all, without saying so.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from toolkit.plan.types import Device
 ROOT = "engine.megatron"
 STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 VIRTUAL, GROUP = "virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"
-# Submodules of the families' blocks that can be recomputed; the others that Megatron-core knows are of other architectures.
+# Submodules of the families' blocks that can be recomputed; the others that Megatron-core knows are of other
+# architectures.
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe")
 
 
@@ -35,7 +38,8 @@ def stage_three(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "zero.stage engine.name",
-            "Megatron-core's distributed optimizer shards optimizer states; parameters it cuts by tensor and pipeline",
+            "Megatron-core's distributed optimizer shards optimizer states; parameters it cuts by tensor and "
+            "pipeline",
             "write zero=stage2, or engine=deepspeed",
         )
 
@@ -54,7 +58,8 @@ def optimizer_is_megatrons(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "optim.kernel engine.name",
-            "Megatron-core takes Transformer Engine's or Apex's fused optimizer where one is installed, else torch's",
+            "Megatron-core takes Transformer Engine's or Apex's fused optimizer where one is installed, else "
+            "torch's",
             "write optim.kernel=auto",
         )
 
@@ -87,7 +92,8 @@ def settings_fit_the_device(ctx: RuleContext) -> Iterator[Problem]:
             yield _own(
                 ctx,
                 name,
-                "it is done by Transformer Engine's layers, which need a GPU; other layers ignore it silently",
+                "it is done by Transformer Engine's layers, which need a GPU; other layers ignore it "
+                "silently",
                 "leave it out on CPUs",
             )
         elif name == "moe_token_dispatcher_type" and value == "flex" and ctx.world.device is Device.CPU:
@@ -119,14 +125,16 @@ def sequence_parallel(ctx: RuleContext) -> Iterator[Problem]:
         yield _own(
             ctx,
             name,
-            "experts and a tensor axis train with sequence parallelism: else each tensor rank routes all tokens again",
+            "experts and a tensor axis train with sequence parallelism: else each tensor rank routes all "
+            "tokens again",
             "leave it out",
         )
     elif tensor > 1 and ctx.has_experts and length % tensor:
         yield refuse(
             config,
             "train.sequence_length parallel.tensor",
-            f"experts and a tensor axis train with sequence parallelism, so the {length} tokens of a context rank divide by it",
+            f"experts and a tensor axis train with sequence parallelism, so the {length} tokens of a context "
+            f"rank divide by it",
             f"write train.sequence_length={_next(length, tensor) * context}, or parallel.tensor=1",
         )
 
@@ -181,7 +189,8 @@ def recomputation(ctx: RuleContext) -> Iterator[Problem]:
         yield _own(
             ctx,
             "recompute_modules",
-            "recomputing the mlp never ends in a family whose linear layers have biases: Megatron-core takes the bias, which is "
+            "recomputing the mlp never ends in a family whose linear layers have biases: Megatron-core takes "
+            "the bias, which is "
             "handed on beside the product, for something to recompute",
             "leave mlp out, or recompute blocks: train.activation_checkpointing=true",
         )
@@ -314,7 +323,8 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
             yield _own(
                 ctx,
                 VIRTUAL,
-                f"interleaved stages take micro-batches {stages} at a time (parallel.pipeline), and a step has "
+                f"interleaved stages take micro-batches {stages} at a time (parallel.pipeline), and a step "
+                f"has "
                 f"{accumulation}",
                 f"write train.global_batch={whole}, a smaller train.micro_batch, or leave it out",
             )
@@ -331,7 +341,8 @@ def pipeline_is_filled(ctx: RuleContext) -> Iterator[Problem]:
         yield warn(
             ctx.config,
             "train.micro_batch parallel.pipeline",
-            f"a step has {micro_batches} micro-batches for {stages} stages, which wait for each other most of the time",
+            f"a step has {micro_batches} micro-batches for {stages} stages, which wait for each other most "
+            f"of the time",
             "write a smaller train.micro_batch, or a larger train.global_batch",
         )
 

@@ -9,9 +9,10 @@ from toolkit.config.mixture import EXAMPLE
 from toolkit.config.schema import LrScaling, OptimizerName, ScheduleName, TrainConfig, parse_cadence
 from toolkit.errors import Problem
 from toolkit.plan.rule_context import Rule, RuleContext, refuse, seen, warn
-from toolkit.plan.schedule import peak
+from toolkit.plan.schedule import peak_rate
 
-# Settings of Transformer Engine's attention. Document masks replace it by torch's attention, which ignores them.
+# Settings of Transformer Engine's attention. Document masks replace it by torch's attention, which ignores
+# them.
 TRANSFORMER_ENGINE_ATTENTION = (
     "cp_comm_type",
     "hierarchical_context_parallel_sizes",
@@ -92,7 +93,8 @@ def dense_families_have_no_experts(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def routers_get_gradients(ctx: RuleContext) -> Iterator[Problem]:
-    """Measured with one expert per token: the routers' gradients are rounding noise, which AdamW turns into full steps.
+    """Measured with one expert per token: the routers' gradients are rounding noise, which AdamW turns into
+    full steps.
 
     After 20 steps no two layouts have losses within 1e-3 of each other. Megatron-core does not start.
     """
@@ -108,7 +110,8 @@ def routers_get_gradients(ctx: RuleContext) -> Iterator[Problem]:
     yield Problem(
         "model.num_experts_per_tok",
         "model.num_experts_per_tok=1",
-        "mixtral divides the router's weights by their sum over the experts that a token visits: with one expert the weight "
+        "mixtral divides the router's weights by their sum over the experts that a token visits: with one "
+        "expert the weight "
         "is always 1, and the router gets no gradient",
         remedy,
     )
@@ -271,7 +274,7 @@ def schedule_fits_the_run(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def rates_are_ordered(ctx: RuleContext) -> Iterator[Problem]:
-    top, low = peak(ctx.config.optim, ctx.config.train.global_batch), ctx.config.schedule.min_lr
+    top, low = peak_rate(ctx.config.optim, ctx.config.train.global_batch), ctx.config.schedule.min_lr
     if low > top:
         yield refuse(
             ctx.config,
@@ -333,7 +336,9 @@ def only_text_has_documents(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def megatron_attention_takes_a_mask(ctx: RuleContext) -> Iterator[Problem]:
-    """Without this rule these keys would be ignored silently. Captured CUDA graphs were seen to reuse an old mask."""
+    """Without this rule these keys would be ignored silently. Captured CUDA graphs were seen to reuse an old
+    mask.
+    """
     config = ctx.config
     if not ctx.megatron or config.data.documents is DocumentMasking.joined:
         return
@@ -343,7 +348,8 @@ def megatron_attention_takes_a_mask(ctx: RuleContext) -> Iterator[Problem]:
             yield Problem(
                 key,
                 f"{key}={value}, {seen(config, 'data.documents')}",
-                "separate documents use a mask in torch's attention, which replaces Transformer Engine's and CUDA graphs",
+                "separate documents use a mask in torch's attention, which replaces Transformer Engine's and "
+                "CUDA graphs",
                 f"leave out {key}, or write data.documents=joined",
             )
 

@@ -1,9 +1,10 @@
-"""What every choice of a run description is on every engine, asked of the rules themselves: docs/translation.md.
+"""What every choice of a run description is on every engine, asked of the rules themselves:
+docs/translation.md.
 
     python -m toolkit.plan.translation > docs/translation.md
 
-Each choice is planned on a described machine. Where it is refused, what the refusal prints is typed besides (a ZeRO stage for offload,
-for instance); what is refused still stands there with the rule and its remedy.
+Each choice is planned on a described machine. Where it is refused, what the refusal prints is typed besides
+(a ZeRO stage for offload, for instance); what is refused still stands there with the rule and its remedy.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ EXACT, OWN_MASKS, ONE_MICRO_BATCH = "exact", "own dropout masks", "exact for one
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """``words``: what is typed besides; ``problem``: why it is refused whatever is typed; ``sameness``: how alike layouts are."""
+    """``words``: what is typed besides; ``problem``: why it is refused whatever is typed; ``sameness``: how
+    alike layouts are.
+    """
 
     words: tuple[str, ...] = ()
     problem: Problem | None = None
@@ -113,7 +116,9 @@ def answer(words: Sequence[str], engine: EngineName) -> Support:
 def follow(
     words: tuple[str, ...], compose_words: Callable[[tuple[str, ...]], RunConfig], world: World, *, depth: int
 ) -> Support:
-    """Plan ``words``; where they are refused, type up to ``depth`` of the overrides that refusals print, none of them about ``words``."""
+    """Plan ``words``; where they are refused, type up to ``depth`` of the overrides that refusals print, none
+    of them about ``words``.
+    """
     config = compose_words(words)
     errors = refusals(config, world)
     if not errors:
@@ -183,7 +188,9 @@ def experiments() -> list[str]:
 
 
 def experiment(name: str, engine: EngineName) -> Support:
-    """On 64 H100s (the quickstart on two CPU ranks): as it stands, or with one of the overrides that its refusal prints."""
+    """On 64 H100s (the quickstart on two CPU ranks): as it stands, or with one of the overrides that its
+    refusal prints.
+    """
     return follow(
         (f"+exp={name}", f"engine={engine.value}"),
         compose,

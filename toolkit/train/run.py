@@ -28,7 +28,7 @@ from toolkit.monitor.throughput import Course, Spent, spent
 from toolkit.observe.monitoring import watching
 from toolkit.observe.reporting import Metrics, Plots, StatusFile
 from toolkit.observe.sinks import closed_with_code, open_sinks
-from toolkit.plan.flops import without_utilisation
+from toolkit.plan.flops import why_no_utilisation
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rows import last_row, read_rows
 from toolkit.rundir.directory import RunDirectory
@@ -296,7 +296,7 @@ def costs_of_windows(plan: RunPlan, reads: RunData) -> list[str]:
 
 def words_without_utilisation(plan: RunPlan) -> list[str]:
     """To people on GPUs, once."""
-    reason = without_utilisation(plan)
+    reason = why_no_utilisation(plan)
     return (
         [f"speed is told without a utilisation (MFU): {reason}"]
         if reason is not None and plan.world.device is Device.CUDA

@@ -1,11 +1,12 @@
 """Write the schema files of the installed DeepSpeed and Megatron-core.
 
-    python -m toolkit.config.vendors.generate          # writes <distribution>-<version>.json next to this module
+    python -m toolkit.config.vendors.generate     # writes <distribution>-<version>.json next to this module
 
-Megatron-core's keys are the fields of three dataclasses. DeepSpeed reads its dictionary in two ways: through functions
-(``get_scalar_param(param_dict, KEY, DEFAULT)``, ``param_dict.get``, ``KEY in param_dict``) and by passing a part of it to
-a pydantic model. The script follows the dictionary from ``DeepSpeedConfig`` through the source of every function that
-receives it. If a part ends in a pydantic model, the fields of the model are its keys.
+Megatron-core's keys are the fields of three dataclasses. DeepSpeed reads its dictionary in two ways: through
+functions (``get_scalar_param(param_dict, KEY, DEFAULT)``, ``param_dict.get``, ``KEY in param_dict``) and by
+passing a part of it to a pydantic model. The script follows the dictionary from ``DeepSpeedConfig`` through
+the source of every function that receives it. If a part ends in a pydantic model, the fields of the model are
+its keys.
 
 This is the only module that imports the engines to read their configuration. Runs load the JSON files.
 """
@@ -69,7 +70,9 @@ def schema_text(schema: KeySchema) -> str:
 
 
 def read_megatron() -> KeySchema:
-    """Sections ``transformer``, ``ddp`` and ``optimizer`` of the installed Megatron-core. A name may be in several."""
+    """Sections ``transformer``, ``ddp`` and ``optimizer`` of the installed Megatron-core. A name may be in
+    several.
+    """
     return KeySchema(
         fields={
             section: read_class(getattr(import_module(module), name))

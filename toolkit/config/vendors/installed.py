@@ -1,7 +1,7 @@
 """Find the installed engines without importing them, and load the schema of their keys.
 
-A schema file is generated for one version of a package (``generate.py``). If the installed version has no file of its
-own, the file of the newest version is used, and errors about unknown keys name both versions.
+A schema file is generated for one version of a package (``generate.py``). If the installed version has no
+file of its own, the file of the newest version is used, and errors about unknown keys name both versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class EnginePackage:
     Attributes:
         module: import name of its top folder.
         distribution: name of the package for pip.
-        marker: a file that the folder has if the package is installed (``megatron`` is a namespace of several packages).
+        marker: a file that the folder has if the package is installed (``megatron`` is a namespace of several
+            packages).
     """
 
     module: str
@@ -40,7 +41,9 @@ class EnginePackage:
 
     @property
     def installed_version(self) -> str:
-        """The version according to pip's metadata; empty for a folder on ``sys.path`` that pip did not install."""
+        """The version according to pip's metadata; empty for a folder on ``sys.path`` that pip did not
+        install.
+        """
         try:
             return version(self.distribution)
         except PackageNotFoundError:
@@ -61,8 +64,10 @@ class EnginePackage:
         if self.schema_version == self.installed_version:
             return ""
         return (
-            f"{self.distribution} {self.installed_version or 'of unknown version'} is installed, and keys are checked against "
-            f"{self.schema_version}: python -m toolkit.config.vendors.generate writes the schema of the installed version"
+            f"{self.distribution} {self.installed_version or 'of unknown version'} is installed, and keys "
+            f"are checked against "
+            f"{self.schema_version}: python -m toolkit.config.vendors.generate writes the schema of the "
+            f"installed version"
         )
 
 
