@@ -89,7 +89,7 @@ def _recomputed_by_torch(config: RunConfig, shape: ModelShape, forward: ForwardF
 
 
 def _recomputed_by_megatron(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
-    """FLOPs of the blocks, or of the submodules of all blocks, that Megatron-core is configured to recompute."""
+    """FLOPs of the blocks, or submodules of all blocks, that Megatron-core is configured to recompute."""
     given = config.engine.megatron
     granularity = "full" if config.train.activation_checkpointing else given.get("recompute_granularity")
     if granularity == "full":

@@ -149,7 +149,9 @@ def _compute(plan: RunPlan) -> str:
         hardware_flops(plan),
         peak_flops(plan),
     )
-    assert per_step is not None and model is not None and hardware is not None, "families know their FLOPs"  # noqa: PT018
+    assert per_step is not None
+    assert model is not None
+    assert hardware is not None
     text = f"{per_step:.3g} model FLOPs a step, {model:.3g} a token"
     if hardware > model:
         text += f" (x {hardware / model:.2f} with recomputation)"
@@ -165,7 +167,8 @@ def _engine(plan: RunPlan) -> str:
     if config.engine.name is EngineName.deepspeed:
         return f"{name}, ZeRO stage {config.zero.stage}"
     if config.engine.name is EngineName.megatron:
-        return f"{name}, {'distributed optimizer: states' if config.zero.stage else 'nothing'} sharded over data and context ranks"
+        sharded = "distributed optimizer: states" if config.zero.stage else "nothing"
+        return f"{name}, {sharded} sharded over data and context ranks"
     return name
 
 
@@ -176,7 +179,8 @@ def _fit(plan: RunPlan) -> str:
     if plan.world.device is Device.CPU:
         return f"{_gb(memory.device_total)} GB a rank"
     if have is None:
-        return f"{_gb(memory.device_total)} GB a rank; the GPU's memory is not known: name the GPU with cluster.gpu=KIND"
+        why = "the GPU's memory is not known: name the GPU with cluster.gpu=KIND"
+        return f"{_gb(memory.device_total)} GB a rank; {why}"
     return f"fits: {_gb(memory.device_total)} GB of {_gb(have)} GB a GPU ({memory.device_total / have:.0%})"
 
 

@@ -104,7 +104,8 @@ def routers_get_gradients(ctx: RuleContext) -> Iterator[Problem]:
     if model.pretrained is not None:
         remedy = "choose a pretrained model with two or more experts per token"
     elif ctx.shape.num_local_experts == 1:
-        remedy = "write model.num_local_experts=8 model.num_experts_per_tok=2, or model.family=llama for a model without experts"
+        experts = "model.num_local_experts=8 model.num_experts_per_tok=2"
+        remedy = f"write {experts}, or model.family=llama for a model without experts"
     else:
         remedy = "write model.num_experts_per_tok=2"
     yield Problem(

@@ -1,4 +1,4 @@
-"""The plan of a run and its parts. All are frozen: after ``make_plan`` nothing about a run is decided again."""
+"""The plan of a run and its parts, all frozen. After ``make_plan`` nothing about a run is decided again."""
 
 from __future__ import annotations
 
