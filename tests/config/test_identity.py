@@ -14,7 +14,7 @@ import pytest
 
 from toolkit.config import keys
 from toolkit.config.compose import compose, from_yaml, to_yaml
-from toolkit.config.identity import CARRIAGE, SECTIONS, identity, identity_differences
+from toolkit.config.identity import EXECUTION_KEYS, SECTIONS, identity, identity_differences
 from toolkit.config.schema import ModelConfig, OptimConfig, RunConfig
 
 BASE = compose(["+exp=quickstart"])
@@ -87,7 +87,7 @@ def test_every_decisive_key_changes_it() -> None:
         config = RunConfig()
         setattr(getattr(config, section), rest, value)
         changed = identity(config) not in seen
-        assert changed == (name not in CARRIAGE), name
+        assert changed == (name not in EXECUTION_KEYS), name
         seen.add(identity(config))
 
 

@@ -1,6 +1,8 @@
-"""Groups, experiments and overrides become one typed configuration; and a :class:`RunConfig` becomes text and back, exactly.
+"""Compose groups, experiments and overrides into a typed configuration, and convert a :class:`RunConfig` to
+YAML and back.
 
-Hydra composes and nothing else: no output folder, no logging, no decorator. Nothing of it, and no ``DictConfig``, leaves this folder.
+Hydra is used only for composition, without output folders, logging or decorators. Neither its classes nor
+``DictConfig`` are used outside this folder.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from toolkit.errors import ConfigError, Problem
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
-    """The configuration that ``overrides`` describe: ``["+exp=quickstart", "zero=stage3", "--config-dir=mine"]``.
+    """The configuration that ``overrides`` describe: ``["+exp=quickstart", "zero=stage3",
+    "--config-dir=mine"]``.
 
     Raises:
-        ConfigError: with every mistake that can be told apart, each with the value seen, the rule and the remedy.
+        ConfigError: with every mistake that was found, each with the value, the rule and the remedy.
     """
     config = _typed(_composed(read(overrides), RUN))
     assert isinstance(config, RunConfig)
@@ -42,14 +45,14 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 
 
 def compose_prepare(overrides: Sequence[str]) -> PrepareConfig:
-    """The same for ``launch/prepare.py``."""
+    """As :func:`compose`, for ``launch/prepare.py``."""
     config = _typed(_composed(read(overrides, PREPARE), PREPARE), PREPARE)
     assert isinstance(config, PrepareConfig)
     return config
 
 
 def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
-    """The same for ``launch/reshard.py``; what was written where nothing uses it is a mistake too."""
+    """As :func:`compose`, for ``launch/reshard.py``. Keys that the action does not use are errors too."""
     words = read(overrides, RESHARD)
     config = _typed(_composed(words, RESHARD), RESHARD)
     assert isinstance(config, ReshardConfig)
@@ -58,33 +61,33 @@ def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
 
 
 def compose_sweep(overrides: Sequence[str]) -> SweepSection:
-    """The words ``sweep.*`` of a sweep."""
+    """As :func:`compose`, for the keys ``sweep.*`` of a sweep."""
     config = _typed(_composed(read(overrides, SWEEP), SWEEP), SWEEP)
     assert isinstance(config, SweepConfig)
     return config.sweep
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole configuration as text; :func:`from_yaml` gives an equal one. It is valid for OmegaConf: ``${`` is escaped."""
+    """The configuration as YAML, which :func:`from_yaml` reads back exactly. ``${`` is escaped for OmegaConf."""
     return yaml.safe_dump(_as_yaml(config), sort_keys=False, width=140)
 
 
 def from_yaml(text: str) -> RunConfig:
-    """The inverse of :func:`to_yaml`; what the text leaves out has its default.
+    """The inverse of :func:`to_yaml`. Missing keys have their defaults.
 
-    The text may come from a run directory of somebody else, so it is data: nothing in it is evaluated. An interpolation such as
-    ``${oc.env:NAME}``, which would put this machine's environment into a value, is refused.
+    The text may come from another user's run directory, so nothing in it is evaluated. Interpolations such as
+    ``${oc.env:NAME}``, which would read this machine's environment, are refused.
 
     Raises:
-        ConfigError: the text is no YAML, or has unknown keys, wrong values or interpolations.
+        ConfigError: the text is not YAML, or has unknown keys, wrong values or interpolations.
     """
     try:
-        written = yaml.load(
-            text, _DataLoader
-        )  # as safe_dump writes it: OmegaConf's own reader takes the text 1e3 for a number
+        written = yaml.load(text, _DataLoader)  # OmegaConf's loader would read the text 1e3 as a number
         if not isinstance(written, dict):
             raise ConfigError(
-                Problem("config.yaml", text[:80], "a configuration is sections with keys", "restore the file")
+                Problem(
+                    "config.yaml", text[:80], "a configuration has sections with keys", "restore the file"
+                )
             )
         mistakes = [*_interpolations(written), *_unknown(written)]
         if mistakes:
@@ -93,13 +96,15 @@ def from_yaml(text: str) -> RunConfig:
     except yaml.YAMLError as error:
         raise _no_yaml(error) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(_answer(error)) from error
+        raise ConfigError(_problem_of(error)) from error
     assert isinstance(config, DictConfig)
     return _typed(config)
 
 
 class _DataLoader(yaml.SafeLoader):
-    """Without references to earlier nodes: ``to_yaml`` writes none, and a few lines of them make a gigabyte."""
+    """A loader without aliases: ``to_yaml`` writes none, and a few lines of nested aliases expand to a
+    gigabyte.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -110,9 +115,8 @@ class _DataLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-_INTERPOLATION = re.compile(
-    r"(?<!\\)(?:\\\\)*\$\{"
-)  # what OmegaConf evaluates: after an even number of backslashes
+# OmegaConf evaluates ${ after an even number of backslashes.
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
@@ -127,8 +131,8 @@ def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
         yield Problem(
             name,
             f"{name}={value}",
-            "the configuration of a run is data: ${...} in it is not evaluated",
-            "write the value itself, or \\${ for the characters themselves",
+            "${...} is not evaluated in the configuration of a run",
+            "write the value, or \\${ for the literal characters",
         )
 
 
@@ -139,7 +143,7 @@ def _composed(words: ParsedOverrides, root: ConfigRoot) -> DictConfig:
     config = _hydra(words, words.overrides, root)
     if not words.changes:
         return config
-    # What an experiment's file sets below an open key may be changed without a plus; nothing else.
+    # Below an open key, only settings from an experiment's file may be changed without a plus.
     absent = [text for text in words.changes if not _present(config, text.partition("=")[0])]
     if absent:
         raise ConfigError(*(_needs_plus(text, root) for text in absent))
@@ -148,7 +152,7 @@ def _composed(words: ParsedOverrides, root: ConfigRoot) -> DictConfig:
 
 @cache
 def register(root: ConfigRoot) -> None:
-    """Tell Hydra of the schema, which the root's file in conf/ begins with."""
+    """Register the schema with Hydra. The defaults list of the root's file in conf/ begins with it."""
     ConfigStore.instance().store(name=root.schema, node=root.kind, provider="toolkit")
 
 
@@ -165,17 +169,20 @@ def _hydra(words: ParsedOverrides, overrides: list[str], root: ConfigRoot) -> Di
     except yaml.YAMLError as error:
         raise _no_yaml(error) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_answer(error, root)) from error
-    _check_given(words, config, overrides, root)
+        raise ConfigError(_problem_of(error, root)) from error
+    _check_required(words, config, overrides, root)
     with open_dict(config):
         del config["hydra"]
     return config
 
 
-def _check_given(
+def _check_required(
     words: ParsedOverrides, config: DictConfig, overrides: Sequence[str], root: ConfigRoot
 ) -> None:
-    """``KEY: ???`` in a chosen file leaves the key to the user. Merged over a default it would vanish, so the files are asked."""
+    """Check that keys with ``KEY: ???`` in a selected file have a value.
+
+    Merging a default would hide the ``???``, so the files themselves are searched.
+    """
     defaults = keys.table(root)
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
     problems = []
@@ -188,7 +195,7 @@ def _check_given(
                 name for name, value in keys.flatten(yaml.safe_load(text), prefix).items() if value == "???"
             )
             problems += [
-                _not_given(name, f"{group}={choice}")
+                _missing_key(name, f"{group}={choice}")
                 for name in left
                 if name not in given
                 and name in defaults
@@ -198,9 +205,9 @@ def _check_given(
         raise ConfigError(*problems)
 
 
-def _not_given(name: str, by: str) -> Problem:
+def _missing_key(name: str, option: str) -> Problem:
     return Problem(
-        name, f"{by} without {name}", "the chosen option leaves this key to you", f"write {by} {name}=VALUE"
+        name, f"{option} without {name}", "the option requires this key", f"write {option} {name}=VALUE"
     )
 
 
@@ -216,7 +223,7 @@ def _needs_plus(text: str, root: ConfigRoot) -> Problem:
     return Problem(
         name,
         text,
-        f"what stands below {above} is not of the schema, so it is added with a plus",
+        f"keys below {above} are not in the schema, so they are added with a plus",
         f"write +{text}",
     )
 
@@ -232,13 +239,13 @@ def _typed(config: DictConfig, root: ConfigRoot = RUN) -> Any:
         raise ConfigError(*problems)
     sections: dict[str, Any] = {}
     for field in fields(root.kind):
-        try:  # section by section, so that the mistakes of all are told
+        try:  # section by section, to report the mistakes of all sections
             value = config[field.name]
             sections[field.name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except ConfigError as error:
             problems += error.problems
         except OmegaConfBaseException as error:
-            problems.append(_answer(error, root))
+            problems.append(_problem_of(error, root))
     if problems:
         raise ConfigError(*problems)
     return root.kind(**sections)
@@ -247,7 +254,7 @@ def _typed(config: DictConfig, root: ConfigRoot = RUN) -> Any:
 def _unknown(
     written: Mapping[Any, Any], root: ConfigRoot = RUN, kind: type | None = None, prefix: str = ""
 ) -> Iterator[Problem]:
-    """Keys that the schema lacks. Hydra adds what a file or a plus brings in, whatever the types say."""
+    """Keys that are not in the schema. Hydra adds keys from files and with a plus without checking them."""
     hints = get_type_hints(kind or root.kind)
     for name, inner in written.items():
         hint = hints.get(str(name))
@@ -259,12 +266,10 @@ def _unknown(
 
 
 def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: ConfigRoot) -> Iterator[Problem]:
-    """Values that are missing, or that refer to a key that is not there or has a value of another type."""
+    """Values that are missing, or that refer to a key that does not exist or has another type."""
     for name, value in keys.flatten(written).items():
         if value == "???":
-            yield Problem(
-                name, f"{name}=???", "??? stands for a value that is not known yet", f"write {name}=VALUE"
-            )
+            yield Problem(name, f"{name}=???", "??? is a placeholder for a value", f"write {name}=VALUE")
         elif "${" in str(value):
             try:
                 found = OmegaConf.select(config, name)
@@ -278,7 +283,7 @@ def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: ConfigRoot
                     name,
                     f"{name}={value}",
                     f"${{KEY}} stands for the value of another key, by its full name ({why})",
-                    "write ${train.steps}, or \\${ for the characters themselves",
+                    "write ${train.steps}, or \\${ for the literal characters",
                 )
 
 
@@ -306,26 +311,26 @@ def _escaped(text: str) -> str:
     return "${".join(parts)
 
 
-# -- what remains: mistakes in files, and between words
+# -- errors in files, and between overrides
 
 
 def _no_yaml(error: yaml.YAMLError) -> ConfigError:
     mark = getattr(error, "problem_mark", None)
     where = f"{mark.name}, line {mark.line + 1}" if mark is not None else "a configuration file"
     why = getattr(error, "problem", None) or error
-    return ConfigError(Problem(where, where, f"a configuration file is YAML ({why})", "mend that line"))
+    return ConfigError(Problem(where, where, f"a configuration file is YAML ({why})", "correct that line"))
 
 
-def _answer(error: Exception, root: ConfigRoot = RUN) -> Problem:
-    """The problem behind an exception of Hydra or OmegaConf."""
+def _problem_of(error: Exception, root: ConfigRoot = RUN) -> Problem:
+    """The problem that an exception of Hydra or OmegaConf reports."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-    place = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
+    location = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
     name = getattr(cause, "full_key", None) or ""
     text = str(cause or error).splitlines()[0]
     if name == "exp" or name.startswith("exp.") or "@exp." in text:
         return Problem(
             name or "exp",
-            place + text.removeprefix(place),
+            location + text.removeprefix(location),
             "an experiment's file sets keys of the whole configuration",
             "begin the file with the line: # @package _global_",
         )
@@ -335,12 +340,12 @@ def _answer(error: Exception, root: ConfigRoot = RUN) -> Problem:
         and name not in keys.sections(root)
         and not keys.is_open(name, root)
     ):
-        return unknown_key(name, place + name, root=root)
+        return unknown_key(name, location + name, root=root)
     if name:
-        return wrong_value(name, f"{place}{name}: {text}", root)
+        return wrong_value(name, f"{location}{name}: {text}", root)
     if text.startswith("Could not delete"):
         return Problem(
-            text.split("'")[1], text, "only what an experiment's file sets can be deleted", "leave it out"
+            text.split("'")[1], text, "only keys from an experiment's file can be deleted", "leave it out"
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")

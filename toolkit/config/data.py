@@ -23,25 +23,39 @@ class DocumentMasking(Enum):
 @dataclass(kw_only=True, slots=True)
 class DatasetConfig:
     path: str | None = None
-    """dataset: a folder, a file or pattern ('corpus/*.jsonl.gz', in quotes), a folder by save_to_disk, or an id on the Hugging Face hub."""
+    """dataset: a folder, a file or pattern ('corpus/*.jsonl.gz', in quotes), a folder by save_to_disk, or an
+    id on the Hugging Face hub.
+    """
     name: str | None = None
     """dataset: its configuration, where it has several."""
     split: str = "train"
     """dataset: the split that is trained on, whole."""
     revision: str | None = None
-    """dataset: branch, tag or commit of a dataset on the hub. Null: its main branch as it is when the run starts."""
+    """dataset: branch, tag or commit of a dataset on the hub. Null: its main branch as it is when the run
+    starts.
+    """
     text: list[str] = field(default_factory=lambda: ["text"])
-    """dataset: the column that holds a document's text, or several, [title,body], joined by an empty line; null is left out."""
+    """dataset: the column that holds a document's text, or several, [title,body], joined by an empty line;
+    null is left out.
+    """
     tokenizer: str | None = None
-    """dataset: a tokenizer.json, its folder, a data folder that has one, or a hub id that transformers' AutoTokenizer opens."""
+    """dataset: a tokenizer.json, its folder, a data folder that has one, or a hub id that transformers'
+    AutoTokenizer opens.
+    """
     trust_remote_code: bool = False
-    """dataset: Python code that comes with a tokenizer may run on this machine. Without it such a tokenizer is refused."""
+    """dataset: Python code that comes with a tokenizer may run on this machine. Without it such a tokenizer
+    is refused.
+    """
     end_of_text: str | None = None
     """dataset: the token that ends every document. Null: the tokenizer's own eos token."""
     validation: float = 0.0
-    """dataset: share of the documents that training leaves out, by each document's own hash: the evaluation set named validation."""
+    """dataset: share of the documents that training leaves out, by each document's own hash: the evaluation
+    set named validation.
+    """
     streaming: bool = False
-    """dataset: fetch it piece by piece while training, in its own order and not shuffled; every rank reads the whole stream."""
+    """dataset: fetch it piece by piece while training, in its own order and not shuffled; every rank reads
+    the whole stream.
+    """
     workers: int = 2
     """dataset: tokenizer processes of each rank. The samples do not depend on it."""
 
@@ -59,10 +73,13 @@ class DatasetConfig:
 @dataclass(kw_only=True, slots=True)
 class DataCacheConfig:
     folder: str | None = None
-    """Where blocks of data in a store are kept on this machine, for all its ranks: a local disk, or a folder under /dev/shm for memory.
-    Null: none, and exactly the windows that are needed are fetched."""
+    """Where blocks of data in a store are kept on this machine, for all its ranks: a local disk, or a folder
+    under /dev/shm for memory. Null: none, and exactly the windows that are needed are fetched.
+    """
     gib: float = 16.0
-    """The most that is kept, in GiB; the oldest blocks go first. A folder has one size: another one empties it."""
+    """The most that is kept, in GiB; the oldest blocks go first. A folder has one size: another one empties
+    it.
+    """
 
     def __post_init__(self) -> None:
         check(
@@ -84,27 +101,38 @@ class DataCacheConfig:
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     name: str = "stdlib"
-    """stdlib (the running Python's own source files, made ready on first use), prepared (a folder by launch/prepare.py), mixture
-    (several of these), dataset (straight from a local or hub dataset, tokenised while training) or arrays (labelled images in a
-    folder of records)."""
+    """stdlib (the running Python's own source files, made ready on first use), prepared (a folder by
+    launch/prepare.py), mixture (several of these), dataset (straight from a local or hub dataset, tokenised
+    while training) or arrays (labelled images in a folder of records).
+    """
     path: str = "data/stdlib"
-    """Folder with train and validation shards, tokenizer and manifest; prepared: also a URL, s3://, gs://, az:// or http(s)://."""
+    """Folder with train and validation shards, tokenizer and manifest; prepared: also a URL, s3://, gs://,
+    az:// or http(s)://.
+    """
     vocab_size: int = 4096
     """stdlib: size of the byte-level BPE tokenizer that is trained on the text."""
     shuffle_seed: int = 0
-    """Seed of the sample order; apart from train.seed, so that two runs can differ in weights and share their order."""
+    """Seed of the sample order; apart from train.seed, so that two runs can differ in weights and share their
+    order.
+    """
     documents: DocumentMasking = DocumentMasking.joined
-    """joined: tokens see all that is before them in their window; separate: only their own document, and positions begin anew in it."""
+    """joined: tokens see all that is before them in their window; separate: only their own document, and
+    positions begin anew in it.
+    """
     special_tokens: SpecialTokens = SpecialTokens.refuse
-    """dataset: what the string of one of the tokenizer's special tokens (<|user|>) becomes where a document contains it: parse makes it
-    that token, text makes it ordinary text, refuse stops with an error that names the document. A prepared folder was made with
-    special_tokens of launch/prepare.py."""
+    """dataset: what the string of one of the tokenizer's special tokens (<|user|>) becomes where a document
+    contains it: parse makes it that token, text makes it ordinary text, refuse stops with an error that names
+    the document. A prepared folder was made with special_tokens of launch/prepare.py.
+    """
 
     sources: dict[str, Any] = field(default_factory=dict)
-    """mixture: NAME: {path: FOLDER, weight: 0.7} of each source, given as +data.sources.NAME.path=FOLDER +data.sources.NAME.weight=0.7.
-    Only the ratios of weights matter; without one it is 1."""
+    """mixture: NAME: {path: FOLDER, weight: 0.7} of each source, given as +data.sources.NAME.path=FOLDER
+    +data.sources.NAME.weight=0.7. Only the ratios of weights matter; without one it is 1.
+    """
     phases: list[Any] = field(default_factory=list)
-    """mixture: other weights from a step on, [{from_step: 1000, weights: {NAME: 0.5, ...}}, ...]; 0 lets a source rest."""
+    """mixture: other weights from a step on, [{from_step: 1000, weights: {NAME: 0.5, ...}}, ...]; 0 lets a
+    source rest.
+    """
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     cache: DataCacheConfig = field(default_factory=DataCacheConfig)
 

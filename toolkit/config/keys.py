@@ -1,4 +1,4 @@
-"""The schema as a flat table: every key that can be written, by its dotted name."""
+"""The schema as a flat table of keys by dotted name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from toolkit.config.roots import RUN, ConfigRoot
 
 @dataclass(frozen=True, slots=True)
 class ConfigKey:
-    """One key. ``kinds`` are the types its value may have, without None; ``nullable`` says whether null may be written."""
+    """One key of the schema. ``kinds`` are the accepted types without None; ``nullable`` is whether null is
+    accepted.
+    """
 
     name: str
     kinds: tuple[Any, ...]
@@ -37,7 +39,7 @@ class ConfigKey:
 
 @cache
 def table(root: ConfigRoot = RUN) -> Mapping[str, ConfigKey]:
-    """Every key of the schema, in its order. Keys below ``root.open`` are not in it."""
+    """Every key of the schema, in order. Keys below ``root.open`` are not part of the schema."""
     found: dict[str, ConfigKey] = {}
     _collect(root.kind, "", found)
     return found
@@ -45,7 +47,7 @@ def table(root: ConfigRoot = RUN) -> Mapping[str, ConfigKey]:
 
 @cache
 def sections(root: ConfigRoot = RUN) -> tuple[str, ...]:
-    """Every name that holds keys: ``train``, ``train.batch_ramp``, ..."""
+    """Names of all sections: ``train``, ``train.batch_ramp``, ..."""
     return tuple(dict.fromkeys(key.section for key in table(root).values() if key.section))
 
 
@@ -72,12 +74,14 @@ def _default(field: Field[Any]) -> Any:
 
 
 def is_open(name: str, root: ConfigRoot = RUN) -> bool:
-    """Whether ``name`` lies below a key that holds settings which are not the schema's."""
+    """Whether ``name`` is below a key whose content is not part of the schema."""
     return any(name.startswith(above + ".") for above in root.open)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """``{'train.steps': 100, ...}`` of a configuration, a section, or nested dictionaries. An empty dictionary is a value."""
+    """``{'train.steps': 100, ...}`` of a configuration, a section, or nested dictionaries. An empty
+    dictionary is a value.
+    """
     if is_dataclass(value):
         items = [(field.name, getattr(value, field.name)) for field in fields(value)]
     elif isinstance(value, Mapping) and (value or not prefix):
@@ -91,7 +95,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(name: str, root: ConfigRoot = RUN) -> str | None:
-    """The key or section that somebody who wrote ``name`` most likely meant; None where nothing is near."""
+    """The key or section that ``name`` most likely means; None if no name is similar."""
     names = [*table(root), *sections(root)]
     last = name.rpartition(".")[2]
     same_leaf = [known for known in names if known.rpartition(".")[2] == last]

@@ -1,4 +1,6 @@
-"""``data.sources`` and ``data.phases`` as typed values. What the user wrote stands in the configuration as it is; here it is read."""
+"""``data.sources`` and ``data.phases`` as typed values. What the user wrote stands in the configuration as it
+is; here it is read.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class PhaseSetting:
 
 
 def sources_of(written: Mapping[str, Any]) -> dict[str, SourceSetting]:
-    """By name, sorted: the order in which sources are written has no meaning. ``written`` has no ``problems``."""
+    """By name, sorted: the order in which sources are written has no meaning. ``written`` has no
+    ``problems``.
+    """
     return {
         name: SourceSetting(str(one["path"]), _exact(one.get("weight", 1)))
         for name, one in sorted(written.items())
@@ -38,7 +42,9 @@ def sources_of(written: Mapping[str, Any]) -> dict[str, SourceSetting]:
 
 
 def phases_of(sources: Mapping[str, Any], phases: Sequence[Any]) -> list[PhaseSetting]:
-    """The first from step 0 on, with the weights of ``data.sources`` unless ``data.phases`` begins there. No ``problems`` in them."""
+    """The first from step 0 on, with the weights of ``data.sources`` unless ``data.phases`` begins there. No
+    ``problems`` in them.
+    """
     later = [
         PhaseSetting(one["from_step"], {name: _exact(one["weights"][name]) for name in sorted(sources)})
         for one in phases

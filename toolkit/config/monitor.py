@@ -25,7 +25,8 @@ class MonitorConfig:
     entity: str | None = None
     """W&B user or team. Null: your own default."""
     group: str | None = None
-    """W&B group: runs of one sweep, say. Null: the run's id, under which the runs of its nodes are together."""
+    """W&B group: runs of one sweep, say. Null: the run's id, under which the runs of its nodes are together.
+    """
     tags: list[str] = field(default_factory=list)
     """W&B tags."""
     prompt: str | None = None
@@ -33,14 +34,17 @@ class MonitorConfig:
     ledger: bool = True
     """Tell for each step where its time went, on all ranks: ledger.jsonl."""
     probe: bool = True
-    """Before the first step, measure latency and bandwidth of the collectives of each axis (about a second)."""
+    """Before the first step, measure latency and bandwidth of the collectives of each axis (about a second).
+    """
     system_seconds: float = 10.0
     """Time between two samples of the GPUs and the host of each node; 0: none."""
     replicas_every: int = 100
     """Steps between two comparisons of what ranks should hold equal copies of; 0: none."""
     hang_seconds: int = 600
-    """Without progress for so long (a step, a batch of an evaluation, a save) the run is reported as hanging, with every rank's stack,
-    and ends; 0: never. It has to be longer than a save in the foreground. Before the first step of a start it is ten minutes at least."""
+    """Without progress for so long (a step, a batch of an evaluation, a save) the run is reported as hanging,
+    with every rank's stack, and ends; 0: never. It has to be longer than a save in the foreground. Before the
+    first step of a start it is ten minutes at least.
+    """
     profile_step: int | None = None
     """First step of a trace by torch.profiler, in the attempt's folder. Null: none."""
     profile_steps: int = 3

@@ -1,7 +1,8 @@
-"""Hydra's sweepers, outside the ranks: what a user typed after ``-m`` becomes batches of points, each of them words for ``compose``.
+"""Hydra's sweepers, outside the ranks: what a user typed after ``-m`` becomes batches of points, each of them
+words for ``compose``.
 
-The sweeper is Hydra's own, or another one that is installed (``hydra/sweeper=optuna``). The launcher is hydra_plugins/toolkit_launcher.py,
-always: where points are carried out is chosen by ``cluster=``.
+The sweeper is Hydra's own, or another one that is installed (``hydra/sweeper=optuna``). The launcher is
+hydra_plugins/toolkit_launcher.py, always: where points are carried out is chosen by ``cluster=``.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def read_sweep(arguments: Sequence[str]) -> SweepArguments:
     """What was typed, told apart. The values of points are checked when they are composed.
 
     Raises:
-        ConfigError: a word that cannot be read, that Hydra's part may not have, or that a sweep gives its points itself.
+        ConfigError: a word that cannot be read, that Hydra's part may not have, or that a sweep gives its
+            points itself.
     """
     folders, rest = _folders([argument for argument in arguments if argument not in overrides.MULTIRUN])
     problems: list[Problem] = []
@@ -164,8 +166,9 @@ def _parsed(word: str, folders: Sequence[Path], problems: list[Problem]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CarryOut:
-    """What the launcher does with a batch of points: one number a point, to be compared; None: there is none and nobody needs it;
-    an exception: the point failed, and the sweeper is told so."""
+    """What the launcher does with a batch of points: one number a point, to be compared; None: there is none
+    and nobody needs it; an exception: the point failed, and the sweeper is told so.
+    """
 
     batch: Callable[[Sequence[tuple[str, ...]]], Sequence[float | Exception | None]]
 
@@ -174,8 +177,9 @@ class CarryOut:
 
 
 class _Loader:
-    """Hydra's own, but a sweeper's trial of its points says nothing: the launcher composes each of them once, and leaves out what is
-    refused."""
+    """Hydra's own, but a sweeper's trial of its points says nothing: the launcher composes each of them once,
+    and leaves out what is refused.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -228,8 +232,9 @@ def _sweeper(words: SweepArguments, folder: Path, carry_out: CarryOut) -> Any:
 
 
 def _register() -> None:
-    """Hydra finds the launcher by itself where it was installed. An installation from before it, or of the package alone, lacks it; it lies
-    beside conf/."""
+    """Hydra finds the launcher by itself where it was installed. An installation from before it, or of the
+    package alone, lacks it; it lies beside conf/.
+    """
     plugins, root = Plugins.instance(), str(search.ROOT.parent)
     if root not in sys.path:
         sys.path.append(root)
@@ -244,5 +249,6 @@ def _refused(words: SweepArguments, error: Exception) -> Problem:
         SWEEPERS[0],
         " ".join(words.hydra) or " ".join(words.words),
         f"the sweeper takes these words ({' '.join(lines[:2])})",
-        "correct hydra/sweeper= and hydra.sweeper.*, or leave them out for a grid; other sweepers are packages to install",
+        "correct hydra/sweeper= and hydra.sweeper.*, or leave them out for a grid; other sweepers are "
+        "packages to install",
     )

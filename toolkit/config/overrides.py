@@ -28,7 +28,8 @@ EXPERIMENT = "exp"
 class ParsedOverrides:
     """Checked overrides, ready for Hydra, and the folders in which it finds groups.
 
-    ``changes`` are settings below an open key that were written without a plus: right only where an experiment's file sets them.
+    ``changes`` are settings below an open key that were written without a plus: right only where an
+    experiment's file sets them.
     """
 
     search: tuple[Path, ...]
@@ -114,8 +115,8 @@ def options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Prob
 def _for_hydra(override: Override, root: ConfigRoot) -> str:
     """The override in the words that make Hydra do what was meant.
 
-    A setting below an open key may be there already, from an experiment's file: it is added or changed. Where the schema says
-    text, ``007`` and ``1e3`` are text and not the numbers 7 and 1000.
+    A setting below an open key may be there already, from an experiment's file: it is added or changed. Where
+    the schema says text, ``007`` and ``1e3`` are text and not the numbers 7 and 1000.
     """
     assert override.input_line is not None
     text = override.input_line
@@ -154,7 +155,8 @@ class _Checker:
                 name,
                 text,
                 "several values make a sweep, which starts with -m",
-                f"write python launch/train.py -m, or one value; a list is written {name}=[{value}], text with commas in quotes",
+                f"write python launch/train.py -m, or one value; a list is written {name}=[{value}], text "
+                f"with commas in quotes",
             )
         elif override.package is not None:
             yield Problem(

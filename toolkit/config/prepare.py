@@ -1,7 +1,7 @@
 """Every key of ``launch/prepare.py``. The string under a field is its documentation; ``--help`` shows it.
 
-Keys that decide the bytes of the data are its recipe, kept in the manifest; the others say how they are made or shown. What
-involves two keys, or what lies on disk, is checked in ``toolkit/data/prepare/plan.py``.
+Keys that decide the bytes of the data are its recipe, kept in the manifest; the others say how they are made
+or shown. What involves two keys, or what lies on disk, is checked in ``toolkit/data/prepare/plan.py``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ class OnBadRow(Enum):
 @dataclass(kw_only=True, slots=True)
 class TokenizerConfig:
     path: str | None = None
-    """A folder or hub id that transformers' AutoTokenizer opens, or a tokenizer.json. Null: train one on the input."""
+    """A folder or hub id that transformers' AutoTokenizer opens, or a tokenizer.json. Null: train one on the
+    input.
+    """
     trust_remote_code: bool = False
-    """Python code that comes with a tokenizer may run on this machine. Without it such a tokenizer is refused."""
+    """Python code that comes with a tokenizer may run on this machine. Without it such a tokenizer is
+    refused.
+    """
     end_of_text: str | None = None
     """The token that ends every document. Null: the tokenizer's own eos token."""
     vocab_size: int = 4096
@@ -67,27 +71,35 @@ class PrepareConfig:
     """What to make ready, or to inspect."""
 
     input: str | None = None
-    """A file, a folder, a pattern ('corpus/**/*.jsonl.zst', in quotes), a folder in a store (s3://bucket/corpus), a dataset's folder or hub
-    id, or stdlib: the embedded text."""
+    """A file, a folder, a pattern ('corpus/**/*.jsonl.zst', in quotes), a folder in a store
+    (s3://bucket/corpus), a dataset's folder or hub id, or stdlib: the embedded text.
+    """
     format: InputFormat = InputFormat.auto
-    """text (a file is a document), lines (a line is one), jsonl, json (an array, or JSON lines), csv and tsv (with a line of names),
-    parquet, dataset (by the package datasets), or auto: by the files' endings. All but parquet may be compressed (.gz, .zst, .bz2, .xz)
-    and in archives (.zip, .tar, .tar.gz and so on). Other files are refused."""
+    """text (a file is a document), lines (a line is one), jsonl, json (an array, or JSON lines), csv and tsv
+    (with a line of names), parquet, dataset (by the package datasets), or auto: by the files' endings. All
+    but parquet may be compressed (.gz, .zst, .bz2, .xz) and in archives (.zip, .tar, .tar.gz and so on).
+    Other files are refused.
+    """
     text: str = "text"
-    """Name of the field that holds a document's text, in all formats but text and lines; meta.body is the field body of the field
-    meta."""
+    """Name of the field that holds a document's text, in all formats but text and lines; meta.body is the
+    field body of the field meta.
+    """
     on_bad_row: OnBadRow = OnBadRow.refuse
-    """What a row becomes that is broken, lacks the field, or has no text in it: refuse stops with an error that names it (start again
-    to continue after you corrected it), skip leaves it out and counts it."""
+    """What a row becomes that is broken, lacks the field, or has no text in it: refuse stops with an error
+    that names it (start again to continue after you corrected it), skip leaves it out and counts it.
+    """
     dataset: InputDatasetConfig = field(default_factory=InputDatasetConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     special_tokens: SpecialTokens = SpecialTokens.refuse
-    """What the string of one of the tokenizer's special tokens (<|user|>) becomes where a document contains it: parse makes it that
-    token, text makes it ordinary text, refuse stops with an error that names the document."""
+    """What the string of one of the tokenizer's special tokens (<|user|>) becomes where a document contains
+    it: parse makes it that token, text makes it ordinary text, refuse stops with an error that names the
+    document.
+    """
     output: str | None = None
     """Folder of the prepared data. Null: data/NAME, after the input's name."""
     validation: float = 0.005
-    """Share of the documents that goes to the validation split, chosen by each document's own hash; 0: none."""
+    """Share of the documents that goes to the validation split, chosen by each document's own hash; 0: none.
+    """
     deduplicate: bool = False
     """Keep one of equal documents."""
     seed: int = 0
@@ -101,8 +113,10 @@ class PrepareConfig:
     memory_mib: int = 256
     """Tokens that one worker holds while it sorts them into shards. The bytes do not depend on it."""
     import_path: str | None = None
-    """Megatron's .bin and .idx files that others made: a folder, one pair (with or without its ending), or a pattern. A manifest and
-    tokenizer.path, which made the tokens, are put beside them; nothing is tokenised. ``import=PATH`` is short for it."""
+    """Megatron's .bin and .idx files that others made: a folder, one pair (with or without its ending), or a
+    pattern. A manifest and tokenizer.path, which made the tokens, are put beside them; nothing is tokenised.
+    ``import=PATH`` is short for it.
+    """
     import_validation: str | None = None
     """import: which of such files are the validation split, in the same folder. Null: none."""
     inspect: str | None = None

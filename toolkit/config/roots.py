@@ -1,4 +1,6 @@
-"""What a command's configuration is made of: the schema, the file in conf/ that it begins with, and which groups belong to it."""
+"""What a command's configuration is made of: the schema, the file in conf/ that it begins with, and which
+groups belong to it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class ConfigRoot:
         kind: dataclass of the whole configuration.
         file: ``conf/<file>.yaml``, whose defaults list begins with ``schema``.
         groups: folders of conf/ that are groups of it; None: all of them, experiments too.
-        open: keys below which settings are not the schema's: the engines' own, and the arguments of a user's module.
+        open: keys below which settings are not the schema's: the engines' own, and the arguments of a user's
+            module.
         short: sections that may be given a value, which is that of one of their keys: (section, key).
     """
 

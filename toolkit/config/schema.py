@@ -1,8 +1,9 @@
-"""Every key a run can be described with; those of data, cluster and monitor are in files beside. The string under a field is its
-documentation; ``--help`` shows it.
+"""Every key a run can be described with; those of data, cluster and monitor are in files beside. The string
+under a field is its documentation; ``--help`` shows it.
 
-Dataclasses have ``slots``, so that an unknown key is an error, and are not frozen, so that OmegaConf can override them.
-``__post_init__`` checks one value at a time; whatever involves two keys is a rule in ``toolkit/plan/rules.py``.
+Dataclasses have ``slots``, so that an unknown key is an error, and are not frozen, so that OmegaConf can
+override them. ``__post_init__`` checks one value at a time; whatever involves two keys is a rule in
+``toolkit/plan/rules.py``.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ class RunSection:
     dir: str | None = None
     """Where everything of this run goes. Null: runs/<run.name>-<8 hex digits of the run's identity>."""
     fork: str | None = None
-    """A checkpoint or run directory of another run: start a new run from its state and record the parent. The fork goes on at the
-    step and at the sample at which its parent stopped, whatever its own global batch is."""
+    """A checkpoint or run directory of another run: start a new run from its state and record the parent. The
+    fork goes on at the step and at the sample at which its parent stopped, whatever its own global batch is.
+    """
 
     def __post_init__(self) -> None:
         ok = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name)
@@ -92,23 +94,33 @@ class RunSection:
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     family: str | None = None
-    """The architecture: one of those that files of this group show (model=llama). Null with model.target or model.pretrained."""
+    """The architecture: one of those that files of this group show (model=llama). Null with model.target or
+    model.pretrained.
+    """
     target: str | None = None
-    """A dotted path to any torch.nn.Module whose forward(input_ids, labels) returns a mean loss: my.package.Model."""
+    """A dotted path to any torch.nn.Module whose forward(input_ids, labels) returns a mean loss:
+    my.package.Model.
+    """
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of model.target, each given as +model.arguments.NAME=VALUE."""
     pretrained: str | None = None
-    """A folder or hub id in Hugging Face's format: its configuration and weights are the start. Use model=pretrained."""
+    """A folder or hub id in Hugging Face's format: its configuration and weights are the start. Use
+    model=pretrained.
+    """
     hidden_size: int | None = None
     """Width of the residual stream."""
     intermediate_size: int | None = None
-    """Width of the feed-forward layer (of one expert, where there are experts). Null: 4 x hidden_size in gpt2."""
+    """Width of the feed-forward layer (of one expert, where there are experts). Null: 4 x hidden_size in
+    gpt2.
+    """
     num_hidden_layers: int | None = None
     """Number of transformer blocks."""
     num_attention_heads: int | None = None
     """Query heads; divides hidden_size unless head_dim is given."""
     num_key_value_heads: int | None = None
-    """Key and value heads (grouped-query attention); divides num_attention_heads. Null: as many as query heads."""
+    """Key and value heads (grouped-query attention); divides num_attention_heads. Null: as many as query
+    heads.
+    """
     head_dim: int | None = None
     """Width of one head. Null: hidden_size / num_attention_heads."""
     vocab_size: int | None = None
@@ -122,8 +134,10 @@ class ModelConfig:
     num_experts_per_tok: int | None = None
     """Experts that each token visits, in a family that has them."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of a family with experts: that of Switch Transformers, averaged over the layers, on every engine.
-    It is computed a micro-batch at a time, so losses depend on train.micro_batch where it is not 0."""
+    """Weight of the load-balancing loss of a family with experts: that of Switch Transformers, averaged over
+    the layers, on every engine. It is computed a micro-batch at a time, so losses depend on train.micro_batch
+    where it is not 0.
+    """
     rope_theta: float | None = None
     """Base of the rotary position embedding."""
     norm_eps: float | None = None
@@ -149,7 +163,8 @@ class ModelConfig:
         at_least(
             "model", 1, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok
         )
-        # Far above every model that was published. What planning costs grows with these, and the sizes may come from a file of others.
+        # Far above every model that was published. What planning costs grows with these, and the sizes may
+        # come from a file of others.
         at_most(
             "model",
             4096,
@@ -191,7 +206,9 @@ class EngineConfig:
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's own keys, each given as +engine.deepspeed.a.b=v; what the plan derives is refused here."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Megatron-core's own settings, each given as +engine.megatron.x=v; what the plan derives is refused here."""
+    """Megatron-core's own settings, each given as +engine.megatron.x=v; what the plan derives is refused
+    here.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
@@ -272,7 +289,9 @@ class TrainConfig:
     global_batch: int = 8
     """Sequences that one optimizer step sees, over all ranks."""
     micro_batch: int | None = None
-    """Sequences that one rank passes through the model at once. Null: global_batch / data ranks, without accumulation."""
+    """Sequences that one rank passes through the model at once. Null: global_batch / data ranks, without
+    accumulation.
+    """
     sequence_length: int = 128
     """Tokens of one sequence."""
     seed: int = 0
@@ -280,8 +299,10 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass: less memory, about a third more compute."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
-    """If a loss, gradient norm or weight is infinite or NaN: stop (the run fails with exit code 65) or continue. Every
-    engine skips a step whose gradient norm is not finite, and weights that are not finite are never saved."""
+    """If a loss, gradient norm or weight is infinite or NaN: stop (the run fails with exit code 65) or
+    continue. Every engine skips a step whose gradient norm is not finite, and weights that are not finite are
+    never saved.
+    """
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
 
     def __post_init__(self) -> None:
@@ -313,8 +334,10 @@ class OptimConfig:
     lr: float = 3e-4
     """Peak learning rate, at the batch that lr_scaling refers to."""
     weight_decay: float = 0.1
-    """Never applied to one-dimensional tensors. AdamW and Muon shrink weights apart from the gradient (decoupled, by lr x weight_decay);
-    SGD adds weight_decay x weight to the gradient, so that it enters the momentum. On every engine, after clipping."""
+    """Never applied to one-dimensional tensors. AdamW and Muon shrink weights apart from the gradient
+    (decoupled, by lr x weight_decay); SGD adds weight_decay x weight to the gradient, so that it enters the
+    momentum. On every engine, after clipping.
+    """
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's averaging factors of gradient and squared gradient."""
     eps: float = 1e-8
@@ -351,7 +374,9 @@ class ScheduleConfig:
     warmup: int = 0
     """Steps of linear warm-up from 0."""
     decay: int | None = None
-    """Steps of decay: after warm-up for linear and cosine (null: to the end of the run), the last ones for wsd."""
+    """Steps of decay: after warm-up for linear and cosine (null: to the end of the run), the last ones for
+    wsd.
+    """
     min_lr: float = 0.0
     """The learning rate after decay."""
 
@@ -420,12 +445,16 @@ class DebugConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """One run. Identity (samples and losses): model, data, optim, schedule, train without train.steps. The rest is carriage."""
+    """One run. Identity (samples and losses): model, data, optim, schedule, train without train.steps. The
+    rest is carriage.
+    """
 
     run: RunSection = field(default_factory=RunSection)
     resume: str = "auto"
-    """auto: continue from the newest checkpoint of the run directory, if any, and stop with an error if its files disagree on which that
-    is; never: refuse to pass over a checkpoint that could be continued, else train from the beginning; or the path of a checkpoint."""
+    """auto: continue from the newest checkpoint of the run directory, if any, and stop with an error if its
+    files disagree on which that is; never: refuse to pass over a checkpoint that could be continued, else
+    train from the beginning; or the path of a checkpoint.
+    """
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

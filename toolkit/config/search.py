@@ -15,7 +15,8 @@ def folders(own: Path | None) -> tuple[Path, ...]:
     """The folders to search, first match first.
 
     Raises:
-        ConfigError: a folder is not there, or a file of the user's has the name of one of ours, which would hide it.
+        ConfigError: a folder is not there, or a file of the user's has the name of one of ours, which would
+            hide it.
     """
     if not ROOT.is_dir():
         raise ConfigError(

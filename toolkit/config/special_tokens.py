@@ -6,7 +6,8 @@ from enum import Enum
 
 
 class SpecialTokens(Enum):
-    """What the string of one of the tokenizer's special tokens (``<|user|>``) becomes where a document contains it.
+    """What the string of one of the tokenizer's special tokens (``<|user|>``) becomes where a document
+    contains it.
 
     refuse: an error that names the document. text: tokens of ordinary text. parse: the special token itself.
     """

@@ -1,4 +1,6 @@
-"""Every key of a sweep: ``python launch/train.py -m ... sweep.KEY=VALUE``. The string under a field is its documentation."""
+"""Every key of a sweep: ``python launch/train.py -m ... sweep.KEY=VALUE``. The string under a field is its
+documentation.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,18 @@ from toolkit.config.checks import at_least
 @dataclass(kw_only=True, slots=True)
 class SweepSection:
     dir: str | None = None
-    """Where the points' run directories and the sweep's table go. Null: sweeps/<name>-<8 hex digits of the sweep's words>."""
+    """Where the points' run directories and the sweep's table go. Null: sweeps/<name>-<8 hex digits of the
+    sweep's words>.
+    """
     at_once: int | None = None
-    """Points under way at a time, at most. Null: as many as there is room for on this machine, or all of them on a cluster."""
+    """Points under way at a time, at most. Null: as many as there is room for on this machine, or all of them
+    on a cluster.
+    """
     metric: str | None = None
-    """What points are compared by: the last loss of an evaluation set (validation), or the median over the steps of a column of
-    metrics.jsonl (tokens_per_second). Null: the last loss of the first evaluation set, or of training where there is none."""
+    """What points are compared by: the last loss of an evaluation set (validation), or the median over the
+    steps of a column of metrics.jsonl (tokens_per_second). Null: the last loss of the first evaluation set,
+    or of training where there is none.
+    """
     maximize: bool = False
     """The larger number is the better one."""
     dry_run: bool = False

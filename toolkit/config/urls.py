@@ -1,7 +1,8 @@
 """Folders that are URLs: which may be written, and what may be shown of one.
 
-Credentials come from the environment or the instance, never from a URL: what a user writes is kept in the run's folder, printed and
-logged. So a URL with a user, a password or a query (a signature) is refused, and no text that shows one shows these parts.
+Credentials come from the environment or the instance, never from a URL: what a user writes is kept in the
+run's folder, printed and logged. So a URL with a user, a password or a query (a signature) is refused, and no
+text that shows one shows these parts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the instance's role",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or the instance's account",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or the instance's identity",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or the "
+    "instance's identity",
 }
 
 
@@ -40,7 +42,9 @@ def shown(url: str) -> str:
 
 
 def url_problem(key: str, path: str) -> Problem | None:
-    """What is wrong with ``path``, the value of ``key``, as a URL. A path of this machine is always right here."""
+    """What is wrong with ``path``, the value of ``key``, as a URL. A path of this machine is always right
+    here.
+    """
     if not is_url(path):
         return None
     seen, scheme = f"{key}={shown(path)}", path.partition("://")[0]

@@ -1,8 +1,9 @@
 """Check the engines' own keys, ``+engine.deepspeed.a.b=v`` and ``+engine.megatron.x=v``.
 
-DeepSpeed ignores unknown top-level keys silently. Every key is therefore checked against a schema generated from the
-engine (``vendors/``). Keys that are unknown, removed or of the wrong type are refused, and so are keys that the plan
-derives: the error names the run's own key. ``vendor_deepspeed.py`` and ``vendor_megatron.py`` list the derived keys.
+DeepSpeed ignores unknown top-level keys silently. Every key is therefore checked against a schema generated
+from the engine (``vendors/``). Keys that are unknown, removed or of the wrong type are refused, and so are
+keys that the plan derives: the error names the run's own key. ``vendor_deepspeed.py`` and
+``vendor_megatron.py`` list the derived keys.
 """
 
 from __future__ import annotations
@@ -191,7 +192,9 @@ def problems(config: RunConfig) -> list[Problem]:
 
 
 def without_wrong_keys(config: RunConfig, found: Sequence[Problem]) -> RunConfig:
-    """``config`` without the engine sections named in ``found``, so that the rest can still be planned and checked."""
+    """``config`` without the engine sections named in ``found``, so that the rest can still be planned and
+    checked.
+    """
     wrong = {problem.key for problem in found}
     if not wrong:
         return config

@@ -1,4 +1,6 @@
-"""Tables about DeepSpeed's keys, ``+engine.deepspeed.a.b=v``: keys that the plan derives, and replacements of removed keys."""
+"""Tables about DeepSpeed's keys, ``+engine.deepspeed.a.b=v``: keys that the plan derives, and replacements of
+removed keys.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,8 @@ INSTEAD = {
     "elasticity": "leave it out: a checkpoint resumes with any number of ranks",
     "nebula": "write checkpoint.background=true",
     "amp": "write precision=bf16 or precision=fp16",
-    "zero_optimization.mics_shard_size": "write +engine.deepspeed.zero_optimization.zero_hpz_partition_size=N",
+    "zero_optimization.mics_shard_size": "write "
+    "+engine.deepspeed.zero_optimization.zero_hpz_partition_size=N",
 }
 
 

@@ -1,8 +1,9 @@
-"""Tables about Megatron-core's settings, ``+engine.megatron.KEY=v``: which may be set, and why the others may not.
+"""Tables about Megatron-core's settings, ``+engine.megatron.KEY=v``: which may be set, and why the others may
+not.
 
-A key is a field of TransformerConfig, DistributedDataParallelConfig or OptimizerConfig of megatron-core 0.16. Every field
-is in exactly one of the tables below. A test compares the tables with the dataclasses, so that fields of a later version
-cannot be missed. No setting of an engine may change what is trained.
+A key is a field of TransformerConfig, DistributedDataParallelConfig or OptimizerConfig of megatron-core 0.16.
+Every field is in exactly one of the tables below. A test compares the tables with the dataclasses, so that
+fields of a later version cannot be missed. No setting of an engine may change what is trained.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ GPU_ONLY = frozenset(
     }
 )
 
-# May be set if Transformer Engine is installed, which needs a GPU. Megatron-core's local layers ignore these silently.
+# May be set if Transformer Engine is installed, which needs a GPU. Megatron-core's local layers ignore these
+# silently.
 TRANSFORMER_ENGINE = frozenset(
     {
         "hierarchical_context_parallel_sizes",
@@ -146,7 +148,8 @@ OWN = {
 }
 
 _FAMILY = (
-    "the family decides it: with another value this engine would train a different model from the other engines",
+    "the family decides it: with another value this engine would train a different model from the other "
+    "engines",
     "choose the architecture by model.family",
 )
 _PRECISION = (
@@ -162,7 +165,8 @@ _SCALER = (
     "write precision.initial_scale_power or precision.scale_window",
 )
 _OFFLOAD = (
-    "Megatron-core offloads its optimizer on a GPU only, into an optimizer whose states this toolkit does not save",
+    "Megatron-core offloads its optimizer on a GPU only, into an optimizer whose states this toolkit does "
+    "not save",
     "write engine=deepspeed zero=stage2 offload=cpu_optimizer",
 )
 _ZERO = (
