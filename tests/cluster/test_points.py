@@ -27,7 +27,7 @@ from toolkit.cluster.sweep import run
 from toolkit.cluster.sweep.points import make_points, name_of
 from toolkit.cluster.sweep.run import refuse_in_ranks
 from toolkit.config.compose import compose, to_yaml
-from toolkit.config.multirun import CarryOut, quoted, read_sweep, run_sweeper
+from toolkit.config.multirun import BatchRunner, quoted, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, PlanError
 from toolkit.rundir.directory import RunDirectory
 
@@ -291,7 +291,7 @@ def test_another_sweeper_gets_the_numbers_of_its_points(
         return [abs(tried[-1] - 0.1)]
 
     words = read_sweep(["-m", "+exp=quickstart", "hydra/sweeper=halving"])
-    run_sweeper(words, tmp_path, CarryOut(carry_out))
+    run_sweeper(words, tmp_path, BatchRunner(carry_out))
     assert tried == [0.8, 0.4, 0.2, 0.1, 0.05]
     assert not words.grid
     assert words.swept(("+exp=quickstart", "optim.lr=0.8")) == ("optim.lr=0.8",)

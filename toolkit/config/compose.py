@@ -68,7 +68,7 @@ def compose_sweep(overrides: Sequence[str]) -> SweepSection:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The configuration as YAML, which :func:`from_yaml` reads back exactly. ``${`` is escaped for OmegaConf."""
+    """The configuration as YAML for :func:`from_yaml`. ``${`` is escaped for OmegaConf."""
     return yaml.safe_dump(_as_yaml(config), sort_keys=False, width=140)
 
 

@@ -23,21 +23,22 @@ from toolkit.config.roots import RUN, SWEEP, ConfigRoot
 from toolkit.errors import ConfigError, ExitCode
 
 INTRODUCTION = """\
-Train a language model. One run description works with every engine and layout. A run can be stopped, and resumed in another layout.
+Train a language model. One run description works with every engine and layout. A run can be stopped, and
+resumed in another layout.
 
 START
-  deepspeed --num_gpus 2 launch/train.py +exp=quickstart          DeepSpeed's launcher (two ranks, also without a GPU)
+  deepspeed --num_gpus 2 launch/train.py +exp=quickstart          DeepSpeed's launcher (also without GPUs)
   torchrun --nproc_per_node 2 launch/train.py +exp=quickstart     torch's launcher
   python launch/train.py +exp=quickstart cluster.cpu_ranks=2      no launcher: this process starts the ranks
-  python launch/train.py -m +exp=quickstart zero=stage1,stage2    a sweep: one run for each combination of values
+  python launch/train.py -m +exp=quickstart zero=stage1,stage2    a sweep: one run per combination of values
   python launch/plan.py +exp=quickstart cluster.nodes=8 cluster.gpus_per_node=8 cluster.gpu=h100
-                                                                  show layout, settings and memory without starting anything
+                                                                  show layout and memory; starts nothing
 ARGUMENTS
   GROUP=OPTION               choose an option of a group: zero=stage3
-  KEY=VALUE                  change one key: train.steps=20  optim.betas=[0.9,0.99]  'monitor.prompt="def main():"'
+  KEY=VALUE                  change a key: train.steps=20  optim.betas=[0.9,0.99]  'monitor.prompt="def f():"'
   +exp=NAME                  add an experiment, a file with differences from the defaults
-  +engine.deepspeed.a.b=V    set one of DeepSpeed's own keys: +engine.deepspeed.zero_optimization.overlap_comm=false
-  --config-dir=FOLDER        also search groups and experiments in a folder of your own: FOLDER/exp/mine.yaml
+  +engine.deepspeed.a.b=V    set a key of DeepSpeed: +engine.deepspeed.zero_optimization.overlap_comm=false
+  --config-dir=FOLDER        also search groups and experiments in your own folder: FOLDER/exp/mine.yaml
   --help NAME                this text for one section, group or key: --help optim
 """
 

@@ -24,7 +24,7 @@ EXECUTION_KEYS = frozenset(
         "train.steps",  # a longer run continues a shorter one
         "train.micro_batch",  # the loss is divided by the units of the global batch, however that is cut
         "train.activation_checkpointing",  # recomputes the same activations
-        "train.on_nonfinite",  # whether the run ends at a non-finite step, which is skipped in any case
+        "train.on_nonfinite",  # a non-finite step is skipped in any case
         "optim.kernel",  # the same update by another implementation
         "data.cache.folder",
         "data.cache.gib",

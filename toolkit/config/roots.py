@@ -1,6 +1,4 @@
-"""What a command's configuration is made of: the schema, the file in conf/ that it begins with, and which
-groups belong to it.
-"""
+"""The configuration of each command: its schema, its file in conf/ and its groups."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ from toolkit.config.sweep import SweepConfig
 class ConfigRoot:
     """
     Attributes:
-        kind: dataclass of the whole configuration.
+        kind: dataclass of the configuration.
         file: ``conf/<file>.yaml``, whose defaults list begins with ``schema``.
-        groups: folders of conf/ that are groups of it; None: all of them, experiments too.
-        open: keys below which settings are not the schema's: the engines' own, and the arguments of a user's
+        groups: folders of conf/ that are its groups; None: all folders, including experiments.
+        open: keys whose content is not part of the schema, such as engine keys and arguments of a user's
             module.
-        short: sections that may be given a value, which is that of one of their keys: (section, key).
+        short: (section, key): a value for the section is assigned to the key.
     """
 
     kind: type
@@ -45,9 +43,9 @@ RUN = ConfigRoot(
         "data.sources",
         "cluster.slurm.options",
         *(
-            f"cluster.kubernetes.{one.name}"
-            for one in fields(KubernetesConfig)
-            if one.default_factory is dict
+            f"cluster.kubernetes.{field.name}"
+            for field in fields(KubernetesConfig)
+            if field.default_factory is dict
         ),
     ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from toolkit.config.data import DataConfig, DocumentMasking
-from toolkit.config.mixture import sources_of
+from toolkit.config.mixture import parse_sources
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import DataManifest, read_manifest
@@ -32,7 +32,7 @@ def ready(data: DataConfig, progress: Progress) -> DataManifest:
 
 def text_folder(data: DataConfig) -> str:
     """The folder whose tokenizer made a run's text: of a mixture any source's, since all have one."""
-    return sources_of(data.sources)[min(data.sources)].path if data.sources else data.path
+    return parse_sources(data.sources)[min(data.sources)].path if data.sources else data.path
 
 
 def special_tokens_of(data: DataConfig, folder: str | Path) -> SpecialTokens:

@@ -298,7 +298,7 @@ def _by_rank(group: OptimizerGroup, ranks: int) -> list[int]:
 
 
 def _moments12(group: OptimizerGroup, partition: int, run: _Run) -> int:
-    """Bytes of moments of a group. Muon stores the momentum of full parameters in the gradients' precision."""
+    """Bytes of moments of a group. Muon stores the momentum of full parameters in the gradients' dtype."""
     if group.muon and not run.offloaded:
         return max(group.touched) * run.element
     return partition * group.state_bytes

@@ -25,7 +25,7 @@ from toolkit.cluster.sweep.carriers import Carrier, Handle, carrier_of
 from toolkit.cluster.sweep.points import Point, all_refused, make_points, name_of
 from toolkit.cluster.sweep.record import PointState, Record, Row, is_done, result, row_of
 from toolkit.config.cluster import ClusterBackend
-from toolkit.config.multirun import CarryOut, SweepArguments, read_sweep, run_sweeper
+from toolkit.config.multirun import BatchRunner, SweepArguments, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.progress import Progress, ProgressTask
 from toolkit.rundir.directory import RunDirectory
@@ -52,7 +52,7 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
         carried = _Sweep(words, stop, Path(script).absolute())
         carried.make_folder()
     try:
-        run_sweeper(words, carried.folder, CarryOut(carried.batch))
+        run_sweeper(words, carried.folder, BatchRunner(carried.batch))
         return carried.tell()
     except _Enough as end:
         if end.reason is not None:
