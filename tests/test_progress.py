@@ -119,9 +119,17 @@ def test_bars_show_measures_and_release_the_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
-    [(734, "files", "734 files"), (3_480_828, "tokens", "3.48M tokens"), (12_118_641, "B", "12.1 MB"), (0, "B", "0 B"),
-     (0.25, "steps", "0.25 steps"), (1234.5, "steps", "1234 steps"), (123_456, "B", "123 kB"), (5e9, "tokens", "5G tokens")],
-)  # fmt: skip
+    [
+        (734, "files", "734 files"),
+        (3_480_828, "tokens", "3.48M tokens"),
+        (12_118_641, "B", "12.1 MB"),
+        (0, "B", "0 B"),
+        (0.25, "steps", "0.25 steps"),
+        (1234.5, "steps", "1234 steps"),
+        (123_456, "B", "123 kB"),
+        (5e9, "tokens", "5G tokens"),
+    ],
+)
 def test_quantity(value: float, unit: str, text: str) -> None:
     assert quantity(value, unit) == text
 

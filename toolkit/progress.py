@@ -67,7 +67,7 @@ class ProgressTask:
             self._progress.end(self)
 
     def measures(self, speed: float | None) -> str:
-        """``3.2 MB/12.1 MB  1.2 MB/s  eta 0:08  loss 3.21``; ``speed`` in units per second, None if unknown."""
+        """``3.2 MB/12.1 MB  1.2 MB/s  eta 0:08  loss 3.21``; ``speed``: units per second or None."""
         of_total = "" if self.total is None else f"/{quantity(self.total, self.unit)}"
         parts = [quantity(self.done, self.unit) + of_total]
         seconds, amount = self._progress.clock() - self._start[0], self.done - self._start[1]

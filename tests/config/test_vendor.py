@@ -108,7 +108,7 @@ def test_loading_a_schema_does_not_import_the_engine() -> None:
 
 
 def test_schema_accepts_no_more_than_pydantic() -> None:
-    """Keys are the names and aliases of the models, and pydantic accepts every value that the schema accepts."""
+    """Keys are the models' names and aliases, and pydantic accepts all values that the schema accepts."""
     from pydantic import TypeAdapter, ValidationError
 
     for path, dotted in MODELS.items():

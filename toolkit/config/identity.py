@@ -36,7 +36,7 @@ EXECUTION_KEYS = frozenset(
         "data.dataset.tokenizer",
         "data.dataset.workers",  # processes
         "data.dataset.trust_remote_code",  # the tokenizer is identified by its hash
-        "data.special_tokens",  # refuse and text give the same tokens; parse is part of the stream's fingerprint
+        "data.special_tokens",  # refuse and text give equal tokens; parse is part of the stream's fingerprint
     }
 )
 

@@ -28,7 +28,7 @@ class InputFormat(Enum):
 
 
 class OnBadRow(Enum):
-    """What to do with a row without a document: invalid JSON, a missing field, or a field that is not text."""
+    """What to do with a row without a document: invalid JSON, a missing field, a field that is not text."""
 
     refuse = "refuse"
     skip = "skip"

@@ -471,7 +471,7 @@ DERIVED: dict[str, tuple[str, str]] = {
 
 
 def sections() -> dict[str, Mapping[str, KeySchema]] | None:
-    """The fields of each dataclass: transformer, ddp and optimizer; None if Megatron-core is not installed."""
+    """Fields of the dataclasses transformer, ddp and optimizer; None if Megatron-core is not installed."""
     found = megatron_schema()
     if found is None:
         return None

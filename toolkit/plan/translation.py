@@ -91,8 +91,8 @@ up to date.
 *exact*: the same samples in the same order, and the same losses up to the order of summation: docs/parity.md
 has measurements over 20 steps (16-bit precisions round at different points in each engine). *exact for one
 train.micro_batch*: the loss has a part that is computed per micro-batch. *own dropout masks*: each layout
-draws its own masks, so losses of two layouts differ from the first step on, by 0.001 to 0.008 in tiny models at
-0.1; the same layout repeats itself. *with*: the choice needs another one as well.
+draws its own masks, so losses of two layouts differ from the first step on, by 0.001 to 0.008 in tiny models
+at 0.1; the same layout repeats itself. *with*: the choice needs another one as well.
 *refused*: nothing starts, and the error prints the rule and the remedy. The basis is a small llama on one
 node of 8 H100 (`local`: one of them).
 `model=pretrained` behaves like the family of the pretrained model."""

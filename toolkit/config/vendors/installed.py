@@ -60,7 +60,7 @@ class EnginePackage:
         return self.schema_file.stem.removeprefix(f"{self.distribution}-")
 
     def version_note(self) -> str:
-        """A sentence for errors if keys are checked against the schema of another version; empty otherwise."""
+        """A note for errors if keys are checked against the schema of another version, else empty."""
         if self.schema_version == self.installed_version:
             return ""
         return (
