@@ -1,12 +1,12 @@
-"""Show the plan of a run without starting it: layout, batches, memory per rank, engine settings. Needs no GPU.
+"""Show the plan of a run without starting it: layout, batches, memory per rank, engine settings.
 
     python launch/plan.py +exp=quickstart
     python launch/plan.py +exp=llama_8b_zero3_offload cluster.nodes=8 cluster.gpus_per_node=8 cluster.gpu=h100
     python launch/plan.py --json +exp=gpt2_125m > plan.json
     python launch/plan.py --help
 
-The arguments are those of launch/train.py. cluster.* may describe machines other than this one. Exit codes: 0 if the run
-can be planned, 2 for errors, which are printed with rule and remedy.
+The arguments are those of launch/train.py. cluster.* may describe machines other than this one. No GPU is
+needed. Exit codes: 0 if the run can be planned, 2 for errors, which are printed with rule and remedy.
 """
 
 from __future__ import annotations
