@@ -572,8 +572,8 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
     ]
 
 
-def test_a_key_that_the_plan_derives_is_refused_whatever_it_says() -> None:
-    """Else the plan would override what somebody wrote."""
+def test_keys_that_the_plan_derives_are_refused() -> None:
+    """Otherwise the plan would override the value of the user."""
     config = run_config(
         zero__stage=3,
         offload__optimizer=OffloadDevice.cpu,

@@ -103,8 +103,10 @@ class OptimizerGroup:
 def optimizer_groups(
     parameters: Iterable[ParameterSpec], optim: OptimConfig, ranks: int, expert: int = 1
 ) -> tuple[OptimizerGroup, ...]:
-    """With and without decay; Muon splits each again into matrices and the rest, as DeepSpeed tells them
-    apart by name, and so does an expert axis of ``expert`` ranks, whose parameters are shared by fewer.
+    """Parameter groups with and without weight decay, as DeepSpeed flattens them.
+
+    Muon splits each group into matrices and other parameters, by name. Expert parallelism over ``expert``
+    ranks splits off experts, which fewer ranks share.
     """
     sizes: dict[tuple[bool, bool, bool], list[int]] = {}
     for spec in parameters:
