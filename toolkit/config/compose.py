@@ -53,10 +53,10 @@ def compose_prepare(overrides: Sequence[str]) -> PrepareConfig:
 
 def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
     """As :func:`compose`, for ``launch/reshard.py``. Keys that the action does not use are errors too."""
-    words = read(overrides, RESHARD)
-    config = _typed(_composed(words, RESHARD), RESHARD)
+    parsed = read(overrides, RESHARD)
+    config = _typed(_composed(parsed, RESHARD), RESHARD)
     assert isinstance(config, ReshardConfig)
-    check_together(config, words.overrides)
+    check_together(config, parsed.overrides)
     return config
 
 
@@ -139,15 +139,15 @@ def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
 # -- composing
 
 
-def _composed(words: ParsedOverrides, root: ConfigRoot) -> DictConfig:
-    config = _hydra(words, words.overrides, root)
-    if not words.changes:
+def _composed(parsed: ParsedOverrides, root: ConfigRoot) -> DictConfig:
+    config = _hydra(parsed, parsed.overrides, root)
+    if not parsed.changes:
         return config
     # Below an open key, only settings from an experiment's file may be changed without a plus.
-    absent = [text for text in words.changes if not _present(config, text.partition("=")[0])]
+    absent = [text for text in parsed.changes if not _present(config, text.partition("=")[0])]
     if absent:
         raise ConfigError(*(_needs_plus(text, root) for text in absent))
-    return _hydra(words, words.overrides + words.changes, root)
+    return _hydra(parsed, parsed.overrides + parsed.changes, root)
 
 
 @cache
@@ -156,9 +156,9 @@ def register(root: ConfigRoot) -> None:
     ConfigStore.instance().store(name=root.schema, node=root.kind, provider="toolkit")
 
 
-def _hydra(words: ParsedOverrides, overrides: list[str], root: ConfigRoot) -> DictConfig:
+def _hydra(parsed: ParsedOverrides, overrides: list[str], root: ConfigRoot) -> DictConfig:
     register(root)
-    own = [f"file://{folder}" for folder in words.search[1:]]
+    own = [f"file://{folder}" for folder in parsed.search[1:]]
     try:
         with initialize_config_dir(str(search.ROOT), version_base="1.3"):
             config = hydra_compose(
@@ -170,14 +170,14 @@ def _hydra(words: ParsedOverrides, overrides: list[str], root: ConfigRoot) -> Di
         raise _no_yaml(error) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_problem_of(error, root)) from error
-    _check_required(words, config, overrides, root)
+    _check_required(parsed, config, overrides, root)
     with open_dict(config):
         del config["hydra"]
     return config
 
 
 def _check_required(
-    words: ParsedOverrides, config: DictConfig, overrides: Sequence[str], root: ConfigRoot
+    parsed: ParsedOverrides, config: DictConfig, overrides: Sequence[str], root: ConfigRoot
 ) -> None:
     """Check that keys with ``KEY: ???`` in a selected file have a value.
 
@@ -187,7 +187,7 @@ def _check_required(
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
     problems = []
     for group, choice in config.hydra.runtime.choices.items():
-        for path in (folder / group / f"{choice}.yaml" for folder in words.search):
+        for path in (folder / group / f"{choice}.yaml" for folder in parsed.search):
             if not path.is_file() or "???" not in (text := path.read_text(encoding="utf-8")):
                 continue
             prefix = "" if text.startswith("# @package _global_") else group + "."

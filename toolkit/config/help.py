@@ -43,10 +43,10 @@ ARGUMENTS
 """
 
 
-def show_help(words: Sequence[str], above: str = "", root: ConfigRoot = RUN) -> ExitCode:
-    """Print the help on ``words`` below the text ``above``, or an error if one of them is unknown."""
+def show_help(arguments: Sequence[str], above: str = "", root: ConfigRoot = RUN) -> ExitCode:
+    """Print the help on ``arguments`` below the text ``above``, or an error if one of them is unknown."""
     try:
-        text = help_text(words, root)
+        text = help_text(arguments, root)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -54,14 +54,14 @@ def show_help(words: Sequence[str], above: str = "", root: ConfigRoot = RUN) -> 
     return ExitCode.DONE
 
 
-def help_text(words: Sequence[str] = (), root: ConfigRoot = RUN) -> str:
-    """The help on the sections, groups and keys in ``words``; without any, the whole help. Overrides are
+def help_text(arguments: Sequence[str] = (), root: ConfigRoot = RUN) -> str:
+    """The help on the sections, groups and keys in ``arguments``; without any, the whole help. Overrides are
     ignored.
 
     Raises:
-        ConfigError: a word is not a section, group or key.
+        ConfigError: an argument is not a section, group or key.
     """
-    topics = [word for word in words if not word.startswith(("-", "+")) and "=" not in word]
+    topics = [name for name in arguments if not name.startswith(("-", "+")) and "=" not in name]
     folders = search.folders(None)
     groups = search.groups(folders) if root.groups is None else root.groups
     if not topics:

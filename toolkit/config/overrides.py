@@ -44,26 +44,26 @@ def read(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedOverrides:
         ConfigError: with a problem for each invalid argument.
     """
     plain, own, problems = options(arguments)
-    words = ParsedOverrides(search.folders(own))
-    checker = _Checker(words.search, root)
+    parsed = ParsedOverrides(search.folders(own))
+    checker = _Checker(parsed.search, root)
     for typed in plain:
         text = _long(typed, root)
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            problems.append(unreadable(text, error, words.search if EXPERIMENT in checker.groups else ()))
+            problems.append(unreadable(text, error, parsed.search if EXPERIMENT in checker.groups else ()))
             continue
         found = list(checker.check(override))
         problems += found
         if found:
             continue
         if override.type is OverrideType.CHANGE and keys.is_open(override.key_or_group, root):
-            words.changes.append(text)
+            parsed.changes.append(text)
         else:
-            words.overrides.append(_for_hydra(override, root))
+            parsed.overrides.append(_for_hydra(override, root))
     if problems:
         raise ConfigError(*problems)
-    return words
+    return parsed
 
 
 def _long(text: str, root: ConfigRoot) -> str:
