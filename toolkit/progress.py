@@ -34,9 +34,7 @@ class LoggedStream(Protocol):
         """The stream without the log."""
 
     def show_on(self, screen: TextIO | None) -> None:
-        """Write lines to ``screen`` instead of the stream while a live display uses the terminal; None: to
-        the stream.
-        """
+        """Write lines to ``screen`` while a live display uses the terminal; None: to the stream again."""
 
 
 class ProgressTask:
@@ -97,8 +95,9 @@ class ProgressTask:
 
 
 class Progress:
-    """The display. Several tasks may be open at the same time, in several threads (training and a background
-    save).
+    """The display.
+
+    Several tasks may be open at the same time, in several threads (training and a background save).
     """
 
     def __init__(
@@ -139,8 +138,9 @@ class Progress:
     def task(
         self, description: str, total: float | None = None, unit: str = "items", *, done: float = 0
     ) -> ProgressTask:
-        """Start a task of ``total`` units (None: unknown). ``done`` units were done before and do not count
-        as throughput.
+        """Start a task of ``total`` units (None: unknown).
+
+        ``done`` units were done before and do not count as throughput.
         """
         task = ProgressTask(self, description, total, unit, done)
         if not self._silent:

@@ -46,9 +46,7 @@ class Tee(io.TextIOBase):
         return self._stream
 
     def show_on(self, screen: TextIO | None) -> None:
-        """Write lines to ``screen`` instead of the stream while a live display uses the terminal; None: to
-        the stream.
-        """
+        """Write lines to ``screen`` while a live display uses the terminal; None: to the stream again."""
         self.flush()
         with self._lock:
             self._shown = self._stream if screen is None else screen

@@ -1,3 +1,1 @@
-"""The typed schema of a run, and its composition from groups, files and overrides. Imports neither torch nor
-engines.
-"""
+"""The typed schema of a run, and its composition from groups, files and overrides."""

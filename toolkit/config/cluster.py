@@ -1,5 +1,6 @@
-"""The section ``cluster`` of the schema: where jobs run and how they restart. The string below a field is its
-help text.
+"""The section ``cluster`` of the schema: where jobs run and how they restart.
+
+The string below a field is its help text.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Compose groups, experiments and overrides into a typed configuration, and convert a :class:`RunConfig` to
-YAML and back.
+"""Compose groups, experiments and overrides into a typed configuration; convert it to YAML and back.
 
 Hydra is used only for composition, without output folders, logging or decorators. Neither its classes nor
 ``DictConfig`` are used outside this folder.
@@ -33,8 +32,7 @@ from toolkit.errors import ConfigError, Problem
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
-    """The configuration that ``overrides`` describe: ``["+exp=quickstart", "zero=stage3",
-    "--config-dir=mine"]``.
+    """The configuration for overrides like ``["+exp=quickstart", "zero=stage3", "--config-dir=mine"]``.
 
     Raises:
         ConfigError: with every mistake that was found, each with the value, the rule and the remedy.
@@ -102,9 +100,7 @@ def from_yaml(text: str) -> RunConfig:
 
 
 class _DataLoader(yaml.SafeLoader):
-    """A loader without aliases: ``to_yaml`` writes none, and a few lines of nested aliases expand to a
-    gigabyte.
-    """
+    """A loader that refuses aliases: a few lines of nested aliases expand to a gigabyte."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

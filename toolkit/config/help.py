@@ -55,8 +55,9 @@ def show_help(arguments: Sequence[str], above: str = "", root: ConfigRoot = RUN)
 
 
 def help_text(arguments: Sequence[str] = (), root: ConfigRoot = RUN) -> str:
-    """The help on the sections, groups and keys in ``arguments``; without any, the whole help. Overrides are
-    ignored.
+    """The help on the sections, groups and keys in ``arguments``; without any, the whole help.
+
+    Overrides are ignored.
 
     Raises:
         ConfigError: an argument is not a section, group or key.

@@ -81,8 +81,9 @@ def _decisive(config: RunConfig) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """``value`` as a JSON value. An int for a key of type float becomes a float, whatever created the
-    configuration.
+    """``value`` as a JSON value.
+
+    An int for a key of type float becomes a float, whatever created the configuration.
     """
     key = table().get(name)
     if isinstance(value, int) and key is not None and key.kinds == (float,):

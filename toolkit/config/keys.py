@@ -14,8 +14,9 @@ from toolkit.config.roots import RUN, ConfigRoot
 
 @dataclass(frozen=True, slots=True)
 class ConfigKey:
-    """One key of the schema. ``kinds`` are the accepted types without None; ``nullable`` is whether null is
-    accepted.
+    """One key of the schema.
+
+    ``kinds`` are the accepted types without None; ``nullable`` is whether null is accepted.
     """
 
     name: str
@@ -79,9 +80,7 @@ def is_open(name: str, root: ConfigRoot = RUN) -> bool:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """``{'train.steps': 100, ...}`` of a configuration, a section, or nested dictionaries. An empty
-    dictionary is a value.
-    """
+    """Flatten a configuration, a section or dictionaries: ``{'train.steps': 100}``. ``{}`` is a value."""
     if is_dataclass(value):
         items = [(field.name, getattr(value, field.name)) for field in fields(value)]
     elif isinstance(value, Mapping) and (value or not prefix):

@@ -1,6 +1,4 @@
-"""Parse and check ``data.sources`` and ``data.phases``, which the configuration stores as the user wrote
-them.
-"""
+"""Parse and check ``data.sources`` and ``data.phases``."""
 
 from __future__ import annotations
 
@@ -32,8 +30,9 @@ class PhaseSetting:
 
 
 def parse_sources(written: Mapping[str, Any]) -> dict[str, SourceSetting]:
-    """Sources by name, sorted: their order in the configuration has no meaning. ``written`` must have no
-    :func:`problems`.
+    """Sources by name, sorted: their order in the configuration has no meaning.
+
+    ``written`` must have no :func:`problems`.
     """
     return {
         name: SourceSetting(str(source["path"]), _exact(source.get("weight", 1)))
@@ -42,8 +41,7 @@ def parse_sources(written: Mapping[str, Any]) -> dict[str, SourceSetting]:
 
 
 def parse_phases(sources: Mapping[str, Any], phases: Sequence[Any]) -> list[PhaseSetting]:
-    """All phases from step 0 on; the first has the weights of ``data.sources`` unless ``data.phases`` begins
-    at step 0.
+    """All phases. The first has the weights of ``data.sources`` unless ``data.phases`` begins at step 0.
 
     The arguments must have no :func:`problems`.
     """

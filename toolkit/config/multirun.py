@@ -1,5 +1,4 @@
-"""Run Hydra's sweepers: turn the arguments after ``-m`` into batches of points, each a list of overrides for
-``compose``.
+"""Run Hydra's sweepers: turn the arguments after ``-m`` into batches of points, lists of overrides.
 
 The sweeper is Hydra's basic sweeper or another installed one (``hydra/sweeper=optuna``). The launcher is
 always hydra_plugins/toolkit_launcher.py; ``cluster=`` decides where points run.
@@ -57,8 +56,9 @@ class SweepArguments:
 
     @property
     def id(self) -> str:
-        """Eight hex digits of the arguments that determine the points. The same arguments continue the same
-        sweep.
+        """Eight hex digits of the arguments that determine the points.
+
+        The same arguments continue the same sweep.
         """
         return hashlib.sha256("\0".join([*self.options, *self.words, *self.hydra]).encode()).hexdigest()[:8]
 
@@ -233,8 +233,9 @@ def _sweeper(words: SweepArguments, folder: Path, run_batch: BatchRunner) -> Any
 
 
 def _register() -> None:
-    """Register the launcher, which is in a folder next to conf/. Hydra finds it only if that folder was
-    installed.
+    """Register the launcher, which is in a folder next to conf/.
+
+    Hydra finds it only if that folder was installed.
     """
     plugins, root = Plugins.instance(), str(search.ROOT.parent)
     if root not in sys.path:

@@ -256,8 +256,9 @@ class _Checker:
 
 
 def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -> Problem:
-    """The problem of an argument that cannot be parsed. ``folders`` are searched for experiments of that
-    name.
+    """The problem of an argument that cannot be parsed.
+
+    ``folders`` are searched for experiments of that name.
     """
     if "=" not in text and text in search.options(folders, EXPERIMENT):
         return Problem(text, text, "an experiment is added with +exp=", f"write +exp={text}")

@@ -1,5 +1,6 @@
-"""The schema of a run. The sections data, cluster and monitor are in their own modules. The string below a
-field is its help text.
+"""The schema of a run.
+
+The sections data, cluster and monitor are in their own modules. The string below a field is its help text.
 
 Dataclasses have ``slots``, so that an unknown key is an error, and are not frozen, so that OmegaConf can
 override them. ``__post_init__`` checks single values. Checks of several keys are rules in

@@ -1,6 +1,4 @@
-"""The schema of a sweep, ``python launch/train.py -m ... sweep.KEY=VALUE``. The string below a field is its
-help text.
-"""
+"""The schema of a sweep, ``sweep.KEY=VALUE``. The string below a field is its help text."""
 
 from __future__ import annotations
 

@@ -192,9 +192,7 @@ def problems(config: RunConfig) -> list[Problem]:
 
 
 def without_wrong_keys(config: RunConfig, found: Sequence[Problem]) -> RunConfig:
-    """``config`` without the engine sections named in ``found``, so that the rest can still be planned and
-    checked.
-    """
+    """``config`` without the engine sections named in ``found``, so that the rest can be planned."""
     wrong = {problem.key for problem in found}
     if not wrong:
         return config

@@ -1,6 +1,4 @@
-"""Tables about DeepSpeed's keys, ``+engine.deepspeed.a.b=v``: keys that the plan derives, and replacements of
-removed keys.
-"""
+"""Tables of DeepSpeed's keys that the plan derives, and of replacements for removed keys."""
 
 from __future__ import annotations
 

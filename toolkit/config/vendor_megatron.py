@@ -1,5 +1,4 @@
-"""Tables about Megatron-core's settings, ``+engine.megatron.KEY=v``: which may be set, and why the others may
-not.
+"""Tables of Megatron-core's settings, ``+engine.megatron.KEY=v``: which may be set, and why others may not.
 
 A key is a field of TransformerConfig, DistributedDataParallelConfig or OptimizerConfig of megatron-core 0.16.
 Every field is in exactly one of the tables below. A test compares the tables with the dataclasses, so that

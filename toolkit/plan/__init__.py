@@ -1,5 +1,6 @@
-"""Turn a run description and a world into a frozen plan. Pure functions; neither torch nor an engine is
-imported.
+"""Turn a run description and a world into a frozen plan.
+
+Pure functions; neither torch nor an engine is imported.
 """
 
 from __future__ import annotations

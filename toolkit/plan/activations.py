@@ -84,16 +84,12 @@ def layer_bytes(shape: ModelShape, element: int, tensor: int = 1, seen: int = 0)
 
 
 def rms_norm_bytes(shape: ModelShape, element: int) -> int:
-    """The input in fp32, the normalised input, the scaled output (the next layer's input), and one number per
-    token.
-    """
+    """The fp32 input, the normalised input, the scaled output, and one number per token."""
     return (FP32 + 2 * element) * shape.hidden_size + FP32
 
 
 def feed_forward_bytes(shape: ModelShape, element: int) -> int:
-    """gate, silu(gate), up and their product; with experts, for each expert of a token, and the expert's
-    input and output.
-    """
+    """gate, silu(gate), up and their product; with experts, also each expert's input and output."""
     dense = 4 * element * shape.intermediate_size
     if not shape.num_local_experts:
         return dense

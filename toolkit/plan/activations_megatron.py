@@ -1,5 +1,6 @@
-"""Bytes of activations that the backward pass needs in Megatron-core's blocks (0.16, local layer spec,
-torch's attention).
+"""Bytes of activations that the backward pass needs in Megatron-core's blocks.
+
+They are those of version 0.16 with the local layer spec and torch's attention.
 
 Counted like plan/activations.py, after Korthikanti et al., 2205.05198, sections 4.2 and 5. The differences
 are:
@@ -83,9 +84,7 @@ def boundary_bytes(shape: ModelShape, layout: ActivationLayout) -> int:
 
 
 def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int) -> int:
-    """Bytes of the final norm, logits and cross-entropy for one micro-batch; ``vocabulary`` is the rows on
-    this rank.
-    """
+    """Bytes of final norm, logits and cross-entropy of a micro-batch; ``vocabulary``: rows on this rank."""
     logits = FP32 + (layout.element if layout.element != FP32 else 0)
     return layout.tokens * (
         _norm(shape.hidden_size, layout, layout.traits.norm) // layout.spread + vocabulary * logits

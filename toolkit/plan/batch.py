@@ -73,8 +73,9 @@ def continue_batch(
 
 
 def ramp_stages(train: TrainConfig, step: int = 0, sample: int = 0) -> tuple[RampStage, ...]:
-    """The stages of the batch size ramp. The batch grows by ``increment`` after each equal part of
-    ``samples``.
+    """The stages of the batch size ramp.
+
+    The batch grows by ``increment`` after each equal part of ``samples``.
 
     A step that begins after ``c`` consumed samples has ``start + increment * min(n, c * n // samples)``
     sequences, where ``n`` is the number of increments. This is the rule of Megatron-LM's

@@ -27,8 +27,9 @@ def checkpoint_bytes(plan: RunPlan) -> int | None:
 
 
 def rank_bytes(plan: RunPlan) -> int | None:
-    """Bytes that one rank writes: replicas are written once, and the work is spread evenly. None for
-    ``model.target``.
+    """Bytes that one rank writes: replicas are written once, and the work is spread evenly.
+
+    None for ``model.target``.
     """
     total = checkpoint_bytes(plan)
     return None if total is None else -(-total // plan.world.ranks)

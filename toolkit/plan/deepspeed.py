@@ -35,8 +35,9 @@ TENSOR_SPECS: tuple[Mapping[str, Any], ...] = (
 
 
 def settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[int]) -> dict[str, Any]:
-    """The dictionary for ``deepspeed.initialize``. ``sizes`` are the elements of each parameter; empty for
-    ``model.target``.
+    """The dictionary for ``deepspeed.initialize``.
+
+    ``sizes`` are the elements of each parameter; empty for ``model.target``.
     """
     return merge(
         merge(_defaults(config, batch.data_parallel, sizes), config.engine.deepspeed),
@@ -86,8 +87,7 @@ def kernel(config: RunConfig, world: World) -> OptimizerKernel:
 
 
 def accumulates_in_fp32(config: RunConfig) -> bool:
-    """Whether bf16 gradients are accumulated in fp32: only if DeepSpeed then stores just the rank's
-    partition.
+    """Whether bf16 gradients accumulate in fp32: only if DeepSpeed then stores just the rank's partition.
 
     Stage 3 always does, stage 2 unless the optimizer is offloaded. Otherwise DeepSpeed would store all
     gradients in fp32 on the device (6 N bytes under stage 1), so gradients are accumulated in bf16, and a

@@ -1,5 +1,6 @@
-"""Memory, speed and bandwidth of GPUs by name. For an unknown GPU the plan reports neither memory fit nor
-utilisation.
+"""Memory, speed and bandwidth of GPUs by name.
+
+For an unknown GPU the plan reports neither memory fit nor utilisation.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from toolkit.plan.types import BatchPlan, RunPlan, World
 
 
 def make_plan(config: RunConfig, world: World) -> RunPlan:
-    """Plan ``config`` on ``world``. ``model.pretrained`` must be resolved (plan/pretrained.py). Reads no
-    files.
+    """Plan ``config`` on ``world``.
+
+    ``model.pretrained`` must be resolved (plan/pretrained.py). Reads no files.
 
     Raises:
         PlanError: with every problem found, errors first.

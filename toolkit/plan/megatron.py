@@ -41,8 +41,9 @@ def settings(config: RunConfig, world: World, axes: Axes, shape: ModelShape) -> 
 
 
 def padded_vocabulary(size: int, tensor: int) -> int:
-    """Rows of the embedding, padded to a multiple of ``tensor``. Padded rows are zero, and masked in the
-    logits.
+    """Rows of the embedding, padded to a multiple of ``tensor``.
+
+    Padded rows are zero, and masked in the logits.
     """
     return -(-size // tensor) * tensor
 

@@ -82,9 +82,7 @@ class OptimizerGroup:
 
     @property
     def partition(self) -> int:
-        """Elements of one rank's range of the flat group, padded to 2 x ranks for 4-byte alignment of 16-bit
-        elements.
-        """
+        """Elements of one rank's range of the flat group, which is padded to a multiple of 2 x ranks."""
         return _padded(self.numel, 2 * self.ranks) // self.ranks
 
     @property
@@ -163,8 +161,9 @@ def plan_memory(
     device: Device,
     settings: Mapping[str, Any] | None,
 ) -> MemoryPlan:
-    """Bytes on the rank with the most memory. ``settings`` is DeepSpeed's dictionary, None for the other
-    engines.
+    """Bytes on the rank with the most memory.
+
+    ``settings`` is DeepSpeed's dictionary, None for the other engines.
     """
     stages = stage_memory(config, shape, parameters, axes, batch, device, settings)
     return max(stages, key=lambda memory: memory.device_total)
@@ -353,9 +352,7 @@ def _secondary(run: _Run) -> int:
 
 
 def _live(run: _Run) -> int:
-    """Elements gathered at a time: one block (or the largest parameter outside blocks) and the prefetched
-    parameters.
-    """
+    """Elements gathered at a time: one block, or the largest other parameter, and prefetched parameters."""
     blocks: dict[int, int] = {}
     largest = 0
     for spec in run.parameters:

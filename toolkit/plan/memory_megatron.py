@@ -59,8 +59,9 @@ START, END = 64, 128  # alignment in elements of the start of a parameter and th
 def stage_memory(
     config: RunConfig, shape: ModelShape, axes: Axes, batch: BatchPlan, device: Device
 ) -> list[MemoryPlan]:
-    """Memory of one rank of each pipeline stage. The only buffers are those that sequence parallelism gathers
-    into.
+    """Memory of one rank of each pipeline stage.
+
+    The only buffers are those that sequence parallelism gathers into.
     """
     micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
     spread = axes.tensor if sequence_parallel(config) else 1
@@ -135,8 +136,9 @@ class StageStateBytes:
 
 
 def stage_layers(shape: ModelShape, stages: int, given: Mapping[str, object]) -> list[int]:
-    """Number of blocks of each stage. ``given`` are the user's keys, which may set the size of the first and
-    last stage.
+    """Number of blocks of each stage.
+
+    ``given`` are the user's keys, which may set the size of the first and last stage.
     """
     sized = {
         0: given.get("num_layers_in_first_pipeline_stage"),
@@ -163,8 +165,9 @@ def stage_chunks(layers: Sequence[int], chunks: int) -> list[list[range]]:
 
 
 def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateBytes]:
-    """Bytes of each pipeline stage. Sizes that ``tensor`` does not divide are rounded up; a rule refuses such
-    runs.
+    """Bytes of each pipeline stage.
+
+    Sizes that ``tensor`` does not divide are rounded up; a rule refuses such runs.
     """
     layers = stage_layers(shape, axes.pipeline, config.engine.megatron)
     chunks = stage_chunks(layers, virtual_stages(config))
@@ -233,9 +236,7 @@ def _chunk(
     shape: ModelShape,
     axes: Axes,
 ) -> Iterator[tuple[int, bool, bool]]:
-    """For each parameter of a model chunk on one rank: elements, whether it is an expert's, whether it is a
-    tied embedding.
-    """
+    """Yield (elements, is an expert, is a tied embedding) of each parameter of a model chunk on a rank."""
     experts = max(1, shape.num_local_experts) // axes.expert
     tied = shape.tie_word_embeddings
     for tensor in tensors:

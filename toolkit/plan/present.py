@@ -20,8 +20,9 @@ FORMAT_VERSION = 1
 
 
 def to_json(plan: RunPlan) -> dict[str, Any]:
-    """The content of ``plan.json``: plain JSON types, sizes in bytes and sequences, stable keys. Unknown
-    values are null.
+    """The content of ``plan.json``: plain JSON types, sizes in bytes and sequences, stable keys.
+
+    Unknown values are null.
     """
     memory = plan.memory
     return {
@@ -132,8 +133,9 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def _flops(plan: RunPlan) -> dict[str, float | None]:
-    """The constants from which throughput and utilisation are computed (plan/flops.py). Unknown values are
-    None.
+    """The constants from which throughput and utilisation are computed (plan/flops.py).
+
+    Unknown values are None.
     """
     return {
         "model_per_token": model_flops(plan),

@@ -14,16 +14,18 @@ from toolkit.families.recorded import model_of_config
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Fill the sizes that are null from the pretrained model's configuration. Raises as
-    :func:`resolve_model`.
+    """Fill the sizes that are null from the pretrained model's configuration.
+
+    Raises as :func:`resolve_model`.
     """
     model = resolve_model(config.model)
     return config if model is config.model else replace(config, model=model)
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """As :func:`resolve`, for the model section. Keys of training (dropout, router loss, initial weights) do
-    not change.
+    """As :func:`resolve`, for the model section.
+
+    Keys of training (dropout, router loss, initial weights) do not change.
 
     Raises:
         InputError: the model does not exist, or no family covers its model type.

@@ -15,8 +15,9 @@ from toolkit.plan.types import BatchPlan, MemoryPlan, World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleContext:
-    """A run as far as it could be decided. Parts that could not be decided are None; their problem is
-    reported already.
+    """A run as far as it could be decided.
+
+    Parts that could not be decided are None; their problem is reported already.
     """
 
     config: RunConfig

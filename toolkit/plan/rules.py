@@ -1,5 +1,6 @@
-"""Every rule of a run, in the order in which problems are shown. A rule is a pure function, and all rules
-always run.
+"""Every rule of a run, in the order in which problems are shown.
+
+A rule is a pure function, and all rules always run.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(ctx: RuleContext) -> list[Problem]:
-    """The problems that all rules find. Of several with the same key and value, or about the same engine key,
-    the first.
+    """The problems that all rules find.
+
+    Of several with the same key and value, or about the same engine key, the first.
     """
     found: dict[tuple[str, str], Problem] = {}
     for rule in RULES:

@@ -1,6 +1,4 @@
-"""Rules about what the local engine and DeepSpeed 0.19.8 can run, and what DeepSpeed would silently get
-wrong.
-"""
+"""Rules about what the local engine and DeepSpeed 0.19.8 can run, and what DeepSpeed silently gets wrong."""
 
 from __future__ import annotations
 
@@ -110,9 +108,7 @@ def kernel_fits(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def muon_limits(ctx: RuleContext) -> Iterator[Problem]:
-    """DeepSpeed applies Muon to tensors of two or more dims whose name contains neither ``embed`` nor
-    ``lm_head``.
-    """
+    """DeepSpeed applies Muon to tensors with two or more dims and no ``embed`` or ``lm_head`` in the name."""
     config, optim = ctx.config, ctx.config.optim
     if optim.name is not OptimizerName.muon:
         return

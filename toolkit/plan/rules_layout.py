@@ -14,9 +14,7 @@ from toolkit.plan.types import Device
 
 
 def heads_divide(ctx: RuleContext) -> Iterator[Problem]:
-    """The vocabulary need not be divisible if it is padded (Megatron-core) or replicated (DeepSpeed, tied
-    embeddings).
-    """
+    """A padded (Megatron-core) or replicated (DeepSpeed, tied) vocabulary need not be divisible."""
     tensor, shape = ctx.config.parallel.tensor, ctx.shape
     if shape is None or tensor == 1:
         return
@@ -98,9 +96,7 @@ def experts_divide(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def experts_are_aligned(ctx: RuleContext) -> Iterator[Problem]:
-    """transformers multiplies all experts in one call, and torch's ``grouped_mm`` needs strides of multiples
-    of 16 bytes.
-    """
+    """transformers multiplies all experts in one ``grouped_mm``, which needs strides of 16-byte multiples."""
     shape = ctx.shape
     if ctx.megatron or shape is None or not ctx.has_experts:
         return

@@ -242,9 +242,7 @@ def overlaps(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def first_and_last_stage(ctx: RuleContext) -> Iterator[Problem]:
-    """With ``num_layers_in_{first,last}_pipeline_stage`` the remaining layers divide evenly over the other
-    stages.
-    """
+    """After ``num_layers_in_{first,last}_pipeline_stage``, the other stages divide the rest evenly."""
     given = {name: ctx.config.engine.megatron.get(name) for name in STAGES} if ctx.megatron else {}
     written = {name: value for name, value in given.items() if isinstance(value, int)}
     stages, shape = ctx.config.parallel.pipeline, ctx.shape

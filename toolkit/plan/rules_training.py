@@ -93,8 +93,7 @@ def dense_families_have_no_experts(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def routers_get_gradients(ctx: RuleContext) -> Iterator[Problem]:
-    """Measured with one expert per token: the routers' gradients are rounding noise, which AdamW turns into
-    full steps.
+    """With one expert per token the routers' gradients are rounding noise, which AdamW makes full steps of.
 
     After 20 steps no two layouts have losses within 1e-3 of each other. Megatron-core does not start.
     """
@@ -337,8 +336,9 @@ def only_text_has_documents(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def megatron_attention_takes_a_mask(ctx: RuleContext) -> Iterator[Problem]:
-    """Without this rule these keys would be ignored silently. Captured CUDA graphs were seen to reuse an old
-    mask.
+    """Without this rule these keys would be ignored silently.
+
+    Captured CUDA graphs were seen to reuse an old mask.
     """
     config = ctx.config
     if not ctx.megatron or config.data.documents is DocumentMasking.joined:

@@ -34,8 +34,7 @@ def decay_span(schedule: ScheduleConfig, steps: int) -> tuple[int, int]:
 
 
 def rate(config: RunConfig, step: int) -> float:
-    """Warm-up to the peak, ``(step + 1) / warmup`` of it (no step has rate 0), then the schedule down to
-    ``min_lr``.
+    """Warm-up by ``(step + 1) / warmup`` to the peak, then the schedule down to ``min_lr``.
 
     A run with more ``train.steps`` follows the new curve after it resumes, unless ``schedule.decay`` is set.
     """

@@ -1,5 +1,4 @@
-"""Split a model into the stages of a DeepSpeed pipeline: contiguous blocks, at least one each, balanced by
-parameters.
+"""Split a model into the stages of a DeepSpeed pipeline: contiguous blocks, balanced by parameters.
 
 The first stage has the embeddings, the last stage the final norm and the head. Tied embeddings are on both,
 each with its own optimizer state.
@@ -27,8 +26,9 @@ class PipelineStage:
 def split(
     parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]
 ) -> tuple[PipelineStage, ...]:
-    """The stages of a model with ``parameters`` in ``state_dict`` order. The head also has those named in
-    ``tied``.
+    """The stages of a model with ``parameters`` in ``state_dict`` order.
+
+    The head also has those named in ``tied``.
     """
     first = next(index for index, spec in enumerate(parameters) if spec.layer is not None)
     blocks: dict[int, list[ParameterSpec]] = {}
@@ -57,9 +57,7 @@ def split(
 
 
 def _bounds(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Split ``sizes`` into ``count`` non-empty runs with the least sum of squares; run i is
-    ``bounds[i]..bounds[i + 1]``.
-    """
+    """Bounds of ``count`` non-empty runs of ``sizes`` with the least sum of squares."""
     assert 1 <= count <= len(sizes), f"{count} stages of {len(sizes)} blocks"
     sums = [0]
     for size in sizes:

@@ -1,6 +1,4 @@
-"""Check that ``model.target`` exists, without importing its module: an import would load torch and run user
-code.
-"""
+"""Check that ``model.target`` exists without importing it, which would load torch and run user code."""
 
 from __future__ import annotations
 
@@ -69,8 +67,7 @@ def check_target(model: ModelConfig) -> None:
 
 
 def _names_in(file: str | None) -> set[str] | None:
-    """Names that the module in ``file`` binds at its top level, inside ``if`` and ``try`` too, according to
-    its source.
+    """Names that the source of a module binds at its top level, also inside ``if`` and ``try``.
 
     None if the source is missing or binds names in ways that only running it would show.
     """

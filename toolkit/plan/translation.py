@@ -1,5 +1,4 @@
-"""Generate docs/translation.md: which choices of a run description each engine supports, according to the
-rules.
+"""Generate docs/translation.md: which choices of a run description each engine supports.
 
     python -m toolkit.plan.translation > docs/translation.md
 
@@ -141,8 +140,9 @@ def find_support(
     *,
     depth: int,
 ) -> Support:
-    """Plan ``overrides``. If they are refused, add up to ``depth`` overrides from the remedies for other
-    keys.
+    """Plan ``overrides``.
+
+    If they are refused, add up to ``depth`` overrides from the remedies for other keys.
     """
     config = compose_run(overrides)
     errors = plan_errors(config, world)
@@ -213,9 +213,7 @@ def experiments() -> list[str]:
 
 
 def experiment(name: str, engine: EngineName) -> Support:
-    """How ``engine`` supports an experiment on 64 H100s (the quickstart on two CPU ranks), with at most one
-    override.
-    """
+    """How ``engine`` supports an experiment on 64 H100s (quickstart: two CPU ranks)."""
     return find_support(
         (f"+exp={name}", f"engine={engine.value}"),
         compose,

@@ -70,8 +70,9 @@ def schema_text(schema: KeySchema) -> str:
 
 
 def read_megatron() -> KeySchema:
-    """Sections ``transformer``, ``ddp`` and ``optimizer`` of the installed Megatron-core. A name may be in
-    several.
+    """Sections ``transformer``, ``ddp`` and ``optimizer`` of the installed Megatron-core.
+
+    A name may be in several.
     """
     return KeySchema(
         fields={
