@@ -9,7 +9,7 @@ import torch
 
 from toolkit.cluster.machine import this_machine
 from toolkit.engine.hashing import hash_tensors
-from toolkit.observe.replicas import _Pending
+from toolkit.observe.replicas import PendingHashes
 from toolkit.plan.devices import find
 from toolkit.testing.dist import RankPool
 
@@ -35,12 +35,12 @@ def timed(rank: int, ranks: int) -> tuple[float, float, float]:
     """Seconds of the device for 4 GiB in 64 tensors, and of the host to enqueue it and to get the result."""
     gpu = torch.device("cuda", 0)
     tensors = [torch.ones(2**25, dtype=torch.bfloat16, device=gpu) for _ in range(64)]
-    _Pending(hash_tensors(tensors, gpu)).wait()
+    PendingHashes(hash_tensors(tensors, gpu)).wait()
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     began = time.perf_counter()
     start.record()
-    pending = _Pending(hash_tensors(tensors, gpu))
+    pending = PendingHashes(hash_tensors(tensors, gpu))
     end.record()
     asked = time.perf_counter() - began
     pending.wait()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ FINALIZE_SECONDS = 1800.0  # how long the other ranks wait for rank 0's work at 
 
 @dataclass(frozen=True, slots=True)
 class StepConsensus:
-    """What all ranks agree on after a step. Figures are maxima over ranks."""
+    """What one rank reports after a step, and after :func:`reach_consensus` what all ranks agree on."""
 
     stop: bool = False  # some rank received a request to stop
     save: bool = False  # a checkpoint is due by rank 0's clock
@@ -39,6 +39,20 @@ class StepConsensus:
     bad_weights: bool = False  # the state of some rank is not finite; checked only if ``nonfinite`` is true
     host_bytes: int = 0  # memory of a process: ``observe/process_stats.py``
     device_bytes: int = 0  # memory that tensors occupy on a device; 0 on CPU
+
+
+_MICROSECONDS = ("data_seconds", "gc_seconds")  # the exchange is of integers
+
+
+def reach_consensus(own: StepConsensus, all_reduce_flags: FlagReduce) -> StepConsensus:
+    """Replace every field by its largest value on any rank. Collective."""
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(own)}
+    scales = {name: 1e6 if name in _MICROSECONDS else 1 for name in defaults}
+    values = all_reduce_flags([round(getattr(own, name) * scales[name]) for name in defaults])
+    agreed = dict(zip(defaults, values, strict=True))
+    return StepConsensus(
+        **{name: type(defaults[name])(value / scales[name]) for name, value in agreed.items()}
+    )
 
 
 def single_rank_reduce(values: Sequence[int]) -> list[int]:

@@ -48,7 +48,6 @@ def _on_a_rank(spec: ParameterSpec, axes: Axes) -> ParameterSpec:
     return spec
 
 
-
 def _divided(spec: ParameterSpec, dim: int, ranks: int) -> ParameterSpec:
     return replace(
         spec, shape=tuple(-(-size // ranks) if at == dim else size for at, size in enumerate(spec.shape))
