@@ -19,15 +19,14 @@ from toolkit.errors import InputError, Problem
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FlagReduce = Callable[
-    [Sequence[int]], list[int]
-]  # this rank's small integers -> elementwise maximum over ranks
+# This rank's small integers -> their elementwise maximum over ranks.
+FlagReduce = Callable[[Sequence[int]], list[int]]
 FINALIZE_SECONDS = 1800.0  # how long the other ranks wait for rank 0's work at the end of a run
 
 
 @dataclass(frozen=True, slots=True)
 class StepConsensus:
-    """What one rank reports after a step, and after :func:`reach_consensus` what all ranks agree on."""
+    """What all ranks agree on after a step. Figures are maxima over ranks, since the slowest rank delays the others."""
 
     stop: bool = False  # some rank received a request to stop
     save: bool = False  # a checkpoint is due by rank 0's clock
