@@ -20,9 +20,9 @@ from toolkit.goodput import (
     STARTING,
     WAITING,
     Attempt,
-    Save,
-    Times,
-    add_save,
+    AttemptTimes,
+    SaveRecord,
+    append_save,
     compute_goodput,
     end_times,
     format_goodput,
@@ -32,7 +32,7 @@ from toolkit.goodput import (
 
 # 10 s of starting, 20 steps of 2 s, two saves of 3 s, an evaluation of 4 s, 1 s of logging, and 5 s after the last step.
 FIRST = Attempt(
-    Times(
+    AttemptTimes(
         began=1000,
         seen=1066,
         ended=1066,
@@ -45,11 +45,14 @@ FIRST = Attempt(
         evaluating=4,
         active=1061,
     ),
-    (Save(step=8, seconds=3, bytes=100, stepping=16), Save(step=16, seconds=3, bytes=100, stepping=32)),
+    (
+        SaveRecord(step=8, seconds=3, bytes=100, stepping=16),
+        SaveRecord(step=16, seconds=3, bytes=100, stepping=32),
+    ),
 )
 # From step 16, 30 s later: 24 steps, to the end.
 SECOND = Attempt(
-    Times(
+    AttemptTimes(
         began=1096,
         seen=1160,
         ended=1160,
@@ -127,7 +130,7 @@ def test_between_saves_work_is_in_proportion_to_steps() -> None:
 
 
 def test_an_attempt_that_never_trained_is_a_start_and_one_that_died_lived_until_it_was_seen() -> None:
-    never = Attempt(Times(began=1070, seen=1075, ended=1090))
+    never = Attempt(AttemptTimes(began=1070, seen=1075, ended=1090))
     killed = Attempt(replace(FIRST.times, ended=None, seen=1064))
     found = compute_goodput([killed, never, SECOND])
     assert found is not None
@@ -149,7 +152,7 @@ def test_clocks_that_go_back_lose_nothing() -> None:
 def test_files_hold_it_and_torn_ones_are_passed_over(tmp_path: Path) -> None:
     write_times(tmp_path, replace(FIRST.times, ended=None))
     for save in FIRST.saves:
-        add_save(tmp_path, save)
+        append_save(tmp_path, save)
     with (tmp_path / "saves.jsonl").open("a") as file:
         file.write('{"step": 24, "seco')
     end_times(tmp_path, 1066.0, state="failed", reason="rank 1")

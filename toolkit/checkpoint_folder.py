@@ -38,7 +38,7 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def committed(directory: Path) -> dict[int, Path]:
+def committed_checkpoints(directory: Path) -> dict[int, Path]:
     """Checkpoints by step, in rising order: folders with a step's name and a manifest. Damaged ones are among them."""
     return {step: folder for step, folder in step_folders(directory).items() if (folder / MANIFEST).is_file()}
 
@@ -56,7 +56,7 @@ def step_folders(directory: Path) -> dict[int, Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
+class NewestCheckpoint:
     """The newest checkpoint of a folder, as far as its files agree on one.
 
     Attributes:
@@ -68,7 +68,7 @@ class Newest:
     disagreements: tuple[str, ...] = ()
 
 
-def find_newest(directory: Path, claims: Mapping[str, int] | None = None) -> Newest:
+def find_newest(directory: Path, claims: Mapping[str, int] | None = None) -> NewestCheckpoint:
     """Which checkpoint of ``directory`` is the newest.
 
     Args:
@@ -98,7 +98,7 @@ def find_newest(directory: Path, claims: Mapping[str, int] | None = None) -> New
             for who, claimed in (claims or {}).items()
             if claimed > step
         ]
-    return Newest(chosen, tuple(wrong))
+    return NewestCheckpoint(chosen, tuple(wrong))
 
 
 def _pointed(
@@ -130,7 +130,7 @@ def _pointed(
     return (complete[later[0]] if later else folder), []
 
 
-def newest(directory: Path) -> Path | None:
+def newest_checkpoint(directory: Path) -> Path | None:
     """The newest checkpoint of the folder; None if there is none. A damaged one is refused when it is opened.
 
     Raises:
@@ -138,13 +138,13 @@ def newest(directory: Path) -> Path | None:
     """
     found = find_newest(directory)
     if found.disagreements:
-        raise disagreement(directory, found)
+        raise disagreement_error(directory, found)
     return found.checkpoint
 
 
-def disagreement(directory: Path, found: Newest) -> CheckpointError:
+def disagreement_error(directory: Path, found: NewestCheckpoint) -> CheckpointError:
     """The error for files that do not agree, which says what is there and how to choose."""
-    there = [folder.name for folder in committed(directory).values()]
+    there = [folder.name for folder in committed_checkpoints(directory).values()]
     listed = (
         f"complete in {directory}: {', '.join(there)}"
         if there
@@ -170,7 +170,7 @@ def read_pointer(directory: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
 
 
-def steps_moved(attempts: Path) -> Iterator[int]:
+def moved_steps(attempts: Path) -> Iterator[int]:
     """Steps of the checkpoints that ``resume=PATH`` and ``resume=never`` have moved to the run's attempts."""
     for folder in attempts.glob("*/checkpoints/step-*"):
         if (step := step_of(folder)) is not None:

@@ -31,12 +31,12 @@ EVALUATION = "evaluation"
 ENDING = "ending"  # after an attempt's last step: what follows training, a hang, the death of ranks
 WAITING = "waiting"  # between the end of an attempt and the next start: a queue, a person, a back-off
 OTHER = "other"  # between steps: logging, plots, probes
-TOLD_SHARE = 0.002  # of the wall's time: less is not worth a word
+MIN_REPORTED_SHARE = 0.002  # of the wall's time: less is not worth a word
 CAUSES = (REPEATED, STARTING, SAVING, EVALUATION, ENDING, WAITING, OTHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class SaveRecord:
     """One save that became complete. Of rank 0, as the others are waited for.
 
     Attributes:
@@ -53,7 +53,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
+class AttemptTimes:
     """Of one attempt. Moments are seconds since 1970.
 
     Attributes:
@@ -94,8 +94,8 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    times: Times
-    saves: tuple[Save, ...] = ()
+    times: AttemptTimes
+    saves: tuple[SaveRecord, ...] = ()
 
     def work(self, step: int) -> float:
         """Seconds of its steps up to ``step``: measured at its saves, between them in proportion to steps."""
@@ -194,7 +194,7 @@ def format_goodput(total: Goodput) -> str:
     told = ", ".join(
         f"{cause} {duration(seconds)}"
         for cause, seconds in sorted(total.lost.items(), key=lambda one: -one[1])
-        if seconds >= max(1.0, TOLD_SHARE * total.wall_seconds)
+        if seconds >= max(1.0, MIN_REPORTED_SHARE * total.wall_seconds)
     )
     over = f" over {total.attempts} attempts" if total.attempts > 1 else ""
     return (
@@ -206,22 +206,22 @@ def format_goodput(total: Goodput) -> str:
 # ---- files
 
 
-def write_times(folder: Path, times: Times, *, durable: bool = False) -> None:
+def write_times(folder: Path, times: AttemptTimes, *, durable: bool = False) -> None:
     """Into an attempt's folder. While it runs nothing is synced, as of ``status.json``."""
     write_whole(folder / TIMES, json.dumps(asdict(times)) + "\n", durable=durable)
 
 
-def read_times(folder: Path) -> Times | None:
+def read_times(folder: Path) -> AttemptTimes | None:
     """None where there is none, as of older versions, or a power failure left half of it."""
     found = _object(_text(folder / TIMES)) or {}
-    known = {field.name: found[field.name] for field in fields(Times) if field.name in found}
+    known = {field.name: found[field.name] for field in fields(AttemptTimes) if field.name in found}
     words = {"state", "reason"}
     must = {"began", "seen", "stepping", "saving", "evaluating"}
     right = all(
         isinstance(value, str if name in words else int | float) or (value is None and name not in must)
         for name, value in known.items()
     )
-    return Times(**known) if right and {"began", "seen"} <= known.keys() else None
+    return AttemptTimes(**known) if right and {"began", "seen"} <= known.keys() else None
 
 
 def end_times(folder: Path, now: float, *, state: str, reason: str | None, anew: bool = False) -> None:
@@ -235,7 +235,7 @@ def end_times(folder: Path, now: float, *, state: str, reason: str | None, anew:
         )
 
 
-def add_save(folder: Path, save: Save) -> None:
+def append_save(folder: Path, save: SaveRecord) -> None:
     with (folder / SAVES).open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(save)) + "\n")
 
@@ -245,9 +245,9 @@ def read_attempt(folder: Path) -> Attempt | None:
     return None if times is None else Attempt(times, tuple(read_saves(folder)))
 
 
-def read_saves(folder: Path) -> Iterator[Save]:
+def read_saves(folder: Path) -> Iterator[SaveRecord]:
     """Whole rows; a torn one is passed over."""
-    names = {field.name for field in fields(Save)}
+    names = {field.name for field in fields(SaveRecord)}
     for line in _text(folder / SAVES).splitlines():
         row = _object(line)
         if (
@@ -255,7 +255,7 @@ def read_saves(folder: Path) -> Iterator[Save]:
             and row.keys() == names
             and all(isinstance(value, int | float) for value in row.values())
         ):
-            yield Save(**row)
+            yield SaveRecord(**row)
 
 
 def _text(path: Path) -> str:

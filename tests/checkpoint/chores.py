@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolkit.checkpoint.formats import native
-from toolkit.checkpoint.formats.huggingface_target import export
+from toolkit.checkpoint.formats.huggingface.target import export
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.offline.diff import diff
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint.states import tensors_of
+from toolkit.checkpoint.target_tensors import select_target_tensors
 from toolkit.checkpoint.verify import verify
 
 
 def convert(folder: Path) -> None:
     source = open_source(folder / "run")
-    target = native.lay_out(source, tensors_of(source, None, optimizer=True))
+    target = native.lay_out(source, select_target_tensors(source, None, optimizer=True))
     Conversion(source.catalog, target, folder / "out", origin=source.origin(), refuse=source.refuse).run()
 
 

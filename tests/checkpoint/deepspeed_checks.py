@@ -9,7 +9,7 @@ import torch
 from tests.checkpoint.deepspeed_saves import State
 from tests.checkpoint.layouts import same_bits, whole
 from toolkit.checkpoint.shard import Box, Shard
-from toolkit.checkpoint.source import Source
+from toolkit.checkpoint.source import CheckpointSource
 
 # Nothing is a multiple of anything, and norms of heads have two elements.
 ODD: dict[str, Any] = {"model__vocab_size": 263, "model__intermediate_size": 37}
@@ -19,7 +19,7 @@ EVEN: dict[str, Any] = {
 }  # as a tensor axis of two asks
 
 
-def assembled(source: Source, like: State) -> State:
+def assembled(source: CheckpointSource, like: State) -> State:
     """The tensors of ``like`` as the source gives them, in their dtypes."""
     found = {key: torch.empty_like(tensor) for key, tensor in like.items()}
     source.reader().read(
@@ -32,7 +32,7 @@ def differing(found: State, held: State) -> list[str]:
     return [str(key) for key in held if not same_bits(found[key], held[key])]
 
 
-def compare_copies(source: Source) -> None:
+def compare_copies(source: CheckpointSource) -> None:
     """What stands twice is equal."""
     values = whole(source.reader())
     for key in source.catalog.copies:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from tests.checkpoint.vendors import vendor_load, vendor_save
-from toolkit.checkpoint.formats import deepspeed_target
+from toolkit.checkpoint.formats.deepspeed import target as deepspeed_target
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import TensorKey
-from toolkit.checkpoint.source import Source
-from toolkit.checkpoint.target import Target
-from toolkit.config.reshard import Stage, TargetConfig, TargetParallelConfig
+from toolkit.checkpoint.source import CheckpointSource
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.config.reshard import TargetConfig, TargetParallelConfig, TargetZeroStage
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import StepResult
@@ -56,9 +56,9 @@ class Layout:
 
     def config(self, **more: Any) -> TargetConfig:
         parallel = TargetParallelConfig(data=self.data, tensor=self.tensor, pipeline=self.pipeline)
-        return TargetConfig(zero=Stage[f"stage{self.stage}"], parallel=parallel, **more)
+        return TargetConfig(zero=TargetZeroStage[f"stage{self.stage}"], parallel=parallel, **more)
 
-    def target(self, source: Source, **more: Any) -> Target:
+    def target(self, source: CheckpointSource, **more: Any) -> CheckpointTarget:
         given = {"sub_group": self.sub_group} if self.sub_group else {}
         return deepspeed_target.lay_out(source, self.config(**more), **given)
 

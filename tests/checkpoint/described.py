@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit import families
-from toolkit.checkpoint.catalog import DTYPES, Catalog, Damage, Made, Piece
-from toolkit.checkpoint.formats.deepspeed_geometry import Run, pieces_of_runs, runs_of_shares, share_numel
+from toolkit.checkpoint.catalog import DTYPES, Catalog, DamagedFile, LazyPieces, TensorPiece
+from toolkit.checkpoint.formats.deepspeed.geometry import FlatRun, run_pieces, share_numel, share_runs
 from toolkit.checkpoint.offline.plan import plan_reshard
 from toolkit.checkpoint.offline.reshard import lay_out
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, Box, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source
-from toolkit.config.reshard import Format, Stage, TargetConfig, TargetParallelConfig
+from toolkit.checkpoint.source import CheckpointSource
+from toolkit.config.reshard import TargetConfig, TargetFormat, TargetParallelConfig, TargetZeroStage
 from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError, Problem
 from toolkit.families.published import PUBLISHED
@@ -27,11 +27,11 @@ STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
 OPTIM = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
-def refuse(folder: Path, damage: Damage) -> CheckpointError:
+def refuse(folder: Path, damage: DamagedFile) -> CheckpointError:
     return CheckpointError(Problem(damage.file, damage.seen, damage.rule, "none"))
 
 
-def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
+def zero3(model: str, ranks: int, missing: int | None = None) -> CheckpointSource:
     """A 16-bit run's optimizer files of ZeRO 3: masters and moments, a flat buffer of each state in each rank's file.
 
     Args:
@@ -54,13 +54,13 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
     base = {state: 4096 + number * held * DTYPES["float32"].itemsize for number, state in enumerate(STATES)}
     names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
 
-    def runs(at: int, numel: int) -> Iterator[Run]:
-        return (run for run in runs_of_shares(at, numel, ranks) if run.rank != missing)
+    def runs(at: int, numel: int) -> Iterator[FlatRun]:
+        return (run for run in share_runs(at, numel, ranks) if run.rank != missing)
 
-    def make(key: TensorKey) -> tuple[Piece, ...]:
+    def make(key: TensorKey) -> tuple[TensorPiece, ...]:
         info = tensors[key]
         box = Box.whole(info.shape)
-        return pieces_of_runs(
+        return run_pieces(
             key,
             info.dtype,
             info.shape,
@@ -70,9 +70,12 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
         )
 
     catalog = Catalog(
-        Path("/described"), tensors, Made(tensors, make), {"step": 500, "optimizer_step": 500, "optim": OPTIM}
+        Path("/described"),
+        tensors,
+        LazyPieces(tensors, make),
+        {"step": 500, "optimizer_step": 500, "optim": OPTIM},
     )
-    return Source(
+    return CheckpointSource(
         format="deepspeed", catalog=catalog, namespace=family.namespace, step=500, shape=shape, refuse=refuse
     )
 
@@ -82,7 +85,7 @@ def main(model: str, ranks: str, missing: str) -> None:
     source = zero3(model, int(ranks), None if missing == "None" else int(missing))
     parallel = TargetParallelConfig(data=8, tensor=8, pipeline=16)
     config = TargetConfig(
-        format=Format.megatron, parallel=parallel, zero=Stage.stage1, precision=Precision.bf16
+        format=TargetFormat.megatron, parallel=parallel, zero=TargetZeroStage.stage1, precision=Precision.bf16
     )
     try:
         plan = plan_reshard(source.catalog, lay_out(source, config))

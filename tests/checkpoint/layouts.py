@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint.shard import Box, Reader, Shard, TensorKey, flat_boxes
+from toolkit.checkpoint.shard import Box, Shard, StateReader, TensorKey, flat_boxes
 
 NAMESPACE = "test/1"
 
@@ -140,7 +140,7 @@ def save(
     return directory / f"step-{step:08d}"
 
 
-def whole(reader: Reader, dtype: torch.dtype | None = None) -> dict[TensorKey, torch.Tensor]:
+def whole(reader: StateReader, dtype: torch.dtype | None = None) -> dict[TensorKey, torch.Tensor]:
     """Everything that a reader has, assembled."""
     tensors = {
         key: torch.empty(info.shape, dtype=dtype or getattr(torch, info.dtype))

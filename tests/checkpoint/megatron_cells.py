@@ -13,7 +13,7 @@ from tests.checkpoint import megatron_ranks as work
 from tests.checkpoint.layouts import same_bits
 from tests.checkpoint.megatron_ranks import Held, State
 from toolkit.checkpoint.shard import Box, Shard
-from toolkit.checkpoint.source import Source
+from toolkit.checkpoint.source import CheckpointSource
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
@@ -77,7 +77,7 @@ class Saves:
         )[0]
 
 
-def differing(source: Source, state: State) -> list[str]:
+def differing(source: CheckpointSource, state: State) -> list[str]:
     """Tensors of ``state`` that the source has otherwise, in their dtypes."""
     found = {key: torch.empty_like(tensor) for key, tensor in state.items()}
     source.reader().read(

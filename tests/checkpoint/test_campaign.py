@@ -34,11 +34,11 @@ from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import verify
-from toolkit.checkpoint_folder import disagreement
-from toolkit.config.reshard import Format, Stage, TargetConfig, TargetParallelConfig
+from toolkit.checkpoint_folder import disagreement_error
+from toolkit.config.reshard import TargetConfig, TargetFormat, TargetParallelConfig, TargetZeroStage
 from toolkit.errors import UserError
 from toolkit.families.base import ModelShape
-from toolkit.goodput import Save, Times, add_save, write_times
+from toolkit.goodput import AttemptTimes, SaveRecord, append_save, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
@@ -89,8 +89,8 @@ def native_run(folder: Path) -> Kind:
             )
         ]
         saved, _ = [one.wait() for one in pending]
-        add_save(attempt, Save(step=step, seconds=1.0, bytes=1, stepping=1.0))
-    write_times(attempt, Times(began=1.0, seen=2.0, first=0))
+        append_save(attempt, SaveRecord(step=step, seconds=1.0, bytes=1, stepping=1.0))
+    write_times(attempt, AttemptTimes(began=1.0, seen=2.0, first=0))
     run = RunDirectory(folder)
     run.metrics_file.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 4)))
     run.write_status(Status(state=RunState.RUNNING, attempt=1, step=3, checkpoint=str(saved)))
@@ -104,7 +104,7 @@ def converted(folder: Path, source: Path, config: TargetConfig) -> Path:
 
 
 def without_manifest(folder: Path) -> Path:
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     return folder
 
 
@@ -120,12 +120,16 @@ def dcp(folder: Path, held: Tensors) -> Path:
 
 
 TARGETS = {
-    "zero1": TargetConfig(format=Format.deepspeed, zero=Stage.stage1, parallel=TargetParallelConfig(data=2)),
-    "zero3": TargetConfig(format=Format.deepspeed, zero=Stage.stage3, parallel=TargetParallelConfig(data=2)),
-    "universal": TargetConfig(format=Format.universal),
-    "megatron": TargetConfig(format=Format.megatron, parallel=TargetParallelConfig(tensor=2)),
+    "zero1": TargetConfig(
+        format=TargetFormat.deepspeed, zero=TargetZeroStage.stage1, parallel=TargetParallelConfig(data=2)
+    ),
+    "zero3": TargetConfig(
+        format=TargetFormat.deepspeed, zero=TargetZeroStage.stage3, parallel=TargetParallelConfig(data=2)
+    ),
+    "universal": TargetConfig(format=TargetFormat.universal),
+    "megatron": TargetConfig(format=TargetFormat.megatron, parallel=TargetParallelConfig(tensor=2)),
 }
-HUGGING_FACE = TargetConfig(format=Format.huggingface, optimizer=True)
+HUGGING_FACE = TargetConfig(format=TargetFormat.huggingface, optimizer=True)
 KINDS: Mapping[str, Callable[[Path, Path, Tensors], Kind]] = {
     "native": lambda folder, source, held: native_run(folder),
     "zero1": lambda folder, source, held: Kind(
@@ -171,7 +175,7 @@ def load(folder: Path, kind: Kind) -> dict[TensorKey, torch.Tensor]:
     if kind.run:
         found = RunDirectory(folder).newest_agreed()
         if found.disagreements:
-            raise disagreement(folder / "checkpoints", found)
+            raise disagreement_error(folder / "checkpoints", found)
     reader = open_source(folder, kind.model).reader()
     read = {key: torch.zeros_like(tensor) for key, tensor in kind.held.items()}
     reader.read(

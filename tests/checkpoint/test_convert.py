@@ -20,18 +20,18 @@ from hypothesis import strategies as st
 from tests.checkpoint import fabricate
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
 from toolkit.checkpoint import blocks, catalog, executor, open_reader, planner
-from toolkit.checkpoint.catalog import Damage, Piece
+from toolkit.checkpoint.catalog import DamagedFile, TensorPiece
 from toolkit.checkpoint.formats import native, torch_zip
-from toolkit.checkpoint.formats.pickles import Storage, StoredTensor
+from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
 from toolkit.checkpoint.offline import fill
 from toolkit.checkpoint.offline.convert import Conversion
-from toolkit.checkpoint.offline.output import checksum
+from toolkit.checkpoint.offline.output import combine_checksums
 from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT, Box, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.target import Target
-from toolkit.checkpoint.tiles import place_in, tiles
-from toolkit.checkpoint.verify import digest, verify
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.checkpoint.tile_reader import element_offset, split_into_tiles
+from toolkit.checkpoint.verify import compute_digest, verify
 from toolkit.errors import CheckpointError, Problem
 
 
@@ -44,7 +44,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "TILE_BYTES", 96)
 
 
-def refuse(folder: Path, damage: Damage) -> CheckpointError:
+def refuse(folder: Path, damage: DamagedFile) -> CheckpointError:
     return CheckpointError(Problem(damage.file, damage.seen, damage.rule, "none"))
 
 
@@ -52,7 +52,7 @@ def values_of(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.floa
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def run(source: Source, target: Target, path: Path, **kwargs: Any) -> Conversion:
+def run(source: CheckpointSource, target: CheckpointTarget, path: Path, **kwargs: Any) -> Conversion:
     conversion = Conversion(
         source.catalog, target, path, origin=source.origin(), refuse=source.refuse, **kwargs
     )
@@ -71,10 +71,10 @@ def test_tiles_fill_a_tensor_and_ranges_of_any_box_follow_each_other(
     shape: tuple[int, ...], most: int, columns: bool, data: Any
 ) -> None:
     columns = columns and len(shape) > 1
-    cut = list(tiles(shape, most, by_columns=columns))
+    cut = list(split_into_tiles(shape, most, by_columns=columns))
     seen = np.zeros(shape, int)
     for tile in cut:
-        seen[blocks.slices(tile)] += 1
+        seen[blocks.box_slices(tile)] += 1
         assert tile.numel <= most
     assert (seen == 1).all()
     low = [data.draw(st.integers(0, size - 1)) for size in shape]
@@ -85,7 +85,7 @@ def test_tiles_fill_a_tensor_and_ranges_of_any_box_follow_each_other(
     for tile in cut:
         common = outer.intersect(tile)
         if common is not None:
-            assert place_in(outer, common, transposed=columns) == at
+            assert element_offset(outer, common, transposed=columns) == at
             at += common.numel
     assert at == outer.numel
 
@@ -107,7 +107,7 @@ def test_native_to_native(tmp_path: Path, small_blocks: None, layout: str) -> No
     )
     assert sum(done) == made.source_bytes == sum(tensor.nbytes for tensor in named.values())
     assert verify(tmp_path / "b") == []
-    assert digest(open_reader(tmp_path / "b")) == digest(source.reader())
+    assert compute_digest(open_reader(tmp_path / "b")) == compute_digest(source.reader())
     names = sorted(path.name for path in (tmp_path / "b").iterdir())
     assert names == ["manifest.json", *(f"part-{number:05d}.safetensors" for number in range(len(names) - 1))]
     assert len(names) > 4, "several files"
@@ -194,7 +194,7 @@ def test_a_weight_that_is_not_its_master_is_refused(tmp_path: Path) -> None:
         run(source, native.lay_out(source, dict(source.catalog.tensors)), tmp_path / "b")
 
 
-def a_file() -> Target:
+def a_file() -> CheckpointTarget:
     """One file of torch.save with a storage that two tensors share, one of them transposed, and padding after them."""
     key, other = TensorKey(WEIGHT, "a"), TensorKey(WEIGHT, "b")
     storage = Storage("0", "float32", 13 * 11 + 7 + 6)
@@ -209,11 +209,13 @@ def a_file() -> Target:
     layout = torch_zip.lay_out("x.pt", tensors, [storage, empty])
     at = layout.storages["0"]
     pieces = {
-        key: [Piece(key, "float32", (13, 11), Box.whole((13, 11)), "x.pt", at, at + 572, transposed=True)],
-        other: [Piece(other, "float32", (7,), Box.whole((7,)), "x.pt", at + 572, at + 600)],
+        key: [
+            TensorPiece(key, "float32", (13, 11), Box.whole((13, 11)), "x.pt", at, at + 572, transposed=True)
+        ],
+        other: [TensorPiece(other, "float32", (7,), Box.whole((7,)), "x.pt", at + 572, at + 600)],
     }
     infos = {key: TensorInfo("float32", (13, 11)), other: TensorInfo("float32", (7,))}
-    return Target(
+    return CheckpointTarget(
         format="test",
         namespace="test/1",
         step=1,
@@ -261,14 +263,14 @@ def test_tensors_of_torch_save_are_found_without_reading_them(tmp_path: Path, dt
     data = (tmp_path / "x.pt").read_bytes()
     for name, tensor in saved.items():
         key, shape = TensorKey(WEIGHT, name), tuple(tensor.shape)
-        pieces = torch_zip.pieces_of(found[name], key, shape, Box.whole(shape))
+        pieces = torch_zip.tensor_pieces(found[name], key, shape, Box.whole(shape))
         assert sum(piece.box.numel for piece in pieces) == tensor.numel()
         for piece in pieces:
             values = torch.frombuffer(bytearray(data[piece.begin : piece.end]), dtype=dtype).reshape(
                 piece.shape_in_file
             )
             values = values.swapaxes(-1, -2) if piece.transposed else values
-            assert torch.equal(values, blocks.part(tensor.detach(), piece.box)), name
+            assert torch.equal(values, blocks.view_box(tensor.detach(), piece.box)), name
         assert len(pieces) == {"columns": 10, "every": 4, "none": 0}.get(name, 1)
 
 
@@ -292,7 +294,7 @@ def test_files_that_are_not_of_torch_save(tmp_path: Path) -> None:
     (tmp_path / "short.pt").write_bytes(data[:-50])
     (tmp_path / "text.pt").write_text("nothing")
     for name in ("short.pt", "text.pt", "absent.pt"):
-        with pytest.raises(Damage, match=name):
+        with pytest.raises(DamagedFile, match=name):
             torch_zip.load(tmp_path, name)
 
 
@@ -304,7 +306,7 @@ def test_checksums_of_ranges_are_those_of_the_whole() -> None:
             np.random.default_rng(begin).integers(0, 256, length, np.uint8).tobytes()
         )
         segments.append((begin, length, zlib.crc32(data[begin : begin + length])))
-    assert checksum(0, 5000, segments) == zlib.crc32(data)
+    assert combine_checksums(0, 5000, segments) == zlib.crc32(data)
 
 
 def test_a_copy_that_differs_is_refused(tmp_path: Path, small_blocks: None) -> None:
@@ -328,13 +330,13 @@ def test_no_byte_is_read_twice(
     named = {TensorKey(WEIGHT, name): values_of((37, 90), seed) for seed, name in enumerate("ab")}
     source = open_source(save(tmp_path / "a", 3, shards_of(named, LAYOUTS[layout], 4)))
     lengths: list[int] = []
-    fill_once = blocks.Files.fill
+    fill_once = blocks.CheckpointFiles.fill
 
-    def counted(files: blocks.Files, file: str, begin: int, buffer: memoryview) -> None:
+    def counted(files: blocks.CheckpointFiles, file: str, begin: int, buffer: memoryview) -> None:
         lengths.append(len(buffer))
         fill_once(files, file, begin, buffer)
 
-    monkeypatch.setattr(blocks.Files, "fill", counted)
+    monkeypatch.setattr(blocks.CheckpointFiles, "fill", counted)
     run(source, native.lay_out(source, dict(source.catalog.tensors)), tmp_path / "b")
     assert sum(lengths) == sum(tensor.nbytes for tensor in named.values())
     assert len(lengths) > 100, "in many steps"

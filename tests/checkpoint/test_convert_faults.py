@@ -25,13 +25,13 @@ from tests.checkpoint import converter
 from tests.checkpoint.converter import RENAMED, REPLACE, TARGETS, WRITE, Told, conversion
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from toolkit.checkpoint.offline import convert, fill
-from toolkit.checkpoint.offline.convert import JOURNAL, Conversion, Phase
-from toolkit.checkpoint.offline.fill import Written
-from toolkit.checkpoint.offline.journal import Journal
-from toolkit.checkpoint.offline.output import Output
+from toolkit.checkpoint.offline.convert import JOURNAL, Conversion, ConversionPhase
+from toolkit.checkpoint.offline.fill import WrittenPiece
+from toolkit.checkpoint.offline.journal import ConversionJournal
+from toolkit.checkpoint.offline.output import TargetOutput
 from toolkit.checkpoint.shard import EXP_AVG_SQ, WEIGHT, TensorKey
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint.verify import digest
+from toolkit.checkpoint.verify import compute_digest
 from toolkit.errors import CheckpointError
 
 SEED = int(os.environ.get("CRASH_SEED", random.SystemRandom().randrange(10**6)))
@@ -65,10 +65,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unbroken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
     """The files of each kind of target, of conversions that nothing disturbed."""
     folder = tmp_path_factory.mktemp("unbroken")
-    expected = digest(open_source(source).reader())
+    expected = compute_digest(open_source(source).reader())
     for kind in TARGETS:
         conversion(source, folder / kind, kind).run()
-        assert digest(open_source(folder / kind).reader()) == expected
+        assert compute_digest(open_source(folder / kind).reader()) == expected
     return {kind: files_of(folder / kind) for kind in TARGETS}
 
 
@@ -120,14 +120,14 @@ def recorded(made: Conversion) -> set[str]:
 # ---- kills
 
 MOMENTS = [
-    (Phase.PREPARE, 0),
+    (ConversionPhase.PREPARE, 0),
     *((WRITE, nth) for nth in (0, 9, 20)),
-    *((Phase.UNITS, nth) for nth in (0, 4, 8, 11)),
-    *((Phase.SYNC, nth) for nth in (0, 1)),
-    (Phase.SEAL, 0),
-    (Phase.MANIFEST, 0),
+    *((ConversionPhase.UNITS, nth) for nth in (0, 4, 8, 11)),
+    *((ConversionPhase.SYNC, nth) for nth in (0, 1)),
+    (ConversionPhase.SEAL, 0),
+    (ConversionPhase.MANIFEST, 0),
     (REPLACE, 0),
-    (Phase.RENAME, 0),
+    (ConversionPhase.RENAME, 0),
     (RENAMED, 0),
 ]
 
@@ -179,8 +179,8 @@ def test_killed_at_random_moments(
     for number in range(6):
         target = tmp_path / str(number)
         for _ in range(8):
-            attempt = Attempt(forks, source, target, "zips", wait_at=Phase.PREPARE)
-            assert attempt.pipe.recv() == Phase.PREPARE
+            attempt = Attempt(forks, source, target, "zips", wait_at=ConversionPhase.PREPARE)
+            assert attempt.pipe.recv() == ConversionPhase.PREPARE
             attempt.pipe.send(None)
             attempt.process.join(moments.uniform(0, 0.02))
             attempt.process.kill()
@@ -198,7 +198,7 @@ def test_killed_at_random_moments(
 def test_a_target_that_is_done_is_not_made_again(
     source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
-    Attempt(forks, source, tmp_path / "t", "zips", kill_at=(Phase.DONE, 0)).die()
+    Attempt(forks, source, tmp_path / "t", "zips", kill_at=(ConversionPhase.DONE, 0)).die()
     assert files_of(tmp_path / "t") == unbroken["zips"]
     assert "t is there already" in Attempt(forks, source, tmp_path / "t", "zips").told().refusal
     assert files_of(tmp_path / "t") == unbroken["zips"]
@@ -207,9 +207,9 @@ def test_a_target_that_is_done_is_not_made_again(
 def test_one_process_writes_a_target(
     source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
-    first = Attempt(forks, source, tmp_path / "t", "zips", wait_at=Phase.UNITS)
+    first = Attempt(forks, source, tmp_path / "t", "zips", wait_at=ConversionPhase.UNITS)
     assert first.pipe.poll(30)
-    assert first.pipe.recv() == Phase.UNITS
+    assert first.pipe.recv() == ConversionPhase.UNITS
     with pytest.raises(CheckpointError, match=r"another process is writing .*\.t\.resharding"):
         conversion(source, tmp_path / "t", "zips").run()
     first.pipe.send(None)
@@ -234,7 +234,7 @@ def test_what_another_conversion_left_is_not_taken(
     other: str, forks: ForkServerContext, tmp_path: Path
 ) -> None:
     source = written(tmp_path / "sources" / "first")
-    Attempt(forks, source, tmp_path / "t", "zips", kill_at=(Phase.SEAL, 0)).die()
+    Attempt(forks, source, tmp_path / "t", "zips", kill_at=(ConversionPhase.SEAL, 0)).die()
     assert recorded(conversion(source, tmp_path / "t", "zips")), "there was something to take"
     made = OTHERS[other](source, tmp_path / "t")
     assert made.run() is False
@@ -265,14 +265,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path | None]:
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> None:
     """``Output.name`` fails from its n-th call on."""
-    method, calls = getattr(Output, name), iter(range(10**6))
+    method, calls = getattr(TargetOutput, name), iter(range(10**6))
 
-    def fail(output: Output, *arguments: Any) -> Any:
+    def fail(output: TargetOutput, *arguments: Any) -> Any:
         if next(calls) >= nth:
             raise OSError(code, os.strerror(code))
         return method(output, *arguments)
 
-    monkeypatch.setattr(Output, name, fail)
+    monkeypatch.setattr(TargetOutput, name, fail)
 
 
 @pytest.mark.parametrize("where", ["disk", "write", "sync"])
@@ -311,16 +311,16 @@ def test_a_full_disk(
 
 def test_after_a_failed_sync_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that could not be written is told of once, perhaps to another thread's sync."""
-    journal, output = Journal(tmp_path / JOURNAL, "x"), Output(tmp_path, [])
+    journal, output = ConversionJournal(tmp_path / JOURNAL, "x"), TargetOutput(tmp_path, [])
     journal.start()
     made = conversion(written(tmp_path / "source"), tmp_path / "t", "zips")
     done = convert._Done(journal)
     with monkeypatch.context() as patch:
         failing(patch, "sync", 0, errno.EIO)
-        done.add(made.units[0], [Written((), ())], [])
+        done.add(made.units[0], [WrittenPiece((), ())], [])
         with pytest.raises(OSError, match="Input/output"):
             done.sync(output, lambda phase: None)
-    done.add(made.units[1], [Written((), ())], [])
+    done.add(made.units[1], [WrittenPiece((), ())], [])
     done.sync(output, lambda phase: None)
     assert len((tmp_path / JOURNAL).read_bytes().splitlines()) == 1
     journal.close()
@@ -344,7 +344,10 @@ def test_a_name_that_is_taken(what: str, source: Path, unbroken: dict[str, Files
     assert not (tmp_path / ".t.resharding").exists()
     other = tmp_path / "u"
     made = conversion(
-        source, other, "zips", on_phase=lambda phase: TAKEN[what](other) if phase is Phase.RENAME else None
+        source,
+        other,
+        "zips",
+        on_phase=lambda phase: TAKEN[what](other) if phase is ConversionPhase.RENAME else None,
     )
     with pytest.raises(CheckpointError, match="u is there already"):
         made.run()
@@ -435,10 +438,15 @@ def replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "at"), [(rewritten, Phase.UNITS), (rewritten, Phase.PREPARE), (replaced, Phase.PREPARE)]
+    ("change", "at"),
+    [
+        (rewritten, ConversionPhase.UNITS),
+        (rewritten, ConversionPhase.PREPARE),
+        (replaced, ConversionPhase.PREPARE),
+    ],
 )
 def test_a_source_that_changes_while_it_is_read(
-    change: Callable[[Path], None], at: Phase, tmp_path: Path
+    change: Callable[[Path], None], at: ConversionPhase, tmp_path: Path
 ) -> None:
     source = written(tmp_path / "source")
     part = source / "part-00001.safetensors"
@@ -548,7 +556,7 @@ def test_control_what_is_not_synced_is_seen(
     source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Output, "sync", lambda output, names: None)
+        patch.setattr(TargetOutput, "sync", lambda output, names: None)
         wrong = Watch(patch, conversion(source, tmp_path / "t", "zips")).run()
     assert {
         "weight:t0 is recorded before it is durable",

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of, whole
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.catalog import Piece
+from toolkit.checkpoint.catalog import TensorPiece
 from toolkit.checkpoint.formats import native, torch_zip
-from toolkit.checkpoint.formats.pickles import Storage, StoredTensor
+from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint.target import Target
+from toolkit.checkpoint.target import CheckpointTarget
 from toolkit.checkpoint.verify import verify
 
 GIB_4 = 2**32
@@ -41,12 +41,12 @@ def converted(folder: Path, storages: list[Storage], tensors: dict[TensorKey, St
     for key, tensor in tensors.items():
         begin = layout.storages[tensor.storage.key] + 4 * tensor.offset
         pieces[key] = [
-            Piece(
+            TensorPiece(
                 key, "int32", tensor.shape, Box.whole(tensor.shape), "x.pt", begin, begin + 4 * tensor.numel
             )
         ]
         infos[key] = TensorInfo("int32", tensor.shape)
-    target = Target(
+    target = CheckpointTarget(
         format="test",
         namespace="test/1",
         step=1,
@@ -73,7 +73,7 @@ def test_storages_beyond_4_gib(tmp_path: Path, numbytes: int) -> None:
     for key, tensor in VALUES.items():
         assert torch.equal(found[key.name], tensor)
         assert found[key.name].untyped_storage().nbytes() == 4 * tensors[key].storage.numel
-        [piece] = torch_zip.pieces_of(stored[key.name], key, tuple(tensor.shape), Box.whole(tensor.shape))
+        [piece] = torch_zip.tensor_pieces(stored[key.name], key, tuple(tensor.shape), Box.whole(tensor.shape))
         with path.open("rb") as file:
             file.seek(piece.begin)
             assert file.read(piece.end - piece.begin) == tensor.numpy().tobytes()
@@ -157,11 +157,11 @@ def test_tensors_of_nothing_and_of_one_in_a_file_of_torch_save(tmp_path: Path) -
     for key, tensor in stored.items():
         begin = layout.storages[tensor.storage.key]
         pieces[key] = [
-            Piece(
+            TensorPiece(
                 key, "float32", tensor.shape, Box.whole(tensor.shape), "x.pt", begin, begin + 4 * tensor.numel
             )
         ]
-    target = Target(
+    target = CheckpointTarget(
         format="test",
         namespace="test/1",
         step=1,

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.checkpoint import dcp_ranks as work
 from tests.checkpoint.dcp_ranks import DECAY, SETTINGS, STOP, State
 from tests.checkpoint.megatron_cells import differing
-from toolkit.checkpoint.catalog import Damage
-from toolkit.checkpoint.formats import dcp_metadata
-from toolkit.checkpoint.formats.dcp_metadata import Blob, Chunk, Metadata, Stored
+from toolkit.checkpoint.catalog import DamagedFile
+from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata
+from toolkit.checkpoint.formats.dcp.metadata import Blob, ChunkedTensor, DcpMetadata, TensorChunk
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, TensorKey
 from toolkit.checkpoint.source import open_source
 from toolkit.errors import CheckpointError, InputError
@@ -160,41 +160,45 @@ def test_a_tied_copy_is_a_copy(tmp_path: Path) -> None:
 def test_metadata_that_is_written_is_pytorchs(tmp_path: Path) -> None:
     """PyTorch reads what this toolkit writes, and this toolkit what either wrote."""
     tensors = {
-        "a": Stored(
+        "a": ChunkedTensor(
             "bfloat16",
             (4, 6),
             (
-                Chunk(Box((0, 0), (3, 6)), Blob("__0_0.distcp", 64, 200)),
-                Chunk(Box((3, 0), (1, 6)), Blob("__1_0.distcp", 0, 100)),
+                TensorChunk(Box((0, 0), (3, 6)), Blob("__0_0.distcp", 64, 200)),
+                TensorChunk(Box((3, 0), (1, 6)), Blob("__1_0.distcp", 0, 100)),
             ),
         ),
-        "b": Stored("float32", (), (Chunk(Box((), ()), Blob("__0_0.distcp", 64, 200)),)),
+        "b": ChunkedTensor("float32", (), (TensorChunk(Box((), ()), Blob("__0_0.distcp", 64, 200)),)),
     }
-    written = Metadata(tensors, {"c/shard_0_1": Blob("__0_0.distcp", 0, 64)})
-    (tmp_path / ".metadata").write_bytes(dcp_metadata.encode(written))
+    written = DcpMetadata(tensors, {"c/shard_0_1": Blob("__0_0.distcp", 0, 64)})
+    (tmp_path / ".metadata").write_bytes(dcp_metadata.encode_metadata(written))
     for name, size in (("__0_0.distcp", 200), ("__1_0.distcp", 100)):
         (tmp_path / name).write_bytes(bytes(size))
     found = FileSystemReader(str(tmp_path)).read_metadata()
     assert found.state_dict_metadata["a"].properties.dtype is torch.bfloat16  # type: ignore[union-attr]
     assert found.state_dict_metadata["a"].size == (4, 6)  # type: ignore[union-attr]
-    assert dcp_metadata.load(tmp_path) == written
+    assert dcp_metadata.load_metadata(tmp_path) == written
     import pickle
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
-    assert dcp_metadata.load(tmp_path) == written
+    assert dcp_metadata.load_metadata(tmp_path) == written
     (tmp_path / "__1_0.distcp").write_bytes(bytes(99))
-    with pytest.raises(Damage, match="99 of at least 100"):
-        dcp_metadata.load(tmp_path)
+    with pytest.raises(DamagedFile, match="99 of at least 100"):
+        dcp_metadata.load_metadata(tmp_path)
 
 
 def test_metadata_of_a_hole_is_refused() -> None:
     blob = Blob("x", 0, 1)
-    whole = Stored("float32", (4,), (Chunk(Box((0,), (3,)), blob), Chunk(Box((3,), (1,)), blob)))
-    dcp_metadata.check_whole("a", whole)
-    with pytest.raises(Damage, match="3 of 4"):
-        dcp_metadata.check_whole("a", replace(whole, chunks=whole.chunks[:1]))
-    with pytest.raises(Damage, match="both hold"):
-        dcp_metadata.check_whole("a", replace(whole, chunks=(*whole.chunks, Chunk(Box((2,), (1,)), blob))))
+    whole = ChunkedTensor(
+        "float32", (4,), (TensorChunk(Box((0,), (3,)), blob), TensorChunk(Box((3,), (1,)), blob))
+    )
+    dcp_metadata.check_coverage("a", whole)
+    with pytest.raises(DamagedFile, match="3 of 4"):
+        dcp_metadata.check_coverage("a", replace(whole, chunks=whole.chunks[:1]))
+    with pytest.raises(DamagedFile, match="both hold"):
+        dcp_metadata.check_coverage(
+            "a", replace(whole, chunks=(*whole.chunks, TensorChunk(Box((2,), (1,)), blob)))
+        )
 
 
 def test_training_state_needs_its_step(tmp_path: Path) -> None:

@@ -21,14 +21,14 @@ from tests.checkpoint.layouts import same_bits, whole
 from tests.engine.cases import BF16, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell
 from toolkit import families
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.formats import deepspeed_names as names
 from toolkit.checkpoint.formats import native, torch_zip
+from toolkit.checkpoint.formats.deepspeed import names
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.scalars import LOSS_SCALER
-from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Reader, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.states import tensors_of
-from toolkit.checkpoint.verify import digest, verify, verify_source
+from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, StateReader, TensorKey
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target_tensors import select_target_tensors
+from toolkit.checkpoint.verify import compute_digest, verify, verify_source
 from toolkit.config.schema import OptimizerName, Precision
 from toolkit.errors import CheckpointError, InputError
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
@@ -129,7 +129,7 @@ FULL = [
 ]
 
 
-def check(case: Cell, saved: Saves) -> Source:
+def check(case: Cell, saved: Saves) -> CheckpointSource:
     folder, held, scalars, _ = saved.of(case)
     source = open_source(folder, case.plan().shape)
     assert (source.format, source.step) == ("deepspeed", STOP)
@@ -208,7 +208,7 @@ def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
     """Through the executor: masters of ZeRO 3 become weights of 16 bits and themselves."""
     folder, held, *_ = saved.of(QUICK[4])
     source = open_source(folder, QUICK[4].plan().shape)
-    target = native.lay_out(source, tensors_of(source, Precision.bf16, optimizer=True))
+    target = native.lay_out(source, select_target_tensors(source, Precision.bf16, optimizer=True))
     Conversion(
         source.catalog, target, tmp_path / "native", origin=source.origin(), refuse=source.refuse
     ).run()
@@ -253,7 +253,7 @@ def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
     shape = case.plan().shape
     source = open_source(made, shape)
     weights = saved.pool.run(saves.full_weights, made, ranks=1)[0]
-    aliases = names.table_of(shape) if shape else {}
+    aliases = names.build_name_table(shape) if shape else {}
     state = MASTER if TensorKey(MASTER, next(iter(held)).name) in held else WEIGHT
     read = whole(source.reader())
     for name, tensor in weights.items():
@@ -263,7 +263,7 @@ def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
     assert converted.format == "universal"
     assert open_source(folder, shape).folder == converted.folder, "latest_universal names it"
     assert converted.catalog.scalars == source.catalog.scalars
-    assert digest(converted.reader()) == digest(source.reader())
+    assert compute_digest(converted.reader()) == compute_digest(source.reader())
     compare_copies(converted)
 
 
@@ -390,16 +390,16 @@ def test_experts_of_deepspeed_are_refused(saved: Saves, tmp_path: Path) -> None:
 def test_a_cut_that_is_none_is_refused() -> None:
     shape = tiny_plan("gpt2").shape
     assert shape is not None
-    part = names.table_of(shape)["transformer.h.0.attn.c_attn.weight"]
+    part = names.build_name_table(shape)["transformer.h.0.attn.c_attn.weight"]
     with pytest.raises(CheckpointError, match="c_attn"):
-        names.boxes(part, "transformer.h.0.attn.c_attn.weight", [(64, 96), (64, 96)], Path("x"))
-    part = names.table_of(shape)["transformer.h.0.attn.c_proj.weight"]
-    assert names.boxes(part, "x", [(40, 64), (24, 64)], Path("x")) == [
+        names.rank_boxes(part, "transformer.h.0.attn.c_attn.weight", [(64, 96), (64, 96)], Path("x"))
+    part = names.build_name_table(shape)["transformer.h.0.attn.c_proj.weight"]
+    assert names.rank_boxes(part, "x", [(40, 64), (24, 64)], Path("x")) == [
         Box((0, 0), (40, 64)),
         Box((40, 0), (24, 64)),
     ]
     with pytest.raises(CheckpointError, match="whole or cut"):
-        names.boxes(part, "x", [(40, 64), (40, 64)], Path("x"))
+        names.rank_boxes(part, "x", [(40, 64), (40, 64)], Path("x"))
 
 
 def test_reading_needs_neither_deepspeed_nor_torch() -> None:
@@ -407,7 +407,7 @@ def test_reading_needs_neither_deepspeed_nor_torch() -> None:
     import sys
 
     code = (
-        "import sys, toolkit.checkpoint.formats.deepspeed, toolkit.checkpoint.formats.universal\n"
+        "import sys, toolkit.checkpoint.formats.deepspeed.source, toolkit.checkpoint.formats.universal.source\n"
         "assert not {'torch', 'deepspeed'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -415,6 +415,6 @@ def test_reading_needs_neither_deepspeed_nor_torch() -> None:
 
 def test_training_opens_it_by_its_namespace(saved: Saves) -> None:
     folder, held, *_ = saved.of(QUICK[0])
-    reader: Reader = open_reader(folder, "gpt2/1", QUICK[0].plan().shape)
+    reader: StateReader = open_reader(folder, "gpt2/1", QUICK[0].plan().shape)
     assert {key.state for key in reader.tensors} == {key.state for key in held}
     assert EXP_AVG in {key.state for key in held}

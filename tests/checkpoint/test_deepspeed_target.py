@@ -17,14 +17,14 @@ from tests.checkpoint.deepspeed_ranks import Layout
 from tests.checkpoint.layouts import same_bits, whole
 from tests.checkpoint.tiny_run import tiny_checkpoint
 from toolkit.checkpoint.catalog import Catalog
-from toolkit.checkpoint.formats import deepspeed_target
+from toolkit.checkpoint.formats.deepspeed import target as deepspeed_target
 from toolkit.checkpoint.offline.convert import Conversion
-from toolkit.checkpoint.planner import uncovered
+from toolkit.checkpoint.planner import find_coverage_errors
 from toolkit.checkpoint.scalars import OPTIM, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source, open_source
+from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.verify import verify
-from toolkit.config.reshard import Stage, TargetConfig, TargetOptimConfig, TargetParallelConfig
+from toolkit.config.reshard import TargetConfig, TargetOptimConfig, TargetParallelConfig, TargetZeroStage
 from toolkit.config.schema import ModelConfig, Precision
 from toolkit.errors import CheckpointError, InputError
 from toolkit.families import get
@@ -63,10 +63,10 @@ def test_with_its_manifest_every_byte_is_checked(layout: Layout, tmp_path: Path)
 REFUSED = {
     "files of an expert axis": TargetConfig(parallel=TargetParallelConfig(expert=2)),
     "one axis beside data": TargetConfig(parallel=TargetParallelConfig(tensor=2, pipeline=2)),
-    "has ZeRO 0 or 1": TargetConfig(zero=Stage.stage2, parallel=TargetParallelConfig(pipeline=2)),
+    "has ZeRO 0 or 1": TargetConfig(zero=TargetZeroStage.stage2, parallel=TargetParallelConfig(pipeline=2)),
     "each stage has a layer": TargetConfig(parallel=TargetParallelConfig(pipeline=3)),
     "loss scaler": TargetConfig(precision=Precision.fp16),
-    "hidden optimizer step": TargetConfig(zero=Stage.stage0, precision=Precision.bf16),
+    "hidden optimizer step": TargetConfig(zero=TargetZeroStage.stage0, precision=Precision.bf16),
     "equal parts of dim": TargetConfig(parallel=TargetParallelConfig(tensor=3)),
     "whole key-value heads": TargetConfig(parallel=TargetParallelConfig(tensor=4)),
 }
@@ -96,7 +96,7 @@ def test_settings_of_the_optimizer_are_said_or_asked_for(tmp_path: Path) -> None
     )
 
 
-def saying(source: Source, optim: Mapping[str, Any] | None) -> Source:
+def saying(source: CheckpointSource, optim: Mapping[str, Any] | None) -> CheckpointSource:
     scalars = {key: value for key, value in source.catalog.scalars.items() if key != OPTIM}
     return dataclasses.replace(
         source,
@@ -133,7 +133,7 @@ def test_every_element_has_its_place(layout: Layout, precision: Precision, tmp_p
     )
     target = deepspeed_target.lay_out(source, layout.config(precision=precision))
     pieces = {key: target.pieces[key] for key in target.tensors}
-    assert uncovered(pieces) == []
+    assert find_coverage_errors(pieces) == []
     assert all(
         sum(piece.box.numel for piece in of_key) == torch.Size(target.tensors[key].shape).numel()
         for key, of_key in pieces.items()
@@ -149,7 +149,7 @@ def test_every_element_has_its_place(layout: Layout, precision: Precision, tmp_p
         ends[piece.file] = piece.end
 
 
-def fabricated(folder: Path, model: ModelConfig) -> Source:
+def fabricated(folder: Path, model: ModelConfig) -> CheckpointSource:
     """A source of which everything is known and no byte is there."""
     family = get(str(model.family))
     shape = family.resolve_shape(model)
@@ -164,6 +164,6 @@ def fabricated(folder: Path, model: ModelConfig) -> Source:
     def refuse(_: Path, damage: Exception) -> CheckpointError:
         raise damage
 
-    return Source(
+    return CheckpointSource(
         format="native", catalog=catalog, namespace=family.namespace, step=4, shape=shape, refuse=refuse
     )

@@ -21,12 +21,12 @@ import torch
 from tests.checkpoint.deepspeed_ranks import MORE, STOP, Layout, Opened, go_on, train
 from tests.checkpoint.layouts import same_bits, whole
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.formats import universal_target
+from toolkit.checkpoint.formats.universal import target as universal_target
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.target import Target
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target import CheckpointTarget
 from toolkit.config.reshard import TargetConfig
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
@@ -48,15 +48,15 @@ ODD: Mapping[str, Any] = {
 BF16: Mapping[str, Any] = {"precision__name": Precision.bf16}
 
 
-def convert(source: Source, target: Target, path: Path) -> Path:
+def convert(source: CheckpointSource, target: CheckpointTarget, path: Path) -> Path:
     assert not Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
-    (path / manifest.BESIDE).unlink()  # nobody but DeepSpeed's own files says anything
+    (path / manifest.FOREIGN_NAME).unlink()  # nobody but DeepSpeed's own files says anything
     return path
 
 
 @dataclass(frozen=True)
 class Trained:
-    source: Source
+    source: CheckpointSource
     tensors: dict[TensorKey, torch.Tensor]
     went_on: list[StepResult]
 

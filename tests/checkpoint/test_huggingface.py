@@ -16,13 +16,13 @@ import torch
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
 from toolkit import families
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.formats import huggingface_target
-from toolkit.checkpoint.formats.huggingface_target import export
-from toolkit.checkpoint.manifest import BESIDE
-from toolkit.checkpoint.offline.convert import Conversion, Phase
+from toolkit.checkpoint.formats.huggingface import target as huggingface_target
+from toolkit.checkpoint.formats.huggingface.target import export
+from toolkit.checkpoint.manifest import FOREIGN_NAME
+from toolkit.checkpoint.offline.convert import Conversion, ConversionPhase
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint.verify import digest
+from toolkit.checkpoint.verify import compute_digest
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import CheckpointError, InputError
 from toolkit.families.base import ModelShape
@@ -87,10 +87,10 @@ def test_transformers_opens_the_export_with_the_same_logits(tmp_path: Path, name
             report
         )
         assert same_bits(logits(opened.eval()), logits(model))
-        by_manifest = digest(open_reader(folder))
-        (folder / BESIDE).unlink()
+        by_manifest = compute_digest(open_reader(folder))
+        (folder / FOREIGN_NAME).unlink()
         back = open_reader(folder)
-        assert digest(back) == by_manifest
+        assert compute_digest(back) == by_manifest
         assert back.namespace == families.get(name).namespace
         for key, tensor in whole(back).items():
             assert same_bits(tensor, model.state_dict()[key.name])
@@ -111,7 +111,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     ):
         reader.read(rank)
     exported = export(open_source(tmp_path), tmp_path / "again")
-    assert digest(open_reader(exported)) == digest(reader)
+    assert compute_digest(open_reader(exported)) == compute_digest(reader)
     assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -141,9 +141,9 @@ def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("moment", [Phase.PREPARE, Phase.UNITS, Phase.RENAME])
+@pytest.mark.parametrize("moment", [ConversionPhase.PREPARE, ConversionPhase.UNITS, ConversionPhase.RENAME])
 def test_an_export_that_fails_leaves_the_earlier_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: Phase
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: ConversionPhase
 ) -> None:
     shape = tiny("llama")
     source = open_source(saved(model_of(shape), shape, tmp_path / "run"), shape)
@@ -151,7 +151,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def failing(*arguments: Any, **settings: Any) -> Conversion:
-        def stop(phase: Phase) -> None:
+        def stop(phase: ConversionPhase) -> None:
             if phase is moment:
                 raise KeyboardInterrupt
 

@@ -19,16 +19,16 @@ from tests.checkpoint.test_huggingface import FAMILIES, model_of, tiny
 from toolkit import families
 from toolkit.checkpoint import manifest, open_reader
 from toolkit.checkpoint.formats import native
-from toolkit.checkpoint.formats.huggingface_target import lay_out
+from toolkit.checkpoint.formats.huggingface.target import lay_out
 from toolkit.checkpoint.offline import reshard
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.states import tensors_of
-from toolkit.checkpoint.target import Target
-from toolkit.checkpoint.verify import digest, verify
-from toolkit.config.reshard import Format, TargetConfig
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.checkpoint.target_tensors import select_target_tensors
+from toolkit.checkpoint.verify import compute_digest, verify
+from toolkit.config.reshard import TargetConfig, TargetFormat
 from toolkit.config.schema import Precision
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.errors import CheckpointError, InputError
@@ -46,7 +46,9 @@ SCALARS = {
 }
 
 
-def with_optimizer(name: str, folder: Path, *, mixed: bool = True, momentum: bool = False) -> Source:
+def with_optimizer(
+    name: str, folder: Path, *, mixed: bool = True, momentum: bool = False
+) -> CheckpointSource:
     """A run's checkpoint of step 7 on two ranks. ``momentum``: as Muon keeps it, one moment of matrices and two of the rest."""
     shape = tiny(name)
     weights = model_of(shape).state_dict()
@@ -61,7 +63,7 @@ def with_optimizer(name: str, folder: Path, *, mixed: bool = True, momentum: boo
     return open_source(save(folder, 7, shards_of(named, LAYOUTS["flat"], 2), scalars=SCALARS), shape)
 
 
-def write(source: Source, target: Target, folder: Path) -> Path:
+def write(source: CheckpointSource, target: CheckpointTarget, folder: Path) -> Path:
     Conversion(source.catalog, target, folder, origin=source.origin(), refuse=source.refuse).run()
     return folder
 
@@ -70,7 +72,7 @@ def converted(folder: Path, name: str, **settings: Any) -> Path:
     source = with_optimizer(name, folder / "run", **settings)
     return write(
         source,
-        lay_out(source, TargetConfig(format=Format.huggingface, optimizer=True), shard_bytes=30_000),
+        lay_out(source, TargetConfig(format=TargetFormat.huggingface, optimizer=True), shard_bytes=30_000),
         folder / "hub",
     )
 
@@ -84,7 +86,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     assert len(list((folder / "optimizer").glob("exp_avg-0000*"))) > 1, "several files"
     assert verify(folder) == []
     by_manifest = open_source(folder)
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     found = open_source(folder)
     assert (found.format, found.step, found.shape, found.namespace) == (
         "huggingface",
@@ -93,7 +95,11 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
         families.get(name).namespace,
     )
     assert found.catalog.scalars == SCALARS
-    assert digest(found.reader()) == digest(by_manifest.reader()) == digest(source.reader())
+    assert (
+        compute_digest(found.reader())
+        == compute_digest(by_manifest.reader())
+        == compute_digest(source.reader())
+    )
     opened, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     weights = model_of(
@@ -101,9 +107,13 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     ).state_dict()  # rotations are buffers in fp32, so a model that is cast is another one
     assert all(same_bits(tensor, weights[key].bfloat16()) for key, tensor in opened.state_dict().items())
     back = open_source(
-        write(found, native.lay_out(found, tensors_of(found, None, optimizer=True)), tmp_path / "back")
+        write(
+            found,
+            native.lay_out(found, select_target_tensors(found, None, optimizer=True)),
+            tmp_path / "back",
+        )
     )
-    assert digest(back.reader()) == digest(source.reader())
+    assert compute_digest(back.reader()) == compute_digest(source.reader())
     assert back.step == 7
     assert {name: back.catalog.scalars[name] for name in SCALARS} == SCALARS
 
@@ -112,8 +122,8 @@ def test_what_an_fp32_run_and_what_muon_keeps(tmp_path: Path) -> None:
     for number, settings in enumerate(({"mixed": False}, {"momentum": True})):
         source = with_optimizer("llama", tmp_path / f"{number}" / "same", **settings)
         folder = converted(tmp_path / f"{number}", "llama", **settings)
-        (folder / manifest.BESIDE).unlink()
-        assert digest(open_reader(folder)) == digest(source.reader())
+        (folder / manifest.FOREIGN_NAME).unlink()
+        assert compute_digest(open_reader(folder)) == compute_digest(source.reader())
         states = json.loads((folder / "optimizer" / "state.json").read_text())["states"]
         assert (
             sorted(states)
@@ -125,7 +135,7 @@ def test_weights_alone_are_of_no_step(tmp_path: Path) -> None:
     source = with_optimizer("llama", tmp_path / "run")
     folder = write(
         source,
-        lay_out(source, TargetConfig(format=Format.huggingface, precision=Precision.fp32)),
+        lay_out(source, TargetConfig(format=TargetFormat.huggingface, precision=Precision.fp32)),
         tmp_path / "hub",
     )
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -135,7 +145,7 @@ def test_weights_alone_are_of_no_step(tmp_path: Path) -> None:
     ]
     for remove in (False, True):
         if remove:
-            (folder / manifest.BESIDE).unlink()
+            (folder / manifest.FOREIGN_NAME).unlink()
         found = open_source(folder)
         assert "step" not in found.catalog.scalars
         assert {(key.state, info.dtype) for key, info in found.catalog.tensors.items()} == {
@@ -148,11 +158,11 @@ def test_weights_alone_are_of_no_step(tmp_path: Path) -> None:
 def test_a_model_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
     named = {TensorKey(WEIGHT, "w"): torch.ones(3)}
     source = open_source(save(tmp_path, 1, shards_of(named, LAYOUTS["flat"], 1)))
-    lay_out(source, TargetConfig(format=Format.huggingface))
+    lay_out(source, TargetConfig(format=TargetFormat.huggingface))
     folder = converted(tmp_path / "a", "llama")
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     with pytest.raises(InputError, match="model=llama"):
-        lay_out(replace(open_source(folder), shape=None), TargetConfig(format=Format.huggingface))
+        lay_out(replace(open_source(folder), shape=None), TargetConfig(format=TargetFormat.huggingface))
 
 
 def test_people_change_settings_and_tokenizers(tmp_path: Path) -> None:
@@ -160,7 +170,7 @@ def test_people_change_settings_and_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     source = with_optimizer("llama", tmp_path / "run")
-    target = lay_out(source, TargetConfig(format=Format.huggingface), tokenizer=tmp_path / "tokenizer")
+    target = lay_out(source, TargetConfig(format=TargetFormat.huggingface), tokenizer=tmp_path / "tokenizer")
     folder = write(source, target, tmp_path / "hub")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
@@ -180,9 +190,9 @@ def test_norms_in_fp32_among_weights_of_16_bits_stay_what_they_are(tmp_path: Pat
         for name, value in values.items()
     }
     source = open_source(save(tmp_path / "run", 1, shards_of(named, LAYOUTS["flat"], 2)), shape)
-    assert digest(open_reader(write(source, lay_out(source, TargetConfig()), tmp_path / "hub"))) == digest(
-        source.reader()
-    )
+    assert compute_digest(
+        open_reader(write(source, lay_out(source, TargetConfig()), tmp_path / "hub"))
+    ) == compute_digest(source.reader())
 
 
 # ---- damage
@@ -222,7 +232,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     folder = converted(tmp_path, "llama")
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     change, match = DAMAGES[damage]
     change(folder)
     with pytest.raises(CheckpointError, match=match):
@@ -236,7 +246,7 @@ def test_half_of_a_moment_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = converted(tmp_path, "mixtral")
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     for file in sorted((folder / "optimizer").glob("exp_avg-*")):
         tensors = {name: tensor for name, tensor in load_file(file).items() if "experts.1.w2" not in name}
         save_file(tensors, file, {"format": "pt"})
@@ -276,7 +286,7 @@ def test_a_run_resumes_from_it_to_the_bit(tmp_path: Path) -> None:
     )
     source = open_source(saved, plan.shape)
     folder = write(source, lay_out(source, TargetConfig(optimizer=True)), tmp_path / "hub")
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     went_on = [result.loss for result in step_all(stayed, plan, range(2, 4))]
     assert [result.loss for result in step_all(engine(folder), plan, range(2, 4))] == went_on
     weights = write(source, lay_out(source, TargetConfig()), tmp_path / "weights")
@@ -297,7 +307,7 @@ def test_a_model_that_the_checkpoint_is_not_of_is_refused(tmp_path: Path) -> Non
     """Whatever is written: sizes that the user said wrong would cut tensors, or be recorded beside them."""
     source = with_optimizer("llama", tmp_path / "run")
     wrong = replace(source, shape=tiny("llama", num_key_value_heads=4))
-    for written in (Format.native, Format.huggingface, Format.universal):
+    for written in (TargetFormat.native, TargetFormat.huggingface, TargetFormat.universal):
         with pytest.raises(CheckpointError, match=r"k_proj\.weight has shape \(16, 32\)[\s\S]*\(32, 32\)"):
             reshard.lay_out(wrong, TargetConfig(format=written))
         reshard.lay_out(source, TargetConfig(format=written))

@@ -34,12 +34,13 @@ from tests.checkpoint.megatron_cells import (
 )
 from tests.checkpoint.megatron_ranks import SAMPLES, STOP
 from toolkit import families
-from toolkit.checkpoint.formats import dcp_metadata, native
-from toolkit.checkpoint.formats.megatron_keys import parse, slots_of
+from toolkit.checkpoint.formats import native
+from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata
+from toolkit.checkpoint.formats.megatron.keys import key_slots, parse_key
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.states import tensors_of
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target_tensors import select_target_tensors
 from toolkit.checkpoint.verify import verify
 from toolkit.config.schema import OptimizerName, Precision
 from toolkit.errors import CheckpointError, InputError
@@ -47,11 +48,11 @@ from toolkit.testing.matrix import Case, megatron
 from toolkit.testing.matrix import Cell as Layout
 
 
-def opened(case: Cell, folder: Path) -> Source:
+def opened(case: Cell, folder: Path) -> CheckpointSource:
     return open_source(folder, case.plan.shape)
 
 
-def check(case: Cell, saved: Saves) -> Source:
+def check(case: Cell, saved: Saves) -> CheckpointSource:
     folder, held = saved.of(case)
     source = opened(case, folder)
     assert (source.format, source.step) == ("megatron", STOP)
@@ -71,7 +72,7 @@ def check(case: Cell, saved: Saves) -> Source:
     return source
 
 
-def compare_copies(source: Source) -> None:
+def compare_copies(source: CheckpointSource) -> None:
     """What is stored twice is equal: in fp32 the distributed optimizer's weights are the model's."""
     for key in source.catalog.copies:
         ours = {(piece.box, piece.transposed): piece for piece in source.catalog.pieces[key]}
@@ -106,13 +107,15 @@ def test_the_model_is_that_of_megatron_lms_arguments(megatron_saved: Saves) -> N
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_arguments_tell_families_apart(family: str) -> None:
-    from toolkit.checkpoint.formats.megatron_args import model_of
+    from toolkit.checkpoint.formats.megatron.args import read_model_shape
 
     case = cell(family)
     args = vars(work.arguments(case.plan))
-    assert model_of(args) == case.plan.shape
-    assert model_of({**args, "vocab_size": None}) is None, "the padded vocabulary is not the vocabulary"
-    assert model_of({**args, "normalization": "L2Norm"}) is None
+    assert read_model_shape(args) == case.plan.shape
+    assert read_model_shape({**args, "vocab_size": None}) is None, (
+        "the padded vocabulary is not the vocabulary"
+    )
+    assert read_model_shape({**args, "normalization": "L2Norm"}) is None
 
 
 def test_a_model_that_nobody_says_is_asked_for(megatron_saved: Saves, tmp_path: Path) -> None:
@@ -131,7 +134,7 @@ def test_pytorch_gives_the_same_numbers(megatron_saved: Saves) -> None:
     keys = {
         key for key, about in metadata.state_dict_metadata.items() if isinstance(about, TensorStorageMetadata)
     }
-    ours = dcp_metadata.load(folder / f"iter_{STOP:07d}")
+    ours = dcp_metadata.load_metadata(folder / f"iter_{STOP:07d}")
     assert ours.tensors.keys() == keys
     assert ours.objects.keys() == metadata.state_dict_metadata.keys() - keys
     whole = by_pytorch(folder / f"iter_{STOP:07d}")
@@ -233,7 +236,9 @@ def test_damage_is_refused_by_name(megatron_saved: Saves, tmp_path: Path, damage
         common["optimizer"]["param_groups"][0]["step"] = STOP + 1
         torch.save(common, iteration / "common.pt")
     else:
-        blob = dcp_metadata.load(iteration).tensors["embedding.word_embeddings.weight"].chunks[0].blob
+        blob = (
+            dcp_metadata.load_metadata(iteration).tensors["embedding.word_embeddings.weight"].chunks[0].blob
+        )
         with (iteration / blob.file).open("r+b") as stream:
             stream.seek(blob.end - 22)
             stream.write(bytes(22))
@@ -266,10 +271,10 @@ def test_upstreams_corrupt_state_is_refused(megatron_saved: Saves, tmp_path: Pat
     assert verify(sound, QWEN2_BF16.plan.shape) == []
 
 
-def convert(source: Source, path: Path) -> None:
+def convert(source: CheckpointSource, path: Path) -> None:
     Conversion(
         source.catalog,
-        native.lay_out(source, tensors_of(source, None, optimizer=True)),
+        native.lay_out(source, select_target_tensors(source, None, optimizer=True)),
         path,
         origin=source.origin(),
         refuse=source.refuse,
@@ -301,13 +306,13 @@ def test_keys_that_are_written_are_understood(family: str) -> None:
     shape = cell(family).plan.shape
     assert shape is not None
     for tensor in families.get(family).megatron(shape):
-        for slot in slots_of(tensor, shape):
+        for slot in key_slots(tensor, shape):
             for prefix, state in (
                 ("", WEIGHT),
                 ("optimizer.state.param.", MASTER),
                 ("chained_1.optimizer.state.exp_avg.", EXP_AVG),
             ):
-                key = parse(prefix + slot.key)
+                key = parse_key(prefix + slot.key)
                 assert key is not None
                 assert (key.state, key.weight, key.half) == (state, slot.key, None)
                 (member,) = key.members(
@@ -319,14 +324,14 @@ def test_keys_that_are_written_are_understood(family: str) -> None:
 
 def test_keys_of_halves_and_of_strangers() -> None:
     gate, up = (
-        parse(f"optimizer.state.exp_avg.decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_{half}")
+        parse_key(f"optimizer.state.exp_avg.decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_{half}")
         for half in "wv"
     )
     assert gate is not None
     assert up is not None
     assert (gate.half, up.half, gate.source == up.source) == (0, 1, True)
     assert gate.name == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
-    assert parse("optimizer.state.master_param.decoder.final_layernorm.weight") is None
+    assert parse_key("optimizer.state.master_param.decoder.final_layernorm.weight") is None
 
 
 @pytest.mark.full

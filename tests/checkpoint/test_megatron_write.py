@@ -31,13 +31,14 @@ from tests.checkpoint.megatron_ranks import STOP
 from tests.checkpoint.test_megatron_read import by_pytorch, opened
 from tests.checkpoint.tiny_run import tiny_checkpoint, tiny_shape
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.formats import dcp_metadata, megatron_target
+from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata
+from toolkit.checkpoint.formats.megatron import target as megatron_target
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIM
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.verify import digest
-from toolkit.config.reshard import Format, TargetConfig, TargetOptimConfig, TargetParallelConfig
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.verify import compute_digest
+from toolkit.config.reshard import TargetConfig, TargetFormat, TargetOptimConfig, TargetParallelConfig
 from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError
 
@@ -52,7 +53,7 @@ def asked(
     **parallel: int,
 ) -> TargetConfig:
     return TargetConfig(
-        format=Format.megatron,
+        format=TargetFormat.megatron,
         parallel=TargetParallelConfig(**parallel),
         optim=optim or TargetOptimConfig(),
         precision=precision,
@@ -60,11 +61,11 @@ def asked(
     )
 
 
-def write(source: Source, config: TargetConfig, path: Path) -> Path:
+def write(source: CheckpointSource, config: TargetConfig, path: Path) -> Path:
     """Without this toolkit's manifest, so that nothing but Megatron-core's own files says what is there."""
     target = megatron_target.lay_out(source, config)
     Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
-    (path / manifest.BESIDE).unlink()
+    (path / manifest.FOREIGN_NAME).unlink()
     return path
 
 
@@ -135,7 +136,7 @@ def check(case: Cell, opens: Cell, saved: Saves, path: Path) -> None:
     assert found.scalars == held.scalars
     assert apart(found.results, held.results) <= TOLERANCE
     again = open_source(written, case.plan.shape)
-    assert digest(again.reader()) == digest(opened(case, folder).reader())
+    assert compute_digest(again.reader()) == compute_digest(opened(case, folder).reader())
     assert {key: again.catalog.scalars[key] for key in ("step", "optimizer_step", OPTIM)} == {
         key: opened(case, folder).catalog.scalars[key] for key in ("step", "optimizer_step", OPTIM)
     }
@@ -153,7 +154,7 @@ def forget(iteration: Path) -> None:
     """Zero every moment, and put each file's checksums right by saving its tensors anew in their places."""
     import zlib
 
-    metadata = dcp_metadata.load(iteration)
+    metadata = dcp_metadata.load_metadata(iteration)
     for key, stored in metadata.tensors.items():
         if not key.startswith(("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")):
             continue
@@ -184,7 +185,7 @@ def test_every_key_that_megatron_writes_is_there(megatron_saved: Saves, tmp_path
     vocabulary = case.layout.vocabulary
     for key, tensor in theirs.items():
         assert same_bits(ours[key], tensor[:vocabulary] if tensor.shape[0] > vocabulary else tensor), key
-    of_theirs, of_ours = (dcp_metadata.load(one / f"iter_{STOP:07d}") for one in (folder, written))
+    of_theirs, of_ours = (dcp_metadata.load_metadata(one / f"iter_{STOP:07d}") for one in (folder, written))
     assert of_theirs.objects.keys() <= of_ours.objects.keys()
     common = torch.load(written / f"iter_{STOP:07d}" / "common.pt", weights_only=True)
     saved = torch.load(folder / f"iter_{STOP:07d}" / "common.pt", weights_only=False)
@@ -201,7 +202,7 @@ def test_every_key_that_megatron_writes_is_there(megatron_saved: Saves, tmp_path
 def test_chunks_are_those_of_the_asked_tensor_ranks(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     written = write(source, asked(tensor=2, pipeline=2, optim=SETTINGS), tmp_path / "written")
-    found = dcp_metadata.load(written / "iter_0000003").tensors
+    found = dcp_metadata.load_metadata(written / "iter_0000003").tensors
     names = {
         "decoder.layers.self_attention.linear_qkv.weight": 4,
         "decoder.layers.mlp.linear_fc1.weight": 8,
@@ -222,7 +223,7 @@ def test_files_do_not_grow_beyond_their_size(tmp_path: Path, monkeypatch: pytest
     files = list((written / "iter_0000003").glob("__0_*.distcp"))
     assert len(files) > 3
     assert max(path.stat().st_size for path in files) <= 100_000
-    assert digest(open_source(written, tiny_shape()).reader()) == digest(source.reader())
+    assert compute_digest(open_source(written, tiny_shape()).reader()) == compute_digest(source.reader())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "mixtral"])
@@ -231,7 +232,7 @@ def test_there_and_back(family: str, mixed: bool, tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run", family, mixed=mixed))
     written = write(source, asked(tensor=2, pipeline=2, optim=SETTINGS), tmp_path / "written")
     again = open_source(written, source.shape)
-    assert digest(again.reader()) == digest(source.reader())
+    assert compute_digest(again.reader()) == compute_digest(source.reader())
     assert again.catalog.scalars.keys() == {"step", "consumed_samples", "optimizer_step", OPTIM}
     assert {key: again.catalog.scalars[key] for key in ("step", "consumed_samples", "optimizer_step")} == {
         "step": 3,
@@ -256,7 +257,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert same_bits(values[WEIGHT], values[MASTER]), "fp32 weights are the masters"
 
 
-def read(source: Source, key: TensorKey, into: torch.Tensor) -> None:
+def read(source: CheckpointSource, key: TensorKey, into: torch.Tensor) -> None:
     from toolkit.checkpoint.shard import Box, Shard
 
     source.reader().read([Shard(key, tuple(into.shape), Box.whole(into.shape), into)])

@@ -17,12 +17,15 @@ import torch
 from tests.checkpoint.tiny_run import STEP, tiny_checkpoint, tiny_shape
 from tests.hostile import HOSTILE
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.formats import deepspeed_target, huggingface_target, megatron_target, universal_target
-from toolkit.checkpoint.formats.dcp_metadata import METADATA
+from toolkit.checkpoint.formats.dcp.metadata import METADATA
+from toolkit.checkpoint.formats.deepspeed import target as deepspeed_target
+from toolkit.checkpoint.formats.huggingface import target as huggingface_target
+from toolkit.checkpoint.formats.megatron import target as megatron_target
+from toolkit.checkpoint.formats.universal import target as universal_target
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint_folder import POINTER, newest
-from toolkit.config.reshard import Format, TargetConfig
+from toolkit.checkpoint_folder import POINTER, newest_checkpoint
+from toolkit.config.reshard import TargetConfig, TargetFormat
 from toolkit.errors import CheckpointError, InputError
 
 VENDORS: dict[str, Callable[..., Any]] = {
@@ -46,9 +49,9 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vendor(kind: str, native: Path, folder: Path) -> Path:
     """A checkpoint as a vendor writes it: without the manifest that this toolkit writes beside it."""
     source = open_source(native)
-    target = VENDORS[kind](source, TargetConfig(format=Format[kind]))
+    target = VENDORS[kind](source, TargetConfig(format=TargetFormat[kind]))
     Conversion(source.catalog, target, folder, origin=source.origin(), refuse=source.refuse).run()
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     return folder
 
 
@@ -79,14 +82,14 @@ def test_a_runs_pointer_leads_to_no_other_folder(kind: str, native: Path, tmp_pa
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "outside").symlink_to(native)
     (tmp_path / "checkpoints" / POINTER).write_text(HOSTILE[kind].encode("utf-8", "replace").decode())
-    assert newest(tmp_path / "checkpoints") is None
+    assert newest_checkpoint(tmp_path / "checkpoints") is None
 
 
 def test_a_runs_pointer_does_not_follow_a_link_to_another_folder(native: Path, tmp_path: Path) -> None:
     (tmp_path / native.name).symlink_to(native)
     (tmp_path / POINTER).write_text(native.name)
     with pytest.raises(CheckpointError, match="is a link to"):
-        newest(tmp_path)
+        newest_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("vendor_kind", TRACKERS)

@@ -19,15 +19,15 @@ import pytest
 
 from tests.checkpoint import described
 from tests.checkpoint.tiny_run import tiny_checkpoint
-from toolkit.checkpoint.catalog import Catalog, Piece
+from toolkit.checkpoint.catalog import Catalog, TensorPiece
 from toolkit.checkpoint.formats import native
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.offline.plan import plan_reshard
 from toolkit.checkpoint.offline.reshard import lay_out
 from toolkit.checkpoint.shard import TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.states import tensors_of
-from toolkit.checkpoint.target import Target
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.checkpoint.target_tensors import select_target_tensors
 from toolkit.config.reshard import TargetConfig
 from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError
@@ -81,7 +81,7 @@ def test_the_figures_are_those_of_the_conversion(
     assert plan.tensors == len(target.tensors)
 
 
-def changed(source: Catalog, key: TensorKey, pieces: tuple[Piece, ...]) -> Catalog:
+def changed(source: Catalog, key: TensorKey, pieces: tuple[TensorPiece, ...]) -> Catalog:
     return replace(source, pieces={**source.pieces, key: pieces})
 
 
@@ -91,7 +91,7 @@ def test_what_is_not_covered_once_is_found(tmp_path: Path) -> None:
     plan_reshard(source.catalog, target)
     key = next(iter(source.catalog.tensors))
     (piece,) = source.catalog.pieces[key]
-    wrong: list[tuple[tuple[Piece, ...], str]] = [
+    wrong: list[tuple[tuple[TensorPiece, ...], str]] = [
         ((), "no piece has any of it"),
         ((piece, piece), "both hold"),
         ((replace(piece, end=piece.end - 4),), "bytes of part-00000.safetensors for"),
@@ -107,8 +107,8 @@ def test_what_is_not_covered_once_is_found(tmp_path: Path) -> None:
             plan_reshard(source.catalog, replace(target, pieces={**target.pieces, key: pieces}))
 
 
-def native_target(source: Source) -> Target:
-    return native.lay_out(source, tensors_of(source, Precision.bf16, optimizer=True))
+def native_target(source: CheckpointSource) -> CheckpointTarget:
+    return native.lay_out(source, select_target_tensors(source, Precision.bf16, optimizer=True))
 
 
 def test_zero_3_of_64_ranks_and_a_rank_that_is_missing() -> None:

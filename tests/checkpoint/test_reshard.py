@@ -19,7 +19,7 @@ from tests.checkpoint.layouts import LAYOUTS, cut, same_bits, save, shards_of, w
 from toolkit.checkpoint import blocks, catalog, executor, open_reader, planner
 from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Shard, TensorKey, flat_shards
-from toolkit.checkpoint.verify import digest, verify
+from toolkit.checkpoint.verify import compute_digest, verify
 from toolkit.errors import CheckpointError
 
 DTYPES = (
@@ -112,11 +112,13 @@ def test_digest_has_no_layout(tmp_path: Path, small_blocks: None, target: str) -
     for rank in shards_of(room, LAYOUTS[target], 4):
         first.read(rank)  # into views of ``room``, that are not contiguous
     second = open_reader(save(tmp_path / "second", 2, shards_of(room, LAYOUTS[target], 4)))
-    assert digest(first) == digest(second)
+    assert compute_digest(first) == compute_digest(second)
     next(iter(room.values()))[0, 0] += 1
-    changed = digest(open_reader(save(tmp_path / "third", 2, shards_of(room, LAYOUTS[target], 4))))
-    assert changed.overall != digest(first).overall
-    assert len({key for key, one in changed.tensors.items() if one != digest(first).tensors[key]}) == 1
+    changed = compute_digest(open_reader(save(tmp_path / "third", 2, shards_of(room, LAYOUTS[target], 4))))
+    assert changed.overall != compute_digest(first).overall
+    assert (
+        len({key for key, one in changed.tensors.items() if one != compute_digest(first).tensors[key]}) == 1
+    )
 
 
 def test_blocks_of_full_size(tmp_path: Path) -> None:
@@ -151,13 +153,13 @@ def test_a_read_touches_its_bytes_only(
     tensor = random_tensor((1000,), torch.float32, 0)
     reader = open_reader(save(tmp_path, 1, shards_of({key: tensor}, LAYOUTS["flat"], 2)))
     read: list[int] = []
-    fill = blocks.Files.fill
+    fill = blocks.CheckpointFiles.fill
 
-    def counted(self: blocks.Files, file: str, begin: int, buffer: memoryview) -> None:
+    def counted(self: blocks.CheckpointFiles, file: str, begin: int, buffer: memoryview) -> None:
         read.append(len(buffer))
         fill(self, file, begin, buffer)
 
-    monkeypatch.setattr(blocks.Files, "fill", counted)
+    monkeypatch.setattr(blocks.CheckpointFiles, "fill", counted)
     shards = flat_shards(key, (1000,), 490, torch.empty(20))
     reader.read(shards)
     assert torch.equal(shards[0].data, tensor[490:510])

@@ -25,7 +25,7 @@ from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, open_reader
 from toolkit.checkpoint.online import writing
-from toolkit.checkpoint.online.commit import Phase, SaveFailed
+from toolkit.checkpoint.online.commit import SaveFailed, SavePhase
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.verify import verify
@@ -63,7 +63,7 @@ def test_retention_keeps_the_last_the_multiples_and_the_pointed(tmp_path: Path) 
     store = CheckpointStore(tmp_path, keep_last=2, keep_every=20)
     for step in range(10, 70, 10):
         save_alone(store, step, state(step))
-    assert sorted(checkpoint_folder.committed(tmp_path)) == [20, 40, 50, 60]
+    assert sorted(checkpoint_folder.committed_checkpoints(tmp_path)) == [20, 40, 50, 60]
     assert (tmp_path / "latest").read_text() == "step-00000060\n"
     assert store.newest() == tmp_path / "step-00000060"
     assert [path.name for path in store.complete()] == [f"step-{step:08d}" for step in (20, 40, 50, 60)]
@@ -73,7 +73,7 @@ def test_retention_keeps_the_last_the_multiples_and_the_pointed(tmp_path: Path) 
 def test_retention_decides_by_step_and_wholeness() -> None:
     def removed(steps: list[int], whole: list[int] | None = None, **options: int) -> list[int]:
         options = {"saved": max(steps), "keep_last": 1, "keep_every": 0, **options}
-        return directory.removable(steps, steps if whole is None else whole, **options)
+        return directory.removable_steps(steps, steps if whole is None else whole, **options)
 
     assert removed([1, 2, 3]) == [1, 2]
     assert removed([1, 2, 3], keep_last=5) == []
@@ -102,8 +102,8 @@ def test_two_deaths_before_the_pointer_are_continued(tmp_path: Path) -> None:
     class Death(BaseException):
         pass
 
-    def die(phase: Phase) -> None:
-        if phase is Phase.POINTER:
+    def die(phase: SavePhase) -> None:
+        if phase is SavePhase.POINTER:
             raise Death
 
     save_alone(CheckpointStore(tmp_path), 1, state(1))
@@ -163,12 +163,12 @@ def test_going_back_lasts_and_sets_aside_what_was_after(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save_alone(store, step, state(step))
     aside = tmp_path / "run" / "attempts" / "001" / "checkpoints"
-    moved = directory.go_back(store.directory, store.directory / "step-00000002", 2, aside)
+    moved = directory.make_newest(store.directory, store.directory / "step-00000002", 2, aside)
     assert moved == [aside / "step-00000003", aside / "step-00000004"]
     assert [value(path) for path in moved] == [3, 4]
     assert value(tmp_path / "run") == 2
-    assert sorted(checkpoint_folder.committed(store.directory)) == [1, 2]
-    assert directory.go_back(store.directory, store.directory / "step-00000002", 2, aside) == []
+    assert sorted(checkpoint_folder.committed_checkpoints(store.directory)) == [1, 2]
+    assert directory.make_newest(store.directory, store.directory / "step-00000002", 2, aside) == []
     save_alone(store, 3, state(30), attempt=2)
     assert value(tmp_path / "run") == 30, "not the one of the steps that were left"
 
@@ -180,7 +180,7 @@ def test_going_to_a_checkpoint_that_lies_elsewhere_lasts_until_the_next_save(tmp
     )
     save_alone(store, 1, state(1))
     copied = save_alone(other, 5, state(5))
-    assert directory.go_back(store.directory, copied, 5, tmp_path / "aside") == []
+    assert directory.make_newest(store.directory, copied, 5, tmp_path / "aside") == []
     assert store.newest() == copied
     assert value(tmp_path / "run") == 5
     save_alone(store, 6, state(6))
@@ -198,8 +198,8 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
 def test_background_equals_blocking_and_does_not_see_later_changes(tmp_path: Path) -> None:
     go = threading.Event()
 
-    def hold(phase: Phase) -> None:
-        if phase is Phase.PIECES:
+    def hold(phase: SavePhase) -> None:
+        if phase is SavePhase.PIECES:
             assert go.wait(20)
 
     named = {TensorKey(state, name): torch.randn(37, 19) for state in (WEIGHT, EXP_AVG) for name in "abc"}
@@ -229,7 +229,7 @@ def test_background_equals_blocking_and_does_not_see_later_changes(tmp_path: Pat
 
 
 def test_an_error_in_the_background_surfaces_once(tmp_path: Path) -> None:
-    def fail(phase: Phase) -> None:
+    def fail(phase: SavePhase) -> None:
         raise OSError(errno.EIO, "the disk says no")
 
     store = CheckpointStore(tmp_path, on_phase=fail)
@@ -329,12 +329,12 @@ def test_a_silent_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
 RANK_THAT_DIES = """
 import os, signal, sys
 import torch
-from toolkit.checkpoint.online.commit import Phase
+from toolkit.checkpoint.online.commit import SavePhase
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import WEIGHT, Box, Shard, TensorKey
 
 rank = int(sys.argv[2])
-dies_in = Phase.FSYNC if rank else Phase.RENAME
+dies_in = SavePhase.FSYNC if rank else SavePhase.RENAME
 
 def die(phase):
     if phase is dies_in:

@@ -19,7 +19,7 @@ from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from tests.checkpoint.test_huggingface import model_of, tiny
 from toolkit.checkpoint import manifest, tile_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source, open_source
+from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.verify import verify, verify_source
 from toolkit.errors import CheckpointError
 
@@ -45,11 +45,11 @@ def sound(names: tuple[str, ...] = ("w", "norm")) -> dict[TensorKey, torch.Tenso
     return named
 
 
-def of_vendor(folder: Path) -> Source:
+def of_vendor(folder: Path) -> CheckpointSource:
     return of_ranks(folder, sound(), replicated=("norm",))
 
 
-def said(source: Source, workers: int = 2) -> list[str]:
+def said(source: CheckpointSource, workers: int = 2) -> list[str]:
     return [str(finding) for finding in verify_source(source, workers=workers)]
 
 
@@ -223,7 +223,7 @@ def test_findings_are_the_same_from_any_number_of_threads(tmp_path: Path) -> Non
 # ---- one flipped bit: what is found with hashes, and what without
 
 
-def flipped(source: Source, key: TensorKey, element: int) -> int:
+def flipped(source: CheckpointSource, key: TensorKey, element: int) -> int:
     """Of the bits of one element, how many are found where they are flipped, one at a time."""
     raw = read_at(source, key, element)
     found = 0
@@ -275,7 +275,7 @@ def test_a_target_of_another_format_is_verified_by_its_manifest(tmp_path: Path) 
 
     folder = converted(tmp_path, "llama")
     assert verify(folder) == []
-    found = manifest.load(folder, manifest.BESIDE)
+    found = manifest.load(folder, manifest.FOREIGN_NAME)
     piece = next(piece for piece in found.pieces if piece.key.state == EXP_AVG)
     with (folder / piece.file).open("r+b") as file:
         file.seek(piece.begin)
@@ -283,7 +283,7 @@ def test_a_target_of_another_format_is_verified_by_its_manifest(tmp_path: Path) 
         file.seek(piece.begin)
         file.write(bytes([low ^ 1]))
     assert [finding.where for finding in verify(folder)] == [piece.file]
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     assert verify(folder) == [], "the control: without hashes it is a possible value"
     state = json.loads((folder / "optimizer" / "state.json").read_text())
     (folder / "optimizer" / "state.json").write_text(json.dumps(state | {"format_version": 2}))

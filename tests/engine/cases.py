@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard, TensorInfo, TensorKey
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, StateReader, TensorInfo, TensorKey
 from toolkit.cluster.machine import this_machine
 from toolkit.config.schema import EngineName, OptimizerKernel, OptimizerName, Place, Precision
 from toolkit.engine.build import build_engine, first_weights
@@ -99,7 +99,7 @@ def trace(rank: int, ranks: int, cell: Cell, **settings: Any) -> Trace:
     return run(cell.plan(), rank=rank, **settings)
 
 
-def make(cell: Cell, rank: int, reader: Reader | None = None) -> Engine:
+def make(cell: Cell, rank: int, reader: StateReader | None = None) -> Engine:
     """The cell's engine with its first weights, or what ``reader`` has."""
     plan = cell.plan()
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
@@ -114,7 +114,7 @@ def steps(engine: Engine, cell: Cell, rank: int, first: int, last: int) -> list[
 class WithoutMoments:
     """The control: moments are there and zero."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: StateReader) -> None:
         self._reader = reader
 
     @property

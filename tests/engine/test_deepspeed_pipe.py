@@ -36,7 +36,7 @@ from tests.engine.test_memory import Bytes, gradients, states, weights
 from tests.engine.test_resume import assert_same, resume, save_and_go_on
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.shard import StateReader
 from toolkit.config.schema import BatchRampConfig
 from toolkit.engine.deepspeed import pipeline_compat as deepspeed_pipe_compat
 from toolkit.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
@@ -292,7 +292,7 @@ def check_to_the_bit(case: Cell, pool: RankPool, folder: Path) -> None:
 def stretch(
     rank: int, ranks: int, case: Cell, first: int, source: Path | None, target: Path, forget: bool = False
 ) -> list[StepResult]:
-    reader: Reader | None = None if source is None else open_reader(source)
+    reader: StateReader | None = None if source is None else open_reader(source)
     engine = make(case, rank, WithoutMoments(reader) if forget and reader is not None else reader)
     found = steps(engine, case, rank, first, first + EACH)
     store = CheckpointStore(target)

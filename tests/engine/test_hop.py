@@ -18,9 +18,9 @@ import torch
 
 from tests.engine.cases import WithoutMoments
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.formats import huggingface_target
+from toolkit.checkpoint.formats.huggingface import target as huggingface_target
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.shard import StateReader
 from toolkit.checkpoint.source import open_source
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
@@ -69,7 +69,7 @@ def stretch(
     """Six steps from ``first`` on, of the state at ``source`` (None: the first weights), saved to ``target``."""
     plan = cell.plan(Case.ADAM)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    reader: Reader = cell.first_weights(plan) if source is None else open_reader(source)
+    reader: StateReader = cell.first_weights(plan) if source is None else open_reader(source)
     engine.load(WithoutMoments(reader) if forget else reader)
     results = step_all(engine, plan, range(first, first + EACH), rank=rank)
     save(engine, plan, first + EACH, target, rank, ranks)

@@ -33,7 +33,7 @@ from tests.engine.cases import (
 )
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint.shard import WEIGHT, Reader, TensorKey
+from toolkit.checkpoint.shard import WEIGHT, StateReader, TensorKey
 from toolkit.engine.protocol import Engine
 from toolkit.errors import CheckpointError
 from toolkit.testing.dist import RankPool
@@ -84,7 +84,7 @@ def resume(
     engine = make(case, rank)
     found = []
     for folder in folders:
-        reader: Reader = open_reader(folder)
+        reader: StateReader = open_reader(folder)
         engine.load(WithoutMoments(reader) if forget else reader)
         found.append(go_on(engine, case, rank))
     engine.close()

@@ -128,7 +128,7 @@ def test_a_hang_is_told_with_its_cause_and_ends_restartably(case: Case, data: Pa
     assert end.reason is not None
     assert end.reason.startswith(f"hang: {row['cause']}")
     assert str(file) in end.reason
-    assert end.checkpoint == str(checkpoint_folder.newest(run.checkpoints))
+    assert end.checkpoint == str(checkpoint_folder.newest_checkpoint(run.checkpoints))
     assert case.cause in started.output
     if case.resumes:
         _goes_on_to_the_same_end(argv, run_dir, data, tmp_path)

@@ -15,7 +15,7 @@ from tests.rundir.runs import begun, checkpoint, config
 from toolkit.config.schema import CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
 from toolkit.errors import Severity
 from toolkit.plan.schedule import rate
-from toolkit.rundir.continuing import NothingToDo, check_work, schedule_warning
+from toolkit.rundir.continuing import NothingToDo, check_remaining_work, schedule_warning
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -33,7 +33,7 @@ def ended(path: Path, state: RunState = RunState.DONE, *, steps: int = 10, saved
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path, steps: int, words: str) -> None:
     directory = ended(tmp_path / "run")
     with pytest.raises(NothingToDo, match=r"^nothing to do: ") as nothing:
-        check_work(config(steps=steps), directory)
+        check_remaining_work(config(steps=steps), directory)
     assert words in str(nothing.value)
     assert "train.steps=20" in str(nothing.value)
 
@@ -49,19 +49,19 @@ def test_a_finished_run_has_nothing_to_do(tmp_path: Path, steps: int, words: str
     ids=["more steps", "back to a checkpoint", "another evaluation", "export"],
 )
 def test_a_finished_run_with_something_left_to_do_starts(tmp_path: Path, given: RunConfig) -> None:
-    check_work(given, ended(tmp_path / "run"))
+    check_remaining_work(given, ended(tmp_path / "run"))
 
 
 def test_a_run_that_failed_after_its_last_save_starts(tmp_path: Path) -> None:
-    check_work(config(), ended(tmp_path / "run", RunState.FAILED))
+    check_remaining_work(config(), ended(tmp_path / "run", RunState.FAILED))
 
 
 def test_a_run_whose_last_step_was_not_saved_starts(tmp_path: Path) -> None:
-    check_work(config(), ended(tmp_path / "run", saved=8))
+    check_remaining_work(config(), ended(tmp_path / "run", saved=8))
 
 
 def test_a_first_start_has_everything_to_do(tmp_path: Path) -> None:
-    check_work(config(), RunDirectory(tmp_path / "run"))
+    check_remaining_work(config(), RunDirectory(tmp_path / "run"))
 
 
 # ---- the schedule

@@ -12,7 +12,7 @@ import pytest
 
 from tests.rundir.runs import PLAN, begun, config
 from toolkit.errors import ConfigError, InputError
-from toolkit.goodput import Times, write_times
+from toolkit.goodput import AttemptTimes, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
@@ -96,7 +96,7 @@ def test_what_was_typed_for_the_first_attempt_is_not_done_again(tmp_path: Path) 
     directory = begun(tmp_path)
     went, never = config(resume="/a/checkpoint"), config(resume="never")
     assert directory.continued(went, 1) == went, "it never got to train"
-    write_times(directory.attempt_folder(1), Times(began=1.0, seen=2.0, first=40))
+    write_times(directory.attempt_folder(1), AttemptTimes(began=1.0, seen=2.0, first=40))
     assert directory.continued(went, 1).resume == "auto"
     assert directory.continued(never, 1).resume == "auto"
     assert directory.continued(went, 0) == went, "a person typed it"

@@ -14,24 +14,24 @@ from pathlib import Path
 import pytest
 
 from tests.rundir.runs import PLAN, begun, checkpoint, config
-from toolkit.checkpoint_folder import Newest, step_name
+from toolkit.checkpoint_folder import NewestCheckpoint, step_name
 from toolkit.errors import CheckpointError, ConfigError, InputError, UserError
-from toolkit.goodput import SAVES, Save, Times, add_save, write_times
+from toolkit.goodput import SAVES, AttemptTimes, SaveRecord, append_save, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.find import find_run
-from toolkit.rundir.source import Source, SourceKind, resolve_source
+from toolkit.rundir.source import SourceKind, StateSource, resolve_source
 from toolkit.rundir.status import RunState, Status
 
 
 def test_sources(tmp_path: Path) -> None:
     newest, other = tmp_path / "newest", tmp_path / "other"
     other.mkdir()
-    assert resolve_source(config(), None) == Source(SourceKind.INITIAL)
-    assert resolve_source(config(resume="never"), None) == Source(SourceKind.INITIAL)
-    assert resolve_source(config(), newest) == Source(SourceKind.RESUME, newest)
-    assert resolve_source(config(resume=str(other)), newest) == Source(SourceKind.RESUME, other)
-    assert resolve_source(config(fork=other), None) == Source(SourceKind.FORK, other)
-    assert resolve_source(config(fork=other), newest) == Source(
+    assert resolve_source(config(), None) == StateSource(SourceKind.INITIAL)
+    assert resolve_source(config(resume="never"), None) == StateSource(SourceKind.INITIAL)
+    assert resolve_source(config(), newest) == StateSource(SourceKind.RESUME, newest)
+    assert resolve_source(config(resume=str(other)), newest) == StateSource(SourceKind.RESUME, other)
+    assert resolve_source(config(fork=other), None) == StateSource(SourceKind.FORK, other)
+    assert resolve_source(config(fork=other), newest) == StateSource(
         SourceKind.RESUME, newest
     )  # a fork continues itself
 
@@ -69,9 +69,9 @@ def trained(path: Path) -> RunDirectory:
     directory = begun(path)
     for step in (10, 20, 30):
         saved = checkpoint(directory, step_name(step))
-        add_save(directory.attempt_folder(1), Save(step=step, seconds=1.0, bytes=1, stepping=1.0))
+        append_save(directory.attempt_folder(1), SaveRecord(step=step, seconds=1.0, bytes=1, stepping=1.0))
     (directory.checkpoints / "latest").write_text(f"{saved.name}\n")
-    write_times(directory.attempt_folder(1), Times(began=1.0, seen=2.0, first=0))
+    write_times(directory.attempt_folder(1), AttemptTimes(began=1.0, seen=2.0, first=0))
     directory.metrics_file.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 35)))
     directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=34, checkpoint=str(saved)))
     return directory
@@ -120,7 +120,7 @@ LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
 @pytest.mark.parametrize("what", LOSSES)
 def test_a_run_that_lost_files_asks_where_to_continue(what: str, tmp_path: Path) -> None:
     directory = trained(tmp_path)
-    assert directory.newest_agreed() == Newest(directory.checkpoints / step_name(30))
+    assert directory.newest_agreed() == NewestCheckpoint(directory.checkpoints / step_name(30))
     lose, seen = LOSSES[what]
     lose(directory)
     before = sorted(tmp_path.rglob("*"))
@@ -175,7 +175,7 @@ def test_what_a_crash_leaves_is_continued(what: str, tmp_path: Path) -> None:
     leave, step = LEFT[what]
     leave(directory)
     directory.check(config())
-    assert directory.newest_agreed() == Newest(
+    assert directory.newest_agreed() == NewestCheckpoint(
         None if step is None else directory.checkpoints / step_name(step)
     )
 
@@ -240,8 +240,10 @@ def test_a_name_stands_for_the_one_run_that_has_it(tmp_path: Path) -> None:
     begun(tmp_path / "hop-on-0123abcd")
     (tmp_path / "hop-deadbeef").mkdir()  # no run
     assert find_run(tmp_path / "hop", "source") == hop.path
-    assert resolve_source(config(resume=str(tmp_path / "hop")), None) == Source(SourceKind.RESUME, hop.path)
-    assert resolve_source(config(fork=tmp_path / "hop"), None) == Source(SourceKind.FORK, hop.path)
+    assert resolve_source(config(resume=str(tmp_path / "hop")), None) == StateSource(
+        SourceKind.RESUME, hop.path
+    )
+    assert resolve_source(config(fork=tmp_path / "hop"), None) == StateSource(SourceKind.FORK, hop.path)
 
 
 def test_what_exists_stands_for_itself(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.rundir.runs import begun, checkpoint
-from toolkit.goodput import Times, write_times
+from toolkit.goodput import AttemptTimes, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
@@ -70,7 +70,7 @@ def test_the_end_of_an_attempt_tells_the_goodput_of_the_run(tmp_path: Path) -> N
     directory = begun(tmp_path)
     write_times(
         directory.attempt_folder(1),
-        Times(
+        AttemptTimes(
             began=100.0,
             seen=160.0,
             first=0,

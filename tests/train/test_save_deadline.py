@@ -14,7 +14,7 @@ from tests.train.fakes import FakeClock, step_done
 from tests.train.test_run import STEPS, Start, data, texts
 from toolkit import checkpoint_folder
 from toolkit.errors import ExitCode
-from toolkit.goodput import Save, Times, read_saves, read_times, write_times
+from toolkit.goodput import AttemptTimes, SaveRecord, read_saves, read_times, write_times
 from toolkit.plan.saving import assumed_speed, rank_bytes
 from toolkit.plan.types import Device, World
 from toolkit.rundir.status import RunState
@@ -46,7 +46,7 @@ def test_measured_saves_decide_and_the_newest_count() -> None:
     plan = tiny_plan()
     size = rank_bytes(plan)
     assert size is not None
-    save_deadline = SaveDeadline(plan, [Save(step=2, seconds=50.0, bytes=size // 2, stepping=1.0)])
+    save_deadline = SaveDeadline(plan, [SaveRecord(step=2, seconds=50.0, bytes=size // 2, stepping=1.0)])
     estimate = save_deadline.estimate()
     assert estimate is not None
     assert estimate.seconds == pytest.approx(100.0, rel=1e-3)
@@ -61,7 +61,7 @@ def test_what_is_lost_is_said_in_steps_and_time() -> None:
     plan = tiny_plan()
     size = rank_bytes(plan)
     assert size is not None
-    save_deadline = SaveDeadline(plan, [Save(step=2, seconds=100.0, bytes=size, stepping=1.0)])
+    save_deadline = SaveDeadline(plan, [SaveRecord(step=2, seconds=100.0, bytes=size, stepping=1.0)])
     assert save_deadline.too_late(42.0)
     told = save_deadline.words("SIGTERM", step=437, saved=400, work=730.0)
     assert told.startswith(
@@ -81,7 +81,7 @@ def test_what_is_lost_is_said_in_steps_and_time() -> None:
 
 def test_an_attempt_keeps_account_of_its_time(tmp_path: Path) -> None:
     clock, said = FakeClock(), []
-    write_times(tmp_path, Times(began=90.0, seen=90.0))
+    write_times(tmp_path, AttemptTimes(began=90.0, seen=90.0))
     times = GoodputTracker(tmp_path, [], said.append, clock)
     clock.now = 109.5
     times.on_start(4)
@@ -104,7 +104,7 @@ def test_an_attempt_keeps_account_of_its_time(tmp_path: Path) -> None:
     times.on_eval({"seconds": 0.75})
     assert times.unsaved() == 0.5
     times.on_end(6)
-    assert read_times(tmp_path) == Times(
+    assert read_times(tmp_path) == AttemptTimes(
         began=90.0,
         seen=114.0,
         first=4,
@@ -116,7 +116,7 @@ def test_an_attempt_keeps_account_of_its_time(tmp_path: Path) -> None:
         evaluating=0.75,
         active=114.0,
     )
-    assert list(read_saves(tmp_path)) == [Save(step=5, seconds=2.5, bytes=1000, stepping=0.5)]
+    assert list(read_saves(tmp_path)) == [SaveRecord(step=5, seconds=2.5, bytes=1000, stepping=0.5)]
     found = times.goodput()
     assert found is not None
     assert (found.wall_seconds, found.useful_seconds) == (24.0, 1.0)
@@ -148,7 +148,7 @@ def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_b
     assert second.status.reason is not None
     assert second.status.reason.startswith("SIGTERM; not saved: a save takes about ")
     assert "the newest checkpoint is of step 3, so 2 steps and " in second.status.reason
-    assert checkpoint_folder.newest(
+    assert checkpoint_folder.newest_checkpoint(
         folder / "checkpoints"
     ) == folder / "checkpoints" / checkpoint_folder.step_name(3)
     assert second.status.goodput is not None
@@ -169,6 +169,6 @@ def test_a_save_that_fits_is_made(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     start = Start(folder, data, stop_after=2, seconds_left=lambda: 3600.0)
     assert start.code is ExitCode.STOPPED
-    assert checkpoint_folder.newest(
+    assert checkpoint_folder.newest_checkpoint(
         folder / "checkpoints"
     ) == folder / "checkpoints" / checkpoint_folder.step_name(2)

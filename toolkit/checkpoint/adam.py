@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.checkpoint.scalars import OPTIM, OPTIM_SETTINGS, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
-from toolkit.checkpoint.source import Source
+from toolkit.checkpoint.source import CheckpointSource
 from toolkit.config.reshard import TargetConfig
 from toolkit.errors import Problem
 from toolkit.families.base import ParameterSpec
@@ -15,13 +15,13 @@ from toolkit.families.base import ParameterSpec
 ADAM = (EXP_AVG, EXP_AVG_SQ)
 
 
-def moments(source: Source, config: TargetConfig) -> tuple[str, ...]:
+def moment_states(source: CheckpointSource, config: TargetConfig) -> tuple[str, ...]:
     """States of the optimizer that the target has: those of the source, if they are wanted."""
     there = dict.fromkeys(key.state for key in source.catalog.tensors if key.state not in (WEIGHT, MASTER))
     return () if config.optimizer is False else tuple(there)
 
 
-def settings(source: Source, config: TargetConfig) -> dict[str, Any]:
+def settings(source: CheckpointSource, config: TargetConfig) -> dict[str, Any]:
     """Of the optimizer: as the user says, else as the source does. What neither says is not there."""
     said = source.catalog.scalars.get(OPTIM)
     found = dict(said) if isinstance(said, dict) else {}
@@ -29,23 +29,23 @@ def settings(source: Source, config: TargetConfig) -> dict[str, Any]:
     return {name: found[name] for name in OPTIM_SETTINGS if name in found}
 
 
-def steps(source: Source) -> int | None:
+def step_count(source: CheckpointSource) -> int | None:
     """That Adam has taken."""
     found = source.catalog.scalars.get(OPTIMIZER_STEP, source.step)
     return found if isinstance(found, int) else None
 
 
-def problems(source: Source, config: TargetConfig, vendor: str) -> Iterator[Problem]:
+def find_problems(source: CheckpointSource, config: TargetConfig, vendor: str) -> Iterator[Problem]:
     """Why a checkpoint that ``vendor`` loads itself cannot be written with the source's optimizer state."""
-    kept = moments(source, config)
+    kept = moment_states(source, config)
     if not kept:
         return
-    yield from state_problems(source, kept)
-    yield from settings_problems(source, config, vendor)
+    yield from find_state_problems(source, kept)
+    yield from find_settings_problems(source, config, vendor)
 
 
-def state_problems(
-    source: Source, kept: Collection[str], without: str = "target.optimizer=false"
+def find_state_problems(
+    source: CheckpointSource, kept: Collection[str], without: str = "target.optimizer=false"
 ) -> Iterator[Problem]:
     """Why ``kept``, the states of the source's optimizer, are not Adam's state of every parameter.
 
@@ -74,7 +74,7 @@ def state_problems(
             "this format holds the optimizer's state of every parameter or of none",
             remedy,
         )
-    if steps(source) is None:
+    if step_count(source) is None:
         yield Problem(
             "source",
             f"{source.folder} has an optimizer's state and no {OPTIMIZER_STEP}",
@@ -83,7 +83,9 @@ def state_problems(
         )
 
 
-def words_of_groups(settings: Mapping[str, Any], parameters: Sequence[ParameterSpec], vendor: str) -> str:
+def describe_parameter_groups(
+    settings: Mapping[str, Any], parameters: Sequence[ParameterSpec], vendor: str
+) -> str:
     """For a person whose program loads the checkpoint with ``vendor``: the optimizer's parameter groups, which must be the program's."""
     decaying = sum(spec.decays for spec in parameters)
     both = [
@@ -100,7 +102,7 @@ def words_of_groups(settings: Mapping[str, Any], parameters: Sequence[ParameterS
     )
 
 
-def settings_problems(source: Source, config: TargetConfig, vendor: str) -> Iterator[Problem]:
+def find_settings_problems(source: CheckpointSource, config: TargetConfig, vendor: str) -> Iterator[Problem]:
     """The settings that nobody says."""
     missing = [f"target.optim.{name}" for name in OPTIM_SETTINGS if name not in settings(source, config)]
     if missing:

@@ -16,17 +16,24 @@ import numpy as np
 import xxhash
 from isal import isal_zlib
 
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece, Record, block_count, file_in
+from toolkit.checkpoint.catalog import (
+    BLOCK_BYTES,
+    ArchiveRecord,
+    DamagedFile,
+    TensorPiece,
+    block_count,
+    resolve_file,
+)
 from toolkit.checkpoint.shard import Box
 
 CHECK_BYTES = 4 * 2**20  # of a record at a time
 INTACT = "bytes are read as they were written"
 # What a file is known by: its bytes, and when they were last changed (ns).
-Stamp = tuple[int, int]
+FileStamp = tuple[int, int]
 UNFINISHED = ".resharding"  # ends the name of a hidden folder that a conversion fills: no part of the folder that it stands in
 
 
-def stamps(folder: Path) -> dict[str, Stamp]:
+def read_stamps(folder: Path) -> dict[str, FileStamp]:
     """Of every file in ``folder`` and below, by its path there. Links to folders are not followed: they may go round."""
     found = {}
     for place, folders, names in os.walk(folder):
@@ -37,7 +44,7 @@ def stamps(folder: Path) -> dict[str, Stamp]:
     return dict(sorted(found.items()))
 
 
-def _stamp(status: os.stat_result) -> Stamp:
+def _stamp(status: os.stat_result) -> FileStamp:
     return status.st_size, status.st_mtime_ns
 
 
@@ -50,25 +57,25 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def slices(box: Box) -> tuple[slice, ...]:
+def box_slices(box: Box) -> tuple[slice, ...]:
     """The index of ``box`` in what has its coordinates."""
     return tuple(slice(offset, offset + size) for offset, size in zip(box.offset, box.shape, strict=True))
 
 
-def part(data: Any, box: Box) -> Any:
+def view_box(data: Any, box: Box) -> Any:
     """A view of ``box``, in the coordinates of ``data`` (torch's or numpy's)."""
-    return data[slices(box)]
+    return data[box_slices(box)]
 
 
-class Checked:
+class VerifiedRecords:
     """Records whose CRC-32 was found to be right; shared by threads."""
 
     def __init__(self) -> None:
-        self._right: set[Record] = set()
-        self._checking: dict[Record, threading.Lock] = {}
+        self._right: set[ArchiveRecord] = set()
+        self._checking: dict[ArchiveRecord, threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def once(self, record: Record, check: Callable[[Record], None]) -> None:
+    def once(self, record: ArchiveRecord, check: Callable[[ArchiveRecord], None]) -> None:
         """``check`` each record the first time that it is asked for. Raises what ``check`` raises, each time until it passes."""
         if record in self._right:
             return
@@ -80,20 +87,20 @@ class Checked:
                 self._right.add(record)
 
 
-class Files:
+class CheckpointFiles:
     """Open files of one folder, shared by threads (``pread`` has no position).
 
     Args:
         checked: records that need no second look, where files are opened again and again.
     """
 
-    def __init__(self, folder: Path, checked: Checked | None = None) -> None:
+    def __init__(self, folder: Path, checked: VerifiedRecords | None = None) -> None:
         self.folder = folder
-        self._checked = checked or Checked()
+        self._checked = checked or VerifiedRecords()
         self._open: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> CheckpointFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,20 +115,22 @@ class Files:
             while done < len(buffer):
                 count = os.preadv(descriptor, [buffer[done:]], begin + done)
                 if count == 0:
-                    raise Damage(
+                    raise DamagedFile(
                         file,
                         f"{self.folder / file} ends at byte {begin + done}, before its tensors do",
                         INTACT,
                     )
                 done += count
         except FileNotFoundError as error:
-            raise Damage(
+            raise DamagedFile(
                 file, f"{self.folder / file} is missing", "every file that the manifest names is there"
             ) from error
         except OSError as error:
-            raise Damage(file, f"{self.folder / file} cannot be read ({error.strerror})", INTACT) from error
+            raise DamagedFile(
+                file, f"{self.folder / file} cannot be read ({error.strerror})", INTACT
+            ) from error
 
-    def check(self, piece: Piece) -> None:
+    def check(self, piece: TensorPiece) -> None:
         """The record that ``piece`` lies in is as it was written. It is read whole, the first time that a piece of it is asked for.
 
         Raises:
@@ -130,7 +139,7 @@ class Files:
         if piece.record is not None:
             self._checked.once(piece.record, self.check_record)
 
-    def check_record(self, record: Record) -> None:
+    def check_record(self, record: ArchiveRecord) -> None:
         """Raises Damage: as ``check``."""
         room, crc = memoryview(bytearray(min(CHECK_BYTES, record.end - record.begin))), 0
         for at in range(record.begin, record.end, CHECK_BYTES):
@@ -139,9 +148,9 @@ class Files:
             crc = isal_zlib.crc32(part_of, crc)
         if crc != record.crc:
             seen = f"{self.folder / record.file} has CRC-32 {crc:08x} in bytes {record.begin}..{record.end}, its directory {record.crc:08x}"
-            raise Damage(record.file, seen, INTACT)
+            raise DamagedFile(record.file, seen, INTACT)
 
-    def changed(self, since: Mapping[str, Stamp]) -> list[str]:
+    def changed(self, since: Mapping[str, FileStamp]) -> list[str]:
         """Which of the files that were read are not what they were."""
         now = {file: _stamp(os.fstat(descriptor)) for file, descriptor in self._open.items()}
         return [file for file, stamp in now.items() if since.get(file, stamp) != stamp]
@@ -149,18 +158,18 @@ class Files:
     def _descriptor(self, file: str) -> int:
         with self._lock:
             if file not in self._open:
-                self._open[file] = os.open(file_in(self.folder, file), os.O_RDONLY)
+                self._open[file] = os.open(resolve_file(self.folder, file), os.O_RDONLY)
             return self._open[file]
 
 
-class Block:
+class BlockBuffer:
     """One thread's room for one block. It keeps the last one: whoever reads a tensor in order reads and checks each block once."""
 
     def __init__(self) -> None:
         self.buffer: Any = np.empty(BLOCK_BYTES, np.uint8)  # whose pages are there when they are used
         self._holds: tuple[Path, str, int, int] | None = None
 
-    def fill(self, files: Files, piece: Piece, start: int, stop: int) -> None:
+    def fill(self, files: CheckpointFiles, piece: TensorPiece, start: int, stop: int) -> None:
         """Elements ``start .. stop`` of ``piece``, as it lies in its file; a whole block where the piece has hashes, and then checked.
 
         Raises:
@@ -175,7 +184,7 @@ class Block:
         files.check(piece)
         files.fill(piece.file, begin, view)
         if piece.hashes:
-            check_block(files, piece, (begin - piece.begin) // BLOCK_BYTES, xxhash.xxh3_128_hexdigest(view))
+            verify_block(files, piece, (begin - piece.begin) // BLOCK_BYTES, xxhash.xxh3_128_hexdigest(view))
         self._holds = place
 
     def room(self, numbytes: int) -> memoryview:
@@ -184,7 +193,7 @@ class Block:
         return memoryview(self.buffer)[:numbytes]
 
 
-class Check:
+class SequentialVerifier:
     """Checks pieces that are read front to back, in steps of any length, so that no block has to be read whole: in one thread.
 
     Args:
@@ -197,11 +206,11 @@ class Check:
             tuple[str, int], tuple[int, xxhash.xxh3_128]
         ] = {}  # bytes read, and the hash of those since the block began
 
-    def takes(self, piece: Piece) -> bool:
+    def takes(self, piece: TensorPiece) -> bool:
         """Whether such tiles are what follows in the piece's file."""
         return piece.transposed == self._by_columns
 
-    def fill(self, files: Files, piece: Piece, start: int, buffer: memoryview) -> None:
+    def fill(self, files: CheckpointFiles, piece: TensorPiece, start: int, buffer: memoryview) -> None:
         """Elements from ``start`` on, which must be the next of ``piece``.
 
         Raises:
@@ -220,7 +229,7 @@ class Check:
             digest.update(step)
             at += len(step)
             if at == end:
-                check_block(files, piece, (at - 1) // BLOCK_BYTES, digest.hexdigest())
+                verify_block(files, piece, (at - 1) // BLOCK_BYTES, digest.hexdigest())
                 digest = xxhash.xxh3_128()
         if at < piece.end - piece.begin:
             self._hashing[place] = at, digest
@@ -230,17 +239,17 @@ class Check:
         assert not self._hashing, f"not read to their ends: {list(self._hashing)}"
 
 
-def check_block(files: Files, piece: Piece, number: int, found: str) -> None:
+def verify_block(files: CheckpointFiles, piece: TensorPiece, number: int, found: str) -> None:
     """Raises Damage where a block, of which ``found`` is the hash, is not what was written."""
     if found != piece.hashes[number]:
         begin = piece.begin + number * BLOCK_BYTES
         where = f"{piece.key} in bytes {begin}..{min(begin + BLOCK_BYTES, piece.end)}"
-        raise Damage(
+        raise DamagedFile(
             piece.file, f"{files.folder / piece.file} differs from what was written: {where}", INTACT
         )
 
 
-def check_piece(files: Files, piece: Piece, buffer: bytearray) -> Iterator[memoryview]:
+def verify_piece(files: CheckpointFiles, piece: TensorPiece, buffer: bytearray) -> Iterator[memoryview]:
     """Every block of a piece, read into ``buffer`` and checked where it has hashes. Raises Damage at the first that is not what was
     written."""
     files.check(piece)
@@ -249,5 +258,5 @@ def check_piece(files: Files, piece: Piece, buffer: bytearray) -> Iterator[memor
         block = memoryview(buffer)[: min(BLOCK_BYTES, piece.end - begin)]
         files.fill(piece.file, begin, block)
         if piece.hashes:
-            check_block(files, piece, number, xxhash.xxh3_128_hexdigest(block))
+            verify_block(files, piece, number, xxhash.xxh3_128_hexdigest(block))
         yield block

@@ -19,32 +19,32 @@ BLOCK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class DType:
+class DTypeInfo:
     code: str  # in a safetensors header
     itemsize: int  # bytes
     is_float: bool
 
 
 # By torch's name.
-DTYPES: Mapping[str, DType] = {
-    "float64": DType("F64", 8, True),
-    "float32": DType("F32", 4, True),
-    "bfloat16": DType("BF16", 2, True),
-    "float16": DType("F16", 2, True),
-    "float8_e4m3fn": DType("F8_E4M3", 1, True),
-    "float8_e5m2": DType("F8_E5M2", 1, True),
-    "int64": DType("I64", 8, False),
-    "int32": DType("I32", 4, False),
-    "int16": DType("I16", 2, False),
-    "int8": DType("I8", 1, False),
-    "uint8": DType("U8", 1, False),
-    "bool": DType("BOOL", 1, False),
+DTYPES: Mapping[str, DTypeInfo] = {
+    "float64": DTypeInfo("F64", 8, True),
+    "float32": DTypeInfo("F32", 4, True),
+    "bfloat16": DTypeInfo("BF16", 2, True),
+    "float16": DTypeInfo("F16", 2, True),
+    "float8_e4m3fn": DTypeInfo("F8_E4M3", 1, True),
+    "float8_e5m2": DTypeInfo("F8_E5M2", 1, True),
+    "int64": DTypeInfo("I64", 8, False),
+    "int32": DTypeInfo("I32", 4, False),
+    "int16": DTypeInfo("I16", 2, False),
+    "int8": DTypeInfo("I8", 1, False),
+    "uint8": DTypeInfo("U8", 1, False),
+    "bool": DTypeInfo("BOOL", 1, False),
 }
 DTYPE_OF_CODE: Mapping[str, str] = {dtype.code: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ArchiveRecord:
     """Bytes ``begin .. end`` of ``file``, of which an archive's directory records the CRC-32."""
 
     file: str
@@ -54,7 +54,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """A box of a tensor, row-major in ``file``'s bytes ``begin .. end``.
 
     Attributes:
@@ -73,7 +73,7 @@ class Piece:
     end: int
     hashes: tuple[str, ...] = ()
     transposed: bool = False
-    record: Record | None = None
+    record: ArchiveRecord | None = None
 
     def __post_init__(self) -> None:
         assert not self.transposed or len(self.box.shape) > 1, (
@@ -86,10 +86,10 @@ class Piece:
 
     @property
     def shape_in_file(self) -> tuple[int, ...]:
-        return turned(self.box.shape) if self.transposed else self.box.shape
+        return swap_last_dims(self.box.shape) if self.transposed else self.box.shape
 
 
-def turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+def swap_last_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
     """With the last two dims changed over."""
     return (*shape[:-2], shape[-1], shape[-2])
 
@@ -106,20 +106,20 @@ class Catalog:
 
     folder: Path
     tensors: Mapping[TensorKey, TensorInfo]
-    pieces: Mapping[TensorKey, tuple[Piece, ...]]
+    pieces: Mapping[TensorKey, tuple[TensorPiece, ...]]
     scalars: Mapping[str, object] = field(default_factory=dict)
-    copies: Mapping[TensorKey, tuple[Piece, ...]] = field(default_factory=dict)
+    copies: Mapping[TensorKey, tuple[TensorPiece, ...]] = field(default_factory=dict)
 
 
-class Made(Mapping[TensorKey, tuple[Piece, ...]]):
+class LazyPieces(Mapping[TensorKey, tuple[TensorPiece, ...]]):
     """Pieces of ``tensors`` that are made each time they are asked for, and not kept: those of a large layout would fill memory."""
 
     def __init__(
-        self, tensors: Mapping[TensorKey, TensorInfo], make: Callable[[TensorKey], tuple[Piece, ...]]
+        self, tensors: Mapping[TensorKey, TensorInfo], make: Callable[[TensorKey], tuple[TensorPiece, ...]]
     ) -> None:
         self._tensors, self._make = tensors, make
 
-    def __getitem__(self, key: TensorKey) -> tuple[Piece, ...]:
+    def __getitem__(self, key: TensorKey) -> tuple[TensorPiece, ...]:
         if key not in self._tensors:
             raise KeyError(key)
         return self._make(key)
@@ -131,7 +131,7 @@ class Made(Mapping[TensorKey, tuple[Piece, ...]]):
         return len(self._tensors)
 
 
-class Damage(Exception):
+class DamagedFile(Exception):
     """A file that is missing or is not what it should be. Whoever knows the way out turns it into a CheckpointError."""
 
     def __init__(self, file: str, seen: str, rule: str) -> None:
@@ -139,12 +139,12 @@ class Damage(Exception):
         self.file, self.seen, self.rule = file, seen, rule
 
 
-def file_in(folder: Path, name: object) -> Path:
+def resolve_file(folder: Path, name: object) -> Path:
     """The file of a checkpoint that a manifest, an index or a pickle names. Raises Damage if the name or a link leads out of ``folder``."""
     try:
         return inside(folder, name)
     except UnsafePath as error:
-        raise Damage("", f"{folder}: {error}", "the files of a checkpoint lie in its folder") from error
+        raise DamagedFile("", f"{folder}: {error}", "the files of a checkpoint lie in its folder") from error
 
 
 def block_count(numbytes: int) -> int:

@@ -8,13 +8,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.catalog import Damage
-from toolkit.checkpoint_folder import POINTER, committed, newest, step_folders, step_of
+from toolkit.checkpoint.catalog import DamagedFile
+from toolkit.checkpoint_folder import POINTER, committed_checkpoints, newest_checkpoint, step_folders, step_of
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import write_whole
 
 
-def go_back(directory: Path, checkpoint: Path, step: int, aside: Path) -> list[Path]:
+def make_newest(directory: Path, checkpoint: Path, step: int, aside: Path) -> list[Path]:
     """From now on, and until the next save, ``checkpoint`` of ``step`` is the newest: ``latest`` names it.
 
     Folders of later steps move to the folder ``aside``: steps that are run again may come out differently, and a checkpoint that was
@@ -34,7 +34,7 @@ def go_back(directory: Path, checkpoint: Path, step: int, aside: Path) -> list[P
     return moved
 
 
-def start_over(directory: Path, aside: Path) -> list[Path]:
+def set_aside_all(directory: Path, aside: Path) -> list[Path]:
     """No checkpoint is there any more: what is left moves to the folder ``aside``. Returns the folders that moved."""
     moved = _move(directory, -1, aside)
     (directory / POINTER).unlink(missing_ok=True)
@@ -49,42 +49,46 @@ def _move(directory: Path, step: int, aside: Path) -> list[Path]:
     return [aside / folder.name for folder in later]
 
 
-def checkpoint_at(path: Path) -> Path | None:
+def find_checkpoint(path: Path) -> Path | None:
     """The checkpoint that ``path`` is, or the newest of the run directory or ``checkpoints`` folder that it is."""
     if (path / manifest.NAME).exists() or step_of(path) is not None:
         return path
-    return newest(path) or newest(path / "checkpoints")
+    return newest_checkpoint(path) or newest_checkpoint(path / "checkpoints")
 
 
 def load_manifest(folder: Path, name: str = manifest.NAME) -> manifest.Manifest:
     """Raises Damage: as ``manifest.load``; or the manifest is of another step than the folder's name says."""
     found, step = manifest.load(folder, name), step_of(folder)
     if name == manifest.NAME and step not in (None, found.step):
-        raise Damage(
+        raise DamagedFile(
             name, f"{folder / name} is of step {found.step}", "a checkpoint's folder has the name of its step"
         )
     return found
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """The manifest is intact and of the folder's step, and every file has its length. Flipped bytes are found when they are read, or by
     ``verify``."""
     try:
         manifest.check_files(folder, load_manifest(folder).files)
-    except Damage:
+    except DamagedFile:
         return False
     return True
 
 
-def complete(directory: Path) -> list[Path]:
+def complete_checkpoints(directory: Path) -> list[Path]:
     """Checkpoints that are whole, in rising order of steps."""
-    return [folder for folder in committed(directory).values() if is_whole(folder)]
+    return [folder for folder in committed_checkpoints(directory).values() if is_complete(folder)]
 
 
-def refusal(folder: Path, damage: Damage) -> CheckpointError:
+def damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
     """What to tell of a damaged checkpoint, with the newest whole one before it, if there is one."""
     step = step_of(folder)
-    others = [other for other in complete(folder.parent) if other != folder] if step is not None else []
+    others = (
+        [other for other in complete_checkpoints(folder.parent) if other != folder]
+        if step is not None
+        else []
+    )
     earlier = [other for other in others if (step_of(other) or 0) < (step or 0)]
     if earlier:
         remedy = f"continue from the one before: resume={earlier[-1]}"
@@ -95,7 +99,7 @@ def refusal(folder: Path, damage: Damage) -> CheckpointError:
     return CheckpointError(Problem(str(folder / damage.file), damage.seen, damage.rule, remedy))
 
 
-def removable(
+def removable_steps(
     steps: Collection[int], whole: Collection[int], *, saved: int, keep_last: int, keep_every: int
 ) -> list[int]:
     """Steps whose checkpoints may go after step ``saved`` was saved.

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Block, Check, Checked, Files, numpy_dtype, part, slices
-from toolkit.checkpoint.catalog import BLOCK_BYTES, flat_span, turned
-from toolkit.checkpoint.planner import PieceRead, shifted
+from toolkit.checkpoint.blocks import (
+    BlockBuffer,
+    CheckpointFiles,
+    SequentialVerifier,
+    VerifiedRecords,
+    box_slices,
+    numpy_dtype,
+    view_box,
+)
+from toolkit.checkpoint.catalog import BLOCK_BYTES, flat_span, swap_last_dims
+from toolkit.checkpoint.planner import PieceRead, shift_box
 from toolkit.checkpoint.shard import Box, flat_boxes
-from toolkit.checkpoint.threads import each
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 READERS = min(4, os.cpu_count() or 1)  # reading, hashing and copying let other threads run
 
 
-def read_pieces(folder: Path, reads: Sequence[PieceRead], checked: Checked | None = None) -> None:
+def read_pieces(folder: Path, reads: Sequence[PieceRead], checked: VerifiedRecords | None = None) -> None:
     """Fill every target. Raises Damage, and then targets are partly filled.
 
     Args:
@@ -27,20 +38,22 @@ def read_pieces(folder: Path, reads: Sequence[PieceRead], checked: Checked | Non
     """
     local = threading.local()
 
-    def run(read: PieceRead, files: Files) -> None:
+    def run(read: PieceRead, files: CheckpointFiles) -> None:
         if not hasattr(local, "block"):
-            local.block = Block()
+            local.block = BlockBuffer()
         read_piece(read, files, local.block)
 
-    with Files(folder, checked) as files:
+    with CheckpointFiles(folder, checked) as files:
         if len(reads) < 2 or READERS == 1:
             for read in reads:
                 run(read, files)
             return
-        each(lambda read: run(read, files), reads, READERS)
+        parallel_map(lambda read: run(read, files), reads, READERS)
 
 
-def read_piece(read: PieceRead, files: Files, block: Block, check: Check | None = None) -> None:
+def read_piece(
+    read: PieceRead, files: CheckpointFiles, block: BlockBuffer, check: SequentialVerifier | None = None
+) -> None:
     """Fill the targets of one piece. Raises Damage, and then they are partly filled.
 
     Args:
@@ -54,7 +67,7 @@ def read_piece(read: PieceRead, files: Files, block: Block, check: Check | None 
     origin = tuple(-offset for offset in piece.box.offset)
     as_filed = _turned_box if piece.transposed else _same
     # What is wanted, in the piece's own coordinates and its file's order of dims.
-    wanted = [(target, as_filed(shifted(target.overlap, origin))) for target in read.targets]
+    wanted = [(target, as_filed(shift_box(target.overlap, origin))) for target in read.targets]
     spans = [flat_span(piece.shape_in_file, local) for _, local in wanted]
     low, high = min(first for first, _ in spans), max(end for _, end in spans)
     in_order = len(wanted) == 1 and high - low == read.targets[0].overlap.numel
@@ -88,12 +101,12 @@ def read_piece(read: PieceRead, files: Files, block: Block, check: Check | None 
                 values = _flat(block.buffer, piece.dtype, box.numel, at * piece.itemsize, memory).reshape(
                     box.shape
                 )
-                source = part(values, shifted(common, [-offset for offset in box.offset]))
-                to = shifted(
+                source = view_box(values, shift_box(common, [-offset for offset in box.offset]))
+                to = shift_box(
                     as_filed(common),
                     [p - s for p, s in zip(piece.box.offset, target.shard.box.offset, strict=True)],
                 )
-                memory[slices(to)] = source.swapaxes(-1, -2) if piece.transposed else source
+                memory[box_slices(to)] = source.swapaxes(-1, -2) if piece.transposed else source
             at += box.numel
 
 
@@ -104,7 +117,7 @@ def _straight(read: PieceRead, spans: Sequence[tuple[int, int]]) -> memoryview |
     if piece.transposed or not isinstance(memory, np.ndarray) or memory.dtype != numpy_dtype(piece.dtype):
         return None
     first, end = flat_span(
-        memory.shape, shifted(target.overlap, [-offset for offset in target.shard.box.offset])
+        memory.shape, shift_box(target.overlap, [-offset for offset in target.shard.box.offset])
     )
     if not memory.flags.c_contiguous or {end - first, spans[0][1] - spans[0][0]} != {numel}:
         return None
@@ -116,7 +129,7 @@ def _same(box: Box) -> Box:
 
 
 def _turned_box(box: Box) -> Box:
-    return Box(turned(box.offset), turned(box.shape))
+    return Box(swap_last_dims(box.offset), swap_last_dims(box.shape))
 
 
 def _memory(data: Any) -> Any:
@@ -130,3 +143,14 @@ def _flat(buffer: bytearray, dtype: str, count: int, offset: int, like: Any) -> 
     import torch
 
     return torch.frombuffer(buffer, dtype=getattr(torch, dtype), count=count, offset=offset)
+
+
+def parallel_map(work: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:
+    """``work`` of every item, in their order. After an error no further one is begun."""
+    with ThreadPoolExecutor(workers, thread_name_prefix="checkpoint") as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

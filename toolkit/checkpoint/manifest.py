@@ -21,20 +21,20 @@ from toolkit.checkpoint.catalog import (
     BLOCK_BYTES,
     DTYPES,
     Catalog,
-    Damage,
-    Piece,
+    DamagedFile,
+    TensorPiece,
     block_count,
     byte_length,
-    file_in,
+    resolve_file,
 )
-from toolkit.checkpoint.planner import MOST_PROBLEMS, uncovered
-from toolkit.checkpoint.scalars import STEP, wrong_scalar
+from toolkit.checkpoint.planner import MAX_PROBLEMS, find_coverage_errors
+from toolkit.checkpoint.scalars import STEP, find_invalid_scalar
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 from toolkit.checkpoint_folder import MANIFEST
 from toolkit.paths import relative_name
 
 NAME = MANIFEST
-BESIDE = "toolkit-manifest.json"  # in a folder of another format
+FOREIGN_NAME = "toolkit-manifest.json"  # in a folder of another format
 FORMAT = "toolkit-checkpoint"
 FORMAT_VERSION = 1
 NATIVE = "native"
@@ -68,12 +68,12 @@ class Manifest:
     ranks: int
     scalars: Mapping[str, Any]
     files: tuple[FileRecord, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     software: Mapping[str, str]
-    copies: tuple[Piece, ...] = ()
+    copies: tuple[TensorPiece, ...] = ()
     written_as: str = NATIVE
 
-    def by_tensor(self) -> dict[TensorKey, tuple[Piece, ...]]:
+    def by_tensor(self) -> dict[TensorKey, tuple[TensorPiece, ...]]:
         return _by_tensor(self.pieces)
 
     def catalog(self, folder: Path) -> Catalog:
@@ -82,8 +82,8 @@ class Manifest:
         return Catalog(folder, tensors, pieces, self.scalars, _by_tensor(self.copies))
 
 
-def _by_tensor(pieces: Sequence[Piece]) -> dict[TensorKey, tuple[Piece, ...]]:
-    grouped: dict[TensorKey, list[Piece]] = {}
+def _by_tensor(pieces: Sequence[TensorPiece]) -> dict[TensorKey, tuple[TensorPiece, ...]]:
+    grouped: dict[TensorKey, list[TensorPiece]] = {}
     for piece in pieces:
         grouped.setdefault(piece.key, []).append(piece)
     return {key: tuple(of_key) for key, of_key in grouped.items()}
@@ -100,7 +100,7 @@ def software_versions() -> dict[str, str]:
     return versions
 
 
-def piece_to_json(piece: Piece) -> dict[str, Any]:
+def piece_to_json(piece: TensorPiece) -> dict[str, Any]:
     entry = {
         "state": piece.key.state,
         "name": piece.key.name,
@@ -115,7 +115,7 @@ def piece_to_json(piece: Piece) -> dict[str, Any]:
     return entry | {"transposed": True} if piece.transposed else entry
 
 
-def piece_from_json(entry: Mapping[str, Any]) -> Piece:
+def piece_from_json(entry: Mapping[str, Any]) -> TensorPiece:
     """Raises KeyError, TypeError or ValueError where the entry is not one of a piece."""
     begin, end = _counts(entry["bytes"])
     offset, shape, global_shape = (_counts(entry[key]) for key in ("offset", "shape", "global_shape"))
@@ -141,7 +141,7 @@ def piece_from_json(entry: Mapping[str, Any]) -> Piece:
         )
     if end - begin != byte_length(dtype, shape) or len(hashes) != block_count(end - begin):
         raise ValueError(f"{entry['state']}:{entry['name']} has {end - begin} bytes and {len(hashes)} hashes")
-    return Piece(
+    return TensorPiece(
         TensorKey(entry["state"], entry["name"]),
         dtype,
         global_shape,
@@ -208,23 +208,23 @@ def load(folder: Path, name: str = NAME) -> Manifest:
     """Raises Damage for a manifest that is missing, unreadable, foreign, of another version, or changed since it was written."""
     path = folder / name
     if not path.is_file():
-        raise Damage(name, f"{path} is missing", RULE)
+        raise DamagedFile(name, f"{path} is missing", RULE)
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise Damage(name, f"{path} is not JSON ({error})", RULE) from error
+        raise DamagedFile(name, f"{path} is not JSON ({error})", RULE) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Damage(name, f"{path} is not a manifest of this toolkit", RULE)
+        raise DamagedFile(name, f"{path} is not a manifest of this toolkit", RULE)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
-        raise Damage(
+        raise DamagedFile(
             name,
             f"{path} has format_version={version}",
             f"this toolkit reads format_version={FORMAT_VERSION}",
         )
     written = content.pop("content_hash", None)
     if written != _content_hash(content):
-        raise Damage(name, f"{path} does not match its content_hash", "a manifest is as it was written")
+        raise DamagedFile(name, f"{path} does not match its content_hash", "a manifest is as it was written")
     try:
         found = Manifest(
             namespace=content["namespace"],
@@ -239,7 +239,7 @@ def load(folder: Path, name: str = NAME) -> Manifest:
         )
         _check_types(found)
     except (KeyError, TypeError, ValueError) as error:
-        raise Damage(name, f"{path} has an entry that cannot be ({str(error)[:200]})", RULE) from error
+        raise DamagedFile(name, f"{path} has an entry that cannot be ({str(error)[:200]})", RULE) from error
     return found
 
 
@@ -251,7 +251,7 @@ def _check_types(found: Manifest) -> None:
         isinstance(one, dict) for one in objects
     ):
         raise ValueError("namespace, written_as, scalars or software are of another type")
-    wrong = wrong_scalar(found.scalars)
+    wrong = find_invalid_scalar(found.scalars)
     if wrong is not None:
         raise ValueError(f"scalar {wrong}={str(found.scalars[wrong])[:100]}")
     ends = {record.file: record.bytes for record in found.files}
@@ -263,10 +263,10 @@ def _check_types(found: Manifest) -> None:
             )
 
 
-def check_together(found: Manifest, name: str) -> None:
+def check_consistency(found: Manifest, name: str) -> None:
     """Raises Damage: its entries are not each tensor exactly once, a copy is of no tensor, or its steps disagree."""
     tensors = found.by_tensor()
-    wrong = uncovered(tensors)
+    wrong = find_coverage_errors(tensors)
     wrong += [
         f"{copy.key} has a copy of shape {copy.global_shape}"
         for copy in found.copies
@@ -275,9 +275,9 @@ def check_together(found: Manifest, name: str) -> None:
     if found.scalars.get(STEP, found.step) != found.step:
         wrong.append(f"the checkpoint is of step {found.step}, its scalars are of step {found.scalars[STEP]}")
     if wrong:
-        raise Damage(
+        raise DamagedFile(
             name,
-            f"{name} does not add up: {'; '.join(wrong[:MOST_PROBLEMS])}",
+            f"{name} does not add up: {'; '.join(wrong[:MAX_PROBLEMS])}",
             "a manifest has each element of each tensor once",
         )
 
@@ -285,12 +285,14 @@ def check_together(found: Manifest, name: str) -> None:
 def check_files(folder: Path, files: Sequence[FileRecord]) -> None:
     """Every file is there with all its bytes; reads none of them. Raises Damage for the first that is not."""
     for record in files:
-        path = file_in(folder, record.file)
+        path = resolve_file(folder, record.file)
         if not path.is_file():
-            raise Damage(record.file, f"{path} is missing", "every file that the manifest names is there")
+            raise DamagedFile(
+                record.file, f"{path} is missing", "every file that the manifest names is there"
+            )
         size = path.stat().st_size
         if size != record.bytes:
-            raise Damage(
+            raise DamagedFile(
                 record.file,
                 f"{path} has {size} of {record.bytes} bytes",
                 "every file is as long as it was written",

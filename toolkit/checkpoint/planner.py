@@ -15,14 +15,14 @@ from typing import Generic, TypeVar
 
 import xxhash
 
-from toolkit.checkpoint.catalog import DTYPES, Catalog, Piece, flat_span
+from toolkit.checkpoint.catalog import DTYPES, Catalog, TensorPiece, flat_span
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorInfo, TensorKey, flat_boxes
 from toolkit.errors import CheckpointError, Problem
 
 # A replicated box below this size is written by one holder: splitting it would cost more pieces than it saves time.
 SPLIT_BYTES = 4 * 2**20
-MOST_PROBLEMS = 8  # shown of one kind
-KEPT_INDEXES = (
+MAX_PROBLEMS = 8  # shown of one kind
+CACHED_INDEXES = (
     32  # of tensors, which are read one after the other, by a few threads; of 1,024 ranks one takes 0.3 MB
 )
 
@@ -48,14 +48,14 @@ def boxes_to_write(shard: Shard) -> list[Box]:
     unit = box.numel // rows if rows >= holders else 1
     units = box.numel // unit
     start, stop = (units * number // holders * unit for number in (shard.replica, shard.replica + 1))
-    return [shifted(part, box.offset) for part in flat_boxes(box.shape, start, stop)]
+    return [shift_box(part, box.offset) for part in flat_boxes(box.shape, start, stop)]
 
 
-def shifted(box: Box, by: Sequence[int]) -> Box:
+def shift_box(box: Box, by: Sequence[int]) -> Box:
     return Box(tuple(a + b for a, b in zip(box.offset, by, strict=True)), box.shape)
 
 
-def uncovered(pieces: Mapping[TensorKey, Sequence[Piece]]) -> list[str]:
+def find_coverage_errors(pieces: Mapping[TensorKey, Sequence[TensorPiece]]) -> list[str]:
     """Why the pieces are not each tensor exactly once, as sentences; empty if they are.
 
     No two boxes of a tensor meet and their sizes add up to the tensor's: then every element is covered exactly once.
@@ -95,12 +95,12 @@ def uncovered(pieces: Mapping[TensorKey, Sequence[Piece]]) -> list[str]:
     return wrong
 
 
-def _meeting(pieces: Sequence[Piece]) -> tuple[Piece, Piece] | None:
+def _meeting(pieces: Sequence[TensorPiece]) -> tuple[TensorPiece, TensorPiece] | None:
     """Two pieces that share an element. Only pieces whose flat spans overlap are compared."""
     spans = sorted(
         ((*flat_span(p.global_shape, p.box), p) for p in pieces if p.box.numel), key=lambda span: span[:2]
     )
-    open_spans: list[tuple[int, Piece]] = []
+    open_spans: list[tuple[int, TensorPiece]] = []
     for first, end, piece in spans:
         open_spans = [(other_end, other) for other_end, other in open_spans if other_end > first]
         for _, other in open_spans:
@@ -130,7 +130,7 @@ class SpanIndex(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ReadTarget:
     """``overlap`` (global coordinates) of the piece goes to the same place of ``shard``."""
 
     shard: Shard
@@ -141,8 +141,8 @@ class Target:
 class PieceRead:
     """One piece and everything that wants a part of it, so that its bytes are read and verified once."""
 
-    piece: Piece
-    targets: tuple[Target, ...]
+    piece: TensorPiece
+    targets: tuple[ReadTarget, ...]
 
 
 def source_key(key: TensorKey, dtype: str, tensors: Mapping[TensorKey, TensorInfo]) -> TensorKey | None:
@@ -169,13 +169,13 @@ class ReadPlanner:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._index = lru_cache(maxsize=KEPT_INDEXES)(self._make_index)
+        self._index = lru_cache(maxsize=CACHED_INDEXES)(self._make_index)
 
     def plan(self, shards: Sequence[Shard]) -> list[PieceRead]:
         """In the order of the files' bytes. Raises CheckpointError that names every tensor absent or of another shape."""
-        check(self._catalog, [(shard.key, _dtype(shard), shard.global_shape) for shard in shards])
-        targets: dict[tuple[str, int, TensorKey], list[Target]] = {}
-        pieces: dict[tuple[str, int, TensorKey], Piece] = {}
+        check_available(self._catalog, [(shard.key, _dtype(shard), shard.global_shape) for shard in shards])
+        targets: dict[tuple[str, int, TensorKey], list[ReadTarget]] = {}
+        pieces: dict[tuple[str, int, TensorKey], TensorPiece] = {}
         for shard in shards:
             if shard.box.numel == 0:
                 continue
@@ -187,25 +187,25 @@ class ReadPlanner:
                 if overlap is not None:
                     place = (piece.file, piece.begin, key)
                     pieces[place] = piece
-                    targets.setdefault(place, []).append(Target(shard, overlap))
+                    targets.setdefault(place, []).append(ReadTarget(shard, overlap))
                     found += overlap.numel
             assert found == shard.box.numel, (
                 f"{key}: {found} of {shard.box.numel} elements found in a catalog that covers its tensors"
             )
         return [PieceRead(pieces[place], tuple(targets[place])) for place in sorted(targets)]
 
-    def _make_index(self, key: TensorKey) -> SpanIndex[Piece]:
-        return span_index(self._catalog.pieces[key])
+    def _make_index(self, key: TensorKey) -> SpanIndex[TensorPiece]:
+        return build_span_index(self._catalog.pieces[key])
 
 
-def span_index(pieces: Iterable[Piece]) -> SpanIndex[Piece]:
+def build_span_index(pieces: Iterable[TensorPiece]) -> SpanIndex[TensorPiece]:
     """Pieces of one tensor, to be found by flat ranges that may meet them."""
     return SpanIndex(
         (*flat_span(piece.global_shape, piece.box), piece) for piece in pieces if piece.box.numel
     )
 
 
-def check(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tuple[int, ...]]]) -> None:
+def check_available(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tuple[int, ...]]]) -> None:
     """Whether ``catalog`` can answer for tensors of (key, dtype, global shape).
 
     Raises:
@@ -232,7 +232,7 @@ def check(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tuple[int, ..
                 "a checkpoint has the shapes of the model that it is of",
                 "give the model the checkpoint's sizes, or start without it",
             )
-    problems = list(shapes.values())[:MOST_PROBLEMS]
+    problems = list(shapes.values())[:MAX_PROBLEMS]
     for state in dict.fromkeys(key.state for key in absent):
         problems.append(_absence(state, [key.name for key in absent if key.state == state], catalog))
     if problems:

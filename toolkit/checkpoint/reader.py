@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Checked, numpy_dtype
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage
+from toolkit.checkpoint.blocks import VerifiedRecords, numpy_dtype
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, DamagedFile
 from toolkit.checkpoint.executor import read_pieces
-from toolkit.checkpoint.planner import ReadPlanner, shifted
-from toolkit.checkpoint.shard import Box, Reader, Shard, TensorInfo, TensorKey, flat_boxes
+from toolkit.checkpoint.planner import ReadPlanner, shift_box
+from toolkit.checkpoint.shard import Box, Shard, StateReader, TensorInfo, TensorKey, flat_boxes
 from toolkit.errors import CheckpointError
 
 
@@ -25,11 +25,11 @@ class CatalogReader:
         *,
         namespace: str,
         step: int | None,
-        refuse: Callable[[Path, Damage], CheckpointError],
+        refuse: Callable[[Path, DamagedFile], CheckpointError],
     ) -> None:
         self.path, self.namespace, self.step = catalog.folder, namespace, step
         self._catalog, self._refuse = catalog, refuse
-        self._planner, self._checked = ReadPlanner(catalog), Checked()
+        self._planner, self._checked = ReadPlanner(catalog), VerifiedRecords()
 
     @property
     def tensors(self) -> Mapping[TensorKey, TensorInfo]:
@@ -45,12 +45,12 @@ class CatalogReader:
         try:
             reads = self._planner.plan(shards)  # which opens files if pieces are made when they are asked for
             read_pieces(self.path, reads, self._checked)
-        except Damage as damage:
+        except DamagedFile as damage:
             raise self._refuse(self.path, damage) from damage
 
 
-def windows(
-    reader: Reader,
+def read_windows(
+    reader: StateReader,
     key: TensorKey,
     global_shape: tuple[int, ...],
     box: Box,
@@ -68,7 +68,7 @@ def windows(
                 Shard(
                     key,
                     global_shape,
-                    shifted(inner, box.offset),
+                    shift_box(inner, box.offset),
                     room[at : at + inner.numel].reshape(inner.shape),
                 )
             )

@@ -17,7 +17,7 @@ OPTIM = "optim"
 OPTIM_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
-def wrong_scalar(scalars: Mapping[str, object]) -> str | None:
+def find_invalid_scalar(scalars: Mapping[str, object]) -> str | None:
     """The name of a scalar that is not of its type; None if all are."""
     for name in (STEP, CONSUMED, OPTIMIZER_STEP):
         if name in scalars and not _is_count(scalars[name]):

@@ -136,7 +136,7 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
-class Reader(Protocol):
+class StateReader(Protocol):
     """Where state comes from: a checkpoint, a Hugging Face folder, or random initial weights. One path for all."""
 
     @property

@@ -14,9 +14,10 @@ from typing import Protocol
 
 import xxhash
 
-from toolkit.checkpoint import directory, manifest, nearby
-from toolkit.checkpoint.blocks import stamps
-from toolkit.checkpoint.catalog import Catalog, Damage
+from toolkit.checkpoint import directory, manifest
+from toolkit.checkpoint import model_discovery as nearby
+from toolkit.checkpoint.blocks import read_stamps
+from toolkit.checkpoint.catalog import Catalog, DamagedFile
 from toolkit.checkpoint.reader import CatalogReader
 from toolkit.errors import CheckpointError, Problem, UserError
 from toolkit.families.base import ModelShape
@@ -30,11 +31,18 @@ TRACKERS = (
     "latest_checkpointed_iteration.txt",
 )  # of the vendors: the name of the newest
 # In the order in which they are tried: what is surest to be known by its files comes first.
-FORMATS = ("native", "deepspeed", "universal", "megatron", "dcp", "huggingface")
+FORMATS: Mapping[str, str] = {
+    "native": "native",
+    "deepspeed": "deepspeed.source",
+    "universal": "universal.source",
+    "megatron": "megatron.source",
+    "dcp": "dcp.source",
+    "huggingface": "huggingface.source",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class CheckpointSource:
     """A checkpoint that is open: everything is known of it but its tensors' bytes.
 
     Attributes:
@@ -54,7 +62,7 @@ class Source:
     shape: ModelShape | None
     facts: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    refuse: Callable[[Path, Damage], CheckpointError]
+    refuse: Callable[[Path, DamagedFile], CheckpointError]
 
     @property
     def folder(self) -> Path:
@@ -65,7 +73,7 @@ class Source:
 
     def origin(self) -> str:
         """Its path and the length and time of each of its files: equal while nobody changes it."""
-        of_files = (f"{name} {size} {time}" for name, (size, time) in stamps(self.folder).items())
+        of_files = (f"{name} {size} {time}" for name, (size, time) in read_stamps(self.folder).items())
         return "\n".join([str(self.folder.resolve()), *of_files])
 
 
@@ -73,7 +81,7 @@ class FormatModule(Protocol):
     def find(self, path: Path) -> Path | None:
         """The checkpoint of this format that ``path`` is or points to. Looks at names of files only."""
 
-    def open_source(self, folder: Path, model: ModelShape | None) -> Source:
+    def open_source(self, folder: Path, model: ModelShape | None) -> CheckpointSource:
         """What ``find`` found, opened.
 
         Args:
@@ -84,7 +92,7 @@ class FormatModule(Protocol):
         """
 
 
-def locate(path: Path) -> tuple[str | None, Path]:
+def locate_checkpoint(path: Path) -> tuple[str | None, Path]:
     """The format of the checkpoint that ``path`` is or points to, and its folder. None: of a foreign format, written by this toolkit,
     whose manifest lies beside.
 
@@ -92,9 +100,9 @@ def locate(path: Path) -> tuple[str | None, Path]:
         CheckpointError: there is none.
     """
     path = (
-        directory.checkpoint_at(path) or path
+        directory.find_checkpoint(path) or path
     )  # where a run left word of what it went back to: whatever format that is
-    if (path / manifest.BESIDE).is_file() and not _outlived(path):
+    if (path / manifest.FOREIGN_NAME).is_file() and not _outlived(path):
         return None, path
     for name in FORMATS:
         try:
@@ -123,8 +131,8 @@ def _outlived(path: Path) -> bool:
     """Whether somebody saved to the folder since this toolkit wrote it: going on in the folder that one began from is what the vendors'
     programs do, and then its tracker names another checkpoint than our manifest is of."""
     try:
-        records = manifest.load(path, manifest.BESIDE).files
-    except Damage:
+        records = manifest.load(path, manifest.FOREIGN_NAME).files
+    except DamagedFile:
         return False  # refused by name when it is opened
     trackers = (record for record in records if record.file in TRACKERS and (path / record.file).is_file())
     return any(
@@ -133,27 +141,27 @@ def _outlived(path: Path) -> bool:
     )
 
 
-def open_source(path: str | Path, model: ModelShape | None = None) -> Source:
+def open_source(path: str | Path, model: ModelShape | None = None) -> CheckpointSource:
     """The checkpoint that ``path`` is or points to, of whatever format.
 
     Raises:
         CheckpointError: there is none, or it is damaged. InputError: the model must be said.
     """
-    name, folder = locate(Path(path).expanduser())
+    name, folder = locate_checkpoint(Path(path).expanduser())
     if name is None:
-        return open_manifest(folder, manifest.BESIDE, model)
-    check_whole_inside(folder)
+        return open_manifest(folder, manifest.FOREIGN_NAME, model)
+    check_links_inside(folder)
     module = _module(name)
     try:
         return _open(module, folder, model)
-    except nearby.ModelUnknown:
-        found = nearby.model_near(folder)
+    except nearby.UnknownModelError:
+        found = nearby.find_model(folder)
         if found is None:
             raise
         return _open(module, folder, found)
 
 
-def _open(module: FormatModule, folder: Path, model: ModelShape | None) -> Source:
+def _open(module: FormatModule, folder: Path, model: ModelShape | None) -> CheckpointSource:
     """Raises CheckpointError for metadata that are not built as the format's own programs build them, too."""
     try:
         return module.open_source(folder, model)
@@ -169,17 +177,17 @@ def _open(module: FormatModule, folder: Path, model: ModelShape | None) -> Sourc
         ValueError,
     ) as error:
         seen = f"{folder} is not built as its format has it ({type(error).__name__}: {str(error)[:200]})"
-        raise vendors_refusal(
-            folder, Damage("", seen, "metadata name what is there, in the format's own types")
+        raise foreign_damage_error(
+            folder, DamagedFile("", seen, "metadata name what is there, in the format's own types")
         ) from error
 
 
 def _module(name: str) -> FormatModule:
-    module: FormatModule = import_module(f"toolkit.checkpoint.formats.{name}")
+    module: FormatModule = import_module(f"toolkit.checkpoint.formats.{FORMATS[name]}")
     return module
 
 
-def named_in(path: Path, tracker: str, folder_of: Callable[[str], str] = str) -> Path:
+def read_tracker(path: Path, tracker: str, folder_of: Callable[[str], str] = str) -> Path:
     """The folder that a vendor's ``tracker`` file in ``path`` names, whose text ``folder_of`` turns into a name.
 
     Raises CheckpointError if the folder does not lie below ``path``.
@@ -199,7 +207,7 @@ def named_in(path: Path, tracker: str, folder_of: Callable[[str], str] = str) ->
         ) from error
 
 
-def check_whole_inside(folder: Path) -> None:
+def check_links_inside(folder: Path) -> None:
     """Raises CheckpointError if a file of a vendor's checkpoint is a link to another place."""
     try:
         check_links(folder)
@@ -214,35 +222,37 @@ def check_whole_inside(folder: Path) -> None:
         ) from error
 
 
-def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
+def open_manifest(folder: Path, name: str, model: ModelShape | None) -> CheckpointSource:
     """A folder that this toolkit wrote, in whatever format: its manifest says where everything lies. Raises CheckpointError."""
     try:
         found = directory.load_manifest(folder, name)
-        manifest.check_together(found, name)
+        manifest.check_consistency(found, name)
         manifest.check_files(folder, found.files)
-    except Damage as damage:
-        raise directory.refusal(folder, damage) from damage
-    return of_manifest(folder, found, model)
+    except DamagedFile as damage:
+        raise directory.damage_error(folder, damage) from damage
+    return source_from_manifest(folder, found, model)
 
 
-def of_manifest(folder: Path, found: manifest.Manifest, model: ModelShape | None) -> Source:
+def source_from_manifest(
+    folder: Path, found: manifest.Manifest, model: ModelShape | None
+) -> CheckpointSource:
     """What a manifest describes. Looks at no file of it."""
     sizes = found.scalars.get(MODEL)
     said = shape_of(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
-    shape = model or said or nearby.model_near(folder)
+    shape = model or said or nearby.find_model(folder)
     facts = {"written by": ", ".join(f"{package} {version}" for package, version in found.software.items())}
-    return Source(
+    return CheckpointSource(
         format=found.written_as,
         catalog=found.catalog(folder),
         namespace=found.namespace,
         step=found.step,
         shape=shape,
         facts=facts,
-        refuse=directory.refusal,
+        refuse=directory.damage_error,
     )
 
 
-def vendors_refusal(folder: Path, damage: Damage) -> CheckpointError:
+def foreign_damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
     """For checkpoints of others, which have no hashes and no neighbour that is known to be whole."""
     return CheckpointError(
         Problem(

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from toolkit.checkpoint.catalog import Piece
+from toolkit.checkpoint.catalog import TensorPiece
 from toolkit.checkpoint.shard import TensorInfo, TensorKey
 
 
 @dataclass(frozen=True, slots=True)
-class Checksum:
+class FileChecksum:
     """The CRC-32 of bytes ``begin .. end`` of a file, little endian, to be written at each byte of ``places`` (four bytes each)."""
 
     begin: int
@@ -35,12 +35,12 @@ class TargetFile:
     name: str
     numbytes: int
     fixed: Mapping[int, bytes]
-    checksums: tuple[Checksum, ...] = ()
+    checksums: tuple[FileChecksum, ...] = ()
     free: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class CheckpointTarget:
     """A checkpoint to be.
 
     Attributes:
@@ -60,8 +60,8 @@ class Target:
     namespace: str
     step: int
     tensors: Mapping[TensorKey, TensorInfo]
-    pieces: Mapping[TensorKey, Sequence[Piece]]
-    copies: Mapping[TensorKey, Sequence[Piece]] = field(default_factory=dict)
+    pieces: Mapping[TensorKey, Sequence[TensorPiece]]
+    copies: Mapping[TensorKey, Sequence[TensorPiece]] = field(default_factory=dict)
     files: Sequence[TargetFile]
     identity: str
     manifest: str

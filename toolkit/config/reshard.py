@@ -14,7 +14,7 @@ from toolkit.config.schema import ModelConfig, Precision
 from toolkit.errors import ConfigError, Problem
 
 
-class Action(Enum):
+class ReshardAction(Enum):
     convert = "convert"
     plan = "plan"
     inspect = "inspect"
@@ -22,7 +22,7 @@ class Action(Enum):
     diff = "diff"
 
 
-class Format(Enum):
+class TargetFormat(Enum):
     """Formats that a checkpoint can be written in."""
 
     native = "native"
@@ -32,7 +32,7 @@ class Format(Enum):
     huggingface = "huggingface"
 
 
-class Stage(Enum):
+class TargetZeroStage(Enum):
     stage0 = "stage0"
     stage1 = "stage1"
     stage2 = "stage2"
@@ -79,11 +79,11 @@ class TargetOptimConfig:
 class TargetConfig:
     path: str | None = None
     """Folder that is made; with action=diff, the checkpoint to compare with. ``target=PATH`` is short for it."""
-    format: Format = Format.native
+    format: TargetFormat = TargetFormat.native
     """native (this toolkit's, of no layout), deepspeed, universal (DeepSpeed's), megatron (torch_dist), huggingface."""
     parallel: TargetParallelConfig = field(default_factory=TargetParallelConfig)
     optim: TargetOptimConfig = field(default_factory=TargetOptimConfig)
-    zero: Stage = Stage.stage1
+    zero: TargetZeroStage = TargetZeroStage.stage1
     """The ZeRO stage whose files are written. Other formats have files for any."""
     precision: Precision | None = None
     """Of the weights; 16 bits have fp32 master weights beside them. Null: as the source's weights."""
@@ -97,7 +97,7 @@ class ReshardConfig:
 
     source: str | None = None
     """A checkpoint in any format, or what points to one: a run's folder, or a folder with a tracker file (latest, ...)."""
-    action: Action = Action.convert
+    action: ReshardAction = ReshardAction.convert
     """convert; plan (bytes, reads, memory, time: moves nothing); inspect (what source is); verify (look at every byte of source); diff
     (source against target, tensor by tensor)."""
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -121,17 +121,17 @@ class ReshardConfig:
 
 
 # Keys that count, beside source, action and model. A section stands for all of its keys.
-OF_ACTION: Mapping[Action, tuple[str, ...]] = {
-    Action.convert: ("target", "workers", "examine"),
-    Action.plan: ("target", "workers", "examine", "rate"),
-    Action.inspect: (),
-    Action.verify: ("workers",),
-    Action.diff: ("target.path", "workers"),
+ACTION_KEYS: Mapping[ReshardAction, tuple[str, ...]] = {
+    ReshardAction.convert: ("target", "workers", "examine"),
+    ReshardAction.plan: ("target", "workers", "examine", "rate"),
+    ReshardAction.inspect: (),
+    ReshardAction.verify: ("workers",),
+    ReshardAction.diff: ("target.path", "workers"),
 }
 # Keys of ``target`` that count, beside path and format.
-OF_FORMAT: Mapping[Format, tuple[str, ...]] = {
-    Format.native: ("precision", "optimizer"),
-    Format.deepspeed: (
+FORMAT_KEYS: Mapping[TargetFormat, tuple[str, ...]] = {
+    TargetFormat.native: ("precision", "optimizer"),
+    TargetFormat.deepspeed: (
         "parallel.data",
         "parallel.tensor",
         "parallel.pipeline",
@@ -140,8 +140,8 @@ OF_FORMAT: Mapping[Format, tuple[str, ...]] = {
         "optimizer",
         "optim",
     ),
-    Format.universal: (),  # whole tensors in fp32, with the optimizer's state: one folder for every layout
-    Format.megatron: (
+    TargetFormat.universal: (),  # whole tensors in fp32, with the optimizer's state: one folder for every layout
+    TargetFormat.megatron: (
         "parallel.tensor",
         "parallel.pipeline",
         "parallel.expert",
@@ -149,10 +149,10 @@ OF_FORMAT: Mapping[Format, tuple[str, ...]] = {
         "optimizer",
         "optim",
     ),
-    Format.huggingface: ("precision", "optimizer"),
+    TargetFormat.huggingface: ("precision", "optimizer"),
 }
 _ALWAYS = ("source", "action", "model")
-_NEEDS_TARGET = (Action.convert, Action.diff)
+_NEEDS_TARGET = (ReshardAction.convert, ReshardAction.diff)
 
 
 def check_together(config: ReshardConfig, typed: Iterable[str]) -> None:
@@ -171,7 +171,9 @@ def check_together(config: ReshardConfig, typed: Iterable[str]) -> None:
             Problem("source", "source=null", "something is read", "write source=PATH; --help shows examples")
         )
     if config.target.path is None and config.action in _NEEDS_TARGET:
-        use = "the checkpoint to compare with" if config.action is Action.diff else "the folder to make"
+        use = (
+            "the checkpoint to compare with" if config.action is ReshardAction.diff else "the folder to make"
+        )
         problems.append(Problem("target", "target=null", f"{action} needs {use}", "write target=PATH"))
     if config.model.target is not None or config.model.arguments:
         problems.append(
@@ -190,7 +192,7 @@ def _idle(config: ReshardConfig, text: str) -> Iterator[Problem]:
     """The problem of a key that nothing uses, if ``text`` is one."""
     name = text.lstrip("+~").partition("=")[0]
     action, form = config.action.name, config.target.format
-    of_action = OF_ACTION[config.action]
+    of_action = ACTION_KEYS[config.action]
     if not _among(name, (*_ALWAYS, *of_action)):
         uses = ", ".join(("source", *of_action, "model"))
         yield Problem(
@@ -200,7 +202,7 @@ def _idle(config: ReshardConfig, text: str) -> Iterator[Problem]:
             "leave it out, or choose another action",
         )
     elif name.startswith("target.") and "target" in of_action:
-        counting = OF_FORMAT[form]
+        counting = FORMAT_KEYS[form]
         if not _among(name, [f"target.{key}" for key in ("path", "format", *counting)]):
             yield Problem(
                 name,

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.checkpoint.shard import Shard, StateReader
 
 # Tensors of one micro-batch by name; in the text task ``input_ids`` and ``labels``, both int64 [micro_batch, sequence];
 # ``labels`` are already shifted, -100 where masked. Where documents are kept apart also ``position_ids``, int64 of the same shape: 0 at
@@ -114,7 +114,7 @@ class Engine(Protocol):
     def scalars(self) -> dict[str, object]:
         """The engine's own state that is not a tensor of parameter shape: optimizer step, loss scaler. Plain JSON types."""
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         """Take over weights, and the optimizer's state if the reader has it; then engine and weights are consistent.
 
         Raises:

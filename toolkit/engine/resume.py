@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, TensorKey
+from toolkit.checkpoint.shard import MASTER, WEIGHT, StateReader, TensorKey
 from toolkit.errors import CheckpointError, Problem
 
 
-def resumes(reader: Reader, kept: Iterable[str]) -> bool:
+def resumes(reader: StateReader, kept: Iterable[str]) -> bool:
     """Whether ``reader`` has optimizer state, which then must be the states ``kept`` by this run's optimizer.
 
     Raises:
@@ -27,7 +27,7 @@ def resumes(reader: Reader, kept: Iterable[str]) -> bool:
     return bool(saved)
 
 
-def weight_key(reader: Reader, name: str) -> TensorKey:
+def weight_key(reader: StateReader, name: str) -> TensorKey:
     """Where the fp32 weight of ``name`` comes from: a saved weight may have been rounded from its master."""
     master = TensorKey(MASTER, name)
     return master if master in reader.tensors else TensorKey(WEIGHT, name)

@@ -10,7 +10,7 @@ from toolkit.errors import Problem, Severity
 from toolkit.plan.schedule import decay_span, rate
 from toolkit.rows import last_row
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.source import SourceKind, resolve_source, run_directory_of
+from toolkit.rundir.source import SourceKind, find_run_directory, resolve_source
 from toolkit.rundir.status import RunState
 
 
@@ -18,7 +18,7 @@ class NothingToDo(Exception):
     """The steps that a start asks for are done. Its text says so; the exit code is 0."""
 
 
-def check_work(config: RunConfig, directory: RunDirectory) -> None:
+def check_remaining_work(config: RunConfig, directory: RunDirectory) -> None:
     """Compare the steps asked for with those that are done, from files alone.
 
     A start is needed all the same if ``resume`` names a checkpoint to go back to, if the run did not end well, or if it asks for
@@ -56,7 +56,7 @@ def schedule_warning(config: RunConfig, directory: RunDirectory) -> Problem | No
     source = resolve_source(config, directory.newest_checkpoint())
     if source.kind is not SourceKind.RESUME or source.path is None:
         return None
-    folder = run_directory_of(source.path.absolute())
+    folder = find_run_directory(source.path.absolute())
     row = last_row(RunDirectory(folder).metrics_file) if folder is not None else None
     return (
         changed_schedule(config, row["step"], row["lr"], folder)

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint_folder import Newest, disagreement, find_newest, step_of, steps_moved
+from toolkit.checkpoint_folder import NewestCheckpoint, disagreement_error, find_newest, moved_steps, step_of
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem, file_errors
 from toolkit.files import write_whole
 from toolkit.goodput import (
     SAVES,
     Attempt,
-    Times,
+    AttemptTimes,
     compute_goodput,
     end_times,
     read_attempt,
@@ -27,14 +27,14 @@ from toolkit.goodput import (
 )
 from toolkit.paths import MOST_NAME_BYTES
 from toolkit.rows import last_row
-from toolkit.rundir.lock import lock_file
+from toolkit.rundir.lock import acquire_lock
 from toolkit.rundir.rows import move_rows
 from toolkit.rundir.source import (
     SourceKind,
     check_fork,
     check_identity,
     check_same_run,
-    parent_of,
+    resolve_parent,
     resolve_source,
 )
 from toolkit.rundir.status import RunState, Status, read_status, write_status
@@ -177,7 +177,7 @@ class RunDirectory:
         check_fork(config, self.path, self.fork_file, self.newest_checkpoint())
         found = self.newest_agreed()
         if config.resume == "auto" and found.disagreements:
-            raise disagreement(self.checkpoints, found)
+            raise disagreement_error(self.checkpoints, found)
         # resume=never refuses to pass over a checkpoint that can be continued; among files that do not agree it is what a person chose.
         source = resolve_source(config, None if found.disagreements else found.checkpoint)
         if source.kind is SourceKind.RESUME and source.path is not None:
@@ -212,10 +212,10 @@ class RunDirectory:
             write_whole(place / "config.yaml", yaml)
             write_whole(place / "plan.json", plan_json)
         if config.run.fork is not None and not self.fork_file.exists():
-            parent = parent_of(config.run.fork)
+            parent = resolve_parent(config.run.fork)
             write_whole(self.fork_file, json.dumps({"parent": parent, "attempt": attempt}) + "\n")
         now = time.time()
-        write_times(folder, Times(began=min(began or now, now), seen=now))
+        write_times(folder, AttemptTimes(began=min(began or now, now), seen=now))
         self.write_status(Status(state=RunState.STARTING, attempt=attempt))
         return attempt
 
@@ -332,7 +332,7 @@ class RunDirectory:
         """Of this run's own, by its folder's name. Whether it is whole is found when it is read."""
         return max((file.parent for file in self.checkpoints.glob("[!.]*/manifest.json")), default=None)
 
-    def newest_agreed(self) -> Newest:
+    def newest_agreed(self) -> NewestCheckpoint:
         """The newest checkpoint, as far as the folder of checkpoints and the run's other files agree on one."""
         found = find_newest(self.checkpoints, self._claims())
         row = last_row(self.metrics_file)
@@ -348,7 +348,7 @@ class RunDirectory:
 
     def _claims(self) -> dict[str, int]:
         """Steps that the run's other files say were saved, apart from those whose checkpoints a person has moved."""
-        status, moved = self.status(), set(steps_moved(self.path / "attempts"))
+        status, moved = self.status(), set(moved_steps(self.path / "attempts"))
         claims: dict[str, int | None] = {}
         if status is not None and status.checkpoint is not None:
             claims[self.status_file.name] = step_of(Path(status.checkpoint))
@@ -383,11 +383,11 @@ class RunDirectory:
     def try_lock(self) -> bool:
         """Take the lock of the directory if no live process holds it."""
         if self._lock is None:
-            self._lock = lock_file(self.path / "lock")[0]
+            self._lock = acquire_lock(self.path / "lock")[0]
         return self._lock is not None
 
     def _take_lock(self) -> None:
-        descriptor, owner = lock_file(self.path / "lock")
+        descriptor, owner = acquire_lock(self.path / "lock")
         if descriptor is None:
             who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
             remedy = f"wait for it or stop it (kill {owner['pid']})" if owner else "wait for it or stop it"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 
-def lock_file(path: Path) -> tuple[int | None, dict[str, Any] | None]:
+def acquire_lock(path: Path) -> tuple[int | None, dict[str, Any] | None]:
     """Take the lock ``path`` for this process: the open file, which holds it; or None and its owner {pid, host, since}, if known.
 
     The kernel frees the lock with its last holder, however that one dies; a child that inherits the open file is one. pid and host are

@@ -19,14 +19,14 @@ class SourceKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StateSource:
     """Where a run's state comes from. ``path`` is None for initial weights."""
 
     kind: SourceKind
     path: Path | None = None
 
 
-def resolve_source(config: RunConfig, newest: Path | None) -> Source:
+def resolve_source(config: RunConfig, newest: Path | None) -> StateSource:
     """Which state this start continues from.
 
     Args:
@@ -47,7 +47,7 @@ def resolve_source(config: RunConfig, newest: Path | None) -> Source:
                     "leave out resume to fork, or run.fork to resume",
                 )
             )
-        return Source(SourceKind.RESUME, _existing("resume", resume))
+        return StateSource(SourceKind.RESUME, _existing("resume", resume))
     if newest is not None and resume == "never":
         raise ConfigError(
             Problem(
@@ -58,10 +58,10 @@ def resolve_source(config: RunConfig, newest: Path | None) -> Source:
             )
         )
     if newest is not None:
-        return Source(SourceKind.RESUME, newest)
+        return StateSource(SourceKind.RESUME, newest)
     if fork is not None:
-        return Source(SourceKind.FORK, _existing("run.fork", fork))
-    return Source(SourceKind.INITIAL)
+        return StateSource(SourceKind.FORK, _existing("run.fork", fork))
+    return StateSource(SourceKind.INITIAL)
 
 
 def _existing(key: str, value: str) -> Path:
@@ -106,7 +106,7 @@ def check_identity(config: RunConfig, file: Path) -> None:
     )
 
 
-def parent_of(fork: str) -> str:
+def resolve_parent(fork: str) -> str:
     """As ``fork.json`` records it."""
     return str(find_run(fork, "run.fork").absolute())
 
@@ -120,7 +120,7 @@ def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path |
     """
     if config.run.fork is None:
         return
-    parent = parent_of(config.run.fork)
+    parent = resolve_parent(config.run.fork)
     seen = f"run.fork={config.run.fork}, and the run's own directory is {run_dir}"
     remedy = "give the new run its own run.name or run.dir"
     if run_dir.absolute() in (Path(parent), *Path(parent).parents):
@@ -137,7 +137,7 @@ def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path |
         )
 
 
-def run_directory_of(path: Path) -> Path | None:
+def find_run_directory(path: Path) -> Path | None:
     """The run directory that ``path`` is, or that a checkpoint at ``path`` lies in; None for a lone checkpoint."""
     for folder in (path, path.parent.parent):
         if (folder / "config.yaml").exists() and (folder / "attempts").is_dir():
@@ -151,7 +151,7 @@ def check_same_run(config: RunConfig, path: Path) -> None:
     Raises:
         CheckpointError: ``path`` belongs to a run of another identity.
     """
-    folder = run_directory_of(path.absolute())
+    folder = find_run_directory(path.absolute())
     if folder is None:
         return
     from toolkit.config.compose import from_yaml

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from toolkit.checkpoint.shard import Reader, Shard, TensorInfo, TensorKey
+from toolkit.checkpoint.shard import Shard, StateReader, TensorInfo, TensorKey
 from toolkit.engine.build import first_weights
 from toolkit.plan.types import RunPlan
 
@@ -20,7 +20,7 @@ CONSTANT = 0.2  # ten times the standard deviation of the embedding's other elem
 BIAS = 1.0  # the normalised COORDINATE is about 6, so logits of chosen and idle experts are about 12 apart
 
 
-def biased_first_weights(plan: RunPlan) -> Reader:
+def biased_first_weights(plan: RunPlan) -> StateReader:
     """The first weights of ``plan``, whose model has experts, with biased embedding and routers.
 
     Raises:
@@ -34,7 +34,7 @@ def biased_first_weights(plan: RunPlan) -> Reader:
 class _Biased:
     """Implements ``Reader``. ``chosen``: how many experts of each layer get all tokens."""
 
-    def __init__(self, reader: Reader, chosen: int) -> None:
+    def __init__(self, reader: StateReader, chosen: int) -> None:
         self._reader, self._chosen = reader, chosen
 
     @property

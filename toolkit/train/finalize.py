@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.formats.huggingface_target import export
+from toolkit.checkpoint.formats.huggingface.target import export
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint_folder import newest, step_of
+from toolkit.checkpoint_folder import newest_checkpoint, step_of
 from toolkit.models.target import configuration
 from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import RunPlan
@@ -46,7 +46,7 @@ def finalize_run(
         stop: whether to leave early.
     """
     sink.flush()  # what follows reads the files
-    checkpoint = newest(directory.checkpoints)
+    checkpoint = newest_checkpoint(directory.checkpoints)
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
         config = None if plan.shape is not None else configuration(plan.config.model, plan.config.train.seed)

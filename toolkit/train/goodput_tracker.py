@@ -10,10 +10,10 @@ from typing import Any
 
 from toolkit.goodput import (
     Attempt,
+    AttemptTimes,
     Goodput,
-    Save,
-    Times,
-    add_save,
+    SaveRecord,
+    append_save,
     compute_goodput,
     read_saves,
     read_times,
@@ -44,7 +44,7 @@ class GoodputTracker(Hook, Costs):
     ) -> None:
         self._folder, self._before, self._say, self._clock = folder, tuple(before), say, clock
         now = clock()
-        self._times = read_times(folder) or Times(began=now, seen=now)
+        self._times = read_times(folder) or AttemptTimes(began=now, seen=now)
         self._next = 0.0
         self._begun: dict[int, float] = {}  # by step: seconds of steps when its save began
         self._saved = 0.0  # seconds of steps that the newest save of this attempt keeps
@@ -90,7 +90,7 @@ class GoodputTracker(Hook, Costs):
         if stepping is None:  # it was told before
             return
         self._saved = stepping
-        add_save(self._folder, Save(step=step, seconds=seconds, bytes=size, stepping=stepping))
+        append_save(self._folder, SaveRecord(step=step, seconds=seconds, bytes=size, stepping=stepping))
         self._write()
 
     # ---- the run so far

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint_folder import newest
+from toolkit.checkpoint_folder import newest_checkpoint
 from toolkit.config.data import Documents
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.evaluation import EvalSet
@@ -177,7 +177,9 @@ def run(
         )
         hooks.add(saving)
         if rank == 0:
-            status = StatusFile(directory, attempt, newest(directory.checkpoints), goodput=times.status)
+            status = StatusFile(
+                directory, attempt, newest_checkpoint(directory.checkpoints), goodput=times.status
+            )
             hooks.add(status)
             if len(stream.consumed(0)) > 1:
                 hooks.add(DataProgress(stream.consumed, say))
@@ -252,7 +254,7 @@ def run(
                     stop=stop,
                 )
             elif rank == 0 and diverged is not None:
-                checkpoint = newest(directory.checkpoints)
+                checkpoint = newest_checkpoint(directory.checkpoints)
                 words = diverged.describe(str(checkpoint) if checkpoint else None, checked=times.has_saved)
                 print(f"error: {words}", file=sys.stderr, flush=True)
                 directory.finish(RunState.FAILED, int(code), words, attempt=attempt)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from toolkit.goodput import Save
+from toolkit.goodput import SaveRecord
 from toolkit.plan.saving import assumed_speed, rank_bytes
 from toolkit.plan.types import RunPlan
 from toolkit.progress import duration, quantity
@@ -31,7 +31,7 @@ class SaveDeadline(NoCosts):
         earlier: saves of earlier attempts, in their order, as far as this rank can read of them.
     """
 
-    def __init__(self, plan: RunPlan, earlier: Iterable[Save] = ()) -> None:
+    def __init__(self, plan: RunPlan, earlier: Iterable[SaveRecord] = ()) -> None:
         self._size, self._assumed = rank_bytes(plan), assumed_speed(plan.world)
         self._left: float | None = None  # when it was found to be too late
         self._saves = deque(

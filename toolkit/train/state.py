@@ -16,7 +16,7 @@ from typing import Any
 
 from toolkit import families
 from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIM_SETTINGS, STEP
-from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.shard import StateReader
 from toolkit.checkpoint.source import MODEL
 from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.batch import continue_batch
@@ -94,7 +94,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def restore(plan: RunPlan, reader: Reader, kind: SourceKind, path: Path) -> tuple[TrainState, BatchPlan]:
+def restore(plan: RunPlan, reader: StateReader, kind: SourceKind, path: Path) -> tuple[TrainState, BatchPlan]:
     """The state that a checkpoint at ``path`` holds, and the global batches of a run that continues from it.
 
     A resumed run must be the same run. A fork may differ: it takes over weights, optimizer state, the number of steps and the number

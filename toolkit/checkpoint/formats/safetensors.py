@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.catalog import DTYPE_OF_CODE, DTYPES, Damage, byte_length
+from toolkit.checkpoint.catalog import DTYPE_OF_CODE, DTYPES, DamagedFile, byte_length
 
 ALIGNMENT = 64  # of the first tensor's byte, so that a mapped file has aligned tensors
 MOST_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer ones
@@ -21,7 +21,7 @@ RULE = "a safetensors file is a header and the bytes that the header describes"
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorEntry:
     """A tensor of a file: bytes ``begin .. end``, counted from the start of the file."""
 
     name: str
@@ -31,9 +31,9 @@ class Slot:
     end: int
 
 
-def encode(
+def encode_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[Slot]]:
+) -> tuple[bytes, list[TensorEntry]]:
     """The header for tensors of (name, dtype, shape), and where each of them goes.
 
     Wide dtypes come first, so that every tensor is aligned to its itemsize; otherwise the order is kept.
@@ -45,57 +45,58 @@ def encode(
         end = at + byte_length(dtype, shape)
         assert name not in fields, f"{name} twice in one file"
         fields[name] = {"dtype": DTYPES[dtype].code, "shape": list(shape), "data_offsets": [at, end]}
-        relative.append(Slot(name, dtype, shape, at, end))
+        relative.append(TensorEntry(name, dtype, shape, at, end))
         at = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
     header = struct.pack("<Q", length - 8) + text.ljust(length - 8)
     assert length <= MOST_HEADER_BYTES, f"a header of {length} bytes"
     return header, [
-        Slot(slot.name, slot.dtype, slot.shape, slot.begin + length, slot.end + length) for slot in relative
+        TensorEntry(slot.name, slot.dtype, slot.shape, slot.begin + length, slot.end + length)
+        for slot in relative
     ]
 
 
-def decode(path: Path) -> tuple[list[Slot], dict[str, str]]:
+def read_header(path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
     """The tensors of a file and its metadata, checked against each other and the file's size. Raises Damage."""
     if not path.is_file():
-        raise Damage(path.name, f"{path} is missing", RULE)
+        raise DamagedFile(path.name, f"{path} is missing", RULE)
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if 8 + length > size or length > MOST_HEADER_BYTES:
-            raise Damage(path.name, f"{path} has {size} bytes, fewer than its header asks for", RULE)
+            raise DamagedFile(path.name, f"{path} has {size} bytes, fewer than its header asks for", RULE)
         text = file.read(length)
     try:
         fields = json.loads(text)
         metadata = fields.pop("__metadata__", {})
         slots = [_slot(name, entry, 8 + length) for name, entry in fields.items()]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Damage(path.name, f"{path} has an unreadable header ({error})", RULE) from error
+        raise DamagedFile(path.name, f"{path} has an unreadable header ({error})", RULE) from error
     at = 8 + length
     for slot in sorted(slots, key=lambda slot: (slot.begin, slot.end)):
         if slot.begin != at:
-            raise Damage(
+            raise DamagedFile(
                 path.name,
                 f"{slot.name} in {path} begins at byte {slot.begin}, the tensor before it ends at {at}",
                 RULE,
             )
         at = slot.end
         if slot.end - slot.begin != byte_length(slot.dtype, slot.shape):
-            raise Damage(
+            raise DamagedFile(
                 path.name,
                 f"{slot.name} in {path} has {slot.end - slot.begin} bytes for {slot.dtype} {slot.shape}",
                 RULE,
             )
     if size != at:
-        raise Damage(path.name, f"{path} has {size} bytes where its header says {at}", RULE)
+        raise DamagedFile(path.name, f"{path} has {size} bytes where its header says {at}", RULE)
     return slots, metadata
 
 
-def _slot(name: str, entry: Mapping[str, Any], base: int) -> Slot:
+def _slot(name: str, entry: Mapping[str, Any], base: int) -> TensorEntry:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if any(type(count) is not int or count < 0 for count in (begin, end, *shape)):
         raise ValueError(f"{name} has shape {str(shape)[:100]} in bytes {begin}..{end}")
-    return Slot(name, DTYPE_OF_CODE[entry["dtype"]], shape, base + begin, base + end)
+    return TensorEntry(name, DTYPE_OF_CODE[entry["dtype"]], shape, base + begin, base + end)

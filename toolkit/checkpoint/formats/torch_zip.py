@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Files, numpy_dtype
-from toolkit.checkpoint.catalog import DTYPES, Damage, Piece, Record, turned
-from toolkit.checkpoint.formats import pickles
-from toolkit.checkpoint.formats.pickles import Storage, StoredTensor, row_major
+from toolkit.checkpoint.blocks import CheckpointFiles, numpy_dtype
+from toolkit.checkpoint.catalog import DTYPES, ArchiveRecord, DamagedFile, TensorPiece, swap_last_dims
+from toolkit.checkpoint.formats import unpickle
+from toolkit.checkpoint.formats.pickle_writer import dumps
+from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor, row_major
 from toolkit.checkpoint.shard import Box, TensorKey
-from toolkit.checkpoint.target import Checksum, TargetFile
+from toolkit.checkpoint.target import FileChecksum, TargetFile
 
 ALIGNMENT = 64
 ROOT = "archive"  # of the records' names, if torch.save was given no path
@@ -66,22 +67,22 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
                 ]
                 if packed or len(records) != len(archive.infolist()):
                     seen = f"{packed[0][:200]} is compressed" if packed else "two records have one name"
-                    raise Damage(file, f"{path}: {seen}", RULE)
+                    raise DamagedFile(file, f"{path}: {seen}", RULE)
                 root = next(name for name in records if name.endswith("/data.pkl")).removesuffix("data.pkl")
                 if named and root not in (f"{ROOT}/", f"{Path(file).stem}/"):
-                    raise Damage(
+                    raise DamagedFile(
                         file,
                         f"{path} was saved as {root[:-1][:200]}.pt",
                         "files have the names under which they were saved",
                     )
                 if records.get(f"{root}byteorder") and archive.read(f"{root}byteorder") != b"little":
-                    raise Damage(file, f"{path} is big endian", "checkpoints are little endian")
+                    raise DamagedFile(file, f"{path} is big endian", "checkpoints are little endian")
                 text = archive.read(f"{root}data.pkl")
 
             def storage(dtype: str, key: str, numel: int) -> Storage:
                 info = records[f"{root}data/{key}"]
                 if info.file_size < numel * DTYPES[dtype].itemsize:
-                    raise Damage(
+                    raise DamagedFile(
                         file,
                         f"{path}: record {info.filename} has {info.file_size} bytes for {numel} of {dtype}",
                         RULE,
@@ -91,7 +92,7 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
                 names, extra = struct.unpack("<HH", header[26:30])
                 start = begin + info.header_offset + 30 + names + extra
                 if header[:4] != struct.pack("<I", _LOCAL) or start + info.file_size > path.stat().st_size:
-                    raise Damage(
+                    raise DamagedFile(
                         file, f"{path}: record {info.filename} is not where the directory says", RULE
                     )
                 return Storage(
@@ -100,12 +101,12 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
                     numel,
                     file,
                     start,
-                    record=Record(file, start, start + info.file_size, info.CRC),
+                    record=ArchiveRecord(file, start, start + info.file_size, info.CRC),
                 )
 
-            return pickles.loads(text, storage)
+            return unpickle.loads(text, storage)
     except FileNotFoundError as error:
-        raise Damage(file, f"{path} is missing", "a checkpoint has all files of its layout") from error
+        raise DamagedFile(file, f"{path} is missing", "a checkpoint has all files of its layout") from error
     except (
         zipfile.BadZipFile,
         pickle.UnpicklingError,
@@ -118,12 +119,12 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
         StopIteration,
         ValueError,
     ) as error:
-        raise Damage(
+        raise DamagedFile(
             file, f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error})", RULE
         ) from error
 
 
-def number(folder: Path, value: Any, file: str = "") -> float:
+def read_number(folder: Path, value: Any, file: str = "") -> float:
     """A number that was saved as it is or as a tensor of one element, which is read from ``folder``.
 
     Args:
@@ -136,7 +137,7 @@ def number(folder: Path, value: Any, file: str = "") -> float:
     if isinstance(value, StoredTensor) and value.numel == 1:
         itemsize = DTYPES[value.dtype].itemsize
         content = memoryview(bytearray(itemsize))
-        with Files(folder) as files:
+        with CheckpointFiles(folder) as files:
             if value.storage.record is not None:
                 files.check_record(value.storage.record)
             files.fill(file, value.storage.begin + value.offset * itemsize, content)
@@ -147,7 +148,7 @@ def number(folder: Path, value: Any, file: str = "") -> float:
             if found is value and isinstance(value, StoredTensor)
             else repr(found)[:200]
         )
-        raise Damage(
+        raise DamagedFile(
             file, f"{folder / file} has {seen} for a number", "what a checkpoint counts is a finite number"
         )
     return float(found)
@@ -181,7 +182,9 @@ class _Window(io.RawIOBase):
         return len(data)
 
 
-def pieces_of(tensor: StoredTensor, key: TensorKey, global_shape: tuple[int, ...], box: Box) -> list[Piece]:
+def tensor_pieces(
+    tensor: StoredTensor, key: TensorKey, global_shape: tuple[int, ...], box: Box
+) -> list[TensorPiece]:
     """``tensor``, which has the shape of ``box``, as pieces of a canonical tensor: one where it lies row-major or transposed,
     one a row (or a box of lesser dims) where it has gaps."""
     assert tensor.shape == box.shape, f"{key}: stored {tensor.shape}, box {box.shape}"
@@ -196,7 +199,7 @@ def _cut(
     strides: tuple[int, ...],
     at: int,
     dim: int,
-) -> Iterator[Piece]:
+) -> Iterator[TensorPiece]:
     """Fix dims from ``dim`` on until what is left is row-major or transposed."""
     if box.numel == 0:
         return
@@ -204,13 +207,15 @@ def _cut(
     for transposed in (False, True):
         if transposed and len(box.shape) < 2:
             continue
-        shape, ordered = (turned(box.shape), turned(strides)) if transposed else (box.shape, strides)
+        shape, ordered = (
+            (swap_last_dims(box.shape), swap_last_dims(strides)) if transposed else (box.shape, strides)
+        )
         if all(
             size == 1 or have == want
             for size, have, want in zip(shape, ordered, row_major(shape), strict=True)
         ):
             begin = storage.begin + at * itemsize
-            yield Piece(
+            yield TensorPiece(
                 key,
                 storage.dtype,
                 global_shape,
@@ -236,7 +241,7 @@ def _cut(
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ArchiveLayout:
     """A file of torch.save whose storages are still to be filled.
 
     Attributes:
@@ -247,8 +252,10 @@ class Layout:
     storages: dict[str, int]
 
 
-def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT, begin: int = 0) -> Layout:
-    """The file ``name`` of ``torch.save(value)``. ``value`` is what ``pickles.dumps`` takes; its tensors are of ``storages``.
+def lay_out(
+    name: str, value: Any, storages: Sequence[Storage], root: str = ROOT, begin: int = 0
+) -> ArchiveLayout:
+    """The file ``name`` of ``torch.save(value)``. ``value`` is what ``dumps`` takes; its tensors are of ``storages``.
 
     Args:
         begin: byte at which it starts, where a file holds several; offsets of what is returned count from the file's start, and
@@ -290,7 +297,7 @@ def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT
         at = data_at + numbytes
         return data_at
 
-    pickled = pickles.dumps(value)
+    pickled = dumps(value)
     add("data.pkl", len(pickled), pickled)
     add("byteorder", 6, b"little")
     for storage in storages:
@@ -362,8 +369,8 @@ def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT
     fixed[begin + central_at] = bytes(directory)
     places = dict(zip((path for path, *_ in entries), crc_places, strict=True))
     checksums = tuple(
-        Checksum(first, last, (local, places[f"{root}/data/{key}".encode()]))
+        FileChecksum(first, last, (local, places[f"{root}/data/{key}".encode()]))
         for key, first, last, local in checks
         if last > first
     )
-    return Layout(TargetFile(name, begin + central_at + len(directory), fixed, checksums), starts)
+    return ArchiveLayout(TargetFile(name, begin + central_at + len(directory), fixed, checksums), starts)

@@ -20,13 +20,13 @@ import xxhash
 
 import toolkit
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.blocks import UNFINISHED, Files, stamps
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Catalog, Damage, Piece
-from toolkit.checkpoint.offline.fill import Filler, Unit, Written, units_of
-from toolkit.checkpoint.offline.journal import Journal, is_journal_of
-from toolkit.checkpoint.offline.output import Output, Segment
-from toolkit.checkpoint.target import Target, TargetFile
-from toolkit.checkpoint.threads import each
+from toolkit.checkpoint.blocks import UNFINISHED, CheckpointFiles, read_stamps
+from toolkit.checkpoint.catalog import BLOCK_BYTES, Catalog, DamagedFile, TensorPiece
+from toolkit.checkpoint.executor import parallel_map
+from toolkit.checkpoint.offline.fill import ConversionUnit, UnitWriter, WrittenPiece, plan_units
+from toolkit.checkpoint.offline.journal import ConversionJournal, is_journal_for
+from toolkit.checkpoint.offline.output import Segment, TargetOutput
+from toolkit.checkpoint.target import CheckpointTarget, TargetFile
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
 
@@ -35,7 +35,7 @@ SYNC_BYTES = 512 * 2**20  # written between two records of the journal: what a k
 JOURNAL = "journal.jsonl"
 
 
-class Phase(StrEnum):
+class ConversionPhase(StrEnum):
     """Told to ``on_phase``: what crash tests hook into."""
 
     PREPARE = "prepare"  # the files have their lengths
@@ -61,24 +61,24 @@ class Conversion:
     def __init__(
         self,
         source: Catalog,
-        target: Target,
+        target: CheckpointTarget,
         path: Path,
         *,
         origin: str,
-        refuse: Callable[[Path, Damage], CheckpointError],
+        refuse: Callable[[Path, DamagedFile], CheckpointError],
         workers: int = 2,
         examine: bool = True,
         advance: Callable[[int], None] = lambda numbytes: None,
-        on_phase: Callable[[Phase], None] = lambda phase: None,
+        on_phase: Callable[[ConversionPhase], None] = lambda phase: None,
     ) -> None:
         self.source, self.target, self.path = source, target, path
-        self.units, self.unused = units_of(source, target)
+        self.units, self.unused = plan_units(source, target)
         self.temporary = path.with_name(f".{path.name}{UNFINISHED}")
-        self._stamps = stamps(source.folder)
+        self._stamps = read_stamps(source.folder)
         decides = (toolkit.__version__, origin, target.format, target.identity, BLOCK_BYTES, examine)
         self._identity = xxhash.xxh3_128_hexdigest("\n".join(map(str, decides)).encode())
         self._refuse, self._workers, self._on_phase = refuse, workers, on_phase
-        self._filler = Filler(source, target, examine=examine, advance=advance)
+        self._filler = UnitWriter(source, target, examine=examine, advance=advance)
 
     @property
     def source_bytes(self) -> int:
@@ -93,17 +93,17 @@ class Conversion:
                 stays for the next attempt, hidden beside the target.
         """
         try:
-            if is_journal_of(self.path / JOURNAL, self._identity):  # killed when it had its name
+            if is_journal_for(self.path / JOURNAL, self._identity):  # killed when it had its name
                 self._conclude()
                 return True
             if _is_taken(self.path):
                 raise self._taken()
             self.temporary.mkdir(parents=True, exist_ok=True)
-            journal = Journal(self.temporary / JOURNAL, self._identity)
+            journal = ConversionJournal(self.temporary / JOURNAL, self._identity)
         except OSError as error:
             raise self._no_room_or_access(error) from error
         _allow_open(len(self._stamps) + len(self.target.files) + OTHER_FILES)
-        output = Output(self.temporary, self.target.files)
+        output = TargetOutput(self.temporary, self.target.files)
         try:
             if journal.done and output.is_there():
                 self._clean({JOURNAL, *(file.name for file in self.target.files)})
@@ -112,12 +112,12 @@ class Conversion:
                 journal.start()
             done = _Done(journal)
             output.prepare()
-            self._on_phase(Phase.PREPARE)
+            self._on_phase(ConversionPhase.PREPARE)
             self._fill(output, done)
             self._commit(output, done)
         except OSError as error:
             raise self._no_room_or_access(error) from error
-        except Damage as damage:
+        except DamagedFile as damage:
             raise self._refuse(self.source.folder, damage) from damage
         finally:
             output.close()
@@ -133,19 +133,19 @@ class Conversion:
             elif entry.relative_to(self.temporary).as_posix() not in keep:
                 entry.unlink()
 
-    def _fill(self, output: Output, done: _Done) -> None:
-        def work(unit: Unit, files: Files) -> None:
+    def _fill(self, output: TargetOutput, done: _Done) -> None:
+        def work(unit: ConversionUnit, files: CheckpointFiles) -> None:
             if unit in done:
                 self._filler.skip(unit)
                 return
             written = self._filler.fill(unit, files, output)
             due = done.add(unit, written, unit.pieces(self.target))
-            self._on_phase(Phase.UNITS)
+            self._on_phase(ConversionPhase.UNITS)
             if due:
                 done.sync(output, self._on_phase)
 
-        with Files(self.source.folder) as files:
-            each(lambda unit: work(unit, files), self.units, self._workers)
+        with CheckpointFiles(self.source.folder) as files:
+            parallel_map(lambda unit: work(unit, files), self.units, self._workers)
             changed = files.changed(self._stamps)
         if changed:
             raise CheckpointError(
@@ -158,17 +158,17 @@ class Conversion:
             )
         done.sync(output, self._on_phase)
 
-    def _commit(self, output: Output, done: _Done) -> None:
-        self._on_phase(Phase.SEAL)
+    def _commit(self, output: TargetOutput, done: _Done) -> None:
+        self._on_phase(ConversionPhase.SEAL)
         segments: dict[str, list[Segment]] = {file.name: [] for file in self.target.files}
         for unit in self.units:
             for piece, written in zip(unit.pieces(self.target), done.written(unit), strict=True):
                 segments[piece.file] += written.segments
         sealed = {name: output.seal(name, of_file) for name, of_file in segments.items()}
         output.sync(segments)
-        self._on_phase(Phase.MANIFEST)
+        self._on_phase(ConversionPhase.MANIFEST)
         write_whole(self.temporary / self.target.manifest, manifest.encode(self._manifest(done, sealed)))
-        self._on_phase(Phase.RENAME)
+        self._on_phase(ConversionPhase.RENAME)
         self.temporary.rename(self.path)
         self._conclude()
 
@@ -176,13 +176,13 @@ class Conversion:
         """The target has its name."""
         sync_folder(self.path.parent)
         (self.path / JOURNAL).unlink(missing_ok=True)
-        self._on_phase(Phase.DONE)
+        self._on_phase(ConversionPhase.DONE)
 
     def _manifest(self, done: _Done, sealed: Mapping[str, Mapping[int, bytes]]) -> manifest.Manifest:
         """``sealed``: the checksums that each file got, by their places."""
         target = self.target
-        pieces: list[Piece] = []
-        copies: list[Piece] = []
+        pieces: list[TensorPiece] = []
+        copies: list[TensorPiece] = []
         for unit in self.units:
             written = iter(done.written(unit))
             for key in unit.targets:
@@ -264,30 +264,30 @@ def _record(file: TargetFile, sealed: Mapping[int, bytes]) -> manifest.FileRecor
 class _Done:
     """Units that are written, and of these the durable ones in the journal; shared by threads."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: ConversionJournal) -> None:
         self._journal = journal
         self._units = {
             name: [
-                Written(tuple(hashes), tuple((begin, length, crc) for begin, length, crc in segments))
+                WrittenPiece(tuple(hashes), tuple((begin, length, crc) for begin, length, crc in segments))
                 for hashes, segments in record
             ]
             for name, record in journal.done.items()
         }
         self._lock = threading.Lock()  # of what follows
         self._syncing = threading.Lock()
-        self._waiting: dict[str, list[Written]] = {}
+        self._waiting: dict[str, list[WrittenPiece]] = {}
         self._dirty: set[str] = set()
         self._waiting_bytes = 0
         self._lost = False
 
-    def __contains__(self, unit: Unit) -> bool:
+    def __contains__(self, unit: ConversionUnit) -> bool:
         return str(unit.source) in self._units
 
-    def written(self, unit: Unit) -> list[Written]:
+    def written(self, unit: ConversionUnit) -> list[WrittenPiece]:
         """In the order of the unit's pieces."""
         return self._units[str(unit.source)]
 
-    def add(self, unit: Unit, written: list[Written], pieces: list[Piece]) -> bool:
+    def add(self, unit: ConversionUnit, written: list[WrittenPiece], pieces: list[TensorPiece]) -> bool:
         """Returns whether it is time to sync."""
         with self._lock:
             self._units[str(unit.source)] = self._waiting[str(unit.source)] = written
@@ -295,7 +295,7 @@ class _Done:
             self._waiting_bytes += sum(piece.end - piece.begin for piece in pieces)
             return self._waiting_bytes >= SYNC_BYTES
 
-    def sync(self, output: Output, on_phase: Callable[[Phase], None]) -> None:
+    def sync(self, output: TargetOutput, on_phase: Callable[[ConversionPhase], None]) -> None:
         """Make what was added durable. One thread waits for the disk; the others go on.
 
         After a failure nothing more is recorded: the system tells of a page that it could not write once, and to one caller.
@@ -306,7 +306,7 @@ class _Done:
                 self._waiting, self._dirty, self._waiting_bytes = {}, set(), 0
             if waiting and not self._lost:
                 self._lost = True
-                on_phase(Phase.SYNC)
+                on_phase(ConversionPhase.SYNC)
                 output.sync(dirty)
                 self._journal.record(
                     {

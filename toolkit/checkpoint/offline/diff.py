@@ -18,23 +18,23 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Files, numpy_dtype
-from toolkit.checkpoint.catalog import DTYPES, Damage, byte_length
+from toolkit.checkpoint.blocks import CheckpointFiles, numpy_dtype
+from toolkit.checkpoint.catalog import DTYPES, DamagedFile, byte_length
+from toolkit.checkpoint.executor import parallel_map
 from toolkit.checkpoint.planner import source_key
 from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.threads import each
-from toolkit.checkpoint.tile_reader import WORKERS, ByteProgress, TileReader, bits, boxes
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.tile_reader import WORKERS, ByteProgress, TileReader, as_bits, tile_box
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
 
-RESUMED = (STEP, CONSUMED, OPTIMIZER_STEP, LOSS_SCALER)  # scalars that are compared
+COMPARED_SCALARS = (STEP, CONSUMED, OPTIMIZER_STEP, LOSS_SCALER)  # scalars that are compared
 
 Tensors = Mapping[TensorKey, TensorInfo]
 
 
-class Outcome(StrEnum):
+class DiffOutcome(StrEnum):
     EQUAL = "equal"  # in every bit
     ABSENT = "absent"  # one side has nothing of it
     SHAPE = "shape"
@@ -45,7 +45,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TensorPair:
     """What is compared: a tensor of each side; None where a side has none.
 
     Attributes:
@@ -58,7 +58,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """Of one pair.
 
     Attributes:
@@ -67,8 +67,8 @@ class Difference:
         max_abs, max_relative: of these, |a - b| and |a - b| / max(|a|, |b|); infinite where one is not a number.
     """
 
-    pair: Pair
-    outcome: Outcome
+    pair: TensorPair
+    outcome: DiffOutcome
     dtypes: tuple[str, str] = ("", "")
     shapes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     differing: int = 0
@@ -77,10 +77,10 @@ class Difference:
 
     def __str__(self) -> str:
         left, right = self.pair.left, self.pair.right
-        if self.outcome is Outcome.ABSENT:
+        if self.outcome is DiffOutcome.ABSENT:
             return f"{left or right}: only on the {'left' if left else 'right'}"
         what = str(left) if left == right else f"{left} on the left, {right} on the right"
-        if self.outcome is Outcome.SHAPE:
+        if self.outcome is DiffOutcome.SHAPE:
             return f"{what}: {self.shapes[0]} on the left, {self.shapes[1]} on the right"
         as_stored = (
             self.dtypes[0] if self.dtypes[0] == self.dtypes[1] else f"{self.dtypes[0]} and {self.dtypes[1]}"
@@ -91,13 +91,13 @@ class Difference:
             if self.differing
             else "equal"
         )
-        if self.outcome is Outcome.DTYPE:
+        if self.outcome is DiffOutcome.DTYPE:
             return f"{what}: {as_stored}; {values} in the narrower"
         return f"{what}: {as_stored}, {values}"
 
 
 @dataclass(frozen=True, slots=True)
-class Diff:
+class CheckpointDiff:
     """Attributes:
     tensors: every pair, equal ones too, in the left's order.
     scalars: (name, left, right) of what training resumes from and is not the same; None: not there.
@@ -105,25 +105,25 @@ class Diff:
 
     left: Path
     right: Path
-    tensors: tuple[Difference, ...]
+    tensors: tuple[TensorDifference, ...]
     scalars: tuple[tuple[str, object, object], ...]
 
     @property
     def equal(self) -> bool:
         """A command that compares ends with 0 where this is so, and with 1 where it is not."""
-        return not self.scalars and all(one.outcome is Outcome.EQUAL for one in self.tensors)
+        return not self.scalars and all(one.outcome is DiffOutcome.EQUAL for one in self.tensors)
 
     def lines(self, most: int = 20) -> list[str]:
         """For people: what differs, of each kind no more than ``most``; what stands for what; a summary."""
         lines = [f"{name}: {left} on the left, {right} on the right" for name, left, right in self.scalars]
-        for outcome in Outcome:
+        for outcome in DiffOutcome:
             of_kind = [one for one in self.tensors if one.outcome is outcome]
-            if outcome is Outcome.EQUAL:
+            if outcome is DiffOutcome.EQUAL:
                 continue
             lines += [str(one) for one in of_kind[:most]]
             if len(of_kind) > most:
                 lines.append(f"and {len(of_kind) - most} more: {outcome}")
-        same = [one for one in self.tensors if one.outcome is Outcome.EQUAL]
+        same = [one for one in self.tensors if one.outcome is DiffOutcome.EQUAL]
         stand_ins = sorted(
             {
                 (one.pair.left.state, one.pair.right.state, *one.dtypes)
@@ -149,18 +149,18 @@ def diff(
     *,
     workers: int = WORKERS,
     advance: Callable[[int, int], None] = lambda done, total: None,
-) -> Diff:
+) -> CheckpointDiff:
     """Compare what two paths are or point to. See ``diff_sources``."""
     return diff_sources(open_source(left, model), open_source(right, model), workers=workers, advance=advance)
 
 
 def diff_sources(
-    left: Source,
-    right: Source,
+    left: CheckpointSource,
+    right: CheckpointSource,
     *,
     workers: int = WORKERS,
     advance: Callable[[int, int], None] = lambda done, total: None,
-) -> Diff:
+) -> CheckpointDiff:
     """Every tensor of both. Hashes are not looked at: what differs is said, whatever the reason.
 
     Args:
@@ -178,26 +178,28 @@ def diff_sources(
                 "compare checkpoints of one family",
             )
         )
-    found = pairs(left.catalog.tensors, right.catalog.tensors)
+    found = pair_tensors(left.catalog.tensors, right.catalog.tensors)
     total = sum(
         _bytes(pair.left, left.catalog.tensors) + _bytes(pair.right, right.catalog.tensors)
         for pair in found
         if _both(pair)
     )
     with ExitStack() as opened:
-        sides = [_Side(source, opened.enter_context(Files(source.folder))) for source in (left, right)]
+        sides = [
+            _Side(source, opened.enter_context(CheckpointFiles(source.folder))) for source in (left, right)
+        ]
         work = _Comparison(sides[0], sides[1], ByteProgress(advance, total))
-        differences = each(work.of, found, workers)
+        differences = parallel_map(work.of, found, workers)
     of_left, of_right = left.catalog.scalars, right.catalog.scalars
     scalars = tuple(
         (name, of_left.get(name), of_right.get(name))
-        for name in RESUMED
+        for name in COMPARED_SCALARS
         if of_left.get(name) != of_right.get(name)
     )
-    return Diff(left.folder, right.folder, tuple(differences), scalars)
+    return CheckpointDiff(left.folder, right.folder, tuple(differences), scalars)
 
 
-def pairs(left: Tensors, right: Tensors) -> list[Pair]:
+def pair_tensors(left: Tensors, right: Tensors) -> list[TensorPair]:
     """What to compare: each tensor of either side with what the other has for it."""
     found: dict[tuple[TensorKey | None, TensorKey | None], bool] = {}
     for key in {**left, **right}:
@@ -212,7 +214,7 @@ def pairs(left: Tensors, right: Tensors) -> list[Pair]:
             answer = source_key(key, right[key].dtype, left)
             lossy = answer is not None and not _holds(left[answer].dtype, right[key].dtype)
             found[answer, key] = found.get((answer, key), False) or lossy
-    return [Pair(*both, lossy) for both, lossy in found.items()]
+    return [TensorPair(*both, lossy) for both, lossy in found.items()]
 
 
 def _holds(wide: str, narrow: str) -> bool:
@@ -221,7 +223,7 @@ def _holds(wide: str, narrow: str) -> bool:
     return wide == narrow or (a.is_float == b.is_float and a.itemsize > b.itemsize)
 
 
-def _both(pair: Pair) -> bool:
+def _both(pair: TensorPair) -> bool:
     return pair.left is not None and pair.right is not None
 
 
@@ -232,7 +234,7 @@ def _bytes(key: TensorKey | None, tensors: Tensors) -> int:
 class _Side:
     """One checkpoint. Says of damage what its format says."""
 
-    def __init__(self, source: Source, files: Files) -> None:
+    def __init__(self, source: CheckpointSource, files: CheckpointFiles) -> None:
         self.source, self.tensors = source, source.catalog.tensors
         self._looker = TileReader(source.catalog, files)
 
@@ -242,7 +244,7 @@ class _Side:
     def read(self, key: TensorKey, box: Box) -> Any:
         try:
             return self._looker.read(key, box)
-        except Damage as damage:
+        except DamagedFile as damage:
             raise self.source.refuse(self.source.folder, damage) from damage
 
 
@@ -250,26 +252,26 @@ class _Comparison:
     def __init__(self, left: _Side, right: _Side, advance: ByteProgress) -> None:
         self._left, self._right, self._advance = left, right, advance
 
-    def of(self, pair: Pair) -> Difference:
+    def of(self, pair: TensorPair) -> TensorDifference:
         if pair.left is None or pair.right is None:
-            return Difference(pair, Outcome.ABSENT)
+            return TensorDifference(pair, DiffOutcome.ABSENT)
         a, b = self._left.tensors[pair.left], self._right.tensors[pair.right]
         dtypes, shapes = (a.dtype, b.dtype), (a.shape, b.shape)
         if a.shape != b.shape:
             self._advance(_bytes(pair.left, self._left.tensors) + _bytes(pair.right, self._right.tensors))
-            return Difference(pair, Outcome.SHAPE, dtypes, shapes)
+            return TensorDifference(pair, DiffOutcome.SHAPE, dtypes, shapes)
         differing, most, relative = 0, 0.0, 0.0
         for count, by, by_relative in self._tiles(pair.left, pair.right, a, b):
             differing, most, relative = differing + count, max(most, by), max(relative, by_relative)
-        outcome = Outcome.DTYPE if pair.lossy else Outcome.VALUES if differing else Outcome.EQUAL
-        return Difference(pair, outcome, dtypes, shapes, differing, most, relative)
+        outcome = DiffOutcome.DTYPE if pair.lossy else DiffOutcome.VALUES if differing else DiffOutcome.EQUAL
+        return TensorDifference(pair, outcome, dtypes, shapes, differing, most, relative)
 
     def _tiles(
         self, left: TensorKey, right: TensorKey, a: TensorInfo, b: TensorInfo
     ) -> Iterator[tuple[int, float, float]]:
         """Of each tile: see ``apart``."""
         both_turned = self._left.turned(left) and self._right.turned(right)
-        for box in boxes(Box.whole(a.shape), a.dtype, b.dtype, by_columns=both_turned):
+        for box in tile_box(Box.whole(a.shape), a.dtype, b.dtype, by_columns=both_turned):
             mine, theirs = self._left.read(left, box), self._right.read(right, box)
             numbytes = mine.nbytes + theirs.nbytes
             with np.errstate(over="ignore"):
@@ -277,13 +279,13 @@ class _Comparison:
                     mine = mine.astype(numpy_dtype(b.dtype), copy=False)
                 elif _holds(b.dtype, a.dtype):
                     theirs = theirs.astype(numpy_dtype(a.dtype), copy=False)
-            yield apart(mine, theirs)
+            yield measure_difference(mine, theirs)
             self._advance(numbytes)
 
 
-def apart(a: Any, b: Any) -> tuple[int, float, float]:
+def measure_difference(a: Any, b: Any) -> tuple[int, float, float]:
     """Elements of two arrays of one shape that differ, and by how much at most: absolutely, relatively to the larger of the two."""
-    where = bits(a) != bits(b) if a.dtype == b.dtype else a.astype(np.float64) != b.astype(np.float64)
+    where = as_bits(a) != as_bits(b) if a.dtype == b.dtype else a.astype(np.float64) != b.astype(np.float64)
     count = int(np.count_nonzero(where))
     if not count:
         return 0, 0.0, 0.0

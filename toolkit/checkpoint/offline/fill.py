@@ -10,25 +10,31 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Block, Check, Files, numpy_dtype, slices
-from toolkit.checkpoint.catalog import DTYPES, Catalog, Piece, byte_length, flat_span
+from toolkit.checkpoint.blocks import (
+    BlockBuffer,
+    CheckpointFiles,
+    SequentialVerifier,
+    box_slices,
+    numpy_dtype,
+)
+from toolkit.checkpoint.catalog import DTYPES, Catalog, TensorPiece, byte_length, flat_span
 from toolkit.checkpoint.executor import read_piece
-from toolkit.checkpoint.offline.output import Output, PieceWriter, Segment, as_bytes
+from toolkit.checkpoint.offline.output import PieceWriter, Segment, TargetOutput, as_bytes
 from toolkit.checkpoint.planner import (
     PieceRead,
     ReadPlanner,
     SpanIndex,
-    check,
-    shifted,
+    build_span_index,
+    check_available,
+    find_coverage_errors,
+    shift_box,
     source_key,
-    span_index,
-    uncovered,
 )
-from toolkit.checkpoint.planner import Target as Wanted
+from toolkit.checkpoint.planner import ReadTarget as Wanted
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey
-from toolkit.checkpoint.target import Target
-from toolkit.checkpoint.tiles import place_in, tiles
-from toolkit.checkpoint.values import MASTER_RULE, faults, not_cast
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.checkpoint.tile_reader import element_offset, split_into_tiles
+from toolkit.checkpoint.value_checks import MASTER_RULE, differs_from_cast, find_value_faults
 from toolkit.errors import CheckpointError, Problem
 
 TILE_BYTES = 4 * 2**20  # less than a block: it stays in the processor's cache from reading to writing
@@ -43,42 +49,42 @@ def tile_elements(dtype: str, *, by_columns: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ConversionUnit:
     """One tensor of the source, and the tensors of the target that are made of it."""
 
     source: TensorKey
     targets: tuple[TensorKey, ...]
 
-    def pieces(self, target: Target) -> list[Piece]:
+    def pieces(self, target: CheckpointTarget) -> list[TensorPiece]:
         return [piece for key in self.targets for piece in (*target.pieces[key], *target.copies.get(key, ()))]
 
 
-def units_of(source: Catalog, target: Target) -> tuple[list[Unit], list[TensorKey]]:
+def plan_units(source: Catalog, target: CheckpointTarget) -> tuple[list[ConversionUnit], list[TensorKey]]:
     """What to do, in the order of the source's tensors, and which tensors of the source nothing is made of.
 
     Raises:
         CheckpointError: the target has tensors that the source cannot give.
     """
-    check(source, [(key, info.dtype, info.shape) for key, info in target.tensors.items()])
+    check_available(source, [(key, info.dtype, info.shape) for key, info in target.tensors.items()])
     wanted: dict[TensorKey, list[TensorKey]] = {}
     for key, info in target.tensors.items():
         found = source_key(key, info.dtype, source.tensors)
         assert found is not None
         wanted.setdefault(found, []).append(key)
-    return [Unit(key, tuple(wanted[key])) for key in source.tensors if key in wanted], [
+    return [ConversionUnit(key, tuple(wanted[key])) for key in source.tensors if key in wanted], [
         key for key in source.tensors if key not in wanted
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenPiece:
     """A piece that is written: the hash of each of its blocks, and its checksum where its file asks for one."""
 
     hashes: tuple[str, ...]
     segments: tuple[Segment, ...]
 
 
-class Filler:
+class UnitWriter:
     """Fills units, from several threads. Each takes two tiles and a block, and more where dtypes are cast.
 
     Args:
@@ -88,34 +94,37 @@ class Filler:
     """
 
     def __init__(
-        self, source: Catalog, target: Target, *, examine: bool, advance: Callable[[int], None]
+        self, source: Catalog, target: CheckpointTarget, *, examine: bool, advance: Callable[[int], None]
     ) -> None:
         self._source, self._target, self._examine, self._advance = source, target, examine, advance
         self._planner = ReadPlanner(source)
         self._rooms = threading.local()
         self._telling = threading.Lock()
 
-    def numbytes(self, unit: Unit) -> int:
+    def numbytes(self, unit: ConversionUnit) -> int:
         """What ``advance`` is told of a unit."""
         info = self._source.tensors[unit.source]
         return byte_length(info.dtype, info.shape)
 
-    def fill(self, unit: Unit, files: Files, output: Output) -> list[Written]:
+    def fill(self, unit: ConversionUnit, files: CheckpointFiles, output: TargetOutput) -> list[WrittenPiece]:
         """Write every piece of ``unit``, in the order of ``unit.pieces``.
 
         Raises:
             Damage, CheckpointError: the source is not what it was, or not what it can be.
         """
         info, pieces = self._source.tensors[unit.source], unit.pieces(self._target)
-        wrong = uncovered({key: self._target.pieces[key] for key in unit.targets})
+        wrong = find_coverage_errors({key: self._target.pieces[key] for key in unit.targets})
         assert not wrong, f"a target that is not whole: {'; '.join(wrong)}"
         by_columns = any(piece.transposed for piece in pieces)
         assert not by_columns or all(piece.transposed for piece in pieces), (
             f"{unit.source}: a target has it both ways"
         )
-        index, writers = span_index(pieces), {id(piece): PieceWriter(piece, output) for piece in pieces}
-        copies, check = span_index(self._source.copies.get(unit.source, ())), Check(by_columns=by_columns)
-        for tile in tiles(
+        index, writers = build_span_index(pieces), {id(piece): PieceWriter(piece, output) for piece in pieces}
+        copies, check = (
+            build_span_index(self._source.copies.get(unit.source, ())),
+            SequentialVerifier(by_columns=by_columns),
+        )
+        for tile in split_into_tiles(
             info.shape, tile_elements(info.dtype, by_columns=by_columns), by_columns=by_columns
         ):
             values = self._read(unit.source, tile, files, check, "tile")
@@ -129,10 +138,11 @@ class Filler:
                     continue
                 if piece.dtype not in casts:
                     casts[piece.dtype] = self._cast(unit.source, values, piece.dtype)
-                part = casts[piece.dtype][slices(shifted(common, [-offset for offset in tile.offset]))]
+                part = casts[piece.dtype][box_slices(shift_box(common, [-offset for offset in tile.offset]))]
                 part = np.ascontiguousarray(part.swapaxes(-1, -2) if piece.transposed else part)
                 begin = (
-                    piece.begin + place_in(piece.box, common, transposed=piece.transposed) * piece.itemsize
+                    piece.begin
+                    + element_offset(piece.box, common, transposed=piece.transposed) * piece.itemsize
                 )
                 writers[id(piece)].write(begin, as_bytes(part))
             with self._telling:
@@ -140,9 +150,9 @@ class Filler:
         check.finish()
         for writer in writers.values():
             writer.finish()
-        return [Written(tuple(writer.hashes), tuple(writer.segments)) for writer in writers.values()]
+        return [WrittenPiece(tuple(writer.hashes), tuple(writer.segments)) for writer in writers.values()]
 
-    def skip(self, unit: Unit) -> None:
+    def skip(self, unit: ConversionUnit) -> None:
         """It was filled before."""
         with self._telling:
             self._advance(self.numbytes(unit))
@@ -161,7 +171,9 @@ class Filler:
             )
         return found
 
-    def _read(self, key: TensorKey, tile: Box, files: Files, check: Check, use: str) -> Any:
+    def _read(
+        self, key: TensorKey, tile: Box, files: CheckpointFiles, check: SequentialVerifier, use: str
+    ) -> Any:
         info = self._source.tensors[key]
         values = self._room(use, info.dtype, tile)
         for read in self._planner.plan([Shard(key, info.shape, tile, values)]):
@@ -177,22 +189,24 @@ class Filler:
             setattr(self._rooms, use, room)
         return room[:numbytes].view(numpy_dtype(dtype)).reshape(box.shape)
 
-    def _block(self) -> Block:
+    def _block(self) -> BlockBuffer:
         if not hasattr(self._rooms, "block"):
-            self._rooms.block = Block()
-        found: Block = self._rooms.block
+            self._rooms.block = BlockBuffer()
+        found: BlockBuffer = self._rooms.block
         return found
 
-    def _look_at(self, key: TensorKey, tile: Box, values: Any, files: Files, check: Check) -> None:
+    def _look_at(
+        self, key: TensorKey, tile: Box, values: Any, files: CheckpointFiles, check: SequentialVerifier
+    ) -> None:
         """Raises CheckpointError for values that no sound run has."""
         folder = self._source.folder
-        for seen, rule in faults(key.state, values):
+        for seen, rule in find_value_faults(key.state, values):
             raise _refused(folder, f"{key}: {seen}", rule)
         weight = TensorKey(WEIGHT, key.name)
         if key.state != MASTER or weight not in self._source.tensors:
             return
         stored = self._read(weight, tile, files, check, "second")
-        differing = int(np.count_nonzero(not_cast(values, stored)))
+        differing = int(np.count_nonzero(differs_from_cast(values, stored)))
         if differing:
             raise _refused(
                 folder,
@@ -202,7 +216,13 @@ class Filler:
             )
 
     def _compare(
-        self, key: TensorKey, copies: SpanIndex[Piece], tile: Box, values: Any, files: Files, check: Check
+        self,
+        key: TensorKey,
+        copies: SpanIndex[TensorPiece],
+        tile: Box,
+        values: Any,
+        files: CheckpointFiles,
+        check: SequentialVerifier,
     ) -> None:
         """Raises CheckpointError: what is stored a second time is not the same."""
         for copy in copies.meeting(*flat_span(self._source.tensors[key].shape, tile)):
@@ -218,7 +238,7 @@ class Filler:
             )
             differing = int(
                 np.count_nonzero(
-                    values[slices(shifted(common, [-offset for offset in tile.offset]))] != other
+                    values[box_slices(shift_box(common, [-offset for offset in tile.offset]))] != other
                 )
             )
             if differing:

@@ -11,19 +11,19 @@ from dataclasses import asdict
 from toolkit import families
 from toolkit.checkpoint.catalog import byte_length
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
-from toolkit.checkpoint.source import MODEL, Source
+from toolkit.checkpoint.source import MODEL, CheckpointSource
 from toolkit.progress import quantity
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MOST_NAMES = 8
 
 
-def describe(source: Source) -> list[str]:
+def describe(source: CheckpointSource) -> list[str]:
     """Lines for a person."""
     return [f"{label:<10} {text}" for label, text in _facts(source)] + [""] + _tensors(source)
 
 
-def _facts(source: Source) -> Iterator[tuple[str, str]]:
+def _facts(source: CheckpointSource) -> Iterator[tuple[str, str]]:
     yield "format", source.format
     yield "folder", str(source.folder)
     yield from source.facts.items()
@@ -45,7 +45,7 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
         yield "left out", words
 
 
-def _parameters(source: Source) -> str:
+def _parameters(source: CheckpointSource) -> str:
     shapes = {key.name: info.shape for key, info in source.catalog.tensors.items()}
     text = f"{sum(map(math.prod, shapes.values())):,} in {len(shapes)} tensors"
     if source.shape is None:
@@ -53,13 +53,13 @@ def _parameters(source: Source) -> str:
     wanted = {spec.name for spec in families.get(source.shape.family).parameters(source.shape)}
     absent = wanted - shapes.keys()
     return (
-        f"{text}; {named(TensorKey(WEIGHT, name) for name in sorted(absent))} missing"
+        f"{text}; {summarize_keys(TensorKey(WEIGHT, name) for name in sorted(absent))} missing"
         if absent
         else f"{text}: the whole model"
     )
 
 
-def _tensors(source: Source) -> list[str]:
+def _tensors(source: CheckpointSource) -> list[str]:
     """A line a kind of tensor: layers and experts are counted, not listed. And a line a state."""
     tensors = source.catalog.tensors
     kinds: dict[tuple[str, tuple[int, ...]], dict[str, list[TensorKey]]] = {}
@@ -100,7 +100,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def named(keys: Iterable[TensorKey], among: Collection[TensorKey] = ()) -> str:
+def summarize_keys(keys: Iterable[TensorKey], among: Collection[TensorKey] = ()) -> str:
     """Tensors in a few words: ``exp_avg:model.layers.*.mlp.up_proj.weight (22), exp_avg:model.norm.weight``; where they are all that
     ``among`` has of a state: ``weight (all 291)``."""
     by_state: dict[str, list[TensorKey]] = {}

@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.errors import CheckpointError, Problem
 
 
-class Journal:
+class ConversionJournal:
     """The journal at ``path``, which nobody else may write meanwhile.
 
     Attributes:
@@ -75,7 +75,7 @@ class Journal:
         os.fsync(self._descriptor)
 
 
-def is_journal_of(path: Path, identity: str) -> bool:
+def is_journal_for(path: Path, identity: str) -> bool:
     """Whether ``path`` is there and the journal of this conversion."""
     return path.is_file() and _begins(_whole_lines(path)[0], identity)
 

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 from isal import isal_zlib
 
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Piece
+from toolkit.checkpoint.catalog import BLOCK_BYTES, TensorPiece
 from toolkit.checkpoint.target import TargetFile
 from toolkit.files import sync_folder
 from toolkit.paths import inside
@@ -26,7 +26,7 @@ Segment = tuple[int, int, int]
 _ZEROS = bytes(2**20)
 
 
-class Output:
+class TargetOutput:
     """The files of one target, made with their full length; shared by threads (``pwrite`` has no position)."""
 
     def __init__(self, folder: Path, files: Sequence[TargetFile]) -> None:
@@ -72,7 +72,7 @@ class Output:
         ordered, sealed = sorted(segments), {}
         for check in self._files[name].checksums:
             inside = ordered[bisect_left(ordered, (check.begin,)) : bisect_left(ordered, (check.end,))]
-            crc = struct.pack("<I", checksum(check.begin, check.end, inside))
+            crc = struct.pack("<I", combine_checksums(check.begin, check.end, inside))
             for place in check.places:
                 _write(self._descriptor(name), memoryview(crc), place)
                 sealed[place] = crc
@@ -96,7 +96,7 @@ def _write(descriptor: int, data: memoryview, begin: int) -> None:
         done += os.pwrite(descriptor, data[done:], begin + done)
 
 
-def checksum(begin: int, end: int, segments: Sequence[Segment]) -> int:
+def combine_checksums(begin: int, end: int, segments: Sequence[Segment]) -> int:
     """The CRC-32 of bytes ``begin .. end``, of which ``segments`` (in order, none meeting another) are known and the rest is zero."""
     crc, at = 0, begin
     for first, length, of_segment in (*segments, (end, 0, 0)):
@@ -117,7 +117,7 @@ def _zeros(count: int) -> int:
 class PieceWriter:
     """Writes one piece front to back, hashing on the way."""
 
-    def __init__(self, piece: Piece, output: Output) -> None:
+    def __init__(self, piece: TensorPiece, output: TargetOutput) -> None:
         self.piece = piece
         self._output, self._checked = output, output.checked(piece.file)
         self._at = piece.begin

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Piece, flat_span, turned
-from toolkit.checkpoint.offline.fill import tile_elements, units_of
-from toolkit.checkpoint.planner import MOST_PROBLEMS, SpanIndex, shifted, uncovered
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, TensorPiece, flat_span, swap_last_dims
+from toolkit.checkpoint.offline.fill import plan_units, tile_elements
+from toolkit.checkpoint.planner import MAX_PROBLEMS, SpanIndex, find_coverage_errors, shift_box
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, TensorInfo, TensorKey
-from toolkit.checkpoint.target import Target, TargetFile
-from toolkit.checkpoint.tiles import tiles
+from toolkit.checkpoint.target import CheckpointTarget, TargetFile
+from toolkit.checkpoint.tile_reader import split_into_tiles
 from toolkit.errors import CheckpointError, Problem
 
 
@@ -58,9 +58,9 @@ class ReshardPlan:
         return self.bytes_written + self.fixed_bytes + self.padding_bytes
 
 
-def plan_reshard(source: Catalog, target: Target, *, examine: bool = True) -> ReshardPlan:
+def plan_reshard(source: Catalog, target: CheckpointTarget, *, examine: bool = True) -> ReshardPlan:
     """Raises CheckpointError that names what is not covered, is covered twice, or cannot be given."""
-    units, unused = units_of(source, target)
+    units, unused = plan_units(source, target)
     plan = ReshardPlan(tensors=len(target.tensors), unused=unused)
     there = _Described(source.tensors, "source")
     for key in source.tensors:
@@ -144,13 +144,15 @@ class _Described:
         self._of_tensor: dict[TensorKey, _Known] = {}
         self.ranges: dict[str, array[int]] = {}  # by file: begin and end of each piece, one after the other
 
-    def add(self, key: TensorKey, pieces: Sequence[Piece]) -> int:
+    def add(self, key: TensorKey, pieces: Sequence[TensorPiece]) -> int:
         """Prove that ``pieces`` are ``key``, each element once. Returns how many they are."""
         info = self._tensors[key]
         known = self._of_tensor[key] = self._look_up(key, pieces)
         if known.wrong:
-            if len(self._wrong) < MOST_PROBLEMS:
-                self._wrong += uncovered({key: pieces}) if pieces else [f"{key}: no piece has any of it"]
+            if len(self._wrong) < MAX_PROBLEMS:
+                self._wrong += (
+                    find_coverage_errors({key: pieces}) if pieces else [f"{key}: no piece has any of it"]
+                )
             return len(pieces)
         differing = next(
             (piece for piece in pieces if piece.dtype != info.dtype or piece.global_shape != info.shape), None
@@ -162,23 +164,23 @@ class _Described:
         self._lie(pieces, known.numbytes)
         return len(pieces)
 
-    def add_copies(self, pieces: Sequence[Piece]) -> int:
+    def add_copies(self, pieces: Sequence[TensorPiece]) -> int:
         """What is written a second time: only its place is proven."""
         self._lie(pieces, [piece.box.numel * piece.itemsize for piece in pieces])
         return len(pieces)
 
-    def _look_up(self, key: TensorKey, pieces: Sequence[Piece]) -> _Known:
+    def _look_up(self, key: TensorKey, pieces: Sequence[TensorPiece]) -> _Known:
         info = self._tensors[key]
         cut = _cut(info, pieces)
         known = self._known.get(cut)
         if known is None:
-            wrong = uncovered({key: pieces}) if pieces else ["none"] * (math.prod(info.shape) > 0)
+            wrong = find_coverage_errors({key: pieces}) if pieces else ["none"] * (math.prod(info.shape) > 0)
             known = self._known[cut] = _Known(
                 cut, wrong, tuple(box.numel * cut.itemsize for box in cut.boxes)
             )
         return known
 
-    def _lie(self, pieces: Sequence[Piece], numbytes: Sequence[int]) -> None:
+    def _lie(self, pieces: Sequence[TensorPiece], numbytes: Sequence[int]) -> None:
         """Record in which bytes they lie."""
         ranges = self.ranges
         for piece, length in zip(pieces, numbytes, strict=True):
@@ -225,7 +227,7 @@ class _Described:
                         "each element of each tensor lies in one place",
                         "bring all files of the checkpoint together, or report this: it is a defect of the format's reader or writer",
                     )
-                    for sentence in self._wrong[:MOST_PROBLEMS]
+                    for sentence in self._wrong[:MAX_PROBLEMS]
                 )
             )
         return fixed, padding
@@ -236,7 +238,7 @@ class _Described:
         reads, elements = _counted(known, "reads", tile, by_columns, _count_reads)
         return reads, elements * known.cut.itemsize
 
-    def writes(self, key: TensorKey, pieces: Sequence[Piece], tile: int, by_columns: bool) -> int:
+    def writes(self, key: TensorKey, pieces: Sequence[TensorPiece], tile: int, by_columns: bool) -> int:
         """Writes of ``pieces``, which are ``key`` or copies of it, from tiles of ``tile`` elements."""
         return _counted(self._look_up(key, pieces), "writes", tile, by_columns, _count_writes)[0]
 
@@ -249,7 +251,7 @@ def _counted(
     return known.counts[what, tile, by_columns]
 
 
-def _cut(info: TensorInfo, pieces: Sequence[Piece]) -> _Cut:
+def _cut(info: TensorInfo, pieces: Sequence[TensorPiece]) -> _Cut:
     return _Cut(
         info.shape,
         info.dtype,
@@ -264,7 +266,7 @@ def _meetings(cut: _Cut, tile: int, by_columns: bool) -> Iterator[tuple[int, Box
     index = SpanIndex(
         (*flat_span(cut.shape, box), number) for number, box in enumerate(cut.boxes) if box.numel
     )
-    for one in tiles(cut.shape, tile, by_columns=by_columns):
+    for one in split_into_tiles(cut.shape, tile, by_columns=by_columns):
         for number in index.meeting(*flat_span(cut.shape, one)):
             common = cut.boxes[number].intersect(one)
             if common is not None:
@@ -285,9 +287,12 @@ def _count_reads(cut: _Cut, tile: int, by_columns: bool) -> tuple[int, int]:
     kept: tuple[int, int] | None = None
     for number, common in _meetings(cut, tile, by_columns):
         box = cut.boxes[number]
-        local, shape = shifted(common, [-offset for offset in box.offset]), box.shape
+        local, shape = shift_box(common, [-offset for offset in box.offset]), box.shape
         if cut.transposed[number]:
-            local, shape = Box(turned(local.offset), turned(local.shape)), turned(shape)
+            local, shape = (
+                Box(swap_last_dims(local.offset), swap_last_dims(local.shape)),
+                swap_last_dims(shape),
+            )
         low, high = flat_span(shape, local)
         for block in range(low // per_block, -(-high // per_block)):
             start, stop = block * per_block, min((block + 1) * per_block, box.numel)

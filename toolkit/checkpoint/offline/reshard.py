@@ -15,14 +15,14 @@ from toolkit.checkpoint import verify as looking
 from toolkit.checkpoint.formats import native
 from toolkit.checkpoint.offline import diff as comparing
 from toolkit.checkpoint.offline.convert import Conversion
-from toolkit.checkpoint.offline.inspect import describe, named
+from toolkit.checkpoint.offline.inspect import describe, summarize_keys
 from toolkit.checkpoint.offline.plan import ReshardPlan, plan_reshard
-from toolkit.checkpoint.planner import check
+from toolkit.checkpoint.planner import check_available
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.states import tensors_of, weights_dtype
-from toolkit.checkpoint.target import Target
-from toolkit.config.reshard import Format, ReshardConfig, TargetConfig
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.checkpoint.target_tensors import choose_weights_dtype, select_target_tensors
+from toolkit.config.reshard import ReshardConfig, TargetConfig, TargetFormat
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError, Problem
 from toolkit.families.base import ModelShape
@@ -30,16 +30,16 @@ from toolkit.plan.pretrained import resolve_model
 from toolkit.progress import Progress, Task, duration, quantity
 
 # Modules of ``formats/`` with ``lay_out(source, config)``.
-WRITERS: Mapping[Format, str] = {
-    Format.deepspeed: "deepspeed_target",
-    Format.universal: "universal_target",
-    Format.megatron: "megatron_target",
-    Format.huggingface: "huggingface_target",
+WRITERS: Mapping[TargetFormat, str] = {
+    TargetFormat.deepspeed: "deepspeed.target",
+    TargetFormat.universal: "universal.target",
+    TargetFormat.megatron: "megatron.target",
+    TargetFormat.huggingface: "huggingface.target",
 }
 PROBE_BYTES = 64 * 2**20
 
 
-def shape_said(model: ModelConfig) -> ModelShape | None:
+def requested_shape(model: ModelConfig) -> ModelShape | None:
     """What the user says that the model is; None where nothing is said.
 
     Raises:
@@ -60,22 +60,24 @@ def shape_said(model: ModelConfig) -> ModelShape | None:
     return families.get(model.family).resolve_shape(model)
 
 
-def open_asked(config: ReshardConfig) -> Source:
+def open_requested(config: ReshardConfig) -> CheckpointSource:
     """``source``, as the model that is said or that it is of."""
     assert config.source is not None
-    return open_source(config.source, shape_said(config.model))
+    return open_source(config.source, requested_shape(config.model))
 
 
-def lay_out(source: Source, config: TargetConfig) -> Target:
+def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
     """What ``config`` asks for, of what ``source`` has.
 
     Raises:
         CheckpointError, InputError: the source does not have it, or is not of the model that is said, or the format cannot have it so.
     """
     if source.shape is not None:
-        dtype = weights_dtype(source, config.precision)
+        dtype = choose_weights_dtype(source, config.precision)
         parameters = families.get(source.shape.family).parameters(source.shape)
-        check(source.catalog, [(TensorKey(WEIGHT, spec.name), dtype, spec.shape) for spec in parameters])
+        check_available(
+            source.catalog, [(TensorKey(WEIGHT, spec.name), dtype, spec.shape) for spec in parameters]
+        )
     states = {key.state for key in source.catalog.tensors} - {WEIGHT, MASTER}
     if config.optimizer and not states:
         raise CheckpointError(
@@ -86,10 +88,12 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
                 "leave it out, or take a checkpoint that training saved",
             )
         )
-    if config.format is Format.native:
+    if config.format is TargetFormat.native:
         return native.lay_out(
             source,
-            tensors_of(source, config.precision, optimizer=config.optimizer is not False, uniform=False),
+            select_target_tensors(
+                source, config.precision, optimizer=config.optimizer is not False, uniform=False
+            ),
         )
     if config.format not in WRITERS:
         raise InputError(
@@ -100,7 +104,7 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
                 f"write one of {', '.join(['native', *(one.name for one in WRITERS)])}",
             )
         )
-    target: Target = import_module(f"toolkit.checkpoint.formats.{WRITERS[config.format]}").lay_out(
+    target: CheckpointTarget = import_module(f"toolkit.checkpoint.formats.{WRITERS[config.format]}").lay_out(
         source, config
     )
     return target
@@ -110,12 +114,12 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
+class ConversionResult:
     """What was done. ``resumed``: an earlier attempt had been killed, and this one went on."""
 
     path: Path
-    source: Source
-    target: Target
+    source: CheckpointSource
+    target: CheckpointTarget
     source_bytes: int
     target_bytes: int
     seconds: float
@@ -123,12 +127,12 @@ class Converted:
     unused: Sequence[TensorKey]
 
 
-def convert(config: ReshardConfig, progress: Progress) -> Converted:
+def convert(config: ReshardConfig, progress: Progress) -> ConversionResult:
     """Raises UserError: the source is damaged, the target cannot be laid out or written."""
     began = time.monotonic()
     assert config.target.path is not None
     path = Path(config.target.path).expanduser().absolute()
-    source = open_asked(config)
+    source = open_requested(config)
     target = lay_out(source, config.target)
     conversion = Conversion(
         source.catalog,
@@ -144,7 +148,7 @@ def convert(config: ReshardConfig, progress: Progress) -> Converted:
     _check_room(path, target_bytes - _allocated(conversion.temporary))
     with progress.task("resharding", total=conversion.source_bytes, unit="B") as task:
         resumed = conversion.run()
-    return Converted(
+    return ConversionResult(
         path=path,
         source=source,
         target=target,
@@ -173,7 +177,7 @@ def _check_room(path: Path, numbytes: int) -> None:
         )
 
 
-def words_of(done: Converted) -> list[str]:
+def describe_result(done: ConversionResult) -> list[str]:
     """Of a conversion, for people."""
     seconds = max(done.seconds, 1e-3)
     rate = quantity(done.target_bytes / seconds, "B")
@@ -193,8 +197,8 @@ def words_of(done: Converted) -> list[str]:
     ]
 
 
-def _dropped(unused: Sequence[TensorKey], source: Source) -> list[str]:
-    lines = [f"not used   {named(unused, source.catalog.tensors)}"] if unused else []
+def _dropped(unused: Sequence[TensorKey], source: CheckpointSource) -> list[str]:
+    lines = [f"not used   {summarize_keys(unused, source.catalog.tensors)}"] if unused else []
     return [*lines, *(f"left out   {words}" for words in source.left_out)]
 
 
@@ -203,13 +207,17 @@ def _dropped(unused: Sequence[TensorKey], source: Source) -> list[str]:
 
 def plan(config: ReshardConfig) -> list[str]:
     """What the same words with action=convert would do, in lines for people. Raises UserError as that would before its first byte."""
-    source = open_asked(config)
+    source = open_requested(config)
     target = lay_out(source, config.target)
     found = plan_reshard(source.catalog, target, examine=config.examine)
     folder = (
         Path(config.target.path).expanduser().absolute().parent if config.target.path is not None else None
     )
-    rate, how = (config.rate * 1e9, "as stated") if config.rate is not None else probe(source.folder, folder)
+    rate, how = (
+        (config.rate * 1e9, "as stated")
+        if config.rate is not None
+        else measure_copy_rate(source.folder, folder)
+    )
     return [
         f"source     {source.format}: {source.folder}",
         f"target     {target.format}: {config.target.path or 'not named'}, {len(target.files)} files, {found.tensors} tensors",
@@ -236,7 +244,7 @@ def _numbers(found: ReshardPlan, workers: int, rate: float | None, how: str) -> 
     ]
 
 
-def probe(source: Path, target: Path | None) -> tuple[float | None, str]:
+def measure_copy_rate(source: Path, target: Path | None) -> tuple[float | None, str]:
     """Bytes a second that are copied from ``source`` to the folder ``target``, fsync included, and how that was found. Leaves nothing."""
     largest = max(
         (path for path in source.rglob("*") if path.is_file()),
@@ -274,14 +282,17 @@ def probe(source: Path, target: Path | None) -> tuple[float | None, str]:
 
 def inspect(config: ReshardConfig) -> list[str]:
     """What ``source`` is. Raises UserError: it is no checkpoint, or a damaged one."""
-    return describe(open_asked(config))
+    return describe(open_requested(config))
 
 
 def verify(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]]:
     """Whether ``source`` is sound, and what is wrong with it."""
     assert config.source is not None
     findings = looking.verify(
-        config.source, shape_said(config.model), workers=config.workers, advance=_shown(progress, "verifying")
+        config.source,
+        requested_shape(config.model),
+        workers=config.workers,
+        advance=_shown(progress, "verifying"),
     )
     if findings:
         return ExitCode.FAILURE, [f"{config.source} is not sound:", *map(str, findings)]
@@ -295,7 +306,7 @@ def diff(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]
     found = comparing.diff(
         config.source,
         config.target.path,
-        shape_said(config.model),
+        requested_shape(config.model),
         workers=config.workers,
         advance=_shown(progress, "comparing"),
     )

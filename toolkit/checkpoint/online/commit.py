@@ -19,11 +19,11 @@ from typing import Any
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, manifest
-from toolkit.checkpoint.blocks import Files, check_piece
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece
+from toolkit.checkpoint.blocks import CheckpointFiles, verify_piece
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, TensorPiece
 from toolkit.checkpoint.manifest import FileRecord, Manifest
-from toolkit.checkpoint.online.writing import Outgoing, write_file
-from toolkit.checkpoint.planner import MOST_PROBLEMS, uncovered
+from toolkit.checkpoint.online.writing import WriteItem, write_data_file
+from toolkit.checkpoint.planner import MAX_PROBLEMS, find_coverage_errors
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
 
@@ -38,7 +38,7 @@ class SaveFailed(RuntimeError):
     """Nobody's mistake: a rank was late or is gone, or a file system did not do what it was asked. Another start may fare better."""
 
 
-class Phase(StrEnum):
+class SavePhase(StrEnum):
     """Told to ``on_phase``: on entry, and within PIECES after each piece, within RETENTION before each removal."""
 
     PIECES = "pieces"  # writing data
@@ -49,7 +49,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class RankSave:
     """One rank's part of one save. ``number`` counts the saves of this attempt, alike on all ranks."""
 
     directory: Path
@@ -59,12 +59,12 @@ class Save:
     ranks: int
     attempt: int
     number: int
-    outgoing: Sequence[Outgoing]
+    outgoing: Sequence[WriteItem]
     scalars: Mapping[str, Any]
     keep_last: int
     keep_every: int
     timeout_seconds: float
-    on_phase: Callable[[Phase], None]
+    on_phase: Callable[[SavePhase], None]
 
     @property
     def temporary(self) -> Path:
@@ -94,7 +94,7 @@ def _attempt(attempt: int) -> str:
     return f"attempt-{attempt:03d}"
 
 
-def carry_out(save: Save) -> None:
+def run_save(save: RankSave) -> None:
     """Write this rank's part and see the save through to its commit. The checkpoints before stay, whatever it raises.
 
     Raises:
@@ -127,21 +127,21 @@ def carry_out(save: Save) -> None:
 # ---- every rank
 
 
-def _write_part(save: Save) -> None:
-    save.on_phase(Phase.PIECES)
+def _write_part(save: RankSave) -> None:
+    save.on_phase(SavePhase.PIECES)
     files: list[FileRecord] = []
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     if save.outgoing:
-        record, pieces = write_file(
+        record, pieces = write_data_file(
             save.data_file(save.rank),
             save.outgoing,
             {"format": manifest.FORMAT, "namespace": save.namespace, "step": str(save.step)},
-            on_piece=lambda: save.on_phase(Phase.PIECES),
-            on_sync=lambda: save.on_phase(Phase.FSYNC),
+            on_piece=lambda: save.on_phase(SavePhase.PIECES),
+            on_sync=lambda: save.on_phase(SavePhase.FSYNC),
         )
         files = [record]
     else:
-        save.on_phase(Phase.FSYNC)
+        save.on_phase(SavePhase.FSYNC)
     report = {
         "rank": save.rank,
         "ranks": save.ranks,
@@ -152,7 +152,7 @@ def _write_part(save: Save) -> None:
     write_whole(save.report(save.rank), json.dumps(report), durable=False)
 
 
-def _await_commit(save: Save) -> None:
+def _await_commit(save: RankSave) -> None:
     def committed() -> bool:
         if (save.temporary / FAILED).is_file():
             told = json.loads((save.temporary / FAILED).read_text(encoding="utf-8"))
@@ -164,7 +164,7 @@ def _await_commit(save: Save) -> None:
         raise _failed(save, f"{save.temporary} was removed before step {save.step} was committed")
 
 
-def _give_up(save: Save, reason: str, error: Exception, mistake: bool) -> None:
+def _give_up(save: RankSave, reason: str, error: Exception, mistake: bool) -> None:
     """Free the disk and tell the others, so that they need not wait. Best effort: the error itself is what counts."""
     told = json.dumps({"rank": save.rank, "reason": reason, "mistake": mistake})
     try:
@@ -177,7 +177,10 @@ def _give_up(save: Save, reason: str, error: Exception, mistake: bool) -> None:
 
 
 def _wait(
-    save: Save, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]], missing: Callable[[], str]
+    save: RankSave,
+    ready: Callable[[], bool],
+    awaited: Callable[[], Sequence[int]],
+    missing: Callable[[], str],
 ) -> None:
     """Wait until ``ready``.
 
@@ -252,7 +255,7 @@ def _boot_id() -> bytes:
 # ---- rank 0
 
 
-def _clean(save: Save) -> None:
+def _clean(save: RankSave) -> None:
     """Remove what dead attempts left, and what resisted removal before. What resists now is tried again at the next save. A pointer that
     an attempt died before writing is written: without it, a second such death would leave two checkpoints that nothing names.
 
@@ -279,7 +282,7 @@ def _clean(save: Save) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _gather(save: Save) -> list[dict[str, Any]]:
+def _gather(save: RankSave) -> list[dict[str, Any]]:
     """Everybody's report, in the order of ranks."""
     found: dict[int, dict[str, Any]] = {}
 
@@ -307,7 +310,7 @@ def _gather(save: Save) -> list[dict[str, Any]]:
     return [found[rank] for rank in range(save.ranks)]
 
 
-def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
+def _commit(save: RankSave, reports: Sequence[Mapping[str, Any]]) -> None:
     written = Manifest(
         namespace=save.namespace,
         step=save.step,
@@ -317,9 +320,9 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
         files=tuple(manifest.file_from_json(record) for report in reports for record in report["files"]),
         pieces=tuple(manifest.piece_from_json(entry) for report in reports for entry in report["pieces"]),
     )
-    wrong = uncovered(written.by_tensor())
+    wrong = find_coverage_errors(written.by_tensor())
     if wrong:
-        raise _incomplete(save, f"step {save.step} does not add up: {'; '.join(wrong[:MOST_PROBLEMS])}")
+        raise _incomplete(save, f"step {save.step} does not add up: {'; '.join(wrong[:MAX_PROBLEMS])}")
     manifest.check_files(save.temporary, written.files)
     for rank in range(save.ranks):
         save.report(rank).unlink()
@@ -327,7 +330,7 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
         save.temporary / manifest.NAME, manifest.encode(written)
     )  # syncs the folder: the data files' names are durable too
 
-    save.on_phase(Phase.RENAME)
+    save.on_phase(SavePhase.RENAME)
     removed = (
         save.directory
         / f"{checkpoint_folder.REMOVED}{save.temporary.name.removeprefix(checkpoint_folder.TEMPORARY)}"
@@ -340,16 +343,16 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
         save.temporary.rename(save.target)
     sync_folder(save.directory)
 
-    save.on_phase(Phase.POINTER)
+    save.on_phase(SavePhase.POINTER)
     write_whole(save.directory / checkpoint_folder.POINTER, save.target.name + "\n")
 
-    save.on_phase(Phase.RETENTION)
+    save.on_phase(SavePhase.RETENTION)
     shutil.rmtree(removed, ignore_errors=True)
     shutil.rmtree(save.presence(0).parent, ignore_errors=True)
     _retain(save)
 
 
-def _keeps(save: Save) -> bool:
+def _keeps(save: RankSave) -> bool:
     """A checkpoint of this step is there, of the same names, and every byte of it is intact."""
     if not save.target.exists():
         return False
@@ -357,10 +360,10 @@ def _keeps(save: Save) -> bool:
     try:
         there = directory.load_manifest(save.target)
         manifest.check_files(save.target, there.files)
-        with Files(save.target) as files:
+        with CheckpointFiles(save.target) as files:
             for piece in there.pieces:
-                deque(check_piece(files, piece, buffer), maxlen=0)
-    except Damage:
+                deque(verify_piece(files, piece, buffer), maxlen=0)
+    except DamagedFile:
         return False
     if there.namespace != save.namespace:
         raise CheckpointError(
@@ -374,49 +377,49 @@ def _keeps(save: Save) -> bool:
     return True
 
 
-def _retain(save: Save) -> None:
+def _retain(save: RankSave) -> None:
     """Let old checkpoints go: out of sight by a rename, then removed, so that half a checkpoint never looks like one.
 
     This one is committed whatever happens here, so what cannot be removed is left to the next save's ``_clean``.
     """
-    there = checkpoint_folder.committed(save.directory)
-    whole = {step for step, folder in there.items() if directory.is_whole(folder)}
-    for step in directory.removable(
+    there = checkpoint_folder.committed_checkpoints(save.directory)
+    whole = {step for step, folder in there.items() if directory.is_complete(folder)}
+    for step in directory.removable_steps(
         there, whole, saved=save.step, keep_last=save.keep_last, keep_every=save.keep_every
     ):
         gone = save.directory / f"{checkpoint_folder.REMOVED}{there[step].name}"
         there[step].rename(gone)
-        save.on_phase(Phase.RETENTION)
+        save.on_phase(SavePhase.RETENTION)
         shutil.rmtree(gone, ignore_errors=True)
 
 
 # ---- what to say
 
 
-def _told(save: Save, told: Mapping[str, Any]) -> CheckpointError | SaveFailed:
+def _told(save: RankSave, told: Mapping[str, Any]) -> CheckpointError | SaveFailed:
     """By another rank, whose trouble is this one's."""
     seen = f"rank {told['rank']} could not save step {save.step}: {told['reason']}"
     return _incomplete(save, seen) if told["mistake"] else _failed(save, seen)
 
 
-def _newest(save: Save) -> str:
+def _newest(save: RankSave) -> str:
     newest = checkpoint_folder.find_newest(save.directory).checkpoint
     return (
         f"the newest complete checkpoint is {newest}" if newest else "no checkpoint was saved before this one"
     )
 
 
-def _failed(save: Save, seen: str) -> SaveFailed:
+def _failed(save: RankSave, seen: str) -> SaveFailed:
     return SaveFailed(f"{seen}; {_newest(save)}")
 
 
-def _incomplete(save: Save, seen: str) -> CheckpointError:
+def _incomplete(save: RankSave, seen: str) -> CheckpointError:
     return CheckpointError(
         Problem("checkpoint", seen, WHOLE, f"mend the cause and start again: {_newest(save)}")
     )
 
 
-def _not_written(save: Save, error: OSError) -> CheckpointError | SaveFailed:
+def _not_written(save: RankSave, error: OSError) -> CheckpointError | SaveFailed:
     seen = f"step {save.step} could not be written to {error.filename or save.temporary}: {error.strerror or error}"
     if error.errno not in NO_ROOM_OR_ACCESS:
         return _failed(save, seen)

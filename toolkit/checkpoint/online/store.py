@@ -19,11 +19,10 @@ from pathlib import Path
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory
-from toolkit.checkpoint.blocks import part
-from toolkit.checkpoint.online.commit import Phase, Save, carry_out
-from toolkit.checkpoint.online.snapshot import Snapshot
-from toolkit.checkpoint.online.writing import Outgoing
-from toolkit.checkpoint.planner import boxes_to_write, shifted
+from toolkit.checkpoint.blocks import view_box
+from toolkit.checkpoint.online.commit import RankSave, SavePhase, run_save
+from toolkit.checkpoint.online.writing import HostSnapshot, WriteItem
+from toolkit.checkpoint.planner import boxes_to_write, shift_box
 from toolkit.checkpoint.shard import Shard
 
 
@@ -73,13 +72,13 @@ class CheckpointStore:
         keep_every: int = 0,
         *,
         timeout_seconds: float = 1800,
-        on_phase: Callable[[Phase], None] | None = None,
+        on_phase: Callable[[SavePhase], None] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._timeout_seconds = timeout_seconds
         self._on_phase = on_phase or (lambda phase: None)
-        self._snapshot = Snapshot()
+        self._snapshot = HostSnapshot()
         self._saves = 0
         self._pending: PendingSave | None = None
 
@@ -118,17 +117,17 @@ class CheckpointStore:
                 self._pending
             )  # this very state is saved: a cadence and the end of the run may fall together
         outgoing = [
-            Outgoing(
+            WriteItem(
                 shard.key,
                 shard.global_shape,
                 box,
-                part(shard.data.detach(), shifted(box, [-o for o in shard.box.offset])),
+                view_box(shard.data.detach(), shift_box(box, [-o for o in shard.box.offset])),
             )
             for shard in shards
             for box in boxes_to_write(shard)
         ]
         self._saves += 1
-        save = Save(
+        save = RankSave(
             directory=self.directory,
             step=step,
             namespace=namespace,
@@ -144,7 +143,7 @@ class CheckpointStore:
             on_phase=self._on_phase,
         )
         size = sum(item.data.numel() * item.data.element_size() for item in outgoing)
-        self._pending = PendingSave(target, _in_thread(lambda: carry_out(save), f"checkpoint-{step}"), size)
+        self._pending = PendingSave(target, _in_thread(lambda: run_save(save), f"checkpoint-{step}"), size)
         if not background:
             self._pending.wait()
         return self._pending
@@ -156,11 +155,11 @@ class CheckpointStore:
 
     def newest(self) -> Path | None:
         """The checkpoint to continue from, see ``checkpoint_folder.newest``. Raises CheckpointError: the files do not agree on one."""
-        return checkpoint_folder.newest(self.directory)
+        return checkpoint_folder.newest_checkpoint(self.directory)
 
     def complete(self) -> list[Path]:
         """Whole checkpoints in rising order of steps."""
-        return directory.complete(self.directory)
+        return directory.complete_checkpoints(self.directory)
 
 
 def _in_thread(work: Callable[[], None], name: str) -> Future[float]:

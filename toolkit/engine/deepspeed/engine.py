@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.checkpoint.shard import Shard, StateReader
 from toolkit.config.schema import OptimizerName
 from toolkit.config.schema import Place as Where
 from toolkit.engine import seeding
@@ -158,7 +158,7 @@ class DeepSpeedEngine:
     def scalars(self) -> dict[str, object]:
         return moving.scalars(self._ds.optimizer, self._partitions(), self._ranks)
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         if self._stage == 3:
             moving.release(self._ds.optimizer)
         partitions = self._partitions()

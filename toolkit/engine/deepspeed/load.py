@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP, SCALER_STATE
-from toolkit.checkpoint.shard import WEIGHT, Reader, Shard
+from toolkit.checkpoint.shard import WEIGHT, Shard, StateReader
 from toolkit.engine.deepspeed.state import Partition
 from toolkit.engine.resume import resumes, weight_key
 
@@ -56,7 +56,7 @@ def scalars(optimizer: Any, partitions: Sequence[Partition], averaged: int) -> d
 
 
 @torch.no_grad()
-def load(optimizer: Any, partitions: Sequence[Partition], reader: Reader, averaged: int) -> None:
+def load(optimizer: Any, partitions: Sequence[Partition], reader: StateReader, averaged: int) -> None:
     """Fill masters, moments, step counts and the loss scaler; ``publish`` then makes the other copies of weights follow. ``averaged``
     as in :func:`scalars`.
 
@@ -112,7 +112,7 @@ def _gather_persistent(optimizer: Any) -> None:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-def _masters(partition: Partition, reader: Reader) -> list[Shard]:
+def _masters(partition: Partition, reader: StateReader) -> list[Shard]:
     """The partition's master as targets of a read."""
     found = partition.shards(WEIGHT, partition.master)
     return [
@@ -153,7 +153,7 @@ def _on_nvme(optimizer: Any, partition: Partition) -> bool:
 
 
 def _load_nvme(
-    optimizer: Any, partition: Partition, reader: Reader, *, with_moments: bool, step: int
+    optimizer: Any, partition: Partition, reader: StateReader, *, with_moments: bool, step: int
 ) -> None:
     """As the rest, but the partition has elements only between the swap in and the swap out."""
     optimizer._optimizer_states_and_gradient_swap_in(partition.number)

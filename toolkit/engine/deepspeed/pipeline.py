@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.checkpoint.shard import Box, Reader, Shard
+from toolkit.checkpoint.shard import Box, Shard, StateReader
 from toolkit.engine import seeding
 from toolkit.engine.copies import together
 from toolkit.engine.deepspeed import compat, copies, state
@@ -136,7 +136,7 @@ class DeepSpeedPipelineEngine:
     def scalars(self) -> dict[str, object]:
         return moving.scalars(self._ds.optimizer, self._partitions(), self._plan.axes.data)
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         partitions = self._partitions()
         moving.load(self._ds.optimizer, partitions, reader, self._plan.axes.data)
         moving.publish(self._ds.optimizer, partitions)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
-from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.checkpoint.shard import Shard, StateReader
 from toolkit.data.evaluation import IGNORED
 from toolkit.engine import seeding
 from toolkit.engine.copies import together
@@ -125,7 +125,7 @@ class MegatronEngine:
         return found
 
     @torch.no_grad()
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         state = self._built.state
         self._built.settle_weights()
         continues = resumes(reader, self._built.kept)

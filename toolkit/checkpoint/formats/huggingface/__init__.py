@@ -1,0 +1,1 @@
+"""Hugging Face folders: ``config.json`` and safetensors. ``source.py`` reads them, ``target.py`` writes them."""

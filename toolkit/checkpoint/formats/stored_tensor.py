@@ -1,0 +1,74 @@
+"""Tensors and storages of a file that ``torch.save`` wrote, by their position in it. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toolkit.checkpoint.catalog import ArchiveRecord
+
+# Storage classes of torch by the dtype of their elements.
+STORAGES: Mapping[str, str] = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "BFloat16Storage": "bfloat16",
+    "HalfStorage": "float16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "Float8_e4m3fnStorage": "float8_e4m3fn",
+    "Float8_e5m2Storage": "float8_e5m2",
+}
+STORAGE_OF_DTYPE: Mapping[str, str] = {dtype: name for name, dtype in STORAGES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """``numel`` elements from byte ``begin`` of a file on (reading); or record ``key`` of the file that is written.
+
+    ``content``: its bytes, where they are known when the file is laid out (a step count); else pieces fill it. ``record``: its bytes in the
+    archive that is read.
+    """
+
+    key: str
+    dtype: str
+    numel: int
+    file: str = ""
+    begin: int = 0
+    content: bytes = b""
+    record: ArchiveRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor by its place: nothing of it has been read. ``offset`` and ``strides`` count elements of the storage."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.storage.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @staticmethod
+    def whole(storage: Storage, shape: tuple[int, ...]) -> StoredTensor:
+        return StoredTensor(storage, 0, shape, row_major(shape))
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
